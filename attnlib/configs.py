@@ -1,0 +1,72 @@
+"""Launch configurations of the kernels: frozen dataclasses, chosen by a pure function that needs no GPU."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How `kernels.forward.attention_forward` is compiled and launched.
+
+    Attributes:
+        block_m: query rows of one program.
+        block_n: keys of one step of its loop; at most `block_m`.
+        num_warps: warps of one program; four make a warpgroup.
+        num_stages: key/value tiles in flight; more stages hide more latency and take more shared memory.
+        q_in_registers: keep Q in registers instead of shared memory.
+        heads_per_section: heads whose row blocks are launched together.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    q_in_registers: bool = False
+    heads_per_section: int = 1
+
+
+def block_d(head_dim: int) -> int:
+    """The tile width that holds `head_dim` columns: the next power of two, at least 16 (the smallest dot)."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+# Found by measurement on an H200 (notebook 07 shows the neighbors of each), causal fp16 at 16384 tokens.
+_HOPPER = {
+    64: ForwardConfig(64, 64, num_warps=4, num_stages=2, heads_per_section=4),
+    128: ForwardConfig(64, 64, num_warps=4, num_stages=3, q_in_registers=True),
+    256: ForwardConfig(128, 64, num_warps=8, num_stages=2),
+}
+# Not measured: chosen so that Q, K and V fit 99 KB of shared memory, which every GPU since Ampere has.
+_PORTABLE = {
+    64: ForwardConfig(64, 64, num_warps=4, num_stages=2),
+    128: ForwardConfig(64, 32, num_warps=4, num_stages=2),
+    256: ForwardConfig(64, 16, num_warps=4, num_stages=2),
+}
+# float32 runs exact products on the CUDA cores: its tiles are bounded by registers.
+_FLOAT32 = {
+    64: ForwardConfig(32, 32, num_warps=4, num_stages=1),
+    128: ForwardConfig(32, 32, num_warps=4, num_stages=1),
+    256: ForwardConfig(32, 16, num_warps=8, num_stages=1),
+}
+
+
+def forward_config(head_dim: int, dtype: str = "float16", arch: tuple[int, int] | None = (9, 0)) -> ForwardConfig:
+    """The configuration for one call.
+
+    Args:
+        head_dim: D, 1 to 256.
+        dtype: "float16", "bfloat16" or "float32".
+        arch: CUDA compute capability, such as (9, 0) for H100 and H200; None for the interpreter.
+
+    Raises:
+        ValueError: `head_dim` or `dtype` out of range.
+    """
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ValueError(f"dtype: expected 'float16', 'bfloat16' or 'float32', got {dtype!r}")
+    width = max(64, block_d(head_dim))
+    if dtype == "float32":
+        return _FLOAT32[width]
+    if arch is None or arch[0] == 9:
+        return _HOPPER[width]
+    return _PORTABLE[width]
