@@ -1,0 +1,338 @@
+"""The fp64 oracle, the error budget, and the inputs that kernels are judged on.
+
+A kernel passes when its largest and its RMS error against dense attention in fp64 both stay within
+
+    2 x (error of PyTorch's same-dtype dense path + one rounding of the output dtype)
+
+The rule is relative, so it needs no tolerance per shape or dtype: where fp16 arithmetic itself is inaccurate
+the kernel may be too, and where it is accurate the kernel must be. Output that is not finite fails, because
+every comparison is written `not (error <= budget)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.shapes import Shape
+
+INPUTS = ("normal", "large", "outlier", "constant", "sink")
+"""Kinds of input, see `make_inputs`."""
+
+_BLOCK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+
+
+def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Shape:
+    """Validate q, k, v and describe them as a Shape."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"v: expected the shape of k {tuple(k.shape)}, got {tuple(v.shape)}")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"k: expected batch {q.shape[0]} and head_dim {q.shape[3]} like q, got shape {tuple(k.shape)}"
+        )
+    batch, heads, seqlen, head_dim = q.shape
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Shape(batch, heads, seqlen, head_dim, causal, dtype, k.shape[1], k.shape[2])
+
+
+def _row_blocks(shape: Shape, device: torch.device, itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first row, end row, visible keys): blocks of query rows whose scores fit in a fixed number of
+    bytes.
+
+    Causal masks are bottom-right: row i sees the keys j <= i + Sk - Sq. Rows that see no key are not yielded,
+    and keys that no row of a block sees are cut off, which halves the work of a square causal call.
+    """
+    shift = shape.keys - shape.seqlen
+    first = max(0, -shift) if shape.causal else 0
+    row_bytes = shape.batch * shape.heads * shape.keys * itemsize
+    rows = max(1, min(shape.seqlen, _BLOCK_BYTES.get(device.type, _BLOCK_BYTES["cpu"]) // row_bytes))
+    for start in range(first, shape.seqlen, rows):
+        end = min(start + rows, shape.seqlen)
+        yield start, end, min(shape.keys, end + shift) if shape.causal else shape.keys
+
+
+def _grouped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """(B, H, rows, D) -> (B, H_kv, H/H_kv * rows, D): heads that share a kv head become one matrix."""
+    return x.reshape(shape.batch, shape.kv_heads, -1, shape.head_dim)
+
+
+def _mask_diagonal(scores: torch.Tensor, shape: Shape, start: int, end: int) -> None:
+    """Write -inf above the diagonal of the scores [B, H_kv, H/H_kv * rows, visible] of rows start..end-1."""
+    shift = shape.keys - shape.seqlen
+    visible = scores.shape[-1]
+    left = start + shift + 1  # the first key that some row of this block does not see
+    if not shape.causal or left >= visible:
+        return
+    rows = torch.arange(start, end, device=scores.device)[:, None]
+    keys = torch.arange(left, visible, device=scores.device)[None, :]
+    hidden = keys > rows + shift  # [rows, visible - left]
+    scores.view(shape.batch, shape.heads, end - start, visible)[..., left:].masked_fill_(hidden, -math.inf)
+
+
+@torch.no_grad()
+def attention_fp64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, sm_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention in fp64, the truth of every test.
+
+    q is (B, H, Sq, D); k and v are (B, H_kv, Sk, D), H a multiple of H_kv; any float dtype. `sm_scale`
+    defaults to 1/sqrt(D). Returns out (B, H, Sq, D) and the natural-log LSE (B, H, Sq), both fp64. A causal
+    row with no visible key (Sq > Sk) has out 0 and LSE -inf. Works over blocks of query rows: about 1 GiB of
+    scratch on a GPU.
+    """
+    shape = _shape_of(q, k, v, causal)
+    scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
+    k64, v64 = k.double(), v.double()
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
+    for start, end, visible in _row_blocks(shape, q.device, 8):
+        b_q = _grouped(q[:, :, start:end].double() * scale, shape)
+        scores = b_q @ k64[:, :, :visible].transpose(-1, -2)  # [B, H_kv, H/H_kv * rows, visible]
+        _mask_diagonal(scores, shape, start, end)
+        m = scores.amax(-1, keepdim=True)
+        p = scores.sub_(m).exp_()
+        l = p.sum(-1, keepdim=True)  # noqa: E741  (m and l are the names used through the book)
+        rows = (shape.batch, shape.heads, end - start)
+        out[:, :, start:end] = ((p @ v64[:, :, :visible]) / l).view(*rows, shape.head_dim)
+        lse[:, :, start:end] = (m + l.log()).view(rows)
+    return out, lse
+
+
+@torch.no_grad()
+def attention_math(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, sm_scale: float | None = None
+) -> torch.Tensor:
+    """Dense attention as plain PyTorch computes it in the dtype of the inputs: the yardstick of the error
+    budget.
+
+    Scores, softmax and the product with V are each rounded to the input dtype, as eager code does. (SDPA's
+    own math backend works in fp32 inside since torch 2.5, which would make the budget a single rounding.)
+    Shapes as `attention_fp64`; returns out (B, H, Sq, D) in the input dtype. Works over blocks of query rows,
+    which changes no result because rows are independent.
+    """
+    shape = _shape_of(q, k, v, causal)
+    scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for start, end, visible in _row_blocks(shape, q.device, 4):
+        b_q = _grouped(q[:, :, start:end] * scale, shape)
+        scores = b_q @ k[:, :, :visible].transpose(-1, -2)
+        _mask_diagonal(scores, shape, start, end)
+        p = torch.softmax(scores, -1)
+        b_out = p @ v[:, :, :visible]
+        out[:, :, start:end] = b_out.view(shape.batch, shape.heads, end - start, shape.head_dim)
+    return out
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The largest absolute error and the largest RMS error that a kernel may have."""
+
+    max: float
+    rms: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the oracle says of one output: its errors, the budget they had to meet, and why it failed."""
+
+    max_error: float
+    rms_error: float
+    budget: Budget
+    ok: bool
+    reason: str = ""
+
+    def raise_if_bad(self, name: str) -> None:
+        """AssertionError that names the kernel, the errors and the budget, unless the output is good."""
+        if not self.ok:
+            raise AssertionError(f"{name} is wrong: {self.reason}")
+
+
+def _max_rms(error: torch.Tensor) -> tuple[float, float]:
+    """Largest absolute value and root mean square; `error` is overwritten."""
+    largest = error.abs_().max().item()
+    return largest, error.square_().mean().sqrt().item()
+
+
+class Oracle:
+    """The truth and the budget of one input, computed once, to judge many outputs.
+
+        oracle = Oracle(q, k, v, causal=True)
+        oracle.judge(attention(q, k, v, causal=True)).raise_if_bad("my kernel")
+
+    Attributes: `out` (B, H, Sq, D) and `lse` (B, H, Sq) in fp64, `budget`, `lse_tolerance` (absolute).
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        sm_scale: float | None = None,
+    ) -> None:
+        self.dtype = q.dtype
+        self.out, self.lse = attention_fp64(q, k, v, causal=causal, sm_scale=sm_scale)
+        plain = attention_math(q, k, v, causal=causal, sm_scale=sm_scale).double().sub_(self.out)
+        math_max, math_rms = _max_rms(plain)
+        rounding = self.out.to(self.dtype).double().sub_(self.out)
+        round_max, round_rms = _max_rms(rounding)
+        # Where the truth happens to be representable (S = 1: out = v) its measured rounding is 0, which would
+        # demand a bit-exact result of kernels that accumulate in fp32. One fp32 ulp of the output is granted;
+        # in fp16 and bf16 it is thousands of times smaller than a rounding of the output.
+        ulp = torch.finfo(torch.float32).eps
+        truth_max, truth_rms = _max_rms(self.out.clone())
+        self.budget = Budget(
+            max=2 * (math_max + max(round_max, ulp * truth_max)),
+            rms=2 * (math_rms + max(round_rms, ulp * truth_rms)),
+        )
+        seen = self.lse[self.lse.isfinite()]
+        # The LSE is fp32 in every kernel; this separates fp32 arithmetic (1e-6) from a wrong base or a lost
+        # scale.
+        self.lse_tolerance = 1e-4 * max(1.0, seen.abs().max().item() if seen.numel() else 0.0)
+
+    @torch.no_grad()
+    def judge(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Verdict:
+        """Compare an output (B, H, Sq, D), and its natural-log LSE (B, H, Sq) when given, with the truth.
+
+        Never raises for a wrong result: shape, dtype, non-finite values and errors above the budget all give
+        a Verdict with ok=False and a reason.
+        """
+        if not isinstance(out, torch.Tensor):
+            return self._bad(f"expected a torch.Tensor, got {type(out).__name__}")
+        if out.shape != self.out.shape or out.dtype != self.dtype:
+            return self._bad(
+                f"expected shape {tuple(self.out.shape)} {self.dtype}, got {tuple(out.shape)} {out.dtype}"
+            )
+        if out.device != self.out.device:
+            return self._bad(f"expected the output on {self.out.device}, got {out.device}")
+        max_error, rms_error = _max_rms(out.double() - self.out)
+        broken = out.numel() - int(out.isfinite().sum())
+        if broken:
+            reason = f"{broken} of {out.numel()} values are not finite"
+            return Verdict(max_error, rms_error, self.budget, False, reason)
+        if not (max_error <= self.budget.max and rms_error <= self.budget.rms):
+            reason = (
+                f"max error {max_error:.2e} (budget {self.budget.max:.2e}), "
+                f"RMS error {rms_error:.2e} (budget {self.budget.rms:.2e})"
+            )
+            return Verdict(max_error, rms_error, self.budget, False, reason)
+        reason = "" if lse is None else self._lse_fault(lse)
+        return Verdict(max_error, rms_error, self.budget, not reason, reason)
+
+    def _bad(self, reason: str) -> Verdict:
+        return Verdict(math.nan, math.nan, self.budget, False, reason)
+
+    def _lse_fault(self, lse: torch.Tensor) -> str:
+        """What is wrong with an LSE; empty when nothing is."""
+        if lse.shape != self.lse.shape:
+            return f"LSE: expected shape {tuple(self.lse.shape)}, got {tuple(lse.shape)}"
+        empty = self.lse == -math.inf
+        if not bool((lse[empty] == -math.inf).all()):
+            return "LSE: expected -inf where a row sees no key"
+        error = (lse.double() - self.lse)[~empty].abs()
+        largest = error.max().item() if error.numel() else 0.0
+        if not (largest <= self.lse_tolerance):
+            return f"LSE: max error {largest:.2e}, tolerance {self.lse_tolerance:.2e}"
+        return ""
+
+
+def error_budget(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, sm_scale: float | None = None
+) -> Budget:
+    """The budget for these inputs; an `Oracle` gives it together with the truth."""
+    return Oracle(q, k, v, causal, sm_scale).budget
+
+
+def check(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    lse: torch.Tensor | None = None,
+) -> Verdict:
+    """Judge one output; use an `Oracle` for several outputs of the same input."""
+    return Oracle(q, k, v, causal, sm_scale).judge(out, lse)
+
+
+@contextlib.contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Within the block `torch.empty` and its relatives return NaN instead of whatever the memory held.
+
+    A kernel that leaves part of its output unwritten then fails, rather than passing on what a good call
+    left behind. Integer tensors stay as they are.
+    """
+    functions = {
+        torch: ("empty", "empty_like", "empty_strided"),
+        torch.Tensor: ("new_empty", "new_empty_strided"),
+    }
+    originals = [(owner, name, getattr(owner, name)) for owner, names in functions.items() for name in names]
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
+            x = allocate(*args, **kwargs)
+            return x.fill_(math.nan) if x.is_floating_point() else x
+
+        return wrapper
+
+    try:
+        for owner, name, original in originals:
+            setattr(owner, name, poisoned(original))
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def make_inputs(
+    shape: Shape, kind: str = "normal", seed: int = 0, device: str | torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random q (B, H, Sq, D), k and v (B, H_kv, Sk, D), contiguous, in `shape.dtype`; on the GPU when there
+    is one.
+
+    normal    N(0, 1)
+    large     q is 20 times larger: scores far beyond what exp takes without a running max
+    outlier   N(0, 1) + N(0, 100) * Bernoulli(0.001), the mix of the FlashAttention-3 paper (arXiv 2407.08608)
+    constant  all keys are the same vector: every score of a row ties, and out is the mean of the visible
+    values sink      key 0 draws most of the weight of every row, so the running max is found at once and
+    stays
+    """
+    if kind not in INPUTS:
+        raise ValueError(f"kind: expected one of {', '.join(INPUTS)}, got {kind!r}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(heads: int, length: int) -> torch.Tensor:
+        size = (shape.batch, heads, length, shape.head_dim)
+        x = torch.randn(size, generator=generator, device=device)
+        if kind == "outlier":
+            hit = torch.rand(size, generator=generator, device=device) < 0.001
+            x += 10 * torch.randn(size, generator=generator, device=device) * hit
+        return x
+
+    q = randn(shape.heads, shape.seqlen)
+    k, v = randn(shape.kv_heads, shape.keys), randn(shape.kv_heads, shape.keys)
+    if kind == "large":
+        q *= 20
+    elif kind == "constant":
+        k[:] = k[:, :, :1].clone()
+    elif kind == "sink":
+        # q.k0/sqrt(D) is about log(Sk) + 3, while exp of the other scores sums to about e * Sk: 9 tenths of
+        # the weight.
+        q += 1
+        k[:, :, 0] = (math.log(shape.keys) + 3) * shape.head_dim**-0.5
+    return q.to(shape.torch_dtype), k.to(shape.torch_dtype), v.to(shape.torch_dtype)

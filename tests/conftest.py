@@ -1,0 +1,96 @@
+"""What every test runs under: GPU, interpreter or compiler; and memory that is never clean by luck.
+
+pytest tests           with a CUDA GPU: kernels run on it, tests/gpu is collected; else Triton's interpreter
+pytest tests/compile   kernels compiled for sm_90, no GPU needed; a process of its own, because an
+                       interpreted function can't be compiled
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# The interpreter is slow and runs are compared: no deadline, and the same examples every time.
+hypothesis.settings.register_profile("attnlib", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("attnlib")
+
+HERE = Path(__file__).resolve().parent
+collect_ignore_glob: list[str] = []
+_header: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the world before any test module imports triton."""
+    import torch
+
+    paths = [(config.invocation_params.dir / str(arg).split("::")[0]).resolve() for arg in config.args]
+    compiling = bool(paths) and all(path.is_relative_to(HERE / "compile") for path in paths)
+    gpu = torch.cuda.is_available()
+    if compiling:
+        os.environ.pop("TRITON_INTERPRET", None)
+        _header.append("attnlib: compiling for sm_90, nothing is run")
+        return
+    collect_ignore_glob.append(str(HERE / "compile" / "*"))
+    if gpu:
+        _header.append(f"attnlib: kernels run on {torch.cuda.get_device_name()}; tests/gpu collected")
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+        collect_ignore_glob.append(str(HERE / "gpu" / "*"))
+        _header.append("attnlib: no CUDA GPU: kernels run in Triton's interpreter")
+        _header.append("attnlib: no CUDA GPU: tests/gpu was NOT collected")
+    _header.append("attnlib: tests/compile runs in a process of its own: make compile")
+
+
+def pytest_report_header() -> list[str]:
+    return _header
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With -q pytest prints no header, so say it here: what did not run must not look as if it passed."""
+    if terminalreporter.verbosity < 0:
+        for line in _header:
+            terminalreporter.write_line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Asked for tests/gpu alone without a GPU: nothing to do is no error, and the summary says so."""
+    import torch
+
+    only_gpu = all(str(arg).split("::")[0].rstrip("/").endswith("tests/gpu") for arg in session.config.args)
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and only_gpu and not torch.cuda.is_available():
+        session.exitstatus = pytest.ExitCode.OK
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poisoned_empty() -> object:
+    """Fill what torch.empty and its relatives return with NaN: skipping an element can't pass by luck."""
+    import torch
+
+    def poisoned(allocate):
+        def empty(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return empty
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+            (torch.Tensor, "new_empty_strided"),
+        ]:
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run: "cuda", or "cpu" in the interpreter."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
