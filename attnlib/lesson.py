@@ -1,0 +1,326 @@
+"""What the notebooks share: kernels kept in cells, diffs between steps, verification, tables, exercises.
+
+Import it before Triton: on a machine with no CUDA GPU it switches Triton's interpreter on, which has to
+happen first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import ladder as _ladder
+from . import sources, tables
+from .reference import INPUTS, Oracle, Verdict, make_inputs
+from .shapes import TASK, Shape
+from .steps import CHAPTERS, STEPS, label
+
+if TYPE_CHECKING:
+    from .records import Table
+
+__all__ = [
+    "CHAPTERS",
+    "STEPS",
+    "begin",
+    "check",
+    "checks",
+    "current",
+    "device",
+    "exercises",
+    "kernel_source",
+    "ladder",
+    "load_kernel",
+    "measure",
+    "notebooks_dir",
+    "say",
+    "show_diff",
+    "show_table",
+    "solutions",
+    "table",
+    "verify",
+]
+
+if not torch.cuda.is_available():
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "no CUDA GPU: kernels need Triton's interpreter, but triton was imported before it could be "
+            "switched on; import attnlib.lesson first, or set TRITON_INTERPRET=1 before Python starts"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+_current: str | None = None
+
+
+def begin(notebook: str) -> None:
+    """Start a notebook: remember its name for the records, set the style of charts, say what runs and what
+    is replayed."""
+    global _current
+    if notebook not in dict(CHAPTERS):
+        raise ValueError(f"begin: notebook: expected one of {', '.join(dict(CHAPTERS))}, got {notebook!r}")
+    from . import palette, records
+
+    _current = notebook
+    palette.style()
+    versions = f"torch {torch.__version__.split('+')[0]}, triton {_triton_version()}"
+    if torch.cuda.is_available():
+        where = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {versions}"
+        if not records.can_measure():
+            where += f"; ATTNLIB_REPLAY is set: measurements are replayed from {_recorded(notebook)}"
+        print(where)
+    else:
+        print(
+            f"no CUDA GPU ({versions}): kernels run in Triton's interpreter, measurements are replayed "
+            f"from {_recorded(notebook)}"
+        )
+
+
+def _triton_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _recorded(notebook: str) -> str:
+    """ "NVIDIA H200, 2026-11-21" of the notebook's record, or that there is none."""
+    from . import records
+
+    path = records.data_dir() / records.REFERENCE_GPU / f"{notebook}.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return f"{record['gpu']['name']}, {record['date']}"
+    except FileNotFoundError:
+        return f"{records.REFERENCE_GPU} (nothing recorded for this notebook yet)"
+
+
+def current() -> str:
+    """The notebook that called `begin`; RuntimeError if none did."""
+    if _current is None:
+        raise RuntimeError(
+            "lesson: no notebook has begun: call lesson.begin(notebook) in the first code cell"
+        )
+    return _current
+
+
+def device() -> str:
+    """Where tensors of the lesson live: "cuda" with a GPU, else "cpu" (kernels are interpreted)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# Kernels: the notebook cell is the only place where a step's kernel is written.
+
+
+def notebooks_dir() -> Path:
+    """The folder of the notebooks: beside the package, or the current folder."""
+    beside = Path(__file__).resolve().parent.parent / "notebooks"
+    for folder in (beside, Path.cwd(), Path.cwd() / "notebooks"):
+        if any(folder.glob("[0-9][0-9]_*.ipynb")):
+            return folder
+    return beside
+
+
+def kernel_source(step: str) -> str:
+    """The source of the one cell tagged `kernel` in notebook `step`."""
+    return sources.kernel_source(notebooks_dir() / f"{step}.ipynb")
+
+
+def load_kernel(step: str) -> ModuleType:
+    """The kernel cell of notebook `step` as a module; its `attention(q, k, v, causal=True, sm_scale=None)`
+    is the step."""
+    return sources.load_source(step, kernel_source(step))
+
+
+def show_diff(old_step: str, new_step: str) -> None:
+    """Show what changed from one step's kernel to the next, as a unified diff."""
+    _display(
+        sources.diff_bundle(
+            kernel_source(old_step), kernel_source(new_step), label(old_step), label(new_step)
+        )
+    )
+
+
+# What a notebook shows
+
+
+def _display(bundle: dict[str, str]) -> None:
+    from IPython import get_ipython
+    from IPython.display import display
+
+    if get_ipython() is None:  # a script: no page to show it on
+        print(bundle["text/plain"])
+    else:
+        display(bundle, raw=True)
+
+
+def say(text: str) -> None:
+    """Show Markdown, for sentences whose numbers come from a record."""
+    _display({"text/markdown": text, "text/plain": text})
+
+
+def show_table(
+    rows: Sequence[dict] | Table,
+    columns: Mapping[str, str] | Sequence[str] | None = None,
+    mark: tables.Mark = None,
+    formats: Mapping[str, str] | None = None,
+) -> None:
+    """Show rows as a table. columns: key -> header, or keys, in order; mark: a predicate or {key: value} of
+    the bold rows; formats: key -> format specification (default: three significant digits)."""
+    source = getattr(rows, "label", "")
+    text = tables.markdown(getattr(rows, "rows", rows), columns, mark, formats)
+    say(f"{text}\n\n*{source}*" if source else text)
+
+
+def ladder(
+    table: Table | Sequence[dict],
+    mark: str | None = None,
+    head_dims: Sequence[int] = (64, 128, 256),
+    causal: bool = True,
+) -> None:
+    """Show the ladder so far, the row of step `mark` (default: this notebook's) in bold."""
+    rows, columns = _ladder.ladder_rows(getattr(table, "rows", table), head_dims, causal)
+    source = getattr(table, "label", "")
+    text = tables.markdown(rows, columns, {"impl": mark or _current})
+    say(f"{text}\n\n*{source}*" if source else text)
+
+
+# Measurements
+
+
+def measure(
+    name: str, implementations: Mapping[str, Callable | None], shapes: Iterable, **options: object
+) -> Table:
+    """`bench.measure` into this notebook's record: times on a GPU, replays without one."""
+    from . import bench
+
+    return bench.measure(name, dict(implementations), list(shapes), notebook=current(), **options)
+
+
+def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Table:
+    """`records.table` of this notebook: rows of `produce()` on a GPU, the recorded rows without one."""
+    from . import records
+
+    return records.table(current(), name, produce, **options)
+
+
+LENGTHS = (1, 17, 63, 128, 129)
+"""Sequence lengths of `verify`: one row, less than a tile, one below, exactly two, and one beyond the tile
+sizes."""
+
+
+def verify(
+    attention: Callable[..., torch.Tensor],
+    *,
+    head_dims: Sequence[int] = (64,),
+    causal: Sequence[bool] = (True, False),
+    lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = INPUTS,
+    dtype: str = "float16",
+    name: str = "attention",
+) -> None:
+    """Check a kernel against the fp64 oracle, show one table, raise AssertionError if anything is wrong.
+
+    attention(q, k, v, causal, sm_scale) -> out. N(0, 1) inputs run at every length, the other kinds of
+    `reference.make_inputs` at the last one, with two heads; on a GPU the shapes of the task for `head_dims`
+    come on top. A row of the table shows the worst of its cases.
+    """
+    groups: dict[tuple, list[tuple[Shape, Verdict]]] = {}
+    for kind, shape in _cases(head_dims, causal, lengths, kinds, dtype):
+        q, k, v = make_inputs(shape, kind, device=device())
+        verdict = Oracle(q, k, v, causal=shape.causal).judge(
+            attention(q, k, v, shape.causal, shape.head_dim**-0.5)
+        )
+        group = (kind, shape.head_dim, shape.batch * shape.heads)
+        groups.setdefault(group, []).append((shape, verdict))
+    rows, bad = [], []
+    for (kind, head_dim, _), found in groups.items():
+        # a failed case before all others (its error may be NaN), then the one nearest to its budget
+        shape, worst = max(found, key=lambda f: (not f[1].ok, f[1].max_error / f[1].budget.max))
+        row = {
+            "inputs": kind,
+            "D": head_dim,
+            "S": ", ".join(str(n) for n in sorted({s.seqlen for s, _ in found})),
+        }
+        row["worst case"] = f"S = {shape.seqlen}, {'causal' if shape.causal else 'dense'}"
+        row |= {"max error": worst.max_error, "budget": worst.budget.max}
+        row |= {"RMS error": worst.rms_error, "RMS budget": worst.budget.rms, "ok": "✔" if worst.ok else "✘"}
+        rows.append(row)
+        bad += [f"{kind} inputs, {s.label}: {verdict.reason}" for s, verdict in found if not verdict.ok]
+    errors = dict.fromkeys(("max error", "budget", "RMS error", "RMS budget"), ".1e")
+    show_table(rows, mark=lambda row: row["ok"] != "✔", formats=errors)
+    if bad:
+        raise AssertionError(f"{name} is wrong in {len(bad)} cases:\n" + "\n".join(bad))
+
+
+def _cases(
+    head_dims: Sequence[int],
+    causal: Sequence[bool],
+    lengths: Sequence[int],
+    kinds: Sequence[str],
+    dtype: str,
+) -> list[tuple[str, Shape]]:
+    """(kind of input, shape) of everything that `verify` runs."""
+    cases = []
+    for d, c in product(head_dims, causal):
+        cases += [("normal", Shape(1, 2, s, d, c, dtype)) for s in lengths if "normal" in kinds]
+        cases += [(kind, Shape(1, 2, lengths[-1], d, c, dtype)) for kind in kinds if kind != "normal"]
+        if torch.cuda.is_available():
+            cases += [("normal", replace(s, causal=c, dtype=dtype)) for s in TASK.values() if s.head_dim == d]
+    return cases
+
+
+# Exercises
+
+
+def _load_file(path: Path, name: str) -> ModuleType:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{name}: expected the file {path.name} in notebooks/{path.parent.name}, found none"
+        )
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Triton looks up the globals of a kernel through its module
+    spec.loader.exec_module(module)
+    return module
+
+
+def checks(notebook: str) -> ModuleType:
+    """The module of checks of a notebook's exercises: functions check_x(answer) that raise AssertionError
+    with a hint."""
+    return _load_file(notebooks_dir() / "checks" / f"{notebook}.py", f"attnlib_checks_{notebook}")
+
+
+def solutions(notebook: str) -> ModuleType:
+    """The module of solutions of a notebook's exercises: x solves what check_x checks."""
+    return _load_file(notebooks_dir() / "solutions" / f"{notebook}.py", f"attnlib_solutions_{notebook}")
+
+
+def exercises(notebook: str) -> list[str]:
+    """Names x of the exercises of a notebook, one for each function check_x in its checks."""
+    return [name.removeprefix("check_") for name in vars(checks(notebook)) if name.startswith("check_")]
+
+
+def check(check_fn: Callable[[object], object], answer: object) -> None:
+    """Print whether an answer is right, with the check's hint if it is not. Never raises, so that the book
+    runs on."""
+    try:
+        check_fn(answer)
+    except NotImplementedError:
+        print("✘ not yet: still to be written")
+    except AssertionError as problem:
+        print(f"✘ not yet: {problem or 'the check failed'}")
+    except Exception as problem:
+        print(f"✘ not yet: {type(problem).__name__}: {problem}")
+    else:
+        print("✔ right")
