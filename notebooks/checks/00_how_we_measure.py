@@ -1,0 +1,72 @@
+"""Checks of the exercises of chapter 00: AssertionError says what is wrong with an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from attnlib.roofline import H100, H200, Hardware
+
+
+def check_binding_roof(answer: Callable[[int, int, Hardware], str]) -> None:
+    """answer(S, D, hw) -> "hbm", "tensor" or "exp", the longest of the three least times."""
+    slow_exp = replace(H200, exp_per_clk_per_sm=4)
+    cases = [
+        (128, 128, H200, "hbm"),
+        (400, 256, H200, "hbm"),
+        (424, 256, H200, "tensor"),
+        (424, 128, H100, "hbm" if 424 / 2 < H100.ridge else "tensor"),
+        (16384, 128, H200, "tensor"),
+        (16384, 32, H200, "exp"),
+        (16384, 128, slow_exp, "exp"),
+        (100, 64, slow_exp, "exp" if 100 / (8 * 64) > slow_exp.exps_per_second / 4.8e12 else "hbm"),
+    ]
+    for seqlen, head_dim, hw, expected in cases:
+        got = answer(seqlen, head_dim, hw)
+        assert got in ("hbm", "tensor", "exp"), f'expected "hbm", "tensor" or "exp", got {got!r}'
+        assert got == expected, (
+            f"S={seqlen}, D={head_dim}, {hw.exp_per_clk_per_sm} exp per clock: expected {expected}, got {got}"
+        )
+
+
+def check_is_right(answer: Callable[[torch.Tensor, torch.Tensor, float], bool]) -> None:
+    """answer(out, truth, tol) -> True only if every element is within tol."""
+    truth = torch.linspace(-1, 1, 12).view(3, 4)
+    nan, inf, one_nan = truth * float("nan"), truth + float("inf"), truth.clone()
+    one_nan[1, 2] = float("nan")
+    cases = [
+        ("the truth itself", truth.clone(), True),
+        ("an error of tol / 2", truth + 5e-3, True),
+        ("an error of 2 tol", truth - 2e-2, False),
+        ("all NaN", nan, False),
+        ("one NaN", one_nan, False),
+        ("infinities", inf, False),
+        ("one row instead of three", truth[:1], False),
+        ("a matrix of another shape", truth.T, False),
+    ]
+    for name, out, expected in cases:
+        try:
+            got = answer(out, truth, 1e-2)
+        except RuntimeError as error:
+            raise AssertionError(f"{name}: expected False, got an exception ({error})") from None
+        assert bool(got) is expected, f"{name}: expected {expected}, got {got}"
+
+
+def check_visited_tiles(answer: Callable[[int, int, int], int]) -> None:
+    """answer(S, BLOCK_M, BLOCK_N) -> the number of tiles with at least one score on or below the diagonal."""
+    for seqlen, block_m, block_n in (
+        (512, 128, 128),
+        (512, 128, 64),
+        (512, 64, 128),
+        (1, 64, 64),
+        (1000, 128, 64),
+        (129, 64, 128),
+    ):
+        expected = 0
+        for row in range(0, seqlen, block_m):
+            for column in range(0, seqlen, block_n):
+                expected += column <= min(row + block_m, seqlen) - 1
+        got = answer(seqlen, block_m, block_n)
+        assert got == expected, f"S={seqlen}, tiles {block_m}x{block_n}: expected {expected}, got {got}"

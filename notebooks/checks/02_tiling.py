@@ -1,0 +1,49 @@
+"""Checks of the exercises of chapter 02. A check raises AssertionError with a hint and returns nothing."""
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _kv_bytes_by_counting(seqlen, head_dim, block_m, block_n, causal, k_passes, v_passes, itemsize) -> int:
+    """Count the existing key rows of every tile of every row block, one at a time."""
+    keys = 0
+    for start_m in range(0, seqlen, block_m):
+        end = min(seqlen, start_m + block_m) if causal else seqlen
+        for start in range(0, end, block_n):
+            keys += sum(key < seqlen for key in range(start, start + block_n))
+    return keys * (k_passes + v_passes) * head_dim * itemsize
+
+
+def check_kv_bytes(answer: Callable[..., int]) -> None:
+    """`answer(seqlen, head_dim, block_m, block_n, causal, k_passes, v_passes, itemsize)` -> bytes."""
+    for seqlen, block_m, block_n, causal in product((1, 64, 200, 256), (64, 128), (32, 64), (False, True)):
+        for k_passes, v_passes in ((3, 1), (1, 1)):
+            args = (seqlen, 64, block_m, block_n, causal, k_passes, v_passes, 2)
+            expected, got = _kv_bytes_by_counting(*args), answer(*args)
+            what = f"S={seqlen}, D=64, {block_m}x{block_n}, causal={causal}, {k_passes} passes over K"
+            assert got == expected, f"{what}: expected {expected} bytes, got {got}"
+    expected = 4 * 4 * 256 * 64 * 2
+    assert answer(256, 64, 64, 64, False) == expected, "keep the defaults: 3 passes over K, 1 over V, 2 bytes"
+
+
+def check_row_sum(answer: Callable[..., torch.Tensor]) -> None:
+    """`answer(q, k, m, sm_scale)` -> l [S] fp32 of one causal head."""
+    generator = torch.Generator().manual_seed(3)
+    for seqlen in (1, 32, 45, 96):
+        q, k = (torch.randn(seqlen, 32, generator=generator) for _ in range(2))
+        hidden = torch.ones(seqlen, seqlen, dtype=torch.bool).triu(1)
+        scores = (q.double() @ k.double().T * 0.3).masked_fill(hidden, float("-inf"))
+        m = scores.max(1).values
+        expected = (scores - m[:, None]).exp().sum(1)
+        got = answer(q.to(DEVICE), k.to(DEVICE), m.float().to(DEVICE), 0.3)
+        assert got.shape == (seqlen,), f"expected shape ({seqlen},), got {tuple(got.shape)}"
+        got = got.double().cpu()
+        bad = (~((got - expected).abs() <= 1e-4 * expected)).nonzero().flatten().tolist()
+        assert not bad, (
+            f"S={seqlen}: {len(bad)} of {seqlen} rows are wrong, the first is row {bad[0]}: "
+            f"expected {expected[bad[0]]:.4f}, got {got[bad[0]]:.4f}"
+        )
