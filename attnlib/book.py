@@ -1,10 +1,11 @@
 """The book's workshop: execute the notebooks, write the figures and README's table, check what is committed.
 
-python -m attnlib.book run [03 ...]      execute in place on a CUDA GPU: measures, rewrites outputs and
-records python -m attnlib.book replay [03 ...]   execute into build/notebooks, measurements replayed; needs
-no GPU python -m attnlib.book figures           NAME.svg and NAME.pdf of each published figure, through
-nbconvert python -m attnlib.book readme            the table between README's ladder markers, from the
-records python -m attnlib.book check             notebook hygiene, and README against the records"""
+    python -m attnlib.book run [03 ...]      execute in place on a CUDA GPU: measure, rewrite outputs, records
+    python -m attnlib.book replay [03 ...]   execute copies in build/notebooks, measurements replayed
+    python -m attnlib.book figures           NAME.svg and NAME.pdf of each published figure, with nbconvert
+    python -m attnlib.book readme            the table between README's ladder markers, from the records
+    python -m attnlib.book check             notebook hygiene, and README against the records
+"""
 
 import argparse
 import os

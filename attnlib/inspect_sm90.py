@@ -8,8 +8,10 @@ process. Results are kept in the system's temporary folder: the second run of a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import re
@@ -32,7 +34,7 @@ _MUFU_CLOCKS = 8  # 32 lanes at 16 results per clock and SM, a quarter of them f
 _ALU_CLOCKS = 2  # compares, selects, min and max, integer adds, logic, conversions: 64 per clock and SM
 _ALU = "ISETP FSETP FSEL SEL FMNMX VIMNMX IADD3 VIADD LEA LOP3 PLOP3 SHF F2FP".split()
 _TENSOR_CORE = ("HGMMA", "HMMA")  # Hopper's warpgroup instruction, and the older one Triton falls back to
-_VERSION = 3  # part of the cache key: raise it when the meaning of Stats changes
+_VERSION = 5  # part of the cache key: raise it when the meaning of Stats changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Job:
         arguments are left out.
     constexprs: argument name -> value.
     num_warps, num_stages: launch options.
+    max_registers: Triton's maxnreg, None for no bound.
     """
 
     kernel_file: str
@@ -55,10 +58,12 @@ class Job:
     constexprs: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
 
     def _key(self) -> str:
         fields = [_VERSION, Path(self.kernel_file).read_text(), sys.version_info[:2], _triton_version()]
         fields += [self.kernel_name, self.signature, self.constexprs, self.num_warps, self.num_stages]
+        fields += [self.max_registers]
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
@@ -71,7 +76,9 @@ class Stats:
     kernel. loops: the same for each innermost loop that holds a tensor-core instruction, in program order; a
     loop that the compiler could prove to run once is no loop and is not listed. Opcodes are cut at the first
     dot, except MUFU, whose second part says which function (MUFU.EX2). The counts are per warp: one
-    instruction works on 32 lanes. listing: all instructions as text, in program order.
+    instruction works on 32 lanes. loop_listings: the instructions of each of `loops` as text, in program
+    order; listing: those of the whole kernel. warnings: what ptxas
+    remarked, such as "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized ...".
     """
 
     registers: int
@@ -80,12 +87,30 @@ class Stats:
     num_warps: int
     opcodes: dict[str, int]
     loops: tuple[dict[str, int], ...]
+    loop_listings: tuple[tuple[str, ...], ...]
     listing: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def loop(self) -> dict[str, int]:
         """The first innermost tensor-core loop (the hot loop of a one-loop kernel); empty if none."""
         return self.loops[0] if self.loops else {}
+
+    def order(self, loop: int = -1) -> str:
+        """What happens in which order in one of `loops` (default: the last): runs of tensor-core and exp2
+        instructions and waits for the tensor cores, such as "8 HGMMA, wait 0, 34 EX2, 4 HGMMA, wait 0".
+        "wait n" waits until at most n batches of HGMMA are unfinished; other instructions are left out."""
+        runs: list[list] = []
+        for text in self.loop_listings[loop]:
+            opcode = _opcode(text)
+            name = {"HGMMA": "HGMMA", "HMMA": "HMMA", "MUFU.EX2": "EX2"}.get(opcode)
+            if opcode == "WARPGROUP" and "DEPBAR" in text:
+                name = f"wait {int(text.split(',')[-1], 16)}"
+            if name and runs and runs[-1][1] == name and not name.startswith("wait"):
+                runs[-1][0] += 1
+            elif name:
+                runs.append([1, name])
+        return ", ".join(name if name.startswith("wait") else f"{count} {name}" for count, name in runs)
 
     @property
     def loop_size(self) -> int:
@@ -162,6 +187,7 @@ def _run_child(jobs: list[Job]) -> None:
 def _compile_here(job: Job) -> Stats:
     """Compile in this process, which must not be in interpreter mode."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -181,13 +207,18 @@ def _compile_here(job: Job) -> Stats:
         if hint == "16":
             divisible[(index,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in job.constexprs.items() if name in names}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs, divisible),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": job.num_warps, "num_stages": job.num_stages},
-    )
+    # A kernel from Triton's cache has no log of ptxas; our own cache is the one that counts.
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constexprs, divisible),
+            target=GPUTarget("cuda", 90, 32),
+            options={
+                "num_warps": job.num_warps, "num_stages": job.num_stages, "maxnreg": job.max_registers
+            },
+        )
     resources, sass = _disassemble(compiled.asm["cubin"])
-    opcodes, loops, listing = read_sass(sass)
+    opcodes, loops, loop_listings, listing = read_sass(sass)
     return Stats(
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
         spills=int(re.search(r"STACK:(\d+)", resources)[1]) // 4,
@@ -195,7 +226,9 @@ def _compile_here(job: Job) -> Stats:
         num_warps=compiled.metadata.num_warps,
         opcodes=opcodes,
         loops=loops,
+        loop_listings=loop_listings,
         listing=listing,
+        warnings=tuple(re.findall(r"\(C\d+\).*|(?<=warning : ).*", log.getvalue())),
     )
 
 
@@ -217,10 +250,13 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
         )
 
 
-def read_sass(sass: str) -> tuple[dict[str, int], tuple[dict[str, int], ...], tuple[str, ...]]:
-    """(opcodes, loops, listing) of the text that `nvdisasm -c` prints, as in `Stats`.
+def read_sass(
+    sass: str,
+) -> tuple[dict[str, int], tuple[dict[str, int], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """(opcodes, loops, loop_listings, listing) of the text that `nvdisasm -c` prints, as in `Stats`.
 
-    A loop is a branch back to an earlier label; it is innermost if it holds no other loop of the kind.
+    A loop is a branch back to an earlier label; it is innermost if it holds no other loop of the kind. Behind
+    the kernel's EXIT stand the slow paths, such as waiting for a barrier, which branch back and are no loops.
     """
     listing: list[str] = []
     labels: dict[str, int] = {}
@@ -232,10 +268,16 @@ def read_sass(sass: str) -> tuple[dict[str, int], tuple[dict[str, int], ...], tu
     opcodes = [_opcode(text) for text in listing]
     branches = [(at, re.search(r"\.L_\w+", listing[at])) for at, op in enumerate(opcodes) if op == "BRA"]
     spans = {(labels[to[0]], at) for at, to in branches if to and labels.get(to[0], at + 1) <= at}
+    spans = {span for span in spans if "EXIT" not in listing[span[0] : span[1]]}
     hot = [span for span in spans if any(op in _TENSOR_CORE for op in opcodes[span[0] : span[1] + 1])]
     inner = [a for a in hot if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in hot)]
     loops = tuple(_count(opcodes[start : end + 1]) for start, end in sorted(inner))
-    return _count(opcodes), loops, tuple(text for text in listing if text != "NOP")
+    texts = tuple(_without_padding(listing[start : end + 1]) for start, end in sorted(inner))
+    return _count(opcodes), loops, texts, _without_padding(listing)
+
+
+def _without_padding(listing: list[str]) -> tuple[str, ...]:
+    return tuple(text for text in listing if text != "NOP")
 
 
 def _opcode(text: str) -> str:
@@ -270,7 +312,9 @@ def _cache_file(job: Job) -> Path:
 
 def _read(path: Path) -> Stats:
     fields = json.loads(path.read_text())
-    return Stats(**{**fields, "loops": tuple(fields["loops"]), "listing": tuple(fields["listing"])})
+    fields |= {name: tuple(fields[name]) for name in ("loops", "listing", "warnings")}
+    fields["loop_listings"] = tuple(tuple(texts) for texts in fields["loop_listings"])
+    return Stats(**fields)
 
 
 def _main() -> None:

@@ -306,9 +306,8 @@ def make_inputs(
     normal    N(0, 1)
     large     q is 20 times larger: scores far beyond what exp takes without a running max
     outlier   N(0, 1) + N(0, 100) * Bernoulli(0.001), the mix of the FlashAttention-3 paper (arXiv 2407.08608)
-    constant  all keys are the same vector: every score of a row ties, and out is the mean of the visible
-    values sink      key 0 draws most of the weight of every row, so the running max is found at once and
-    stays
+    constant  all keys are the same vector: the scores of a row tie, and out is the mean of the visible values
+    sink      key 0 draws most of the weight of every row, so the running max is found at once and stays
     """
     if kind not in INPUTS:
         raise ValueError(f"kind: expected one of {', '.join(INPUTS)}, got {kind!r}")

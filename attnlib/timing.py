@@ -15,6 +15,7 @@ from attnlib import power
 
 _FLUSH_BYTES = 256 << 20  # several times the 50 MB of L2 of an H100 or H200
 _MAX_CALLS = 1000  # about as many launches as fit in the driver's queue
+_HEAD_START = 50_000  # clocks, some 30 µs: what the host needs to queue an event, a call and another event
 
 
 class Timing(NamedTuple):
@@ -39,12 +40,18 @@ def need_gpu() -> None:
 
 
 def _record_ms(fn: Callable[[], Any], calls: int, cold: bool) -> list[float]:
-    """GPU milliseconds of each of `calls` calls, between two events; L2 is flushed before each if `cold`."""
+    """GPU milliseconds of each of `calls` calls, between two events; L2 is flushed before each if `cold`.
+
+    While the host queues a call the GPU is busy, with the flush or with counting clocks: else a short call
+    would be over before its second event is queued, and the time between the events would be the host's.
+    """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda") if cold else None
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
     for start, end in events:
         if flush is not None:
             flush.zero_()
+        else:
+            torch.cuda._sleep(_HEAD_START)
         start.record()
         fn()
         end.record()
@@ -134,10 +141,11 @@ def launched_kernels() -> Iterator[list[Any]]:
 
     Kernels that do not go through `triton.jit` (cuDNN's, FA3's, those of torch.compile) are not seen.
     """
+    from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
     kernels: list[Any] = []
-    run = JITFunction.run
+    run, launch = JITFunction.run, CompiledKernel.__getitem__
 
     @functools.wraps(run)
     def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,11 +154,15 @@ def launched_kernels() -> Iterator[list[Any]]:
             kernels.append(kernel)
         return kernel
 
-    JITFunction.run = recording
+    def recording_launch(self: Any, grid: Any) -> Any:
+        kernels.append(self)
+        return launch(self, grid)
+
+    JITFunction.run, CompiledKernel.__getitem__ = recording, recording_launch
     try:
         yield kernels
     finally:
-        JITFunction.run = run
+        JITFunction.run, CompiledKernel.__getitem__ = run, launch
 
 
 def resources(kernels: Sequence[Any]) -> dict[str, int | None]:

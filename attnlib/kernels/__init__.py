@@ -1,1 +1,1 @@
-"""Triton kernels, one family a file: kernels only, no policy, nothing imported from the rest of the package."""
+"""Triton kernels, one family a file: kernels only, no policy, no import from the rest of the package."""

@@ -1,9 +1,9 @@
-"""Exact attention, forward, in plain `triton.language`: any GPU that Triton compiles for, and its interpreter.
+"""Exact attention, forward, in plain `triton.language`: for any GPU that Triton knows, and its interpreter.
 
 One program computes one block of BLOCK_M query rows of one head. Keys are visited from the diagonal down to
 key 0, so the tiles that need a mask come first and the long loop has none. In that loop the product P V runs
-one tile late: P V of the last tile is issued after this tile's Q K^T and before this tile's softmax, which does
-not depend on it, so that the tensor cores work while the exponentials are taken (notebook 07).
+one tile late: P V of the last tile is issued after this tile's Q K^T and before this tile's softmax, which
+does not depend on it, so that the tensor cores work while the exponentials are taken (notebook 07).
 """
 
 import triton
@@ -26,7 +26,7 @@ def _scores(b_q, desc_k, i_b, i_h, row, FLIP: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def _softmax_step(b_s, b_m, b_l, qk_scale):
-    """Fold a tile of raw scores into the running row maximum m and row sum l; returns P, the rescale, m, l."""
+    """Fold a tile of raw scores into the row maximum m and the row sum l; returns P, the rescale, m, l."""
     m_new = tl.maximum(b_m, tl.max(b_s, 1))  # [BLOCK_M]
     # A row that has seen no key yet has m = -inf; subtracting it from itself would give NaN.
     m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # [BLOCK_M]
@@ -37,12 +37,10 @@ def _softmax_step(b_s, b_m, b_l, qk_scale):
 
 
 @triton.jit
-def _mask(b_s, o_m, o_n, S_k, diagonal, CAUSAL: tl.constexpr):
-    """Scores of keys past the end or after the query become -inf."""
-    keep = (o_n < S_k)[None, :]  # [1, BLOCK_N]
-    if CAUSAL:
-        keep = keep & (o_n[None, :] <= o_m[:, None] + diagonal)  # [BLOCK_M, BLOCK_N]
-    return tl.where(keep, b_s, float("-inf"))
+def _mask(b_s, last_key, first, BLOCK_N: tl.constexpr):
+    """Scores of keys after each row's last visible one become -inf; `first` is the tile's first key."""
+    o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    return tl.where(o_n[None, :] <= (last_key - first)[:, None], b_s, float("-inf"))  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -87,7 +85,6 @@ def attention_forward(
 
     start = i_m * BLOCK_M
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     diagonal = S_k - S_q  # query i sees keys 0 .. i + diagonal: bottom-right alignment
     if CAUSAL:
         visible = tl.maximum(tl.minimum(start + BLOCK_M + diagonal, S_k), 0)  # keys that some row sees
@@ -95,14 +92,19 @@ def attention_forward(
     else:
         visible = S_k
         shared = S_k
-    last = tl.maximum(tl.cdiv(visible, BLOCK_N) - 1, 0)  # the first tile visited; a row with no key masks it whole
+    last_key = tl.full([BLOCK_M], 0, tl.int32) + (S_k - 1)  # [BLOCK_M] the last key that each row sees
+    if CAUSAL:
+        last_key = tl.minimum(o_m + diagonal, last_key)
+    # The first tile visited; a row with no key masks it whole.
+    last = tl.maximum(tl.cdiv(visible, BLOCK_N) - 1, 0)
     unmasked = tl.minimum(shared // BLOCK_N, last)  # tiles below this one need no mask
 
     b_q = _load_tile(desc_q, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     if Q_IN_REGISTERS:
         # The tensor cores read A from shared memory or from registers. A value fresh from a load goes to
         # shared memory; one that was computed stays in registers, which halves the shared-memory traffic
-        # of Q K^T and frees Q's buffer for another pipeline stage. The select changes nothing: those rows are 0.
+        # of Q K^T and frees Q's buffer for another pipeline stage. The select changes nothing: those rows
+        # are 0.
         b_q = tl.where((o_m < S_q)[:, None], b_q, 0.0)
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of the raw scores
     b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
@@ -111,32 +113,38 @@ def attention_forward(
     # 1. The last visible tile, on the diagonal or the tail of the keys.
     b_s = _scores(b_q, desc_k, i_b, i_kv, last * BLOCK_N, FLIP, BLOCK_N, BLOCK_D, PRECISION)
     if CAUSAL or HAS_TAIL:
-        b_s = _mask(b_s, o_m, last * BLOCK_N + o_n, S_k, diagonal, CAUSAL)
+        b_s = _mask(b_s, last_key, last * BLOCK_N, BLOCK_N)
     b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale)
 
-    # 2. The other tiles that cross the diagonal. Left out where there are none: its registers would cost occupancy.
+    # 2. The other tiles that cross the diagonal. Left out where there are none: its registers would cost
+    # occupancy.
     if CAUSAL and not ONE_MASKED_TILE:
         for i in tl.range(0, last - unmasked, num_stages=1):
             j = last - 1 - i
             b_s = _scores(b_q, desc_k, i_b, i_kv, j * BLOCK_N, FLIP, BLOCK_N, BLOCK_D, PRECISION)
-            b_acc = _add_values(b_acc, b_p, alpha, desc_v, i_b, i_kv, (j + 1) * BLOCK_N, BLOCK_N, BLOCK_D, PRECISION)
-            b_s = _mask(b_s, o_m, j * BLOCK_N + o_n, S_k, diagonal, CAUSAL)
+            b_acc = _add_values(
+                b_acc, b_p, alpha, desc_v, i_b, i_kv, (j + 1) * BLOCK_N, BLOCK_N, BLOCK_D, PRECISION
+            )
+            b_s = _mask(b_s, last_key, j * BLOCK_N, BLOCK_N)
             b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale)
 
     # 3. All the tiles before them, without a mask.
     for i in tl.range(0, unmasked, num_stages=NUM_STAGES):
         j = unmasked - 1 - i
         b_s = _scores(b_q, desc_k, i_b, i_kv, j * BLOCK_N, FLIP, BLOCK_N, BLOCK_D, PRECISION)
-        b_acc = _add_values(b_acc, b_p, alpha, desc_v, i_b, i_kv, (j + 1) * BLOCK_N, BLOCK_N, BLOCK_D, PRECISION)
+        b_acc = _add_values(
+            b_acc, b_p, alpha, desc_v, i_b, i_kv, (j + 1) * BLOCK_N, BLOCK_N, BLOCK_D, PRECISION
+        )
         b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale)
     b_acc = _add_values(b_acc, b_p, alpha, desc_v, i_b, i_kv, 0, BLOCK_N, BLOCK_D, PRECISION)
 
-    # A row with nothing to attend to has l = 0: its output is 0 and its LSE -inf. (l is NaN where an input was.)
-    empty = b_l == 0.0  # [BLOCK_M]
-    b_o = tl.where(empty[:, None], 0.0, b_acc / tl.where(empty, 1.0, b_l)[:, None])  # [BLOCK_M, BLOCK_D]
-    desc_o.store([i_b, i_h, start, 0], b_o.to(desc_o.dtype).reshape([1, 1, BLOCK_M, BLOCK_D]))
     if STORE_LSE:
         LN2: tl.constexpr = 0.6931471805599453
         b_lse = (b_m * qk_scale + tl.math.log2(b_l)) * LN2  # [BLOCK_M]
-        b_lse = tl.where(empty, float("-inf"), b_lse)
-        tl.store(lse_ptr + i_bh.to(tl.int64) * S_q + o_m, b_lse, mask=o_m < S_q)
+        b_lse = tl.where(b_l == 0.0, float("-inf"), b_lse)
+        tl.store(lse_ptr + (i_b * H + i_h).to(tl.int64) * S_q + o_m, b_lse, mask=o_m < S_q)
+    # A row with nothing to attend to has l = 0: its output is 0 and its LSE -inf. (Where an input is NaN, so
+    # is l.)
+    empty = b_l == 0.0  # [BLOCK_M]
+    b_o = tl.where(empty[:, None], 0.0, b_acc / tl.where(empty, 1.0, b_l)[:, None])  # [BLOCK_M, BLOCK_D]
+    desc_o.store([i_b, i_h, start, 0], b_o.to(desc_o.dtype).reshape([1, 1, BLOCK_M, BLOCK_D]))

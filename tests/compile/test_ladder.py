@@ -1,0 +1,61 @@
+"""The kernel cells of the notebooks compiled for sm_90, in the configurations that the chapters run."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from launches import jobs_of
+
+from attnlib import inspect_sm90, sources
+from attnlib.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.steps import STEPS
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+HAVE_KERNELS = [step for step, _ in STEPS if step != "07_production"]  # whose kernel is the package's
+CASES = list(product(HAVE_KERNELS, (64, 128, 256), ("causal", "dense")))
+NO_PRODUCT = {"softmax_kernel"}
+
+
+def module_of(step: str) -> ModuleType:
+    """As `lesson.load_kernel`, but lesson switches the interpreter on where no GPU is."""
+    return sources.load_source(step, sources.kernel_source(NOTEBOOKS / f"{step}.ipynb"))
+
+
+def jobs(step: str, head_dim: int, mask: str, **options: object) -> list[Job]:
+    """The kernels that a step launches, in order, at a length of the benchmark task."""
+    module = module_of(step)
+    q = torch.zeros(1, 1, 4096, head_dim, dtype=torch.float16)
+    return jobs_of(module, lambda: module.attention(q, q, q, mask == "causal", head_dim**-0.5, **options))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, list[tuple[Job, Stats]]]:
+    launched = {case: jobs(*case) for case in CASES}
+    stats = iter(inspect_sm90.compile_all(job for group in launched.values() for job in group))
+    return {case: [(job, next(stats)) for job in group] for case, group in launched.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_step(compiled: dict[tuple, list[tuple[Job, Stats]]], case: tuple) -> None:
+    assert compiled[case], "no kernel was launched"
+    for job, stats in compiled[case]:
+        name = job.kernel_name
+        print(f"{case} {name}: {stats.registers} registers, {stats.spills} words, {stats.ctas_per_sm} CTAs")
+        assert bool(stats.opcodes.get("HGMMA")) == (name not in NO_PRODUCT), f"{name}: tensor cores"
+        assert not stats.opcodes.get("HMMA"), f"{name}: a product without the warpgroup instruction"
+        assert stats.spills == 0, f"{name}: spills"
+        assert stats.warnings == (), f"{name}: wgmma serialized?"
+        assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0, f"{name}: does not fit"
+
+
+def test_the_spills_that_chapter_06_shows() -> None:
+    """With 4 warps, the choice of the task's flash_v2, the tile does not fit the registers at D = 128."""
+    step = "06_autotuning"
+    configs = [module_of(step).Config(128, 64, warps, 3) for warps in (4, 8)]
+    few, many = inspect_sm90.compile_all(jobs(step, 128, "causal", config=c)[0] for c in configs)
+    assert few.spills > 0
+    assert many.spills == 0

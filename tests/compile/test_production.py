@@ -1,0 +1,96 @@
+"""The production kernel compiled for sm_90: what every call of `attention` would run on an H100 or H200."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from launches import jobs_of
+
+from attnlib import inspect_sm90, launch
+from attnlib.configs import ForwardConfig, forward_config
+from attnlib.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.kernels import forward as kernels
+
+# (Sq, Sk): a partial key tile at the end, and a diagonal that misses the corners of the tiles, compile to
+# other code than whole tiles do.
+LENGTHS = {"whole": (256, 256), "tail": (250, 250), "shifted": (100, 256), "shifted-tail": (100, 250)}
+# 96 is padded to 128: the same kernel, which is compiled once.
+HALF = list(product((64, 96, 128, 256), ("float16", "bfloat16"), ("causal", "dense"), LENGTHS, ("lse", "")))
+FULL = [
+    (d, "float32", *rest)
+    for d, rest in product((64, 128, 256), [("causal", "shifted", ""), ("dense", "tail", "lse")])
+]
+NEGATIVE = [(d, "float16", "causal", "whole", "", -0.1) for d in (64, 128, 256)]  # the scale: see FLIP
+SPILLS_FLOAT32 = {64: 0, 128: 0, 256: 80}
+"""4-byte words of a thread that may spill: at D = 256 no tile is small enough, and 72 do."""
+
+
+def job(
+    head_dim: int, dtype: str, mask: str, lengths: str, lse: str, sm_scale: float = 0.1,
+    config: ForwardConfig | None = None,
+) -> Job:  # fmt: skip
+    """The kernel that a call of `attention` would launch on a Hopper GPU."""
+    queries, keys = LENGTHS[lengths]
+    q = torch.zeros(1, 2, queries, head_dim, dtype=getattr(torch, dtype))
+    k = torch.zeros(1, 1, keys, head_dim, dtype=q.dtype)
+    config = config or forward_config(head_dim, dtype, (9, 0))
+    causal, return_lse = mask == "causal", lse == "lse"
+    [found] = jobs_of(kernels, lambda: launch.forward(q, k, k, causal, sm_scale, return_lse, config))
+    return found
+
+
+def name(case: tuple) -> str:
+    return "-".join(str(part) for part in case if part)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, Stats]:
+    """All at once: the compiler's start-up costs more than a kernel."""
+    cases = HALF + FULL + NEGATIVE
+    return dict(zip(cases, inspect_sm90.compile_all(job(*case) for case in cases), strict=True))
+
+
+@pytest.mark.parametrize("case", HALF + NEGATIVE, ids=name)
+def test_half_precision(compiled: dict[tuple, Stats], case: tuple) -> None:
+    stats = compiled[case]
+    assert stats.opcodes.get("HGMMA"), "no warpgroup product"
+    assert not stats.opcodes.get("HMMA"), "a product without the warpgroup instruction"
+    assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
+    assert stats.spills == 0
+    assert stats.warnings == (), "wgmma serialized?"
+    assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0
+
+
+@pytest.mark.parametrize("case", FULL, ids=name)
+def test_float32(compiled: dict[tuple, Stats], case: tuple) -> None:
+    """Exact products: no tensor core has them in float32."""
+    stats = compiled[case]
+    print(f"{name(case)}: {stats.registers} registers, {stats.spills} words spilled")
+    assert not stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA"), "products rounded to TF32"
+    assert stats.spills <= SPILLS_FLOAT32[case[0]]
+    assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0
+
+
+def test_four_programs_share_an_sm(compiled: dict[tuple, Stats]) -> None:
+    """Why D = 64 has its bound of 128 registers: with a few more, there are three."""
+    assert {compiled[case].ctas_per_sm for case in HALF if case[0] == 64} == {4}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_loop_has_no_mask(compiled: dict[tuple, Stats], head_dim: int) -> None:
+    """A mask is one select for each score of a thread. The loop over masked tiles comes first."""
+    config = forward_config(head_dim)
+    scores = config.block_m * config.block_n // (32 * config.num_warps)
+    masked, unmasked = compiled[head_dim, "float16", "causal", "shifted", ""].loops
+    assert masked["FSEL"] >= scores
+    assert unmasked["FSEL"] < scores / 2
+
+
+def test_warnings_are_seen() -> None:
+    """128 x 128 scores in 4 warps take more registers than there are: ptxas then serializes the products."""
+    too_large = ForwardConfig(128, 128, num_warps=4, num_stages=2)
+    [stats] = inspect_sm90.compile_all([job(128, "float16", "causal", "whole", "", config=too_large)])
+    assert stats.spills > 0
+    assert any("wgmma" in text and "serialized" in text for text in stats.warnings)
