@@ -114,7 +114,8 @@ def _path(gpu: str, notebook: str) -> Path:
 def _commit() -> str | None:
     """Commit of the working tree that holds the package, with "-dirty" when the package differs from it.
 
-    Only the package counts: the notebooks and records change while they are measured. None outside of git.
+    Only the package counts: the notebooks and records change while they are measured. Outside of git it is
+    $ATTNLIB_COMMIT, for a copy that is sent to another machine, or None.
     """
 
     def git(*arguments: str) -> str:
@@ -126,7 +127,7 @@ def _commit() -> str | None:
             "-dirty" if git("status", "--porcelain", ".") else ""
         )
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("ATTNLIB_COMMIT")
 
 
 def provenance(method: Mapping[str, Any] | None = None) -> dict[str, Any]:
