@@ -35,7 +35,7 @@ def block_d(head_dim: int) -> int:
 _HOPPER = {
     # 128 registers let four programs share an SM; a few more, and there are three.
     64: ForwardConfig(64, 64, num_warps=4, num_stages=2, heads_per_section=4, max_registers=128),
-    128: ForwardConfig(64, 64, num_warps=4, num_stages=3, q_in_registers=True),
+    128: ForwardConfig(64, 64, num_warps=4, num_stages=3, q_in_registers=True, heads_per_section=4),
     256: ForwardConfig(64, 32, num_warps=4, num_stages=3, q_in_registers=True, heads_per_section=2),
 }
 # Not measured: chosen so that Q, K and V fit 99 KB of shared memory, which every GPU since Ampere has.
@@ -44,7 +44,7 @@ _PORTABLE = {
     128: ForwardConfig(64, 32, num_warps=4, num_stages=2),
     256: ForwardConfig(64, 16, num_warps=4, num_stages=2),
 }
-# float32 runs exact products on the CUDA cores. A thread reads whole rows of both operands, so registers bound
+# float32 runs exact products on the CUDA cores. A thread reads whole rows of both operands: registers bound
 # the tiles: these compile without spills up to D = 128, and at D = 256 with the fewest that were found.
 _FLOAT32 = {
     64: ForwardConfig(32, 16, num_warps=4, num_stages=1),

@@ -82,8 +82,8 @@ def forward(
         config.block_n,
         width,
         causal,
-        S_k % config.block_n != 0,  # HAS_TAIL
-        config.block_m == config.block_n and (S_k - S_q) % config.block_n == 0,  # ONE_MASKED_TILE
+        not causal and S_k % config.block_n != 0,  # HAS_TAIL: the causal mask covers it
+        causal and config.block_m == config.block_n and (S_k - S_q) % config.block_n == 0,  # ONE_MASKED_TILE
         sm_scale < 0,  # FLIP
         return_lse,
         config.q_in_registers,

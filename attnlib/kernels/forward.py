@@ -61,7 +61,7 @@ def attention_forward(
     HEADS_TOTAL,  # B * H
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
-    HAS_TAIL: tl.constexpr,  # S_k is not a multiple of BLOCK_N
+    HAS_TAIL: tl.constexpr,  # not causal, and S_k is not a multiple of BLOCK_N
     ONE_MASKED_TILE: tl.constexpr,  # BLOCK_M == BLOCK_N and the diagonal starts at a tile's corner
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
     STORE_LSE: tl.constexpr,
