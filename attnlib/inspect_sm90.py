@@ -119,11 +119,8 @@ class Stats:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that one SM holds at a time: limited by registers, shared memory and warps; 0 if none fits."""
-        per_warp = -(-self.registers // 8) * 8 * 32  # a warp gets registers in units of 256
-        by_registers = _REGISTERS_PER_SM // (per_warp * self.num_warps)
-        by_shared = _SMEM_PER_SM // (self.shared_bytes + 1024) if self.fits else 0
-        return min(by_registers, by_shared, _WARPS_PER_SM // self.num_warps, _CTAS_PER_SM)
+        """CTAs that one SM holds at a time; 0 if none fits."""
+        return ctas_per_sm(self.registers, self.num_warps, self.shared_bytes)
 
     def tile_clocks(self, block_m: int, block_n: int, head_dim: int) -> dict[str, float]:
         """Clocks for which one tile of attention (one trip of `loop`) keeps each unit of an SM busy.
@@ -144,6 +141,17 @@ class Stats:
     def fits(self) -> bool:
         """True if the shared memory fits one sm_90 CTA: otherwise the launch fails with "out of resource"."""
         return self.shared_bytes <= SMEM_LIMIT
+
+
+def ctas_per_sm(registers: int, num_warps: int, shared_bytes: int) -> int:
+    """CTAs that one sm_90 SM holds at a time, limited by registers, shared memory and warps; 0 if none fits.
+
+    registers: of a thread. shared_bytes: of a CTA.
+    """
+    per_warp = -(-registers // 8) * 8 * 32  # a warp gets registers in units of 256
+    by_registers = _REGISTERS_PER_SM // (per_warp * num_warps)
+    by_shared = _SMEM_PER_SM // (shared_bytes + 1024) if shared_bytes <= SMEM_LIMIT else 0
+    return min(by_registers, by_shared, _WARPS_PER_SM // num_warps, _CTAS_PER_SM)
 
 
 def compile(

@@ -98,23 +98,26 @@ def tile_map(
     categories: Mapping[int, tuple[str, str, str]] = TILES,
     numbers: np.ndarray | Mapping[str, np.ndarray] | None = None,
     width: float | None = None,
+    aspect: Mapping[str, float] | None = None,
 ) -> Figure:
     """A picture of the tiles of the score matrix that a kernel visits: rows are query tiles, columns key
     tiles.
 
     panels: an integer array [query tiles, key tiles] of categories (see TILES), or title -> array for several
     side by side. numbers: arrays of the same shape whose entries >= 0 are written into the tiles, for
-    instance the order of the visits.
+    instance the order of the visits. aspect: title -> height of a tile over its width, for tiles that are not
+    square.
     """
+    aspect = dict(aspect or {})
     panels = dict(panels) if isinstance(panels, Mapping) else {"": np.asarray(panels)}
     numbers = dict(numbers) if isinstance(numbers, Mapping) else {next(iter(panels)): numbers}
     width = width or (COLUMN if len(panels) == 1 else WIDE)
-    tall = max(tiles.shape[0] / tiles.shape[1] for tiles in panels.values())
+    tall = max(aspect.get(title, 1) * len(tiles) / tiles.shape[1] for title, tiles in panels.items())
     side = (width - 0.35) / len(panels) - 0.22
     figure, axes = new_figure(width, side * tall + 0.85, 1, len(panels))
     for ax, (title, tiles) in zip(axes[0], panels.items(), strict=True):
         _tiles(ax, np.asarray(tiles), categories, numbers.get(title))
-        ax.set(title=title, xlabel="key tile")
+        ax.set(title=title, xlabel="key tile", aspect=aspect.get(title, 1))
     axes[0][0].set_ylabel("query tile")
     seen = {int(kind) for tiles in panels.values() for kind in np.unique(tiles)}
     looks = [look for kind, look in categories.items() if kind in seen]
