@@ -164,9 +164,9 @@ def test_host_time_of_a_launch(monkeypatch):
         launch._compiled.clear()
         return attention(q, k, v, causal=True)
 
-    # How long depends on the host's processor (chapter 07 has the time beside one H200), so this compares with
-    # Triton's own way. Others may run on this machine too: the best of five is what the call takes, not what
-    # they take.
+    # How long depends on the host's processor (chapter 07 has the time beside one H200), so this compares
+    # with Triton's own way. Others may run on this machine too: the best of five is what the call takes, not
+    # what they take.
     direct = min(bench.host_us(lambda: attention(q, k, v, causal=True)) for _ in range(5))
     through_triton = min(bench.host_us(as_if_first) for _ in range(5))
     print(f"host time of a call: {direct:.1f} us, through kernel[grid] {through_triton:.1f} us")
