@@ -52,8 +52,8 @@ DASHES: dict[str, tuple | str] = {
     "math": (0, (1, 1)),
 }
 
-_STEP_MARKERS = "pXdvP>o<h"
-_BLUES = matplotlib.colors.LinearSegmentedColormap.from_list("ours", ["#86B8DA", OURS, "#00395A"])
+_STEP_MARKERS = "p*d>h<o8H"  # none of a peer's
+_BLUES = matplotlib.colors.LinearSegmentedColormap.from_list("ours", ["#64A2CF", OURS, "#00395A"])
 
 STYLE: dict[str, object] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same glyphs on every machine
@@ -145,11 +145,11 @@ def luminance(color: str) -> float:
 
 
 def ink_of(color: str) -> str:
-    """`color` for text on white: darkened until its contrast is 4.5 to 1."""
+    """`color` for small text on white: darkened until its contrast is 6 to 1."""
     rgb = matplotlib.colors.to_rgb(color)
     for percent in range(100, 0, -2):
         dark = matplotlib.colors.to_hex([c * percent / 100 for c in rgb])
-        if 1.05 / (luminance(dark) + 0.05) >= 4.5:
+        if 1.05 / (luminance(dark) + 0.05) >= 6:
             return dark
     return "#000000"
 

@@ -102,7 +102,7 @@ def _points(ax: Axes, points: Sequence[dict], lines: Sequence[tuple]) -> None:
     for i, point in enumerate(points):
         impl = point.get("impl", "attnlib")
         here = (point["intensity"], point["tflops"])
-        marker = "o" if is_ours(impl) else marker_of(impl)
+        marker = "o" if is_ours(impl) else marker_of(impl).replace(".", "o")  # "." is too small alone
         ax.plot(*here, color=color_of(impl), marker=marker, ms=4.8, mec="white", mew=0.5, ls="none", zorder=4)
         if is_ours(impl):
             series = point.get("series", "")
