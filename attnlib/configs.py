@@ -76,3 +76,73 @@ def forward_config(
     if arch is None or arch[0] == 9:
         return _HOPPER[width]
     return _PORTABLE[width]
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """How `kernels.hopper.attention_forward_hopper` is compiled and launched.
+
+    Attributes:
+        block_n: keys of one step.
+        warpgroups: consumer warpgroups; each computes 64 query rows.
+        stages: slots of the ring of key and value blocks in shared memory.
+        o_columns: columns of the buffer through which the output leaves: all, or half of them in two goes.
+        q_columns: leading columns of Q that stay in registers; the others are read from shared memory.
+        spread: start P V of the block before when the scores are there, not together with their product, so
+            that its instructions spread through the softmax. Good with four warpgroups, bad with two.
+        o_wait: when to wait for that P V: 0 before the exponentials, 1 half way, 2 after them.
+        pin: keep the assembler from moving that wait up.
+        lazy: rescale the output only when a row maximum has grown by this many powers of two; 0: always.
+        tree: row maximum of a thread as a tree, not as a chain.
+        alpha_fma: the factor of the rescaling without the exponential unit.
+        joint: one barrier for the keys and the values of a slot, instead of one each.
+        named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        ones: row sums as a product of P with a matrix of ones, on the tensor cores.
+        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        max_registers: of a thread when the program starts.
+        l2_bytes: keys and values of the heads that advance together should fit in here.
+    """
+
+    block_n: int
+    warpgroups: int
+    stages: int
+    o_columns: int
+    q_columns: int = 0
+    spread: bool = False
+    o_wait: int = 2
+    pin: bool = False
+    lazy: int = 8
+    tree: bool = False
+    alpha_fma: bool = False
+    joint: bool = False
+    named: bool = False
+    ones: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    max_registers: int = 168
+    l2_bytes: int = 16 << 20
+
+    def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
+        """Query heads that advance together: a power of two times `group`, at most about `heads`.
+
+        heads: B * H; group: query heads of one key head; keys: S_k; width: columns of a tile. Two bytes each.
+        """
+        kv_heads, bytes_per_head = 1, 4 * keys * width
+        while 2 * kv_heads * group <= heads and 2 * kv_heads * bytes_per_head <= self.l2_bytes:
+            kv_heads *= 2
+        return kv_heads * group
+
+
+_HOPPER_FOUR = {"consumer_registers": 112, "max_registers": 96}  # four consumer warpgroups share the same file
+_HOPPER_GLUON = {
+    64: HopperConfig(64, 4, 8, 64, spread=True, o_wait=0, pin=True, tree=True, joint=True, **_HOPPER_FOUR),
+    128: HopperConfig(128, 2, 2, 128, o_wait=0, named=True, l2_bytes=32 << 20),
+    256: HopperConfig(64, 2, 2, 128, q_columns=128, o_wait=0, named=True),
+}
+
+
+def hopper_config(head_dim: int, causal: bool = True) -> HopperConfig:
+    """The configuration of the Hopper kernel for one call. head_dim: D, 1 to 256, else ValueError."""
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
+    return _HOPPER_GLUON[max(64, block_d(head_dim))]

@@ -91,8 +91,8 @@ def forward(
         config.num_stages,
         "ieee" if q.dtype == torch.float32 else "tf32",
     )
-    windows = [_window(tensor) for tensor in (q, k, v, out)]
-    with _on_device(q):
+    windows = [window(tensor) for tensor in (q, k, v, out)]
+    with on_device(q):
         key = (q.device.index, q.dtype, constants, config)
         kernel = _compiled.get(key)
         if kernel is None:
@@ -149,7 +149,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
     return b, h, s, 1
 
 
-def _window(tensor: torch.Tensor) -> Window:
+def window(tensor: torch.Tensor) -> Window:
     strides = _strides(tensor)
     if strides is None:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -160,7 +160,7 @@ def _window(tensor: torch.Tensor) -> Window:
 _HERE = contextlib.nullcontext()
 
 
-def _on_device(tensor: torch.Tensor):
+def on_device(tensor: torch.Tensor):
     """Triton launches on the current device, which need not be the tensor's; switching costs host time."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)

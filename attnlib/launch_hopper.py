@@ -1,0 +1,159 @@
+"""Launch the Hopper kernel: whether it can run a call, with which constants, and how with little host time."""
+
+from functools import cache
+
+import torch
+
+from attnlib.configs import HopperConfig, block_d, hopper_config
+from attnlib.launch import LOG2_E, Window, describable, interpreted, on_device, window
+
+_LIMIT = 2**31  # numbers of blocks and rows are int32
+_HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+_compiled: dict[tuple, tuple] = {}
+"""What a kind of call needs -> (compiled kernel, its plan)."""
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+"""(device, stream) -> the counter that its launches draw tiles from; 0 between launches."""
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the Hopper kernel can't run a call with valid arguments; None if it can."""
+    if interpreted():
+        return "kernels run in Triton's interpreter, which has no Gluon"
+    if not q.is_cuda:
+        return f"it needs CUDA tensors, q is on {q.device}"
+    if _capability(q.device.index)[0] != 9:
+        return "it needs a GPU of compute capability 9.0, {} has {}.{}".format(
+            q.device, *_capability(q.device.index)
+        )
+    if q.dtype not in _HALF:
+        return f"it computes in float16 and bfloat16, q is {q.dtype}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not describable(tensor):
+            return (
+                f"TMA can't read {name}: expected a contiguous last dimension, other strides positive and, "
+                f"like the address, multiples of 16 bytes; got strides {tuple(tensor.stride())}"
+            )
+    return None
+
+
+@cache
+def _capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+@cache
+def _num_sms(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    sm_scale: float,
+    return_lse: bool,
+    config: HopperConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run `kernels.hopper.attention_forward_hopper` on a call that it supports, no argument empty.
+
+    q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). `config` replaces the one that `hopper_config` chooses. Returns
+    (out, lse); lse is None unless it was asked for. ValueError if a length or the tiles are beyond 2^31.
+    """
+    B, H, S_q, D = q.shape
+    _, H_kv, S_k, _ = k.shape
+    out = torch.empty_like(q)
+    if not describable(out):  # a copy of q's odd layout
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, S_q), dtype=torch.float32, device=q.device) if return_lse else None
+    if config is None:
+        config = hopper_config(D, causal)
+    device = q.device.index
+    width = max(64, block_d(D))
+    blocks_m = -(-S_q // (64 * config.warpgroups))
+    tiles = blocks_m * B * H
+    if max(tiles, S_q, S_k) >= _LIMIT:
+        raise ValueError(
+            f"q, k: expected fewer than 2^31 rows, keys and tiles of {64 * config.warpgroups} rows over all "
+            f"heads, got {S_q}, {S_k} and {tiles}"
+        )
+    section = config.heads_per_section(B * H, H // H_kv, S_k, width)
+    masked, skip = _masks(causal, S_q, S_k, config)
+    kind = (device, q.dtype, width, causal, masked, skip, sm_scale < 0, return_lse, config)
+    programs = min(tiles, _num_sms(device))
+    windows = (window(q), window(k), window(v), window(out))
+    # exp2 takes the scores times |sm_scale| * log2(e). Zero would turn a masked score, -inf, into NaN; a
+    # factor this small leaves every weight at exactly 1.
+    scale = max(abs(sm_scale) * LOG2_E, 2.0**-100)
+    with on_device(q):
+        scalars = (_counter(device), scale, S_q, S_k, H, H // H_kv, B * H, section, blocks_m, tiles)
+        found = _compiled.get(kind)
+        if found is None:
+            _compiled[kind] = _first_launch(windows, lse, programs, scalars, kind)
+        else:
+            kernel, plan = found
+            kernel[(programs, 1, 1)](*windows, lse, *scalars, plan)
+    return out, lse
+
+
+def _masks(causal: bool, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:
+    """(blocks at the end of a row that need a mask, whether rows of a tile may end in different blocks)."""
+    if not causal:
+        return int(S_k % config.block_n != 0), False
+    # The diagonal enters a block at a corner of 64 rows, or crosses from one block to the next within them.
+    diagonal, block_m = S_k - S_q, 64 * config.warpgroups
+    return 1 + (diagonal % 64 != 0), not (block_m == config.block_n and diagonal % block_m == 0)
+
+
+def _counter(device: int) -> torch.Tensor:
+    """An int32 that is 0, for one launch after another.
+
+    Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
+    0 by the graph: nobody knows on which streams, beside which launches, a graph will be replayed.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    return found
+
+
+def _first_launch(windows: tuple[Window, ...], lse, programs: int, scalars: tuple, kind: tuple) -> tuple:
+    """Compile, launch, and return the compiled kernel and its plan."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from attnlib.kernels.hopper import Plan, attention_forward_hopper
+
+    _, dtype, width, causal, masked, skip, flip, store_lse, config = kind
+    plan = make_plan(Plan, width, causal, masked, skip, flip, store_lse, config)
+    element = getattr(gl, _HALF[dtype])
+    descriptors = []
+    for w, block in zip(windows, blocks(width, config), strict=True):
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        descriptors.append(TensorDescriptor(w.base, list(w.shape), list(w.strides), block, layout))
+    kernel = attention_forward_hopper[(programs,)](
+        *descriptors, lse, *scalars, plan, num_warps=4, maxnreg=config.max_registers
+    )
+    return kernel, plan
+
+
+def blocks(width: int, config: HopperConfig) -> tuple[list[int], ...]:
+    """What one copy of Q, K, V and the output moves."""
+    keys = [1, 1, config.block_n, width]
+    return [1, 1, 64, width], keys, keys, [1, 1, 64, config.o_columns]
+
+
+def make_plan(plan_class, width, causal, masked, skip, flip, store_lse, config: HopperConfig):
+    """The kernel's constants."""
+    return plan_class(
+        d=width, causal=causal, masked=masked, skip=skip, flip=flip, store_lse=store_lse,
+        block_n=config.block_n, warpgroups=config.warpgroups, stages=config.stages,
+        q_columns=config.q_columns, o_columns=config.o_columns, spread=config.spread, o_wait=config.o_wait,
+        pin=config.pin, lazy=config.lazy, tree=config.tree, alpha_fma=config.alpha_fma, joint=config.joint,
+        named=config.named, ones=config.ones, consumer_registers=config.consumer_registers,
+        producer_registers=config.producer_registers,
+    )  # fmt: skip
