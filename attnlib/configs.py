@@ -84,20 +84,16 @@ class HopperConfig:
 
     Attributes:
         block_n: keys of one step.
-        warpgroups: consumer warpgroups; each computes 64 query rows.
-        stages: slots of the ring of key and value blocks in shared memory.
+        warpgroups: consumer warpgroups, 2 or 4; each computes 64 query rows.
+        stages: slots of the ring of key and value blocks in shared memory; a power of two.
         o_columns: columns of the buffer through which the output leaves: all, or half of them in two goes.
-        q_columns: leading columns of Q that stay in registers; the others are read from shared memory.
-        spread: start P V of the block before when the scores are there, not together with their product, so
-            that its instructions spread through the softmax. Good with four warpgroups, bad with two.
-        o_wait: when to wait for that P V: 0 before the exponentials, 1 half way, 2 after them.
+        q_columns: leading columns of Q that stay in registers; the others, some always, are read from shared
+            memory.
+        late_wait: wait for P V of the block before half way through the exponentials, not before them.
         pin: keep the assembler from moving that wait up.
-        lazy: rescale the output only when a row maximum has grown by this many powers of two; 0: always.
         tree: row maximum of a thread as a tree, not as a chain.
-        alpha_fma: the factor of the rescaling without the exponential unit.
         joint: one barrier for the keys and the values of a slot, instead of one each.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
-        ones: row sums as a product of P with a matrix of ones, on the tensor cores.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -108,15 +104,11 @@ class HopperConfig:
     stages: int
     o_columns: int
     q_columns: int = 0
-    spread: bool = False
-    o_wait: int = 2
+    late_wait: bool = False
     pin: bool = False
-    lazy: int = 8
     tree: bool = False
-    alpha_fma: bool = False
     joint: bool = False
     named: bool = False
-    ones: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -133,16 +125,19 @@ class HopperConfig:
         return kv_heads * group
 
 
-_HOPPER_FOUR = {"consumer_registers": 112, "max_registers": 96}  # four consumer warpgroups share the same file
-_HOPPER_GLUON = {
-    64: HopperConfig(64, 4, 8, 64, spread=True, o_wait=0, pin=True, tree=True, joint=True, **_HOPPER_FOUR),
-    128: HopperConfig(128, 2, 2, 128, o_wait=0, named=True, l2_bytes=32 << 20),
-    256: HopperConfig(64, 2, 2, 128, q_columns=128, o_wait=0, named=True),
+# Found by measurement on an H200, causal and dense fp16 at 16384 tokens (docs/lab/hopper.md has the losers).
+_WARP_SPECIALIZED = {
+    # Four consumer warpgroups share the registers that two have elsewhere.
+    64: HopperConfig(
+        64, 4, 8, 64, pin=True, tree=True, joint=True, consumer_registers=112, max_registers=96
+    ),
+    128: HopperConfig(128, 2, 2, 128, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
+    256: HopperConfig(64, 2, 2, 128, q_columns=128, tree=True, named=True),
 }
 
 
-def hopper_config(head_dim: int, causal: bool = True) -> HopperConfig:
+def hopper_config(head_dim: int) -> HopperConfig:
     """The configuration of the Hopper kernel for one call. head_dim: D, 1 to 256, else ValueError."""
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
-    return _HOPPER_GLUON[max(64, block_d(head_dim))]
+    return _WARP_SPECIALIZED[max(64, block_d(head_dim))]

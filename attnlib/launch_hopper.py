@@ -1,4 +1,4 @@
-"""Launch the Hopper kernel: whether it can run a call, with which constants, and how with little host time."""
+"""Launch the Hopper kernel: whether it can run a call, its constants, and a launch in little host time."""
 
 from functools import cache
 
@@ -7,6 +7,7 @@ import torch
 from attnlib.configs import HopperConfig, block_d, hopper_config
 from attnlib.launch import LOG2_E, Window, describable, interpreted, on_device, window
 
+TRITON_VERSION = "3.6."
 _LIMIT = 2**31  # numbers of blocks and rows are int32
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -17,23 +18,33 @@ _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why the Hopper kernel can't run a call with valid arguments; None if it can."""
-    if interpreted():
-        return "kernels run in Triton's interpreter, which has no Gluon"
+    """What the Hopper kernel needs and a call with valid arguments does not have; None if it has all."""
     if not q.is_cuda:
-        return f"it needs CUDA tensors, q is on {q.device}"
-    if _capability(q.device.index)[0] != 9:
-        return "it needs a GPU of compute capability 9.0, {} has {}.{}".format(
-            q.device, *_capability(q.device.index)
-        )
+        return f"needs CUDA tensors; q is on {q.device}"
+    if interpreted():
+        return "needs compiled kernels; TRITON_INTERPRET=1 is set, and Gluon has no interpreter"
+    major, minor = _capability(q.device.index)
+    if major != 9:
+        return f"needs a GPU of compute capability 9.x; {q.device} has {major}.{minor}"
     if q.dtype not in _HALF:
-        return f"it computes in float16 and bfloat16, q is {q.dtype}"
+        return f"needs float16 or bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not describable(tensor):
             return (
-                f"TMA can't read {name}: expected a contiguous last dimension, other strides positive and, "
-                f"like the address, multiples of 16 bytes; got strides {tuple(tensor.stride())}"
+                f"needs layouts that TMA can read (last dimension contiguous, the address and other strides "
+                f"positive multiples of 16 bytes); {name} has strides {tuple(tensor.stride())} and "
+                f"address {tensor.data_ptr() % 16} mod 16"
             )
+    return _gluon_amiss()
+
+
+@cache
+def _gluon_amiss() -> str | None:
+    """What is wrong with this Triton's Gluon, which is experimental and changes from version to version."""
+    import triton
+
+    if not triton.__version__.startswith(TRITON_VERSION):
+        return f"needs the Gluon of triton {TRITON_VERSION}x; this is triton {triton.__version__}"
     return None
 
 
@@ -68,7 +79,7 @@ def forward(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, S_q), dtype=torch.float32, device=q.device) if return_lse else None
     if config is None:
-        config = hopper_config(D, causal)
+        config = hopper_config(D)
     device = q.device.index
     width = max(64, block_d(D))
     blocks_m = -(-S_q // (64 * config.warpgroups))
@@ -152,8 +163,7 @@ def make_plan(plan_class, width, causal, masked, skip, flip, store_lse, config: 
     return plan_class(
         d=width, causal=causal, masked=masked, skip=skip, flip=flip, store_lse=store_lse,
         block_n=config.block_n, warpgroups=config.warpgroups, stages=config.stages,
-        q_columns=config.q_columns, o_columns=config.o_columns, spread=config.spread, o_wait=config.o_wait,
-        pin=config.pin, lazy=config.lazy, tree=config.tree, alpha_fma=config.alpha_fma, joint=config.joint,
-        named=config.named, ones=config.ones, consumer_registers=config.consumer_registers,
-        producer_registers=config.producer_registers,
+        q_columns=config.q_columns, o_columns=config.o_columns, late_wait=config.late_wait, pin=config.pin,
+        tree=config.tree, joint=config.joint, named=config.named,
+        consumer_registers=config.consumer_registers, producer_registers=config.producer_registers,
     )  # fmt: skip

@@ -63,8 +63,8 @@ class NamedBarrier:
 
 @dataclass
 class Program:
-    """Shared memory of one program, and what it is to compute: `tiles` lists, for each tile that it will draw,
-    how many blocks each consumer needs."""
+    """Shared memory of one program, and what it is to compute: `tiles` lists, for each tile that it will
+    draw, how many blocks each consumer needs."""
 
     tiles: list[list[int]]
     stages: int

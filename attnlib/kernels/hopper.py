@@ -22,9 +22,9 @@ The n-th completion of a barrier has parity n & 1, so a wait names c // STAGES; 
     q_free[w]        consumer w needs Q no more       producer                 tile number & 1, flipped
     drawn[b]         producer has written next_tile[b] each consumer           (tile number // 2) & 1
 
-With JOINT, v_full[slot] is k_full[slot]: one barrier for both copies. With NAMED, kv_free is not an mbarrier
-but the hardware's barrier 8 + slot, at which consumers arrive and the producer waits: an arrival at an mbarrier
-costs a synchronization of the warpgroup first.
+With `joint`, v_full[slot] is k_full[slot]: one barrier for both copies. With `named`, kv_free is not an
+mbarrier but the hardware's barrier 8 + slot, at which consumers arrive and the producer waits: an arrival at
+an mbarrier costs a synchronization of the warpgroup first.
 
 A consumer releases slot c when its Q K^T of block c and its P V of block c-1 are done; a block that its rows
 do not see, when both copies have landed (otherwise the parity of a full barrier could come round under a
@@ -51,6 +51,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from attnlib.kernels import hopper_softmax as softmax
 
 NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
 LN2 = gl.constexpr(0.6931471805599453)
@@ -85,15 +87,11 @@ class Plan:
     stages: int
     q_columns: int
     o_columns: int
-    spread: bool
-    o_wait: int
+    late_wait: bool
     pin: bool
-    lazy: int
     tree: bool
-    alpha_fma: bool
     joint: bool
     named: bool
-    ones: bool
     consumer_registers: int
     producer_registers: int
 
@@ -107,10 +105,9 @@ class Plan:
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: _accumulator(self.block_n.value))
     o_layout = property(lambda self: _accumulator(self.d.value))
-    # P and Q as first operands of a product, in registers.
+    # P and part of Q as first operands of a product, in registers.
     p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.o_layout.value, 2)))
     q_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.s_layout.value, 2)))
-    l_layout = property(lambda self: _accumulator(8))
     # A value per row [64].
     row_layout = property(lambda self: gl.constexpr(gl.SliceLayout(1, self.s_layout.value)))
 
@@ -146,7 +143,6 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
     drawn: gl.shared_memory_descriptor
-    ones: gl.shared_memory_descriptor  # [8, block_n]
 
 
 @gluon.jit
@@ -160,8 +156,8 @@ def _blocks(end, work, plan: gl.constexpr):
 
 @gluon.jit
 def _locate(tile, work, plan: gl.constexpr):
-    """(row block, batch * H + head, blocks of keys) of a tile: section of heads by section, so that their keys
-    and values stay in L2, and within one the last, longest rows first."""
+    """(row block, batch * H + head, blocks of keys) of a tile: section of heads by section, so that their
+    keys and values stay in L2, and within one the last, longest rows first."""
     section = tile // (work.num_m * work.SECTION)
     rest = tile % (work.num_m * work.SECTION)
     heads = gl.minimum(work.SECTION, work.HEADS - section * work.SECTION)
@@ -186,16 +182,6 @@ def _buffers(desc, N: gl.constexpr):
 
 
 @gluon.jit
-def _ones(dtype: gl.constexpr, plan: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    N: gl.constexpr = 8
-    ones = gl.allocate_shared_memory(dtype, [N, plan.block_n], layout)
-    if plan.ones:
-        ones.store(gl.full([N, plan.block_n], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
-    return ones
-
-
-@gluon.jit
 def _matrix(buffers, i):
     """Buffer i without its two leading dimensions of 1."""
     rows: gl.constexpr = buffers.shape[3]
@@ -207,29 +193,18 @@ def _matrix(buffers, i):
 
 
 @gluon.constexpr_function
-def _is_power_of_two(n):
-    return n & (n - 1) == 0
-
-
-@gluon.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
 
 
 @gluon.jit
 def _slot(c, plan: gl.constexpr):
-    if _is_power_of_two(plan.stages):
-        return c & (plan.stages - 1)
-    else:
-        return c % plan.stages
+    return c & (plan.stages - 1)
 
 
 @gluon.jit
 def _parity(c, plan: gl.constexpr):
-    if _is_power_of_two(plan.stages):
-        return (c >> _log2(plan.stages)) & 1
-    else:
-        return (c // plan.stages) & 1
+    return (c >> _log2(plan.stages)) & 1
 
 
 @gluon.constexpr_function
@@ -350,153 +325,7 @@ def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr)
             _copy_v(desc_v, mem, c, b_v, kv_v, 0, True, plan)
 
 
-# ---------------------------------------------------------------- softmax of one block
-
-
-@gluon.jit
-def _row_max(s, plan: gl.constexpr):
-    """Largest score of each row of a block: [64, BLOCK_N] -> [64]."""
-    if plan.tree:
-        # As a tree within the thread, instead of a chain as long as the row.
-        r = gl.max(s.reshape([64, plan.block_n // 8, 4, 2]), 3)
-        if plan.block_n >= 128:
-            r = gl.max(r.reshape([64, 8, 2, 4]), 2)
-        r = gl.max(r.reshape([64, 4, 2, 4]), 2)
-        r = gl.max(gl.max(r.reshape([64, 2, 2, 4]), 2), 1)
-        return gl.convert_layout(gl.max(r, 1), plan.row_layout)
-    else:
-        return gl.max(s, 1)
-
-
-@gluon.jit
-def _row_sum(p):
-    """[64, N] -> [64, 4]: the four threads that share a row add up what each of them has. They meet only at
-    the end of the tile, so that no block pays for a shuffle."""
-    N: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(p.reshape([64, N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _mask(s, row, first, work, plan: gl.constexpr):
-    """-inf for keys that a row does not see; `row` is the first row, `first` the first key."""
-    o_n = gl.arange(0, plan.block_n, layout=gl.SliceLayout(0, plan.s_layout))  # [BLOCK_N]
-    if plan.causal:
-        o_m = gl.arange(0, 64, layout=plan.row_layout)  # [64]
-        seen = o_n[None, :] <= (o_m + (row + work.S_k - work.S_q - first))[:, None]  # [64, BLOCK_N]
-    else:
-        seen = (o_n < work.S_k - first)[None, :]  # [1, BLOCK_N]
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def _exp2_fma(x):
-    """2**x for x <= 0 without the exponential unit: 2**i * 2**f, i an integer and |f| <= 1/2, the second by a
-    polynomial of degree 5 (relative error 2e-7, exactly 1 at 0)."""
-    x = gl.maximum(x, -126.0)
-    r = x + 12582912.0  # 1.5 * 2**23: the integer part moves to the last bits
-    f = x - (r - 12582912.0)
-    y = 1.3264727080117051e-3 * f + 9.671512862185906e-3
-    y = y * f + 5.5507337456457430e-2
-    y = y * f + 2.4022242081843218e-1
-    y = y * f + 6.9314697659758850e-1
-    y = y * f + 1.0
-    return (y.to(gl.int32, bitcast=True) + (r.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _any_in_warp(flag):
-    """1 in all rows of a warp where `flag` [64] is not 0 in one of them. A thread has two rows: pack=2."""
-    asm: gl.constexpr = """{
-        .reg .pred q;
-        setp.ne.b32 q, $2, 0;
-        setp.ne.or.b32 q, $3, 0, q;
-        vote.sync.any.pred q, q, 0xffffffff;
-        selp.b32 $0, 1, 0, q;
-        mov.b32 $1, $0;
-    }"""
-    return gl.inline_asm_elementwise(asm, "=r,=r,r,r", [flag], dtype=gl.int32, is_pure=False, pack=2)
-
-
-@gluon.constexpr_function
-def _branch_asm(n):
-    keep = "".join(f"mov.b32 ${i}, ${n + i};" for i in range(n))
-    scale = "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return f"{{ .reg .pred q; setp.ne.b32 q, ${3 * n}, 0; {keep} @!q bra DONE; {scale} DONE: }}"
-
-
-@gluon.constexpr_function
-def _branch_constraints(n):
-    return ",".join(["=f"] * n + ["f"] * (2 * n) + ["r"] * n)
-
-
-@gluon.jit
-def _rows_of_o(x, acc, plan: gl.constexpr):
-    """A value per row [64] for each element of the output [64, D]."""
-    x, _ = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(1, plan.o_layout))[:, None], acc)
-    return x
-
-
-@gluon.jit
-def _rescale(acc, alpha, changed, plan: gl.constexpr):
-    """acc * alpha [64, D]. Lazily: each warp branches around the products where none of its rows changed."""
-    if plan.lazy:
-        n: gl.constexpr = plan.d // 2  # elements of acc in a thread
-        return gl.inline_asm_elementwise(
-            _branch_asm(n), _branch_constraints(n),
-            [acc, _rows_of_o(alpha, acc, plan), _rows_of_o(changed, acc, plan)], dtype=gl.float32,
-            is_pure=False, pack=n,
-        )
-    else:
-        return acc * _rows_of_o(alpha, acc, plan)
-
-
-@gluon.jit
-def _new_shift(s, shift, qk_scale, MASKED: gl.constexpr, plan: gl.constexpr):
-    """(new shift [64], alpha = 2**(old - new) [64], whether a row of the warp changed [64]).
-
-    The shift is what the exponents are reduced by: P = 2**(s * qk_scale - shift). It is the running row
-    maximum of s * qk_scale, -inf before the first key; with LAZY it follows the maximum only when that has
-    grown by more than LAZY. P stays below 2**LAZY then, l and O are in the same units, and nothing is lost
-    but a rescaling of O at every little step.
-    """
-    top = _row_max(s, plan)  # [64]
-    changed = 0
-    if plan.lazy:
-        grown = top * qk_scale - shift > plan.lazy  # not where both are -inf
-        new = gl.where(grown, top * qk_scale, shift)
-        changed = _any_in_warp(grown.to(gl.int32))
-    else:
-        new = gl.maximum(shift, top * qk_scale)
-    step = shift - new
-    if MASKED:
-        step = gl.where(new == float("-inf"), 0.0, step)
-    if plan.alpha_fma:
-        alpha = _exp2_fma(step)
-    else:
-        alpha = gl.exp2(step)
-    return new, alpha, changed
-
-
-@gluon.jit
-def _weights(s, shift, qk_scale, MASKED: gl.constexpr):
-    """P = 2**(s * qk_scale - shift) [64, N]; 0 in a row that has seen no key and has a shift of -inf."""
-    if MASKED:
-        shift = gl.where(shift == float("-inf"), 0.0, shift)
-    shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
-    return gl.exp2(s * qk_scale - shift[:, None])
-
-
 # ---------------------------------------------------------------- consumer
-
-
-@gluon.jit
-def _pin(x):
-    """x, and a side effect that depends on it but only happens to NaN, where it is harmless (a profiler's
-    event): ptxas would otherwise move a wait for the tensor cores up, above what was to run beside them."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.nan.f32 q, $1, $1; @q pmevent 0; mov.b32 $0, $1; }", "=f,f", [x],
-        dtype=gl.float32, is_pure=False, pack=1,
-    )
 
 
 @gluon.jit
@@ -508,8 +337,6 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     k = _matrix(mem.k, _slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
         return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    elif plan.q_columns == plan.d:
-        return warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
         rest: gl.constexpr = plan.d - plan.q_columns
         k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
@@ -525,55 +352,19 @@ def _issue_output(p, acc, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _issue_sums(p, l, mem, plan: gl.constexpr):
-    """Start l += P 1, the row sums as one more product: [64, BLOCK_N] x [BLOCK_N, 8]."""
-    if plan.ones:
-        return warpgroup_mma(p, mem.ones.permute((1, 0)), l, is_async=True)
-    else:
-        return l
-
-
-@gluon.jit
-def _wait_output(o_token, l_token, alpha, changed, mem, c, plan: gl.constexpr):
-    """O and l of the blocks before, in the units of the new shift; slot c is free."""
-    if plan.ones:
-        acc, l = warpgroup_mma_wait(0, deps=(o_token, l_token))
-    else:
-        acc = warpgroup_mma_wait(0, deps=(o_token,))
-        l = l_token
+def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
+    """O of the blocks before, in the units of the new shift; slot c is free."""
+    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
     _release(mem, c, plan)
-    if plan.ones:
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, plan.l_layout))[:, None]
-    return _rescale(acc, alpha, changed, plan), l
+    return softmax.rescale(acc, alpha, changed, plan)
 
 
 @gluon.jit
-def _add_sums(l, weights, plan: gl.constexpr):
-    if plan.ones:
-        return l
-    else:
-        return l + gl.convert_layout(_row_sum(weights), l.type.layout)
-
-
-@gluon.jit
-def _halves(x):
-    """Left and right half of the columns, without moving anything between threads."""
-    N: gl.constexpr = x.shape[1]
-    return gl.split(x.reshape([64, 2, N // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def _whole(left, right):
-    N: gl.constexpr = left.shape[1]
-    return gl.join(left, right).permute((0, 2, 1)).reshape([64, 2 * N])
-
-
-@gluon.jit
-def _step(q_registers, p, acc, shift, l, row, first, c, masked, mem, qk_scale, work, WG: gl.constexpr,
+def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale, work, WG: gl.constexpr,
           plan: gl.constexpr):
     """Block c of a tile: its scores and softmax, and P V of the block before it.
 
-    p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; l: [64, 4]. Returns the new four.
+    p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
     """
     dtype: gl.constexpr = mem.v.dtype
     MASKED: gl.constexpr = plan.masked == 2
@@ -581,54 +372,33 @@ def _step(q_registers, p, acc, shift, l, row, first, c, masked, mem, qk_scale, w
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
     if not plan.joint:
         _wait_v(mem, c, plan)
-    if plan.spread:  # ptxas then spreads the issue of P V over the softmax
-        s = warpgroup_mma_wait(0, deps=(s_token,))
-        o_token = _issue_output(p, acc, mem, c, plan)
-        l = _issue_sums(p, l, mem, plan)
-    else:
-        o_token = _issue_output(p, acc, mem, c, plan)
-        l = _issue_sums(p, l, mem, plan)
-        s = warpgroup_mma_wait(2 if plan.ones else 1, deps=(s_token,))
+    o_token = _issue_output(p, acc, mem, c, plan)
+    s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
     if MASKED:
         if masked:
-            s = _mask(s, row, first, work, plan)
-    shift, alpha, changed = _new_shift(s, shift, qk_scale, MASKED, plan)
-    if not plan.ones:
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-    if plan.o_wait == 0:
+            s = softmax.mask(s, row, first, work, plan)
+    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
+    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+    if plan.late_wait:
+        left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
+        left = softmax.weights(left, shift, qk_scale, MASKED)
+        sums = softmax.add_sums(sums, left)
         if plan.pin:
-            shift = _pin(shift)
-        acc, l = _wait_output(o_token, l, alpha, changed, mem, c, plan)
-        weights = _weights(s, shift, qk_scale, MASKED)
-        l = _add_sums(l, weights, plan)
-        p = weights.to(dtype)
-    elif plan.o_wait == 1:
-        left, right = _halves(s)
-        left = _weights(left, shift, qk_scale, MASKED)
-        l = _add_sums(l, left, plan)
-        if plan.pin:
-            if plan.ones:
-                shift = _pin(shift)
-            else:
-                l = _pin(l)
-        acc, l = _wait_output(o_token, l, alpha, changed, mem, c, plan)
-        right = _weights(right, shift, qk_scale, MASKED)
-        l = _add_sums(l, right, plan)
-        p = _whole(left.to(dtype), right.to(dtype))
+            sums = softmax.pin(sums)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        right = softmax.weights(right, shift, qk_scale, MASKED)
+        sums = softmax.add_sums(sums, right)
+        p = softmax.whole(left.to(dtype), right.to(dtype))
     else:
-        weights = _weights(s, shift, qk_scale, MASKED)
-        if plan.ones:
-            if plan.pin:
-                shift = _pin(shift)
-        else:
-            l = _add_sums(l, weights, plan)
-            if plan.pin:
-                l = _pin(l)
-        acc, l = _wait_output(o_token, l, alpha, changed, mem, c, plan)
+        if plan.pin:
+            shift = softmax.pin(shift)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        weights = softmax.weights(s, shift, qk_scale, MASKED)
+        sums = softmax.add_sums(sums, weights)
         p = weights.to(dtype)
-    return gl.convert_layout(p, plan.p_layout), acc, shift, l
+    return gl.convert_layout(p, plan.p_layout), acc, shift, sums
 
 
 @gluon.jit
@@ -641,7 +411,7 @@ def _store_output(desc_o, o, mem, i_b, i_h, row, WG: gl.constexpr, plan: gl.cons
         fence_async_shared()
         tma.async_copy_shared_to_global(desc_o, [i_b, i_h, row, 0], out)
     else:
-        left, right = _halves(o)
+        left, right = softmax.halves(o)
         tma.store_wait(0)
         _matrix(mem.o, WG).store(left)
         fence_async_shared()
@@ -667,11 +437,9 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
 
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
-        if plan.q_columns == plan.d:
-            q_registers = _matrix(mem.q, WG).load(plan.q_layout)  # [64, D]
-            mbarrier.arrive(mem.q_free.index(WG), count=1)
-        elif plan.q_columns > 0:
-            q_registers = _matrix(mem.q, WG).slice(0, plan.q_columns, 1).load(plan.q_layout)
+        if plan.q_columns > 0:
+            q_left = _matrix(mem.q, WG).slice(0, plan.q_columns, 1)
+            q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
 
         if plan.skip:  # blocks that other warpgroups' rows see and these do not
             own = _blocks(row + 64, work, plan)
@@ -697,13 +465,10 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         if plan.flip:
             s = -s
         if plan.masked:
-            s = _mask(s, row, first, work, plan)
-        shift = _row_max(s, plan) * qk_scale  # [64]
-        weights = _weights(s, shift, qk_scale, plan.masked > 0)
-        if plan.ones:
-            l = gl.zeros([64, 8], gl.float32, plan.l_layout)
-        else:
-            l = _row_sum(weights)  # [64, 4]
+            s = softmax.mask(s, row, first, work, plan)
+        shift = softmax.row_max(s, plan) * qk_scale  # [64]
+        weights = softmax.weights(s, shift, qk_scale, plan.masked > 0)
+        sums = softmax.row_sum(weights)  # [64, 4]
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         start += 1
@@ -711,36 +476,31 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows cross it in
         # two of them, and the first of these needs a mask too.
         for i in range(start, end):
-            p, acc, shift, l = _step(q_registers, p, acc, shift, l, row, first - plan.block_n, i, i == start, mem,
-                                     qk_scale, work, WG, plan)
-        if plan.q_columns < plan.d:
-            mbarrier.arrive(mem.q_free.index(WG), count=1)
+            p, acc, shift, sums = _step(
+                q_registers, p, acc, shift, sums, row, first - plan.block_n, i, i == start, mem, qk_scale,
+                work, WG, plan,
+            )
+        mbarrier.arrive(mem.q_free.index(WG), count=1)
 
         # 3. The last P V, and what can be done beside it.
         c = end
         _wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
-        l = _issue_sums(p, l, mem, plan)
-        if not plan.ones:
-            l_row = gl.convert_layout(gl.sum(l, 1), plan.row_layout)  # [64]
+        row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         b = turn & 1
         mbarrier.wait(mem.drawn.index(b), (turn >> 1) & 1)
         tile = gl.max(mem.next_tile.index(b).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         turn += 1
-        if plan.ones:
-            acc, l = warpgroup_mma_wait(0, deps=(o_token, l))
-            l_row = gl.convert_layout(gl.max(l, 1), plan.row_layout)  # all 8 columns are the same
-        else:
-            acc = warpgroup_mma_wait(0, deps=(o_token,))
-        # A row with nothing to attend to has l = 0: its output is 0 and its LSE -inf.
-        empty = l_row == 0.0
+        acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+        # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
+        empty = row_sums == 0.0
         if plan.store_lse:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
-            lse = (shift + gl.log2(l_row)) * LN2
+            lse = (shift + gl.log2(row_sums)) * LN2
             lse = gl.where(empty, float("-inf"), lse)
             gl.store(lse_ptr + i_bh.to(gl.int64) * work.S_q + o_m, lse, mask=o_m < work.S_q)
         if row < work.S_q:
-            o = acc * _rows_of_o(1.0 / gl.where(empty, 1.0, l_row), acc, plan)  # [64, D]
+            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
             _store_output(desc_o, o.to(dtype), mem, i_bh // work.H, i_bh % work.H, row, WG, plan)
     tma.store_wait(0)
 
@@ -764,7 +524,6 @@ def attention_forward_hopper(
     plan: gl.constexpr,
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4; see the module docstring."""
-    ones = _ones(desc_v.dtype, plan)
     k_full = _barriers(plan.stages, 1)
     v_full = k_full
     if not plan.joint:
@@ -781,7 +540,6 @@ def attention_forward_hopper(
         v_full,
         _barriers(plan.stages, plan.warpgroups),  # kv_free
         _barriers(2, 1),  # drawn
-        ones,
     )
     fence_async_shared()
     work = Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles)
@@ -793,13 +551,6 @@ def attention_forward_hopper(
             (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 1, plan)),
             (_produce, (desc_q, desc_k, desc_v, counter_ptr, mem, work, plan)),
         ], [4, 1], [regs, plan.producer_registers])
-    elif plan.warpgroups == 3:
-        gl.warp_specialize([
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 0, plan)),
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 1, plan)),
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 2, plan)),
-            (_produce, (desc_q, desc_k, desc_v, counter_ptr, mem, work, plan)),
-        ], [4, 4, 1], [regs, regs, plan.producer_registers])
     else:
         gl.warp_specialize([
             (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 0, plan)),
