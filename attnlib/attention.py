@@ -1,13 +1,15 @@
-"""`attention()`: check the arguments, choose a kernel and its configuration, launch it."""
+"""`attention()`: check the arguments, choose a kernel and configuration, launch it. `explain()`: which."""
 
 import math
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 
-from attnlib import launch
+from attnlib import launch, launch_hopper
+from attnlib.configs import ForwardConfig, HopperConfig, hopper_config
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["hopper", "triton", "reference"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
@@ -43,9 +45,10 @@ def attention(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=No
             2.1 on).
         sm_scale: factor on the scores, default 1/sqrt(D). Any number finite in float32.
         return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm.
-        impl: "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in float64, any
-            device), or None: "triton" where it can run, else "reference". An explicit choice never falls back
-            to the other.
+        impl: "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
+            triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in
+            float64, any device), or None: the first of these that can run the call. An explicit choice never
+            falls back to another. `explain` tells what a call would run.
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
@@ -62,24 +65,82 @@ def attention(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=No
     """
     _check(q, k, v, causal, sm_scale, return_lse, impl)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    if impl is None:
-        impl = "triton" if q.is_cuda or launch.interpreted() else "reference"
-    elif impl == "triton" and not (q.is_cuda or launch.interpreted()):
-        raise ValueError(
-            "impl: 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; "
-            f"q is on {q.device}"
-        )
+    kernel, _ = _choose(q, k, v, impl)
     if q.numel() == 0 or k.shape[2] == 0:  # no row, or none with anything to attend to
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-    elif impl == "reference":
+    elif kernel == "hopper":
+        out, lse = launch_hopper.forward(q, k, v, causal, scale, return_lse)
+    elif kernel == "triton":
+        out, lse = launch.forward(q, k, v, causal, scale, return_lse)
+    else:
         from attnlib.reference import attention_fp64
 
         out, lse = attention_fp64(q, k, v, causal=causal, sm_scale=scale)
         out, lse = out.to(q.dtype), lse.float()
-    else:
-        out, lse = launch.forward(q, k, v, causal, scale, return_lse)
     return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a call of `attention` runs.
+
+    Attributes:
+        kernel: "hopper", "triton" or "reference", as in `impl`.
+        configuration: how the kernel is compiled and launched; None for the reference.
+        reason: why this kernel.
+    """
+
+    kernel: Implementation
+    configuration: HopperConfig | ForwardConfig | None
+    reason: str
+
+    def __str__(self) -> str:
+        how = "" if self.configuration is None else f"\n  with {self.configuration}"
+        return f"{self.kernel}: {self.reason}{how}"
+
+
+def explain(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=None) -> Choice:
+    """Which kernel `attention` would run with these arguments, with which configuration, and why.
+
+    Nothing is computed or compiled. Arguments and errors are those of `attention`.
+
+    Example:
+        >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
+        reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
+    """
+    _check(q, k, v, causal, sm_scale, return_lse, impl)
+    kernel, reason = _choose(q, k, v, impl)
+    configuration = None
+    if kernel == "hopper":
+        configuration = hopper_config(q.shape[-1])
+    elif kernel == "triton":
+        configuration = launch.configuration(q)
+    if q.numel() == 0 or k.shape[2] == 0:
+        reason += "; nothing to compute, so nothing is launched"
+    return Choice(kernel, configuration, reason)
+
+
+def _choose(q, k, v, impl: Implementation | None) -> tuple[Implementation, str]:
+    """(what runs a call with valid arguments, why). ValueError if that is asked for and can't."""
+    if impl == "reference":
+        return impl, "asked for"
+    lacks = None
+    if impl != "triton":
+        lacks = launch_hopper.unsupported(q, k, v)
+        if lacks is None:
+            return "hopper", _HOPPER_FITS if impl is None else "asked for"
+        if impl == "hopper":
+            raise ValueError(f"impl: 'hopper' {lacks}")
+    if q.is_cuda or launch.interpreted():
+        return "triton", "asked for" if impl == "triton" else f"hopper {lacks}"
+    if impl == "triton":
+        raise ValueError(f"impl: 'triton' {_TRITON_NEEDS}; q is on {q.device}")
+    return "reference", f"triton {_TRITON_NEEDS}; q is on {q.device}"
+
+
+_HOPPER_FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
+_TRITON_NEEDS = "needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported"
 
 
 def _check(q, k, v, causal, sm_scale, return_lse, impl) -> None:
@@ -116,8 +177,8 @@ def _check(q, k, v, causal, sm_scale, return_lse, impl) -> None:
             raise TypeError(f"sm_scale: expected a number or None, got {type(sm_scale).__name__}")
         if not abs(sm_scale) <= torch.finfo(torch.float32).max:
             raise ValueError(f"sm_scale: expected a number finite in float32, got {sm_scale}")
-    if impl not in (None, "triton", "reference"):
-        raise ValueError(f"impl: expected 'triton', 'reference' or None, got {impl!r}")
+    if impl not in (None, "hopper", "triton", "reference"):
+        raise ValueError(f"impl: expected 'hopper', 'triton', 'reference' or None, got {impl!r}")
     if torch.is_grad_enabled():
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.requires_grad:

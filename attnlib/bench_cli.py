@@ -14,6 +14,9 @@ import torch
 from attnlib import bench, peers, records, reference
 from attnlib.shapes import DTYPES, TASK, Shape
 
+OURS = ("attnlib", "attnlib-triton")
+"""What `attnlib.attention` chooses by itself, and the portable kernel."""
+
 
 def format_rows(rows: Iterable[Mapping[str, Any]]) -> str:
     """Rows of `collect` as a text table."""
@@ -82,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--impl",
         default="attnlib,flash,cudnn,flex,fa3,tutorial",
-        help=f"of attnlib,{','.join(peers.PEERS)} (default: %(default)s)",
+        help=f"of {','.join([*OURS, *peers.PEERS])} (default: %(default)s)",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rep-ms", type=float, default=50)
@@ -118,6 +121,14 @@ def _attnlib(
     return attention(q, k, v, causal=causal, sm_scale=sm_scale)
 
 
+def _portable(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float
+) -> torch.Tensor:
+    from attnlib.attention import attention
+
+    return attention(q, k, v, causal=causal, sm_scale=sm_scale, impl="triton")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Status 0; 1 when attnlib is wrong or failed; 2 without a GPU or for bad arguments."""
     parser = _parser()
@@ -127,9 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{peer.name:9s} {peer.about}: {peer.available() or 'available'}")
         return 0
     names = args.impl.split(",")
-    unknown = [name for name in names if name != "attnlib" and name not in peers.PEERS]
+    unknown = [name for name in names if name not in (*OURS, *peers.PEERS)]
     if unknown:
-        parser.error(f"--impl: unknown {', '.join(unknown)}; expected of attnlib, {', '.join(peers.PEERS)}")
+        parser.error(f"--impl: unknown {', '.join(unknown)}; expected of {', '.join([*OURS, *peers.PEERS])}")
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     shapes = _shapes_of(args, parser)
@@ -139,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    implementations = {name: _attnlib if name == "attnlib" else None for name in names}
+    ours = {"attnlib": _attnlib, "attnlib-triton": _portable}
+    implementations = {name: ours.get(name) for name in names}
     options = {
         "rounds": args.rounds,
         "rep_ms": args.rep_ms,
@@ -155,4 +167,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         table = {"bench": {"rows": rows}}
         records.write_json(args.json, records.rounded({"schema": records.SCHEMA, **header, "tables": table}))
-    return 1 if any(row["impl"] == "attnlib" and row["status"] != "ok" for row in rows) else 0
+    return 1 if any(row["impl"] in OURS and row["status"] != "ok" for row in rows) else 0

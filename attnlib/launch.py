@@ -66,7 +66,7 @@ def forward(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, S_q), dtype=torch.float32, device=q.device) if return_lse else None
     if config is None:
-        config = _choose(D, q.dtype, q.device.index)
+        config = configuration(q)
     width = block_d(D)
     programs = -(-S_q // config.block_m) * B * H
     if max(programs, S_q, S_k) >= _LIMIT:
@@ -102,6 +102,11 @@ def forward(
         else:
             kernel[(programs, 1, 1)](*windows, lse, *scalars, *constants)
     return out, lse
+
+
+def configuration(q: torch.Tensor) -> ForwardConfig:
+    """What `forward` chooses for queries like these."""
+    return _choose(q.shape[-1], q.dtype, q.device.index)
 
 
 @cache

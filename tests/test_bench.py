@@ -500,6 +500,8 @@ def test_cli_prints_a_table_and_writes_json(gpu, monkeypatch, capsys, tmp_path):
 
 def test_cli_fails_when_attnlib_is_wrong(gpu, monkeypatch, capsys):
     monkeypatch.setattr(bench_cli, "_attnlib", all_nan)
+    monkeypatch.setattr(bench_cli, "_portable", good)
     size = ["--batch", "1", "--heads", "2", "--seqlen", "32", "--head-dim", "16", "--rounds", "1"]
-    assert bench_cli.main([*size, "--impl", "attnlib"]) == 1
+    assert bench_cli.main([*size, "--impl", "attnlib-triton"]) == 0
+    assert bench_cli.main([*size, "--impl", "attnlib-triton,attnlib"]) == 1
     assert "wrong: 1024 of 1024 values are not finite" in capsys.readouterr().out

@@ -474,7 +474,8 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         start += 1
 
         # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows cross it in
-        # two of them, and the first of these needs a mask too.
+        # two of them, and the first of these needs a mask too. (Four words of a thread spill there at D = 64
+        # and 256; aligned diagonals and dense calls spill none.)
         for i in range(start, end):
             p, acc, shift, sums = _step(
                 q_registers, p, acc, shift, sums, row, first - plan.block_n, i, i == start, mem, qk_scale,

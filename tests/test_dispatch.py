@@ -1,0 +1,217 @@
+"""Which kernel a call runs, and what `explain` says about it: decided without a GPU, on tensors that say they
+are on one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+
+from attnlib import attention, explain, launch, launch_hopper
+from attnlib.attention import Choice
+from attnlib.configs import block_d, forward_config, hopper_config
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def tensor(*shape, dtype=torch.float16, strides=None):
+    if strides is None:
+        strides = torch.empty(shape, device="meta").stride()
+    return torch.zeros(20000, dtype=dtype).as_strided(shape, strides).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper GPU, as far as the choice can tell; a call of `gpu` makes it another one."""
+
+    def is_a(major, minor=0):
+        monkeypatch.setattr(launch_hopper, "_capability", lambda index: (major, minor))
+        monkeypatch.setattr(launch, "_arch", lambda index: (major, minor))
+        launch._choose.cache_clear()
+
+    for module in (launch, launch_hopper):
+        monkeypatch.setattr(module, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_hopper, "_gluon_amiss", lambda: None)
+    is_a(9)
+    yield is_a
+    launch._choose.cache_clear()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launchers, replaced; a call appends the name of the one that it reaches."""
+    names = []
+
+    def stand_in(name):
+        def forward(q, k, v, causal, scale, return_lse):
+            names.append(name)
+            return torch.empty(0), torch.empty(0)
+
+        return forward
+
+    monkeypatch.setattr(launch, "forward", stand_in("triton"))
+    monkeypatch.setattr(launch_hopper, "forward", stand_in("hopper"))
+    return names
+
+
+LAYOUT = (
+    "needs layouts that TMA can read (last dimension contiguous, the address and other strides positive "
+    "multiples of 16 bytes); {} has strides {} and address 0 mod 16"
+)
+
+
+def calls():
+    good = tensor(1, 2, 32, 64)
+    apart = tensor(1, 2, 32, 64, strides=(0, 0, 0, 0))
+    rows = tensor(1, 1, 2, 8, strides=(24, 24, 12, 1))
+    return {
+        "half": ((9, 0), (good,) * 3, None),
+        "bfloat16": ((9, 0), (tensor(1, 2, 32, 72, dtype=torch.bfloat16),) * 3, None),
+        "rows before heads": ((9, 0), (tensor(1, 2, 32, 64, strides=(4096, 64, 128, 1)),) * 3, None),
+        "ampere": ((8, 0), (good,) * 3, "needs a GPU of compute capability 9.x; cuda:0 has 8.0"),
+        "blackwell": ((10, 0), (good,) * 3, "needs a GPU of compute capability 9.x; cuda:0 has 10.0"),
+        "float32": (
+            (9, 0), (tensor(1, 2, 32, 64, dtype=torch.float32),) * 3,
+            "needs float16 or bfloat16; q is float32",
+        ),
+        "expanded keys": ((9, 0), (good, apart, good), LAYOUT.format("k", (0, 0, 0, 0))),
+        "odd rows": ((9, 0), (rows,) * 3, LAYOUT.format("q", (24, 24, 12, 1))),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls())
+def test_the_choice_and_its_reason(name, gpu, launched):
+    arch, (q, k, v), lacks = calls()[name]
+    gpu(*arch)
+    choice = explain(q, k, v)
+    attention(q, k, v)
+    head_dim, dtype = q.shape[-1], str(q.dtype).removeprefix("torch.")
+    if lacks is None:
+        reason = "compute capability 9.x, a half precision, layouts that TMA can read"
+        assert choice == Choice("hopper", hopper_config(head_dim), reason)
+        assert explain(q, k, v, impl="hopper") == Choice("hopper", hopper_config(head_dim), "asked for")
+        attention(q, k, v, impl="hopper")
+        assert launched == ["hopper", "hopper"]
+    else:
+        assert choice == Choice("triton", forward_config(head_dim, dtype, arch), f"hopper {lacks}")
+        for call in (attention, explain):
+            with pytest.raises(ValueError) as raised:
+                call(q, k, v, impl="hopper")
+            assert str(raised.value) == f"impl: 'hopper' {lacks}"
+        assert launched == ["triton"]
+    # Asked for by name, the portable kernel runs wherever a GPU is.
+    assert explain(q, k, v, impl="triton").reason == "asked for"
+    attention(q, k, v, impl="triton")
+    assert launched[-1] == "triton"
+
+
+def test_hopper_by_name_where_there_is_no_gpu(monkeypatch):
+    q = torch.zeros(1, 1, 8, 64)
+    with pytest.raises(ValueError) as raised:
+        attention(q, q, q, impl="hopper")
+    assert str(raised.value) == "impl: 'hopper' needs CUDA tensors; q is on cpu"
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    assert explain(q, q, q).kernel == "reference"
+    assert explain(q, q, q).configuration is None
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    assert explain(q, q, q).reason == "hopper needs CUDA tensors; q is on cpu"
+    assert explain(q, q, q).kernel == "triton"
+
+
+def test_kernels_in_the_interpreter_on_a_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(launch_hopper, "interpreted", lambda: True)
+    q = tensor(1, 1, 8, 64)
+    with pytest.raises(ValueError, match="^impl: 'hopper' needs compiled kernels; TRITON_INTERPRET=1 is set"):
+        attention(q, q, q, impl="hopper")
+    assert explain(q, q, q).kernel == "triton"
+
+
+def test_another_triton_has_another_gluon(monkeypatch):
+    launch_hopper._gluon_amiss.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert launch_hopper._gluon_amiss() == "needs the Gluon of triton 3.6.x; this is triton 3.7.1"
+    launch_hopper._gluon_amiss.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert launch_hopper._gluon_amiss() is None
+    launch_hopper._gluon_amiss.cache_clear()
+
+
+def test_explain_reads_well_and_is_frozen(gpu):
+    q = tensor(1, 1, 8, 128)
+    choice = explain(q, q, q, causal=True, sm_scale=0.1, return_lse=True)
+    first, second = str(choice).splitlines()
+    assert first == "hopper: compute capability 9.x, a half precision, layouts that TMA can read"
+    assert second.startswith("  with HopperConfig(block_n=128, warpgroups=2, ")
+    assert str(explain(q, q, q, impl="reference")) == "reference: asked for"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        choice.kernel = "triton"
+    empty = tensor(1, 1, 0, 128)
+    assert explain(empty, q, q).reason.endswith("; nothing to compute, so nothing is launched")
+
+
+def test_explain_checks_as_attention_does():
+    q = torch.zeros(1, 1, 8, 64)
+    with pytest.raises(ValueError, match="^impl: expected 'hopper', 'triton', 'reference' or None"):
+        explain(q, q, q, impl="flash")
+    with pytest.raises(TypeError, match="^causal: expected a bool"):
+        explain(q, q, q, causal=1)
+    with pytest.raises(TypeError):
+        explain(q, q, q, True)
+
+
+# ---------------------------------------------------------------- configurations of the Hopper kernel
+
+
+def shared_bytes(config, width):
+    """Buffers of Q, K, V and the output; barriers take less than a kilobyte."""
+    q, o = 64 * config.warpgroups * width, 64 * config.warpgroups * config.o_columns
+    return 2 * (q + o + 2 * config.stages * config.block_n * width) + 1024
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 72, 96, 128, 136, 200, 256])
+def test_hopper_configurations_fit(head_dim):
+    config, width = hopper_config(head_dim), max(64, block_d(head_dim))
+    assert config == hopper_config(width)
+    assert shared_bytes(config, width) <= 227 * 1024
+    assert config.stages & (config.stages - 1) == 0 and config.warpgroups in (2, 4)
+    assert config.block_n in (64, 128) and config.q_columns < width
+    assert config.o_columns in (width, width // 2)
+    warpgroups = config.warpgroups + 1
+    assert 128 * warpgroups * config.max_registers <= 65536
+    shared_out = config.warpgroups * config.consumer_registers + config.producer_registers
+    assert shared_out <= warpgroups * config.max_registers
+    assert config.max_registers % 8 == config.consumer_registers % 8 == config.producer_registers % 8 == 0
+
+
+@pytest.mark.parametrize("head_dim", [0, -8, 257])
+def test_hopper_configuration_of_a_wrong_head_dimension(head_dim):
+    with pytest.raises(ValueError, match=f"^head_dim: expected 1 to 256, got {head_dim}$"):
+        hopper_config(head_dim)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("keys", [1, 4096, 16384, 10**6])
+def test_sections_hold_whole_groups_and_fit_l2(keys, group):
+    config = hopper_config(128)
+    for heads in (group, 4 * group, 64 * group):
+        section = config.heads_per_section(heads, group, keys, 128)
+        assert section % group == 0 and group <= section <= heads
+        assert section == group or section // group * keys * 4 * 128 <= config.l2_bytes
+
+
+def test_masks_where_the_diagonal_runs():
+    """(blocks to mask, rows of a tile end in different blocks), for Sq and Sk."""
+    tall, square = hopper_config(64), hopper_config(128)  # tiles of 256 x 64 and 128 x 128
+    assert launch_hopper._masks(True, 512, 512, tall) == (1, True)
+    assert launch_hopper._masks(True, 512, 512, square) == (1, False)
+    assert launch_hopper._masks(True, 512, 576, square) == (1, True)
+    assert launch_hopper._masks(True, 512, 600, square) == (2, True)
+    assert launch_hopper._masks(False, 512, 512, square) == (0, False)
+    assert launch_hopper._masks(False, 512, 600, square) == (1, False)
