@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 # Limits of sm_90, from the tables "Technical Specifications per Compute Capability" and "Throughput of Native
 # Arithmetic Instructions" of the CUDA C++ Programming Guide.
@@ -225,6 +226,11 @@ def _compile_here(job: Job) -> Stats:
                 "num_warps": job.num_warps, "num_stages": job.num_stages, "maxnreg": job.max_registers
             },
         )
+    return stats_of(compiled, log.getvalue())
+
+
+def stats_of(compiled: Any, log: str) -> Stats:
+    """Stats of a kernel that Triton compiled; `log`: what ptxas said, under knobs.nvidia.dump_ptxas_log."""
     resources, sass = _disassemble(compiled.asm["cubin"])
     opcodes, loops, loop_listings, listing = read_sass(sass)
     return Stats(
@@ -236,7 +242,7 @@ def _compile_here(job: Job) -> Stats:
         loops=loops,
         loop_listings=loop_listings,
         listing=listing,
-        warnings=tuple(re.findall(r"\(C\d+\).*|(?<=warning : ).*", log.getvalue())),
+        warnings=tuple(re.findall(r"\(C\d+\).*|(?<=warning : ).*", log)),
     )
 
 
