@@ -38,13 +38,13 @@ class Case:
         return f"{self.shape.label}{kind}{scale}"
 
 
-def check_forward(case: Case, device: str) -> None:
+def check_forward(case: Case, device: str, impl: str = "triton") -> None:
     """AssertionError unless the kernel's output and LSE are within the error budget and no input changed."""
     shape = case.shape
     q, k, v = make_inputs(shape, case.kind, device=device)
     before = q.clone(), k.clone(), v.clone()
     out, lse = attention(
-        q, k, v, causal=shape.causal, sm_scale=case.sm_scale, return_lse=True, impl="triton"
+        q, k, v, causal=shape.causal, sm_scale=case.sm_scale, return_lse=True, impl=impl
     )
     judge_forward(out, lse, Oracle(q, k, v, shape.causal, case.sm_scale), case.label)
     for name, now, then in zip("qkv", (q, k, v), before, strict=True):
