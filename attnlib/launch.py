@@ -42,6 +42,21 @@ def _arch(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
+def outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Memory for out, (B, H, Sq, D) in a layout that a descriptor can express, and for the LSE if asked."""
+    out = torch.empty_like(q)
+    if not describable(out):  # a copy of q's odd layout
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    return out, lse
+
+
+def exp2_scale(sm_scale: float) -> float:
+    """What the kernels multiply scores with before exp2: |sm_scale| * log2(e), positive. Zero would turn a
+    masked score, -inf, into NaN; a factor as small as this one leaves every weight at exactly 1."""
+    return max(abs(sm_scale) * LOG2_E, 2.0**-100)
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,10 +76,7 @@ def forward(
         return out.bfloat16(), lse
     B, H, S_q, D = q.shape
     _, H_kv, S_k, _ = k.shape
-    out = torch.empty_like(q)
-    if not describable(out):  # a copy of q's odd layout
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H, S_q), dtype=torch.float32, device=q.device) if return_lse else None
+    out, lse = outputs(q, return_lse)
     if config is None:
         config = configuration(q)
     width = block_d(D)
@@ -74,9 +86,7 @@ def forward(
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
         )
-    # exp2 takes the scores times |sm_scale| * log2(e). Zero would turn a masked score, -inf, into NaN; a
-    # factor this small leaves every weight at exactly 1.
-    scalars = (max(abs(sm_scale) * LOG2_E, 2.0**-100), S_q, S_k, H, H // H_kv, B * H)
+    scalars = (exp2_scale(sm_scale), S_q, S_k, H, H // H_kv, B * H)
     constants = (
         config.block_m,
         config.block_n,

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from attnlib.configs import HopperConfig, block_d, hopper_config
-from attnlib.launch import LOG2_E, Window, describable, interpreted, on_device, window
+from attnlib.launch import Window, describable, exp2_scale, interpreted, on_device, outputs, window
 
 TRITON_VERSION = "3.6."
 _LIMIT = 2**31  # numbers of blocks and rows are int32
@@ -74,10 +74,7 @@ def forward(
     """
     B, H, S_q, D = q.shape
     _, H_kv, S_k, _ = k.shape
-    out = torch.empty_like(q)
-    if not describable(out):  # a copy of q's odd layout
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H, S_q), dtype=torch.float32, device=q.device) if return_lse else None
+    out, lse = outputs(q, return_lse)
     if config is None:
         config = hopper_config(D)
     device = q.device.index
@@ -94,10 +91,8 @@ def forward(
     kind = (device, q.dtype, width, causal, masked, skip, sm_scale < 0, return_lse, config)
     programs = min(tiles, _num_sms(device))
     windows = (window(q), window(k), window(v), window(out))
-    # exp2 takes the scores times |sm_scale| * log2(e). Zero would turn a masked score, -inf, into NaN; a
-    # factor this small leaves every weight at exactly 1.
-    scale = max(abs(sm_scale) * LOG2_E, 2.0**-100)
     with on_device(q):
+        scale = exp2_scale(sm_scale)
         scalars = (_counter(device), scale, S_q, S_k, H, H // H_kv, B * H, section, blocks_m, tiles)
         found = _compiled.get(kind)
         if found is None:
