@@ -44,8 +44,8 @@ _PORTABLE = {
     128: ForwardConfig(64, 32, num_warps=4, num_stages=2),
     256: ForwardConfig(64, 16, num_warps=4, num_stages=2),
 }
-# float32 runs exact products on the CUDA cores. A thread reads whole rows of both operands: registers bound
-# the tiles: these compile without spills up to D = 128, and at D = 256 with the fewest that were found.
+# float32 runs exact products on the CUDA cores. A thread reads whole rows of both operands, so registers
+# bound the tiles: these compile without spills up to D = 128, and at D = 256 with the fewest that were found.
 _FLOAT32 = {
     64: ForwardConfig(32, 16, num_warps=4, num_stages=1),
     128: ForwardConfig(16, 16, num_warps=8, num_stages=1),

@@ -14,7 +14,7 @@ import torch
 from attnlib.configs import ForwardConfig, block_d, forward_config
 
 LOG2_E = 1.4426950408889634
-_LIMIT = 2**31  # block numbers and coordinates are int32
+LIMIT = 2**31  # numbers of blocks, rows and keys are int32
 
 _compiled: dict[tuple, object] = {}
 """(device, dtype, constants, configuration) -> compiled kernel."""
@@ -38,7 +38,8 @@ def interpreted() -> bool:
 
 
 @cache
-def _arch(device_index: int) -> tuple[int, int]:
+def capability(device_index: int) -> tuple[int, int]:
+    """CUDA compute capability of a device, such as (9, 0)."""
     return torch.cuda.get_device_capability(device_index)
 
 
@@ -81,7 +82,7 @@ def forward(
         config = configuration(q)
     width = block_d(D)
     programs = -(-S_q // config.block_m) * B * H
-    if max(programs, S_q, S_k) >= _LIMIT:
+    if max(programs, S_q, S_k) >= LIMIT:
         raise ValueError(
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
@@ -121,7 +122,7 @@ def configuration(q: torch.Tensor) -> ForwardConfig:
 
 @cache
 def _choose(head_dim: int, dtype: torch.dtype, device_index: int | None) -> ForwardConfig:
-    arch = None if interpreted() else _arch(device_index)
+    arch = None if interpreted() else capability(device_index)
     return forward_config(head_dim, str(dtype).removeprefix("torch."), arch)
 
 

@@ -5,10 +5,19 @@ from functools import cache
 import torch
 
 from attnlib.configs import HopperConfig, block_d, hopper_config
-from attnlib.launch import Window, describable, exp2_scale, interpreted, on_device, outputs, window
+from attnlib.launch import (
+    LIMIT,
+    Window,
+    capability,
+    describable,
+    exp2_scale,
+    interpreted,
+    on_device,
+    outputs,
+    window,
+)
 
 TRITON_VERSION = "3.6."
-_LIMIT = 2**31  # numbers of blocks and rows are int32
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 _compiled: dict[tuple, tuple] = {}
@@ -23,7 +32,7 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
         return f"needs CUDA tensors; q is on {q.device}"
     if interpreted():
         return "needs compiled kernels; TRITON_INTERPRET=1 is set, and Gluon has no interpreter"
-    major, minor = _capability(q.device.index)
+    major, minor = capability(q.device.index)
     if major != 9:
         return f"needs a GPU of compute capability 9.x; {q.device} has {major}.{minor}"
     if q.dtype not in _HALF:
@@ -46,11 +55,6 @@ def _gluon_amiss() -> str | None:
     if not triton.__version__.startswith(TRITON_VERSION):
         return f"needs the Gluon of triton {TRITON_VERSION}x; this is triton {triton.__version__}"
     return None
-
-
-@cache
-def _capability(device_index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_index)
 
 
 @cache
@@ -81,7 +85,7 @@ def forward(
     width = max(64, block_d(D))
     blocks_m = -(-S_q // (64 * config.warpgroups))
     tiles = blocks_m * B * H
-    if max(tiles, S_q, S_k) >= _LIMIT:
+    if max(tiles, S_q, S_k) >= LIMIT:
         raise ValueError(
             f"q, k: expected fewer than 2^31 rows, keys and tiles of {64 * config.warpgroups} rows over all "
             f"heads, got {S_q}, {S_k} and {tiles}"

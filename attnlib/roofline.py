@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnlib.shapes import Shape
 
@@ -111,21 +111,7 @@ H100 = Hardware(
     memory_gb=80,
     power_w=700,
 )
-H200 = Hardware(
-    name="NVIDIA H200 SXM",
-    sms=132,
-    tensor_tflops_fp16=989.4,
-    tensor_tflops_fp8=1978.9,
-    hbm_gbs=4800.0,
-    l2_mb=50.0,
-    smem_kb_per_sm=228,
-    smem_kb_per_block=227,
-    registers_per_sm=65536,
-    exp_per_clk_per_sm=16,
-    boost_mhz=1830,
-    memory_gb=141,
-    power_w=700,
-)
+H200 = replace(H100, name="NVIDIA H200 SXM", hbm_gbs=4800.0, memory_gb=141)  # the same chip, more memory
 
 
 def attainable(flop_per_byte: float, hw: Hardware) -> float:

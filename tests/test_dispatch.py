@@ -32,8 +32,8 @@ def gpu(monkeypatch):
     """A Hopper GPU, as far as the choice can tell; a call of `gpu` makes it another one."""
 
     def is_a(major, minor=0):
-        monkeypatch.setattr(launch_hopper, "_capability", lambda index: (major, minor))
-        monkeypatch.setattr(launch, "_arch", lambda index: (major, minor))
+        monkeypatch.setattr(launch_hopper, "capability", lambda index: (major, minor))
+        monkeypatch.setattr(launch, "capability", lambda index: (major, minor))
         launch._choose.cache_clear()
 
     for module in (launch, launch_hopper):
