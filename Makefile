@@ -28,7 +28,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
 can_measure = $(PY) -c 'import sys; from attnlib.records import can_measure; sys.exit(not can_measure())'
 
-.PHONY: help book test venv use-python linux lint unit gpu hygiene compile replay figures redraw docs site browser run html clean
+.PHONY: help book test venv use-python linux lint unit gpu hygiene compile replay figures redraw docs site browser compat run html clean
 
 help:  ## this list
 	@echo "attnlib: the two commands are 'make book' and 'make test'; their parts:"
@@ -147,5 +147,23 @@ browser: $(READY)  ## open every page of the built book in headless Chromium (ne
 	$(call say,opening the book in Chromium)
 	@$(PY) tests/browser/check_pages.py
 
-clean:  ## remove what was made (build/); .venv stays
+# Each has a Triton of its own; all else is that of $(PY), which stands behind it on the path.
+COMPAT := 3.7.1 3.9.0
+purelib = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
+
+.venv-compat-%/installed: | $(READY)
+	$(call say,setting up $(@D))
+	@"$(PY)" -m venv "$(@D)"
+	@"$(@D)/bin/python" -m pip install --progress-bar $(if $(CI),off,on) --no-deps "triton==$*"
+	@"$(PY)" $(purelib) > "$$("$(@D)/bin/python" $(purelib))/all-else.pth"
+	@touch "$@"
+
+.PRECIOUS: .venv-compat-%/installed
+compat: $(COMPAT:%=.venv-compat-%/installed)  ## compile the production kernels with other versions of Triton
+	$(call say,compiling for sm_90 with triton $(COMPAT))
+	@status=0; for version in $(COMPAT); do \
+	    PYTHONWARNINGS=ignore ".venv-compat-$$version/bin/python" tests/compile/compat.py || status=1; \
+	done; exit $$status
+
+clean:  ## remove what was made (build/); .venv and .venv-compat-* stay
 	rm -rf build
