@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, overload
 
 import torch
@@ -149,29 +150,19 @@ def _check(q, k, v, causal, sm_scale, return_lse, impl) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(tensor.shape)}")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
-    heads, head_dim = q.shape[1], q.shape[3]
+    dtype, device = q.dtype, q.device
+    if dtype not in DTYPES:
+        raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {dtype}")
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: expected batch size {q.shape[0]} as q has, got {tensor.shape[0]}")
-        if tensor.shape[3] != head_dim:
-            raise ValueError(f"{name}: expected head dimension {head_dim} as q has, got {tensor.shape[3]}")
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected shape {tuple(k.shape)} as k has, got {tuple(v.shape)}")
-    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(
-            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
-        )
-    if heads and (not k.shape[1] or heads % k.shape[1]):
-        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {k.shape[1]}")
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected dtype {dtype} as q has, got {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name}: expected device {device} as q has, got {tensor.device}")
+    _check_shapes(q.shape, k.shape, v.shape)
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+    if return_lse is not True and return_lse is not False:
+        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
     if sm_scale is not None:
         if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
             raise TypeError(f"sm_scale: expected a number or None, got {type(sm_scale).__name__}")
@@ -186,3 +177,21 @@ def _check(q, k, v, causal, sm_scale, return_lse, impl) -> None:
                     f"{name}: requires grad, but attnlib.attention is forward only; "
                     f"call it under torch.no_grad() or pass {name}.detach()"
                 )
+
+
+@lru_cache(1024)  # lengths may change from call to call without an end
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    batch, heads, _, head_dim = q
+    for name, shape in (("k", k), ("v", v)):
+        if shape[0] != batch:
+            raise ValueError(f"{name}: expected batch size {batch} as q has, got {shape[0]}")
+        if shape[3] != head_dim:
+            raise ValueError(f"{name}: expected head dimension {head_dim} as q has, got {shape[3]}")
+    if v != k:
+        raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(
+            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    if heads and (not k[1] or heads % k[1]):
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {k[1]}")

@@ -2,31 +2,25 @@
 
 `kernel[grid](...)` of Triton binds and hashes every argument at every call, which takes longer than all the
 rest. The compiled kernel that it returns launches without that. So the first call of a kind goes the long
-way, and later ones go straight to what it compiled (notebook 07 has the times).
+way, and later ones go straight to what it compiled (notebook 07 has the times). What follows from the shapes
+alone is computed once for each.
 """
 
-import contextlib
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from attnlib.configs import ForwardConfig, block_d, forward_config
+from attnlib.launcher import Launcher, Window
 
 LOG2_E = 1.4426950408889634
 LIMIT = 2**31  # numbers of blocks, rows and keys are int32
+PREPARED = 1024
+"""Shapes or layouts whose launches stay prepared: lengths may change from call to call without an end."""
 
-_compiled: dict[tuple, object] = {}
-"""(device, dtype, constants, configuration) -> compiled kernel."""
-
-
-class Window(NamedTuple):
-    """A tensor as a launch reads it: fields of Triton's TensorDescriptor, without its checks."""
-
-    base: torch.Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: str = "zero"  # what lies outside of the tensor reads as 0
+_compiled: dict[tuple, Launcher] = {}
+"""(device, dtype, constants, configuration) -> launcher of the compiled kernel."""
 
 
 @cache
@@ -43,13 +37,31 @@ def capability(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
-def outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Memory for out, (B, H, Sq, D) in a layout that a descriptor can express, and for the LSE if asked."""
-    out = torch.empty_like(q)
-    if not describable(out):  # a copy of q's odd layout
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-    return out, lse
+class Layouts(NamedTuple):
+    """(shape, strides) of Q, K, V and the output as descriptors take them, and the strides of the output."""
+
+    windows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    out_strides: tuple[int, ...]
+
+
+def layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype: torch.dtype) -> Layouts | None:
+    """Layouts of a call; None if a descriptor can't express one of its inputs.
+
+    The output is laid out as `torch.empty_like(q)` where a descriptor can express that, else contiguously.
+    """
+    like = torch.empty_like(torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta"))
+    if _legal(like.shape, like.stride(), dtype) is None:  # a copy of q's odd layout
+        like = torch.empty(q_shape, dtype=dtype, device="meta")
+    tensors = (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides), (q_shape, like.stride())
+    windows = tuple((tuple(shape), _legal(shape, strides, dtype)) for shape, strides in tensors)
+    return None if any(strides is None for _, strides in windows) else Layouts(windows, like.stride())
+
+
+def outputs(q: torch.Tensor, strides: tuple[int, ...], lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Memory for out, (B, H, Sq, D), and for the LSE if asked."""
+    shape, device = q.shape, q.device
+    out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
+    return out, torch.empty(shape[:3], dtype=torch.float32, device=device) if lse else None
 
 
 def exp2_scale(sm_scale: float) -> float:
@@ -75,11 +87,53 @@ def forward(
     if q.dtype == torch.bfloat16 and interpreted():  # its bfloat16 dot is wrong (triton 3.6)
         out, lse = forward(q.float(), k.float(), v.float(), causal, sm_scale, return_lse, config)
         return out.bfloat16(), lse
-    B, H, S_q, D = q.shape
-    _, H_kv, S_k, _ = k.shape
-    out, lse = outputs(q, return_lse)
+    device = q.get_device()
+    if q.is_cuda and device != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(device):
+            return forward(q, k, v, causal, sm_scale, return_lse, config)
+    call = _prepare(
+        q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device,
+        causal, sm_scale, return_lse, config,
+    )  # fmt: skip
+    if call.layouts is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k, v = (window(tensor).base for tensor in (q, k, v))
+        return forward(q, k, v, causal, sm_scale, return_lse, config)
+    windows, out_strides = call.layouts
+    out, lse = outputs(q, out_strides, return_lse)
+    tensors = q, k, v, out
+    launcher = _compiled.get(call.kind)
+    if launcher is not None:
+        launcher.launch(call.programs, device, tensors, windows, (lse, *call.arguments))
+    else:
+        kernel = _first_launch(tensors, lse, call)
+        if kernel is not None:  # the interpreter compiles nothing
+            _compiled[call.kind] = Launcher(kernel)
+    return out, lse
+
+
+class Call(NamedTuple):
+    """What calls share that differ in nothing but addresses.
+
+    kind: what the compiled code depends on; arguments: scalars and constants, in the order of the kernel's;
+    layouts: None if an input has to be copied.
+    """
+
+    kind: tuple
+    programs: int
+    arguments: tuple
+    layouts: Layouts | None
+    config: ForwardConfig
+
+
+@lru_cache(PREPARED)
+def _prepare(
+    q_shape, k_shape, q_strides, k_strides, v_strides, dtype, device: int,
+    causal, sm_scale, return_lse, config,
+) -> Call:  # fmt: skip
+    B, H, S_q, D = q_shape
+    _, H_kv, S_k, _ = k_shape
     if config is None:
-        config = configuration(q)
+        config = _choose(D, dtype, device)
     width = block_d(D)
     programs = -(-S_q // config.block_m) * B * H
     if max(programs, S_q, S_k) >= LIMIT:
@@ -100,48 +154,40 @@ def forward(
         config.q_in_registers,
         config.heads_per_section,
         config.num_stages,
-        "ieee" if q.dtype == torch.float32 else "tf32",
+        "ieee" if dtype == torch.float32 else "tf32",
     )
-    windows = [window(tensor) for tensor in (q, k, v, out)]
-    with on_device(q):
-        key = (q.device.index, q.dtype, constants, config)
-        kernel = _compiled.get(key)
-        if kernel is None:
-            kernel = _first_launch(windows, lse, programs, scalars, constants, config)
-            if not interpreted():
-                _compiled[key] = kernel
-        else:
-            kernel[(programs, 1, 1)](*windows, lse, *scalars, *constants)
-    return out, lse
+    found = layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype)
+    return Call((device, dtype, constants, config), programs, (*scalars, *constants), found, config)
 
 
 def configuration(q: torch.Tensor) -> ForwardConfig:
     """What `forward` chooses for queries like these."""
-    return _choose(q.shape[-1], q.dtype, q.device.index)
+    return _choose(q.shape[-1], q.dtype, q.get_device())
 
 
 @cache
-def _choose(head_dim: int, dtype: torch.dtype, device_index: int | None) -> ForwardConfig:
+def _choose(head_dim: int, dtype: torch.dtype, device_index: int) -> ForwardConfig:
     arch = None if interpreted() else capability(device_index)
     return forward_config(head_dim, str(dtype).removeprefix("torch."), arch)
 
 
-def _first_launch(windows, lse, programs: int, scalars: tuple, constants: tuple, config: ForwardConfig):
+def _first_launch(tensors: tuple[torch.Tensor, ...], lse, call: Call):
     """Compile, launch, and return the compiled kernel."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from attnlib.kernels.forward import attention_forward
 
+    config = call.config
     rows = (config.block_m, config.block_n, config.block_n, config.block_m)
-    width = constants[2]
+    width = block_d(tensors[0].shape[-1])
     descriptors = [
-        TensorDescriptor(w.base, list(w.shape), list(w.strides), [1, 1, n, width])
-        for w, n in zip(windows, rows, strict=True)
+        TensorDescriptor(tensor, list(shape), list(strides), [1, 1, n, width])
+        for tensor, (shape, strides), n in zip(tensors, call.layouts.windows, rows, strict=True)
     ]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    return attention_forward[(programs,)](*descriptors, lse, *scalars, *constants, **options)
+    return attention_forward[(call.programs,)](*descriptors, lse, *call.arguments, **options)
 
 
 def describable(tensor: torch.Tensor) -> bool:
@@ -149,35 +195,28 @@ def describable(tensor: torch.Tensor) -> bool:
     return _strides(tensor) is not None
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Strides for a descriptor, or None if there are none.
+def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides for a descriptor, or None if there are none. The hardware wants addresses in multiples of 16
+    bytes."""
+    return None if tensor.data_ptr() % 16 else _legal(tensor.shape, tensor.stride(), tensor.dtype)
 
-    The hardware wants the last dimension contiguous, and the address and the other strides in multiples of 16
-    bytes. The stride of a dimension of size 1 may be anything: it is never used, and becomes a legal one.
-    """
-    b, h, s, d = tensor.stride()
-    batch, heads, rows, width = tensor.shape
-    unit = 16 // tensor.element_size()
-    legal = -(-width // unit) * unit
-    b, h, s = (b if batch > 1 else legal), (h if heads > 1 else legal), (s if rows > 1 else legal)
-    if d != 1 or b % unit or h % unit or s % unit or min(b, h, s) <= 0 or tensor.data_ptr() % 16:
+
+@lru_cache(PREPARED)
+def _legal(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
+    """The hardware wants the last dimension contiguous, and the other strides in multiples of 16 bytes. The
+    stride of a dimension of size 1 may be anything: it is never used, and becomes a legal one."""
+    unit = 16 // dtype.itemsize
+    legal = -(-shape[-1] // unit) * unit
+    outer = [stride if size > 1 else legal for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    if strides[-1] != 1 or any(stride % unit or stride <= 0 for stride in outer):
         return None
-    return b, h, s, 1
+    return (*outer, 1)
 
 
 def window(tensor: torch.Tensor) -> Window:
-    strides = _strides(tensor)
-    if strides is None:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        strides = _strides(tensor)
-    return Window(tensor, tensor.shape, strides)
-
-
-_HERE = contextlib.nullcontext()
-
-
-def on_device(tensor: torch.Tensor):
-    """Triton launches on the current device, which need not be the tensor's; switching costs host time."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return _HERE
+    """The tensor as a descriptor can express it: where it lies, or a copy, laid out alike if that can be."""
+    if not describable(tensor):
+        tensor = tensor.clone()
+    if not describable(tensor):
+        tensor = tensor.contiguous()
+    return Window(tensor, tensor.shape, _strides(tensor))

@@ -1,27 +1,29 @@
 """Launch the Hopper kernel: whether it can run a call, its constants, and a launch in little host time."""
 
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 
 from attnlib.configs import HopperConfig, block_d, hopper_config
 from attnlib.launch import (
     LIMIT,
-    Window,
+    PREPARED,
+    Layouts,
     capability,
     describable,
     exp2_scale,
     interpreted,
-    on_device,
+    layouts,
     outputs,
-    window,
 )
+from attnlib.launcher import Launcher, current_stream
 
 TRITON_VERSION = "3.6."
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 _compiled: dict[tuple, tuple] = {}
-"""What a kind of call needs -> (compiled kernel, its plan)."""
+"""What a kind of call needs -> (launcher of the compiled kernel, its plan)."""
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 """(device, stream) -> the counter that its launches draw tiles from; 0 between launches."""
 
@@ -32,7 +34,7 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
         return f"needs CUDA tensors; q is on {q.device}"
     if interpreted():
         return "needs compiled kernels; TRITON_INTERPRET=1 is set, and Gluon has no interpreter"
-    major, minor = capability(q.device.index)
+    major, minor = capability(q.get_device())
     if major != 9:
         return f"needs a GPU of compute capability 9.x; {q.device} has {major}.{minor}"
     if q.dtype not in _HALF:
@@ -76,12 +78,45 @@ def forward(
     q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). `config` replaces the one that `hopper_config` chooses. Returns
     (out, lse); lse is None unless it was asked for. ValueError if a length or the tiles are beyond 2^31.
     """
-    B, H, S_q, D = q.shape
-    _, H_kv, S_k, _ = k.shape
-    out, lse = outputs(q, return_lse)
+    device = q.get_device()
+    if device != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(device):
+            return forward(q, k, v, causal, sm_scale, return_lse, config)
+    call = _prepare(
+        q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device,
+        causal, sm_scale, return_lse, config,
+    )  # fmt: skip
+    windows, out_strides = call.layouts
+    out, lse = outputs(q, out_strides, return_lse)
+    tensors = q, k, v, out
+    counter = _counter(device)
+    found = _compiled.get(call.kind)
+    if found is None:
+        _compiled[call.kind] = _first_launch(tensors, lse, counter, call)
+    else:
+        launcher, plan = found
+        launcher.launch(call.programs, device, tensors, windows, (lse, counter, *call.scalars, plan))
+    return out, lse
+
+
+class Call(NamedTuple):
+    """What calls share that differ in nothing but addresses; `kind`: what the compiled code depends on."""
+
+    kind: tuple
+    programs: int
+    scalars: tuple
+    layouts: Layouts
+
+
+@lru_cache(PREPARED)
+def _prepare(
+    q_shape, k_shape, q_strides, k_strides, v_strides, dtype, device: int,
+    causal, sm_scale, return_lse, config,
+) -> Call:  # fmt: skip
+    B, H, S_q, D = q_shape
+    _, H_kv, S_k, _ = k_shape
     if config is None:
         config = hopper_config(D)
-    device = q.device.index
     width = max(64, block_d(D))
     blocks_m = -(-S_q // (64 * config.warpgroups))
     tiles = blocks_m * B * H
@@ -92,19 +127,10 @@ def forward(
         )
     section = config.heads_per_section(B * H, H // H_kv, S_k, width)
     masked, skip = _masks(causal, S_q, S_k, config)
-    kind = (device, q.dtype, width, causal, masked, skip, sm_scale < 0, return_lse, config)
-    programs = min(tiles, _num_sms(device))
-    windows = (window(q), window(k), window(v), window(out))
-    with on_device(q):
-        scale = exp2_scale(sm_scale)
-        scalars = (_counter(device), scale, S_q, S_k, H, H // H_kv, B * H, section, blocks_m, tiles)
-        found = _compiled.get(kind)
-        if found is None:
-            _compiled[kind] = _first_launch(windows, lse, programs, scalars, kind)
-        else:
-            kernel, plan = found
-            kernel[(programs, 1, 1)](*windows, lse, *scalars, plan)
-    return out, lse
+    kind = (device, dtype, width, causal, masked, skip, sm_scale < 0, return_lse, config)
+    scalars = (exp2_scale(sm_scale), S_q, S_k, H, H // H_kv, B * H, section, blocks_m, tiles)
+    found = layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype)
+    return Call(kind, min(tiles, _num_sms(device)), scalars, found)
 
 
 def _masks(causal: bool, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:
@@ -124,31 +150,33 @@ def _counter(device: int) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, current_stream(device)
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
     return found
 
 
-def _first_launch(windows: tuple[Window, ...], lse, programs: int, scalars: tuple, kind: tuple) -> tuple:
-    """Compile, launch, and return the compiled kernel and its plan."""
+def _first_launch(tensors: tuple[torch.Tensor, ...], lse, counter: torch.Tensor, call: Call) -> tuple:
+    """Compile, launch, and return the compiled kernel's launcher and its plan."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from attnlib.kernels.hopper import Plan, attention_forward_hopper
 
-    _, dtype, width, causal, masked, skip, flip, store_lse, config = kind
+    _, dtype, width, causal, masked, skip, flip, store_lse, config = call.kind
     plan = make_plan(Plan, width, causal, masked, skip, flip, store_lse, config)
     element = getattr(gl, _HALF[dtype])
     descriptors = []
-    for w, block in zip(windows, blocks(width, config), strict=True):
+    for tensor, (shape, strides), block in zip(
+        tensors, call.layouts.windows, blocks(width, config), strict=True
+    ):
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
-        descriptors.append(TensorDescriptor(w.base, list(w.shape), list(w.strides), block, layout))
-    kernel = attention_forward_hopper[(programs,)](
-        *descriptors, lse, *scalars, plan, num_warps=4, maxnreg=config.max_registers
+        descriptors.append(TensorDescriptor(tensor, list(shape), list(strides), block, layout))
+    kernel = attention_forward_hopper[(call.programs,)](
+        *descriptors, lse, counter, *call.scalars, plan, num_warps=4, maxnreg=config.max_registers
     )
-    return kernel, plan
+    return Launcher(kernel), plan
 
 
 def blocks(width: int, config: HopperConfig) -> tuple[list[int], ...]:

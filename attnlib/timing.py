@@ -102,6 +102,23 @@ def time_ms(fn: Callable[[], Any], rep_ms: float = 50, warmup_ms: float = 25, co
 def sustained(fn: Callable[[], Any], ms: float = 200) -> Sustained:
     """Run `fn` back to back for about `ms` milliseconds: the mean time per call, with L2 warm and the card at
     its power limit; clock and power are medians of the second half. RuntimeError without a GPU."""
+    took, sampler = _back_to_back(fn, ms)
+    return Sustained(took, *sampler.medians(settled=True))
+
+
+def joules(fn: Callable[[], Any], ms: float = 2000) -> float | None:
+    """Energy of one call of `fn` in J, run back to back for about `ms` milliseconds, by the board's counter.
+
+    The counter changes about ten times a second, so that a second or more is needed. None where it is missing
+    or `ms` is too short. RuntimeError without a GPU.
+    """
+    took, sampler = _back_to_back(fn, ms)
+    watts = sampler.mean_watts()
+    return None if watts is None else watts * took / 1000
+
+
+def _back_to_back(fn: Callable[[], Any], ms: float) -> tuple[float, power.Sampler]:
+    """(ms per call, what was sampled meanwhile)."""
     need_gpu()
     calls = max(3, int(ms / estimate_ms(fn, cold=False)))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -111,7 +128,7 @@ def sustained(fn: Callable[[], Any], ms: float = 200) -> Sustained:
             fn()
         end.record()
         end.synchronize()
-    return Sustained(start.elapsed_time(end) / calls, *sampler.medians(settled=True))
+    return start.elapsed_time(end) / calls, sampler
 
 
 def host_us(fn: Callable[[], Any], n: int = 200) -> float:
@@ -141,6 +158,7 @@ def launched_kernels() -> Iterator[list[Any]]:
 
     Kernels that do not go through `triton.jit` (cuDNN's, FA3's, those of torch.compile) are not seen.
     """
+    from triton import knobs
     from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
@@ -158,10 +176,15 @@ def launched_kernels() -> Iterator[list[Any]]:
         kernels.append(self)
         return launch(self, grid)
 
+    def listener(metadata: Any) -> None:
+        """Does nothing; but launches that somebody listens to take Triton's own way, see `launcher`."""
+
     JITFunction.run, CompiledKernel.__getitem__ = recording, recording_launch
+    knobs.runtime.launch_enter_hook.add(listener)
     try:
         yield kernels
     finally:
+        knobs.runtime.launch_enter_hook.remove(listener)
         JITFunction.run, CompiledKernel.__getitem__ = run, launch
 
 
