@@ -6,7 +6,8 @@ output is judged by the fp64 oracle before the timing and after it: a kernel tha
 
     python -m attnlib.bench --shapes d64,d128 --impl attnlib,flash,cudnn
     python -m attnlib.bench --batch 1 --heads 16 --seqlen 16384 --head-dim 128 --dense --json out.json
-    python -m attnlib.bench --peers
+    python -m attnlib.bench --peers    # attnlib and every peer at the shapes of the task: the ladder
+    python -m attnlib.bench --list     # which peers can be used here
 
 The cells of a notebook call `measure`, which stores what it measured and replays it on a machine without a
 GPU.
@@ -49,7 +50,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], to
 _DEVICE = "cuda"
 
 
-class _Run:
+class Run:
     """One implementation on one shape: its row, and its call while nothing has gone wrong."""
 
     def __init__(self, impl: str, shape: Shape) -> None:
@@ -149,7 +150,7 @@ class _Run:
         )
 
 
-def _check_names(implementations: Mapping[str, Attention | None]) -> None:
+def check_names(implementations: Mapping[str, Attention | None]) -> None:
     for name, function in implementations.items():
         if function is None and name not in peers.PEERS:
             raise ValueError(
@@ -173,7 +174,7 @@ def collect(
 ) -> list[dict[str, Any]]:
     """Measure on this GPU; one row for each shape and implementation, see `measure`. Stores nothing."""
     timing.need_gpu()
-    _check_names(implementations)
+    check_names(implementations)
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     shapes = list(shapes)
@@ -182,7 +183,7 @@ def collect(
         for shape in shapes:
             q, k, v = reference.make_inputs(shape, kind, device=_DEVICE)
             oracle = reference.Oracle(q, k, v, shape.causal) if gate else None
-            runs = [_Run(impl, shape) for impl in implementations]
+            runs = [Run(impl, shape) for impl in implementations]
             for run in runs:
                 run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], q, k, v))
                 run.attempt(functools.partial(run.gate, oracle))
@@ -259,7 +260,7 @@ def measure(
     A replay has exactly the rows that were asked for; a RecordError names one that was not recorded. Prints
     nothing.
     """
-    _check_names(implementations)
+    check_names(implementations)
     shapes = list(shapes)
     options = {"rounds": rounds, "rep_ms": rep_ms, "warmup_ms": warmup_ms, "gate": gate, "kind": kind}
     table = records.table(

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from attnlib import bench, peers, records, reference
+from attnlib import bench, ladder, peers, records, reference, tables
 from attnlib.shapes import DTYPES, TASK, Shape
 
 OURS = ("attnlib", "attnlib-triton")
 """What `attnlib.attention` chooses by itself, and the portable kernel."""
+DEFAULT_IMPLS = "attnlib,flash,cudnn,flex,fa3,tutorial"
+ROUNDS, PEERS_ROUNDS = 5, 8
 
 
 def format_rows(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -71,6 +73,17 @@ def format_rows(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
+def format_ladders(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `collect` as Markdown, causal and dense: TFLOP/s for each D, % of the yardstick, the error."""
+    parts = []
+    for causal in (True, False):
+        if any(row["causal"] == causal for row in rows):
+            lines, columns = ladder.ladder_rows(rows, causal=causal)
+            shown = {key: head for key, head in columns.items() if key not in ("ms", "of_peak")}
+            parts += ["Causal" if causal else "Dense", tables.markdown(lines, shown)]
+    return "\n\n".join(parts)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m attnlib.bench", description="Time attention on this GPU."
@@ -82,17 +95,18 @@ def _parser() -> argparse.ArgumentParser:
     mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="(default)")
     mask.add_argument("--dense", dest="causal", action="store_false")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
-    parser.add_argument(
-        "--impl",
-        default="attnlib,flash,cudnn,flex,fa3,tutorial",
-        help=f"of {','.join([*OURS, *peers.PEERS])} (default: %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--impl", help=f"of {','.join([*OURS, *peers.PEERS])} (default: {DEFAULT_IMPLS})")
+    parser.add_argument("--rounds", type=int, help=f"(default: {ROUNDS}, with --peers {PEERS_ROUNDS})")
     parser.add_argument("--rep-ms", type=float, default=50)
     parser.add_argument("--inputs", choices=reference.INPUTS, default="normal")
     parser.add_argument("--json", type=Path, help="write the rows and their provenance to this file")
     parser.add_argument(
-        "--peers", action="store_true", help="list the peers and whether they can be used, and exit"
+        "--peers",
+        action="store_true",
+        help="the ladder: attnlib and every peer at the shapes of the task, causal and dense",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the peers and whether they can be used, and exit"
     )
     return parser
 
@@ -111,6 +125,18 @@ def _shapes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
     if unknown:
         parser.error(f"--shapes: unknown {', '.join(unknown)}; expected of {', '.join(TASK)}")
     return [dataclasses.replace(TASK[name], causal=args.causal, dtype=args.dtype) for name in names]
+
+
+def _names_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    if args.peers:
+        if args.impl or args.batch is not None or not args.causal:
+            parser.error("--peers takes every implementation, causal and dense, at the shapes of the task")
+        return ["attnlib", *peers.PEERS]
+    names = (args.impl or DEFAULT_IMPLS).split(",")
+    unknown = [name for name in names if name not in (*OURS, *peers.PEERS)]
+    if unknown:
+        parser.error(f"--impl: unknown {', '.join(unknown)}; expected of {', '.join([*OURS, *peers.PEERS])}")
+    return names
 
 
 def _attnlib(
@@ -133,17 +159,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Status 0; 1 when attnlib is wrong or failed; 2 without a GPU or for bad arguments."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.peers:
+    if args.list:
         for peer in peers.PEERS.values():
             print(f"{peer.name:9s} {peer.about}: {peer.available() or 'available'}")
         return 0
-    names = args.impl.split(",")
-    unknown = [name for name in names if name not in (*OURS, *peers.PEERS)]
-    if unknown:
-        parser.error(f"--impl: unknown {', '.join(unknown)}; expected of {', '.join([*OURS, *peers.PEERS])}")
-    if args.rounds < 1:
-        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
+    names = _names_of(args, parser)
+    rounds = args.rounds if args.rounds is not None else PEERS_ROUNDS if args.peers else ROUNDS
+    if rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {rounds}")
     shapes = _shapes_of(args, parser)
+    if args.peers:
+        shapes += [dataclasses.replace(shape, causal=False) for shape in shapes]
     if not torch.cuda.is_available():
         print(
             "attnlib.bench: timing needs a CUDA GPU; recorded measurements are in figures/data",
@@ -153,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours = {"attnlib": _attnlib, "attnlib-triton": _portable}
     implementations = {name: ours.get(name) for name in names}
     options = {
-        "rounds": args.rounds,
+        "rounds": rounds,
         "rep_ms": args.rep_ms,
         "warmup_ms": 25,
         "gate": True,
@@ -164,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{gpu['name']}, driver {gpu['driver']}, torch {header['torch']}, triton {header['triton']}")
     rows = bench.collect(implementations, shapes, **options)
     print(format_rows(rows))
+    if args.peers:
+        print(f"\n{format_ladders(rows)}")
     if args.json:
         table = {"bench": {"rows": rows}}
         records.write_json(args.json, records.rounded({"schema": records.SCHEMA, **header, "tables": table}))

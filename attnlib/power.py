@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import statistics
 import threading
+import time
 from typing import Any
 
 INTERVAL_S = 0.01
+MIN_UPDATES = 6
+"""Updates of the energy counter, about ten in a second, that its mean power is taken over at least."""
 
 
 @functools.cache
@@ -61,16 +64,29 @@ def read() -> tuple[float, float] | None:
         return None
 
 
+def energy() -> float | None:
+    """Energy in J that the board has used since its driver was loaded; None where it is not counted."""
+    device = _device()
+    if device is None:
+        return None
+    nvml, handle = device
+    try:
+        return nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+    except Exception:
+        return None
+
+
 class Sampler:
     """Sample the SM clock and the power in a thread for the length of a `with` block.
 
     On Hopper NVML reports power averaged over about a second: the watts of a run that is shorter also show
-    what ran before it. `sm_mhz` and `watts` are medians of all samples, or of the second half, when the clock
-    has settled.
+    what ran before it. `medians` are of all samples, or of the second half, when the clock has settled.
+    `mean_watts` comes from the energy counter, which counts nothing from before, but needs a longer run.
     """
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, float]] = []
+        self.energy: list[tuple[float, float]] = []  # (s, J) when the counter was seen to change
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -80,6 +96,9 @@ class Sampler:
             if sample is None:
                 return
             self.samples.append(sample)
+            joules = energy()
+            if joules is not None and (not self.energy or joules != self.energy[-1][1]):
+                self.energy.append((time.perf_counter(), joules))
             self._stop.wait(INTERVAL_S)
 
     def __enter__(self) -> Sampler:
@@ -98,3 +117,13 @@ class Sampler:
         if not samples:
             return None, None
         return statistics.median(s[0] for s in samples), statistics.median(s[1] for s in samples)
+
+    def mean_watts(self) -> float | None:
+        """Mean power in W between the first and the last update of the energy counter; None if it had fewer
+        than `MIN_UPDATES`, in half a second or so. Between updates the counter stands still: read at any two
+        moments, it would be off by what the board takes in a tenth of a second."""
+        updates = self.energy[1:]  # the first reading is no update
+        if len(updates) < MIN_UPDATES:
+            return None
+        (start, before), (end, after) = updates[0], updates[-1]
+        return (after - before) / (end - start)

@@ -452,8 +452,11 @@ def test_cli_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_cli.main([]) == 2
     assert "needs a CUDA GPU" in capsys.readouterr().err
-    assert bench_cli.main(["--peers"]) == 0
-    assert "needs a CUDA GPU" in capsys.readouterr().out
+    assert bench_cli.main(["--peers"]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+    assert bench_cli.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "needs a CUDA GPU" in listed and len(listed.splitlines()) == len(peers.PEERS)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +471,8 @@ def test_cli_without_a_gpu(monkeypatch, capsys):
         ),
         (["--batch", "0", "--heads", "1", "--seqlen", "8", "--head-dim", "16"], "batch: expected at least 1"),
         (["--rounds", "0"], "--rounds: expected at least 1"),
+        (["--peers", "--impl", "flash"], "--peers takes every implementation"),
+        (["--peers", "--dense"], "--peers takes every implementation"),
         (["--dtype", "fp16"], "invalid choice"),
     ],
 )
@@ -496,6 +501,36 @@ def test_cli_prints_a_table_and_writes_json(gpu, monkeypatch, capsys, tmp_path):
     record = json.loads(out.read_text())
     assert [row["impl"] for row in record["tables"]["bench"]["rows"]] == ["attnlib", "math"]
     assert record["gpu"]["name"] == "NVIDIA H200" and record["method"]["rounds"] == 1
+
+
+def test_cli_peers_prints_the_ladder(gpu, monkeypatch, capsys):
+    """Attnlib and every peer, at the shapes of the task, causal and dense, in 8 rounds."""
+    asked = []
+
+    def collect(implementations, shapes, **options):
+        asked.append((list(implementations), [shape.label for shape in shapes], options["rounds"]))
+        return [
+            {"impl": impl, **shape.to_dict(), "status": "ok", "ms": 1.0, "ms_p20": 1.0, "ms_p80": 1.0}
+            | {"tflops": 500.0 if impl == "fa3" else 400.0, "max_error": 1e-3}
+            if impl != "flex"
+            else {"impl": impl, **shape.to_dict(), "status": "failed", "reason": "no compiler"}
+            for shape in shapes
+            for impl in implementations
+        ]
+
+    monkeypatch.setattr(bench, "collect", collect)
+    assert bench_cli.main(["--peers"]) == 0
+    [(names, labels, rounds)] = asked
+    assert names == ["attnlib", *peers.PEERS] and rounds == 8
+    assert labels == [s.label.replace("causal", mask) for mask in ("causal", "dense") for s in TASK.values()]
+    rows, causal, dense = capsys.readouterr().out.replace("\nDense", "\nCausal").split("\nCausal\n")
+    assert "failed: no compiler" in rows
+    for table in (causal, dense):
+        assert "% of FA3" in table and "TFLOP/s, D = 256" in table and "max error" in table
+        [ours] = [line for line in table.splitlines() if line.startswith("| attnlib ")]
+        assert ours.split("|")[2:7] == [" 400 ", " 400 ", " 400 ", " 80 / 80 / 80 ", " 1.0e-03 "]
+    assert bench_cli.main(["--peers", "--shapes", "d64", "--rounds", "2"]) == 0
+    assert asked[1][1:] == ([TASK["d64"].label, TASK["d64"].label.replace("causal", "dense")], 2)
 
 
 def test_cli_fails_when_attnlib_is_wrong(gpu, monkeypatch, capsys):
