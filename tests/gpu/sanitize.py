@@ -1,0 +1,245 @@
+"""Run small calls of every kernel under NVIDIA's compute-sanitizer, tool by tool, and write what it found.
+
+    python tests/gpu/sanitize.py                     all four tools; figures/data/<gpu>/sanitizer.json
+    python tests/gpu/sanitize.py --tool racecheck    one of them, into the same report
+
+compute-sanitizer comes with the CUDA toolkit; a tool slows a kernel down by a factor of 10 to 100. Status 0
+when every tool ran to its end without a finding, 1 otherwise, 2 without a GPU or compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+OPTIONS = {
+    "memcheck": ["--kernel-regex", "kns=attention_forward"],
+    "racecheck": ["--kernel-regex", "kns=attention_forward"],
+    "initcheck": [],  # has to see what the other kernels, PyTorch's among them, initialize
+    "synccheck": ["--kernel-regex", "kns=attention_forward"],
+}
+"""Options of each tool. Only our kernels are instrumented where that is enough: it is faster."""
+ENVIRONMENT = {
+    # One cudaMalloc for each tensor: an access beyond its end is then outside of all that is allocated.
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "ATTNLIB_REPLAY": "1",
+}
+ALL_CALLS = "all calls done:"
+
+
+# ---------------------------------------------------------------- what runs under the sanitizer
+
+
+def calls() -> Iterator[tuple[str, Any, bool]]:
+    """(implementation, shape, LSE) of every call: whole blocks, tails, shifted diagonals, grouped heads."""
+    from attnlib.shapes import Shape
+
+    for head_dim in (64, 128, 256):
+        for causal in (True, False):
+            shapes = [
+                Shape(1, 2, 256, head_dim, causal),
+                Shape(1, 2, 250, head_dim, causal),  # neither rows nor keys fill their last block
+                Shape(1, 2, 100, head_dim, causal, seqlen_k=250),
+                Shape(2, 4, 129, head_dim, causal, heads_kv=2),
+                # More tiles than an H200 has SMs: a program of the Hopper kernel computes several.
+                Shape(1, 150, 130, head_dim, causal, heads_kv=75, seqlen_k=200),
+            ]
+            for impl in ("hopper", "triton"):
+                for number, shape in enumerate(shapes):
+                    yield impl, shape, number % 2 == 0
+    for head_dim in (72, 136):  # padded to the next power of two
+        yield "hopper", Shape(1, 2, 130, head_dim, True, "bfloat16"), True
+        yield "triton", Shape(1, 2, 130, head_dim, True, "bfloat16"), True
+    for head_dim in (64, 128, 256):
+        yield "triton", Shape(1, 2, 70, head_dim, True, "float32"), True
+
+
+def run_calls() -> None:
+    """Every call once; its outputs have to be finite."""
+    import torch
+
+    from attnlib import attention, launch_hopper
+    from attnlib.reference import make_inputs
+
+    done = 0
+    for impl, shape, lse in calls():
+        # Made on the CPU: a copy to the GPU is no kernel, and the sanitizer knows that it initializes.
+        q, k, v = (x.cuda() for x in make_inputs(shape, device="cpu"))
+        if impl == "hopper" and launch_hopper.unsupported(q, k, v):
+            continue
+        results = attention(q, k, v, causal=shape.causal, return_lse=lse, impl=impl)
+        torch.cuda.synchronize()
+        for result in results if lse else (results,):
+            if not result.cpu().isfinite().all():
+                raise RuntimeError(f"{impl}, {shape.label}: an output is not finite")
+        done += 1
+    print(ALL_CALLS, done, flush=True)
+
+
+# ---------------------------------------------------------------- what the sanitizer says
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a tool said. errors: of its summary, None if it has none; findings: kind -> how often."""
+
+    errors: int | None
+    warnings: int
+    calls: int
+    findings: dict[str, int]
+
+
+_CONTINUED = re.compile(r" (at|by|and|in|Address|Access|Barrier is|Saved|Host|Device|COMPUTE-SANITIZER|\[)\b")
+
+
+def parse(output: str) -> Report:
+    """Read the output of one tool.
+
+    Its lines start with "=========". Among the last is "ERROR SUMMARY: 0 errors", or of racecheck "RACECHECK
+    SUMMARY: 0 hazards displayed (0 errors, 0 warnings)". A finding is a paragraph: its first line says what
+    was found, the others say where.
+    """
+    errors, warnings = None, 0
+    findings: Counter[str] = Counter()
+    for line in output.splitlines():
+        if not line.startswith("========="):
+            continue
+        text = line.removeprefix("=========")
+        if "were not printed" in text:
+            continue
+        if summary := re.search(r"\bERROR SUMMARY: (\d+) error", text):
+            errors = int(summary[1])
+        elif summary := re.search(r"RACECHECK SUMMARY:.*\((\d+) errors?, (\d+) warnings?\)", text):
+            errors, warnings = int(summary[1]), int(summary[2])
+        elif re.match(r" \S", text) and not _CONTINUED.match(text):
+            findings[_kind(text)] += 1
+    done = re.search(rf"^{ALL_CALLS} (\d+)", output, re.MULTILINE)
+    return Report(errors, warnings, int(done[1]) if done else 0, dict(sorted(findings.items())))
+
+
+def _kind(text: str) -> str:
+    """A finding without what differs from one to the next: addresses, blocks, threads, names of kernels."""
+    text = re.sub(r"0x[0-9a-fA-F]+", "0x?", text.strip())
+    text = re.sub(r"\(\d+,\s*\d+,\s*\d+\)", "(?)", text)
+    return re.sub(r"\b\d{3,}\b", "?", text)[:160]
+
+
+def verdict(report: Report, status: int | None) -> str:
+    """ "ok", or why it is not. status: of the tool's process, None when its time was up."""
+    if status is None:
+        return "timed out"
+    if report.errors is None:
+        return f"no summary, status {status}"
+    if report.errors or report.warnings:
+        return f"{report.errors} errors, {report.warnings} warnings"
+    if status or not report.calls:
+        return f"failed with status {status}"
+    return "ok"
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def check(program: str, tool: str, limit_s: float) -> dict[str, Any]:
+    """Run all calls under one tool, for at most `limit_s` seconds; a row of the report."""
+    command = [program, "--tool", tool, "--error-exitcode", "9", *OPTIONS[tool]]
+    command += [sys.executable, str(Path(__file__).resolve()), "--calls"]
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)  # the tool and what runs under it
+        output, _ = process.communicate()
+        status = None
+    report = parse(output)
+    row = {
+        "tool": tool,
+        "verdict": verdict(report, status),
+        "errors": report.errors,
+        "warnings": report.warnings,
+        "calls": report.calls,
+        "seconds": round(time.monotonic() - begin, 1),
+        "findings": report.findings,
+    }
+    print(f"{tool:10s} {row['verdict']}; {row['calls']} calls, {row['seconds']:.0f} s", flush=True)
+    if row["verdict"] != "ok":
+        print("\n".join(output.splitlines()[-40:]), flush=True)
+    return row
+
+
+def merged(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in the order of TOOLS: the new ones, and of the tools that did not run those of before."""
+    found = {row["tool"]: row for row in (*before, *rows)}
+    return [found[tool] for tool in TOOLS if tool in found]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Run small calls of every kernel under compute-sanitizer.")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="one tool, or several (default: all)")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for a tool (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/sanitizer.json)")
+    parser.add_argument("--calls", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.calls:
+        run_calls()
+        return 0
+    import torch
+
+    from attnlib import records
+
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        print(
+            "compute-sanitizer: not on PATH; it comes with the CUDA toolkit (usually /usr/local/cuda/bin)",
+            file=sys.stderr,
+        )
+        return 2
+    if not torch.cuda.is_available():
+        print("the kernels need a CUDA GPU, and there is none", file=sys.stderr)
+        return 2
+    header = records.provenance({"sanitizer": version(program), "limit_s": args.limit})
+    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sanitizer.json"
+    rows = [check(program, tool, args.limit) for tool in args.tool or TOOLS]
+    tables = {"sanitizer": {"rows": merged(rows, earlier(path, header["commit"]))}}
+    records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
+    print(path)
+    return int(any(row["verdict"] != "ok" for row in rows))
+
+
+def earlier(path: Path, commit: str | None) -> list[dict[str, Any]]:
+    """Rows of an earlier report, if it is of the same code."""
+    if not path.exists():
+        return []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return report["tables"]["sanitizer"]["rows"] if report["commit"] == commit else []
+
+
+def version(program: str) -> str:
+    """Such as "2025.1.0.0"; "unknown" where the program does not say."""
+    output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60).stdout
+    found = re.search(r"(?i)version\s+(\d[\d.]*\d)", output)
+    return found[1] if found else "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
