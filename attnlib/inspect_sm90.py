@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from . import sources
+
 # Limits of sm_90, from the tables "Technical Specifications per Compute Capability" and "Throughput of Native
 # Arithmetic Instructions" of the CUDA C++ Programming Guide.
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use (227 KiB)
@@ -35,7 +37,7 @@ _MUFU_CLOCKS = 8  # 32 lanes at 16 results per clock and SM, a quarter of them f
 _ALU_CLOCKS = 2  # compares, selects, min and max, integer adds, logic, conversions: 64 per clock and SM
 _ALU = "ISETP FSETP FSEL SEL FMNMX VIMNMX IADD3 VIADD LEA LOP3 PLOP3 SHF F2FP".split()
 _TENSOR_CORE = ("HGMMA", "HMMA")  # Hopper's warpgroup instruction, and the older one Triton falls back to
-_VERSION = 5  # part of the cache key: raise it when the meaning of Stats changes
+_VERSION = 6  # part of the cache key: raise it when the meaning of Stats changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +46,11 @@ class Job:
 
     kernel_file: path of a .py file that defines it, importable on its own; a module made by
         `lesson.load_kernel` has this path as `__file__`.
-    kernel_name: name of the `@triton.jit` function in that file.
+    kernel_name: name of the `@triton.jit` or `@gluon.jit` function in that file.
     signature: argument name -> Triton type, e.g. "*fp16", "fp32", "i32"; a suffix ":16" promises
-        divisibility by 16, as the launcher finds for pointers from PyTorch and for most lengths. Constexpr
-        arguments are left out.
+        divisibility by 16, as the launcher finds for pointers from PyTorch and for most lengths. A tensor
+        descriptor is "tensordesc<fp16[1, 64, 128]>", with the shape of its tile; for Gluon, whose tiles have
+        a layout, see `gluon_descriptor`. Constexpr arguments are left out.
     constexprs: argument name -> value.
     num_warps, num_stages: launch options.
     max_registers: Triton's maxnreg, None for no bound.
@@ -62,7 +65,9 @@ class Job:
     max_registers: int | None = None
 
     def _key(self) -> str:
-        fields = [_VERSION, Path(self.kernel_file).read_text(), sys.version_info[:2], _triton_version()]
+        text = Path(self.kernel_file).read_text()
+        steps = re.findall(r'load_step\("(\w+)"\)', text)  # kernel cells that this one builds on
+        fields = [_VERSION, text, *map(_step_source, steps), sys.version_info[:2], _triton_version()]
         fields += [self.kernel_name, self.signature, self.constexprs, self.num_warps, self.num_stages]
         fields += [self.max_registers]
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -193,12 +198,25 @@ def _run_child(jobs: list[Job]) -> None:
         raise RuntimeError(f"compiling {names} for sm_90 failed:\n{tail}")
 
 
+def gluon_descriptor(tile: Iterable[int], dtype: str = "fp16") -> str:
+    """The type of a Gluon tensor descriptor whose tiles, of this shape, have the default swizzled layout.
+
+    dtype: "fp16" or "bf16".
+    """
+    from triton.experimental.gluon import language as gl
+
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype]
+    tile = list(tile)
+    return f"tensordesc<{dtype}{tile},{gl.NVMMASharedLayout.get_default_for(tile, element)!r}>"
+
+
 def _compile_here(job: Job) -> Stats:
     """Compile in this process, which must not be in interpreter mode."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     kernel = getattr(_import_file(job.kernel_file), job.kernel_name)
     while not hasattr(kernel, "arg_names") or hasattr(kernel, "configs"):  # unwrap @triton.autotune
@@ -218,13 +236,13 @@ def _compile_here(job: Job) -> Stats:
     constexprs = {(names.index(name),): value for name, value in job.constexprs.items() if name in names}
     # A kernel from Triton's cache has no log of ptxas; our own cache is the one that counts.
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    is_gluon = isinstance(kernel, GluonJITFunction)
+    options = {"num_warps": job.num_warps, "maxnreg": job.max_registers}
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(
-            ASTSource(kernel, signature, constexprs, divisible),
+            (GluonASTSource if is_gluon else ASTSource)(kernel, signature, constexprs, divisible),
             target=GPUTarget("cuda", 90, 32),
-            options={
-                "num_warps": job.num_warps, "num_stages": job.num_stages, "maxnreg": job.max_registers
-            },
+            options=options if is_gluon else options | {"num_stages": job.num_stages},
         )
     return stats_of(compiled, log.getvalue())
 
@@ -318,6 +336,10 @@ def _triton_version() -> str:
     from importlib.metadata import version
 
     return version("triton")
+
+
+def _step_source(step: str) -> str:
+    return sources.kernel_source(sources.notebooks_dir() / f"{step}.ipynb")
 
 
 def _cache_file(job: Job) -> Path:

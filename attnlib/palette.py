@@ -1,6 +1,7 @@
 """What a color, a marker and a line style mean, the same in every figure of the book.
 
-Blue is ours, light for the first steps and dark for the last. Every peer has one color of the Okabe-Ito
+Blue is ours, light for the first steps and dark for the last of each part of the book; indigo where they are
+written in Gluon. Every peer has one color of the Okabe-Ito
 set, which readers with a color vision deficiency can tell apart; a marker and a dash pattern say the same
 once more, for print in gray. Roofs and other limits of the hardware are gray or black."""
 
@@ -8,7 +9,7 @@ import matplotlib
 import matplotlib.colors
 import matplotlib.style
 
-from .steps import STEPS, label, number
+from .steps import GLUON_FROM, STEPS, label, number
 
 COLUMN = 3.25
 """Width in inches of a figure in one column of a two-column paper."""
@@ -52,7 +53,8 @@ DASHES: dict[str, tuple | str] = {
     "math": (0, (1, 1)),
 }
 
-_STEP_MARKERS = "p*d>h<o8H"  # none of a peer's
+_STEP_MARKERS = ["p", "*", "d", ">", "h", "<", "o", "8", "H", "1", "2", "3"]  # none of a peer's
+_INDIGOS = matplotlib.colors.LinearSegmentedColormap.from_list("Gluon", ["#8E94E0", "#23237E"])
 _BLUES = matplotlib.colors.LinearSegmentedColormap.from_list("ours", ["#64A2CF", OURS, "#00395A"])
 
 STYLE: dict[str, object] = {
@@ -107,14 +109,16 @@ def label_of(impl: str) -> str:
 
 
 def color_of(impl: str) -> str:
-    """The color of an implementation: the peer's own, or the blue of the step ("01" light, the last one
-    dark)."""
+    """The color of an implementation: the peer's own, or the blue of the step (the first of a part of the
+    book light, its last one dark)."""
     if impl in COLORS:
         return COLORS[impl]
     step = number(impl)
     if step is None:
         return COLORS["muted"]
-    return shade((step - 1) / (len(STEPS) - 1))
+    if step < GLUON_FROM:
+        return shade((step - 1) / (GLUON_FROM - 2))
+    return matplotlib.colors.to_hex(_INDIGOS((step - GLUON_FROM) / (len(STEPS) - GLUON_FROM)))
 
 
 def marker_of(impl: str) -> str:

@@ -63,6 +63,21 @@ def load_source(name: str, source: str) -> ModuleType:
     return module
 
 
+def notebooks_dir() -> Path:
+    """The folder of the notebooks: beside the package, or the current folder."""
+    beside = Path(__file__).resolve().parent.parent / "notebooks"
+    for folder in (beside, Path.cwd(), Path.cwd() / "notebooks"):
+        if any(folder.glob("[0-9][0-9]_*.ipynb")):
+            return folder
+    return beside
+
+
+def load_step(step: str) -> ModuleType:
+    """The kernel cell of notebook `step` as a module. Kernel cells that build on those of earlier chapters
+    import them with it."""
+    return load_source(step, kernel_source(notebooks_dir() / f"{step}.ipynb"))
+
+
 def _cache_dir() -> Path:
     """<temporary folder>/attnlib-kernels-<user id>, readable and writable by its owner alone."""
     user = os.getuid() if hasattr(os, "getuid") else 0

@@ -14,11 +14,22 @@ STEPS: list[tuple[str, str]] = [
     ("05_two_pass_causal", "Two-pass causal"),
     ("06_autotuning", "Autotuning"),
     ("07_production", "Production kernel"),
+    ("08_tma_wgmma", "TMA and wgmma"),
+    ("09_warp_specialization", "Warp specialization"),
+    ("10_overlap", "Overlap"),
+    ("11_scheduling", "Scheduling"),
 ]
-"""(notebook name, title) of each step, in the order in which the book takes them."""
+"""(notebook name, title) of each step, in the order in which the book takes them. From GLUON_FROM on they are
+written in Gluon, for Hopper."""
 
-CHAPTERS: list[tuple[str, str]] = [("00_how_we_measure", "How we measure"), *STEPS]
-"""All chapters: the steps, and the chapter before them that builds no kernel."""
+GLUON_FROM = 8
+
+CHAPTERS: list[tuple[str, str]] = [
+    ("00_how_we_measure", "How we measure"),
+    *STEPS,
+    ("12_record", "The record"),
+]
+"""All chapters: the steps, and those that build no kernel of their own."""
 
 PEERS: dict[str, str] = {
     "math": "PyTorch math",
@@ -34,9 +45,10 @@ _TITLES = dict(CHAPTERS)
 
 
 def number(impl: str) -> int | None:
-    """The step number in a key: 3 for "03_online_softmax", None for a peer. "attnlib" is the last step."""
+    """The step number in a key: 3 for "03_online_softmax", None for a peer. "attnlib", the package, comes
+    after the last step."""
     if impl == "attnlib":
-        return len(STEPS)
+        return len(STEPS) + 1
     found = re.match(r"(\d\d)_", impl)
     return int(found.group(1)) if found else None
 

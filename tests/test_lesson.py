@@ -219,7 +219,8 @@ def test_harmonic_mean():
 
 
 def test_steps_have_names_and_numbers():
-    assert [steps.number(step) for step, _ in steps.STEPS] == list(range(1, 8))
+    assert [steps.number(step) for step, _ in steps.STEPS] == list(range(1, len(steps.STEPS) + 1))
+    assert steps.number("attnlib") == 12
     assert steps.label("03_online_softmax") == "03 Online softmax" and steps.label("fa3") == "FA3"
     assert steps.number("cudnn") is None and not steps.is_ours("math") and steps.is_ours("attnlib")
 

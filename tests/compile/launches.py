@@ -12,12 +12,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from triton.experimental.gluon.nvidia import hopper
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnlib.inspect_sm90 import Job
+from attnlib.inspect_sm90 import Job, gluon_descriptor
 
-TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
 def jobs_of(module: ModuleType, call: Callable[[], object]) -> list[Job]:
@@ -63,6 +64,8 @@ class _Recorder:
 
 def _type(value: object, general: bool) -> str | None:
     """The type that Triton's launcher finds for an argument; None: the value itself is compiled in."""
+    if isinstance(value, hopper.TensorDescriptor):
+        return gluon_descriptor(value.block_shape, TYPES[value.base.dtype])
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, torch.Tensor):
