@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 
 from attnlib import launch, launch_hopper
-from attnlib.configs import ForwardConfig, HopperConfig, hopper_config
+from attnlib.configs import ForwardConfig, HopperConfig
 
 Implementation = Literal["hopper", "triton", "reference"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -17,15 +17,25 @@ MAX_HEAD_DIM = 256
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-    causal: bool = False, sm_scale: float | None = None,
-    return_lse: Literal[False] = False, impl: Implementation | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    impl: Implementation | None = None,
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-    causal: bool = False, sm_scale: float | None = None,
-    return_lse: Literal[True], impl: Implementation | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -114,7 +124,7 @@ def explain(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=None
     kernel, reason = _choose(q, k, v, impl)
     configuration = None
     if kernel == "hopper":
-        configuration = hopper_config(q.shape[-1])
+        configuration = launch_hopper.configuration(q.shape, q.get_device())
     elif kernel == "triton":
         configuration = launch.configuration(q)
     if q.numel() == 0 or k.shape[2] == 0:

@@ -116,7 +116,7 @@ def _prepare(
     B, H, S_q, D = q_shape
     _, H_kv, S_k, _ = k_shape
     if config is None:
-        config = hopper_config(D)
+        config = configuration(q_shape, device)
     width = max(64, block_d(D))
     blocks_m = -(-S_q // (64 * config.warpgroups))
     tiles = blocks_m * B * H
@@ -133,10 +133,19 @@ def _prepare(
     return Call(kind, min(tiles, _num_sms(device)), scalars, found)
 
 
+def configuration(q_shape: torch.Size, device: int) -> HopperConfig:
+    """What `forward` chooses for queries of this shape."""
+    B, H, S_q, D = q_shape
+    return hopper_config(D, S_q, B * H, _num_sms(device))
+
+
 def _masks(causal: bool, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:
-    """(blocks at the end of a row that need a mask, whether rows of a tile may end in different blocks)."""
+    """(blocks at the end of a row that need a mask, whether the warpgroups of a tile may visit different
+    numbers of blocks)."""
     if not causal:
-        return int(S_k % config.block_n != 0), False
+        # In the last tile of a head, warpgroups that lie beyond the last row have nothing to visit.
+        idle = 0 < S_q % (64 * config.warpgroups) <= 64 * (config.warpgroups - 1)
+        return int(S_k % config.block_n != 0), idle
     # The diagonal enters a block at a corner of 64 rows, or crosses from one block to the next within them.
     diagonal, block_m = S_k - S_q, 64 * config.warpgroups
     return 1 + (diagonal % 64 != 0), not (block_m == config.block_n and diagonal % block_m == 0)

@@ -39,6 +39,7 @@ def gpu(monkeypatch):
     for module in (launch, launch_hopper):
         monkeypatch.setattr(module, "interpreted", lambda: False)
     monkeypatch.setattr(launch_hopper, "_gluon_amiss", lambda: None)
+    monkeypatch.setattr(launch_hopper, "_num_sms", lambda index: 132)
     is_a(9)
     yield is_a
     launch._choose.cache_clear()
@@ -95,8 +96,9 @@ def test_the_choice_and_its_reason(name, gpu, launched):
     head_dim, dtype = q.shape[-1], str(q.dtype).removeprefix("torch.")
     if lacks is None:
         reason = "compute capability 9.x, a half precision, layouts that TMA can read"
-        assert choice == Choice("hopper", hopper_config(head_dim), reason)
-        assert explain(q, k, v, impl="hopper") == Choice("hopper", hopper_config(head_dim), "asked for")
+        config = hopper_config(head_dim, rows=q.shape[2], heads=q.shape[0] * q.shape[1])
+        assert choice == Choice("hopper", config, reason)
+        assert explain(q, k, v, impl="hopper") == Choice("hopper", config, "asked for")
         attention(q, k, v, impl="hopper")
         assert launched == ["hopper", "hopper"]
     else:
@@ -179,6 +181,11 @@ def shared_bytes(config, width):
 def test_hopper_configurations_fit(head_dim):
     config, width = hopper_config(head_dim), max(64, block_d(head_dim))
     assert config == hopper_config(width)
+    fits(config, width)
+    fits(hopper_config(head_dim, rows=1), width)
+
+
+def fits(config, width):
     assert shared_bytes(config, width) <= 227 * 1024
     assert config.stages & (config.stages - 1) == 0 and config.warpgroups in (2, 4)
     assert config.block_n in (64, 128) and config.q_columns < width
@@ -215,3 +222,18 @@ def test_masks_where_the_diagonal_runs():
     assert launch_hopper._masks(True, 512, 600, square) == (2, True)
     assert launch_hopper._masks(False, 512, 512, square) == (0, False)
     assert launch_hopper._masks(False, 512, 600, square) == (1, False)
+    # 64 of 256 rows in the last tile, or 200: three warpgroups have none, or all have some
+    assert launch_hopper._masks(False, 576, 512, tall) == (0, True)
+    assert launch_hopper._masks(False, 456, 512, tall) == (0, False)
+    assert launch_hopper._masks(False, 600, 600, square) == (1, False)
+
+
+def test_few_rows_get_smaller_tiles():
+    """At D = 64, where tiles of 256 rows would not give every SM one; never elsewhere."""
+    tall, short = hopper_config(64), hopper_config(64, rows=512, heads=32)
+    assert (tall.warpgroups, short.warpgroups) == (4, 2)
+    assert hopper_config(64, rows=256, heads=132) == short and hopper_config(64, rows=257, heads=67) == tall
+    assert hopper_config(64, rows=512, heads=32, sms=60) == tall
+    assert hopper_config(40, rows=1, heads=1) == short
+    for head_dim in (72, 128, 256):
+        assert hopper_config(head_dim, rows=1, heads=1) == hopper_config(head_dim)

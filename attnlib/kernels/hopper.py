@@ -69,7 +69,7 @@ class Plan:
         d: columns of a tile, the head dimension or more: 64, 128 or 256.
         causal: query i sees keys 0 .. i + S_k - S_q.
         masked: blocks at the end of a row that need a mask: 0, 1 or 2.
-        skip: the rows of one tile may end in different blocks.
+        skip: the warpgroups of one tile may visit different numbers of blocks.
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         store_lse: write the LSE.
 
@@ -443,6 +443,7 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
 
         if plan.skip:  # blocks that other warpgroups' rows see and these do not
             own = _blocks(row + 64, work, plan)
+            own = gl.where(row < work.S_q, own, 1)  # no rows at all: one block, for nobody
             start = end - own
             first = (own - 1) * plan.block_n
             for i in range(c, start):

@@ -3,10 +3,12 @@ thousands of launches, streams, CUDA graphs, host time."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import random
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -28,8 +30,24 @@ MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"]
 DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
+@contextlib.contextmanager
+def tall_tiles(head_dim: int) -> Iterator[None]:
+    """The configuration for many rows, which small calls would not get."""
+    chosen = launch_hopper.configuration
+    launch_hopper.configuration = lambda *_: hopper_config(head_dim)
+    launch_hopper._prepare.cache_clear()
+    try:
+        yield
+    finally:
+        launch_hopper.configuration = chosen
+        launch_hopper._prepare.cache_clear()
+
+
 def check(shape: Shape, kind: str = "normal", sm_scale: float | None = None) -> None:
     check_forward(Case(shape, kind, sm_scale), "cuda", impl="hopper")
+    if shape.head_dim <= 64:
+        with tall_tiles(shape.head_dim):
+            check_forward(Case(shape, kind, sm_scale), "cuda", impl="hopper")
 
 
 def call(q, k, v, causal=True, **options):
@@ -57,9 +75,10 @@ def _kinds() -> list[tuple[Shape, float | None, bool]]:
 def _compile(kind: tuple[Shape, float | None, bool]) -> None:
     """In a child: what it compiles stays in Triton's cache."""
     shape, scale, lse = kind
-    attention(
-        *make_inputs(shape, device="cuda"), causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper"
-    )
+    tensors = make_inputs(shape, device="cuda")
+    attention(*tensors, causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper")
+    with tall_tiles(shape.head_dim):
+        attention(*tensors, causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper")
     torch.cuda.synchronize()
 
 
