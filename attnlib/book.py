@@ -21,7 +21,7 @@ NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
 MARKERS = ("<!-- ladder -->", "<!-- /ladder -->")
-LADDER = ("07_production", "ladder")
+LADDER = ("12_record", "ladder")
 """Notebook and table of the record that README shows."""
 
 

@@ -245,7 +245,8 @@ def verify(
         found = table(recorded, produce)
         rows, source = found.rows, found.label
     errors = dict.fromkeys(("max error", "budget", "RMS error", "RMS budget"), ".1e")
-    show_table(rows, mark=lambda row: row["ok"] != "✔", formats=errors)
+    columns = ("inputs", "D", "S", "worst case", *errors, "ok")  # a record has them in another order
+    show_table(rows, columns, mark=lambda row: row["ok"] != "✔", formats=errors)
     if source:
         say(
             f"*Checked on {source.removeprefix('replayed from ')}*"

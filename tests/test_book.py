@@ -365,9 +365,9 @@ def record(tmp_path, monkeypatch):
         for impl, t in (("07_production", 398.0), ("fa3", 437.0))
     ]
     head = {"schema": records.SCHEMA, "gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
-    path = tmp_path / records.REFERENCE_GPU / "07_production.json"
+    path = tmp_path / records.REFERENCE_GPU / "12_record.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(head | {"notebook": "07_production", "tables": {"ladder": {"rows": rows}}}))
+    path.write_text(json.dumps(head | {"notebook": "12_record", "tables": {"ladder": {"rows": rows}}}))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 

@@ -146,7 +146,7 @@ def test_readme_names_the_tested_versions_and_holds_the_ladder(tested):
     readme = (ROOT / "README.md").read_text()
     assert f"torch {tested['torch']}" in readme and f"triton {tested['triton']}" in readme
     assert readme.index("<!-- ladder -->") < readme.index("<!-- /ladder -->")
-    assert "figures/ladder.svg" in readme
+    assert "figures/record_ladder.svg" in readme
 
 
 def test_ci_runs_make_test():
