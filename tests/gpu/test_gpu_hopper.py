@@ -268,7 +268,8 @@ def test_one_launch_that_is_seen(head_dim):
             call(q, k, v)
         assert [kernel.name for kernel in kernels] == ["attention_forward_hopper"]
         found = bench.resources(kernels)
-        assert found["registers"] == hopper_config(head_dim).max_registers and found["spills"] == 0
+        assert found["registers"] == launch_hopper.configuration(q.shape, 0).max_registers
+        assert found["spills"] == 0
 
 
 @DIMS
@@ -282,4 +283,4 @@ def test_host_time_of_a_launch(head_dim, monkeypatch):
         one = functools.partial(attention, q, k, v, causal=True, impl=impl)
         took[impl] = min(bench.host_us(one) for _ in range(5))
     print("host time of a call: " + ", ".join(f"{impl} {us:.1f} us" for impl, us in took.items()))
-    assert took["hopper"] < 2 * took["triton"] and took[None] < 2 * took["triton"]
+    assert took["triton"] < 30 and took["hopper"] < 40 and took[None] < 40  # about 16, 18, 18 beside one H200
