@@ -126,7 +126,7 @@ def explain(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=None
     if kernel == "hopper":
         configuration = launch_hopper.configuration(q.shape, q.get_device())
     elif kernel == "triton":
-        configuration = launch.configuration(q)
+        configuration = launch.configuration(q, k, causal)
     if q.numel() == 0 or k.shape[2] == 0:
         reason += "; nothing to compute, so nothing is launched"
     return Choice(kernel, configuration, reason)

@@ -1,6 +1,9 @@
 """Launch configurations of the kernels: frozen dataclasses, chosen by a pure function that needs no GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Order = Literal["two loops", "one loop", "late"]
 
 
 @dataclass(frozen=True)
@@ -12,8 +15,9 @@ class ForwardConfig:
         block_n: keys of one step of its loop; at most `block_m`.
         num_warps: warps of one program; four make a warpgroup.
         num_stages: key/value tiles in flight; more stages hide more latency and take more shared memory.
+        order: in which a program visits its keys, and where the mask is; see the kernel's module.
         q_in_registers: keep Q in registers instead of shared memory.
-        heads_per_section: heads whose row blocks are launched together.
+        heads_per_section: heads whose row blocks are launched together, at most; it has to divide all heads.
         max_registers: bound on the registers of a thread that the compiler must keep, None for no bound.
     """
 
@@ -21,6 +25,7 @@ class ForwardConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    order: Order = "late"
     q_in_registers: bool = False
     heads_per_section: int = 1
     max_registers: int | None = None
@@ -31,12 +36,21 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# Found by measurement on an H200 (notebook 07 shows the neighbors of each), causal fp16 at 16384 tokens.
+# Found by measurement on an H200, causal fp16 at 16384 tokens (notebook 07 shows neighbors of each,
+# docs/lab/plain-triton-forward.md what lost).
 _HOPPER = {
     # 128 registers let four programs share an SM; a few more, and there are three.
-    64: ForwardConfig(64, 64, num_warps=4, num_stages=2, heads_per_section=4, max_registers=128),
-    128: ForwardConfig(64, 64, num_warps=4, num_stages=3, q_in_registers=True, heads_per_section=4),
-    256: ForwardConfig(64, 32, num_warps=4, num_stages=3, q_in_registers=True, heads_per_section=2),
+    64: ForwardConfig(64, 64, 4, 2, order="late", heads_per_section=4, max_registers=128),
+    128: ForwardConfig(64, 64, 4, 3, order="two loops", q_in_registers=True, heads_per_section=4),
+    256: ForwardConfig(64, 32, 4, 3, order="late", q_in_registers=True, heads_per_section=2),
+}
+SHORT = 512
+"""Keys that a query sees on average, half the sequence when causal, up to which `_HOPPER_SHORT` is faster: at
+D = 128 and 256 the two change places between S = 1024 and 2048, causal."""
+_HOPPER_SHORT = {
+    64: _HOPPER[64],
+    128: ForwardConfig(64, 64, 4, 3, order="one loop", heads_per_section=4),
+    256: replace(_HOPPER[256], order="two loops"),
 }
 # Not measured: chosen so that Q, K and V fit 99 KB of shared memory, which every GPU since Ampere has.
 _PORTABLE = {
@@ -54,7 +68,7 @@ _FLOAT32 = {
 
 
 def forward_config(
-    head_dim: int, dtype: str = "float16", arch: tuple[int, int] | None = (9, 0)
+    head_dim: int, dtype: str = "float16", arch: tuple[int, int] | None = (9, 0), keys: int = 1 << 30
 ) -> ForwardConfig:
     """The configuration for one call.
 
@@ -62,6 +76,7 @@ def forward_config(
         head_dim: D, 1 to 256.
         dtype: "float16", "bfloat16" or "float32".
         arch: CUDA compute capability, such as (9, 0) for H100 and H200; None for the interpreter.
+        keys: that a query sees on average; many, unless given.
 
     Raises:
         ValueError: `head_dim` or `dtype` out of range.
@@ -74,7 +89,7 @@ def forward_config(
     if dtype == "float32":
         return _FLOAT32[width]
     if arch is None or arch[0] == 9:
-        return _HOPPER[width]
+        return (_HOPPER_SHORT if keys <= SHORT else _HOPPER)[width]
     return _PORTABLE[width]
 
 

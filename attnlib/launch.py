@@ -16,6 +16,7 @@ from attnlib.launcher import Launcher, Window
 
 LOG2_E = 1.4426950408889634
 LIMIT = 2**31  # numbers of blocks, rows and keys are int32
+GRID_YZ = 65535  # programs that a grid may have along y and z
 PREPARED = 1024
 """Shapes or layouts whose launches stay prepared: lengths may change from call to call without an end."""
 
@@ -103,7 +104,7 @@ def forward(
     tensors = q, k, v, out
     launcher = _compiled.get(call.kind)
     if launcher is not None:
-        launcher.launch(call.programs, device, tensors, windows, (lse, *call.arguments))
+        launcher.launch(call.grid, device, tensors, windows, (lse, *call.arguments))
     else:
         kernel = _first_launch(tensors, lse, call)
         if kernel is not None:  # the interpreter compiles nothing
@@ -119,7 +120,7 @@ class Call(NamedTuple):
     """
 
     kind: tuple
-    programs: int
+    grid: tuple[int, int, int]
     arguments: tuple
     layouts: Layouts | None
     config: ForwardConfig
@@ -133,42 +134,55 @@ def _prepare(
     B, H, S_q, D = q_shape
     _, H_kv, S_k, _ = k_shape
     if config is None:
-        config = _choose(D, dtype, device)
+        config = _choose(D, dtype, device, mean_keys(S_q, S_k, causal))
     width = block_d(D)
-    programs = -(-S_q // config.block_m) * B * H
+    blocks = -(-S_q // config.block_m)
+    programs = blocks * B * H
     if max(programs, S_q, S_k) >= LIMIT:
         raise ValueError(
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
         )
-    scalars = (exp2_scale(sm_scale), S_q, S_k, H, H // H_kv, B * H)
+    section = max(n for n in range(1, config.heads_per_section + 1) if H % n == 0)
+    grid = (blocks * section, H // section, B)
+    flat = max(grid[1:]) > GRID_YZ
+    scalars = (exp2_scale(sm_scale), S_q, S_k, H)
     constants = (
+        H // H_kv,  # GROUP
         config.block_m,
         config.block_n,
         width,
         causal,
         not causal and S_k % config.block_n != 0,  # HAS_TAIL: the causal mask covers it
         causal and config.block_m == config.block_n and (S_k - S_q) % config.block_n == 0,  # ONE_MASKED_TILE
+        causal and S_q > S_k,  # EMPTY_ROWS
         sm_scale < 0,  # FLIP
         return_lse,
+        config.order,
         config.q_in_registers,
-        config.heads_per_section,
+        section,
+        flat,
         config.num_stages,
         "ieee" if dtype == torch.float32 else "tf32",
     )
     found = layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype)
-    return Call((device, dtype, constants, config), programs, (*scalars, *constants), found, config)
+    grid = (programs, 1, 1) if flat else grid
+    return Call((device, dtype, constants, config), grid, (*scalars, *constants), found, config)
 
 
-def configuration(q: torch.Tensor) -> ForwardConfig:
-    """What `forward` chooses for queries like these."""
-    return _choose(q.shape[-1], q.dtype, q.get_device())
+def mean_keys(S_q: int, S_k: int, causal: bool) -> int:
+    """Keys that a query sees on average."""
+    return S_k - min(S_q, S_k) // 2 if causal else S_k
 
 
-@cache
-def _choose(head_dim: int, dtype: torch.dtype, device_index: int) -> ForwardConfig:
+def configuration(q: torch.Tensor, k: torch.Tensor, causal: bool) -> ForwardConfig:
+    """What `forward` chooses for queries and keys like these."""
+    return _choose(q.shape[-1], q.dtype, q.get_device(), mean_keys(q.shape[2], k.shape[2], causal))
+
+
+def _choose(head_dim: int, dtype: torch.dtype, device_index: int, keys: int) -> ForwardConfig:
     arch = None if interpreted() else capability(device_index)
-    return forward_config(head_dim, str(dtype).removeprefix("torch."), arch)
+    return forward_config(head_dim, str(dtype).removeprefix("torch."), arch, keys)
 
 
 def _first_launch(tensors: tuple[torch.Tensor, ...], lse, call: Call):
@@ -187,7 +201,7 @@ def _first_launch(tensors: tuple[torch.Tensor, ...], lse, call: Call):
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    return attention_forward[(call.programs,)](*descriptors, lse, *call.arguments, **options)
+    return attention_forward[call.grid](*descriptors, lse, *call.arguments, **options)
 
 
 def describable(tensor: torch.Tensor) -> bool:

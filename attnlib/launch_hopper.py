@@ -95,7 +95,7 @@ def forward(
         _compiled[call.kind] = _first_launch(tensors, lse, counter, call)
     else:
         launcher, plan = found
-        launcher.launch(call.programs, device, tensors, windows, (lse, counter, *call.scalars, plan))
+        launcher.launch((call.programs, 1, 1), device, tensors, windows, (lse, counter, *call.scalars, plan))
     return out, lse
 
 

@@ -36,16 +36,18 @@ class Launcher:
         self.compiled = compiled
         self._direct = _direct(compiled)
 
-    def launch(self, programs: int, device: int, tensors: tuple, windows: tuple, rest: tuple) -> None:
-        """Run `programs` programs on `device`, the current one.
+    def launch(
+        self, grid: tuple[int, int, int], device: int, tensors: tuple, windows: tuple, rest: tuple
+    ) -> None:
+        """Run a grid of programs on `device`, the current one.
 
         windows: (shape, strides) of each of `tensors`, for their descriptors; rest: what follows these.
         """
         if self._direct is None or _observed():
             pairs = zip(tensors, windows, strict=True)
-            self.compiled[(programs, 1, 1)](*(Window(tensor, *window) for tensor, window in pairs), *rest)
+            self.compiled[grid](*(Window(tensor, *window) for tensor, window in pairs), *rest)
         else:
-            self._direct(programs, current_stream(device), tensors, windows, rest)
+            self._direct(grid, current_stream(device), tensors, windows, rest)
 
 
 def _observed() -> bool:
@@ -85,10 +87,10 @@ def _direct(compiled):
     before = compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory
     after = compiled.packed_metadata, None, None, None  # no hooks
 
-    def launch(programs: int, stream: int, tensors: tuple, windows: tuple, rest: tuple) -> None:
+    def launch(grid: tuple[int, int, int], stream: int, tensors: tuple, windows: tuple, rest: tuple) -> None:
         arguments = []
         for tensor, form, (shape, strides) in zip(tensors, forms, windows, strict=True):
             arguments += (fill(tensor.data_ptr(), *form, shape, strides, 0), *shape, *strides)
-        function_in_c(programs, 1, 1, stream, *before, *after, *arguments, *rest)
+        function_in_c(*grid, stream, *before, *after, *arguments, *rest)
 
     return launch

@@ -66,7 +66,7 @@ SQUARE = [1, 17, 63, 64, 128, 129]
 # corners. 129x63, 200x17, 64x1: the first rows see no key at all; of 200x17 whole row blocks do not.
 RECTANGULAR = [(1, 129), (17, 200), (128, 192), (129, 63), (200, 17), (64, 1)]
 HEAD_DIMS = [8, 40, 64, 72, 128, 256]
-# Heads, key/value heads. With a batch of 2, heads do not fill the last section of the launch order.
+# Heads, key/value heads. At D = 64, where a section of the launch order has up to 4 heads: one, one, two.
 HEADS = [(3, 3), (4, 2), (6, 1)]
 SCALES = [0.0, 1e-30, -0.1, -2.0, 2.0, 30.0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib import attention, launch
-from attnlib.configs import ForwardConfig, forward_config
+from attnlib.configs import ForwardConfig, Order, forward_config
 from attnlib.reference import Oracle, make_inputs
 from attnlib.shapes import Shape
 
@@ -45,6 +46,7 @@ OTHER_CONFIGS = [
     ForwardConfig(128, 32, num_warps=8, num_stages=2, heads_per_section=3),
     ForwardConfig(32, 16, num_warps=4, num_stages=1, q_in_registers=True),
 ]
+ORDERS = get_args(Order)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
@@ -53,6 +55,41 @@ def test_result_does_not_depend_on_the_configuration(config, causal, device):
     q, k, v = make_inputs(Shape(1, 4, 140, 64, heads_kv=2, seqlen_k=129), device=device)
     out, lse = launch.forward(q, k, v, causal, 0.125, True, config)
     judge_forward(out, lse, Oracle(q, k, v, causal), repr(config))
+
+
+# Whole tiles, ends within one, more keys than queries, fewer, a diagonal that misses the corners of tiles.
+LENGTHS = [(128, 128), (129, 129), (70, 192), (129, 63), (64, 192), (200, 17), (1, 100)]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
+@pytest.mark.parametrize("sm_scale", [0.125, -2.0])
+@pytest.mark.parametrize("tile", [(64, 64), (64, 32)], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_the_loop(order, tile, sm_scale, causal, device):
+    for queries, keys in LENGTHS:
+        q, k, v = make_inputs(Shape(1, 2, queries, 32, heads_kv=1, seqlen_k=keys), device=device)
+        config = ForwardConfig(*tile, 4, 2, order=order, q_in_registers=order != "one loop")
+        out, lse = launch.forward(q, k, v, causal, sm_scale, True, config)
+        judge_forward(out, lse, Oracle(q, k, v, causal, sm_scale), f"{queries}x{keys}")
+
+
+@pytest.mark.parametrize("section", [1, 2, 3, 4])
+def test_more_heads_than_a_grid_has_rows(section, monkeypatch, device):
+    """Where the second or the third dimension of the grid is too short, there is only the first."""
+    q, k, v = make_inputs(Shape(2, 12, 150, 16, heads_kv=6), device=device)
+    config = ForwardConfig(64, 32, 4, 2, heads_per_section=section)
+    expected = launch.forward(q, k, v, True, 0.125, True, config)
+    monkeypatch.setattr(launch, "GRID_YZ", 1)
+    launch._prepare.cache_clear()
+    try:
+        found = launch.forward(q, k, v, True, 0.125, True, config)
+        shape = q.shape, k.shape, q.stride(), k.stride(), v.stride()
+        call = launch._prepare(*shape, q.dtype, q.get_device(), True, 0.125, True, config)
+    finally:
+        launch._prepare.cache_clear()
+    assert call.grid == (3 * 2 * 12, 1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    judge_forward(*found, Oracle(q, k, v, True, 0.125), "one dimension")
 
 
 @pytest.mark.parametrize("label", ["B1 H2 S129 D64 causal fp16", "B1 H2 S129x63 D64 dense fp16"])

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import sys
 from itertools import product
+from typing import get_args
 
 import pytest
 
@@ -26,19 +27,20 @@ SHARED_MEMORY = {
     (12, 0): 99 * 1024,
     None: 227 * 1024,
 }
-CALLS = list(product(HEAD_DIMS, ITEMSIZE, SHARED_MEMORY))
+KEYS = [1, configs.SHORT, configs.SHORT + 1, 1 << 20]
+CALLS = list(product(HEAD_DIMS, ITEMSIZE, SHARED_MEMORY, KEYS))
 
 
 def shared_bytes(config: ForwardConfig, head_dim: int, itemsize: int) -> int:
     """Shared memory of one program, as the compiler lays it out.
 
-    In the loop: Q (unless in registers), the key and value tiles in flight, and one tile more, because P V is
-    a step late. After it: the output on its way out, in the place of the rest. The barriers of the loads take
+    In the loop: Q (unless in registers), the key and value tiles in flight, and one tile more where P V is a
+    step late. After it: the output on its way out, in the place of the rest. The barriers of the loads take
     less than a hundred bytes.
     """
     row = block_d(head_dim) * itemsize
     q = 0 if config.q_in_registers else config.block_m * row
-    tiles = (2 * config.num_stages + 1) * config.block_n * row
+    tiles = (2 * config.num_stages + (config.order == "late")) * config.block_n * row
     return max(q + tiles, config.block_m * row) + 100
 
 
@@ -49,8 +51,9 @@ def is_power_of_two(n: int) -> bool:
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 @pytest.mark.parametrize("arch", SHARED_MEMORY, ids=str)
 def test_every_head_dimension_has_a_configuration_that_fits(arch, dtype):
-    for head_dim in HEAD_DIMS:
-        config = forward_config(head_dim, dtype, arch)
+    for head_dim, keys in product(HEAD_DIMS, KEYS):
+        config = forward_config(head_dim, dtype, arch, keys)
+        assert config.order in get_args(configs.Order)
         assert is_power_of_two(config.block_m) and is_power_of_two(config.block_n)
         assert 16 <= config.block_n <= config.block_m <= 256  # 16: the smallest dot; 256: the tallest TMA box
         assert config.num_warps in (4, 8)
@@ -108,16 +111,25 @@ def test_the_choice_depends_on_the_arguments_alone(monkeypatch):
     for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "ATTNLIB_REPLAY", "ATTNLIB_CACHE"):
         monkeypatch.setenv(name, "1")
     assert {call: forward_config(*call) for call in reversed(CALLS)} == first
-    for (head_dim, dtype, arch), config in first.items():
-        assert forward_config(dtype=dtype, arch=arch, head_dim=block_d(head_dim)) == config
+    for (head_dim, dtype, arch, keys), config in first.items():
+        assert forward_config(dtype=dtype, arch=arch, head_dim=block_d(head_dim), keys=keys) == config
         if dtype == "bfloat16":  # as many bytes, as many products per clock
-            assert config == first[head_dim, "float16", arch]
+            assert config == first[head_dim, "float16", arch, keys]
 
 
 def test_defaults_are_half_precision_on_hopper_and_the_interpreter_runs_those():
     for head_dim in HEAD_DIMS:
         hopper = forward_config(head_dim, "float16", (9, 0))
         assert forward_config(head_dim) == hopper == forward_config(head_dim, arch=None)
+
+
+def test_short_sequences_have_configurations_of_their_own():
+    """Where that was measured: half precision on Hopper, D above 64."""
+    for head_dim, dtype, arch in product(HEAD_DIMS, ITEMSIZE, SHARED_MEMORY):
+        one, short, longer, many = (forward_config(head_dim, dtype, arch, keys) for keys in KEYS)
+        assert one == short and longer == many == forward_config(head_dim, dtype, arch)
+        differs = dtype != "float32" and arch in (None, (9, 0)) and head_dim > 64
+        assert (short != many) == differs
 
 
 @pytest.mark.parametrize(

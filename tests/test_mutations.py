@@ -40,7 +40,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "the sum and the output are not rescaled to a new maximum",
-        "alpha = tl.math.exp2((b_m - m_ref) * qk_scale)",
+        "alpha = tl.math.exp2(b_m - m_ref)",
         "alpha = tl.zeros_like(b_m) + 1.0",
         "B1 H2 S129 D64 causal fp16", WRONG_VALUES,
     ),
@@ -52,7 +52,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no maximum is subtracted",
-        "m_new = tl.maximum(b_m, tl.max(b_s, 1))",
+        "m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)",
         "m_new = tl.zeros_like(b_m)",
         "B1 H2 S129 D64 causal fp16 large", NOT_FINITE,
     ),
@@ -66,12 +66,12 @@ MUTATIONS = [
         "a query does not see its own key",
         "o_n[None, :] <= (last_key - first)",
         "o_n[None, :] < (last_key - first)",
-        "B1 H2 S129 D64 causal fp16", WRONG_VALUES,
+        "B1 H2 S129 D64 causal fp16", NOT_FINITE,
     ),
     Mutation(
         "a query sees the next key",
-        "tl.minimum(o_m + diagonal, last_key)",
-        "tl.minimum(o_m + diagonal + 1, last_key)",
+        "tl.minimum(o_m + diagonal, S_k - 1)",
+        "tl.minimum(o_m + diagonal + 1, S_k - 1)",
         "B1 H2 S129 D64 causal fp16", WRONG_VALUES,
     ),
     Mutation(
@@ -82,14 +82,14 @@ MUTATIONS = [
     ),
     Mutation(
         "tiles that the diagonal crosses are not masked",
-        "unmasked = tl.minimum(shared // BLOCK_N, last)",
-        "unmasked = last",
+        "unmasked = shared // BLOCK_N",
+        "unmasked = last + 1",
         "B1 H2 S17x200 D64 causal fp16", WRONG_VALUES,
     ),
     Mutation(
         "keys past the end take part in a call that is not causal",
-        "if CAUSAL or HAS_TAIL:",
-        "if CAUSAL:",
+        "MASKED: tl.constexpr = CAUSAL or HAS_TAIL",
+        "MASKED: tl.constexpr = CAUSAL",
         "B1 H2 S129 D64 dense fp16", WRONG_VALUES,
     ),
     Mutation(
@@ -103,6 +103,24 @@ MUTATIONS = [
         "visible = S_k\n",
         "visible = S_k // BLOCK_N * BLOCK_N\n",
         "B1 H2 S129 D64 dense fp16", WRONG_VALUES,
+    ),
+    Mutation(
+        "keys upwards: the last tile is skipped",
+        "unmasked, last + 1, last_key, qk_scale",
+        "unmasked, last, last_key, qk_scale",
+        "B1 H2/1 S33x70 D256 causal fp16", WRONG_VALUES,
+    ),
+    Mutation(
+        "keys upwards: the tiles without a mask are visited again with one",
+        "unmasked, last + 1, last_key, qk_scale",
+        "0, last + 1, last_key, qk_scale",
+        "B1 H2/1 S33x70 D256 causal fp16", WRONG_VALUES,
+    ),
+    Mutation(
+        "one loop: it has no mask",
+        'MASKED or ORDER == "two loops", EMPTY_ROWS',
+        'ORDER == "two loops", EMPTY_ROWS',
+        "B1 H2/1 S33x70 D128 causal fp16", WRONG_VALUES,
     ),
     Mutation(
         "the values of the last tile are skipped",
@@ -136,9 +154,9 @@ MUTATIONS = [
     ),
     Mutation(
         "every section of the launch order computes the heads of the first",
-        "i_bh = section * SECTION + in_section % heads",
-        "i_bh = in_section % heads",
-        "B2 H3 S70 D64 causal fp16", NOT_FINITE,
+        "i_h = section * SECTION + place % SECTION",
+        "i_h = place % SECTION",
+        "B2 H6/1 S70 D64 causal fp16", NOT_FINITE,
     ),
     Mutation(
         "the first row block is not written",
@@ -154,8 +172,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a row with nothing to attend to divides 0 by 0",
-        "empty = b_l == 0.0",
-        "empty = b_l < 0.0",
+        "b_l = tl.where(b_l == 0.0, 1.0, b_l)",
+        "b_l = tl.where(b_l < 0.0, 1.0, b_l)",
         "B1 H2 S129x63 D64 causal fp16", NOT_FINITE,
     ),
     Mutation(
@@ -166,13 +184,13 @@ MUTATIONS = [
     ),
     Mutation(
         "the LSE is in base 2",
-        "(b_m * qk_scale + tl.math.log2(b_l)) * LN2",
-        "b_m * qk_scale + tl.math.log2(b_l)",
+        "(b_m + tl.math.log2(b_l)) * LN2",
+        "b_m + tl.math.log2(b_l)",
         "B1 H2 S17 D64 causal fp16", WRONG_LSE,
     ),
     Mutation(
         "the LSE lacks the maximum",
-        "(b_m * qk_scale + tl.math.log2(b_l)) * LN2",
+        "(b_m + tl.math.log2(b_l)) * LN2",
         "tl.math.log2(b_l) * LN2",
         "B1 H2 S17 D64 causal fp16", WRONG_LSE,
     ),

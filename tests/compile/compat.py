@@ -20,6 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from attnlib.configs import SHORT  # noqa: E402
+
 HEAD_DIMS = (64, 128, 256)
 KINDS = [("causal", "whole", ""), ("causal", "shifted", "lse"), ("dense", "tail", "lse")]
 
@@ -38,7 +40,8 @@ class Outcome:
 def portable_cases() -> list[tuple]:
     half = product(HEAD_DIMS, ("float16", "bfloat16"), KINDS)
     full = product(HEAD_DIMS, ("float32",), KINDS[:1] + KINDS[2:])
-    return [(head_dim, dtype, *kind) for head_dim, dtype, kind in (*half, *full)]
+    few = [(head_dim, "float16", *kind, 0.1, SHORT) for head_dim in HEAD_DIMS[1:] for kind in KINDS]
+    return [(head_dim, dtype, *kind) for head_dim, dtype, kind in (*half, *full)] + few
 
 
 def attempt(kernel: str, case: tuple) -> Outcome:
