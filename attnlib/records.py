@@ -112,22 +112,24 @@ def _path(gpu: str, notebook: str) -> Path:
 
 
 def _commit() -> str | None:
-    """Commit of the working tree that holds the package, with "-dirty" when the package differs from it.
+    """$ATTNLIB_COMMIT where it is set, by who sent a copy to another machine; else the commit of the working
+    tree that holds the package, with "-dirty" when the package differs from it, or None outside of git.
 
-    Only the package counts: the notebooks and records change while they are measured. Outside of git it is
-    $ATTNLIB_COMMIT, for a copy that is sent to another machine, or None.
+    Only the package counts: the notebooks and records change while they are measured.
     """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(_PACKAGE), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
 
+    if named := os.environ.get("ATTNLIB_COMMIT"):
+        return named
     try:
         return git("rev-parse", "--short=12", "HEAD") + (
             "-dirty" if git("status", "--porcelain", ".") else ""
         )
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("ATTNLIB_COMMIT")
+        return None
 
 
 def provenance(method: Mapping[str, Any] | None = None) -> dict[str, Any]:
