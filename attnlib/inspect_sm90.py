@@ -44,16 +44,17 @@ _VERSION = 6  # part of the cache key: raise it when the meaning of Stats change
 class Job:
     """One kernel to compile.
 
-    kernel_file: path of a .py file that defines it, importable on its own; a module made by
-        `lesson.load_kernel` has this path as `__file__`.
-    kernel_name: name of the `@triton.jit` or `@gluon.jit` function in that file.
-    signature: argument name -> Triton type, e.g. "*fp16", "fp32", "i32"; a suffix ":16" promises
-        divisibility by 16, as the launcher finds for pointers from PyTorch and for most lengths. A tensor
-        descriptor is "tensordesc<fp16[1, 64, 128]>", with the shape of its tile; for Gluon, whose tiles have
-        a layout, see `gluon_descriptor`. Constexpr arguments are left out.
-    constexprs: argument name -> value.
-    num_warps, num_stages: launch options.
-    max_registers: Triton's maxnreg, None for no bound.
+    Attributes:
+        kernel_file: path of a .py file that defines it, importable on its own; a module made by
+            `lesson.load_kernel` has this path as `__file__`.
+        kernel_name: name of the `@triton.jit` or `@gluon.jit` function in that file.
+        signature: argument name -> Triton type, e.g. ``"*fp16"``, ``"fp32"``, ``"i32"``; a suffix ``":16"``
+            promises divisibility by 16, as the launcher finds for pointers from PyTorch and for most lengths.
+            A tensor descriptor is ``"tensordesc<fp16[1, 64, 128]>"``, with the shape of its tile; for Gluon,
+            whose tiles have a layout, see `gluon_descriptor`. Constexpr arguments are left out.
+        constexprs: argument name -> value.
+        num_warps, num_stages: launch options.
+        max_registers: Triton's maxnreg, None for no bound.
     """
 
     kernel_file: str
