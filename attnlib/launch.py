@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.configs import ForwardConfig, block_d, forward_config
-from attnlib.launcher import Launcher, Window
+from attnlib.launcher import Launcher
 
 LOG2_E = 1.4426950408889634
 LIMIT = 2**31  # numbers of blocks, rows and keys are int32
@@ -97,7 +97,7 @@ def forward(
         causal, sm_scale, return_lse, config,
     )  # fmt: skip
     if call.layouts is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        q, k, v = (window(tensor).base for tensor in (q, k, v))
+        q, k, v = (readable(tensor) for tensor in (q, k, v))
         return forward(q, k, v, causal, sm_scale, return_lse, config)
     windows, out_strides = call.layouts
     out, lse = outputs(q, out_strides, return_lse)
@@ -205,14 +205,9 @@ def _first_launch(tensors: tuple[torch.Tensor, ...], lse, call: Call):
 
 
 def describable(tensor: torch.Tensor) -> bool:
-    """Whether a TMA descriptor can express this (B, H, S, D) layout."""
-    return _strides(tensor) is not None
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides for a descriptor, or None if there are none. The hardware wants addresses in multiples of 16
-    bytes."""
-    return None if tensor.data_ptr() % 16 else _legal(tensor.shape, tensor.stride(), tensor.dtype)
+    """Whether a TMA descriptor can express this (B, H, S, D) layout. The hardware wants addresses in
+    multiples of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and _legal(tensor.shape, tensor.stride(), tensor.dtype) is not None
 
 
 @lru_cache(PREPARED)
@@ -227,10 +222,10 @@ def _legal(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> t
     return (*outer, 1)
 
 
-def window(tensor: torch.Tensor) -> Window:
+def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a descriptor can express it: where it lies, or a copy, laid out alike if that can be."""
     if not describable(tensor):
         tensor = tensor.clone()
     if not describable(tensor):
         tensor = tensor.contiguous()
-    return Window(tensor, tensor.shape, _strides(tensor))
+    return tensor
