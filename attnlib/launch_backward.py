@@ -1,4 +1,4 @@
-"""Launch the portable backward kernels: three launches, no atomics, memory of the order of the inputs."""
+"""Launch the portable backward kernels: three or four, no atomics, memory of the order of the inputs."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,10 +51,10 @@ def backward(
     dq, dk, dv = (_like(x) for x in (q, k, v))
     call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, config)
     lse2, delta = torch.empty(2, call.rows, dtype=torch.float32, device=q.device)
-    rows, keys, queries = call.launches
-    _launch(rows, device, (out, d_out), (lse, lse2, delta))
-    _launch(keys, device, (q, d_out, k, v, dk, dv), (lse2, delta))
-    _launch(queries, device, (q, d_out, dq, k, v), (lse2, delta))
+    _launch(call.rows_launch, device, (out, d_out), (lse, lse2, delta))
+    for keys in call.keys_launches:
+        _launch(keys, device, (q, d_out, k, v, dk, dv), (lse2, delta))
+    _launch(call.queries_launch, device, (q, d_out, dq, k, v), (lse2, delta))
     return dq, dk, dv
 
 
@@ -74,8 +74,10 @@ class Launch(NamedTuple):
 class Call(NamedTuple):
     """What calls share that differ in nothing but addresses. rows: of lse2 and of delta, over all heads."""
 
-    launches: tuple[Launch, Launch, Launch]
     rows: int
+    rows_launch: Launch
+    keys_launches: tuple[Launch, ...]
+    queries_launch: Launch
 
 
 @lru_cache(PREPARED)
@@ -108,11 +110,16 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
         grid = (tiled * heads * B, 1, 1) if flat else grid
         return Launch(kernel, device, dtype, grid, blocks, scalars, constants, options)
 
-    m, n = config.keys.block_m, config.keys.block_n
-    keys = launch(
-        "attention_backward_keys", config.keys, -(-S_k // n), H_kv, (m, m, n, n, n, n),
-        (*scales, S_q, S_k, H_kv, padded, *bounds), has_bounds, (),
-    )  # fmt: skip
+    def keys(tile: Tile, dk: bool, dv: bool) -> Launch:
+        m, n = tile.block_m, tile.block_n
+        return launch(
+            "attention_backward_keys", tile, -(-S_k // n), H_kv, (m, m, n, n, n, n),
+            (*scales, S_q, S_k, H_kv, padded, *bounds), has_bounds, (dk, dv),
+        )  # fmt: skip
+
+    both = [keys(config.keys, True, config.values is None)]
+    if config.values is not None:
+        both.append(keys(config.values, False, True))
     m, n = config.queries.block_m, config.queries.block_n
     tail = S_k % n != 0 and not keys_hidden
     queries = launch(
@@ -123,7 +130,7 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
         "attention_backward_rows", device, dtype, (padded // PADDING * B * H, 1, 1), (PADDING, PADDING),
         (S_q, H, padded), (PADDING, width), (("num_warps", 4),),
     )  # fmt: skip
-    return Call((rows, keys, queries), B * H * padded)
+    return Call(B * H * padded, rows, tuple(both), queries)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

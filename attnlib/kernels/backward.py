@@ -10,7 +10,8 @@ that the same inputs give the same bits (notebook 13):
 - `attention_backward_rows`: delta, and the LSE in base 2, for rows padded to whole tiles.
 - `attention_backward_keys`: dK and dV. A program owns a block of keys and visits the queries that see it, of
   every query head that shares these keys. It works on transposed tiles, keys as rows: P^T and dS^T are then
-  first operands of a product straight from registers.
+  first operands of a product straight from registers. At D = 256 two accumulators are more than the registers
+  hold: then it runs twice, once for each gradient, and computes P twice.
 - `attention_backward_queries`: dQ. A program owns a block of queries and visits the keys they see.
 
 Padding rows have an LSE of +inf, and so has a row with nothing to attend to: P is 0 there, without a mask.
@@ -84,8 +85,9 @@ def _visible(o_m, o_n, diagonal, lowest, S_k, RIGHT: tl.constexpr, LEFT: tl.cons
 @triton.jit
 def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, first, end, o_n,
                  qk_scale, diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr,
-                 LEFT: tl.constexpr, FLIP: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
+                 LEFT: tl.constexpr, FLIP: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+                 NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+                 PRECISION: tl.constexpr):
     """Add what the query tiles first .. end - 1 of one head give to dK (not yet scaled) and dV."""
     for i in tl.range(first, end, num_stages=NUM_STAGES):
         row = i * BLOCK_M
@@ -94,17 +96,20 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b
         b_lse2 = tl.load(lse2_ptr + rows + o_m)  # [BLOCK_M]
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         b_do = _load_tile(desc_do, i_b, i_h, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if WANT_DK:
+            b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if FLIP:
             b_st = -b_st
         b_pt = tl.math.exp2(b_st * qk_scale - b_lse2[None, :])  # [BLOCK_N, BLOCK_M]
         if MASKED:
             seen = _visible(o_m[None, :], o_n[:, None], diagonal, lowest, S_k, RIGHT, LEFT, False)
             b_pt = tl.where(seen, b_pt, 0.0)
-        b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
-        b_delta = tl.load(delta_ptr + rows + o_m)  # [BLOCK_M]
-        b_dst = b_pt * (b_dpt - b_delta[None, :])  # [BLOCK_N, BLOCK_M]
-        b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+        if WANT_DV:
+            b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+        if WANT_DK:
+            b_delta = tl.load(delta_ptr + rows + o_m)  # [BLOCK_M]
+            b_dst = b_pt * (b_dpt - b_delta[None, :])  # [BLOCK_N, BLOCK_M]
+            b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
     return b_dk, b_dv
 
 
@@ -122,6 +127,7 @@ def attention_backward_keys(
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,  # which of the two to compute
     FLIP: tl.constexpr,  # sm_scale is negative
     SECTION: tl.constexpr,  # heads that advance together, so that their queries stay in L2
     FLAT: tl.constexpr,
@@ -159,24 +165,26 @@ def attention_backward_keys(
         if RIGHT:
             b_dk, b_dv = _query_tiles(
                 b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, first, full, o_n,
-                qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, NUM_STAGES, BLOCK_M, BLOCK_D,
-                PRECISION,
+                qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
+                BLOCK_M, BLOCK_D, PRECISION,
             )  # fmt: skip
         b_dk, b_dv = _query_tiles(
             b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, full, part, o_n,
-            qk_scale, diagonal, lowest, S_k, False, RIGHT, LEFT, FLIP, NUM_STAGES, BLOCK_M, BLOCK_D,
-            PRECISION,
+            qk_scale, diagonal, lowest, S_k, False, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
+            BLOCK_M, BLOCK_D, PRECISION,
         )  # fmt: skip
         if LEFT:
             b_dk, b_dv = _query_tiles(
                 b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, part, end, o_n,
-                qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, NUM_STAGES, BLOCK_M, BLOCK_D,
-                PRECISION,
+                qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
+                BLOCK_M, BLOCK_D, PRECISION,
             )  # fmt: skip
     # Keys past S_k have had P = exp2(-lse2), which may be inf; a row of dK and dV has only to do with its own
     # key, and these rows are not stored.
-    _store_tile(desc_dk, b_dk * sm_scale, i_b, i_kv, start, BLOCK_N, BLOCK_D)
-    _store_tile(desc_dv, b_dv, i_b, i_kv, start, BLOCK_N, BLOCK_D)
+    if WANT_DK:
+        _store_tile(desc_dk, b_dk * sm_scale, i_b, i_kv, start, BLOCK_N, BLOCK_D)
+    if WANT_DV:
+        _store_tile(desc_dv, b_dv, i_b, i_kv, start, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
