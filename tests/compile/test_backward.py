@@ -21,8 +21,8 @@ CASES = [
     *product((64, 128, 256), ("float32",), ("causal",), ("tail",)),
 ]
 SPILLS = {"causal": 16, "dense": 0, "window": 60}
-"""4-byte words of a thread that may spill, by band; 16-bit kernels at D = 64 spill none. With two query heads a
-key head, as here, a loop more holds registers than with one."""
+"""4-byte words of a thread that may spill, by band; 16-bit kernels at D = 64 spill none. With two query heads
+a key head, as here, a loop more holds registers than with one."""
 SPILLS_FLOAT32 = 1000  # exact products on the CUDA cores: a thread reads whole rows of both operands
 
 
