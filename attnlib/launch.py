@@ -190,10 +190,9 @@ def _prepare(
 ) -> Call:  # fmt: skip
     B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
     D, packed = q_shape[-1], lengths is not None
-    left, right = band
     if config is None:
         config = _choose(D, dtype, device, band, mean_keys(S_q, S_k, band))
-    elif left is not None:
+    elif band.left is not None:
         config = upwards(config)
     width = block_d(D)
     blocks = -(-S_q // config.block_m)
@@ -203,9 +202,7 @@ def _prepare(
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
         )
-    # Beyond these a bound bounds nothing; and int32 holds their sums with a length.
-    left = None if left is None else min(left, S_k)
-    right = None if right is None else min(right, S_q)
+    left, right = clipped(band, S_q, S_k)
     section = max(n for n in range(1, config.heads_per_section + 1) if H % n == 0)
     grid = (blocks * section, H // section, B)
     flat = max(grid[1:]) > GRID_YZ
@@ -241,6 +238,12 @@ def _prepare(
     grid = (programs, 1, 1) if flat else grid
     kind = (device, dtype, packed, left is None, not right, constants, config)
     return Call(kind, grid, (*scalars, *constants), found, config)
+
+
+def clipped(band: Band, S_q: int, S_k: int) -> Band:
+    """The same keys in bounds whose sums with a length are int32: beyond a length they bound nothing."""
+    left, right = band
+    return Band(None if left is None else min(left, S_k), None if right is None else min(right, S_q))
 
 
 def mean_keys(S_q: int, S_k: int, band: Band) -> int:
