@@ -48,10 +48,8 @@ class Lengths(NamedTuple):
     max_k: int
 
 
-def lengths_of(packed: Packed | None) -> Lengths | None:
-    """None for sequences that are not packed. Reads no number from the device."""
-    if packed is None:
-        return None
+def lengths_of(packed: Packed) -> Lengths:
+    """Reads no number from the device."""
     return Lengths(packed.cu_seqlens_q.shape[0] - 1, packed.max_seqlen_q, packed.max_seqlen_k)
 
 
@@ -114,8 +112,7 @@ def outputs(
     out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
     if not lse:
         return out, None
-    rows = (shape[1], shape[0]) if packed else shape[:3]
-    return out, torch.empty(rows, dtype=torch.float32, device=device)
+    return out, torch.empty(shape[1::-1] if packed else shape[:3], dtype=torch.float32, device=device)
 
 
 def exp2_scale(sm_scale: float) -> float:
@@ -150,7 +147,7 @@ def forward(
             return forward(q, k, v, band, sm_scale, return_lse, packed, config)
     call = _prepare(
         q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device,
-        band, sm_scale, return_lse, lengths_of(packed), config,
+        band, sm_scale, return_lse, packed and lengths_of(packed), config,
     )  # fmt: skip
     if call.layouts is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (readable(tensor) for tensor in (q, k, v))
@@ -259,7 +256,7 @@ def configuration(
     q: torch.Tensor, k: torch.Tensor, band: Band, packed: Packed | None = None
 ) -> ForwardConfig:
     """What `forward` chooses for queries and keys like these."""
-    _, _, _, S_q, S_k = dimensions(q.shape, k.shape, lengths_of(packed))
+    _, _, _, S_q, S_k = dimensions(q.shape, k.shape, packed and lengths_of(packed))
     return _choose(q.shape[-1], q.dtype, q.get_device(), band, mean_keys(S_q, S_k, band))
 
 

@@ -92,7 +92,7 @@ def forward(
             return forward(q, k, v, band, sm_scale, return_lse, packed, config)
     call = _prepare(
         q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device,
-        band, sm_scale, return_lse, lengths_of(packed), config,
+        band, sm_scale, return_lse, packed and lengths_of(packed), config,
     )  # fmt: skip
     windows, out_strides = call.layouts
     out, lse = outputs(q, out_strides, return_lse, packed is not None)

@@ -1,5 +1,5 @@
-"""Windows and packed sequences on a CUDA GPU, with both kernels: against dense attention in fp64, nothing of a
-neighbor, equal bits in every run, CUDA graphs that are replayed with other lengths."""
+"""Windows and packed sequences on a CUDA GPU, with both kernels: against dense attention in fp64, nothing of
+a neighbor, equal bits in every run, CUDA graphs that are replayed with other lengths."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_a_neighbor_that_is_not_finite_changes_no_bit(head_dim, impl):
             found, found_lse = FORWARD[impl](*poisoned, *arguments)
             others = torch.ones(len(q), dtype=torch.bool, device="cuda")
             others[rows] = False
-            assert torch.equal(found[others], out[others]) and torch.equal(found_lse[:, others], lse[:, others])
+            assert torch.equal(found[others], out[others])
+            assert torch.equal(found_lse[:, others], lse[:, others])
             assert not found[rows].isfinite().any()
 
 
@@ -142,7 +143,7 @@ def test_equal_lengths_agree_with_a_batch_and_runs_with_each_other(head_dim, imp
 @IMPLS
 @DIMS
 def test_a_graph_is_replayed_with_other_lengths(head_dim, impl):
-    """Which the host never reads: only the tensors' sizes and the longest lengths are those of the capture."""
+    """Which the host never reads: the tensors' sizes and the longest lengths are those of the capture."""
     (q, k, v), packed = packed_inputs([(400, 400), (100, 100), (500, 500)], head_dim=head_dim)
     arguments = band(True, None), 0.1, True, packed
     FORWARD[impl](q, k, v, *arguments)  # compiles, which a capture does not allow
