@@ -47,6 +47,13 @@ class Attention(torch.autograd.Function):
         return *step(d_out, *ctx.saved_tensors, ctx.how), None, None, None
 
     @staticmethod
+    def jvp(ctx, *_):
+        raise RuntimeError(
+            "attnlib.attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); it has a "
+            "backward pass (torch.func.grad, vjp, jacrev)"
+        )
+
+    @staticmethod
     def vmap(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, how: How):
         size = info.batch_size
         q, k, v = _folded(size, in_dims[:3], (q, k, v), how)
@@ -69,6 +76,10 @@ class AttentionGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
+        no_second_derivative()
+
+    @staticmethod
+    def jvp(ctx, *_):
         no_second_derivative()
 
     @staticmethod
