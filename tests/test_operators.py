@@ -1,4 +1,4 @@
-"""attention() where a compiler, an exporter or a dispatch mode looks on: the same results, from one operator."""
+"""attention() where a compiler, an exporter or a dispatch mode looks on: the same, by one operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -1,4 +1,4 @@
-"""Gradients of attention() and attention_varlen(): first ones within the error budget, second ones an error."""
+"""Gradients of attention() and attention_varlen(): within the error budget; second ones are an error."""
 
 from __future__ import annotations
 
