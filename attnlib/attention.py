@@ -196,6 +196,7 @@ def attention_varlen(
     if symbols or not _plain(q, k, v):
         return _operator(q, k, v, packed, seen, sm_scale, return_lse, deterministic, impl)
     check_offsets(q, k, *packed)
+    packed = packed._replace(cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     if _differentiable(q, k, v):
         dispatch.choose_backward(q, k, v, impl, packed)
@@ -296,7 +297,7 @@ def explain(
     if kernel == "hopper":
         configuration = launch_hopper.configuration(q.shape, q.get_device())
     elif kernel == "triton":
-        configuration = launch.configuration(q, k, causal)
+        configuration = launch.configuration(q, k, band(causal, window))
     if dispatch.nothing_to_do(q, k):
         reason += "; nothing to compute, so nothing is launched"
     return Choice(kernel, configuration, reason)

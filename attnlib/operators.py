@@ -25,7 +25,7 @@ _OPTIONS = (
 def _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Packed | None:
     if cu_seqlens_q is None:
         return None
-    return Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return Packed(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
 
 
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib import attention, launch
-from attnlib.band import band
+from attnlib.band import Band, band
 from attnlib.configs import ForwardConfig, Order, forward_config
 from attnlib.reference import Oracle, make_inputs
 from attnlib.shapes import Shape
@@ -48,6 +48,7 @@ OTHER_CONFIGS = [
     ForwardConfig(32, 16, num_warps=4, num_stages=1, q_in_registers=True),
 ]
 ORDERS = get_args(Order)
+CAUSAL = Band(None, 0)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
@@ -79,13 +80,13 @@ def test_more_heads_than_a_grid_has_rows(section, monkeypatch, device):
     """Where the second or the third dimension of the grid is too short, there is only the first."""
     q, k, v = make_inputs(Shape(2, 12, 150, 16, heads_kv=6), device=device)
     config = ForwardConfig(64, 32, 4, 2, heads_per_section=section)
-    expected = launch.forward(q, k, v, band(True, None), 0.125, True, config=config)
+    expected = launch.forward(q, k, v, CAUSAL, 0.125, True, config=config)
     monkeypatch.setattr(launch, "GRID_YZ", 1)
     launch._prepare.cache_clear()
     try:
-        found = launch.forward(q, k, v, band(True, None), 0.125, True, config=config)
+        found = launch.forward(q, k, v, CAUSAL, 0.125, True, config=config)
         shape = q.shape, k.shape, q.stride(), k.stride(), v.stride()
-        call = launch._prepare(*shape, q.dtype, q.get_device(), True, 0.125, True, config)
+        call = launch._prepare(*shape, q.dtype, q.get_device(), CAUSAL, 0.125, True, None, config)
     finally:
         launch._prepare.cache_clear()
     assert call.grid == (3 * 2 * 12, 1, 1)
