@@ -92,21 +92,22 @@ def tensors(draw: Draw, device: str) -> list[torch.Tensor]:
     return made
 
 
-def check(draw: Draw, device: str, impl: str | None, backward: bool) -> None:
+def check(
+    draw: Draw, device: str, impl: str | None, backward: bool = True, deterministic: bool = False
+) -> None:
     """AssertionError unless the call is right, forward and (if asked) backward."""
     q, k, v, d_out = tensors(draw, device)
     before = [x.clone() for x in (q, k, v, d_out)]
     inputs = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+    options = {**draw.options, "return_lse": True, "impl": impl, "deterministic": deterministic}
     if draw.packed:
         sides = zip(*draw.lengths, strict=True)
         ends = [torch.tensor([0, *side], device=device).cumsum(0).int() for side in sides]
         longest = [max(side) for side in zip(*draw.lengths, strict=True)]
-        out, lse = attention_varlen(
-            *inputs, *ends, *longest, return_lse=True, impl=impl, deterministic=True, **draw.options
-        )
+        out, lse = attention_varlen(*inputs, *ends, *longest, **options)
         oracle = Oracle(q, k, v, draw.causal, draw.sm_scale, window=draw.window, cu_seqlens=tuple(ends))
     else:
-        out, lse = attention(*inputs, return_lse=True, impl=impl, deterministic=True, **draw.options)
+        out, lse = attention(*inputs, **options)
         oracle = Oracle(q, k, v, draw.causal, draw.sm_scale, window=draw.window)
     oracle.judge(out, lse).raise_if_bad(str(draw))
     assert not out[(oracle.lse if q.dim() == 4 else oracle.lse.T) == -math.inf].any(), f"{draw}: empty rows"
