@@ -51,7 +51,7 @@ class Judge:
             self.parts.append((b, rows, heads, GradientOracle(*tensors, causal=causal)))
 
     def judge(self, dq: Tensor, dk: Tensor, dv: Tensor) -> dict[str, Verdict]:
-        """A verdict on each gradient. It is good if that of every part is; errors and budgets are those of the
+        """A verdict on each gradient, good if that of every part is. Errors and budgets are those of the
         whole: the largest of the parts', and their root mean square."""
         found: dict[str, list[Verdict]] = {name: [] for name in GRADIENTS}
         for b, rows, heads, oracle in self.parts:
@@ -181,7 +181,8 @@ def measure(
     bench.check_names(implementations)
     shapes = list(shapes)
     options = {"rounds": rounds, "rep_ms": rep_ms, "warmup_ms": warmup_ms, "gate": gate, "kind": kind}
-    how = bench.method(**options) | {"timed": "the backward alone", "flops": "2.5 x 4*B*H*Sq*Sk*D, half causal"}
+    how = bench.method(**options) | {"timed": "the backward alone"}
+    how["flops"] = "2.5 x 4*B*H*Sq*Sk*D, halved when causal"
     table = records.table(notebook, name, lambda: collect(implementations, shapes, **options), method=how)
     rows = [table.one(shape, impl=impl) for shape in shapes for impl in implementations]
     return dataclasses.replace(table, rows=rows)

@@ -128,8 +128,8 @@ class _FA3Operators:
         torch.ops.load_library(str(library))
         self.operators = torch.ops.flash_attn_3
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> tuple[Tensor, Tensor]:
-        """(out, LSE)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> list[Tensor]:
+        """[out, LSE]."""
         # Positional, because builds differ in which arguments have defaults. The 20 empty ones: new keys and
         # values, q_v, an output buffer, variable lengths, paging, rotary embedding, FP8 scales. After the
         # mask: window (left, right), attention chunk, softcap, interleaved rotary, scheduler metadata, number
@@ -146,11 +146,11 @@ class _FA3Operators:
     ) -> GradientCall:
         """Runs the forward; what it returns runs the backward alone."""
         out, lse = self.forward(q, k, v, causal, sm_scale)
-        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
 
         def call() -> tuple[Tensor, Tensor, Tensor]:
-            # The 6 empty ones: variable lengths, used lengths, longest lengths. After the mask: window, softcap,
-            # deterministic, SMs left free.
+            gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+            # The 6 empty ones: variable lengths, used lengths, longest lengths. After the mask: window,
+            # softcap, deterministic, SMs left free.
             self.operators.bwd(
                 d_out, q, k, v, out, lse, *gradients, *[None] * 6, sm_scale, causal, -1, -1, 0.0, False, 0
             )

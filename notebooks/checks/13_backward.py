@@ -45,10 +45,14 @@ def check_softcap_backward(answer):
         q, k, v, d_out = rng.standard_normal((4, size, 8))
         out, lse = _forward(q, k, v, scale, cap)
         got = answer(d_out, q, k, v, out, lse, scale, cap)
-        assert isinstance(got, tuple) and len(got) == 3, f"{case}: expected (dq, dk, dv), got {type(got).__name__}"
+        assert isinstance(got, tuple) and len(got) == 3, (
+            f"{case}: expected (dq, dk, dv), got {type(got).__name__}"
+        )
         for index, name in enumerate(("dq", "dk", "dv")):
             gradient = np.asarray(got[index])
-            assert gradient.shape == (size, 8), f"{case}: {name}: expected shape {(size, 8)}, got {gradient.shape}"
+            assert gradient.shape == (size, 8), (
+                f"{case}: {name}: expected shape {(size, 8)}, got {gradient.shape}"
+            )
             for _ in range(8):
                 direction = rng.standard_normal((size, 8))
                 ends = []
