@@ -257,6 +257,15 @@ def test_import_needs_torch_and_triton_only():
     assert not {"matplotlib", "seaborn", "IPython", "nbformat", "nbconvert", "pandas"} & set(loaded)
 
 
+def test_import_leaves_triton_alone():
+    """A notebook imports attnlib first, and then lesson chooses triton's interpreter; yet FLOPs are counted."""
+    code = (
+        "import attnlib, sys; print('triton' in sys.modules); from torch.utils.flop_counter import "
+        "flop_registry; print(sum('attnlib' in str(op) for op in flop_registry))"
+    )
+    assert fresh(code).split() == ["False", "2"]
+
+
 def test_import_is_quick():
     """Under 0.5 s on top of torch and triton; the better of two, so that a busy machine does not fail it."""
     code = (
