@@ -116,15 +116,14 @@ def check(
         for parts in _sequences(draw, (d_out, q, k, v), found):
             verdicts = GradientOracle(*parts[:4], **draw.options).judge(*parts[4:])
             for verdict in verdicts.values():
-                _raise_if_bad(verdict, SLACK[draw.dtype], str(draw))
+                _raise_if_bad(verdict, SLACK, str(draw))
     for name, now, then in zip(("q", "k", "v", "d_out"), (q, k, v, d_out), before, strict=True):
         assert torch.equal(now, then), f"{draw}: {name} was written to"
 
 
-SLACK = {"float16": 2, "bfloat16": 2, "float32": 12}
-"""Gradient budgets, times this. Draws are small, so that the yardstick's own error is a matter of luck. And
-P comes back as exp(score - LSE): rounding the LSE to float32 is an error that PyTorch, which keeps P, has
-not, and in float32 it is the largest. A wrong mask, scale or tile is wrong by orders of magnitude."""
+SLACK = 2
+"""Gradient budgets, times this. Draws are small, so that the yardstick's own error is a matter of luck. A wrong
+mask, scale or tile is wrong by orders of magnitude."""
 
 
 def _raise_if_bad(verdict: Verdict, slack: float, name: str) -> None:
