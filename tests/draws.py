@@ -122,8 +122,8 @@ def check(
 
 
 SLACK = 2
-"""Gradient budgets, times this. Draws are small, so that the yardstick's own error is a matter of luck. A wrong
-mask, scale or tile is wrong by orders of magnitude."""
+"""Gradient budgets, times this. Draws are small, so that the yardstick's own error is a matter of luck. A
+wrong mask, scale or tile is wrong by orders of magnitude."""
 
 
 def _raise_if_bad(verdict: Verdict, slack: float, name: str) -> None:
