@@ -1,4 +1,5 @@
-"""notebooks/features.md says what attnlib can do: each row of the table is shown by a call, yes and no alike.
+"""notebooks/features.md says what attnlib can do: each row of the table is shown by a call, yes and no alike;
+and what notebooks/api.md quotes is what the package says.
 
 The fast version of what other files test in full; a row without a check fails, and so does a check without a
 row.
@@ -28,6 +29,7 @@ from attnlib.shapes import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "notebooks" / "features.md"
+API = (ROOT / "notebooks" / "api.md").read_text()
 GPU_TESTS = (ROOT / "tests" / "gpu" / "test_gpu_torch.py").read_text()
 
 pytestmark = [
@@ -98,6 +100,33 @@ def test_what_is_said_of_others_has_a_source():
     for note in defined:
         source = text.split(f"[^{note}]:")[1].split("\n[^")[0]
         assert re.search(r"\]\(https://|torch \d", source), f"features.md: no address in the note {note}"
+
+
+# ---------------------------------------------------------------- the page of the API
+
+
+def test_the_operators_are_quoted_as_they_are():
+    text = " ".join(API.split())
+    for name in ("attention_forward", "attention_backward"):
+        assert str(getattr(torch.ops.attnlib, name).default._schema) in text
+
+
+def test_the_error_is_quoted_as_it_is():
+    lines = API.split("    >>> ", 1)[1].split("\n\n")[0].splitlines()
+    *statements, call, error = (line.strip().removeprefix(">>> ") for line in lines)
+    names = {"torch": torch, "attention": attention}
+    exec("\n".join(statements), names)
+    kind, message = error.split(": ", 1)
+    assert kind == "ValueError"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        eval(call, names)
+
+
+def test_the_two_ways_to_write_a_window_are_one(device):
+    """`(255, 0)` and `causal=True, window=(255, -1)`."""
+    assert "`causal=True, window=(255, -1)` is the same" in API
+    inputs = make_inputs(Shape(1, 1, 20, 16, seqlen_k=30), device=device)
+    assert torch.equal(attention(*inputs, window=(7, 0)), attention(*inputs, causal=True, window=(7, -1)))
 
 
 # ---------------------------------------------------------------- tools
