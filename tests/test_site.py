@@ -81,7 +81,8 @@ def remote(address: str) -> bool:
 
 
 def test_every_chapter_has_a_page():
-    missing = [name for name in [*CHAPTERS, "index", "api", "features", "search"] if not (SITE / f"{name}.html").exists()]
+    names = [*CHAPTERS, "index", "api", "features", "search"]
+    missing = [name for name in names if not (SITE / f"{name}.html").exists()]
     assert not missing
 
 
