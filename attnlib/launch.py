@@ -51,10 +51,10 @@ def layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype: torch.dtyp
     The output is laid out as `torch.empty_like(q)` where a descriptor can express that, else contiguously.
     """
     like = torch.empty_like(torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta"))
-    if _legal(like.shape, like.stride(), dtype) is None:  # a copy of q's odd layout
+    if legal(like.shape, like.stride(), dtype) is None:  # a copy of q's odd layout
         like = torch.empty(q_shape, dtype=dtype, device="meta")
     tensors = (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides), (q_shape, like.stride())
-    windows = tuple((tuple(shape), _legal(shape, strides, dtype)) for shape, strides in tensors)
+    windows = tuple((tuple(shape), legal(shape, strides, dtype)) for shape, strides in tensors)
     return None if any(strides is None for _, strides in windows) else Layouts(windows, like.stride())
 
 
@@ -207,11 +207,11 @@ def _first_launch(tensors: tuple[torch.Tensor, ...], lse, call: Call):
 def describable(tensor: torch.Tensor) -> bool:
     """Whether a TMA descriptor can express this (B, H, S, D) layout. The hardware wants addresses in
     multiples of 16 bytes."""
-    return tensor.data_ptr() % 16 == 0 and _legal(tensor.shape, tensor.stride(), tensor.dtype) is not None
+    return tensor.data_ptr() % 16 == 0 and legal(tensor.shape, tensor.stride(), tensor.dtype) is not None
 
 
 @lru_cache(PREPARED)
-def _legal(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
+def legal(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
     """The hardware wants the last dimension contiguous, and the other strides in multiples of 16 bytes. The
     stride of a dimension of size 1 may be anything: it is never used, and becomes a legal one."""
     unit = 16 // dtype.itemsize

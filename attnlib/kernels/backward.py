@@ -1,0 +1,276 @@
+"""Gradients of exact attention in plain `triton.language`: any GPU that Triton knows, and its interpreter.
+
+Nothing of size S_q x S_k was kept: P is computed again, tile by tile, from Q, K and the LSE. With
+
+    P = exp(sm_scale * Q K^T - LSE),  dP = dO V^T,  delta = rowsum(dO * O),  dS = P * (dP - delta)
+
+the gradients are dV = P^T dO, dK = sm_scale * dS^T Q, dQ = sm_scale * dS K. Three kernels, no atomics, so
+that the same inputs give the same bits (notebook 13):
+
+- `attention_backward_rows`: delta, and the LSE in base 2, for rows padded to whole tiles.
+- `attention_backward_keys`: dK and dV. A program owns a block of keys and visits the queries that see it, of
+  every query head that shares these keys. It works on transposed tiles, keys as rows: P^T and dS^T are then
+  first operands of a product straight from registers. At D = 256 two accumulators are more than the registers
+  hold: then it runs twice, once for each gradient, and computes P twice.
+- `attention_backward_queries`: dQ. A program owns a block of queries and visits the keys they see.
+
+Padding rows have an LSE of +inf, and so has a row with nothing to attend to: P is 0 there, without a mask.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_tile(desc, i_b, i_h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    # Rows past the end of the sequence and columns past the head dimension arrive as zeros.
+    return desc.load([i_b, i_h, row, 0]).reshape([ROWS, BLOCK_D])  # [ROWS, BLOCK_D]
+
+
+@triton.jit
+def _store_tile(desc, b_x, i_b, i_h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    desc.store([i_b, i_h, row, 0], b_x.to(desc.dtype).reshape([1, 1, ROWS, BLOCK_D]))
+
+
+@triton.jit
+def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
+    """(block, head, batch) of this program. Grid: (blocks * SECTION, H / SECTION, B); FLAT: their product."""
+    place, section, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if FLAT:
+        section = place // (num_blocks * SECTION) % (H // SECTION)
+        i_b = place // (num_blocks * H)
+        place = place % (num_blocks * SECTION)
+    return place // SECTION, section * SECTION + place % SECTION, i_b
+
+
+@triton.jit(do_not_specialize=["S_q", "H", "padded"])
+def attention_backward_rows(
+    desc_o, desc_do,  # (B, H, S_q, D)
+    lse_ptr,  # (B, H, S_q), natural logarithm
+    lse2_ptr, delta_ptr,  # (B, H, padded)
+    S_q, H,
+    padded,  # S_q rounded up to whole tiles
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q. Grid: (blocks * H * B,)."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    num_m = padded // BLOCK_M
+    i_bh = tl.program_id(0) // num_m
+    i_b, i_h = i_bh // H, i_bh % H
+    start = tl.program_id(0) % num_m * BLOCK_M
+    o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    b_o = _load_tile(desc_o, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = _load_tile(desc_do, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
+    head = i_bh.to(tl.int64)
+    b_lse = tl.load(lse_ptr + head * S_q + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
+    b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
+    tl.store(lse2_ptr + head * padded + o_m, b_lse2)
+    tl.store(delta_ptr + head * padded + o_m, b_delta)
+
+
+@triton.jit
+def _visible(o_m, o_n, diagonal, lowest, S_k, RIGHT: tl.constexpr, LEFT: tl.constexpr, TAIL: tl.constexpr):
+    """Which keys the queries see; `o_m` and `o_n` broadcast against each other."""
+    seen = o_n >= 0
+    if RIGHT:
+        seen = seen & (o_n <= o_m + diagonal)
+    if LEFT:
+        seen = seen & (o_n >= o_m + lowest)
+    if TAIL:
+        seen = seen & (o_n < S_k)
+    return seen
+
+
+@triton.jit
+def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, first, end, o_n,
+                 qk_scale, diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr,
+                 LEFT: tl.constexpr, FLIP: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+                 NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+                 PRECISION: tl.constexpr):
+    """Add what the query tiles first .. end - 1 of one head give to dK (not yet scaled) and dV."""
+    for i in tl.range(first, end, num_stages=NUM_STAGES):
+        row = i * BLOCK_M
+        o_m = row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        b_q = _load_tile(desc_q, i_b, i_h, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_lse2 = tl.load(lse2_ptr + rows + o_m)  # [BLOCK_M]
+        b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        b_do = _load_tile(desc_do, i_b, i_h, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        if WANT_DK:
+            b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if FLIP:
+            b_st = -b_st
+        b_pt = tl.math.exp2(b_st * qk_scale - b_lse2[None, :])  # [BLOCK_N, BLOCK_M]
+        if MASKED:
+            seen = _visible(o_m[None, :], o_n[:, None], diagonal, lowest, S_k, RIGHT, LEFT, False)
+            b_pt = tl.where(seen, b_pt, 0.0)
+        if WANT_DV:
+            b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+        if WANT_DK:
+            b_delta = tl.load(delta_ptr + rows + o_m)  # [BLOCK_M]
+            b_dst = b_pt * (b_dpt - b_delta[None, :])  # [BLOCK_N, BLOCK_M]
+            b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize=["S_q", "S_k", "H_kv", "padded", "right", "left"])
+def attention_backward_keys(
+    desc_q, desc_do,  # (B, H, S_q, D)
+    desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D)
+    lse2_ptr, delta_ptr,  # (B, H, padded)
+    qk_scale,  # |sm_scale| * log2(e), positive
+    sm_scale,
+    S_q, S_k,
+    H_kv,  # key/value heads
+    padded,
+    right, left,  # bounds of the band
+    GROUP: tl.constexpr,  # query heads that share one key/value head
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,  # which of the two to compute
+    FLIP: tl.constexpr,  # sm_scale is negative
+    SECTION: tl.constexpr,  # heads that advance together, so that their queries stay in L2
+    FLAT: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a block of keys; see the module docstring. The longest blocks, causal, come first."""
+    num_n = tl.cdiv(S_k, BLOCK_N)
+    i_n, i_kv, i_b = _place(num_n, H_kv, SECTION, FLAT)
+    start = i_n * BLOCK_N
+    o_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    # Query i stands at i + S_k - S_q among the keys.
+    diagonal = S_k - S_q + right  # query i sees keys up to i + diagonal ...
+    lowest = S_k - S_q - left  # ... from i + lowest on
+
+    # Query tiles: first .. full see some of the block, full .. part all of it, part .. end some again.
+    num_m = tl.cdiv(S_q, BLOCK_M)
+    first, full, part, end = 0, 0, num_m, num_m
+    if RIGHT:
+        first = tl.minimum(tl.maximum(start - diagonal, 0) // BLOCK_M, num_m)
+        full = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N - 1 - diagonal, 0), BLOCK_M), num_m)
+    if LEFT:
+        end = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N - lowest, 0), BLOCK_M), num_m)
+        first = tl.minimum(first, end)
+        full = tl.minimum(full, end)
+        part = tl.minimum(tl.maximum((start - lowest + 1) // BLOCK_M, full), end)
+
+    b_k = _load_tile(desc_k, i_b, i_kv, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = _load_tile(desc_v, i_b, i_kv, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for g in range(GROUP):
+        i_h = i_kv * GROUP + g
+        rows = (i_b * H_kv * GROUP + i_h).to(tl.int64) * padded
+        if RIGHT:
+            b_dk, b_dv = _query_tiles(
+                b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, first, full, o_n,
+                qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
+                BLOCK_M, BLOCK_D, PRECISION,
+            )  # fmt: skip
+        b_dk, b_dv = _query_tiles(
+            b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, full, part, o_n,
+            qk_scale, diagonal, lowest, S_k, False, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
+            BLOCK_M, BLOCK_D, PRECISION,
+        )  # fmt: skip
+        if LEFT:
+            b_dk, b_dv = _query_tiles(
+                b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, part, end, o_n,
+                qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
+                BLOCK_M, BLOCK_D, PRECISION,
+            )  # fmt: skip
+    # Keys past S_k have had P = exp2(-lse2), which may be inf; a row of dK and dV has only to do with its own
+    # key, and these rows are not stored.
+    if WANT_DK:
+        _store_tile(desc_dk, b_dk * sm_scale, i_b, i_kv, start, BLOCK_N, BLOCK_D)
+    if WANT_DV:
+        _store_tile(desc_dv, b_dv, i_b, i_kv, start, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, first, end, o_m, qk_scale,
+               diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr, LEFT: tl.constexpr,
+               TAIL: tl.constexpr, FLIP: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+               BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
+    """Add what the key tiles first .. end - 1 give to dQ (not yet scaled)."""
+    for j in tl.range(first, end, num_stages=NUM_STAGES):
+        row = j * BLOCK_N
+        b_k = _load_tile(desc_k, i_b, i_kv, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_v = _load_tile(desc_v, i_b, i_kv, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if FLIP:
+            b_s = -b_s
+        b_p = tl.math.exp2(b_s * qk_scale - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            o_n = row + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            seen = _visible(o_m[:, None], o_n[None, :], diagonal, lowest, S_k, RIGHT, LEFT, TAIL)
+            b_p = tl.where(seen, b_p, 0.0)
+        b_ds = b_p * (b_dp - b_delta[:, None])  # [BLOCK_M, BLOCK_N]
+        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
+    return b_dq
+
+
+@triton.jit(do_not_specialize=["S_q", "S_k", "H", "padded", "right", "left"])
+def attention_backward_queries(
+    desc_q, desc_do, desc_dq,  # (B, H, S_q, D)
+    desc_k, desc_v,  # (B, H_kv, S_k, D)
+    lse2_ptr, delta_ptr,  # (B, H, padded)
+    qk_scale,  # |sm_scale| * log2(e), positive
+    sm_scale,
+    S_q, S_k,
+    H,  # query heads
+    padded,
+    right, left,  # bounds of the band
+    GROUP: tl.constexpr,  # query heads that share one key/value head
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
+    TAIL: tl.constexpr,  # S_k is not a multiple of BLOCK_N, and the right bound does not hide what is past it
+    FLIP: tl.constexpr,  # sm_scale is negative
+    SECTION: tl.constexpr,  # heads that advance together, so that their keys and values stay in L2
+    FLAT: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of queries; see the module docstring. Longest blocks first: causal, the last ones."""
+    num_m = tl.cdiv(S_q, BLOCK_M)
+    i_m, i_h, i_b = _place(num_m, H, SECTION, FLAT)
+    i_m = num_m - 1 - i_m
+    i_kv = i_h // GROUP
+    start = i_m * BLOCK_M
+    o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    diagonal = S_k - S_q + right
+    lowest = S_k - S_q - left
+
+    # Key tiles: first .. full are seen by some of the rows, full .. part by all, part .. end by some again.
+    num_n = tl.cdiv(S_k, BLOCK_N)
+    first, full, part, end = 0, 0, S_k // BLOCK_N, num_n
+    if RIGHT:
+        end = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_M + diagonal, 0), BLOCK_N), num_n)
+        part = tl.minimum(tl.minimum(tl.maximum(start + 1 + diagonal, 0) // BLOCK_N, part), end)
+    if LEFT:
+        first = tl.minimum(tl.maximum(start + lowest, 0) // BLOCK_N, end)
+        full = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_M - 1 + lowest, 0), BLOCK_N), end)
+        part = tl.maximum(part, full)
+
+    b_q = _load_tile(desc_q, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = _load_tile(desc_do, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    rows = (i_b * H + i_h).to(tl.int64) * padded
+    b_lse2 = tl.load(lse2_ptr + rows + o_m)  # [BLOCK_M]
+    b_delta = tl.load(delta_ptr + rows + o_m)  # [BLOCK_M]
+    b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if LEFT:
+        b_dq = _key_tiles(
+            b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, first, full, o_m, qk_scale, diagonal,
+            lowest, S_k, True, RIGHT, LEFT, TAIL, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    b_dq = _key_tiles(
+        b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, full, part, o_m, qk_scale, diagonal,
+        lowest, S_k, False, RIGHT, LEFT, TAIL, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
+    )  # fmt: skip
+    if RIGHT or TAIL:
+        b_dq = _key_tiles(
+            b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, part, end, o_m, qk_scale, diagonal,
+            lowest, S_k, True, RIGHT, LEFT, TAIL, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    _store_tile(desc_dq, b_dq * sm_scale, i_b, i_h, start, BLOCK_M, BLOCK_D)

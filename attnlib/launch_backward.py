@@ -1,0 +1,163 @@
+"""Launch the portable backward kernels: three or four, no atomics, memory of the order of the inputs."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from attnlib.band import Band, Packed
+from attnlib.configs import block_d
+from attnlib.configs_backward import BackwardConfig, Tile, backward_config
+from attnlib.launch import GRID_YZ, LIMIT, PREPARED, capability, exp2_scale, interpreted, legal, readable
+from attnlib.launcher import Launcher
+
+PADDING = 128
+"""LSE and delta are kept for rows padded to a multiple of this, so that tiles read them without a mask."""
+
+_compiled: dict[tuple, Launcher] = {}
+"""(device, dtype, kernel, constants, options) -> launcher of the compiled kernel."""
+
+
+def backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    band: Band,
+    sm_scale: float,
+    packed: Packed | None = None,
+    deterministic: bool = False,
+    config: BackwardConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of attention, the kernels of `kernels.backward`, on valid arguments, none of them empty.
+
+    d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous, as `forward`
+    returned it. Returns (dq, dk, dv), laid out like q, k, v where a descriptor can express that. The result
+    is always deterministic. `config` replaces what `backward_config` chooses.
+    """
+    if packed is not None:
+        raise NotImplementedError("packed: the backward of packed sequences")
+    if q.dtype == torch.bfloat16 and interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+        tensors = (x.float() for x in (d_out, q, k, v, out))
+        found = backward(*tensors, lse, band, sm_scale, packed, deterministic, config)
+        return tuple(x.bfloat16() for x in found)
+    device = q.get_device()
+    if q.is_cuda and device != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(device):
+            return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
+    d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
+    dq, dk, dv = (_like(x) for x in (q, k, v))
+    call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, config)
+    lse2, delta = torch.empty(2, call.rows, dtype=torch.float32, device=q.device)
+    _launch(call.rows_launch, device, (out, d_out), (lse, lse2, delta))
+    for keys in call.keys_launches:
+        _launch(keys, device, (q, d_out, k, v, dk, dv), (lse2, delta))
+    _launch(call.queries_launch, device, (q, d_out, dq, k, v), (lse2, delta))
+    return dq, dk, dv
+
+
+class Launch(NamedTuple):
+    """One kernel's launch. `blocks`: rows of a block of each descriptor; `options`: of the compiler."""
+
+    kernel: str
+    device: int
+    dtype: torch.dtype
+    grid: tuple[int, int, int]
+    blocks: tuple[int, ...]
+    scalars: tuple
+    constants: tuple
+    options: tuple[tuple[str, int], ...]
+
+
+class Call(NamedTuple):
+    """What calls share that differ in nothing but addresses. rows: of lse2 and of delta, over all heads."""
+
+    rows: int
+    rows_launch: Launch
+    keys_launches: tuple[Launch, ...]
+    queries_launch: Launch
+
+
+@lru_cache(PREPARED)
+def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, config) -> Call:
+    B, H, S_q, D = q_shape
+    _, H_kv, S_k, _ = k_shape
+    if config is None:
+        arch = None if interpreted() else capability(device)
+        config = backward_config(D, str(dtype).removeprefix("torch."), arch)
+    width, padded = block_d(D), -(-S_q // PADDING) * PADDING
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    if max(B * H * padded // 16, B * H_kv * S_k, S_k) >= LIMIT:
+        raise ValueError(f"q, k: expected fewer than 2^31 rows and keys over all heads, got {S_q} and {S_k}")
+    scales = (exp2_scale(sm_scale), sm_scale)
+    bounds = (band.right or 0, band.left or 0)
+    has_bounds = (band.right is not None, band.left is not None)
+    keys_hidden = band.right is not None and band.right <= 0  # keys past S_k, by the right bound
+
+    def launch(kernel, tile: Tile, tiled: int, heads: int, blocks, scalars, before, after) -> Launch:
+        section = max(n for n in range(1, tile.heads_per_section + 1) if heads % n == 0)
+        grid = (tiled * section, heads // section, B)
+        flat = max(grid[1:]) > GRID_YZ
+        constants = (
+            H // H_kv, tile.block_m, tile.block_n, width, *before, *after, sm_scale < 0, section, flat,
+            tile.num_stages, precision,
+        )  # fmt: skip
+        options = (("num_warps", tile.num_warps), ("num_stages", tile.num_stages))
+        if tile.max_registers is not None:
+            options += (("maxnreg", tile.max_registers),)
+        grid = (tiled * heads * B, 1, 1) if flat else grid
+        return Launch(kernel, device, dtype, grid, blocks, scalars, constants, options)
+
+    def keys(tile: Tile, dk: bool, dv: bool) -> Launch:
+        m, n = tile.block_m, tile.block_n
+        return launch(
+            "attention_backward_keys", tile, -(-S_k // n), H_kv, (m, m, n, n, n, n),
+            (*scales, S_q, S_k, H_kv, padded, *bounds), has_bounds, (dk, dv),
+        )  # fmt: skip
+
+    both = [keys(config.keys, True, config.values is None)]
+    if config.values is not None:
+        both.append(keys(config.values, False, True))
+    m, n = config.queries.block_m, config.queries.block_n
+    tail = S_k % n != 0 and not keys_hidden
+    queries = launch(
+        "attention_backward_queries", config.queries, -(-S_q // m), H, (m, m, m, n, n),
+        (*scales, S_q, S_k, H, padded, *bounds), has_bounds, (tail,),
+    )  # fmt: skip
+    rows = Launch(
+        "attention_backward_rows", device, dtype, (padded // PADDING * B * H, 1, 1), (PADDING, PADDING),
+        (S_q, H, padded), (PADDING, width), (("num_warps", 4),),
+    )  # fmt: skip
+    return Call(B * H * padded, rows, tuple(both), queries)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for the gradient of `tensor`: laid out like it where a descriptor can express that."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    if legal(tensor.shape, strides, tensor.dtype) is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def _launch(launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], pointers: tuple) -> None:
+    windows = tuple((tuple(x.shape), legal(x.shape, x.stride(), x.dtype)) for x in tensors)
+    kind = (launch.kernel, device, launch.dtype, launch.constants, launch.options)
+    rest = (*pointers, *launch.scalars, *launch.constants)
+    launcher = _compiled.get(kind)
+    if launcher is not None:
+        launcher.launch(launch.grid, device, tensors, windows, rest)
+        return
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from attnlib.kernels import backward as kernels
+
+    width = launch.constants[-1] if launch.kernel == "attention_backward_rows" else launch.constants[3]
+    descriptors = [
+        TensorDescriptor(tensor, list(shape), list(strides), [1, 1, n, width])
+        for tensor, (shape, strides), n in zip(tensors, windows, launch.blocks, strict=True)
+    ]
+    compiled = getattr(kernels, launch.kernel)[launch.grid](*descriptors, *rest, **dict(launch.options))
+    if compiled is not None:  # the interpreter compiles nothing
+        _compiled[kind] = Launcher(compiled)
