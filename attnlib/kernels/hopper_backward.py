@@ -1,4 +1,4 @@
-"""Exact attention, backward, for Hopper (sm_90a) in Gluon: dK and dV of a block of keys, dQ added up in memory.
+"""Exact attention, backward, for Hopper (sm_90a) in Gluon: dK and dV of a block of keys, dQ added up.
 
 One program per 128 keys of a key/value head: a producer warp that starts copies, and two consumer warpgroups
 of 64 keys each. A consumer keeps dK and dV of its keys in registers and visits the blocks of BLOCK_M queries
@@ -21,7 +21,7 @@ written its dS: the two need not march in step.
     S(j), dP(j)                                    wait for S: P
     dP(j), dV(j)                                   wait for dP: dS
     dV(j), dQ(j-1)                                 wait for dV: dO of j is free
-    dQ(j-1), dK(j), S(j+1)                         wait for dQ: add it to memory; dS(j) to shared memory
+    dQ(j-1), dK(j), S(j+1)                         wait for dQ: dS(j) to shared memory; add dQ to memory
     dK(j), S(j+1)                                  wait for dK: Q of j is free
 
 Step 0 has no dQ to form, and the last no S to start. They do it all the same, with whatever lies in shared
@@ -37,8 +37,8 @@ memory, and nobody looks at the result: that costs less than code for them.
     do_free[slot]    both consumers have released dO of j     producer, to fill j  (j // STAGES) & 1, flipped
     ds_full[buffer]  both consumers have written dS of j      each consumer        (j // 2) & 1
 
-Two buffers of dS need no barrier for their reuse: a consumer writes dS(j) after it has waited for its dQ(j-1),
-hence for ds_full of j-1, and the other had waited for its own dQ(j-2) before it arrived there.
+Two buffers of dS need no barrier for their reuse: a consumer writes dS(j) after it has waited for its
+dQ(j-1), hence for ds_full of j-1, and the other had waited for its own dQ(j-2) before it arrived there.
 
 With `named`, q_free, do_free and ds_full are the hardware's named barriers: an arrival at an mbarrier costs a
 synchronization of the warpgroup first. ds_full is then two, from either consumer to the other.
@@ -59,9 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
 
-NAMED_Q = gl.constexpr(8)  # the first of the hardware's 16 barriers that Triton leaves alone here
-NAMED_DO = gl.constexpr(10)
-NAMED_DS = gl.constexpr(12)
+NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -83,7 +81,8 @@ class Plan:
     causal: bool
     tail: bool
     block_m: int
-    stages: int
+    q_stages: int
+    do_stages: int
     ahead: bool
     early_dv: bool
     half_p: bool
@@ -96,9 +95,14 @@ class Plan:
         for field in fields(self):
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
+    # The hardware's barriers: of Q, of dO, and two of dS in either direction where so many are left.
+    named_do = property(lambda self: gl.constexpr(8 + self.q_stages.value))
+    named_ds = property(lambda self: gl.constexpr(8 + self.q_stages.value + self.do_stages.value))
+    ds_is_named = property(lambda self: gl.constexpr(self.named.value and self.named_ds.value <= 12))
+
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
-    dq_columns = property(lambda self: gl.constexpr(self.d.value if self.by_rows.value else self.d.value // 2))
+    dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
 
     # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d], of half of dQ [64, dq_columns].
     s_layout = property(lambda self: _accumulator(self.block_m.value))
@@ -126,10 +130,10 @@ class Memory(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
     v: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
-    q: gl.shared_memory_descriptor  # [stages, 1, 1, block_m, d]
-    do: gl.shared_memory_descriptor  # [stages, 1, 1, block_m, d]
-    lse: gl.shared_memory_descriptor  # [stages, 1, block_m]
-    delta: gl.shared_memory_descriptor  # [stages, 1, block_m]
+    q: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m, d]
+    do: gl.shared_memory_descriptor  # [do_stages, 1, 1, block_m, d]
+    lse: gl.shared_memory_descriptor  # [q_stages, 1, block_m]
+    delta: gl.shared_memory_descriptor  # [do_stages, 1, block_m]
     ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1 of both
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -164,13 +168,13 @@ def _log2(n):
 
 
 @gluon.jit
-def _slot(j, plan: gl.constexpr):
-    return j & (plan.stages - 1)
+def _slot(j, STAGES: gl.constexpr):
+    return j & (STAGES - 1)
 
 
 @gluon.jit
-def _parity(j, plan: gl.constexpr):
-    return (j >> _log2(plan.stages)) & 1
+def _parity(j, STAGES: gl.constexpr):
+    return (j >> _log2(STAGES)) & 1
 
 
 @gluon.constexpr_function
@@ -186,27 +190,27 @@ def _named_barrier(operation: gl.constexpr, number, threads: gl.constexpr):
 
 
 @gluon.jit
-def _release(bars, first: gl.constexpr, j, plan: gl.constexpr):
+def _release(bars, first: gl.constexpr, j, STAGES: gl.constexpr, plan: gl.constexpr):
     """This consumer needs Q, or dO, of block j no more."""
     if plan.named:
-        _named_barrier("arrive", first + _slot(j, plan), 288)
+        _named_barrier("arrive", first + _slot(j, STAGES), 288)
     else:
-        mbarrier.arrive(bars.index(_slot(j, plan)), count=1)
+        mbarrier.arrive(bars.index(_slot(j, STAGES)), count=1)
 
 
 @gluon.jit
-def _acquire(bars, first: gl.constexpr, j, plan: gl.constexpr):
+def _acquire(bars, first: gl.constexpr, j, STAGES: gl.constexpr, plan: gl.constexpr):
     if plan.named:
-        if j >= plan.stages:
-            _named_barrier("sync", first + _slot(j, plan), 288)
+        if j >= STAGES:
+            _named_barrier("sync", first + _slot(j, STAGES), 288)
     else:
-        mbarrier.wait(bars.index(_slot(j, plan)), _parity(j, plan) ^ 1)
+        mbarrier.wait(bars.index(_slot(j, STAGES)), _parity(j, STAGES) ^ 1)
 
 
 @gluon.jit
 def _tell_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
-    if plan.named:
-        _named_barrier("arrive", NAMED_DS + 2 * WG + (j & 1), 256)
+    if plan.ds_is_named:
+        _named_barrier("arrive", plan.named_ds + 2 * WG + (j & 1), 256)
     else:
         mbarrier.arrive(mem.ds_full.index(j & 1), count=1)
 
@@ -215,8 +219,8 @@ def _tell_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
 def _await_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     """The other consumer has written its dS of block j; there is none of block -1."""
     if j >= 0:
-        if plan.named:
-            _named_barrier("sync", NAMED_DS + 2 * (1 - WG) + (j & 1), 256)
+        if plan.ds_is_named:
+            _named_barrier("sync", plan.named_ds + 2 * (1 - WG) + (j & 1), 256)
         else:
             mbarrier.wait(mem.ds_full.index(j & 1), (j >> 1) & 1)
 
@@ -240,9 +244,9 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, mem, work, p
         )
     m = m_start
     for j in range(n):
-        slot = _slot(j, plan)
+        slot = _slot(j, plan.q_stages)
         bar = mem.q_full.index(slot)
-        _acquire(mem.q_free, NAMED_Q, j, plan)
+        _acquire(mem.q_free, NAMED_BARRIER, j, plan.q_stages, plan)
         mbarrier.expect(bar, q_bytes)
         tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m * plan.block_m, 0], bar, mem.q.index(slot))
         tma.async_copy_global_to_shared(
@@ -254,8 +258,9 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, mem, work, p
                 tma.async_copy_global_to_shared(
                     desc_v, [i_b, i_kv, i_n * 128 + w * 64, 0], mem.v_full, mem.v.index(w)
                 )
+        slot = _slot(j, plan.do_stages)
         bar = mem.do_full.index(slot)
-        _acquire(mem.do_free, NAMED_DO, j, plan)
+        _acquire(mem.do_free, plan.named_do, j, plan.do_stages, plan)
         mbarrier.expect(bar, do_bytes)
         tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m * plan.block_m, 0], bar, mem.do.index(slot))
         tma.async_copy_global_to_shared(
@@ -290,7 +295,7 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
     for w in gl.static_range(2):
         ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
-        k = _matrix(mem.k, w + _zero(j))  # [64, D]
+        k = _matrix(mem.k, w + _zero(j + 1))  # [64, D]; j is -1 or more
         if plan.by_rows:
             ds = ds.slice(WG * 64, 64, 1)
         else:
@@ -305,13 +310,15 @@ def _add_asm(n):
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",
-        f"setp.ne.b32 q, ${wanted}, 0;",
+        f"setp.eq.b32 q, ${wanted}, 0;",
+        "@q bra DONE;",
         "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;",
         f"add.s64 a, a, ${pointer};",
     ]
     for i in range(0, n, 4):
         four = ", ".join(f"${values + i + k}" for k in range(4))
-        lines.append(f"@q red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
+        lines.append(f"red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
+    lines.append("DONE:")
     lines += [f"mov.b32 ${outputs + i}, 0;" for i in range(n // 4)]
     return " ".join([*lines, "}"])
 
@@ -340,10 +347,19 @@ def _mask(p, first, work, plan: gl.constexpr):
     o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))  # [64]
     o_q = gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))  # [BLOCK_M]
     if plan.causal:
-        seen = (o_k + first)[:, None] <= o_q[None, :]  # [64, BLOCK_M]
+        # A thread has columns 8 i, 8 i + 1 plus one of 0, 2, 4, 6: taken to the left, the rest is constants.
+        seen = (o_k + first)[:, None] - (o_q & 6)[None, :] <= (o_q & ~6)[None, :]  # [64, BLOCK_M]
     else:
         seen = (o_k + first <= 0)[:, None]  # [64, 1]
     return gl.where(seen, p, 0.0)
+
+
+@gluon.jit
+def _here(x):
+    """x, of 16 bits; what is computed from it is computed after this, not as soon as x is there."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
@@ -379,17 +395,18 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     for j in range(n):
-        slot = _slot(j, plan)
-        q = _matrix(mem.q, slot)  # [BLOCK_M, D]
-        do = _matrix(mem.do, slot)  # [BLOCK_M, D]
+        q_slot = _slot(j, plan.q_stages)
+        do_slot = _slot(j, plan.do_stages)
+        q = _matrix(mem.q, q_slot)  # [BLOCK_M, D]
+        do = _matrix(mem.do, do_slot)  # [BLOCK_M, D]
 
         # 1. P, while dP is under way.
         if not plan.ahead:
-            mbarrier.wait(mem.q_full.index(slot), _parity(j, plan))
+            mbarrier.wait(mem.q_full.index(q_slot), _parity(j, plan.q_stages))
             s_token = _issue_scores(mem.k, q, j, WG, plan)
-        mbarrier.wait(mem.do_full.index(slot), _parity(j, plan))
+        mbarrier.wait(mem.do_full.index(do_slot), _parity(j, plan.do_stages))
         dp_token = _issue_scores(mem.v, do, j, WG, plan)
-        lse = mem.lse.index(slot).load(plan.s_layout)  # [1, BLOCK_M]
+        lse = mem.lse.index(q_slot).load(plan.s_layout)  # [1, BLOCK_M]
         if not plan.ahead:
             s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)
@@ -406,10 +423,10 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         dv_token = dv
         if plan.early_dv:
             dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
-        delta = mem.delta.index(slot).load(plan.s_layout)  # [1, BLOCK_M]
+        delta = mem.delta.index(do_slot).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(1 if plan.early_dv else 0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
-            p = gl.convert_layout(p_half, plan.s_layout).to(gl.float32)
+            p = gl.convert_layout(_here(p_half), plan.s_layout).to(gl.float32)
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
         if not plan.early_dv:
             dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
@@ -418,19 +435,20 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         _await_ds(mem, j - 1, WG, plan)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
-        _release(mem.do_free, NAMED_DO, j, plan)
+        _release(mem.do_free, plan.named_do, j, plan.do_stages, plan)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
         if plan.ahead:
+            next_slot = _slot(j + 1, plan.q_stages)
             if j + 1 < n:
-                mbarrier.wait(mem.q_full.index(_slot(j + 1, plan)), _parity(j + 1, plan))
-            s_token = _issue_scores(mem.k, _matrix(mem.q, _slot(j + 1, plan)), j, WG, plan)
+                mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1, plan.q_stages))
+            s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, WG, plan)
         dq = warpgroup_mma_wait(2 if plan.ahead else 1, deps=(dq_token,))
-        _add_dq(dq_ptr, offset_before, dq, j > 0, plan)
         mem.ds.index((j & 1) * 2 + WG).store(ds_half)
         fence_async_shared()
         _tell_ds(mem, j, WG, plan)
+        _add_dq(dq_ptr, offset_before, dq, j > 0, plan)  # not before the fence, which might wait for it
         dk = warpgroup_mma_wait(1 if plan.ahead else 0, deps=(dk_token,))
-        _release(mem.q_free, NAMED_Q, j, plan)
+        _release(mem.q_free, NAMED_BARRIER, j, plan.q_stages, plan)
         if plan.ahead:
             s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
@@ -475,20 +493,20 @@ def attention_backward_hopper(
     mem = Memory(
         _buffers(desc_k, 2),
         _buffers(desc_v, 2),
-        _buffers(desc_q, plan.stages),
-        _buffers(desc_do, plan.stages),
-        gl.allocate_shared_memory(gl.float32, [plan.stages, 1, plan.block_m], desc_lse.layout),
-        gl.allocate_shared_memory(gl.float32, [plan.stages, 1, plan.block_m], desc_lse.layout),
+        _buffers(desc_q, plan.q_stages),
+        _buffers(desc_do, plan.do_stages),
+        gl.allocate_shared_memory(gl.float32, [plan.q_stages, 1, plan.block_m], desc_lse.layout),
+        gl.allocate_shared_memory(gl.float32, [plan.do_stages, 1, plan.block_m], desc_lse.layout),
         gl.allocate_shared_memory(
             desc_k.dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
         ),
         _barriers(1, 1).index(0),  # k_full
         _barriers(1, 1).index(0),  # v_full
-        _barriers(plan.stages, 1),  # q_full
-        _barriers(plan.stages, 1),  # do_full
-        _barriers(plan.stages, 2),  # q_free
-        _barriers(plan.stages, 2),  # do_free
+        _barriers(plan.q_stages, 1),  # q_full
+        _barriers(plan.do_stages, 1),  # do_full
+        _barriers(plan.q_stages, 2),  # q_free
+        _barriers(plan.do_stages, 2),  # do_free
         _barriers(2, 2),  # ds_full
     )
     fence_async_shared()
