@@ -14,6 +14,9 @@ from attnlib.launcher import Launcher
 PADDING = 128
 """LSE and delta are kept for rows padded to a multiple of this, so that tiles read them without a mask."""
 
+ROWS = 32
+"""Rows of a block of `attention_backward_rows`; divides PADDING."""
+
 _compiled: dict[tuple, Launcher] = {}
 """(device, dtype, kernel, constants, options) -> launcher of the compiled kernel."""
 
@@ -50,31 +53,31 @@ def backward(
     d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
     dq, dk, dv = (_like(x) for x in (q, k, v))
     call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, config)
-    lse2, delta = torch.empty(2, call.rows, dtype=torch.float32, device=q.device)
-    _launch(call.rows_launch, device, (out, d_out), (lse, lse2, delta))
+    rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
+    _launch(call.rows_launch, device, (out, d_out), (lse, rows))
     for keys in call.keys_launches:
-        _launch(keys, device, (q, d_out, k, v, dk, dv), (lse2, delta))
-    _launch(call.queries_launch, device, (q, d_out, dq, k, v), (lse2, delta))
+        _launch(keys, device, (q, d_out, k, v, dk, dv, rows))
+    _launch(call.queries_launch, device, (q, d_out, dq, k, v, rows))
     return dq, dk, dv
 
 
 class Launch(NamedTuple):
-    """One kernel's launch. `blocks`: rows of a block of each descriptor; `options`: of the compiler."""
+    """One kernel's launch. blocks: of each descriptor; options: of the compiler."""
 
     kernel: str
     device: int
     dtype: torch.dtype
     grid: tuple[int, int, int]
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     scalars: tuple
     constants: tuple
     options: tuple[tuple[str, int], ...]
 
 
 class Call(NamedTuple):
-    """What calls share that differ in nothing but addresses. rows: of lse2 and of delta, over all heads."""
+    """What calls share that differ in nothing but addresses. rows_shape: of the memory for lse2 and delta."""
 
-    rows: int
+    rows_shape: tuple[int, int, int]
     rows_launch: Launch
     keys_launches: tuple[Launch, ...]
     queries_launch: Launch
@@ -110,27 +113,31 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
         grid = (tiled * heads * B, 1, 1) if flat else grid
         return Launch(kernel, device, dtype, grid, blocks, scalars, constants, options)
 
+    def tiles(tile: Tile, which: str) -> tuple[tuple[int, ...], ...]:
+        """Blocks of the descriptors: m(atrices of queries), n (of keys), and a row vector."""
+        rows = {"m": (1, 1, tile.block_m, width), "n": (1, 1, tile.block_n, width), "r": (1, 1, tile.block_m)}
+        return tuple(rows[letter] for letter in which)
+
     def keys(tile: Tile, dk: bool, dv: bool) -> Launch:
-        m, n = tile.block_m, tile.block_n
         return launch(
-            "attention_backward_keys", tile, -(-S_k // n), H_kv, (m, m, n, n, n, n),
-            (*scales, S_q, S_k, H_kv, padded, *bounds), has_bounds, (dk, dv),
+            "attention_backward_keys", tile, -(-S_k // tile.block_n), H_kv, tiles(tile, "mmnnnnr"),
+            (*scales, S_q, S_k, H_kv, *bounds), has_bounds, (dk, dv),
         )  # fmt: skip
 
     both = [keys(config.keys, True, config.values is None)]
     if config.values is not None:
         both.append(keys(config.values, False, True))
-    m, n = config.queries.block_m, config.queries.block_n
-    tail = S_k % n != 0 and not keys_hidden
+    tile = config.queries
+    tail = S_k % tile.block_n != 0 and not keys_hidden
     queries = launch(
-        "attention_backward_queries", config.queries, -(-S_q // m), H, (m, m, m, n, n),
-        (*scales, S_q, S_k, H, padded, *bounds), has_bounds, (tail,),
+        "attention_backward_queries", tile, -(-S_q // tile.block_m), H, tiles(tile, "mmmnnr"),
+        (*scales, S_q, S_k, H, *bounds), has_bounds, (tail,),
     )  # fmt: skip
     rows = Launch(
-        "attention_backward_rows", device, dtype, (padded // PADDING * B * H, 1, 1), (PADDING, PADDING),
-        (S_q, H, padded), (PADDING, width), (("num_warps", 4),),
+        "attention_backward_rows", device, dtype, (padded // ROWS * B * H, 1, 1), ((1, 1, ROWS, width),) * 2,
+        (S_q, H, padded), (ROWS, width), (("num_warps", 4),),
     )  # fmt: skip
-    return Call(B * H * padded, rows, tuple(both), queries)
+    return Call((2, B * H, padded), rows, tuple(both), queries)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +148,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
-def _launch(launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], pointers: tuple) -> None:
+def _launch(launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], pointers: tuple = ()) -> None:
     windows = tuple((tuple(x.shape), legal(x.shape, x.stride(), x.dtype)) for x in tensors)
     kind = (launch.kernel, device, launch.dtype, launch.constants, launch.options)
     rest = (*pointers, *launch.scalars, *launch.constants)
@@ -153,10 +160,9 @@ def _launch(launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], poin
 
     from attnlib.kernels import backward as kernels
 
-    width = launch.constants[-1] if launch.kernel == "attention_backward_rows" else launch.constants[3]
     descriptors = [
-        TensorDescriptor(tensor, list(shape), list(strides), [1, 1, n, width])
-        for tensor, (shape, strides), n in zip(tensors, windows, launch.blocks, strict=True)
+        TensorDescriptor(tensor, list(shape), list(strides), list(block))
+        for tensor, (shape, strides), block in zip(tensors, windows, launch.blocks, strict=True)
     ]
     compiled = getattr(kernels, launch.kernel)[launch.grid](*descriptors, *rest, **dict(launch.options))
     if compiled is not None:  # the interpreter compiles nothing

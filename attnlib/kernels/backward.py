@@ -33,6 +33,17 @@ def _store_tile(desc, b_x, i_b, i_h, row, ROWS: tl.constexpr, BLOCK_D: tl.conste
 
 
 @triton.jit
+def _load_rows(desc_rows, which, i_bh, row, BLOCK_M: tl.constexpr):
+    # Through a descriptor, though it is a vector: TMA writes it to shared memory once, while every thread of
+    # a plain load would fetch the quarter of it that its columns need.
+    return desc_rows.load([which, i_bh, row]).reshape([BLOCK_M])  # [BLOCK_M]
+
+
+LSE2 = tl.constexpr(0)  # places in desc_rows
+DELTA = tl.constexpr(1)
+
+
+@triton.jit
 def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
     """(block, head, batch) of this program. Grid: (blocks * SECTION, H / SECTION, B); FLAT: their product."""
     place, section, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -47,7 +58,7 @@ def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
 def attention_backward_rows(
     desc_o, desc_do,  # (B, H, S_q, D)
     lse_ptr,  # (B, H, S_q), natural logarithm
-    lse2_ptr, delta_ptr,  # (B, H, padded)
+    rows_ptr,  # (2, B * H, padded)
     S_q, H,
     padded,  # S_q rounded up to whole tiles
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -65,8 +76,9 @@ def attention_backward_rows(
     head = i_bh.to(tl.int64)
     b_lse = tl.load(lse_ptr + head * S_q + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
     b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    tl.store(lse2_ptr + head * padded + o_m, b_lse2)
-    tl.store(delta_ptr + head * padded + o_m, b_delta)
+    heads = tl.num_programs(0) // num_m
+    tl.store(rows_ptr + (LSE2 * heads + head) * padded + o_m, b_lse2)
+    tl.store(rows_ptr + (DELTA * heads + head) * padded + o_m, b_delta)
 
 
 @triton.jit
@@ -83,7 +95,7 @@ def _visible(o_m, o_n, diagonal, lowest, S_k, RIGHT: tl.constexpr, LEFT: tl.cons
 
 
 @triton.jit
-def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, first, end, o_n,
+def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, first, end, o_n,
                  qk_scale, diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr,
                  LEFT: tl.constexpr, FLIP: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
                  NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -93,7 +105,8 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b
         row = i * BLOCK_M
         o_m = row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         b_q = _load_tile(desc_q, i_b, i_h, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        b_lse2 = tl.load(lse2_ptr + rows + o_m)  # [BLOCK_M]
+        b_lse2 = _load_rows(desc_rows, LSE2, i_bh, row, BLOCK_M)  # [BLOCK_M]
+        b_delta = _load_rows(desc_rows, DELTA, i_bh, row, BLOCK_M)  # [BLOCK_M]
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         b_do = _load_tile(desc_do, i_b, i_h, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         if WANT_DK:
@@ -107,22 +120,20 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b
         if WANT_DV:
             b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
         if WANT_DK:
-            b_delta = tl.load(delta_ptr + rows + o_m)  # [BLOCK_M]
             b_dst = b_pt * (b_dpt - b_delta[None, :])  # [BLOCK_N, BLOCK_M]
             b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H_kv", "padded", "right", "left"])
+@triton.jit(do_not_specialize=["S_q", "S_k", "H_kv", "right", "left"])
 def attention_backward_keys(
     desc_q, desc_do,  # (B, H, S_q, D)
     desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    lse2_ptr, delta_ptr,  # (B, H, padded)
+    desc_rows,  # (2, B * H, padded): lse2 and delta
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
     S_q, S_k,
     H_kv,  # key/value heads
-    padded,
     right, left,  # bounds of the band
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -161,21 +172,21 @@ def attention_backward_keys(
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for g in range(GROUP):
         i_h = i_kv * GROUP + g
-        rows = (i_b * H_kv * GROUP + i_h).to(tl.int64) * padded
+        i_bh = i_b * H_kv * GROUP + i_h
         if RIGHT:
             b_dk, b_dv = _query_tiles(
-                b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, first, full, o_n,
+                b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, first, full, o_n,
                 qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
                 BLOCK_M, BLOCK_D, PRECISION,
             )  # fmt: skip
         b_dk, b_dv = _query_tiles(
-            b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, full, part, o_n,
+            b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, full, part, o_n,
             qk_scale, diagonal, lowest, S_k, False, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
             BLOCK_M, BLOCK_D, PRECISION,
         )  # fmt: skip
         if LEFT:
             b_dk, b_dv = _query_tiles(
-                b_dk, b_dv, b_k, b_v, desc_q, desc_do, lse2_ptr, delta_ptr, i_b, i_h, rows, part, end, o_n,
+                b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, part, end, o_n,
                 qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
                 BLOCK_M, BLOCK_D, PRECISION,
             )  # fmt: skip
@@ -211,16 +222,15 @@ def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, firs
     return b_dq
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H", "padded", "right", "left"])
+@triton.jit(do_not_specialize=["S_q", "S_k", "H", "right", "left"])
 def attention_backward_queries(
     desc_q, desc_do, desc_dq,  # (B, H, S_q, D)
     desc_k, desc_v,  # (B, H_kv, S_k, D)
-    lse2_ptr, delta_ptr,  # (B, H, padded)
+    desc_rows,  # (2, B * H, padded): lse2 and delta
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
     S_q, S_k,
     H,  # query heads
-    padded,
     right, left,  # bounds of the band
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -255,9 +265,8 @@ def attention_backward_queries(
 
     b_q = _load_tile(desc_q, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_do = _load_tile(desc_do, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    rows = (i_b * H + i_h).to(tl.int64) * padded
-    b_lse2 = tl.load(lse2_ptr + rows + o_m)  # [BLOCK_M]
-    b_delta = tl.load(delta_ptr + rows + o_m)  # [BLOCK_M]
+    b_lse2 = _load_rows(desc_rows, LSE2, i_b * H + i_h, start, BLOCK_M)  # [BLOCK_M]
+    b_delta = _load_rows(desc_rows, DELTA, i_b * H + i_h, start, BLOCK_M)  # [BLOCK_M]
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if LEFT:
         b_dq = _key_tiles(

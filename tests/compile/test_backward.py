@@ -1,0 +1,74 @@
+"""The portable backward kernels compiled for sm_90: what a gradient would run on an H100 or H200."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from launches import jobs_of
+
+from attnlib import inspect_sm90, launch_backward
+from attnlib.band import Band
+from attnlib.configs_backward import backward_config
+from attnlib.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.kernels import backward as kernels
+
+BANDS = {"causal": Band(None, 0), "dense": Band(None, None), "window": Band(100, 20)}
+LENGTHS = {"whole": (256, 256), "tail": (250, 250)}
+CASES = [
+    *product((64, 128, 256), ("float16", "bfloat16"), BANDS, LENGTHS),
+    *product((64, 128, 256), ("float32",), ("causal",), ("tail",)),
+]
+SPILLS = {("float16", "window"): 16, ("bfloat16", "window"): 16, ("float32", "causal"): 200}
+"""4-byte words of a thread that may spill, by dtype and band; none unless listed."""
+
+
+def jobs(head_dim: int, dtype: str, mask: str, lengths: str) -> list[inspect_sm90.Job]:
+    queries, keys = LENGTHS[lengths]
+    q = torch.zeros(1, 2, queries, head_dim, dtype=getattr(torch, dtype))
+    k = torch.zeros(1, 1, keys, head_dim, dtype=q.dtype)
+    lse = torch.zeros(1, 2, queries)
+    config = backward_config(head_dim, dtype, (9, 0))
+    return jobs_of(
+        kernels, lambda: launch_backward.backward(q, q, k, k, q, lse, BANDS[mask], 0.1, config=config)
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, dict[str, Stats]]:
+    """All at once: the compiler's start-up costs more than a kernel."""
+    wanted = {case: jobs(*case) for case in CASES}
+    flat = [job for found in wanted.values() for job in found]
+    stats = iter(inspect_sm90.compile_all(flat))
+    return {
+        case: {f"{job.kernel_name}-{n}": next(stats) for n, job in enumerate(found)}
+        for case, found in wanted.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_compiles_well(compiled: dict[tuple, dict[str, Stats]], case: tuple) -> None:
+    head_dim, dtype, mask, _ = case
+    assert len(compiled[case]) == (4 if head_dim == 256 and dtype != "float32" else 3)
+    for name, stats in compiled[case].items():
+        print(f"{name}: {stats.registers} registers, {stats.spills} words spilled")
+        assert stats.spills <= SPILLS.get((dtype, mask), 0), name
+        assert stats.warnings == (), f"{name}: wgmma serialized?"
+        assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0, name
+        assert stats.opcodes.get("UTMALDG"), f"{name}: no TMA"
+        assert not stats.opcodes.get("HMMA"), f"{name}: a product without the warpgroup instruction"
+        products = "rows" not in name and dtype != "float32"
+        assert bool(stats.opcodes.get("HGMMA")) == products, name
+        assert not any(text.startswith(("ATOM", "RED")) for text in stats.opcodes), f"{name}: atomics"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_loop_has_no_mask(compiled: dict[tuple, dict[str, Stats]], head_dim: int) -> None:
+    """A mask is one select for each score of a thread; the loop with the fewest is the one without."""
+    for name, stats in compiled[head_dim, "float16", "causal", "whole"].items():
+        if "rows" not in name:
+            selects = [loop.get("FSEL", 0) for loop in stats.loops]
+            exponentials = [loop["MUFU.EX2"] for loop in stats.loops]
+            assert len(selects) == 2, name
+            assert max(selects) >= exponentials[0] > 4 * min(selects), name
