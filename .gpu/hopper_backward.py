@@ -23,15 +23,17 @@ VARIANTS = {
     "d64 q4": (64, replace(_CHOSEN[64], q_stages=4)),
     "d64 late dv": (64, replace(_CHOSEN[64], early_dv=False)),
     "d64 bm64": (64, C(64, 2, 2, named=True)),
-    "d64 bm64 st4": (64, C(64, 4, 4)),
+    "d64 mbar l2 32M": (64, replace(_CHOSEN[64], l2_bytes=32 << 20, named=False)),
     "d128": (128, _CHOSEN[128]),
     "d128 mbar": (128, replace(_CHOSEN[128], named=False)),
     "d128 q4": (128, replace(_CHOSEN[128], q_stages=4)),
-    "d128 st4 mbar": (128, C(64, 4, 4)),
+    "d128 l2 32M": (128, replace(_CHOSEN[128], l2_bytes=32 << 20)),
+    "d128 l2 8M": (128, replace(_CHOSEN[128], l2_bytes=8 << 20)),
     "d128 half p": (128, replace(_CHOSEN[128], half_p=True)),
     "d128 late dv": (128, replace(_CHOSEN[128], early_dv=False)),
 }
 VARIANTS |= {"d256": (256, _CHOSEN[256])} if 256 in _CHOSEN else {}
+WITHOUT = "no add", "no add, no dS barriers"  # see hopper_backward_without.py
 MAIN = {"d64", "d128", "d256"}  # checked on all cases, others on every fourth
 LIMIT_S = 100  # for a case, most of it compiling
 
@@ -166,6 +168,33 @@ def run_checks(names):
     return [name for name in names if name in good]
 
 
+def ablate(label, warm):
+    """In a child: time the chosen configurations without something; `warm`: only compile."""
+    import torch
+    from hopper_backward_without import leave_out
+    from triton.testing import do_bench
+
+    from attnlib import launch_hopper_backward
+    from attnlib.band import band
+
+    leave_out(label)
+    for d in (64, 128):
+        B, H, S, D = TASK[d]
+        q, k, v, d_out = (torch.randn(B, H, S, D, device="cuda", dtype=torch.float16) for _ in range(4))
+        lse = torch.full((B, H, S), 20.0, device="cuda")
+        arguments = d_out, q, k, v, q, lse, band(True, None), D**-0.5
+
+        def call(arguments=arguments):
+            launch_hopper_backward.backward(*arguments)
+
+        call()
+        torch.cuda.synchronize()
+        if not warm:
+            ms = do_bench(call, warmup=10, rep=100, return_mode="median")
+            tf = 2.5 * 4 * B * H * S * S * D / 2 / ms / 1e9
+            print(f"  d{d} {label}: {ms:.3f} ms, {tf:.0f} TFLOP/s", flush=True)
+
+
 def times(names):
     """In a child."""
     for d in TASK:
@@ -203,8 +232,8 @@ def times_of(B, H, S, D, mine):
     rounds = {name: [] for name in calls}
     for name in calls:  # compile
         found = calls[name]()
-        error = max((a - b).abs().max().item() for a, b in zip(found, reference, strict=True))
-        rounds[name].append(error)
+        error = [(a - b).abs().max().item() for a, b in zip(found, reference, strict=True)]
+        rounds[name].append(" ".join(f"{x:.1e}" for x in error))
     for r in range(5):
         for name in random.Random(r).sample(list(calls), len(calls)):
             rounds[name].append(do_bench(calls[name], warmup=10, rep=60, return_mode="median"))
@@ -214,17 +243,17 @@ def times_of(B, H, S, D, mine):
         middle = sorted(ms)[2]
         tf = [flop / x / 1e9 for x in (max(ms), middle, min(ms))]
         print(f"  {name:14s} {middle:7.3f} ms  {tf[1]:6.1f} TFLOP/s ({tf[0]:.0f}..{tf[2]:.0f})  "
-              f"{base / middle:.3f} x cuDNN, differs by {error:.1e}", flush=True)  # fmt: skip
+              f"{base / middle:.3f} x cuDNN, differs by {error}", flush=True)  # fmt: skip
     # What goes around the kernel.
     config = next(iter(mine.values()))
     call = launch_hopper_backward._prepare(
         q.shape, k.shape, q.dtype, q.get_device(), band(True, None), D**-0.5, config
     )
-    lse2, delta = torch.empty(2, *call.rows, device="cuda")
+    rows = torch.empty(call.rows_shape, device="cuda")
     sums, dq = torch.zeros(call.sums, device="cuda"), torch.empty_like(q)
     parts = {
         "rows": lambda: launch_backward._launch(
-            call.rows_launch, q.get_device(), (out, d_out), (lse, lse2, delta)
+            call.rows_launch, q.get_device(), (out, d_out), (lse, rows)
         ),
         "zeros": lambda: torch.zeros(call.sums, device="cuda"),
         "convert": lambda: launch_hopper_backward._convert(sums, dq, 1.0, call),
@@ -236,19 +265,33 @@ def times_of(B, H, S, D, mine):
 def main():
     names = sys.argv[1:] or list(VARIANTS)
     start = time.time()
+    children = [subprocess.Popen([sys.executable, __file__, "--ablate", x, "warm"]) for x in WITHOUT]
     good = run_checks(names)
+    for child in children:
+        try:
+            child.wait(30)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            print("ablation: HANG")
     print(f"checked in {time.time() - start:.0f} s; timing {', '.join(good) or 'nothing'}", flush=True)
     if good:
         try:
             subprocess.run([sys.executable, __file__, "--time", *good], timeout=180, check=False)
         except subprocess.TimeoutExpired:
             print("timing: HANG")
+    for label in WITHOUT:
+        try:
+            subprocess.run([sys.executable, __file__, "--ablate", label], timeout=60, check=False)
+        except subprocess.TimeoutExpired:
+            print("ablation: HANG")
     print(f"{time.time() - start:.0f} s in all")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--check"]:
         check(sys.argv[2])
+    elif sys.argv[1:2] == ["--ablate"]:
+        ablate(sys.argv[2], sys.argv[3:] == ["warm"])
     elif sys.argv[1:2] == ["--time"]:
         times(sys.argv[2:])
     else:

@@ -15,7 +15,7 @@ from attnlib.configs_backward_hopper import (
     hopper_backward_config,
 )
 from attnlib.launch import LIMIT, LOG2_E, PREPARED, legal, readable
-from attnlib.launch_backward import PADDING, Launch, _launch, _like
+from attnlib.launch_backward import PADDING, ROWS, Launch, _launch, _like
 from attnlib.launcher import Launcher
 
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -73,10 +73,10 @@ def backward(
     d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
     dq, dk, dv = (_like(x) for x in (q, k, v))
     call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, config)
-    lse2, delta = torch.empty(2, *call.rows, dtype=torch.float32, device=q.device)
-    _launch(call.rows_launch, device, (out, d_out), (lse, lse2, delta))
+    rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
+    _launch(call.rows_launch, device, (out, d_out), (lse, rows))
     sums = torch.zeros(call.sums, dtype=torch.float32, device=q.device)
-    tensors = q, k, v, d_out, dk, dv, lse2, delta
+    tensors = q, k, v, d_out, dk, dv, rows
     windows = tuple((tuple(x.shape), legal(x.shape, x.stride(), x.dtype)) for x in tensors)
     found = _compiled.get(call.kind)
     if found is None:
@@ -91,14 +91,14 @@ def backward(
 class Call(NamedTuple):
     """What calls share that differ in nothing but addresses.
 
-    kind: what the compiled code depends on; rows: shape of lse2 and of delta; sums: elements of the buffer
-    for dQ; blocks: of 64 rows that a head has in it.
+    kind: what the compiled code depends on; rows_shape: of the memory for lse2 and delta; sums: elements of
+    the buffer for dQ; blocks: of 64 rows that a head has in it.
     """
 
     kind: tuple
     programs: int
     scalars: tuple
-    rows: tuple[int, int]
+    rows_shape: tuple[int, int, int]
     rows_launch: Launch
     sums: int
     blocks: int
@@ -124,11 +124,11 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
         sm_scale * LOG2_E, sm_scale, S_q, S_k, H, H // H_kv, B * H_kv, section, num_m, num_n,
     )  # fmt: skip
     rows = Launch(
-        "attention_backward_rows", device, dtype, (padded // PADDING * B * H, 1, 1), (PADDING, PADDING),
-        (S_q, H, padded), (PADDING, block_d(D)), (("num_warps", 4),),
+        "attention_backward_rows", device, dtype, (padded // ROWS * B * H, 1, 1),
+        ((1, 1, ROWS, block_d(D)),) * 2, (S_q, H, padded), (ROWS, block_d(D)), (("num_warps", 4),),
     )  # fmt: skip
     blocks = num_m * config.block_m // 64
-    return Call(kind, programs, scalars, (B * H, padded), rows, B * H * blocks * 64 * width, blocks)
+    return Call(kind, programs, scalars, (2, B * H, padded), rows, B * H * blocks * 64 * width, blocks)
 
 
 def _first_launch(tensors: tuple[torch.Tensor, ...], windows: tuple, sums: torch.Tensor, call: Call) -> tuple:
@@ -152,15 +152,15 @@ def _first_launch(tensors: tuple[torch.Tensor, ...], windows: tuple, sums: torch
 
 def shared_layout(gl, block: list[int], dtype: torch.dtype):
     """How a tile lies in shared memory: swizzled, or, one row of float32, as it is."""
-    if len(block) == 2:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    if len(block) == 3:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, _HALF[dtype]))
 
 
 def blocks(width: int, config: HopperBackwardConfig) -> tuple[list[int], ...]:
-    """What one copy of Q, K, V, dO, dK, dV, LSE2 and delta moves."""
+    """What one copy of Q, K, V, dO, dK, dV, and LSE2 or delta moves."""
     queries, keys = [1, 1, config.block_m, width], [1, 1, 64, width]
-    return queries, keys, keys, queries, keys, keys, [1, config.block_m], [1, config.block_m]
+    return queries, keys, keys, queries, keys, keys, [1, 1, config.block_m]
 
 
 def make_plan(plan_class, width: int, causal: bool, tail: bool, config: HopperBackwardConfig):

@@ -59,6 +59,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
 
+LSE2 = gl.constexpr(0)  # places in desc_rows
+DELTA = gl.constexpr(1)
 NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
 
 
@@ -132,8 +134,8 @@ class Memory(NamedTuple):
     v: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
     q: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [do_stages, 1, 1, block_m, d]
-    lse: gl.shared_memory_descriptor  # [q_stages, 1, block_m]
-    delta: gl.shared_memory_descriptor  # [do_stages, 1, block_m]
+    lse: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m]
+    delta: gl.shared_memory_descriptor  # [do_stages, 1, 1, block_m]
     ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1 of both
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -229,14 +231,14 @@ def _await_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _produce(desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, mem, work, plan: gl.constexpr):
+def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
     i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
     i_b = i_bkv // (work.H // work.GROUP)
     i_kv = i_bkv % (work.H // work.GROUP)
     i_h = i_kv * work.GROUP
     n = (work.num_m - m_start) * work.GROUP
-    q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_lse.block_type.nbytes
-    do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_delta.block_type.nbytes
+    q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
+    do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
     mbarrier.expect(mem.k_full, 2 * desc_k.block_type.nbytes)
     for w in gl.static_range(2):
         tma.async_copy_global_to_shared(
@@ -250,7 +252,7 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, mem, work, p
         mbarrier.expect(bar, q_bytes)
         tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m * plan.block_m, 0], bar, mem.q.index(slot))
         tma.async_copy_global_to_shared(
-            desc_lse, [i_b * work.H + i_h, m * plan.block_m], bar, mem.lse.index(slot)
+            desc_rows, [LSE2, i_b * work.H + i_h, m * plan.block_m], bar, mem.lse.index(slot)
         )
         if j == 0:
             mbarrier.expect(mem.v_full, 2 * desc_v.block_type.nbytes)
@@ -264,7 +266,7 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, mem, work, p
         mbarrier.expect(bar, do_bytes)
         tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m * plan.block_m, 0], bar, mem.do.index(slot))
         tma.async_copy_global_to_shared(
-            desc_delta, [i_b * work.H + i_h, m * plan.block_m], bar, mem.delta.index(slot)
+            desc_rows, [DELTA, i_b * work.H + i_h, m * plan.block_m], bar, mem.delta.index(slot)
         )
         m += 1
         if m == work.num_m:
@@ -329,10 +331,20 @@ def _add_constraints(n):
 
 
 @gluon.jit
-def _add_dq(dq_ptr, offset, dq, wanted, plan: gl.constexpr):
-    """Add [64, DQ_COLUMNS] to memory as it lies in registers: four values of a thread, two columns of two
-    rows, are 16 bytes, and the 128 threads follow each other. Without `wanted`, do nothing."""
+def _before(block, m, m_start):
+    """The block of queries of the step before: the one before this, or the last of the head before."""
+    # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
+    # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
+    return block - 1 - gl.where(m == m_start, m_start, 0)
+
+
+@gluon.jit
+def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
+    """Add [64, DQ_COLUMNS] to this consumer's part of a block, of [BLOCK_M / 64, D / 8, 512] in memory, as it
+    lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the 128 threads
+    follow each other. Without `wanted`, do nothing."""
     n: gl.constexpr = plan.dq_columns // 2  # elements of dq in a thread
+    offset = block.to(gl.int64) * (plan.block_m * plan.d) + WG * 64 * plan.dq_columns
     address = (dq_ptr + offset).to(gl.int64)
     gl.inline_asm_elementwise(
         _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8, is_pure=False,
@@ -380,11 +392,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
     n = (work.num_m - m_start) * work.GROUP
     row = i_n * 128 + WG * 64  # first key
 
-    # dQ of a block: [BLOCK_M / 64, D / 8, 512] from `offset` on, of which this consumer adds to a part.
-    block: gl.constexpr = plan.block_m * plan.d
-    half: gl.constexpr = 64 * plan.dq_columns
-    offset = ((i_b * work.H + i_kv * work.GROUP).to(gl.int64) * work.num_m + m_start) * block + WG * half
-    offset_before = offset
+    block = (i_b * work.H + i_kv * work.GROUP) * work.num_m + m_start  # of queries, over all heads
     m = m_start
 
     mbarrier.wait(mem.k_full, 0)
@@ -406,7 +414,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
             s_token = _issue_scores(mem.k, q, j, WG, plan)
         mbarrier.wait(mem.do_full.index(do_slot), _parity(j, plan.do_stages))
         dp_token = _issue_scores(mem.v, do, j, WG, plan)
-        lse = mem.lse.index(q_slot).load(plan.s_layout)  # [1, BLOCK_M]
+        lse = mem.lse.index(q_slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         if not plan.ahead:
             s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)
@@ -423,7 +431,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         dv_token = dv
         if plan.early_dv:
             dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
-        delta = mem.delta.index(do_slot).load(plan.s_layout)  # [1, BLOCK_M]
+        delta = mem.delta.index(do_slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(1 if plan.early_dv else 0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
             p = gl.convert_layout(_here(p_half), plan.s_layout).to(gl.float32)
@@ -446,24 +454,24 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         mem.ds.index((j & 1) * 2 + WG).store(ds_half)
         fence_async_shared()
         _tell_ds(mem, j, WG, plan)
-        _add_dq(dq_ptr, offset_before, dq, j > 0, plan)  # not before the fence, which might wait for it
+        # Not before the fence, which might wait for it.
+        _add_dq(dq_ptr, _before(block, m, m_start), dq, j > 0, WG, plan)
         dk = warpgroup_mma_wait(1 if plan.ahead else 0, deps=(dk_token,))
         _release(mem.q_free, NAMED_BARRIER, j, plan.q_stages, plan)
         if plan.ahead:
             s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
-        offset_before = offset
-        offset += block
+        block += 1
         m += 1
         if m == work.num_m:
             m = m_start
-            offset += m_start * block
+            block += m_start
 
     _await_ds(mem, n - 1, WG, plan)
     dq_token = _issue_dq(mem, n - 1, WG, plan)
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), i_b, i_kv, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    _add_dq(dq_ptr, offset_before, dq, n > 0, plan)
+    _add_dq(dq_ptr, _before(block, m, m_start), dq, n > 0, WG, plan)
     tma.store_wait(0)
     _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), i_b, i_kv, row)
     tma.store_wait(0)
@@ -476,7 +484,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
 def attention_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_lse, desc_delta,  # (B * H, num_m * BLOCK_M), float32
+    desc_rows,  # (2, B * H, S_q rounded up to 128), float32: LSE2, and delta
     dq_ptr,  # float32, see hopper_backward_passes
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
@@ -495,8 +503,8 @@ def attention_backward_hopper(
         _buffers(desc_v, 2),
         _buffers(desc_q, plan.q_stages),
         _buffers(desc_do, plan.do_stages),
-        gl.allocate_shared_memory(gl.float32, [plan.q_stages, 1, plan.block_m], desc_lse.layout),
-        gl.allocate_shared_memory(gl.float32, [plan.do_stages, 1, plan.block_m], desc_lse.layout),
+        gl.allocate_shared_memory(gl.float32, [plan.q_stages, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [plan.do_stages, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(
             desc_k.dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
@@ -515,5 +523,5 @@ def attention_backward_hopper(
     gl.warp_specialize([
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, mem, work, plan)),
+        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
     ], [4, 1], [plan.consumer_registers, plan.producer_registers])
