@@ -1,4 +1,4 @@
-"""Device functions of the Hopper backward kernel that do nothing: what the real ones cost is the difference."""
+"""Functions of the Hopper backward kernel that do nothing: the difference is what the real ones cost."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
