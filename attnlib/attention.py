@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 
 from attnlib import launch, launch_hopper
+from attnlib.band import band
 from attnlib.configs import ForwardConfig, HopperConfig
 
 Implementation = Literal["hopper", "triton", "reference"]
@@ -81,9 +82,9 @@ def attention(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=No
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
     elif kernel == "hopper":
-        out, lse = launch_hopper.forward(q, k, v, causal, scale, return_lse)
+        out, lse = launch_hopper.forward(q, k, v, band(causal, None), scale, return_lse)
     elif kernel == "triton":
-        out, lse = launch.forward(q, k, v, causal, scale, return_lse)
+        out, lse = launch.forward(q, k, v, band(causal, None), scale, return_lse)
     else:
         from attnlib.reference import attention_fp64
 
@@ -126,7 +127,7 @@ def explain(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=None
     if kernel == "hopper":
         configuration = launch_hopper.configuration(q.shape, q.get_device())
     elif kernel == "triton":
-        configuration = launch.configuration(q, k, causal)
+        configuration = launch.configuration(q, k, band(causal, None))
     if q.numel() == 0 or k.shape[2] == 0:
         reason += "; nothing to compute, so nothing is launched"
     return Choice(kernel, configuration, reason)

@@ -15,7 +15,8 @@ class ForwardConfig:
         block_n: keys of one step of its loop; at most `block_m`.
         num_warps: warps of one program; four make a warpgroup.
         num_stages: key/value tiles in flight; more stages hide more latency and take more shared memory.
-        order: in which a program visits its keys, and where the mask is; see the kernel's module.
+        order: in which a program visits its keys, and where the mask is; see the kernel's module. "late" has
+            no form with a left edge.
         q_in_registers: keep Q in registers instead of shared memory.
         heads_per_section: heads whose row blocks are launched together, at most; it has to divide all heads.
         max_registers: bound on the registers of a thread that the compiler must keep, None for no bound.
@@ -91,6 +92,11 @@ def forward_config(
     if arch is None or arch[0] == 9:
         return (_HOPPER_SHORT if keys <= SHORT else _HOPPER)[width]
     return _PORTABLE[width]
+
+
+def upwards(config: ForwardConfig) -> ForwardConfig:
+    """The same in an order that can have a left edge."""
+    return replace(config, order="two loops") if config.order == "late" else config
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Job:
         text = Path(self.kernel_file).read_text()
         steps = re.findall(r'load_step\("(\w+)"\)', text)  # kernel cells that this one builds on
         fields = [_VERSION, text, *map(_step_source, steps), sys.version_info[:2], _triton_version()]
+        if "from attnlib.kernels" in text:  # a kernel made of functions in more than one file
+            fields += [path.read_text() for path in sorted(Path(self.kernel_file).parent.glob("*.py"))]
         fields += [self.kernel_name, self.signature, self.constexprs, self.num_warps, self.num_stages]
         fields += [self.max_registers]
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -8,7 +8,20 @@ import torch
 from attnlib.band import Band, Packed
 from attnlib.configs import block_d
 from attnlib.configs_backward import BackwardConfig, Tile, backward_config
-from attnlib.launch import GRID_YZ, LIMIT, PREPARED, capability, exp2_scale, interpreted, legal, readable
+from attnlib.launch import (
+    GRID_YZ,
+    LIMIT,
+    PREPARED,
+    Lengths,
+    capability,
+    dimensions,
+    exp2_scale,
+    interpreted,
+    legal,
+    lengths_of,
+    ragged,
+    readable,
+)
 from attnlib.launcher import Launcher
 
 PADDING = 128
@@ -37,11 +50,10 @@ def backward(
     """Gradients of attention, the kernels of `kernels.backward`, on valid arguments, none of them empty.
 
     d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous, as `forward`
-    returned it. Returns (dq, dk, dv), laid out like q, k, v where a descriptor can express that. The result
-    is always deterministic. `config` replaces what `backward_config` chooses.
+    returned it. With `packed` d_out, q, out: (Tq, H, D); k, v: (Tk, Hkv, D); lse: (H, Tq). Returns (dq, dk,
+    dv), laid out like q, k, v where a descriptor can express that. The result is always deterministic.
+    `config` replaces what `backward_config` chooses.
     """
-    if packed is not None:
-        raise NotImplementedError("packed: the backward of packed sequences")
     if q.dtype == torch.bfloat16 and interpreted():  # its bfloat16 dot is wrong (triton 3.6)
         tensors = (x.float() for x in (d_out, q, k, v, out))
         found = backward(*tensors, lse, band, sm_scale, packed, deterministic, config)
@@ -52,12 +64,13 @@ def backward(
             return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
     d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
     dq, dk, dv = (_like(x) for x in (q, k, v))
-    call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, config)
+    call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, lengths_of(packed), config)
+    cu = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    _launch(call.rows_launch, device, (out, d_out), (lse, rows))
+    _launch(call.rows_launch, device, (out, d_out), (lse, rows, cu[0]))
     for keys in call.keys_launches:
-        _launch(keys, device, (q, d_out, k, v, dk, dv, rows))
-    _launch(call.queries_launch, device, (q, d_out, dq, k, v, rows))
+        _launch(keys, device, (q, d_out, k, v, dk, dv, rows), cu)
+    _launch(call.queries_launch, device, (q, d_out, dq, k, v, rows), cu)
     return dq, dk, dv
 
 
@@ -67,6 +80,7 @@ class Launch(NamedTuple):
     kernel: str
     device: int
     dtype: torch.dtype
+    packed: bool
     grid: tuple[int, int, int]
     blocks: tuple[tuple[int, ...], ...]
     scalars: tuple
@@ -84,20 +98,28 @@ class Call(NamedTuple):
 
 
 @lru_cache(PREPARED)
-def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, config) -> Call:
-    B, H, S_q, D = q_shape
-    _, H_kv, S_k, _ = k_shape
+def _prepare(
+    q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, lengths: Lengths | None, config
+) -> Call:
+    B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
+    D, packed = q_shape[-1], lengths is not None
     if config is None:
         arch = None if interpreted() else capability(device)
         config = backward_config(D, str(dtype).removeprefix("torch."), arch)
-    width, padded = block_d(D), -(-S_q // PADDING) * PADDING
+    width, tiles_q = block_d(D), -(-S_q // PADDING)
+    rows_shape = (2, H, (q_shape[0] // PADDING + B) * PADDING) if packed else (2, B * H, tiles_q * PADDING)
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    if max(B * H * padded // 16, B * H_kv * S_k, S_k) >= LIMIT:
-        raise ValueError(f"q, k: expected fewer than 2^31 rows and keys over all heads, got {S_q} and {S_k}")
+    blocks_q = tiles_q * (PADDING // ROWS) * B * H
+    if max(blocks_q, rows_shape[2], B * H_kv * S_k // 16, S_k) >= LIMIT:
+        raise ValueError(
+            f"q, k: expected fewer than 2^31 rows, keys and blocks of {ROWS} rows over all heads, got {S_q}, "
+            f"{S_k} and {blocks_q}"
+        )
     scales = (exp2_scale(sm_scale), sm_scale)
-    bounds = (band.right or 0, band.left or 0)
+    # Beyond these a bound bounds nothing; and int32 holds their sums with a length.
+    bounds = (min(band.right or 0, S_q), min(band.left or 0, S_k))
     has_bounds = (band.right is not None, band.left is not None)
-    keys_hidden = band.right is not None and band.right <= 0  # keys past S_k, by the right bound
+    keys_hidden = band.right == 0  # by the right bound: keys past S_k
 
     def launch(kernel, tile: Tile, tiled: int, heads: int, blocks, scalars, before, after) -> Launch:
         section = max(n for n in range(1, tile.heads_per_section + 1) if heads % n == 0)
@@ -111,11 +133,13 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
         if tile.max_registers is not None:
             options += (("maxnreg", tile.max_registers),)
         grid = (tiled * heads * B, 1, 1) if flat else grid
-        return Launch(kernel, device, dtype, grid, blocks, scalars, constants, options)
+        return Launch(kernel, device, dtype, packed, grid, blocks, scalars, constants, options)
 
     def tiles(tile: Tile, which: str) -> tuple[tuple[int, ...], ...]:
-        """Blocks of the descriptors: m(atrices of queries), n (of keys), and a row vector."""
-        rows = {"m": (1, 1, tile.block_m, width), "n": (1, 1, tile.block_n, width), "r": (1, 1, tile.block_m)}
+        """Blocks of the descriptors: "m" of queries, "n" of keys, "r" of a vector with a value per query."""
+        ones = (1, 1, 1) if packed else (1, 1)
+        m, n = tile.block_m, tile.block_n
+        rows = {"m": (*ones, m, width), "n": (*ones, n, width), "r": (1, 1, m)}
         return tuple(rows[letter] for letter in which)
 
     def keys(tile: Tile, dk: bool, dv: bool) -> Launch:
@@ -128,16 +152,17 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
     if config.values is not None:
         both.append(keys(config.values, False, True))
     tile = config.queries
-    tail = S_k % tile.block_n != 0 and not keys_hidden
+    tail = (packed or S_k % tile.block_n != 0) and not keys_hidden
     queries = launch(
         "attention_backward_queries", tile, -(-S_q // tile.block_m), H, tiles(tile, "mmmnnr"),
         (*scales, S_q, S_k, H, *bounds), has_bounds, (tail,),
     )  # fmt: skip
+    block = (*((1, 1, 1) if packed else (1, 1)), ROWS, width)
     rows = Launch(
-        "attention_backward_rows", device, dtype, (padded // ROWS * B * H, 1, 1), ((1, 1, ROWS, width),) * 2,
-        (S_q, H, padded), (ROWS, width), (("num_warps", 4),),
+        "attention_backward_rows", device, dtype, packed, (blocks_q, 1, 1), (block, block),
+        (S_q, q_shape[0] if packed else None, H, B, rows_shape[2]), (ROWS, width), (("num_warps", 4),),
     )  # fmt: skip
-    return Call((2, B * H, padded), rows, tuple(both), queries)
+    return Call(rows_shape, rows, tuple(both), queries)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,9 +173,19 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
-def _launch(launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], pointers: tuple = ()) -> None:
-    windows = tuple((tuple(x.shape), legal(x.shape, x.stride(), x.dtype)) for x in tensors)
-    kind = (launch.kernel, device, launch.dtype, launch.constants, launch.options)
+@lru_cache(PREPARED)
+def _window(shape, strides, dtype, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a descriptor; one of rank 5 is for packed sequences."""
+    strides = legal(shape, strides, dtype)
+    return ragged(shape, strides) if rank == 5 else (tuple(shape), strides)
+
+
+def _launch(launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], pointers: tuple) -> None:
+    windows = tuple(
+        _window(x.shape, x.stride(), x.dtype, len(block))
+        for x, block in zip(tensors, launch.blocks, strict=True)
+    )
+    kind = (launch.kernel, device, launch.dtype, launch.packed, launch.constants, launch.options)
     rest = (*pointers, *launch.scalars, *launch.constants)
     launcher = _compiled.get(kind)
     if launcher is not None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib.band import Band, band
 from attnlib.shapes import Shape
 
 INPUTS = ("normal", "large", "outlier", "constant", "sink")
@@ -47,20 +48,23 @@ def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
     return Shape(batch, heads, seqlen, head_dim, causal, dtype, k.shape[1], k.shape[2])
 
 
-def _row_blocks(shape: Shape, device: torch.device, itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row, end row, visible keys): blocks of query rows whose scores fit in a fixed number of
-    bytes.
+def _row_blocks(
+    shape: Shape, seen: Band, device: torch.device, itemsize: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first row, end row, first key, end key): blocks of query rows whose scores fit in a fixed number
+    of bytes, and the keys that some row of a block sees.
 
-    Causal masks are bottom-right: row i sees the keys j <= i + Sk - Sq. Rows that see no key are not yielded,
-    and keys that no row of a block sees are cut off, which halves the work of a square causal call.
+    Rows that see no key are not yielded: with a bound on the right, the first S_q - S_k - right.
     """
     shift = shape.keys - shape.seqlen
-    first = max(0, -shift) if shape.causal else 0
+    first = 0 if seen.right is None else max(0, -(shift + seen.right))
     row_bytes = shape.batch * shape.heads * shape.keys * itemsize
     rows = max(1, min(shape.seqlen, _BLOCK_BYTES.get(device.type, _BLOCK_BYTES["cpu"]) // row_bytes))
     for start in range(first, shape.seqlen, rows):
         end = min(start + rows, shape.seqlen)
-        yield start, end, min(shape.keys, end + shift) if shape.causal else shape.keys
+        left = 0 if seen.left is None else max(0, start + shift - seen.left)
+        right = shape.keys if seen.right is None else min(shape.keys, end + shift + seen.right)
+        yield start, end, left, right
 
 
 def _grouped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -68,70 +72,155 @@ def _grouped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     return x.reshape(shape.batch, shape.kv_heads, -1, shape.head_dim)
 
 
-def _mask_diagonal(scores: torch.Tensor, shape: Shape, start: int, end: int) -> None:
-    """Write -inf above the diagonal of the scores [B, H_kv, H/H_kv * rows, visible] of rows start..end-1."""
-    shift = shape.keys - shape.seqlen
-    visible = scores.shape[-1]
-    left = start + shift + 1  # the first key that some row of this block does not see
-    if not shape.causal or left >= visible:
-        return
-    rows = torch.arange(start, end, device=scores.device)[:, None]
-    keys = torch.arange(left, visible, device=scores.device)[None, :]
-    hidden = keys > rows + shift  # [rows, visible - left]
-    scores.view(shape.batch, shape.heads, end - start, visible)[..., left:].masked_fill_(hidden, -math.inf)
+def _hide(
+    scores: torch.Tensor, shape: Shape, seen: Band, start: int, end: int, left: int
+) -> torch.Tensor | None:
+    """Write -inf to the scores [B, H_kv, H/H_kv * rows, keys] of rows start..end-1 and keys from `left` on
+    wherever a row does not see a key. Returns what they see, [H/H_kv * rows, keys] bool; None for all."""
+    if seen == Band(None, None):
+        return None
+    place = torch.arange(start, end, device=scores.device)[:, None] + (shape.keys - shape.seqlen)
+    keys = torch.arange(left, left + scores.shape[-1], device=scores.device)[None, :]
+    visible = torch.ones(end - start, scores.shape[-1], dtype=torch.bool, device=scores.device)
+    if seen.right is not None:
+        visible &= keys <= place + seen.right
+    if seen.left is not None:
+        visible &= keys >= place - seen.left
+    visible = visible.repeat(shape.heads // shape.kv_heads, 1)
+    scores.masked_fill_(~visible, -math.inf)
+    return visible
+
+
+def _weighted(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """P V, [B, H_kv, rows, keys] x [B, H_kv, keys, D], to which values that a row does not see add nothing:
+    not even those that are infinite or NaN, of which 0 times as much would be NaN.
+    """
+    if visible is None or bool(v.isfinite().all()):
+        return p @ v
+    out = p @ v.masked_fill(~v.isfinite(), 0.0)
+
+    def meet(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Where a row of `rows` has a key in common with a column of `values`, both bool."""
+        return rows.to(p.dtype) @ values.to(p.dtype) > 0
+
+    some = p > 0
+    out = out.masked_fill(meet(some, v == math.inf), math.inf)
+    out = out + torch.zeros_like(out).masked_fill_(meet(some, v == -math.inf), -math.inf)
+    undefined = meet(visible, v.isnan()) | meet(visible & (p == 0), v.isinf())
+    return out.masked_fill(undefined, math.nan)
 
 
 @torch.no_grad()
 def attention_fp64(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, sm_scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention in fp64, the truth of every test.
 
     q is (B, H, Sq, D); k and v are (B, H_kv, Sk, D), H a multiple of H_kv; any float dtype. `sm_scale`
-    defaults to 1/sqrt(D). Returns out (B, H, Sq, D) and the natural-log LSE (B, H, Sq), both fp64. A causal
-    row with no visible key (Sq > Sk) has out 0 and LSE -inf. Works over blocks of query rows: about 1 GiB of
-    scratch on a GPU.
+    defaults to 1/sqrt(D). Query i stands at p = i + Sk - Sq and sees, with window=(left, right), the keys
+    p - left .. p + right; -1 is no bound, and `causal` bounds the right at 0. Returns out (B, H, Sq, D) and
+    the natural-log LSE (B, H, Sq), both fp64. A row that sees no key has out 0 and LSE -inf, and what a row
+    does not see does not reach it, not even NaN. Works over blocks of query rows: about 1 GiB of scratch on a
+    GPU.
     """
-    shape = _shape_of(q, k, v, causal)
+    shape, seen = _shape_of(q, k, v, causal), band(causal, window)
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
     k64, v64 = k.double(), v.double()
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
-    for start, end, visible in _row_blocks(shape, q.device, 8):
+    for start, end, left, right in _row_blocks(shape, seen, q.device, 8):
         b_q = _grouped(q[:, :, start:end].double() * scale, shape)
-        scores = b_q @ k64[:, :, :visible].transpose(-1, -2)  # [B, H_kv, H/H_kv * rows, visible]
-        _mask_diagonal(scores, shape, start, end)
+        scores = b_q @ k64[:, :, left:right].transpose(-1, -2)  # [B, H_kv, H/H_kv * rows, keys]
+        visible = _hide(scores, shape, seen, start, end, left)
         m = scores.amax(-1, keepdim=True)
         p = scores.sub_(m).exp_()
         l = p.sum(-1, keepdim=True)  # noqa: E741  (m and l are the names used through the book)
         rows = (shape.batch, shape.heads, end - start)
-        out[:, :, start:end] = ((p @ v64[:, :, :visible]) / l).view(*rows, shape.head_dim)
+        out[:, :, start:end] = (_weighted(p, v64[:, :, left:right], visible) / l).view(*rows, shape.head_dim)
         lse[:, :, start:end] = (m + l.log()).view(rows)
     return out, lse
 
 
 @torch.no_grad()
 def attention_math(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, sm_scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
 ) -> torch.Tensor:
     """Dense attention as plain PyTorch computes it in the dtype of the inputs: the yardstick of the error
     budget.
 
     Scores, softmax and the product with V are each rounded to the input dtype, as eager code does. (SDPA's
     own math backend works in fp32 inside since torch 2.5, which would make the budget a single rounding.)
-    Shapes as `attention_fp64`; returns out (B, H, Sq, D) in the input dtype. Works over blocks of query rows,
-    which changes no result because rows are independent.
+    Arguments as `attention_fp64`; returns out (B, H, Sq, D) in the input dtype. Works over blocks of query
+    rows, which changes no result because rows are independent.
     """
-    shape = _shape_of(q, k, v, causal)
+    shape, seen = _shape_of(q, k, v, causal), band(causal, window)
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    for start, end, visible in _row_blocks(shape, q.device, 4):
+    for start, end, left, right in _row_blocks(shape, seen, q.device, 4):
         b_q = _grouped(q[:, :, start:end] * scale, shape)
-        scores = b_q @ k[:, :, :visible].transpose(-1, -2)
-        _mask_diagonal(scores, shape, start, end)
+        scores = b_q @ k[:, :, left:right].transpose(-1, -2)
+        visible = _hide(scores, shape, seen, start, end, left)
         p = torch.softmax(scores, -1)
-        b_out = p @ v[:, :, :visible]
+        b_out = _weighted(p, v[:, :, left:right], visible)
         out[:, :, start:end] = b_out.view(shape.batch, shape.heads, end - start, shape.head_dim)
+    return out
+
+
+def sequences(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Yield (rows, (q, k, v)) of each of the packed sequences that has queries and keys: q as (1, H, Sq, D),
+    k and v as (1, H_kv, Sk, D)."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for rows, keys in zip(*(map(slice, ends, ends[1:]) for ends in (ends_q, ends_k)), strict=True):
+        if rows.start < rows.stop and keys.start < keys.stop:
+            parts = (x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys)))
+            yield rows, tuple(parts)
+
+
+@torch.no_grad()
+def attention_varlen_fp64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_fp64` of packed sequences, one after the other.
+
+    q is (Tq, H, D), k and v are (Tk, H_kv, D); rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q belong to
+    sequence b, and likewise keys. Returns out (Tq, H, D) and LSE (H, Tq), both fp64. Rows of a sequence
+    without keys have out 0 and LSE -inf.
+    """
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
+    for rows, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        b_out, b_lse = attention_fp64(*parts, causal=causal, window=window, sm_scale=sm_scale)
+        out[rows], lse[:, rows] = b_out[0].transpose(0, 1), b_lse[0]
+    return out, lse
+
+
+def _varlen_math(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments) -> torch.Tensor:
+    """`attention_math` of packed sequences."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for rows, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        out[rows] = attention_math(*parts, **arguments)[0].transpose(0, 1)
     return out
 
 
@@ -171,7 +260,10 @@ class Oracle:
         oracle = Oracle(q, k, v, causal=True)
         oracle.judge(attention(q, k, v, causal=True)).raise_if_bad("my kernel")
 
-    Attributes: `out` (B, H, Sq, D) and `lse` (B, H, Sq) in fp64, `budget`, `lse_tolerance` (absolute).
+    With cu_seqlens=(cu_seqlens_q, cu_seqlens_k) the input is packed sequences, see `attention_varlen_fp64`.
+
+    Attributes: `out` (B, H, Sq, D) and `lse` (B, H, Sq) in fp64, or (Tq, H, D) and (H, Tq), `budget`,
+    `lse_tolerance` (absolute).
     """
 
     def __init__(
@@ -181,10 +273,18 @@ class Oracle:
         v: torch.Tensor,
         causal: bool = False,
         sm_scale: float | None = None,
+        *,
+        window: tuple[int, int] | None = None,
+        cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.dtype = q.dtype
-        self.out, self.lse = attention_fp64(q, k, v, causal=causal, sm_scale=sm_scale)
-        plain = attention_math(q, k, v, causal=causal, sm_scale=sm_scale).double().sub_(self.out)
+        truth, yardstick = attention_fp64, attention_math
+        if cu_seqlens is not None:
+            truth, yardstick = attention_varlen_fp64, _varlen_math
+        tensors = q, k, v, *(cu_seqlens or ())
+        how = {"causal": causal, "window": window, "sm_scale": sm_scale}
+        self.out, self.lse = truth(*tensors, **how)
+        plain = yardstick(*tensors, **how).double().sub_(self.out)
         math_max, math_rms = _max_rms(plain)
         rounding = self.out.to(self.dtype).double().sub_(self.out)
         round_max, round_rms = _max_rms(rounding)
@@ -204,7 +304,7 @@ class Oracle:
 
     @torch.no_grad()
     def judge(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Verdict:
-        """Compare an output (B, H, Sq, D), and its natural-log LSE (B, H, Sq) when given, with the truth.
+        """Compare an output, and its natural-log LSE when given, with the truth.
 
         Never raises for a wrong result: shape, dtype, non-finite values and errors above the budget all give
         a Verdict with ok=False and a reason.
@@ -249,10 +349,16 @@ class Oracle:
 
 
 def error_budget(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, sm_scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
 ) -> Budget:
     """The budget for these inputs; an `Oracle` gives it together with the truth."""
-    return Oracle(q, k, v, causal, sm_scale).budget
+    return Oracle(q, k, v, causal, sm_scale, window=window).budget
 
 
 def check(
@@ -262,11 +368,12 @@ def check(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    window: tuple[int, int] | None = None,
     sm_scale: float | None = None,
     lse: torch.Tensor | None = None,
 ) -> Verdict:
     """Judge one output; use an `Oracle` for several outputs of the same input."""
-    return Oracle(q, k, v, causal, sm_scale).judge(out, lse)
+    return Oracle(q, k, v, causal, sm_scale, window=window).judge(out, lse)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib import attention, launch
+from attnlib.band import Band, band
 from attnlib.configs import ForwardConfig, Order, forward_config
 from attnlib.reference import Oracle, make_inputs
 from attnlib.shapes import Shape
@@ -47,13 +48,14 @@ OTHER_CONFIGS = [
     ForwardConfig(32, 16, num_warps=4, num_stages=1, q_in_registers=True),
 ]
 ORDERS = get_args(Order)
+CAUSAL = Band(None, 0)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
 @pytest.mark.parametrize("config", OTHER_CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}")
 def test_result_does_not_depend_on_the_configuration(config, causal, device):
     q, k, v = make_inputs(Shape(1, 4, 140, 64, heads_kv=2, seqlen_k=129), device=device)
-    out, lse = launch.forward(q, k, v, causal, 0.125, True, config)
+    out, lse = launch.forward(q, k, v, band(causal, None), 0.125, True, config=config)
     judge_forward(out, lse, Oracle(q, k, v, causal), repr(config))
 
 
@@ -69,7 +71,7 @@ def test_every_order_of_the_loop(order, tile, sm_scale, causal, device):
     for queries, keys in LENGTHS:
         q, k, v = make_inputs(Shape(1, 2, queries, 32, heads_kv=1, seqlen_k=keys), device=device)
         config = ForwardConfig(*tile, 4, 2, order=order, q_in_registers=order != "one loop")
-        out, lse = launch.forward(q, k, v, causal, sm_scale, True, config)
+        out, lse = launch.forward(q, k, v, band(causal, None), sm_scale, True, config=config)
         judge_forward(out, lse, Oracle(q, k, v, causal, sm_scale), f"{queries}x{keys}")
 
 
@@ -78,13 +80,13 @@ def test_more_heads_than_a_grid_has_rows(section, monkeypatch, device):
     """Where the second or the third dimension of the grid is too short, there is only the first."""
     q, k, v = make_inputs(Shape(2, 12, 150, 16, heads_kv=6), device=device)
     config = ForwardConfig(64, 32, 4, 2, heads_per_section=section)
-    expected = launch.forward(q, k, v, True, 0.125, True, config)
+    expected = launch.forward(q, k, v, CAUSAL, 0.125, True, config=config)
     monkeypatch.setattr(launch, "GRID_YZ", 1)
     launch._prepare.cache_clear()
     try:
-        found = launch.forward(q, k, v, True, 0.125, True, config)
+        found = launch.forward(q, k, v, CAUSAL, 0.125, True, config=config)
         shape = q.shape, k.shape, q.stride(), k.stride(), v.stride()
-        call = launch._prepare(*shape, q.dtype, q.get_device(), True, 0.125, True, config)
+        call = launch._prepare(*shape, q.dtype, q.get_device(), CAUSAL, 0.125, True, None, config)
     finally:
         launch._prepare.cache_clear()
     assert call.grid == (3 * 2 * 12, 1, 1)

@@ -49,7 +49,7 @@ def launched(monkeypatch):
     names = []
 
     def stand_in(name):
-        def forward(q, k, v, causal, scale, return_lse):
+        def forward(q, k, v, band, scale, return_lse):
             names.append(name)
             return torch.empty(0), torch.empty(0)
 

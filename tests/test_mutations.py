@@ -76,8 +76,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the diagonal is aligned at the top left",
-        "diagonal = S_k - S_q",
-        "diagonal = 0",
+        "shift = S_k - S_q",
+        "shift = 0",
         "B1 H2 S17x200 D64 causal fp16", WRONG_VALUES,
     ),
     Mutation(
@@ -88,8 +88,8 @@ MUTATIONS = [
     ),
     Mutation(
         "keys past the end take part in a call that is not causal",
-        "MASKED: tl.constexpr = CAUSAL or HAS_TAIL",
-        "MASKED: tl.constexpr = CAUSAL",
+        "MASKED: tl.constexpr = DIAGONAL or HAS_TAIL or",
+        "MASKED: tl.constexpr = DIAGONAL or",
         "B1 H2 S129 D64 dense fp16", WRONG_VALUES,
     ),
     Mutation(
@@ -106,14 +106,14 @@ MUTATIONS = [
     ),
     Mutation(
         "keys upwards: the last tile is skipped",
-        "unmasked, last + 1, last_key, qk_scale",
-        "unmasked, last, last_key, qk_scale",
+        "end = last + 1",
+        "end = last",
         "B1 H2/1 S33x70 D256 causal fp16", WRONG_VALUES,
     ),
     Mutation(
         "keys upwards: the tiles without a mask are visited again with one",
-        "unmasked, last + 1, last_key, qk_scale",
-        "0, last + 1, last_key, qk_scale",
+        "first = unmasked",
+        "first = 0",
         "B1 H2/1 S33x70 D256 causal fp16", WRONG_VALUES,
     ),
     Mutation(
@@ -124,7 +124,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the values of the last tile are skipped",
-        "b_acc = _add_values(b_acc, b_p, alpha, desc_v, i_b, i_kv, 0, BLOCK_N, BLOCK_D, PRECISION)",
+        "b_acc = _add_values(b_acc, b_p, alpha, desc_v, at_k, 0, BLOCK_N, BLOCK_D, PRECISION)",
         "b_acc = b_acc",
         "B1 H2 S129 D64 causal fp16", WRONG_VALUES,
     ),

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from attnlib import reference
-from attnlib.reference import INPUTS, Oracle, attention_fp64, attention_math, check, make_inputs
+from attnlib.reference import (
+    INPUTS,
+    Oracle,
+    attention_fp64,
+    attention_math,
+    attention_varlen_fp64,
+    check,
+    make_inputs,
+)
 from attnlib.shapes import Shape
 
 SHAPES = [
@@ -21,14 +29,23 @@ SHAPES = [
 ]
 
 
-def dense_fp64(q, k, v, causal, scale):
+WINDOWS = [(0, 0), (5, 0), (0, 7), (20, 3), (-1, 4), (30, -1), (-1, -1), (1000, 1000)]
+
+
+def dense_fp64(q, k, v, causal, scale, window=(-1, -1)):
     """The definition, with the whole score matrix and no blocks."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = q.double() @ k.transpose(-1, -2) * scale
+    visible, shift = torch.ones(scores.shape[-2:], dtype=torch.bool), k.shape[2] - q.shape[2]
+    left, right = window
+    if left >= 0:
+        visible = visible.triu(shift - left)
+    if right >= 0:
+        visible = visible.tril(shift + right)
     if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        scores = scores.masked_fill(~visible, -math.inf)
+        visible = visible.tril(shift)
+    scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, -1)
     return torch.nan_to_num(torch.exp(scores - lse[..., None])) @ v, lse
 
@@ -50,6 +67,74 @@ def test_fp64_agrees_with_the_definition_in_blocks_of_any_size(shape, rows, monk
     assert out.dtype == lse.dtype == torch.float64
     torch.testing.assert_close(out, want_out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
+def test_windows_agree_with_the_definition(window, causal, monkeypatch):
+    for shape in SHAPES:
+        q, k, v = make_inputs(shape, device="cpu")
+        want_out, want_lse = dense_fp64(q, k, v, causal, 0.3, window)
+        row_bytes = shape.batch * shape.heads * shape.keys * 8
+        for rows in (7, 1000):
+            monkeypatch.setitem(reference._BLOCK_BYTES, "cpu", rows * row_bytes)
+            out, lse = attention_fp64(q, k, v, causal=causal, window=window, sm_scale=0.3)
+            torch.testing.assert_close(out, want_out, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+        plain = attention_math(q, k, v, causal=causal, window=window, sm_scale=0.3)
+        torch.testing.assert_close(plain.double(), want_out, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("function", [attention_fp64, attention_math])
+def test_what_a_row_does_not_see_does_not_reach_it(function, bad):
+    q, k, v = make_inputs(Shape(1, 4, 40, 16, heads_kv=2, dtype="float32"), device="cpu")
+    arguments = {"causal": True, "window": (9, -1)}
+    want = function(q, k, v, **arguments)
+    k[0, 1, 20], v[0, 1, 20], v[0, 1, 23, 5] = math.nan, bad, bad
+    got = function(q, k, v, **arguments)
+    if function is attention_fp64:
+        want, got = want[0], got[0]
+    reached = (got != want).any(-1)  # [B, H, S]
+    assert reached[0, 2:, 20:33].all() and reached.sum() == 2 * 13, "rows 20 to 32 of the heads of key head 1"
+    assert got[0, 2:, 20:30].isnan().all()
+    row = got[0, 2:, 31]
+    assert not row[:, torch.arange(16) != 5].isnan().any(), "only column 5 of the values of key 23"
+    assert row[:, 5].isnan().all() if math.isnan(bad) else (row[:, 5] == bad).all()
+
+
+def packed_inputs(lengths_q, lengths_k, heads=4, kv_heads=2, dtype=torch.float16):
+    """q, k, v packed, and both cu_seqlens."""
+    generator = torch.Generator().manual_seed(0)
+    ends = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)]
+    sizes = (sum(lengths_q), heads), (sum(lengths_k), kv_heads), (sum(lengths_k), kv_heads)
+    return [torch.randn(*size, 16, generator=generator).to(dtype) for size in sizes], ends
+
+
+@pytest.mark.parametrize("window", [None, (5, 2)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
+def test_packed_sequences_are_so_many_calls(causal, window):
+    (q, k, v), ends = packed_inputs([3, 0, 17, 1, 6, 9], [3, 4, 30, 0, 2, 9])
+    out, lse = attention_varlen_fp64(q, k, v, *ends, causal=causal, window=window)
+    assert out.shape == q.shape and lse.shape == (4, 36) and out.dtype == lse.dtype == torch.float64
+    for rows, keys in [((0, 3), (0, 3)), ((3, 20), (7, 37)), ((21, 27), (37, 39)), ((27, 36), (39, 48))]:
+        parts = (x[slice(*part)].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys)))
+        want_out, want_lse = attention_fp64(*parts, causal=causal, window=window)
+        assert torch.equal(out[slice(*rows)].transpose(0, 1), want_out[0])
+        assert torch.equal(lse[:, slice(*rows)], want_lse[0])
+    assert not out[20].any() and (lse[:, 20] == -math.inf).all(), "a row of a sequence without keys"
+
+
+def test_an_oracle_of_packed_sequences_judges():
+    (q, k, v), ends = packed_inputs([3, 17, 1, 6], [3, 30, 0, 2])
+    oracle = Oracle(q, k, v, True, window=(8, -1), cu_seqlens=ends)
+    good, lse = oracle.out.half(), oracle.lse.float()
+    assert oracle.judge(good, lse).ok
+    assert 0 < oracle.budget.rms < oracle.budget.max < 0.1
+    fewer = [end.clamp(max=20) for end in ends]
+    assert not oracle.judge(attention_varlen_fp64(q, k, v, *fewer, causal=True, window=(8, -1))[0].half()).ok
+    assert not oracle.judge(good, lse.flip(1)).ok
+    assert "expected shape (27, 4, 16)" in oracle.judge(good[None]).reason
 
 
 def test_default_scale_and_strided_inputs():

@@ -15,32 +15,50 @@ that the same inputs give the same bits (notebook 13):
 - `attention_backward_queries`: dQ. A program owns a block of queries and visits the keys they see.
 
 Padding rows have an LSE of +inf, and so has a row with nothing to attend to: P is 0 there, without a mask.
+Packed sequences are read and written as the forward does it, see `kernels.forward`; of lse2 and delta each
+sequence has its own rows, padded to whole tiles.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _load_tile(desc, i_b, i_h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    # Rows past the end of the sequence and columns past the head dimension arrive as zeros.
-    return desc.load([i_b, i_h, row, 0]).reshape([ROWS, BLOCK_D])  # [ROWS, BLOCK_D]
-
-
-@triton.jit
-def _store_tile(desc, b_x, i_b, i_h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    desc.store([i_b, i_h, row, 0], b_x.to(desc.dtype).reshape([1, 1, ROWS, BLOCK_D]))
-
-
-@triton.jit
-def _load_rows(desc_rows, which, i_bh, row, BLOCK_M: tl.constexpr):
-    # Through a descriptor, though it is a vector: TMA writes it to shared memory once, while every thread of
-    # a plain load would fetch the quarter of it that its columns need.
-    return desc_rows.load([which, i_bh, row]).reshape([BLOCK_M])  # [BLOCK_M]
-
+from attnlib.kernels.forward import RAGGED, _load_tile
 
 LSE2 = tl.constexpr(0)  # places in desc_rows
 DELTA = tl.constexpr(1)
+PADDING = tl.constexpr(128)  # rows in desc_rows come in multiples of this, as in `launch_backward`
+
+
+@triton.jit
+def _store_tile(desc, b_x, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`at` as in `_load_tile`."""
+    b_x = b_x.to(desc.dtype)
+    if len(at) == 2:
+        desc.store([at[0], at[1], row, 0], b_x.reshape([1, 1, ROWS, BLOCK_D]))
+    else:
+        desc.store([RAGGED, at[0], at[1], at[2] + row, 0], b_x.reshape([1, 1, 1, ROWS, BLOCK_D]))
+
+
+@triton.jit
+def _load_rows(desc_rows, which, at, row, BLOCK_M: tl.constexpr):
+    """`at`: (batch * head, 0), or of packed sequences (head, the first row of this one)."""
+    # Through a descriptor, though it is a vector: TMA writes it to shared memory once, while every thread of
+    # a plain load would fetch the quarter of it that its columns need.
+    return desc_rows.load([which, at[0], at[1] + row]).reshape([BLOCK_M])  # [BLOCK_M]
+
+
+@triton.jit
+def _sequence(cu, i_b):
+    """(end, length) of a packed sequence."""
+    end = tl.load(cu + i_b + 1)
+    return end, end - tl.load(cu + i_b)
+
+
+@triton.jit
+def _padded_start(start, i_b):
+    """The first row in desc_rows of the packed sequence that starts at `start`: a multiple of PADDING, and
+    far enough from that of the one before it whatever the lengths are."""
+    return (start // PADDING + i_b) * PADDING
 
 
 @triton.jit
@@ -54,31 +72,44 @@ def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
     return place // SECTION, section * SECTION + place % SECTION, i_b
 
 
-@triton.jit(do_not_specialize=["S_q", "H", "padded"])
+@triton.jit(do_not_specialize=["S_q", "T_q", "H", "B", "padded"])
 def attention_backward_rows(
-    desc_o, desc_do,  # (B, H, S_q, D)
-    lse_ptr,  # (B, H, S_q), natural logarithm
-    rows_ptr,  # (2, B * H, padded)
-    S_q, H,
-    padded,  # S_q rounded up to whole tiles
+    desc_o, desc_do,  # (B, H, S_q, D), or packed (T_q, H, D)
+    lse_ptr,  # (B, H, S_q), or packed (H, T_q); natural logarithm
+    rows_ptr,  # (2, B * H, padded), or packed (2, H, padded)
+    cu_q,  # (B + 1), None unless packed
+    S_q,  # packed: the longest
+    T_q,  # None unless packed
+    H, B,
+    padded,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q. Grid: (blocks * H * B,)."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    num_m = padded // BLOCK_M
+    num_m = tl.cdiv(S_q, PADDING) * (PADDING // BLOCK_M)
     i_bh = tl.program_id(0) // num_m
     i_b, i_h = i_bh // H, i_bh % H
     start = tl.program_id(0) % num_m * BLOCK_M
+    if cu_q is None:
+        at = (i_b, i_h)
+        heads, head, first = B * H, i_bh, 0
+        lse_ptr += i_bh.to(tl.int64) * S_q
+    else:
+        end, S_q = _sequence(cu_q, i_b)
+        if start >= tl.cdiv(S_q, PADDING) * PADDING:
+            return
+        at = (end, i_h, RAGGED - S_q)
+        heads, head, first = H, i_h, _padded_start(end - S_q, i_b)
+        lse_ptr += i_h.to(tl.int64) * T_q + (end - S_q)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    b_o = _load_tile(desc_o, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_do = _load_tile(desc_do, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_o = _load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = _load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
-    head = i_bh.to(tl.int64)
-    b_lse = tl.load(lse_ptr + head * S_q + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
+    b_lse = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
     b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    heads = tl.num_programs(0) // num_m
-    tl.store(rows_ptr + (LSE2 * heads + head) * padded + o_m, b_lse2)
-    tl.store(rows_ptr + (DELTA * heads + head) * padded + o_m, b_delta)
+    rows_ptr += head.to(tl.int64) * padded + first
+    tl.store(rows_ptr + LSE2 * heads.to(tl.int64) * padded + o_m, b_lse2)
+    tl.store(rows_ptr + DELTA * heads.to(tl.int64) * padded + o_m, b_delta)
 
 
 @triton.jit
@@ -95,7 +126,7 @@ def _visible(o_m, o_n, diagonal, lowest, S_k, RIGHT: tl.constexpr, LEFT: tl.cons
 
 
 @triton.jit
-def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, first, end, o_n,
+def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, first, end, o_n,
                  qk_scale, diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr,
                  LEFT: tl.constexpr, FLIP: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
                  NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -104,11 +135,11 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_b
     for i in tl.range(first, end, num_stages=NUM_STAGES):
         row = i * BLOCK_M
         o_m = row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        b_q = _load_tile(desc_q, i_b, i_h, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        b_lse2 = _load_rows(desc_rows, LSE2, i_bh, row, BLOCK_M)  # [BLOCK_M]
-        b_delta = _load_rows(desc_rows, DELTA, i_bh, row, BLOCK_M)  # [BLOCK_M]
+        b_q = _load_tile(desc_q, at, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_lse2 = _load_rows(desc_rows, LSE2, at_rows, row, BLOCK_M)  # [BLOCK_M]
+        b_delta = _load_rows(desc_rows, DELTA, at_rows, row, BLOCK_M)  # [BLOCK_M]
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        b_do = _load_tile(desc_do, i_b, i_h, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_do = _load_tile(desc_do, at, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         if WANT_DK:
             b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if FLIP:
@@ -127,12 +158,13 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_b
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H_kv", "right", "left"])
 def attention_backward_keys(
-    desc_q, desc_do,  # (B, H, S_q, D)
-    desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, padded): lse2 and delta
+    desc_q, desc_do,  # (B, H, S_q, D), or packed (T_q, H, D)
+    desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D), or packed (T_k, H_kv, D)
+    desc_rows,  # (2, B * H, padded), or packed (2, H, padded): lse2 and delta
+    cu_q, cu_k,  # (B + 1), None unless packed
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
-    S_q, S_k,
+    S_q, S_k,  # packed: the longest
     H_kv,  # key/value heads
     right, left,  # bounds of the band
     GROUP: tl.constexpr,  # query heads that share one key/value head
@@ -149,6 +181,13 @@ def attention_backward_keys(
     num_n = tl.cdiv(S_k, BLOCK_N)
     i_n, i_kv, i_b = _place(num_n, H_kv, SECTION, FLAT)
     start = i_n * BLOCK_N
+    if cu_q is None:
+        at_k = (i_b, i_kv)
+    else:
+        (end_q, S_q), (end_k, S_k) = _sequence(cu_q, i_b), _sequence(cu_k, i_b)
+        if start >= S_k:
+            return
+        at_k = (end_k, i_kv, RAGGED - S_k)
     o_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     # Query i stands at i + S_k - S_q among the keys.
     diagonal = S_k - S_q + right  # query i sees keys up to i + diagonal ...
@@ -166,49 +205,52 @@ def attention_backward_keys(
         full = tl.minimum(full, end)
         part = tl.minimum(tl.maximum((start - lowest + 1) // BLOCK_M, full), end)
 
-    b_k = _load_tile(desc_k, i_b, i_kv, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    b_v = _load_tile(desc_v, i_b, i_kv, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_k = _load_tile(desc_k, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = _load_tile(desc_v, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for g in range(GROUP):
         i_h = i_kv * GROUP + g
-        i_bh = i_b * H_kv * GROUP + i_h
+        if cu_q is None:
+            at_q, at_rows = (i_b, i_h), (i_b * H_kv * GROUP + i_h, 0)
+        else:
+            at_q, at_rows = (end_q, i_h, RAGGED - S_q), (i_h, _padded_start(end_q - S_q, i_b))
         if RIGHT:
             b_dk, b_dv = _query_tiles(
-                b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, first, full, o_n,
+                b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at_q, at_rows, first, full, o_n,
                 qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
                 BLOCK_M, BLOCK_D, PRECISION,
             )  # fmt: skip
         b_dk, b_dv = _query_tiles(
-            b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, full, part, o_n,
+            b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at_q, at_rows, full, part, o_n,
             qk_scale, diagonal, lowest, S_k, False, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
             BLOCK_M, BLOCK_D, PRECISION,
         )  # fmt: skip
         if LEFT:
             b_dk, b_dv = _query_tiles(
-                b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, i_b, i_h, i_bh, part, end, o_n,
+                b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at_q, at_rows, part, end, o_n,
                 qk_scale, diagonal, lowest, S_k, True, RIGHT, LEFT, FLIP, WANT_DK, WANT_DV, NUM_STAGES,
                 BLOCK_M, BLOCK_D, PRECISION,
             )  # fmt: skip
     # Keys past S_k have had P = exp2(-lse2), which may be inf; a row of dK and dV has only to do with its own
     # key, and these rows are not stored.
     if WANT_DK:
-        _store_tile(desc_dk, b_dk * sm_scale, i_b, i_kv, start, BLOCK_N, BLOCK_D)
+        _store_tile(desc_dk, b_dk * sm_scale, at_k, start, BLOCK_N, BLOCK_D)
     if WANT_DV:
-        _store_tile(desc_dv, b_dv, i_b, i_kv, start, BLOCK_N, BLOCK_D)
+        _store_tile(desc_dv, b_dv, at_k, start, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
-def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, first, end, o_m, qk_scale,
+def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end, o_m, qk_scale,
                diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr, LEFT: tl.constexpr,
                TAIL: tl.constexpr, FLIP: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
                BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
     """Add what the key tiles first .. end - 1 give to dQ (not yet scaled)."""
     for j in tl.range(first, end, num_stages=NUM_STAGES):
         row = j * BLOCK_N
-        b_k = _load_tile(desc_k, i_b, i_kv, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_k = _load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        b_v = _load_tile(desc_v, i_b, i_kv, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_v = _load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if FLIP:
             b_s = -b_s
@@ -224,18 +266,19 @@ def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, firs
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H", "right", "left"])
 def attention_backward_queries(
-    desc_q, desc_do, desc_dq,  # (B, H, S_q, D)
-    desc_k, desc_v,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, padded): lse2 and delta
+    desc_q, desc_do, desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D)
+    desc_k, desc_v,  # (B, H_kv, S_k, D), or packed (T_k, H_kv, D)
+    desc_rows,  # (2, B * H, padded), or packed (2, H, padded): lse2 and delta
+    cu_q, cu_k,  # (B + 1), None unless packed
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
-    S_q, S_k,
+    S_q, S_k,  # packed: the longest
     H,  # query heads
     right, left,  # bounds of the band
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
-    TAIL: tl.constexpr,  # S_k is not a multiple of BLOCK_N, and the right bound does not hide what is past it
+    TAIL: tl.constexpr,  # S_k may be no multiple of BLOCK_N, and the right bound may not hide what is past it
     FLIP: tl.constexpr,  # sm_scale is negative
     SECTION: tl.constexpr,  # heads that advance together, so that their keys and values stay in L2
     FLAT: tl.constexpr,
@@ -248,6 +291,14 @@ def attention_backward_queries(
     i_m = num_m - 1 - i_m
     i_kv = i_h // GROUP
     start = i_m * BLOCK_M
+    if cu_q is None:
+        at_q, at_k, at_rows = (i_b, i_h), (i_b, i_kv), (i_b * H + i_h, 0)
+    else:
+        (end_q, S_q), (end_k, S_k) = _sequence(cu_q, i_b), _sequence(cu_k, i_b)
+        if start >= S_q:
+            return
+        at_q, at_k = (end_q, i_h, RAGGED - S_q), (end_k, i_kv, RAGGED - S_k)
+        at_rows = (i_h, _padded_start(end_q - S_q, i_b))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     diagonal = S_k - S_q + right
     lowest = S_k - S_q - left
@@ -263,23 +314,23 @@ def attention_backward_queries(
         full = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_M - 1 + lowest, 0), BLOCK_N), end)
         part = tl.maximum(part, full)
 
-    b_q = _load_tile(desc_q, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_do = _load_tile(desc_do, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_lse2 = _load_rows(desc_rows, LSE2, i_b * H + i_h, start, BLOCK_M)  # [BLOCK_M]
-    b_delta = _load_rows(desc_rows, DELTA, i_b * H + i_h, start, BLOCK_M)  # [BLOCK_M]
+    b_q = _load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = _load_tile(desc_do, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_lse2 = _load_rows(desc_rows, LSE2, at_rows, start, BLOCK_M)  # [BLOCK_M]
+    b_delta = _load_rows(desc_rows, DELTA, at_rows, start, BLOCK_M)  # [BLOCK_M]
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if LEFT:
         b_dq = _key_tiles(
-            b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, first, full, o_m, qk_scale, diagonal,
+            b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, first, full, o_m, qk_scale, diagonal,
             lowest, S_k, True, RIGHT, LEFT, TAIL, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     b_dq = _key_tiles(
-        b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, full, part, o_m, qk_scale, diagonal,
+        b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, full, part, o_m, qk_scale, diagonal,
         lowest, S_k, False, RIGHT, LEFT, TAIL, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if RIGHT or TAIL:
         b_dq = _key_tiles(
-            b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, i_b, i_kv, part, end, o_m, qk_scale, diagonal,
+            b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, part, end, o_m, qk_scale, diagonal,
             lowest, S_k, True, RIGHT, LEFT, TAIL, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
-    _store_tile(desc_dq, b_dq * sm_scale, i_b, i_h, start, BLOCK_M, BLOCK_D)
+    _store_tile(desc_dq, b_dq * sm_scale, at_q, start, BLOCK_M, BLOCK_D)

@@ -8,22 +8,37 @@ One program computes one block of BLOCK_M query rows of one head, in one of thre
 - "late": keys downwards, the masked tiles first. In the long loop the product P V runs one tile late: it is
   issued after the next tile's Q K^T and before that tile's softmax, which does not depend on it, so that the
   tensor cores work while the exponentials are taken. P lives longer, which takes registers.
+
+A row sees a band of the keys: up to `right` after its own place, from `left` before it. Tiles outside of the
+band of a block are not visited; those on its edges get a mask. With a left edge the order is "two loops", its
+second loop over the tiles of both edges, or "one loop".
+
+Packed sequences lie one after the other in tensors (T, H, D). Their descriptors have two dimensions more,
+with which the hardware checks bounds at the end of any sequence: it loads zeros from beyond it, and stores
+nothing there. See `launch.ragged`.
 """
 
 import triton
 import triton.language as tl
 
+RAGGED = tl.constexpr(1 << 30)  # as in `launch`
+
 
 @triton.jit
-def _load_tile(desc, i_b, i_h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_tile(desc, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`at`: (batch element, head), or of packed sequences (end of this one, head, RAGGED - its length)."""
     # Rows past the end of the sequence and columns past the head dimension arrive as zeros.
-    return desc.load([i_b, i_h, row, 0]).reshape([ROWS, BLOCK_D])  # [ROWS, BLOCK_D]
+    if len(at) == 2:
+        tile = desc.load([at[0], at[1], row, 0])
+    else:
+        tile = desc.load([RAGGED, at[0], at[1], at[2] + row, 0])
+    return tile.reshape([ROWS, BLOCK_D])  # [ROWS, BLOCK_D]
 
 
 @triton.jit
-def _scores(b_q, desc_k, i_b, i_h, row, FLIP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+def _scores(b_q, desc_k, at, row, FLIP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
             PRECISION: tl.constexpr):
-    b_k = _load_tile(desc_k, i_b, i_h, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_k = _load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     return -b_s if FLIP else b_s
 
@@ -42,37 +57,47 @@ def _softmax_step(b_s, b_m, b_l, qk_scale, GUARD: tl.constexpr):
 
 
 @triton.jit
-def _mask(b_s, last_key, first, BLOCK_N: tl.constexpr):
-    """Scores of keys after each row's last visible one become -inf; `first` is the tile's first key."""
+def _mask(b_s, last_key, earlier, first, BLOCK_N: tl.constexpr):
+    """Scores of keys after each row's last visible one become -inf, and those more than `earlier` before it
+    unless that is None; `first` is the tile's first key."""
     o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    return tl.where(o_n[None, :] <= (last_key - first)[:, None], b_s, float("-inf"))  # [BLOCK_M, BLOCK_N]
+    if earlier is None:
+        return tl.where(o_n[None, :] <= (last_key - first)[:, None], b_s, float("-inf"))  # [BLOCK_M, BLOCK_N]
+    else:
+        # Keys before the last one, counted without a sign: those after it are too many, too.
+        before = ((last_key - first)[:, None] - o_n[None, :]).to(tl.uint32)  # [BLOCK_M, BLOCK_N]
+        return tl.where(before <= earlier.to(tl.uint32)[:, None], b_s, float("-inf"))
 
 
 @triton.jit
-def _add_values(b_acc, b_p, alpha, desc_v, i_b, i_h, row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+def _add_values(b_acc, b_p, alpha, desc_v, at, row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                 PRECISION: tl.constexpr):
-    b_v = _load_tile(desc_v, i_b, i_h, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = _load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_acc = b_acc * alpha[:, None]  # [BLOCK_M, BLOCK_D]
     return tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _tiles_upwards(b_acc, b_m, b_l, b_q, desc_k, desc_v, i_b, i_h, first, end, last_key, qk_scale,
-                   MASKED: tl.constexpr, GUARD: tl.constexpr, FLIP: tl.constexpr, NUM_STAGES: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
-    """Tiles first .. end - 1 of the keys, in order; returns the output before its division by l, and m, l."""
+def _tiles_upwards(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, gap, width, last_key, earlier,
+                   qk_scale, MASKED: tl.constexpr, GUARD: tl.constexpr, FLIP: tl.constexpr,
+                   NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                   PRECISION: tl.constexpr):
+    """Tiles first .. end - 1 of the keys, in order; returns the output before its division by l, and m, l.
+    Unless `gap` is None, tile `gap` and those after it are `width` tiles further on."""
     for j in tl.range(first, end, num_stages=NUM_STAGES):
         row = j * BLOCK_N
-        b_s = _scores(b_q, desc_k, i_b, i_h, row, FLIP, BLOCK_N, BLOCK_D, PRECISION)  # [BLOCK_M, BLOCK_N]
+        if gap is not None:
+            row += tl.where(j < gap, 0, width * BLOCK_N)
+        b_s = _scores(b_q, desc_k, at, row, FLIP, BLOCK_N, BLOCK_D, PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
-            b_s = _mask(b_s, last_key, row, BLOCK_N)
+            b_s = _mask(b_s, last_key, earlier, row, BLOCK_N)
         b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale, GUARD)
-        b_acc = _add_values(b_acc, b_p, alpha, desc_v, i_b, i_h, row, BLOCK_N, BLOCK_D, PRECISION)
+        b_acc = _add_values(b_acc, b_p, alpha, desc_v, at, row, BLOCK_N, BLOCK_D, PRECISION)
     return b_acc, b_m, b_l
 
 
 @triton.jit
-def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, i_b, i_h, first, count, last_key,
+def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at, first, count, last_key,
                      qk_scale, MASKED: tl.constexpr, GUARD: tl.constexpr, FLIP: tl.constexpr,
                      NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                      PRECISION: tl.constexpr):
@@ -80,26 +105,32 @@ def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, i_b, i_h,
     still to be done, and afterwards that of the last one. So P and its rescale come in and go out too."""
     for i in tl.range(0, count, num_stages=NUM_STAGES):
         row = (first - i) * BLOCK_N
-        b_s = _scores(b_q, desc_k, i_b, i_h, row, FLIP, BLOCK_N, BLOCK_D, PRECISION)  # [BLOCK_M, BLOCK_N]
-        b_acc = _add_values(b_acc, b_p, alpha, desc_v, i_b, i_h, row + BLOCK_N, BLOCK_N, BLOCK_D, PRECISION)
+        b_s = _scores(b_q, desc_k, at, row, FLIP, BLOCK_N, BLOCK_D, PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_acc = _add_values(b_acc, b_p, alpha, desc_v, at, row + BLOCK_N, BLOCK_N, BLOCK_D, PRECISION)
         if MASKED:
-            b_s = _mask(b_s, last_key, row, BLOCK_N)
+            b_s = _mask(b_s, last_key, None, row, BLOCK_N)
         b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale, GUARD)
     return b_acc, b_m, b_l, b_p, alpha
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H"])
+@triton.jit(
+    do_not_specialize=["S_q", "S_k", "T_q", "H", "left", "right"],
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def attention_forward(
     desc_q, desc_k, desc_v, desc_o, lse_ptr,
+    cu_q, cu_k,  # where packed sequences begin and end [B + 1]; None unless they are packed
     qk_scale,  # |sm_scale| * log2(e), positive
-    S_q, S_k,
+    S_q, S_k,  # of packed sequences the longest
+    T_q,  # rows of all packed sequences
     H,  # query heads
+    left, right,  # keys that a row sees before and after its place; None for no left bound, and for right = 0
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_TAIL: tl.constexpr,  # not causal, and S_k is not a multiple of BLOCK_N
+    DIAGONAL: tl.constexpr,  # the keys of a row end on a diagonal: it has a right bound, causal is that of 0
+    HAS_TAIL: tl.constexpr,  # no diagonal, and S_k is not a multiple of BLOCK_N
     ONE_MASKED_TILE: tl.constexpr,  # BLOCK_M == BLOCK_N and the diagonal starts at a tile's corner
-    EMPTY_ROWS: tl.constexpr,  # some rows have nothing to attend to: causal, and S_q > S_k
+    EMPTY_ROWS: tl.constexpr,  # some rows may have nothing to attend to: a diagonal, and S_q > S_k + right
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
     STORE_LSE: tl.constexpr,
     ORDER: tl.constexpr,  # "two loops", "one loop" or "late"
@@ -109,10 +140,12 @@ def attention_forward(
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = softmax(sm_scale * Q K^T) V over descriptors of shape (B, H, S, D); see the module docstring.
+    """out = softmax(sm_scale * Q K^T) V over descriptors of shape (B, H, S, D), or those of packed sequences;
+    see the module docstring.
 
     Grid: (row blocks * SECTION, H / SECTION, B); FLAT, where y or z would pass 65535: their product.
     """
+    tl.static_assert(left is None or ORDER != "late", "no mask on the left in the last tiles of this order")
     # Launch order: section by section, within one the longest rows (the last ones, when causal) first. The
     # hardware counts what it can: a division by a number unknown to the compiler delays the first load.
     num_m = tl.cdiv(S_q, BLOCK_M)
@@ -126,22 +159,31 @@ def attention_forward(
     i_kv = i_h // GROUP
 
     start = i_m * BLOCK_M
+    if cu_q is None:
+        at_q, at_k = (i_b, i_h), (i_b, i_kv)
+    else:
+        end_q, end_k = tl.load(cu_q + i_b + 1), tl.load(cu_k + i_b + 1)
+        S_q, S_k = end_q - tl.load(cu_q + i_b), end_k - tl.load(cu_k + i_b)
+        if start >= S_q:
+            return
+        at_q, at_k = (end_q, i_h, RAGGED - S_q), (end_k, i_kv, RAGGED - S_k)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    diagonal = S_k - S_q  # query i sees keys 0 .. i + diagonal: bottom-right alignment
-    if CAUSAL:
-        visible = tl.maximum(tl.minimum(start + BLOCK_M + diagonal, S_k), 0)  # keys that some row sees
-        shared = tl.maximum(tl.minimum(start + 1 + diagonal, S_k), 0)  # keys that every row sees
+    shift = S_k - S_q  # query i has its place at key i + shift: bottom-right alignment
+    if DIAGONAL:
+        diagonal = shift if right is None else shift + right  # query i sees no key after i + diagonal
+        visible = tl.maximum(tl.minimum(start + BLOCK_M + diagonal, S_k), 0)  # keys up to the last in sight
+        shared = tl.maximum(tl.minimum(start + 1 + diagonal, S_k), 0)  # keys up to those in sight of all rows
         last_key = tl.minimum(o_m + diagonal, S_k - 1)  # [BLOCK_M] the last key that each row sees
     else:
         visible = S_k
         shared = S_k
         last_key = tl.full([BLOCK_M], 0, tl.int32) + (S_k - 1)  # [BLOCK_M]
-    MASKED: tl.constexpr = CAUSAL or HAS_TAIL
+    MASKED: tl.constexpr = DIAGONAL or HAS_TAIL or left is not None
     # The last tile that is visible; a row with no key masks it whole.
     last = tl.maximum(tl.cdiv(visible, BLOCK_N) - 1, 0)
-    unmasked = shared // BLOCK_N  # tiles below this one need no mask
+    unmasked = shared // BLOCK_N  # tiles below this one need no mask on their right
 
-    b_q = _load_tile(desc_q, i_b, i_h, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_q = _load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     if Q_IN_REGISTERS:
         # The tensor cores read A from shared memory or from registers. A value fresh from a load goes to
         # shared memory; one that was computed stays in registers, which halves the shared-memory traffic
@@ -154,40 +196,60 @@ def attention_forward(
 
     if ORDER == "late":
         # 1. The last visible tile, on the diagonal or the tail of the keys. A row may see none of it.
-        GUARD: tl.constexpr = CAUSAL and (EMPTY_ROWS or not ONE_MASKED_TILE)
-        b_s = _scores(b_q, desc_k, i_b, i_kv, last * BLOCK_N, FLIP, BLOCK_N, BLOCK_D, PRECISION)
+        GUARD: tl.constexpr = EMPTY_ROWS or (DIAGONAL and not ONE_MASKED_TILE)
+        b_s = _scores(b_q, desc_k, at_k, last * BLOCK_N, FLIP, BLOCK_N, BLOCK_D, PRECISION)
         if MASKED:
-            b_s = _mask(b_s, last_key, last * BLOCK_N, BLOCK_N)
+            b_s = _mask(b_s, last_key, None, last * BLOCK_N, BLOCK_N)
         b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale, GUARD)
         # 2. The other tiles that cross the diagonal. Left out where there are none: its registers would cost
         # occupancy.
         unmasked = tl.minimum(unmasked, last)
-        if CAUSAL and not ONE_MASKED_TILE:
+        if DIAGONAL and not ONE_MASKED_TILE:
             b_acc, b_m, b_l, b_p, alpha = _tiles_downwards(
-                b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, i_b, i_kv, last - 1, last - unmasked,
+                b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at_k, last - 1, last - unmasked,
                 last_key, qk_scale, True, GUARD, FLIP, 1, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
         # 3. All the tiles before them, without a mask.
         b_acc, b_m, b_l, b_p, alpha = _tiles_downwards(
-            b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, i_b, i_kv, unmasked - 1, unmasked,
+            b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at_k, unmasked - 1, unmasked,
             last_key, qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
-        b_acc = _add_values(b_acc, b_p, alpha, desc_v, i_b, i_kv, 0, BLOCK_N, BLOCK_D, PRECISION)
+        b_acc = _add_values(b_acc, b_p, alpha, desc_v, at_k, 0, BLOCK_N, BLOCK_D, PRECISION)
     else:
+        if left is None:
+            first, seen_by_all, earlier, gap, width = 0, 0, None, None, None
+        else:
+            first_key = o_m + (shift - left)  # [BLOCK_M] the first key that each row sees
+            earlier = last_key - first_key  # [BLOCK_M] keys before its last one
+            first = tl.maximum(start + shift - left, 0) // BLOCK_N  # the first tile in sight
+            last_row = tl.minimum(start + BLOCK_M, S_q) - 1
+            # Tiles from here on need no mask on their left.
+            seen_by_all = tl.minimum(tl.cdiv(tl.maximum(last_row + shift - left, 0), BLOCK_N), last + 1)
+            gap, width = seen_by_all, tl.maximum(unmasked - seen_by_all, 0)
         if ORDER == "two loops":
             b_acc, b_m, b_l = _tiles_upwards(
-                b_acc, b_m, b_l, b_q, desc_k, desc_v, i_b, i_kv, 0, unmasked,
-                last_key, qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
+                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, seen_by_all, unmasked, None, None, last_key, None,
+                qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
-        else:
+        elif left is None:
             unmasked = 0
-        # Tile 0 is the first: a row that sees any key sees one there. A loop without a trip keeps the
-        # compiler from moving Q to registers anew for every tile of the loop before it.
+        else:
+            width = 0
+        # What is left: all tiles from the first masked one on, or with a left edge all tiles but the `width`
+        # ones done, which leave a gap.
+        end = last + 1
+        if left is None:
+            first = unmasked
+        else:
+            end -= width
+        # Without a left edge tile 0 is the first: a row that sees any key sees one there. A loop without a
+        # trip keeps the compiler from moving Q to registers anew for every tile of the loop before it.
         if MASKED or ORDER == "one loop" or Q_IN_REGISTERS:
             b_acc, b_m, b_l = _tiles_upwards(
-                b_acc, b_m, b_l, b_q, desc_k, desc_v, i_b, i_kv, unmasked, last + 1, last_key, qk_scale,
-                MASKED or ORDER == "two loops", EMPTY_ROWS, FLIP,
-                NUM_STAGES if CAUSAL or ORDER == "one loop" else 1, BLOCK_N, BLOCK_D, PRECISION,
+                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, first, end, gap, width, last_key, earlier,
+                qk_scale, MASKED or ORDER == "two loops", EMPTY_ROWS or left is not None, FLIP,
+                NUM_STAGES if DIAGONAL or left is not None or ORDER == "one loop" else 1, BLOCK_N, BLOCK_D,
+                PRECISION,
             )  # fmt: skip
 
     if STORE_LSE:
@@ -195,8 +257,16 @@ def attention_forward(
         b_lse = (b_m + tl.math.log2(b_l)) * LN2  # [BLOCK_M]
         if EMPTY_ROWS:
             b_lse = tl.where(b_l == 0.0, float("-inf"), b_lse)
-        tl.store(lse_ptr + (i_b * H + i_h).to(tl.int64) * S_q + o_m, b_lse, mask=o_m < S_q)
+        if cu_q is None:
+            lse_ptr += (i_b * H + i_h).to(tl.int64) * S_q
+        else:
+            lse_ptr += i_h.to(tl.int64) * T_q + (end_q - S_q)
+        tl.store(lse_ptr + o_m, b_lse, mask=o_m < S_q)
     if EMPTY_ROWS:  # they have l = 0: output 0, LSE -inf
         b_l = tl.where(b_l == 0.0, 1.0, b_l)
     b_o = b_acc / b_l[:, None]  # [BLOCK_M, BLOCK_D]
-    desc_o.store([i_b, i_h, start, 0], b_o.to(desc_o.dtype).reshape([1, 1, BLOCK_M, BLOCK_D]))
+    b_o = b_o.to(desc_o.dtype)
+    if cu_q is None:
+        desc_o.store([i_b, i_h, start, 0], b_o.reshape([1, 1, BLOCK_M, BLOCK_D]))
+    else:
+        desc_o.store([RAGGED, end_q, i_h, RAGGED - S_q + start, 0], b_o.reshape([1, 1, 1, BLOCK_M, BLOCK_D]))

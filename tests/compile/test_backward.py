@@ -20,8 +20,10 @@ CASES = [
     *product((64, 128, 256), ("float16", "bfloat16"), BANDS, LENGTHS),
     *product((64, 128, 256), ("float32",), ("causal",), ("tail",)),
 ]
-SPILLS = {("float16", "window"): 16, ("bfloat16", "window"): 16, ("float32", "causal"): 200}
-"""4-byte words of a thread that may spill, by dtype and band; none unless listed."""
+SPILLS = {"causal": 16, "dense": 0, "window": 60}
+"""4-byte words of a thread that may spill, by band; 16-bit kernels at D = 64 spill none. With two query heads
+a key head, as here, a loop more holds registers than with one."""
+SPILLS_FLOAT32 = 1000  # exact products on the CUDA cores: a thread reads whole rows of both operands
 
 
 def jobs(head_dim: int, dtype: str, mask: str, lengths: str) -> list[inspect_sm90.Job]:
@@ -53,7 +55,8 @@ def test_compiles_well(compiled: dict[tuple, dict[str, Stats]], case: tuple) -> 
     assert len(compiled[case]) == (4 if head_dim == 256 and dtype != "float32" else 3)
     for name, stats in compiled[case].items():
         print(f"{name}: {stats.registers} registers, {stats.spills} words spilled")
-        assert stats.spills <= SPILLS.get((dtype, mask), 0), name
+        allowed = SPILLS_FLOAT32 if dtype == "float32" else 0 if head_dim == 64 else SPILLS[mask]
+        assert stats.spills <= allowed, name
         assert stats.warnings == (), f"{name}: wgmma serialized?"
         assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0, name
         assert stats.opcodes.get("UTMALDG"), f"{name}: no TMA"
@@ -68,7 +71,7 @@ def test_long_loop_has_no_mask(compiled: dict[tuple, dict[str, Stats]], head_dim
     """A mask is one select for each score of a thread; the loop with the fewest is the one without."""
     for name, stats in compiled[head_dim, "float16", "causal", "whole"].items():
         if "rows" not in name:
-            selects = [loop.get("FSEL", 0) for loop in stats.loops]
+            selects = [loop.get("FSEL", 0) + loop.get("SEL", 0) for loop in stats.loops]
             exponentials = [loop["MUFU.EX2"] for loop in stats.loops]
             assert len(selects) == 2, name
             assert max(selects) >= exponentials[0] > 4 * min(selects), name
