@@ -253,7 +253,7 @@ def times_of(B, H, S, D, mine):
     sums, dq = torch.zeros(call.sums, device="cuda"), torch.empty_like(q)
     parts = {
         "rows": lambda: launch_backward._launch(
-            call.rows_launch, q.get_device(), (out, d_out), (lse, rows)
+            call.rows_launch, q.get_device(), (out, d_out), (lse, rows, None)
         ),
         "zeros": lambda: torch.zeros(call.sums, device="cuda"),
         "convert": lambda: launch_hopper_backward._convert(sums, dq, 1.0, call),

@@ -74,7 +74,7 @@ def backward(
     dq, dk, dv = (_like(x) for x in (q, k, v))
     call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, config)
     rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    _launch(call.rows_launch, device, (out, d_out), (lse, rows))
+    _launch(call.rows_launch, device, (out, d_out), (lse, rows, None))
     sums = torch.zeros(call.sums, dtype=torch.float32, device=q.device)
     tensors = q, k, v, d_out, dk, dv, rows
     windows = tuple((tuple(x.shape), legal(x.shape, x.stride(), x.dtype)) for x in tensors)
@@ -124,8 +124,8 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
         sm_scale * LOG2_E, sm_scale, S_q, S_k, H, H // H_kv, B * H_kv, section, num_m, num_n,
     )  # fmt: skip
     rows = Launch(
-        "attention_backward_rows", device, dtype, (padded // ROWS * B * H, 1, 1),
-        ((1, 1, ROWS, block_d(D)),) * 2, (S_q, H, padded), (ROWS, block_d(D)), (("num_warps", 4),),
+        "attention_backward_rows", device, dtype, False, (padded // ROWS * B * H, 1, 1),
+        ((1, 1, ROWS, block_d(D)),) * 2, (S_q, None, H, B, padded), (ROWS, block_d(D)), (("num_warps", 4),),
     )  # fmt: skip
     blocks = num_m * config.block_m // 64
     return Call(kind, programs, scalars, (2, B * H, padded), rows, B * H * blocks * 64 * width, blocks)
