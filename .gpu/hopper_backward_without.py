@@ -6,27 +6,29 @@ from triton.experimental.gluon import language as gl
 from attnlib.kernels import hopper_backward as kernels
 from attnlib.kernels.hopper_backward import _add_asm, _add_constraints
 
-WITHOUT = {"no add": {"_add_dq"}, "no add, no dS barriers": {"_add_dq", "_await_ds", "_tell_ds"}}
+WITHOUT = {"all": set(), "no add": {"_add_dq"}, "no add, no dS barriers": {"_add_dq", "_await_ds", "_tell_ds"}}
 
 
 @gluon.jit
-def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
+def _add_dq(
+    dq_ptr, block, dq, wanted, part: gl.constexpr, parts: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
+):  # fmt: skip
     # The product stays: for all that the compiler knows, there may be 2^30 blocks, and then it is added.
     n: gl.constexpr = plan.dq_columns // 2
     address = (dq_ptr + block).to(gl.int64)
     wanted = (wanted & (block > (1 << 30))).to(gl.int32)
     gl.inline_asm_elementwise(
-        _add_asm(n), _add_constraints(n), [dq, address, wanted], dtype=gl.int8, is_pure=False, pack=n
+        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted], dtype=gl.int8, is_pure=False, pack=n
     )
 
 
 @gluon.jit
-def _await_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
+def _await_ds(j, WG: gl.constexpr):
     pass
 
 
 @gluon.jit
-def _tell_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
+def _tell_ds(j, WG: gl.constexpr):
     pass
 
 

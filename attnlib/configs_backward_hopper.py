@@ -14,23 +14,18 @@ class HopperBackwardConfig:
 
     Attributes:
         block_m: queries of one step, 64 or 128.
-        q_stages, do_stages: blocks of Q and of dO in shared memory; powers of two.
-        ahead: start the scores of the next block in a step, not at the beginning of the next.
-        early_dv: start P^T dO before dS is computed, not after.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
-        named: consumers give slots back through the hardware's named barriers, not through mbarriers.
+        early_ds: dS is written before the products that follow are started, not after.
+        split_add: half of dQ is added to memory later.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
     """
 
     block_m: int
-    q_stages: int
-    do_stages: int
-    ahead: bool = True
-    early_dv: bool = True
     half_p: bool = False
-    named: bool = False
+    early_ds: bool = False
+    split_add: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -48,10 +43,9 @@ class HopperBackwardConfig:
         return chosen
 
 
-# Not measured yet.
 _CHOSEN = {
-    64: HopperBackwardConfig(128, 2, 2, half_p=True, named=True),
-    128: HopperBackwardConfig(64, 2, 2, named=True),
+    64: HopperBackwardConfig(128, half_p=True),
+    128: HopperBackwardConfig(64),
 }
 
 

@@ -20,8 +20,9 @@ from attnlib.launcher import Launcher
 
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-_compiled: dict[tuple, tuple] = {}
-"""What a kind of call needs -> (launcher of the compiled kernel, its plan)."""
+_compiled: dict[tuple, tuple | Launcher] = {}
+"""What a kind of call needs -> (launcher of the compiled kernel, its plan); (device, dtype, width) -> launcher
+of the kernel that makes dQ of its sums."""
 
 
 def unsupported(
@@ -166,20 +167,29 @@ def blocks(width: int, config: HopperBackwardConfig) -> tuple[list[int], ...]:
 def make_plan(plan_class, width: int, causal: bool, tail: bool, config: HopperBackwardConfig):
     """The kernel's constants."""
     return plan_class(
-        d=width, causal=causal, tail=tail, block_m=config.block_m, q_stages=config.q_stages,
-        do_stages=config.do_stages, ahead=config.ahead, early_dv=config.early_dv, half_p=config.half_p,
-        named=config.named, consumer_registers=config.consumer_registers,
+        d=width, causal=causal, tail=tail, block_m=config.block_m, half_p=config.half_p,
+        early_ds=config.early_ds, split_add=config.split_add, consumer_registers=config.consumer_registers,
         producer_registers=config.producer_registers,
     )  # fmt: skip
 
 
 def _convert(sums: torch.Tensor, dq: torch.Tensor, sm_scale: float, call: Call) -> None:
     """dq from its sums."""
+    B, H, S_q, _ = dq.shape
+    device, dtype, width = call.kind[:3]
+    tiles = -(-S_q // 64)
+    grid, arguments = (tiles * B * H, 1, 1), (sums, sm_scale, H, call.blocks, tiles, width)
+    shape, strides = tuple(dq.shape), legal(dq.shape, dq.stride(), dq.dtype)
+    launcher = _compiled.get((device, dtype, width))
+    if launcher is not None:
+        launcher.launch(grid, device, (dq,), ((shape, strides),), arguments)
+        return
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from attnlib.kernels.hopper_backward_passes import attention_backward_dq
 
-    B, H, S_q, D = dq.shape
-    width = call.kind[2]
-    grid = (-(-S_q // 64) * B * H,)
-    attention_backward_dq[grid](
-        sums, dq, sm_scale, S_q, D, H, call.blocks, *dq.stride()[:3], width, num_warps=8
-    )
+    descriptor = TensorDescriptor(dq, list(shape), list(strides), [1, 1, 64, width])
+    # 32 sums a thread, eight loads of 16 bytes.
+    compiled = attention_backward_dq[grid](descriptor, *arguments, num_warps=width // 16)
+    if compiled is not None:  # the interpreter compiles nothing
+        _compiled[device, dtype, width] = Launcher(compiled)

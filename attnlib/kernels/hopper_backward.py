@@ -18,30 +18,29 @@ block j+1 is started in step j, and dQ of block j-1 is formed in step j, by when
 written its dS: the two need not march in step.
 
     in flight, oldest first                        then
-    S(j), dP(j)                                    wait for S: P
-    dP(j), dV(j)                                   wait for dP: dS
+    dP(j)                                          P; wait for dP: dS
     dV(j), dQ(j-1)                                 wait for dV: dO of j is free
     dQ(j-1), dK(j), S(j+1)                         wait for dQ: dS(j) to shared memory; add dQ to memory
     dK(j), S(j+1)                                  wait for dK: Q of j is free
+    S(j+1)                                         wait for S
 
 Step 0 has no dQ to form, and the last no S to start. They do it all the same, with whatever lies in shared
 memory, and nobody looks at the result: that costs less than code for them.
 
     Who waits for what
 
-    barrier          completes when                           waited for by        parity of the wait
-    k_full, v_full   TMA has written the keys, the values     each consumer        0
-    q_full[slot]     TMA has written Q and LSE2 of block j    each consumer        (j // STAGES) & 1
-    do_full[slot]    TMA has written dO and delta of block j  each consumer        (j // STAGES) & 1
-    q_free[slot]     both consumers have released Q of j      producer, to fill j  (j // STAGES) & 1, flipped
-    do_free[slot]    both consumers have released dO of j     producer, to fill j  (j // STAGES) & 1, flipped
-    ds_full[buffer]  both consumers have written dS of j      each consumer        (j // 2) & 1
+    barrier           completes when                           waited for by          parity of the wait
+    k_full, v_full    TMA has written the keys, the values     each consumer          0
+    q_full[slot]      TMA has written Q and LSE2 of block j    each consumer          (j // 2) & 1
+    do_full[slot]     TMA has written dO and delta of block j  each consumer          (j // 2) & 1
+    Q_FREE + slot     both consumers have released Q of j      producer, to fill j+2
+    DO_FREE + slot    both consumers have released dO of j     producer, to fill j+2
+    DS_FULL + 2 w + buffer   consumer w has written dS of j    the other consumer
 
-Two buffers of dS need no barrier for their reuse: a consumer writes dS(j) after it has waited for its
-dQ(j-1), hence for ds_full of j-1, and the other had waited for its own dQ(j-2) before it arrived there.
-
-With `named`, q_free, do_free and ds_full are the hardware's named barriers: an arrival at an mbarrier costs a
-synchronization of the warpgroup first. ds_full is then two, from either consumer to the other.
+The slot and the buffer of block j are j & 1. The last three are the hardware's named barriers, which have no
+parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
+barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1), and the other
+had waited for its own dQ(j-2), the last to read this buffer, before it said that this is there.
 """
 
 from dataclasses import dataclass, fields
@@ -61,7 +60,11 @@ from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
 
 LSE2 = gl.constexpr(0)  # places in desc_rows
 DELTA = gl.constexpr(1)
-NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
+STAGES = gl.constexpr(2)  # blocks of Q and of dO in shared memory; a power of two
+# Of the hardware's 16 barriers Triton leaves these alone here.
+Q_FREE = gl.constexpr(8)
+DO_FREE = gl.constexpr(10)
+DS_FULL = gl.constexpr(12)
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -83,12 +86,9 @@ class Plan:
     causal: bool
     tail: bool
     block_m: int
-    q_stages: int
-    do_stages: int
-    ahead: bool
-    early_dv: bool
     half_p: bool
-    named: bool
+    early_ds: bool
+    split_add: bool
     consumer_registers: int
     producer_registers: int
 
@@ -96,11 +96,6 @@ class Plan:
         # The compiler wants its constants wrapped.
         for field in fields(self):
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
-
-    # The hardware's barriers: of Q, of dO, and two of dS in either direction where so many are left.
-    named_do = property(lambda self: gl.constexpr(8 + self.q_stages.value))
-    named_ds = property(lambda self: gl.constexpr(8 + self.q_stages.value + self.do_stages.value))
-    ds_is_named = property(lambda self: gl.constexpr(self.named.value and self.named_ds.value <= 12))
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
@@ -132,18 +127,15 @@ class Memory(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
     v: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
-    q: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m, d]
-    do: gl.shared_memory_descriptor  # [do_stages, 1, 1, block_m, d]
-    lse: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m]
-    delta: gl.shared_memory_descriptor  # [do_stages, 1, 1, block_m]
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
+    delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1 of both
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    do_free: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -164,19 +156,14 @@ def _locate(tile, work, plan: gl.constexpr):
 # ---------------------------------------------------------------- barriers
 
 
-@gluon.constexpr_function
-def _log2(n):
-    return n.bit_length() - 1
-
-
 @gluon.jit
-def _slot(j, STAGES: gl.constexpr):
+def _slot(j):
     return j & (STAGES - 1)
 
 
 @gluon.jit
-def _parity(j, STAGES: gl.constexpr):
-    return (j >> _log2(STAGES)) & 1
+def _parity(j):
+    return (j // STAGES) & 1
 
 
 @gluon.constexpr_function
@@ -192,39 +179,28 @@ def _named_barrier(operation: gl.constexpr, number, threads: gl.constexpr):
 
 
 @gluon.jit
-def _release(bars, first: gl.constexpr, j, STAGES: gl.constexpr, plan: gl.constexpr):
+def _release(first: gl.constexpr, j):
     """This consumer needs Q, or dO, of block j no more."""
-    if plan.named:
-        _named_barrier("arrive", first + _slot(j, STAGES), 288)
-    else:
-        mbarrier.arrive(bars.index(_slot(j, STAGES)), count=1)
+    _named_barrier("arrive", first + _slot(j), 288)
 
 
 @gluon.jit
-def _acquire(bars, first: gl.constexpr, j, STAGES: gl.constexpr, plan: gl.constexpr):
-    if plan.named:
-        if j >= STAGES:
-            _named_barrier("sync", first + _slot(j, STAGES), 288)
-    else:
-        mbarrier.wait(bars.index(_slot(j, STAGES)), _parity(j, STAGES) ^ 1)
+def _acquire(first: gl.constexpr, j):
+    """Both consumers have released what lies where block j goes."""
+    if j >= STAGES:
+        _named_barrier("sync", first + _slot(j), 288)
 
 
 @gluon.jit
-def _tell_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
-    if plan.ds_is_named:
-        _named_barrier("arrive", plan.named_ds + 2 * WG + (j & 1), 256)
-    else:
-        mbarrier.arrive(mem.ds_full.index(j & 1), count=1)
+def _tell_ds(j, WG: gl.constexpr):
+    _named_barrier("arrive", DS_FULL + 2 * WG + (j & 1), 256)
 
 
 @gluon.jit
-def _await_ds(mem, j, WG: gl.constexpr, plan: gl.constexpr):
+def _await_ds(j, WG: gl.constexpr):
     """The other consumer has written its dS of block j; there is none of block -1."""
     if j >= 0:
-        if plan.ds_is_named:
-            _named_barrier("sync", plan.named_ds + 2 * (1 - WG) + (j & 1), 256)
-        else:
-            mbarrier.wait(mem.ds_full.index(j & 1), (j >> 1) & 1)
+        _named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
 
 
 # ---------------------------------------------------------------- producer
@@ -246,9 +222,9 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.con
         )
     m = m_start
     for j in range(n):
-        slot = _slot(j, plan.q_stages)
+        slot = _slot(j)
         bar = mem.q_full.index(slot)
-        _acquire(mem.q_free, NAMED_BARRIER, j, plan.q_stages, plan)
+        _acquire(Q_FREE, j)
         mbarrier.expect(bar, q_bytes)
         tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m * plan.block_m, 0], bar, mem.q.index(slot))
         tma.async_copy_global_to_shared(
@@ -260,9 +236,8 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.con
                 tma.async_copy_global_to_shared(
                     desc_v, [i_b, i_kv, i_n * 128 + w * 64, 0], mem.v_full, mem.v.index(w)
                 )
-        slot = _slot(j, plan.do_stages)
         bar = mem.do_full.index(slot)
-        _acquire(mem.do_free, plan.named_do, j, plan.do_stages, plan)
+        _acquire(DO_FREE, j)
         mbarrier.expect(bar, do_bytes)
         tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m * plan.block_m, 0], bar, mem.do.index(slot))
         tma.async_copy_global_to_shared(
@@ -306,9 +281,16 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     return dq
 
 
+@gluon.jit
+def _write_ds(mem, ds_half, j, WG: gl.constexpr):
+    mem.ds.index((j & 1) * 2 + WG).store(ds_half)
+    fence_async_shared()
+    _tell_ds(j, WG)
+
+
 @gluon.constexpr_function
-def _add_asm(n):
-    """n elements of a thread, n // 4 outputs of four bytes each that nobody reads."""
+def _add_asm(n, part, parts):
+    """Of n elements of a thread one part; n // 4 outputs of four bytes each that nobody reads."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",
@@ -317,7 +299,7 @@ def _add_asm(n):
         "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;",
         f"add.s64 a, a, ${pointer};",
     ]
-    for i in range(0, n, 4):
+    for i in range(n // parts * part, n // parts * (part + 1), 4):
         four = ", ".join(f"${values + i + k}" for k in range(4))
         lines.append(f"red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
     lines.append("DONE:")
@@ -339,15 +321,17 @@ def _before(block, m, m_start):
 
 
 @gluon.jit
-def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
-    """Add [64, DQ_COLUMNS] to this consumer's part of a block, of [BLOCK_M / 64, D / 8, 512] in memory, as it
+def _add_dq(
+    dq_ptr, block, dq, wanted, part: gl.constexpr, parts: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
+):  # fmt: skip
+    """Add a part of [64, DQ_COLUMNS] to this consumer's part of a block, of [BLOCK_M / 64, D / 8, 512] in memory, as it
     lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the 128 threads
     follow each other. Without `wanted`, do nothing."""
     n: gl.constexpr = plan.dq_columns // 2  # elements of dq in a thread
     offset = block.to(gl.int64) * (plan.block_m * plan.d) + WG * 64 * plan.dq_columns
     address = (dq_ptr + offset).to(gl.int64)
     gl.inline_asm_elementwise(
-        _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8, is_pure=False,
+        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8, is_pure=False,
         pack=n,
     )
 
@@ -396,28 +380,21 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
     m = m_start
 
     mbarrier.wait(mem.k_full, 0)
-    if plan.ahead:
-        mbarrier.wait(mem.q_full.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, _matrix(mem.q, 0), 0, WG, plan),))
+    mbarrier.wait(mem.q_full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, _matrix(mem.q, 0), 0, WG, plan),))
     mbarrier.wait(mem.v_full, 0)
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     for j in range(n):
-        q_slot = _slot(j, plan.q_stages)
-        do_slot = _slot(j, plan.do_stages)
-        q = _matrix(mem.q, q_slot)  # [BLOCK_M, D]
-        do = _matrix(mem.do, do_slot)  # [BLOCK_M, D]
+        slot = _slot(j)
+        q = _matrix(mem.q, slot)  # [BLOCK_M, D]
+        do = _matrix(mem.do, slot)  # [BLOCK_M, D]
 
-        # 1. P, while dP is under way.
-        if not plan.ahead:
-            mbarrier.wait(mem.q_full.index(q_slot), _parity(j, plan.q_stages))
-            s_token = _issue_scores(mem.k, q, j, WG, plan)
-        mbarrier.wait(mem.do_full.index(do_slot), _parity(j, plan.do_stages))
+        # 1. P and dS, while dP is under way.
+        mbarrier.wait(mem.do_full.index(slot), _parity(j))
         dp_token = _issue_scores(mem.v, do, j, WG, plan)
-        lse = mem.lse.index(q_slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        if not plan.ahead:
-            s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_M]
-        p = gl.exp2(s * qk_scale - lse)
+        lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
         if plan.causal:
             first = row - work.S_k + work.S_q - m * plan.block_m
             if first > -64:
@@ -426,40 +403,36 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
             if row + 64 > work.S_k:
                 p = _mask(p, row + 1 - work.S_k, work, plan)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
-
-        # 2. dS, while dV is under way.
-        dv_token = dv
-        if plan.early_dv:
-            dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
-        delta = mem.delta.index(do_slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        dp = warpgroup_mma_wait(1 if plan.early_dv else 0, deps=(dp_token,))  # [64, BLOCK_M]
+        delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
             p = gl.convert_layout(_here(p_half), plan.s_layout).to(gl.float32)
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
-        if not plan.early_dv:
-            dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
 
-        # 3. dQ of the block before, dK, and S of the block after.
-        _await_ds(mem, j - 1, WG, plan)
+        # 2. dV, dQ of the block before, dK, and S of the block after.
+        dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
+        _await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
+        if plan.early_ds:
+            _write_ds(mem, ds_half, j, WG)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
-        _release(mem.do_free, plan.named_do, j, plan.do_stages, plan)
+        _release(DO_FREE, j)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
-        if plan.ahead:
-            next_slot = _slot(j + 1, plan.q_stages)
-            if j + 1 < n:
-                mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1, plan.q_stages))
-            s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, WG, plan)
-        dq = warpgroup_mma_wait(2 if plan.ahead else 1, deps=(dq_token,))
-        mem.ds.index((j & 1) * 2 + WG).store(ds_half)
-        fence_async_shared()
-        _tell_ds(mem, j, WG, plan)
-        # Not before the fence, which might wait for it.
-        _add_dq(dq_ptr, _before(block, m, m_start), dq, j > 0, WG, plan)
-        dk = warpgroup_mma_wait(1 if plan.ahead else 0, deps=(dk_token,))
-        _release(mem.q_free, NAMED_BARRIER, j, plan.q_stages, plan)
-        if plan.ahead:
-            s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
+        next_slot = _slot(j + 1)
+        if j + 1 < n:
+            mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
+        s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, WG, plan)
+        dq = warpgroup_mma_wait(2, deps=(dq_token,))
+        if not plan.early_ds:
+            _write_ds(mem, ds_half, j, WG)
+        # Not before the fence in there, which might wait for it.
+        before = _before(block, m, m_start)
+        _add_dq(dq_ptr, before, dq, j > 0, 0, 2 if plan.split_add else 1, WG, plan)
+        dk = warpgroup_mma_wait(1, deps=(dk_token,))
+        _release(Q_FREE, j)
+        if plan.split_add:
+            _add_dq(dq_ptr, before, dq, j > 0, 1, 2, WG, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
         block += 1
         m += 1
@@ -467,11 +440,11 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
             m = m_start
             block += m_start
 
-    _await_ds(mem, n - 1, WG, plan)
+    _await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, WG, plan)
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), i_b, i_kv, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    _add_dq(dq_ptr, _before(block, m, m_start), dq, n > 0, WG, plan)
+    _add_dq(dq_ptr, _before(block, m, m_start), dq, n > 0, 0, 1, WG, plan)
     tma.store_wait(0)
     _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), i_b, i_kv, row)
     tma.store_wait(0)
@@ -501,21 +474,18 @@ def attention_backward_hopper(
     mem = Memory(
         _buffers(desc_k, 2),
         _buffers(desc_v, 2),
-        _buffers(desc_q, plan.q_stages),
-        _buffers(desc_do, plan.do_stages),
-        gl.allocate_shared_memory(gl.float32, [plan.q_stages, 1, 1, plan.block_m], desc_rows.layout),
-        gl.allocate_shared_memory(gl.float32, [plan.do_stages, 1, 1, plan.block_m], desc_rows.layout),
+        _buffers(desc_q, STAGES),
+        _buffers(desc_do, STAGES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(
             desc_k.dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
         ),
         _barriers(1, 1).index(0),  # k_full
         _barriers(1, 1).index(0),  # v_full
-        _barriers(plan.q_stages, 1),  # q_full
-        _barriers(plan.do_stages, 1),  # do_full
-        _barriers(plan.q_stages, 2),  # q_free
-        _barriers(plan.do_stages, 2),  # do_free
-        _barriers(2, 2),  # ds_full
+        _barriers(STAGES, 1),  # q_full
+        _barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
     work = Work(S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n)

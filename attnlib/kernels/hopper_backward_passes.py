@@ -10,28 +10,23 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["S_q", "D", "H", "num_m"])
+@triton.jit(do_not_specialize=["H", "num_m", "tiles"])
 def attention_backward_dq(
+    desc_dq,  # (B, H, S_q, D), in blocks of [1, 1, 64, BLOCK_D]
     sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32
-    dq_ptr,  # (B, H, S_q, D)
     sm_scale,
-    S_q, D, H,
-    num_m,  # blocks of 64 rows of a head
-    stride_b, stride_h, stride_m,  # of dq
+    H,
+    num_m,  # blocks of 64 rows of a head in memory
+    tiles,  # and those of them that have a row of S_q
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """dq = sm_scale * sums. Grid: (blocks of 64 rows of all heads that have one of S_q,)."""
-    blocks = tl.cdiv(S_q, 64)
-    i_bh = tl.program_id(0) // blocks
-    i_m = tl.program_id(0) % blocks
+):
+    """dq = sm_scale * sums. Grid: (tiles * B * H,)."""
+    i_bh = tl.program_id(0) // tiles
+    i_m = tl.program_id(0) % tiles
     start = (i_bh.to(tl.int64) * num_m + i_m) * (64 * BLOCK_D)
     b_sums = tl.load(sums_ptr + start + tl.arange(0, 64 * BLOCK_D))
     # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
-    b_sums = tl.reshape(b_sums, (BLOCK_D // 8, 4, 8, 4, 2, 2))
-    b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, BLOCK_D)) * sm_scale  # [64, BLOCK_D]
-    o_m = i_m * 64 + tl.arange(0, 64)  # [64]
-    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    head_ptr = dq_ptr + (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h
-    where = o_m.to(tl.int64)[:, None] * stride_m + o_d[None, :]  # [64, BLOCK_D]
-    mask = (o_m < S_q)[:, None] & (o_d < D)[None, :]
-    tl.store(head_ptr + where, b_dq.to(dq_ptr.dtype.element_ty), mask=mask)
+    b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))
+    b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (1, 1, 64, BLOCK_D))  # [1, 1, 64, BLOCK_D]
+    # Through a descriptor: a mask for the last columns would make it stores of two bytes.
+    desc_dq.store([i_bh // H, i_bh % H, i_m * 64, 0], b_dq.to(desc_dq.dtype))
