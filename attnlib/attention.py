@@ -1,19 +1,21 @@
-"""`attention()`: check the arguments, choose a kernel and configuration, launch it. `explain()`: which."""
+"""`attention()` and `attention_varlen()`: check the arguments, then run, differentiably and for compilers.
+`explain()`: what runs."""
 
-import math
+from __future__ import annotations
+
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, overload
 
 import torch
 
-from attnlib import launch, launch_hopper
-from attnlib.band import band
+from attnlib import dispatch, launch, launch_hopper, operators
+from attnlib.arguments import Implementation, check, check_offsets, check_varlen
+from attnlib.autograd import Attention, How
+from attnlib.band import Packed, band
 from attnlib.configs import ForwardConfig, HopperConfig
 
-Implementation = Literal["hopper", "triton", "reference"]
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+Window = tuple[int, int]
+_CAUSAL, _DENSE = band(True, None), band(False, None)
 
 
 @overload
@@ -23,8 +25,10 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    window: Window | None = None,
     sm_scale: float | None = None,
     return_lse: Literal[False] = False,
+    deterministic: bool = False,
     impl: Implementation | None = None,
 ) -> torch.Tensor: ...
 @overload
@@ -34,19 +38,29 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    window: Window | None = None,
     sm_scale: float | None = None,
     return_lse: Literal[True],
+    deterministic: bool = False,
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def attention(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=None):
-    """Exact scaled dot-product attention, forward only: softmax(sm_scale * Q K^T) V.
+def attention(
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None
+):
+    """Exact scaled dot-product attention, softmax(sm_scale * Q K^T) V, forward and backward.
 
     Scores, running row maximum, row sum and output are accumulated in float32. The kernel reads its inputs
     through TMA descriptors where they lie; an input that a descriptor cannot express (last dimension not
     contiguous, another stride or the address not a multiple of 16 bytes, an expanded dimension) is copied
     once.
+
+    In PyTorch's world: gradients of q, k and v (first derivatives; the memory for them grows with S, not
+    S^2); `torch.compile(fullgraph=True)` and `torch.export`, with dynamic shapes, as the operator
+    `torch.ops.attnlib.attention_forward`; `torch.autocast`, which casts the inputs as it does for PyTorch's
+    own attention; `torch.utils.checkpoint`, `torch.func.grad` and `torch.vmap`; CUDA graphs; tensors on
+    device "meta", of which shapes are computed.
 
     Args:
         q: (B, H, Sq, D); float16, bfloat16 or float32; D a multiple of 8 up to 256. Any Sq from 0 on.
@@ -55,8 +69,13 @@ def attention(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=No
         v: (B, Hkv, Sk, D).
         causal: query i attends to keys 0 .. i + Sk - Sq (aligned at the bottom right, as in FlashAttention
             2.1 on).
+        window: (left, right): query i, at position p = i + Sk - Sq, attends to keys p - left .. p + right
+            only. -1 is no bound on that side. With `causal` the right bound is 0.
         sm_scale: factor on the scores, default 1/sqrt(D). Any number finite in float32.
-        return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm.
+        return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. No gradient
+            flows through it.
+        deterministic: gradients that are equal bit by bit from run to run; so they are too where
+            `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
             triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in
             float64, any device), or None: the first of these that can run the call. An explicit choice never
@@ -64,33 +83,185 @@ def attention(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=No
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
-        A row with nothing to attend to gives output 0 and LSE -inf.
+        A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q or k
+        reaches the rows that see it and no others. In v it reaches its column, of the rows that see it, and
+        may make NaN there of rows that do not but are computed in one block with such rows (0 * inf is NaN;
+        PyTorch's dense computation does that to every row).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices, `sm_scale` or `impl` do not fit.
-        NotImplementedError: an input requires grad: there is no backward pass yet.
+        ValueError: shapes, devices, `window`, `sm_scale` or `impl` do not fit.
+        RuntimeError: a second derivative was asked for.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.float16) for _ in range(3))
         >>> out = attention(q, k, v, causal=True)
     """
-    _check(q, k, v, causal, sm_scale, return_lse, impl)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    symbols = _symbolic()
+    check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl, symbols)
+    seen = (_CAUSAL if causal else _DENSE) if window is None else band(causal, window)
+    if symbols or not _plain(q, k, v):
+        return _operator(q, k, v, None, seen, sm_scale, return_lse, deterministic, impl)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    kernel, _ = _choose(q, k, v, impl)
-    if q.numel() == 0 or k.shape[2] == 0:  # no row, or none with anything to attend to
-        out = torch.zeros_like(q)
-        lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-    elif kernel == "hopper":
-        out, lse = launch_hopper.forward(q, k, v, band(causal, None), scale, return_lse)
-    elif kernel == "triton":
-        out, lse = launch.forward(q, k, v, band(causal, None), scale, return_lse)
+    if _differentiable(q, k, v):
+        dispatch.choose_backward(q, k, v, impl)  # an error now rather than in the backward pass
+        out, lse = Attention.apply(q, k, v, None, None, How(seen, scale, impl, deterministic))
     else:
-        from attnlib.reference import attention_fp64
-
-        out, lse = attention_fp64(q, k, v, causal=causal, sm_scale=scale)
-        out, lse = out.to(q.dtype), lse.float()
+        out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, None, impl)
     return (out, lse) if return_lse else out
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
+    causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None,
+):  # fmt: skip
+    """`attention` of sequences of different lengths that lie one after the other, without padding.
+
+    Rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q attend to rows cu_seqlens_k[b] ..
+    cu_seqlens_k[b + 1] - 1 of k and v, and to no others. All that `attention` says holds for each sequence,
+    with Sq and Sk its own lengths. Not under `torch.vmap`.
+
+    The values in `cu_seqlens_*` are checked. On a GPU that takes a look at them, which waits for the GPU, at
+    the first call with a tensor and after each change of it (at every call, if it was made under
+    `torch.inference_mode`): keep a batch's two tensors for all layers. Inside of `torch.compile` and while a
+    CUDA graph is captured values can't be looked at, and wrong ones are undefined behavior.
+
+    Args:
+        q: (Tq, H, D), the queries of all sequences; dtypes and D as in `attention`.
+        k: (Tk, Hkv, D).
+        v: (Tk, Hkv, D).
+        cu_seqlens_q: (B + 1) int32, on the device of `q`: 0, then the running sum of the lengths, up to Tq. A
+            length may be 0.
+        cu_seqlens_k: (B + 1) int32, likewise up to Tk.
+        max_seqlen_q: the length of the longest sequence of queries, or more.
+        max_seqlen_k: the same of keys.
+        causal, window, sm_scale, return_lse, deterministic, impl: as in `attention`.
+
+    Returns:
+        out, (Tq, H, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (H, Tq) float32.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `attention`; and ValueError if `cu_seqlens_*` do not start at
+            0, go down, do not end at the number of tokens, or have a longer sequence than `max_seqlen_*`.
+
+    Example:
+        >>> lengths = torch.tensor([0, 100, 1024], dtype=torch.int32, device="cuda")
+        >>> q, k, v = (torch.randn(1024, 16, 128, device="cuda", dtype=torch.float16) for _ in range(3))
+        >>> out = attention_varlen(q, k, v, lengths, lengths, 924, 924, causal=True)
+    """
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    symbols = _symbolic()
+    check_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal, window, sm_scale, return_lse, deterministic, impl, symbols,
+    )  # fmt: skip
+    seen = band(causal, window)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if symbols or not _plain(q, k, v):
+        return _operator(q, k, v, packed, seen, sm_scale, return_lse, deterministic, impl)
+    check_offsets(q, k, *packed)
+    packed = packed._replace(cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    if _differentiable(q, k, v):
+        dispatch.choose_backward(q, k, v, impl, packed)
+        how = How(seen, scale, impl, deterministic, packed[2:])
+        out, lse = Attention.apply(q, k, v, *packed[:2], how)
+    else:
+        out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, packed, impl)
+    return (out, lse) if return_lse else out
+
+
+# ---------------------------------------------------------------- who looks on
+
+
+def _autocast(q, k, v) -> tuple:
+    """The tensors as PyTorch's own attention would get them under `torch.autocast`."""
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        return q, k, v  # an error, soon
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype, keep = torch.get_autocast_dtype(kind), torch.float64
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != keep else x for x in (q, k, v))
+
+
+def _symbolic() -> bool:
+    """Whether a compiler or a dispatch mode looks on: tensors may have no values, and sizes be no numbers."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all three have memory of their own that a kernel can read: not on device "meta", not of a class
+    that stands for other tensors (FakeTensor, DTensor)."""
+    if q.is_meta:
+        return False
+    tensor = torch.Tensor
+    if type(q) is tensor and type(k) is tensor and type(v) is tensor:
+        return True
+    return all(type(x).__torch_dispatch__ is _NO_DISPATCH for x in (q, k, v))
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether autograd, or a transformation of `torch.func`, has to see the call."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return True
+    return torch._C._are_functorch_transforms_active()
+
+
+def _operator(q, k, v, packed: Packed | None, seen, sm_scale, return_lse, deterministic, impl):
+    """The call as the one operator that compilers, exporters and dispatch modes see."""
+    lse_needed = return_lse or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    )
+    scale = None if sm_scale is None else float(sm_scale)
+    options = (*(packed or (None, None, 0, 0)), *seen, scale, lse_needed, deterministic, impl)
+    out, lse = operators.attention_forward(q, k, v, *options)
+    return (out, lse) if return_lse else out
+
+
+# ---------------------------------------------------------------- what runs
 
 
 @dataclass(frozen=True)
@@ -112,7 +283,9 @@ class Choice:
         return f"{self.kernel}: {self.reason}{how}"
 
 
-def explain(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=None) -> Choice:
+def explain(
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None
+) -> Choice:
     """Which kernel `attention` would run with these arguments, with which configuration, and why.
 
     Nothing is computed or compiled. Arguments and errors are those of `attention`.
@@ -121,88 +294,13 @@ def explain(q, k, v, *, causal=False, sm_scale=None, return_lse=False, impl=None
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
         reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
     """
-    _check(q, k, v, causal, sm_scale, return_lse, impl)
-    kernel, reason = _choose(q, k, v, impl)
+    check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl)
+    kernel, reason = dispatch.choose(q, k, v, impl)
     configuration = None
     if kernel == "hopper":
         configuration = launch_hopper.configuration(q.shape, q.get_device())
     elif kernel == "triton":
-        configuration = launch.configuration(q, k, band(causal, None))
-    if q.numel() == 0 or k.shape[2] == 0:
+        configuration = launch.configuration(q, k, band(causal, window))
+    if dispatch.nothing_to_do(q, k):
         reason += "; nothing to compute, so nothing is launched"
     return Choice(kernel, configuration, reason)
-
-
-def _choose(q, k, v, impl: Implementation | None) -> tuple[Implementation, str]:
-    """(what runs a call with valid arguments, why). ValueError if that is asked for and can't."""
-    if impl == "reference":
-        return impl, "asked for"
-    lacks = None
-    if impl != "triton":
-        lacks = launch_hopper.unsupported(q, k, v)
-        if lacks is None:
-            return "hopper", _HOPPER_FITS if impl is None else "asked for"
-        if impl == "hopper":
-            raise ValueError(f"impl: 'hopper' {lacks}")
-    if q.is_cuda or launch.interpreted():
-        return "triton", "asked for" if impl == "triton" else f"hopper {lacks}"
-    if impl == "triton":
-        raise ValueError(f"impl: 'triton' {_TRITON_NEEDS}; q is on {q.device}")
-    return "reference", f"triton {_TRITON_NEEDS}; q is on {q.device}"
-
-
-_HOPPER_FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
-_TRITON_NEEDS = "needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported"
-
-
-def _check(q, k, v, causal, sm_scale, return_lse, impl) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(tensor.shape)}")
-    dtype, device = q.dtype, q.device
-    if dtype not in DTYPES:
-        raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {dtype}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name}: expected dtype {dtype} as q has, got {tensor.dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{name}: expected device {device} as q has, got {tensor.device}")
-    _check_shapes(q.shape, k.shape, v.shape)
-    if causal is not True and causal is not False:
-        raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
-    if return_lse is not True and return_lse is not False:
-        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
-    if sm_scale is not None:
-        if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
-            raise TypeError(f"sm_scale: expected a number or None, got {type(sm_scale).__name__}")
-        if not abs(sm_scale) <= torch.finfo(torch.float32).max:
-            raise ValueError(f"sm_scale: expected a number finite in float32, got {sm_scale}")
-    if impl not in (None, "hopper", "triton", "reference"):
-        raise ValueError(f"impl: expected 'hopper', 'triton', 'reference' or None, got {impl!r}")
-    if torch.is_grad_enabled():
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.requires_grad:
-                raise NotImplementedError(
-                    f"{name}: requires grad, but attnlib.attention is forward only; "
-                    f"call it under torch.no_grad() or pass {name}.detach()"
-                )
-
-
-@lru_cache(1024)  # lengths may change from call to call without an end
-def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
-    batch, heads, _, head_dim = q
-    for name, shape in (("k", k), ("v", v)):
-        if shape[0] != batch:
-            raise ValueError(f"{name}: expected batch size {batch} as q has, got {shape[0]}")
-        if shape[3] != head_dim:
-            raise ValueError(f"{name}: expected head dimension {head_dim} as q has, got {shape[3]}")
-    if v != k:
-        raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
-    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(
-            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
-        )
-    if heads and (not k[1] or heads % k[1]):
-        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {k[1]}")

@@ -21,7 +21,7 @@ import functools
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class Run:
     @property
     def ok(self) -> bool:
         return self.row["status"] == "ok"
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that a call is credited with."""
+        return roofline.flops(self.shape)
 
     def stop(self, status: str, reason: str | None = None) -> None:
         """Give up on this implementation: it keeps its errors and gets no speed."""
@@ -144,7 +149,7 @@ class Run:
             ms=median,
             ms_p20=p20,
             ms_p80=p80,
-            tflops=roofline.flops(self.shape) / median * 1e-9,
+            tflops=self.flops / median * 1e-9,
             sm_mhz=statistics.median(mhz) if mhz else None,
             watts=statistics.median(watts) if watts else None,
         )
@@ -179,7 +184,7 @@ def collect(
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     shapes = list(shapes)
     rows: list[dict[str, Any]] = []
-    with _progress(len(shapes) * len(implementations) * (rounds + 1)) as advance:
+    with progress(len(shapes) * len(implementations) * (rounds + 1)) as advance:
         for shape in shapes:
             q, k, v = reference.make_inputs(shape, kind, device=_DEVICE)
             oracle = reference.Oracle(q, k, v, shape.causal) if gate else None
@@ -188,18 +193,25 @@ def collect(
                 run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], q, k, v))
                 run.attempt(functools.partial(run.gate, oracle))
                 advance(run.row["impl"])
-            for number in range(rounds):
-                for run in random.Random(number).sample(runs, len(runs)):
-                    run.attempt(functools.partial(run.time, rep_ms, warmup_ms))
-                    advance(run.row["impl"])
-            for run in runs:
-                run.attempt(functools.partial(run.finish, oracle))
+            time_rounds(runs, oracle, rounds, rep_ms, warmup_ms, advance)
             rows += [run.row for run in runs]
     return rows
 
 
+def time_rounds(
+    runs: Sequence[Run], oracle: Any, rounds: int, rep_ms: float, warmup_ms: float, advance: Callable
+) -> None:
+    """Time prepared runs, interleaved and in a new order in each round, then judge them again."""
+    for number in range(rounds):
+        for run in random.Random(number).sample(runs, len(runs)):
+            run.attempt(functools.partial(run.time, rep_ms, warmup_ms))
+            advance(run.row["impl"])
+    for run in runs:
+        run.attempt(functools.partial(run.finish, oracle))
+
+
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
+def progress(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal that has tqdm; nothing elsewhere, so that notebooks stay clean."""
     try:
         from tqdm import tqdm

@@ -21,6 +21,9 @@ MAX_KERNEL_LINES = 60
 MAX_GLUON_CELL_LINES = 175
 MAX_GLUON_LINES = 140
 """The same in Gluon, where a kernel is two or three programs, and copies and waits are written out."""
+MAX_BACKWARD_CELL_LINES = 185
+MAX_BACKWARD_LINES = 120
+"""The same for a backward pass, which has three kernels, and a launcher that takes both ways."""
 EXERCISES = 2
 
 MACHINE_PATH = re.compile(
@@ -216,9 +219,15 @@ def sizes(nb: Notebook) -> Found:
     for cell in nb.code:
         limit = MAX_KERNEL_CELL_LINES if "@triton.jit" in source(cell) else MAX_CELL_LINES
         limit = MAX_GLUON_CELL_LINES if "@gluon.jit" in source(cell) else limit
+        limit = MAX_BACKWARD_CELL_LINES if _is_backward(cell) else limit
         lines = source(cell).count("\n") + 1
         if lines > limit:
             yield _id(cell), f"expected at most {limit} lines, got {lines}"
+
+
+def _is_backward(cell: dict) -> bool:
+    """Whether a cell defines the kernels of a backward pass: it joins them to autograd."""
+    return "@triton.jit" in source(cell) and "torch.autograd.Function" in source(cell)
 
 
 def named_figures(nb: Notebook) -> Found:
@@ -250,6 +259,7 @@ def kernel_cell(nb: Notebook) -> Found:
         kernels = [f for f in functions if any("jit" in ast.unparse(d) for d in f.decorator_list)]
         lines = sum(f.end_lineno - f.lineno + 1 for f in kernels)
         limit = MAX_GLUON_LINES if "@gluon.jit" in text else MAX_KERNEL_LINES
+        limit = MAX_BACKWARD_LINES if _is_backward(cell) else limit
         if lines > limit:
             yield _id(cell), f"expected at most {limit} lines of kernels, got {lines}"
         for function in kernels:

@@ -48,10 +48,8 @@ class Lengths(NamedTuple):
     max_k: int
 
 
-def lengths_of(packed: Packed | None) -> Lengths | None:
-    """None for sequences that are not packed. Reads no number from the device."""
-    if packed is None:
-        return None
+def lengths_of(packed: Packed) -> Lengths:
+    """Reads no number from the device."""
     return Lengths(packed.cu_seqlens_q.shape[0] - 1, packed.max_seqlen_q, packed.max_seqlen_k)
 
 
@@ -114,8 +112,7 @@ def outputs(
     out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
     if not lse:
         return out, None
-    rows = (shape[1], shape[0]) if packed else shape[:3]
-    return out, torch.empty(rows, dtype=torch.float32, device=device)
+    return out, torch.empty(shape[1::-1] if packed else shape[:3], dtype=torch.float32, device=device)
 
 
 def exp2_scale(sm_scale: float) -> float:
@@ -150,7 +147,7 @@ def forward(
             return forward(q, k, v, band, sm_scale, return_lse, packed, config)
     call = _prepare(
         q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device,
-        band, sm_scale, return_lse, lengths_of(packed), config,
+        band, sm_scale, return_lse, packed and lengths_of(packed), config,
     )  # fmt: skip
     if call.layouts is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (readable(tensor) for tensor in (q, k, v))
@@ -190,10 +187,9 @@ def _prepare(
 ) -> Call:  # fmt: skip
     B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
     D, packed = q_shape[-1], lengths is not None
-    left, right = band
     if config is None:
         config = _choose(D, dtype, device, band, mean_keys(S_q, S_k, band))
-    elif left is not None:
+    elif band.left is not None:
         config = upwards(config)
     width = block_d(D)
     blocks = -(-S_q // config.block_m)
@@ -203,9 +199,7 @@ def _prepare(
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
         )
-    # Beyond these a bound bounds nothing; and int32 holds their sums with a length.
-    left = None if left is None else min(left, S_k)
-    right = None if right is None else min(right, S_q)
+    left, right = clipped(band, S_q, S_k)
     section = max(n for n in range(1, config.heads_per_section + 1) if H % n == 0)
     grid = (blocks * section, H // section, B)
     flat = max(grid[1:]) > GRID_YZ
@@ -243,6 +237,12 @@ def _prepare(
     return Call(kind, grid, (*scalars, *constants), found, config)
 
 
+def clipped(band: Band, S_q: int, S_k: int) -> Band:
+    """The same keys in bounds whose sums with a length are int32: beyond a length they bound nothing."""
+    left, right = band
+    return Band(None if left is None else min(left, S_k), None if right is None else min(right, S_q))
+
+
 def mean_keys(S_q: int, S_k: int, band: Band) -> int:
     """Keys that a query sees on average, about: exactly without a left bound."""
     left, right = band
@@ -256,7 +256,7 @@ def configuration(
     q: torch.Tensor, k: torch.Tensor, band: Band, packed: Packed | None = None
 ) -> ForwardConfig:
     """What `forward` chooses for queries and keys like these."""
-    _, _, _, S_q, S_k = dimensions(q.shape, k.shape, lengths_of(packed))
+    _, _, _, S_q, S_k = dimensions(q.shape, k.shape, packed and lengths_of(packed))
     return _choose(q.shape[-1], q.dtype, q.get_device(), band, mean_keys(S_q, S_k, band))
 
 

@@ -5,16 +5,21 @@ from typing import NamedTuple
 
 import torch
 
+from attnlib.band import Band, Packed
 from attnlib.configs import HopperConfig, block_d, hopper_config
 from attnlib.launch import (
     LIMIT,
     PREPARED,
     Layouts,
+    Lengths,
     capability,
+    clipped,
     describable,
+    dimensions,
     exp2_scale,
     interpreted,
     layouts,
+    lengths_of,
     outputs,
 )
 from attnlib.launcher import Launcher, current_stream
@@ -68,55 +73,66 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
+    band: Band,
     sm_scale: float,
     return_lse: bool,
+    packed: Packed | None = None,
     config: HopperConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run `kernels.hopper.attention_forward_hopper` on a call that it supports, no argument empty.
 
-    q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). `config` replaces the one that `hopper_config` chooses. Returns
-    (out, lse); lse is None unless it was asked for. ValueError if a length or the tiles are beyond 2^31.
+    q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). With `packed` q: (Tq, H, D); k, v: (Tk, Hkv, D), of which single
+    sequences may be empty. `config` replaces the one that `hopper_config` chooses. Returns (out, lse); lse is
+    None unless it was asked for. ValueError if a length or the tiles are beyond 2^31, or there are more than
+    2^30 packed rows.
     """
     device = q.get_device()
     if device != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(device):
-            return forward(q, k, v, causal, sm_scale, return_lse, config)
+            return forward(q, k, v, band, sm_scale, return_lse, packed, config)
     call = _prepare(
         q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device,
-        causal, sm_scale, return_lse, config,
+        band, sm_scale, return_lse, packed and lengths_of(packed), config,
     )  # fmt: skip
     windows, out_strides = call.layouts
-    out, lse = outputs(q, out_strides, return_lse)
+    out, lse = outputs(q, out_strides, return_lse, packed is not None)
     tensors = q, k, v, out
-    counter = _counter(device)
+    first = lse, _counter(device), *call.scalars
+    last = call.bounds
+    if packed is not None:
+        last = *last, packed.cu_seqlens_q, packed.cu_seqlens_k, q.shape[0]
     found = _compiled.get(call.kind)
     if found is None:
-        _compiled[call.kind] = _first_launch(tensors, lse, counter, call)
+        _compiled[call.kind] = _first_launch(tensors, first, last, call)
     else:
         launcher, plan = found
-        launcher.launch((call.programs, 1, 1), device, tensors, windows, (lse, counter, *call.scalars, plan))
+        launcher.launch((call.programs, 1, 1), device, tensors, windows, (*first, plan, *last))
     return out, lse
 
 
 class Call(NamedTuple):
-    """What calls share that differ in nothing but addresses; `kind`: what the compiled code depends on."""
+    """What calls share that differ in nothing but addresses.
+
+    kind: what the compiled code depends on; scalars, bounds: the kernel's arguments before and after its
+    plan, up to those of packed sequences.
+    """
 
     kind: tuple
     programs: int
     scalars: tuple
+    bounds: tuple
     layouts: Layouts
 
 
 @lru_cache(PREPARED)
 def _prepare(
     q_shape, k_shape, q_strides, k_strides, v_strides, dtype, device: int,
-    causal, sm_scale, return_lse, config,
+    band: Band, sm_scale, return_lse, lengths: Lengths | None, config,
 ) -> Call:  # fmt: skip
-    B, H, S_q, D = q_shape
-    _, H_kv, S_k, _ = k_shape
+    B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
+    D, packed = q_shape[-1], lengths is not None
     if config is None:
-        config = configuration(q_shape, device)
+        config = configuration(q_shape, device, lengths)
     width = max(64, block_d(D))
     blocks_m = -(-S_q // (64 * config.warpgroups))
     tiles = blocks_m * B * H
@@ -126,28 +142,33 @@ def _prepare(
             f"heads, got {S_q}, {S_k} and {tiles}"
         )
     section = config.heads_per_section(B * H, H // H_kv, S_k, width)
-    masked, skip = _masks(causal, S_q, S_k, config)
-    kind = (device, dtype, width, causal, masked, skip, sm_scale < 0, return_lse, config)
+    left, right = clipped(band, S_q, S_k)
+    masked, skip = (1 if right is None else 2, True) if packed else _masks(right, S_q, S_k, config)
+    asked = bool(right), left is not None, packed  # what a plan calls shifted, left, packed
+    kind = (device, dtype, width, right is not None, masked, skip, sm_scale < 0, return_lse, config, *asked)
     scalars = (exp2_scale(sm_scale), S_q, S_k, H, H // H_kv, B * H, section, blocks_m, tiles)
-    found = layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype)
-    return Call(kind, min(tiles, _num_sms(device)), scalars, found)
+    bounds = right or None, left
+    found = layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype, packed)
+    # The last three are those of packed sequences.
+    bounds = bounds if packed else (*bounds, None, None, None)
+    return Call(kind, min(tiles, _num_sms(device)), scalars, bounds, found)
 
 
-def configuration(q_shape: torch.Size, device: int) -> HopperConfig:
-    """What `forward` chooses for queries of this shape."""
-    B, H, S_q, D = q_shape
-    return hopper_config(D, S_q, B * H, _num_sms(device))
+def configuration(q_shape: torch.Size, device: int, lengths: Lengths | None = None) -> HopperConfig:
+    """What `forward` chooses for queries of this shape, packed ones with these lengths."""
+    B, H, _, S_q, _ = dimensions(q_shape, q_shape, lengths)
+    return hopper_config(q_shape[-1], S_q, B * H, _num_sms(device))
 
 
-def _masks(causal: bool, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:
+def _masks(right: int | None, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:
     """(blocks at the end of a row that need a mask, whether the warpgroups of a tile may visit different
-    numbers of blocks)."""
-    if not causal:
+    numbers of blocks), with a bound on the right or none."""
+    if right is None:
         # In the last tile of a head, warpgroups that lie beyond the last row have nothing to visit.
         idle = 0 < S_q % (64 * config.warpgroups) <= 64 * (config.warpgroups - 1)
         return int(S_k % config.block_n != 0), idle
     # The diagonal enters a block at a corner of 64 rows, or crosses from one block to the next within them.
-    diagonal, block_m = S_k - S_q, 64 * config.warpgroups
+    diagonal, block_m = S_k - S_q + right, 64 * config.warpgroups
     return 1 + (diagonal % 64 != 0), not (block_m == config.block_n and diagonal % block_m == 0)
 
 
@@ -166,35 +187,39 @@ def _counter(device: int) -> torch.Tensor:
     return found
 
 
-def _first_launch(tensors: tuple[torch.Tensor, ...], lse, counter: torch.Tensor, call: Call) -> tuple:
+def _first_launch(tensors: tuple[torch.Tensor, ...], first: tuple, last: tuple, call: Call) -> tuple:
     """Compile, launch, and return the compiled kernel's launcher and its plan."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from attnlib.kernels.hopper import Plan, attention_forward_hopper
 
-    _, dtype, width, causal, masked, skip, flip, store_lse, config = call.kind
-    plan = make_plan(Plan, width, causal, masked, skip, flip, store_lse, config)
+    _, dtype, width, causal, masked, skip, flip, store_lse, config, *asked = call.kind
+    plan = make_plan(Plan, width, causal, masked, skip, flip, store_lse, config, *asked)
     element = getattr(gl, _HALF[dtype])
     descriptors = []
     for tensor, (shape, strides), block in zip(
-        tensors, call.layouts.windows, blocks(width, config), strict=True
+        tensors, call.layouts.windows, blocks(width, config, asked[2]), strict=True
     ):
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
         descriptors.append(TensorDescriptor(tensor, list(shape), list(strides), block, layout))
     kernel = attention_forward_hopper[(call.programs,)](
-        *descriptors, lse, counter, *call.scalars, plan, num_warps=4, maxnreg=config.max_registers
+        *descriptors, *first, plan, *last, num_warps=4, maxnreg=config.max_registers
     )
     return Launcher(kernel), plan
 
 
-def blocks(width: int, config: HopperConfig) -> tuple[list[int], ...]:
+def blocks(width: int, config: HopperConfig, packed: bool = False) -> tuple[list[int], ...]:
     """What one copy of Q, K, V and the output moves."""
-    keys = [1, 1, config.block_n, width]
-    return [1, 1, 64, width], keys, keys, [1, 1, 64, config.o_columns]
+    one = [1, 1, 1] if packed else [1, 1]
+    keys = [*one, config.block_n, width]
+    return [*one, 64, width], keys, keys, [*one, 64, config.o_columns]
 
 
-def make_plan(plan_class, width, causal, masked, skip, flip, store_lse, config: HopperConfig):
+def make_plan(
+    plan_class, width, causal, masked, skip, flip, store_lse, config: HopperConfig,
+    shifted=False, left=False, packed=False,
+):  # fmt: skip
     """The kernel's constants."""
     return plan_class(
         d=width, causal=causal, masked=masked, skip=skip, flip=flip, store_lse=store_lse,
@@ -202,4 +227,5 @@ def make_plan(plan_class, width, causal, masked, skip, flip, store_lse, config: 
         q_columns=config.q_columns, o_columns=config.o_columns, late_wait=config.late_wait, pin=config.pin,
         tree=config.tree, joint=config.joint, named=config.named,
         consumer_registers=config.consumer_registers, producer_registers=config.producer_registers,
+        shifted=shifted, left=left, packed=packed,
     )  # fmt: skip

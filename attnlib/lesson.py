@@ -42,6 +42,7 @@ __all__ = [
     "ladder",
     "load_kernel",
     "measure",
+    "measure_backward",
     "notebooks_dir",
     "say",
     "show_diff",
@@ -49,6 +50,7 @@ __all__ = [
     "solutions",
     "table",
     "verify",
+    "verify_gradients",
 ]
 
 if not torch.cuda.is_available():
@@ -199,6 +201,17 @@ def measure(
     return bench.measure(name, dict(implementations), list(shapes), notebook=current(), **options)
 
 
+def measure_backward(
+    name: str, implementations: Mapping[str, Callable | None], shapes: Iterable, **options: object
+) -> Table:
+    """`bench_backward.measure` into this notebook's record: times on a GPU, replays without one."""
+    from . import bench_backward
+
+    return bench_backward.measure(
+        name, dict(implementations), list(shapes), notebook=current(), **options
+    )
+
+
 def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Table:
     """`records.table` of this notebook: rows of `produce()` on a GPU, the recorded rows without one."""
     from . import records
@@ -256,6 +269,53 @@ def verify(
         raise AssertionError(f"{name} is wrong in {len(bad)} cases:\n" + "\n".join(bad))
     if any(row["ok"] != "✔" for row in rows):
         raise AssertionError(f"{name}: the record {recorded!r} holds a kernel that was wrong")
+
+
+def verify_gradients(
+    attention: Callable[..., torch.Tensor],
+    *,
+    head_dims: Sequence[int] = (64,),
+    causal: Sequence[bool] = (True, False),
+    lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = INPUTS,
+    dtype: str = "float16",
+    name: str = "attention",
+) -> None:
+    """Check dq, dk and dv of a differentiable kernel against dense gradients in fp64, as `verify` checks an
+    output: same inputs and lengths (on a GPU the shapes of the task come on top), one table, AssertionError
+    if anything is wrong."""
+    from .bench_backward import Judge, make_gradient
+
+    groups: dict[tuple, list[tuple[Shape, str, Verdict]]] = {}
+    for kind, shape in _cases(head_dims, causal, lengths, kinds, dtype):
+        tensors = [x.requires_grad_() for x in make_inputs(shape, kind, device=device())]
+        d_out = make_gradient(shape, device=device())
+        out = attention(*tensors, shape.causal, shape.head_dim**-0.5)
+        gradients = torch.autograd.grad(out, tensors, d_out)
+        verdicts = Judge(d_out, *tensors, shape.causal).judge(*gradients)
+        group = groups.setdefault((kind, shape.head_dim, shape.batch * shape.heads), [])
+        group += [(shape, gradient, verdict) for gradient, verdict in verdicts.items()]
+    rows = []
+    for (kind, head_dim, _), found in groups.items():
+        row = {"inputs": kind, "D": head_dim}
+        row["S"] = ", ".join(str(n) for n in sorted({shape.seqlen for shape, _, _ in found}))
+        for gradient in ("dq", "dk", "dv"):
+            verdicts = [verdict for _, which, verdict in found if which == gradient]
+            for figure, error, budget in (("max", "max_error", "max"), ("RMS", "rms_error", "rms")):
+                shares = [getattr(v, error) / (getattr(v.budget, budget) or 1.0) for v in verdicts]
+                row[f"{gradient} {figure}"] = max(shares, key=lambda x: (x != x, x))  # NaN before all others
+        rows.append(row | {"ok": "✔" if all(verdict.ok for _, _, verdict in found) else "✘"})
+    shares = dict.fromkeys((key for key in rows[0] if key[:2] in ("dq", "dk", "dv")), ".2f")
+    show_table(rows, mark=lambda row: row["ok"] != "✔", formats=shares)
+    say("*Largest and RMS error as shares of their budgets; the worst of each group.*")
+    bad = [
+        f"{kind} inputs, {shape.label}: {verdict.reason}"
+        for (kind, _, _), found in groups.items()
+        for shape, _, verdict in found
+        if not verdict.ok
+    ]
+    if bad:
+        raise AssertionError(f"{name}: gradients are wrong in {len(bad)} cases:\n" + "\n".join(bad))
 
 
 def _judge(

@@ -30,6 +30,7 @@ from attnlib import steps
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
+GradientCall = Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,27 @@ class Peer:
     about: str
     available: Callable[[], str | None]
     make: Callable[[Tensor, Tensor, Tensor, bool, float], Call]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, bool, float], GradientCall] | None = None
 
     @property
     def label(self) -> str:
         """Short name in tables and charts."""
         return steps.PEERS[self.name]
+
+    def make_backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float
+    ) -> GradientCall:
+        """What computes (dq, dk, dv) once the forward has run, as `make` for the forward: through PyTorch's
+        autograd, unless the peer has a function of its own for it."""
+        if self.gradient is not None:
+            return self.gradient(d_out, q, k, v, causal, sm_scale)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        return through_autograd(self.make(q, k, v, causal, sm_scale)(), d_out, q, k, v)
+
+
+def through_autograd(out: Tensor, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> GradientCall:
+    """The backward of `out`, which autograd knows how to differentiate; it may be called again and again."""
+    return lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
 
 
 def _no_gpu() -> str | None:
@@ -102,23 +119,44 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Cal
 # FA3: $ATTNLIB_FA3 when it is set, else the flash_attn_interface package, else the build inside xformers.
 
 
-def _load_fa3_library(library: Path) -> Callable[..., Tensor]:
-    """Load FA3's operators; returns f(q, k, v, causal, sm_scale) for (B, S, H, D) tensors."""
-    for runtime in sorted(library.parent.glob("libcudart.so.12*")):
-        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)  # the builds link to CUDA 12, PyTorch may bring 13
-    torch.ops.load_library(str(library))
-    operator = torch.ops.flash_attn_3.fwd
+class _FA3Operators:
+    """FA3's operators in a library, for (B, S, H, D) tensors."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
+    def __init__(self, library: Path) -> None:
+        for runtime in sorted(library.parent.glob("libcudart.so.12*")):
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)  # builds link to CUDA 12, PyTorch may bring 13
+        torch.ops.load_library(str(library))
+        self.operators = torch.ops.flash_attn_3
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> list[Tensor]:
+        """[out, LSE]."""
         # Positional, because builds differ in which arguments have defaults. The 20 empty ones: new keys and
         # values, q_v, an output buffer, variable lengths, paging, rotary embedding, FP8 scales. After the
         # mask: window (left, right), attention chunk, softcap, interleaved rotary, scheduler metadata, number
         # of splits, packed GQA, SMs left free.
-        return operator(
+        return self.operators.fwd(
             q, k, v, *[None] * 20, sm_scale, causal, -1, -1, 0, 0.0, True, None, 1, None, 0
-        )[0]  # fmt: skip
+        )[:2]  # fmt: skip
 
-    return forward
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
+        return self.forward(q, k, v, causal, sm_scale)[0]
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float
+    ) -> GradientCall:
+        """Runs the forward; what it returns runs the backward alone."""
+        out, lse = self.forward(q, k, v, causal, sm_scale)
+
+        def call() -> tuple[Tensor, Tensor, Tensor]:
+            gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+            # The 6 empty ones: variable lengths, used lengths, longest lengths. After the mask: window,
+            # softcap, deterministic, SMs left free.
+            self.operators.bwd(
+                d_out, q, k, v, out, lse, *gradients, *[None] * 6, sm_scale, causal, -1, -1, 0.0, False, 0
+            )
+            return gradients
+
+        return call
 
 
 @functools.cache
@@ -130,7 +168,7 @@ def _fa3_forward() -> Callable[..., Tensor]:
         library = path if path.is_file() else path / "_C.so"
         if not library.is_file():
             raise ImportError(f"ATTNLIB_FA3={named}: expected a folder with _C.so, or the path of a .so")
-        return _load_fa3_library(library)
+        return _FA3Operators(library)
     if importlib.util.find_spec("flash_attn_interface"):
         from flash_attn_interface import flash_attn_func
 
@@ -142,7 +180,7 @@ def _fa3_forward() -> Callable[..., Tensor]:
     xformers = importlib.util.find_spec("xformers")
     for folder in (xformers.submodule_search_locations or []) if xformers else []:
         for library in sorted(Path(folder, "flash_attn_3").glob("_C*.so")):
-            return _load_fa3_library(library)
+            return _FA3Operators(library)
     raise ImportError("no flash_attn_interface package, no xformers build, and ATTNLIB_FA3 is not set")
 
 
@@ -160,6 +198,19 @@ def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Call
     forward = _fa3_forward()
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     return lambda: forward(q, k, v, causal, sm_scale).transpose(1, 2)
+
+
+def _fa3_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float
+) -> GradientCall:
+    forward = _fa3_forward()
+    d_out, q, k, v = (x.transpose(1, 2).contiguous() for x in (d_out, q, k, v))
+    if isinstance(forward, _FA3Operators):
+        backward = forward.backward(d_out, q, k, v, causal, sm_scale)
+    else:  # the package knows autograd
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        backward = through_autograd(forward(q, k, v, causal, sm_scale), d_out, q, k, v)
+    return lambda: tuple(x.transpose(1, 2) for x in backward())
 
 
 # Triton's own tutorial 06: $ATTNLIB_TUTORIAL is its file. No copy of it is kept here.
@@ -225,7 +276,7 @@ PEERS: dict[str, Peer] = {
         ),
         Peer("cudnn", "PyTorch SDPA, cuDNN backend", _no_cudnn, _sdpa(SDPBackend.CUDNN_ATTENTION)),
         Peer("flex", "PyTorch FlexAttention, compiled for each shape", _no_gpu, _flex),
-        Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, _fa3),
+        Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, _fa3, _fa3_backward),
         Peer("tutorial", "Triton's tutorial 06, autotuned", _no_tutorial, _tutorial),
     )
 }

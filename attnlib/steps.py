@@ -28,6 +28,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("00_how_we_measure", "How we measure"),
     *STEPS,
     ("12_record", "The record"),
+    ("13_backward", "The backward pass"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""
 

@@ -72,7 +72,8 @@ def _poisoned_empty() -> object:
     def poisoned(allocate):
         def empty(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+            with torch.no_grad():  # a leaf that requires grad may not be written to otherwise
+                return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
         return empty
 

@@ -219,6 +219,18 @@ def test_planted_problem_is_found(rule, message, spoil, good, tmp_path):
     assert any(message in str(p) for p in found), problems(bad, tmp_path)
 
 
+def test_a_backward_may_be_longer(good, tmp_path):
+    """Its cell has three kernels and joins them to autograd; any other kernel of this length is too long."""
+    lines = "\n".join(f"    b_x{i} = tl.load(p_x)  # [BLOCK]" for i in range(90))
+    longer = f"@triton.jit\ndef more(p_x, BLOCK: tl.constexpr):\n{lines}\n\n\n"
+    kernel = cell(good, "kernel")
+    source = kernel["source"] if isinstance(kernel["source"], str) else "".join(kernel["source"])
+    kernel["source"] = longer + source
+    assert {p.rule for p in problems(good, tmp_path)} == {"sizes", "kernel_cell"}
+    kernel["source"] += "\n\n\nclass Attention(torch.autograd.Function):\n    pass"
+    assert problems(good, tmp_path) == []
+
+
 def test_every_rule_is_planted():
     assert {rule for rule, _, _ in PLANTED} == set(hygiene.RULES)
 

@@ -49,7 +49,7 @@ def launched(monkeypatch):
     names = []
 
     def stand_in(name):
-        def forward(q, k, v, band, scale, return_lse):
+        def forward(q, k, v, band, scale, return_lse, packed):
             names.append(name)
             return torch.empty(0), torch.empty(0)
 
@@ -215,16 +215,18 @@ def test_sections_hold_whole_groups_and_fit_l2(keys, group):
 def test_masks_where_the_diagonal_runs():
     """(blocks to mask, rows of a tile end in different blocks), for Sq and Sk."""
     tall, square = hopper_config(64), hopper_config(128)  # tiles of 256 x 64 and 128 x 128
-    assert launch_hopper._masks(True, 512, 512, tall) == (1, True)
-    assert launch_hopper._masks(True, 512, 512, square) == (1, False)
-    assert launch_hopper._masks(True, 512, 576, square) == (1, True)
-    assert launch_hopper._masks(True, 512, 600, square) == (2, True)
-    assert launch_hopper._masks(False, 512, 512, square) == (0, False)
-    assert launch_hopper._masks(False, 512, 600, square) == (1, False)
+    assert launch_hopper._masks(0, 512, 512, tall) == (1, True)
+    assert launch_hopper._masks(0, 512, 512, square) == (1, False)
+    assert launch_hopper._masks(0, 512, 576, square) == (1, True)
+    assert launch_hopper._masks(64, 512, 512, square) == (1, True)
+    assert launch_hopper._masks(0, 512, 600, square) == (2, True)
+    assert launch_hopper._masks(88, 512, 512, square) == (2, True)
+    assert launch_hopper._masks(None, 512, 512, square) == (0, False)
+    assert launch_hopper._masks(None, 512, 600, square) == (1, False)
     # 64 of 256 rows in the last tile, or 200: three warpgroups have none, or all have some
-    assert launch_hopper._masks(False, 576, 512, tall) == (0, True)
-    assert launch_hopper._masks(False, 456, 512, tall) == (0, False)
-    assert launch_hopper._masks(False, 600, 600, square) == (1, False)
+    assert launch_hopper._masks(None, 576, 512, tall) == (0, True)
+    assert launch_hopper._masks(None, 456, 512, tall) == (0, False)
+    assert launch_hopper._masks(None, 600, 600, square) == (1, False)
 
 
 def test_few_rows_get_smaller_tiles():

@@ -37,6 +37,17 @@ it has waited for q_free of tile t-1, which every consumer gives after it has re
 The producer draws the number of its next tile from a counter in global memory as late as it can, after the
 last K of its tile: an early draw is a queue of one tile per SM, and leaves some with a long tile at the end.
 The last draw of a launch sets the counter back to 0. Tiles are numbered so that long ones come first.
+
+    Windows and packed sequences
+
+With a left bound a tile ends at the first block that one of its rows sees. All its warpgroups go down to
+there, over blocks that may be masked whole: the protocol knows of no left bound.
+
+Packed sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
+any sequence (`launch.ragged`). Each has as many tiles as the longest one. The producer draws until it has a
+tile with rows, so consumers never hear of the others. The first tile, too, may be a drawn one: consumers are
+told of it, and what is told of tile t has number t, not t-1. next_tile needs no barrier then either: number
+t+1 is written after the wait for q_free of tile t-1, given after number t-1 was read.
 """
 
 from dataclasses import dataclass, fields
@@ -53,6 +64,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels import hopper_softmax as softmax
+from attnlib.kernels import hopper_tiles as tiling
 
 NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
 LN2 = gl.constexpr(0.6931471805599453)
@@ -67,11 +79,14 @@ class Plan:
 
     Attributes:
         d: columns of a tile, the head dimension or more: 64, 128 or 256.
-        causal: query i sees keys 0 .. i + S_k - S_q.
+        causal: the keys of a row end on a diagonal: query i sees none after i + S_k - S_q, or `right` more.
         masked: blocks at the end of a row that need a mask: 0, 1 or 2.
         skip: the warpgroups of one tile may visit different numbers of blocks.
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         store_lse: write the LSE.
+        shifted: there is a `right` that is not 0.
+        left: query i sees no key before i + S_k - S_q - `left`.
+        packed: the sequences are packed.
 
     The others are those of `configs.HopperConfig`.
     """
@@ -94,6 +109,9 @@ class Plan:
     named: bool
     consumer_registers: int
     producer_registers: int
+    shifted: bool = False
+    left: bool = False
+    packed: bool = False
 
     def __post_init__(self):
         # The compiler wants its constants wrapped.
@@ -116,23 +134,10 @@ def _accumulator(columns):
     return gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
 
 
-class Work(NamedTuple):
-    """The problem and its division into tiles; see the kernel's arguments."""
-
-    S_q: gl.tensor
-    S_k: gl.tensor
-    H: gl.tensor
-    GROUP: gl.tensor
-    HEADS: gl.tensor
-    SECTION: gl.tensor
-    num_m: gl.tensor
-    tiles: gl.tensor
-
-
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    q: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, d]
+    q: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, d], packed with one more 1, as the others
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, o_columns]
@@ -146,27 +151,6 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _blocks(end, work, plan: gl.constexpr):
-    """Blocks of keys that the rows before `end` see; one, all masked, where they see none."""
-    visible = work.S_k
-    if plan.causal:
-        visible = gl.minimum(gl.maximum(end + work.S_k - work.S_q, 0), work.S_k)
-    return gl.maximum(gl.cdiv(visible, plan.block_n), 1)
-
-
-@gluon.jit
-def _locate(tile, work, plan: gl.constexpr):
-    """(row block, batch * H + head, blocks of keys) of a tile: section of heads by section, so that their
-    keys and values stay in L2, and within one the last, longest rows first."""
-    section = tile // (work.num_m * work.SECTION)
-    rest = tile % (work.num_m * work.SECTION)
-    heads = gl.minimum(work.SECTION, work.HEADS - section * work.SECTION)
-    i_m = work.num_m - 1 - rest // heads
-    i_bh = section * work.SECTION + rest % heads
-    return i_m, i_bh, _blocks((i_m + 1) * plan.block_m, work, plan)
-
-
-@gluon.jit
 def _barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
@@ -176,16 +160,19 @@ def _barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _buffers(desc, N: gl.constexpr):
-    rows: gl.constexpr = desc.block_shape[2]
-    columns: gl.constexpr = desc.block_shape[3]
-    return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, rows, columns], desc.layout)
+    rows: gl.constexpr = desc.block_shape[-2]
+    columns: gl.constexpr = desc.block_shape[-1]
+    if len(desc.block_shape) == 4:
+        return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, rows, columns], desc.layout)
+    else:
+        return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, 1, rows, columns], desc.layout)
 
 
 @gluon.jit
 def _matrix(buffers, i):
-    """Buffer i without its two leading dimensions of 1."""
-    rows: gl.constexpr = buffers.shape[3]
-    columns: gl.constexpr = buffers.shape[4]
+    """Buffer i without its leading dimensions of 1."""
+    rows: gl.constexpr = buffers.shape[-2]
+    columns: gl.constexpr = buffers.shape[-1]
     return buffers.index(i).reshape([rows, columns])
 
 
@@ -252,35 +239,39 @@ def _acquire(mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _copy_k(desc_k, mem, c, i_b, i_kv, block, EXTRA: gl.constexpr, plan: gl.constexpr):
+def _copy_k(desc_k, mem, c, at, block, EXTRA: gl.constexpr, plan: gl.constexpr):
     bar = mem.k_full.index(_slot(c, plan))
     mbarrier.expect(bar, desc_k.block_type.nbytes + EXTRA)
     tma.async_copy_global_to_shared(
-        desc_k, [i_b, i_kv, block * plan.block_n, 0], bar, mem.k.index(_slot(c, plan))
+        desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(_slot(c, plan))
     )
 
 
 @gluon.jit
-def _copy_v(desc_v, mem, c, i_b, i_kv, block, EXPECT: gl.constexpr, plan: gl.constexpr):
+def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr):
     bar = mem.v_full.index(_slot(c, plan))
     if EXPECT:
         mbarrier.expect(bar, desc_v.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        desc_v, [i_b, i_kv, block * plan.block_n, 0], bar, mem.v.index(_slot(c, plan))
+        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(_slot(c, plan))
     )
 
 
 @gluon.jit
-def _draw(counter_ptr, mem, turn, tiles):
-    """The next tile of this program; told to the consumers."""
-    b = turn & 1
+def _draw(counter_ptr, tiles):
+    """The number of the next tile."""
     number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if number == tiles - 1:  # every program draws once in vain, so there are as many draws as tiles
         gl.store(counter_ptr, 0)
-    tile = number + gl.num_programs(0)
+    return number + gl.num_programs(0)
+
+
+@gluon.jit
+def _tell(mem, number, tile):
+    """Consumers read which tile is next."""
+    b = number & 1
     mem.next_tile.index(b).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(mem.drawn.index(b), count=1)
-    return tile
 
 
 @gluon.jit
@@ -291,38 +282,52 @@ def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr)
     tile = gl.program_id(0)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
-    i_m, i_bh, n = _locate(tile, work, plan)
-    i_b = i_bh // work.H
-    i_kv = i_bh % work.H // work.GROUP
-    _copy_k(desc_k, mem, 0, i_b, i_kv, n - 1, 0, plan)
+    if plan.packed:
+        while tiling.without_rows(tile, work, plan):
+            tile = _draw(counter_ptr, work.tiles)
+        _tell(mem, 0, tile)
+    i_m, i_bh, top = tiling.locate(tile, work, plan)
+    at_k = tiling.of_keys(i_bh, work, plan)
+    if plan.packed:
+        if tile < work.tiles:
+            _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
+    else:
+        _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
     if not plan.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     while tile < work.tiles:
-        i_h = i_bh % work.H
+        seq = tiling.sequence(i_bh, work, plan)
+        low = tiling.first_block(i_m, seq, work, plan)
+        at_q = tiling.of_queries(at_k[0], i_bh, seq, work, plan)
         for w in gl.static_range(plan.warpgroups):
             mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
             mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                desc_q, [i_b, i_h, i_m * plan.block_m + w * 64, 0], mem.q_full.index(w), mem.q.index(w)
-            )
-        for i in range(1, n):
+                desc_q, tiling.coordinates(at_q, i_m * plan.block_m + w * 64, 0), mem.q_full.index(w),
+                mem.q.index(w),
+            )  # fmt: skip
+        for i in range(1, top - low):
             _acquire(mem, c + i, plan)
-            _copy_k(desc_k, mem, c + i, i_b, i_kv, n - 1 - i, v_extra, plan)
-            _copy_v(desc_v, mem, c + i, i_b, i_kv, n - i, alone, plan)
-        tile = _draw(counter_ptr, mem, turn, work.tiles)
-        turn += 1
-        c += n
-        _acquire(mem, c, plan)
-        b_v = i_b
-        kv_v = i_kv
-        if tile < work.tiles:
-            i_m, i_bh, n = _locate(tile, work, plan)
-            i_b = i_bh // work.H
-            i_kv = i_bh % work.H // work.GROUP
-            _copy_k(desc_k, mem, c, i_b, i_kv, n - 1, v_extra, plan)
-            _copy_v(desc_v, mem, c, b_v, kv_v, 0, alone, plan)
+            _copy_k(desc_k, mem, c + i, at_k, top - 1 - i, v_extra, plan)
+            _copy_v(desc_v, mem, c + i, at_k, top - i, alone, plan)
+        tile = _draw(counter_ptr, work.tiles)
+        if plan.packed:
+            while tiling.without_rows(tile, work, plan):
+                tile = _draw(counter_ptr, work.tiles)
+            _tell(mem, turn + 1, tile)
         else:
-            _copy_v(desc_v, mem, c, b_v, kv_v, 0, True, plan)
+            _tell(mem, turn, tile)
+        turn += 1
+        c += top - low
+        _acquire(mem, c, plan)
+        at_v = at_k
+        if tile < work.tiles:
+            i_m, i_bh, top = tiling.locate(tile, work, plan)
+            at_k = tiling.of_keys(i_bh, work, plan)
+            _copy_k(desc_k, mem, c, at_k, top - 1, v_extra, plan)
+            _copy_v(desc_v, mem, c, at_v, low, alone, plan)
+        else:
+            _copy_v(desc_v, mem, c, at_v, low, True, plan)
 
 
 # ---------------------------------------------------------------- consumer
@@ -360,14 +365,14 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale, work, WG: gl.constexpr,
-          plan: gl.constexpr):
+def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale, seq, work,
+          WG: gl.constexpr, plan: gl.constexpr):
     """Block c of a tile: its scores and softmax, and P V of the block before it.
 
     p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
     """
     dtype: gl.constexpr = mem.v.dtype
-    MASKED: gl.constexpr = plan.masked == 2
+    MASKED: gl.constexpr = plan.masked == 2  # a row may have seen no key in the block before
     _wait_k(mem, c, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
     if not plan.joint:
@@ -376,9 +381,9 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
-    if MASKED:
+    if MASKED or plan.left:
         if masked:
-            s = softmax.mask(s, row, first, work, plan)
+            s = softmax.mask(s, row, first, seq, work, plan)
     shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.late_wait:
@@ -402,24 +407,32 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
 
 
 @gluon.jit
-def _store_output(desc_o, o, mem, i_b, i_h, row, WG: gl.constexpr, plan: gl.constexpr):
+def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
     """Through shared memory, at once or in two halves; the copy of the tile before must have left it."""
     out = mem.o.index(WG)
     if plan.o_columns == plan.d:
         tma.store_wait(0)
         _matrix(mem.o, WG).store(o)
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, [i_b, i_h, row, 0], out)
+        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
     else:
         left, right = softmax.halves(o)
         tma.store_wait(0)
         _matrix(mem.o, WG).store(left)
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, [i_b, i_h, row, 0], out)
+        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
         tma.store_wait(0)
         _matrix(mem.o, WG).store(right)
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, [i_b, i_h, row, plan.o_columns], out)
+        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, plan.o_columns), out)
+
+
+@gluon.jit
+def _told(mem, number):
+    """The tile that the producer has drawn."""
+    b = number & 1
+    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
+    return gl.max(mem.next_tile.index(b).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -428,12 +441,16 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
     tile = gl.program_id(0)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
+    if plan.packed:
+        tile = _told(mem, 0)
     while tile < work.tiles:
-        i_m, i_bh, n = _locate(tile, work, plan)
+        i_m, i_bh, top = tiling.locate(tile, work, plan)
+        seq = tiling.sequence(i_bh, work, plan)
+        low = tiling.first_block(i_m, seq, work, plan)
         row = i_m * plan.block_m + WG * 64
-        end = c + n  # slot of the next tile's first keys, and of this tile's last values
+        end = c + (top - low)  # slot of the next tile's first keys, and of this tile's last values
         start = c
-        first = (n - 1) * plan.block_n  # first key of the block of slot `start`
+        first = (top - 1) * plan.block_n  # first key of the block of slot `start`
 
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
@@ -442,10 +459,10 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
             q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
 
         if plan.skip:  # blocks that other warpgroups' rows see and these do not
-            own = _blocks(row + 64, work, plan)
-            own = gl.where(row < work.S_q, own, 1)  # no rows at all: one block, for nobody
+            own = tiling.top(row + 64, seq, work, plan) - low
+            own = gl.where(row < seq.S_q, own, 1)  # no rows at all: one block, for nobody
             start = end - own
-            first = (own - 1) * plan.block_n
+            first = (low + own - 1) * plan.block_n
             for i in range(c, start):
                 _wait_k(mem, i, plan)
                 if not plan.joint:
@@ -465,8 +482,8 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         _release(mem, start, plan)
         if plan.flip:
             s = -s
-        if plan.masked:
-            s = softmax.mask(s, row, first, work, plan)
+        if plan.masked or plan.left:
+            s = softmax.mask(s, row, first, seq, work, plan)
         shift = softmax.row_max(s, plan) * qk_scale  # [64]
         weights = softmax.weights(s, shift, qk_scale, plan.masked > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
@@ -476,12 +493,20 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
 
         # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows cross it in
         # two of them, and the first of these needs a mask too. (Four words of a thread spill there at D = 64
-        # and 256; aligned diagonals and dense calls spill none.)
+        # and 256; aligned diagonals and dense calls spill none.) With a left bound so do those that begin
+        # before the last of the rows sees a key.
         for i in range(start, end):
+            key = first - plan.block_n
+            masked = i == start
+            if plan.left:
+                key = (low + end - 1 - i) * plan.block_n
+                masked = key < row + 63 + seq.S_k - seq.S_q - work.left
+                if plan.masked == 2:
+                    masked = masked | (i == start)
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, row, first - plan.block_n, i, i == start, mem, qk_scale,
-                work, WG, plan,
-            )
+                q_registers, p, acc, shift, sums, row, key, i, masked, mem, qk_scale, seq, work,
+                WG, plan,
+            )  # fmt: skip
         mbarrier.arrive(mem.q_free.index(WG), count=1)
 
         # 3. The last P V, and what can be done beside it.
@@ -489,9 +514,10 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         _wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
-        b = turn & 1
-        mbarrier.wait(mem.drawn.index(b), (turn >> 1) & 1)
-        tile = gl.max(mem.next_tile.index(b).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        if plan.packed:
+            tile = _told(mem, turn + 1)
+        else:
+            tile = _told(mem, turn)
         turn += 1
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
@@ -500,23 +526,31 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
             lse = (shift + gl.log2(row_sums)) * LN2
             lse = gl.where(empty, float("-inf"), lse)
-            gl.store(lse_ptr + i_bh.to(gl.int64) * work.S_q + o_m, lse, mask=o_m < work.S_q)
-        if row < work.S_q:
+            if plan.packed:
+                place = (i_bh % work.H).to(gl.int64) * work.T_q + (seq.end_q - seq.S_q)
+            else:
+                place = i_bh.to(gl.int64) * seq.S_q
+            gl.store(lse_ptr + place + o_m, lse, mask=o_m < seq.S_q)
+        if row < seq.S_q:
             o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
-            _store_output(desc_o, o.to(dtype), mem, i_bh // work.H, i_bh % work.H, row, WG, plan)
+            at = tiling.of_queries(i_bh // work.H, i_bh, seq, work, plan)
+            _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
 
 
 # ---------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=["S_q", "S_k", "H", "GROUP", "HEADS", "SECTION", "num_m", "tiles"])
+NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q".split()
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_forward_hopper(
     desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
-    lse_ptr,  # (B, H, S_q)
+    lse_ptr,  # (B, H, S_q), packed (H, T_q)
     counter_ptr,  # one int32, 0 before and after a launch
     qk_scale,  # |sm_scale| * log2(e), positive
-    S_q, S_k,
+    S_q, S_k,  # of packed sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS,  # B * H
@@ -524,8 +558,11 @@ def attention_forward_hopper(
     num_m,  # row blocks of a head
     tiles,  # num_m * HEADS
     plan: gl.constexpr,
+    right=None, left=None,  # keys that a row sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
+    T_q=None,  # rows of all packed sequences
 ):
-    """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4; see the module docstring."""
+    """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, packed 5; see the module docstring."""
     k_full = _barriers(plan.stages, 1)
     v_full = k_full
     if not plan.joint:
@@ -544,7 +581,7 @@ def attention_forward_hopper(
         _barriers(2, 1),  # drawn
     )
     fence_async_shared()
-    work = Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles)
+    work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q)
     # A consumer's number is a constant, so each has code of its own.
     regs: gl.constexpr = plan.consumer_registers
     if plan.warpgroups == 2:

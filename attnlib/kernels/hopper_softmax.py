@@ -6,6 +6,8 @@ No memory, no barrier, no wait: those are in `hopper`. `plan` is `hopper.Plan`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.kernels import hopper_tiles as tiling
+
 LAZY = gl.constexpr(8)  # a row maximum may grow by 2**LAZY before the output is rescaled
 
 
@@ -33,14 +35,25 @@ def row_sum(p):
 
 
 @gluon.jit
-def mask(s, row, first, work, plan: gl.constexpr):
+def mask(s, row, first, seq, work, plan: gl.constexpr):
     """-inf for keys that a row does not see; `row` is the first row, `first` the first key."""
     o_n = gl.arange(0, plan.block_n, layout=gl.SliceLayout(0, plan.s_layout))  # [BLOCK_N]
-    if plan.causal:
-        o_m = gl.arange(0, 64, layout=plan.row_layout)  # [64]
-        seen = o_n[None, :] <= (o_m + (row + work.S_k - work.S_q - first))[:, None]  # [64, BLOCK_N]
+    o_m = gl.arange(0, 64, layout=plan.row_layout)  # [64]
+    if plan.causal:  # the last key that each row sees [64]
+        last = o_m + (tiling.on_diagonal(row, seq, work, plan) - first)
+        if plan.shifted:
+            last = gl.minimum(last, seq.S_k - 1 - first)
+    elif plan.left:
+        last = gl.full([64], seq.S_k - 1 - first, gl.int32, plan.row_layout)
+    if plan.left:
+        # Keys before the last one, counted without a sign: those after it are too many, too.
+        before = (last[:, None] - o_n[None, :]).to(gl.uint32)  # [64, BLOCK_N]
+        earlier = last - (o_m + (row + seq.S_k - seq.S_q - work.left - first))  # [64]
+        seen = before <= earlier.to(gl.uint32)[:, None]
+    elif plan.causal:
+        seen = o_n[None, :] <= last[:, None]  # [64, BLOCK_N]
     else:
-        seen = (o_n < work.S_k - first)[None, :]  # [1, BLOCK_N]
+        seen = (o_n < seq.S_k - first)[None, :]  # [1, BLOCK_N]
     return gl.where(seen, s, float("-inf"))
 
 

@@ -23,8 +23,8 @@ CASES = [
 ]
 SPILLS = {64: 16, 128: 40, 256: 70}
 """4-byte words of a thread that may spill. Dense calls, and at D = 64 all but packed windows,
-spill none, or 6 (dense, packed, D = 256). With two query heads a key head, as here, a loop more holds registers
-than with one."""
+spill none, or 6 (dense, packed, D = 256). With two query heads a key head, as here, a loop more holds
+registers than with one."""
 SPILLS_FLOAT32 = 1000  # exact products on the CUDA cores: a thread reads whole rows of both operands
 
 

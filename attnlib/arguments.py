@@ -1,0 +1,228 @@
+"""The arguments of `attention` and `attention_varlen`, checked: an error names the argument, what was
+expected and what came."""
+
+import weakref
+from functools import lru_cache, partial
+from typing import Literal
+
+import torch
+
+Implementation = Literal["hopper", "triton", "reference"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+_LARGEST = torch.finfo(torch.float32).max
+_NO_STRIDES = "expected a dense tensor (layout torch.strided), got"
+
+
+def check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl, symbols: bool = False) -> None:
+    """Arguments of `attention`. TypeError or ValueError if one is wrong. symbols: sizes may be no numbers."""
+    _check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4)
+    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
+    _check_options(causal, window, sm_scale, return_lse, deterministic, impl)
+
+
+def check_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    causal, window, sm_scale, return_lse, deterministic, impl, symbols: bool = False,
+) -> None:  # fmt: skip
+    """Arguments of `attention_varlen`, except for the values in `cu_seqlens_*`: see `check_offsets`."""
+    _check_tensors(q, k, v, "3 dimensions (T, H, D)", 3)
+    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_offsets_form(name, offsets, q.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected {len(cu_seqlens_q)} entries as cu_seqlens_q has, got {len(cu_seqlens_k)}"
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt):
+            raise TypeError(f"{name}: expected an int, got {type(longest).__name__}")
+        if longest < 0:
+            raise ValueError(f"{name}: expected 0 or more, got {longest}")
+    _check_options(causal, window, sm_scale, return_lse, deterministic, impl)
+
+
+def check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+    """The values in `cu_seqlens_*`: from 0, never down, to the number of tokens, in steps of at most
+    `max_seqlen_*`. ValueError if not.
+
+    Reading them from a GPU waits for everything that the GPU has to do, so the first call with a tensor does
+    that, and later calls know what it held until PyTorch says that it was written to. While a CUDA graph is
+    captured nothing can be read: the values are then taken on trust, and so are those of a tensor changed
+    behind PyTorch's back (by a kernel of one's own, through `.data`).
+    """
+    found_q = _longest("cu_seqlens_q", cu_seqlens_q, "q", len(q))
+    if cu_seqlens_k is cu_seqlens_q and len(k) == len(q):
+        found_k = found_q
+    else:
+        found_k = _longest("cu_seqlens_k", cu_seqlens_k, "k", len(k))
+    for side, found, longest in (("q", found_q, max_seqlen_q), ("k", found_k, max_seqlen_k)):
+        if found is not None and found > longest:
+            raise ValueError(
+                f"max_seqlen_{side}: expected at least {found}, the longest sequence in cu_seqlens_{side}, "
+                f"got {longest}"
+            )
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _check_tensors(q, k, v, rank: str, dims: int) -> None:
+    tensor = torch.Tensor
+    if type(q) is tensor and type(k) is tensor and type(v) is tensor:
+        try:  # nearly every call ends here; a nested tensor has no shape
+            dtype, device, strided = q.dtype, q.device, torch.strided
+            if (
+                len(q.shape) == len(k.shape) == len(v.shape) == dims
+                and dtype in DTYPES
+                and k.dtype is dtype
+                and v.dtype is dtype
+                and k.device == device == v.device
+                and q.layout is strided
+                and k.layout is strided
+                and v.layout is strided
+            ):
+                return
+        except RuntimeError:
+            pass
+    _find_what_is_wrong(q, k, v, rank, dims)
+
+
+def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
+    """The same one by one, with an error for each."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise TypeError(f"{name}: {_NO_STRIDES} a nested tensor; attention_varlen takes packed sequences")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: {_NO_STRIDES} {tensor.layout}")
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: expected {rank}, got shape {tuple(tensor.shape)}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    """(B, H, S, D) each, or (T, H, D)."""
+    *batch, heads, _, head_dim = q if len(q) == 4 else (q[1], q[0], q[2])
+    kv_heads = k[1]
+    for name, shape in (("k", k), ("v", v)):
+        if batch and shape[0] != batch[0]:
+            raise ValueError(f"{name}: expected batch size {batch[0]} as q has, got {shape[0]}")
+        if shape[-1] != head_dim:
+            raise ValueError(f"{name}: expected head dimension {head_dim} as q has, got {shape[-1]}")
+    if v != k:
+        raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(
+            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    if heads and (not kv_heads or heads % kv_heads):
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
+
+
+_check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from call to call without an end
+
+
+# ---------------------------------------------------------------- options
+
+
+def _check_options(causal, window, sm_scale, return_lse, deterministic, impl) -> None:
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+    if window is not None:
+        _check_window(window)
+    if sm_scale is not None:
+        if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
+            raise TypeError(f"sm_scale: expected a number or None, got {type(sm_scale).__name__}")
+        if not abs(sm_scale) <= _LARGEST:
+            raise ValueError(f"sm_scale: expected a number finite in float32, got {sm_scale}")
+    if return_lse is not True and return_lse is not False:
+        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
+    if deterministic is not True and deterministic is not False:
+        raise TypeError(f"deterministic: expected a bool, got {type(deterministic).__name__}")
+    if impl not in (None, "hopper", "triton", "reference"):
+        raise ValueError(f"impl: expected 'hopper', 'triton', 'reference' or None, got {impl!r}")
+
+
+def _check_window(window) -> None:
+    if not isinstance(window, tuple | list):
+        raise TypeError(f"window: expected None or a pair of ints (left, right), got {type(window).__name__}")
+    if len(window) != 2:
+        raise ValueError(f"window: expected a pair (left, right), got {len(window)} values")
+    for bound in window:
+        if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
+            kind = type(bound).__name__
+            raise TypeError(f"window: expected a pair of ints (left, right), got {kind} in it")
+        if bound < -1:
+            raise ValueError(f"window: expected ints from 0 on, or -1 for no bound, got {tuple(window)}")
+
+
+# ---------------------------------------------------------------- offsets of packed sequences
+
+
+def _check_offsets_form(name: str, offsets, device: torch.device) -> None:
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(offsets).__name__}")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {offsets.dtype}")
+    if offsets.layout is not torch.strided:
+        raise TypeError(f"{name}: {_NO_STRIDES} {offsets.layout}")
+    if offsets.dim() != 1 or len(offsets) < 2:
+        raise ValueError(
+            f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape {tuple(offsets.shape)}"
+        )
+    if offsets.device != device:
+        raise ValueError(f"{name}: expected device {device} as q has, got {offsets.device}")
+
+
+_known: dict[int, tuple[weakref.ref, int, int, int]] = {}
+"""id of a tensor -> (the tensor, its version, tokens, longest sequence) of offsets on a GPU that were right.
+An address in memory would not do as a key: it may be that of the next batch's tensor."""
+
+
+def _longest(name: str, offsets: torch.Tensor, side: str, tokens: int) -> int | None:
+    """Tokens of the longest sequence; None if it can't be known. ValueError if the offsets are wrong."""
+    if not offsets.is_cuda:
+        return _read_offsets(name, offsets, side, tokens)
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    if offsets.is_inference():  # its writes are not counted
+        return _read_offsets(name, offsets, side, tokens)
+    known, key, version = None, id(offsets), offsets._version
+    found = _known.get(key)
+    if found is not None and found[0]() is offsets and found[1:3] == (version, tokens):
+        known = found[3]
+    if known is None:
+        known = _read_offsets(name, offsets, side, tokens)
+        _known[key] = weakref.ref(offsets, partial(_forget, key)), version, tokens, known
+    return known
+
+
+def _forget(key: int, reference: weakref.ref) -> None:
+    found = _known.get(key)
+    if found is not None and found[0] is reference:  # not that of a later tensor with the same id
+        del _known[key]
+
+
+def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> int:
+    values = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+    longest = 0
+    for number, (begin, end) in enumerate(zip(values, values[1:], strict=False), 1):
+        if end < begin:
+            raise ValueError(
+                f"{name}: expected values that never go down, got {end} after {begin} at index {number}"
+            )
+        longest = max(longest, end - begin)
+    if values[-1] != tokens:
+        raise ValueError(f"{name}: expected to end at {side}'s number of tokens, {tokens}, got {values[-1]}")
+    return longest

@@ -1,0 +1,115 @@
+"""Attention for PyTorch's autograd: the backward pass, `torch.func`, and an error for second derivatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlib import dispatch
+from attnlib.arguments import Implementation
+from attnlib.band import Band, Packed
+
+
+@dataclass(frozen=True)
+class How:
+    """What a call asks for besides its tensors. max_seqlens: None unless sequences are packed."""
+
+    band: Band
+    sm_scale: float
+    impl: Implementation | None
+    deterministic: bool
+    max_seqlens: tuple[int, int] | None = None
+
+    def packed(self, cu_seqlens_q, cu_seqlens_k) -> Packed | None:
+        return None if self.max_seqlens is None else Packed(cu_seqlens_q, cu_seqlens_k, *self.max_seqlens)
+
+
+class Attention(torch.autograd.Function):
+    """(out, LSE) of q, k, v. The LSE is a statistic: no gradient flows through it."""
+
+    @staticmethod
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, how: How):
+        packed = how.packed(cu_seqlens_q, cu_seqlens_k)
+        return dispatch.forward(q, k, v, how.band, how.sm_scale, True, packed, how.impl)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, ctx.how = inputs
+        out, lse = output
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        ctx.mark_non_differentiable(lse)
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        # Only someone who wants second derivatives needs to hear that there are none.
+        step = AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward
+        return *step(d_out, *ctx.saved_tensors, ctx.how), None, None, None
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise RuntimeError(
+            "attnlib.attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); it has a "
+            "backward pass (torch.func.grad, vjp, jacrev)"
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, how: How):
+        size = info.batch_size
+        q, k, v = _folded(size, in_dims[:3], (q, k, v), how)
+        return _unfolded(size, Attention.apply(q, k, v, None, None, how)), (0, 0)
+
+
+class AttentionGradient(torch.autograd.Function):
+    """(dq, dk, dv)."""
+
+    @staticmethod
+    def forward(d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, how: How):
+        packed = how.packed(cu_seqlens_q, cu_seqlens_k)
+        return dispatch.backward(
+            d_out, q, k, v, out, lse, how.band, how.sm_scale, packed, how.deterministic, how.impl
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        no_second_derivative()
+
+    @staticmethod
+    def jvp(ctx, *_):
+        no_second_derivative()
+
+    @staticmethod
+    def vmap(info, in_dims, d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, how: How):
+        size = info.batch_size
+        tensors = _folded(size, in_dims[:6], (d_out, q, k, v, out, lse), how)
+        return _unfolded(size, AttentionGradient.apply(*tensors, None, None, how)), (0, 0, 0)
+
+
+def no_second_derivative() -> None:
+    """What a second derivative gets."""
+    raise RuntimeError(
+        "attnlib.attention has no second derivative: its gradient can't be differentiated. For one (gradient "
+        "penalties, Hessians) use torch.nn.functional.scaled_dot_product_attention with the math backend"
+    )
+
+
+def _folded(size: int, in_dims: tuple, tensors: tuple, how: How) -> list[torch.Tensor]:
+    """Tensors whose mapped dimension, of `torch.vmap`, became part of the batch."""
+    if how.max_seqlens is not None:
+        raise NotImplementedError(
+            "attention_varlen under torch.vmap: not supported; pack the mapped sequences too, in one call"
+        )
+    moved = (
+        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, in_dims, strict=True)
+    )
+    return [x.flatten(0, 1) for x in moved]
+
+
+def _unfolded(size: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    # Not -1: there may be no element to divide.
+    return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in tensors)

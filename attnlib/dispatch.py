@@ -1,0 +1,166 @@
+"""Which kernel runs a call, and the call: forward and backward, on arguments that were checked."""
+
+import math
+
+import torch
+
+from attnlib import launch, launch_backward, launch_hopper
+from attnlib.arguments import Implementation
+from attnlib.band import Band, Packed
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    band: Band,
+    sm_scale: float,
+    return_lse: bool,
+    packed: Packed | None = None,
+    impl: Implementation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out, like q; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
+    kernel, _ = choose(q, k, v, impl, packed)
+    if band.left is not None or band.right:
+        band = tight(band, q, k, packed)
+    if nothing_to_do(q, k):  # no row, or none with anything to attend to
+        out = torch.zeros_like(q)
+        lse = torch.full(lse_shape(q), -math.inf, dtype=torch.float32, device=q.device)
+        return out, lse
+    if kernel == "hopper":
+        return launch_hopper.forward(q, k, v, band, sm_scale, return_lse, packed)
+    if kernel == "triton":
+        return launch.forward(q, k, v, band, sm_scale, return_lse, packed)
+    from attnlib.reference import attention_fp64, attention_varlen_fp64
+
+    if packed is None:
+        out, lse = attention_fp64(q, k, v, sm_scale=sm_scale, **_as_options(band))
+    else:
+        out, lse = attention_varlen_fp64(q, k, v, *packed[:2], sm_scale=sm_scale, **_as_options(band))
+    return torch.empty_like(q).copy_(out), lse.float()
+
+
+def backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    band: Band,
+    sm_scale: float,
+    packed: Packed | None = None,
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`."""
+    if nothing_to_do(q, k):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if d_out.dtype != q.dtype:
+        d_out = d_out.to(q.dtype)
+    if band.left is not None or band.right:
+        band = tight(band, q, k, packed)
+    kernel, _ = choose_backward(q, k, v, impl, packed)
+    if kernel == "reference":
+        return _reference_gradients(d_out, q, k, v, band, sm_scale, packed)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return launch_backward.backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic)
+
+
+def tight(band: Band, q: torch.Tensor, k: torch.Tensor, packed: Packed | None) -> Band:
+    """The band without bounds that no row reaches: no mask for them, and no sum with them beyond an int32."""
+    left, right = band
+    rows, keys = (q.shape[2], k.shape[2]) if packed is None else packed[2:]
+    return Band(
+        None if left is None or left >= keys - 1 else left,
+        None if right is None or right >= rows - 1 else right,
+    )
+
+
+def nothing_to_do(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether there is no query, or no key for any."""
+    return q.numel() == 0 or k.numel() == 0
+
+
+def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    """(B, H, Sq), or (H, Tq) of packed sequences."""
+    return q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def choose(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    impl: Implementation | None,
+    packed: Packed | None = None,
+) -> tuple[Implementation, str]:
+    """(what runs a call with valid arguments, why). ValueError if that is asked for and can't."""
+    if impl == "reference":
+        return impl, "asked for"
+    lacks = None
+    if impl != "triton":
+        lacks = launch_hopper.unsupported(q, k, v)
+        if lacks is None:
+            return "hopper", _HOPPER_FITS if impl is None else "asked for"
+        if impl == "hopper":
+            raise ValueError(f"impl: 'hopper' {lacks}")
+    if q.is_cuda or launch.interpreted():
+        return "triton", "asked for" if impl == "triton" else f"hopper {lacks}"
+    if impl == "triton":
+        raise ValueError(f"impl: 'triton' {_TRITON_NEEDS}; q is on {q.device}")
+    return "reference", f"triton {_TRITON_NEEDS}; q is on {q.device}"
+
+
+def choose_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    impl: Implementation | None,
+    packed: Packed | None = None,
+) -> tuple[Implementation, str]:
+    """The same for the backward pass of such a call."""
+    kernel, reason = choose(q, k, v, impl, packed)
+    if kernel == "hopper":
+        if impl == "hopper":
+            raise ValueError("impl: 'hopper' has no backward pass; leave impl out, or call it without grad")
+        return "triton", "hopper has no backward pass"
+    return kernel, reason
+
+
+_HOPPER_FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
+_TRITON_NEEDS = "needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported"
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def _as_options(band: Band) -> dict:
+    """`causal` and `window` of the reference for a band."""
+    bounds = tuple(-1 if bound is None else bound for bound in band)
+    return {"causal": band.right == 0, "window": None if band in _WITHOUT_WINDOW else bounds}
+
+
+_WITHOUT_WINDOW = (Band(None, None), Band(None, 0))
+
+
+def _reference_gradients(d_out, q, k, v, band, sm_scale, packed) -> tuple[torch.Tensor, ...]:
+    from attnlib.reference_gradients import gradient_fp64
+
+    options = {"sm_scale": sm_scale, **_as_options(band)}
+    if packed is None:
+        gradients = gradient_fp64(d_out, q, k, v, **options)
+        return tuple(torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), gradients, strict=True))
+    results = [torch.zeros_like(x) for x in (q, k, v)]
+    ends_q, ends_k = (offsets.tolist() for offsets in (packed.cu_seqlens_q, packed.cu_seqlens_k))
+    for b in range(len(ends_q) - 1):
+        rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
+        # One sequence as a batch of one: (1, H, tokens, D).
+        one = [x[part].transpose(0, 1)[None] for x, part in ((d_out, rows), (q, rows), (k, keys), (v, keys))]
+        if nothing_to_do(one[1], one[2]):
+            continue
+        for result, part, dx in zip(results, (rows, keys, keys), gradient_fp64(*one, **options), strict=True):
+            result[part] = dx[0].transpose(0, 1)
+    return tuple(results)

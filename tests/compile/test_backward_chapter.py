@@ -1,0 +1,42 @@
+"""The kernels of chapter 13 compiled for sm_90, as its launcher does."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from launches import jobs_of
+
+from attnlib import inspect_sm90, sources
+from attnlib.inspect_sm90 import SMEM_LIMIT
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "13_backward.ipynb"
+CASES = list(product((64, 128, 256), ("ONE_PASS", "PASSES"), (True, False)))
+SPILLS = {(128, "ONE_PASS"), (256, "ONE_PASS"), (256, "PASSES")}
+"""Where the accumulators do not fit the registers, which the chapter says and measures."""
+
+
+def jobs(head_dim: int, way: str, causal: bool) -> list:
+    module = sources.load_source("13_backward", sources.kernel_source(NOTEBOOK))
+    q = torch.zeros(1, 1, 4096, head_dim, dtype=torch.float16)
+    steps, _ = module.launches(
+        q, q, q, q, q, torch.zeros(1, 1, 4096), causal, 0.1, getattr(module, way)[head_dim]
+    )
+    return jobs_of(module, lambda: [launch() for _, launch in steps])
+
+
+@pytest.mark.parametrize(("head_dim", "way", "causal"), CASES)
+def test_kernels(head_dim: int, way: str, causal: bool) -> None:
+    launched = jobs(head_dim, way, causal)
+    assert [job.kernel_name for job in launched][0] == "row_delta" and len(launched) in (2, 3, 4)
+    for job, stats in zip(launched, inspect_sm90.compile_all(launched), strict=True):
+        assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0, f"{job.kernel_name}: does not fit"
+        if job.kernel_name == "row_delta":
+            continue
+        name = job.kernel_name
+        assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA"), f"{name}: tensor cores"
+        assert stats.spills <= 8 or (head_dim, way) in SPILLS, f"{name}: {stats.spills} words spilled"
+        assert stats.warnings == (), f"{name}: wgmma serialized?"
+        assert bool(stats.opcodes.get("REDG")) == (way == "ONE_PASS"), f"{name}: atomics"

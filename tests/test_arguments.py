@@ -1,0 +1,337 @@
+"""attention() and attention_varlen(): every wrong argument is named, with what was expected and what came."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+
+import numpy
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+
+from attnlib import arguments, attention, attention_varlen, explain
+
+pytestmark = [
+    *INTERPRETER_REMARKS,
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning"),
+]
+
+
+def zeros(*shape, dtype=torch.float16, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def offsets(*values, dtype=torch.int32, device="cpu"):
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def all_of(*shape, **kwargs):
+    return dict.fromkeys("qkv", zeros(*shape, **kwargs))
+
+
+GOOD = {"q": zeros(2, 4, 8, 16), "k": zeros(2, 2, 8, 16), "v": zeros(2, 2, 8, 16)}
+# Sequences of 3 and 5 queries, 6 and 2 keys.
+GOOD_VARLEN = {
+    "q": zeros(8, 4, 16), "k": zeros(8, 2, 16), "v": zeros(8, 2, 16),
+    "cu_seqlens_q": offsets(0, 3, 8), "cu_seqlens_k": offsets(0, 6, 8), "max_seqlen_q": 5, "max_seqlen_k": 6,
+}  # fmt: skip
+
+DENSE = "expected a dense tensor (layout torch.strided), got"
+NESTED = f"{DENSE} a nested tensor; attention_varlen takes packed sequences"
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([zeros(4, 8, 16), zeros(4, 7, 16)], layout=layout)
+
+
+def quantized(*shape):
+    return torch.quantize_per_tensor(zeros(*shape, dtype=torch.float32), 1.0, 0, torch.qint8)
+
+
+# What is changed in a good call; the error; its message.
+TENSORS = [
+    ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
+    ({"k": [[1.0]]}, TypeError, "k: expected a torch.Tensor, got list"),
+    ({"v": numpy.zeros((2, 2, 8, 16))}, TypeError, "v: expected a torch.Tensor, got ndarray"),
+    ({"q": nested(torch.strided)}, TypeError, f"q: {NESTED}"),
+    ({"k": nested(torch.jagged)}, TypeError, f"k: {NESTED}"),
+    ({"v": nested(torch.strided)}, TypeError, f"v: {NESTED}"),
+]
+DENSE_TENSORS = [
+    ({"q": zeros(2, 8, 16)}, ValueError, "q: expected 4 dimensions (B, H, S, D), got shape (2, 8, 16)"),
+    ({"k": zeros(16)}, ValueError, "k: expected 4 dimensions (B, H, S, D), got shape (16,)"),
+    ({"v": zeros(1, 1, 1, 1, 1)}, ValueError,
+     "v: expected 4 dimensions (B, H, S, D), got shape (1, 1, 1, 1, 1)"),
+    ({"q": GOOD["q"].to_sparse()}, TypeError, f"q: {DENSE} torch.sparse_coo"),
+    ({"k": GOOD["k"].to_sparse()}, TypeError, f"k: {DENSE} torch.sparse_coo"),
+    ({"v": GOOD["v"].to_mkldnn()}, TypeError, f"v: {DENSE} torch._mkldnn"),
+    ({"q": zeros(2, 4, 8, 16, dtype=torch.float64)}, TypeError,
+     "q: expected dtype float16, bfloat16 or float32, got torch.float64"),
+    *(
+        (all_of(2, 2, 8, 16, dtype=dtype), TypeError,
+         f"q: expected dtype float16, bfloat16 or float32, got {dtype}")
+        for dtype in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    ),
+    (dict.fromkeys("qkv", quantized(2, 2, 8, 16)), TypeError,
+     "q: expected dtype float16, bfloat16 or float32, got torch.qint8"),
+    ({"k": zeros(2, 2, 8, 16, dtype=torch.bfloat16)}, TypeError,
+     "k: expected dtype torch.float16 as q has, got torch.bfloat16"),
+    ({"v": zeros(2, 2, 8, 16, dtype=torch.float32)}, TypeError,
+     "v: expected dtype torch.float16 as q has, got torch.float32"),
+    ({"k": zeros(2, 2, 8, 16, device="meta")}, ValueError, "k: expected device cpu as q has, got meta"),
+    ({"v": zeros(2, 2, 8, 16, device="meta")}, ValueError, "v: expected device cpu as q has, got meta"),
+    ({"q": zeros(2, 4, 8, 16, device="meta")}, ValueError, "k: expected device meta as q has, got cpu"),
+    ({"k": zeros(3, 2, 8, 16)}, ValueError, "k: expected batch size 2 as q has, got 3"),
+    ({"v": zeros(1, 2, 8, 16)}, ValueError, "v: expected batch size 2 as q has, got 1"),
+    ({"k": zeros(2, 2, 8, 24)}, ValueError, "k: expected head dimension 16 as q has, got 24"),
+    ({"v": zeros(2, 2, 8, 8)}, ValueError, "v: expected head dimension 16 as q has, got 8"),
+    ({"v": zeros(2, 2, 9, 16)}, ValueError, "v: expected shape (2, 2, 8, 16) as k has, got (2, 2, 9, 16)"),
+    ({"v": zeros(2, 4, 8, 16)}, ValueError, "v: expected shape (2, 2, 8, 16) as k has, got (2, 4, 8, 16)"),
+    *(
+        (all_of(2, 2, 8, head_dim), ValueError,
+         f"q: expected a head dimension that is a multiple of 8 from 8 to 256, got {head_dim}")
+        for head_dim in (0, 4, 12, 264)
+    ),
+    *(
+        (dict.fromkeys("kv", zeros(2, heads, 8, 16)), ValueError,
+         f"k: expected a number of heads that divides q's 4, got {heads}")
+        for heads in (0, 3, 8)
+    ),
+]  # fmt: skip
+OPTIONS = [
+    ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
+    ({"causal": None}, TypeError, "causal: expected a bool, got NoneType"),
+    ({"window": 128}, TypeError, "window: expected None or a pair of ints (left, right), got int"),
+    ({"window": "ab"}, TypeError, "window: expected None or a pair of ints (left, right), got str"),
+    ({"window": (1, 2, 3)}, ValueError, "window: expected a pair (left, right), got 3 values"),
+    ({"window": ()}, ValueError, "window: expected a pair (left, right), got 0 values"),
+    ({"window": (True, 0)}, TypeError, "window: expected a pair of ints (left, right), got bool in it"),
+    ({"window": (0, 1.0)}, TypeError, "window: expected a pair of ints (left, right), got float in it"),
+    ({"window": (None, 0)}, TypeError, "window: expected a pair of ints (left, right), got NoneType in it"),
+    ({"window": (-2, 0)}, ValueError, "window: expected ints from 0 on, or -1 for no bound, got (-2, 0)"),
+    ({"window": [3, -7]}, ValueError, "window: expected ints from 0 on, or -1 for no bound, got (3, -7)"),
+    ({"sm_scale": "0.1"}, TypeError, "sm_scale: expected a number or None, got str"),
+    ({"sm_scale": True}, TypeError, "sm_scale: expected a number or None, got bool"),
+    ({"sm_scale": 1j}, TypeError, "sm_scale: expected a number or None, got complex"),
+    ({"sm_scale": zeros(1)}, TypeError, "sm_scale: expected a number or None, got Tensor"),
+    ({"sm_scale": math.nan}, ValueError, "sm_scale: expected a number finite in float32, got nan"),
+    ({"sm_scale": -math.inf}, ValueError, "sm_scale: expected a number finite in float32, got -inf"),
+    ({"sm_scale": 1e39}, ValueError, "sm_scale: expected a number finite in float32, got 1e+39"),
+    ({"sm_scale": 10**400}, ValueError, f"sm_scale: expected a number finite in float32, got 1{'0' * 400}"),
+    ({"return_lse": "yes"}, TypeError, "return_lse: expected a bool, got str"),
+    ({"return_lse": 0}, TypeError, "return_lse: expected a bool, got int"),
+    ({"deterministic": 1}, TypeError, "deterministic: expected a bool, got int"),
+    ({"deterministic": None}, TypeError, "deterministic: expected a bool, got NoneType"),
+    ({"impl": "flash"}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got 'flash'"),
+    ({"impl": "Triton"}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got 'Triton'"),
+    ({"impl": True}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got True"),
+]  # fmt: skip
+PACKED_TENSORS = [
+    ({"q": zeros(1, 4, 8, 16)}, ValueError, "q: expected 3 dimensions (T, H, D), got shape (1, 4, 8, 16)"),
+    ({"k": zeros(8, 16)}, ValueError, "k: expected 3 dimensions (T, H, D), got shape (8, 16)"),
+    ({"q": GOOD_VARLEN["q"].to_sparse()}, TypeError, f"q: {DENSE} torch.sparse_coo"),
+    ({"q": zeros(8, 4, 16, dtype=torch.float64)}, TypeError,
+     "q: expected dtype float16, bfloat16 or float32, got torch.float64"),
+    ({"v": zeros(8, 2, 16, dtype=torch.bfloat16)}, TypeError,
+     "v: expected dtype torch.float16 as q has, got torch.bfloat16"),
+    ({"k": zeros(8, 2, 16, device="meta")}, ValueError, "k: expected device cpu as q has, got meta"),
+    ({"k": zeros(8, 2, 24)}, ValueError, "k: expected head dimension 16 as q has, got 24"),
+    ({"v": zeros(9, 2, 16)}, ValueError, "v: expected shape (8, 2, 16) as k has, got (9, 2, 16)"),
+    (dict.fromkeys("kv", zeros(8, 3, 16)), ValueError,
+     "k: expected a number of heads that divides q's 4, got 3"),
+    (all_of(8, 4, 12), ValueError,
+     "q: expected a head dimension that is a multiple of 8 from 8 to 256, got 12"),
+]  # fmt: skip
+SEQUENCES = [
+    *(
+        row
+        for name, side in (("cu_seqlens_q", "q"), ("cu_seqlens_k", "k"))
+        for row in [
+            ({name: [0, 8]}, TypeError, f"{name}: expected a torch.Tensor, got list"),
+            ({name: offsets(0, 3, 8, dtype=torch.int64)}, TypeError,
+             f"{name}: expected dtype int32, got torch.int64"),
+            ({name: offsets(0, 3, 8, dtype=torch.float32)}, TypeError,
+             f"{name}: expected dtype int32, got torch.float32"),
+            ({name: offsets(0, 3, 8).to_sparse()}, TypeError, f"{name}: {DENSE} torch.sparse_coo"),
+            ({name: offsets(0, 3, 8)[None]}, ValueError,
+             f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape (1, 3)"),
+            ({name: offsets(8)}, ValueError,
+             f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape (1,)"),
+            ({name: offsets()}, ValueError,
+             f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape (0,)"),
+            ({name: offsets(0, 3, 8, device="meta")}, ValueError,
+             f"{name}: expected device cpu as q has, got meta"),
+            ({name: offsets(1, 3, 8)}, ValueError, f"{name}: expected to start at 0, got 1"),
+            ({name: offsets(-1, 3, 8)}, ValueError, f"{name}: expected to start at 0, got -1"),
+            ({name: offsets(0, 9, 8)}, ValueError,
+             f"{name}: expected values that never go down, got 8 after 9 at index 2"),
+            ({name: offsets(0, -3, 8)}, ValueError,
+             f"{name}: expected values that never go down, got -3 after 0 at index 1"),
+            ({name: offsets(0, 3, 7)}, ValueError,
+             f"{name}: expected to end at {side}'s number of tokens, 8, got 7"),
+            ({name: offsets(0, 3, 9)}, ValueError,
+             f"{name}: expected to end at {side}'s number of tokens, 8, got 9"),
+        ]
+    ),
+    ({"cu_seqlens_k": offsets(0, 4, 6, 8)}, ValueError,
+     "cu_seqlens_k: expected 3 entries as cu_seqlens_q has, got 4"),
+    ({"max_seqlen_q": 4}, ValueError,
+     "max_seqlen_q: expected at least 5, the longest sequence in cu_seqlens_q, got 4"),
+    ({"max_seqlen_k": 0}, ValueError,
+     "max_seqlen_k: expected at least 6, the longest sequence in cu_seqlens_k, got 0"),
+    *(
+        row
+        for name in ("max_seqlen_q", "max_seqlen_k")
+        for row in [
+            ({name: 8.0}, TypeError, f"{name}: expected an int, got float"),
+            ({name: None}, TypeError, f"{name}: expected an int, got NoneType"),
+            ({name: True}, TypeError, f"{name}: expected an int, got bool"),
+            ({name: torch.tensor(8)}, TypeError, f"{name}: expected an int, got Tensor"),
+            ({name: -1}, ValueError, f"{name}: expected 0 or more, got -1"),
+        ]
+    ),
+]  # fmt: skip
+
+TABLE = {
+    attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS]),
+    attention_varlen: (GOOD_VARLEN, [*TENSORS, *PACKED_TENSORS, *SEQUENCES, *OPTIONS]),
+}
+
+
+ROWS = [
+    pytest.param(function, good, *row, id=f"{function.__name__}-{number}-{row[-1][:50]}")
+    for function, (good, wrongs) in TABLE.items()
+    for number, row in enumerate(wrongs)
+]
+
+
+@pytest.mark.parametrize(("function", "good", "wrong", "error", "message"), ROWS)
+def test_wrong_arguments_are_named(function, good, wrong, error, message):
+    for impl in ("hopper", "triton", "reference", None):
+        with pytest.raises(error) as raised:
+            function(**{**good, "impl": impl, **wrong})
+        assert str(raised.value) == message
+    if function is attention:
+        with pytest.raises(error) as raised:
+            explain(**good | wrong)
+        assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("function", TABLE)
+def test_the_table_has_every_argument(function):
+    good, wrongs = TABLE[function]
+    named = {message.split(":")[0] for _, _, message in wrongs}
+    assert named == set(inspect.signature(function).parameters)
+    assert all(message.split(":")[0] in wrong or "meta as q has" in message for wrong, _, message in wrongs)
+    # What the table changes is all that is wrong.
+    out = function(**good)
+    assert out.shape == good["q"].shape and not out.any()
+
+
+def test_explain_takes_what_attention_takes():
+    assert list(inspect.signature(explain).parameters) == list(inspect.signature(attention).parameters)
+
+
+def test_options_are_keywords_only():
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+        attention(*GOOD.values(), True)
+    with pytest.raises(TypeError, match="takes 7 positional arguments but 8 were given"):
+        attention_varlen(*GOOD_VARLEN.values(), True)
+
+
+@pytest.mark.parametrize("window", [(0, 0), [3, 2], (-1, -1), (10**30, -1), (2**31, 2**40)])
+def test_windows_that_are_right(window):
+    assert attention(**GOOD, window=window).shape == GOOD["q"].shape
+    assert attention_varlen(**GOOD_VARLEN, window=window, causal=True).shape == GOOD_VARLEN["q"].shape
+
+
+# ---------------------------------------------------------------- reading offsets from a GPU once
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says that it is on a GPU, and counts how often it was read."""
+
+    reads = 0
+    is_cuda = property(lambda self: True)
+
+    def tolist(self):
+        OnGpu.reads += 1
+        return self.as_subclass(torch.Tensor).tolist()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """A function that gives the number of reads since its last call; no CUDA graph is being captured."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(arguments, "_known", {})
+
+    def since():
+        count, OnGpu.reads = OnGpu.reads, 0
+        return count
+
+    since()
+    return since
+
+
+def check(cu_seqlens, tokens=8, longest=5):
+    q = torch.zeros(tokens, 1, 8)
+    arguments.check_offsets(q, q, cu_seqlens, cu_seqlens, longest, longest)
+
+
+def on_gpu(*values):
+    return offsets(*values).as_subclass(OnGpu)
+
+
+def test_right_offsets_are_read_once(reads):
+    cu_seqlens = on_gpu(0, 3, 8)
+    for _ in range(3):
+        check(cu_seqlens)
+    assert reads() == 1
+    with pytest.raises(ValueError, match="max_seqlen_q: expected at least 5, .*, got 4"):
+        check(cu_seqlens, longest=4)
+    assert reads() == 0
+
+
+def test_offsets_are_read_again_once_they_have_changed(reads):
+    cu_seqlens = on_gpu(0, 3, 8)
+    check(cu_seqlens)
+    cu_seqlens[1] = 9
+    reads()
+    for _ in range(2):  # a wrong tensor is never taken for a right one
+        with pytest.raises(ValueError, match="never go down, got 8 after 9"):
+            check(cu_seqlens)
+    assert reads() == 2
+    cu_seqlens[1] = 4
+    check(cu_seqlens)
+    with pytest.raises(ValueError, match="to end at q's number of tokens, 9, got 8"):
+        check(cu_seqlens, tokens=9)
+    assert reads() == 2
+
+
+def test_another_tensor_in_the_same_memory_is_another(reads):
+    """A batch's offsets often lie where those of the batch before lay, and no write was counted."""
+    memory = offsets(0, 3, 8)
+    first = memory.as_subclass(OnGpu)
+    check(first)
+    del first
+    gc.collect()
+    assert not arguments._known
+    memory.data[1] = 9  # not counted either
+    with pytest.raises(ValueError, match="never go down"):
+        check(memory.as_subclass(OnGpu))
+
+
+def test_inference_tensors_are_read_every_time(reads):
+    with torch.inference_mode():
+        cu_seqlens = on_gpu(0, 3, 8)
+        for _ in range(2):
+            check(cu_seqlens)
+        assert reads() == 2 and not arguments._known
+
+
+def test_nothing_is_read_during_capture(reads, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check(on_gpu(0, 9, 8))
+    assert reads() == 0 and not arguments._known
