@@ -15,7 +15,7 @@ class HopperBackwardConfig:
     Attributes:
         block_m: queries of one step, 64 or 128.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
-        early_ds: dS is written before the products that follow are started, not after.
+        early_ds: dS is written before the products that follow are started, not after; needs four buffers.
         split_add: half of dQ is added to memory later.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.

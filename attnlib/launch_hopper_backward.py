@@ -14,15 +14,15 @@ from attnlib.configs_backward_hopper import (
     HopperBackwardConfig,
     hopper_backward_config,
 )
-from attnlib.launch import LIMIT, LOG2_E, PREPARED, legal, readable
+from attnlib.launch import LIMIT, LOG2_E, PREPARED, describable, legal, readable
 from attnlib.launch_backward import PADDING, ROWS, Launch, _launch, _like
 from attnlib.launcher import Launcher
 
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 _compiled: dict[tuple, tuple | Launcher] = {}
-"""What a kind of call needs -> (launcher of the compiled kernel, its plan); (device, dtype, width) -> launcher
-of the kernel that makes dQ of its sums."""
+"""What a kind of call needs -> (launcher of the compiled kernel, its plan); (device, dtype, width) -> the
+launcher of what makes dQ of its sums."""
 
 
 def unsupported(
@@ -33,8 +33,13 @@ def unsupported(
     packed: Packed | None = None,
     deterministic: bool = False,
 ) -> str | None:
-    """What the kernel needs and a call with valid arguments does not have; None if it has all."""
-    lacks = launch_hopper.unsupported(q, k, v)
+    """What the kernel needs and a call with valid arguments does not have; None if it has all.
+
+    Layouts that TMA can't read are no reason: `backward` copies them.
+    """
+    # Of shape and dtype, but contiguous: what the forward's kernel says of anything but layouts.
+    stand_in = q if describable(q) else q.new_empty(1, 1, 1, q.shape[-1])
+    lacks = launch_hopper.unsupported(stand_in, stand_in, stand_in)
     if lacks is not None:
         return lacks
     if q.shape[-1] > MAX_HEAD_DIM:

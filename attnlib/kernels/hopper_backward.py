@@ -40,7 +40,8 @@ memory, and nobody looks at the result: that costs less than code for them.
 The slot and the buffer of block j are j & 1. The last three are the hardware's named barriers, which have no
 parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
 barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1), and the other
-had waited for its own dQ(j-2), the last to read this buffer, before it said that this is there.
+had waited for its own dQ(j-2), the last to read this buffer, before it said that this is there. With
+`early_ds` it had waited for dQ(j-3) only, and there are four.
 """
 
 from dataclasses import dataclass, fields
@@ -97,6 +98,8 @@ class Plan:
         for field in fields(self):
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
+    ds_buffers = property(lambda self: gl.constexpr(4 if self.early_ds.value else 2))
+
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
     dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
@@ -131,7 +134,7 @@ class Memory(NamedTuple):
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
-    ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1 of both
+    ds: gl.shared_memory_descriptor  # [2 * ds_buffers, 64, block_m]: buffer 0 of both consumers, ...
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -271,7 +274,7 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     """Start this consumer's half of dQ of block j: [64, 128] x [128, DQ_COLUMNS], as two products."""
     dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
     for w in gl.static_range(2):
-        ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
+        ds = mem.ds.index((j & (plan.ds_buffers - 1)) * 2 + w)  # [64, BLOCK_M]: keys, queries
         k = _matrix(mem.k, w + _zero(j + 1))  # [64, D]; j is -1 or more
         if plan.by_rows:
             ds = ds.slice(WG * 64, 64, 1)
@@ -282,8 +285,8 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _write_ds(mem, ds_half, j, WG: gl.constexpr):
-    mem.ds.index((j & 1) * 2 + WG).store(ds_half)
+def _write_ds(mem, ds_half, j, WG: gl.constexpr, plan: gl.constexpr):
+    mem.ds.index((j & (plan.ds_buffers - 1)) * 2 + WG).store(ds_half)
     fence_async_shared()
     _tell_ds(j, WG)
 
@@ -331,9 +334,9 @@ def _add_dq(
     offset = block.to(gl.int64) * (plan.block_m * plan.d) + WG * 64 * plan.dq_columns
     address = (dq_ptr + offset).to(gl.int64)
     gl.inline_asm_elementwise(
-        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8, is_pure=False,
-        pack=n,
-    )
+        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
+        is_pure=False, pack=n,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -414,7 +417,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         _await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
         if plan.early_ds:
-            _write_ds(mem, ds_half, j, WG)
+            _write_ds(mem, ds_half, j, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         _release(DO_FREE, j)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
@@ -424,7 +427,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
         if not plan.early_ds:
-            _write_ds(mem, ds_half, j, WG)
+            _write_ds(mem, ds_half, j, WG, plan)
         # Not before the fence in there, which might wait for it.
         before = _before(block, m, m_start)
         _add_dq(dq_ptr, before, dq, j > 0, 0, 2 if plan.split_add else 1, WG, plan)
@@ -479,7 +482,7 @@ def attention_backward_hopper(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(
-            desc_k.dtype, [4, 64, plan.block_m],
+            desc_k.dtype, [2 * plan.ds_buffers, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
         ),
         _barriers(1, 1).index(0),  # k_full
