@@ -1,5 +1,6 @@
 """Which keys a query sees: a band around the diagonal; and which rows belong together: packed sequences."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ class Band(NamedTuple):
     right: int | None
 
 
+@lru_cache
 def band(causal: bool, window: tuple[int, int] | None) -> Band:
     """The band that `attention(causal=, window=)` asks for. In `window` -1 is no bound, as in FlashAttention;
     `causal` bounds the right at 0."""

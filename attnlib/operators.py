@@ -10,9 +10,8 @@ Both take checked arguments and do what `dispatch` does. `lse` is empty where it
 from __future__ import annotations
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
-from attnlib import dispatch
+from attnlib import dispatch, flops
 from attnlib.autograd import no_second_derivative
 from attnlib.band import Band, Packed
 
@@ -117,35 +116,4 @@ def _backward_fake(d_out, q, k, v, *_, **__):
 attention_backward.register_autograd(lambda ctx, *_: no_second_derivative())
 
 
-# ---------------------------------------------------------------- FLOPs
-
-
-@register_flop_formula(torch.ops.attnlib.attention_forward, get_raw=True)
-def forward_flops(
-    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    left=None, right=None, *_, **__,
-) -> int:  # fmt: skip
-    """4 * H * D * Sq * Sk of each sequence. As for PyTorch's own attention, a causal mask halves nothing
-    here; a window of left + right + 1 keys does count, because work grows with it."""
-    pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right)
-    heads = q.shape[1]
-    return 4 * heads * q.shape[-1] * pairs
-
-
-@register_flop_formula(torch.ops.attnlib.attention_backward, get_raw=True)
-def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
-    """Five products where the forward pass has two."""
-    return forward_flops(q, k, v, *options, **named) * 5 // 2
-
-
-def _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right) -> int:
-    """Pairs of a query and a key in all sequences of a batch."""
-    if cu_seqlens_q is None:
-        lengths = [(q.shape[2], k.shape[2])] * q.shape[0]
-    elif cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
-        lengths = [(max_seqlen_q, max_seqlen_k)] * (len(cu_seqlens_q) - 1)  # lengths that nobody knows
-    else:
-        lengths = zip(*(x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
-    if left is None or right is None:
-        return sum(rows * keys for rows, keys in lengths)
-    return sum(rows * min(keys, left + right + 1) for rows, keys in lengths)
+flops.register_when_counted()

@@ -25,7 +25,8 @@ def _gradient(d_out, q, k, v, bounds: Band, scale: float, sizes: bool = False) -
     """dq, dk, dv as plain PyTorch computes them in the dtype of the inputs, P kept whole.
 
     sizes: instead of each gradient the sum of the absolute values of its terms, which is what rounding errors
-    are relative to: dP - delta may cancel, as it does in a row with a single key.
+    are relative to: dP - delta may cancel, as it does in a row with a single key. P itself counts for more
+    where the LSE is large, because a rounding of the LSE in float32 is |LSE| roundings of P.
     """
     group = q.shape[1] // k.shape[1]
     seen = visible(q.shape[2], k.shape[2], bounds, q.device)
@@ -33,6 +34,8 @@ def _gradient(d_out, q, k, v, bounds: Band, scale: float, sizes: bool = False) -
     scores = (q @ keys.mT * scale).masked_fill(~seen, -math.inf)  # [B, H, S_q, S_k]
     p = torch.softmax(scores, -1).masked_fill(~seen, 0.0)  # and rows that see nothing: 0, not NaN
     if sizes:
+        lse = torch.logsumexp(scores, -1, keepdim=True)
+        p = p * (1 + torch.where(lse.isfinite(), lse.abs(), 0.0))
         d_out, q, keys, values, scale = d_out.abs(), q.abs(), keys.abs(), values.abs(), abs(scale)
     dp = d_out @ values.mT
     delta = (p * dp).sum(-1, keepdim=True)

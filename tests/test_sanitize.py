@@ -122,9 +122,11 @@ def test_what_did_not_run_to_its_end_does_not_pass(output, status, said):
 def test_the_calls_cover_both_kernels():
     found = list(sanitize.calls())
     for impl in ("hopper", "triton"):
-        shapes = [shape for name, shape, _ in found if name == impl]
+        mine = [call for call in found if call.impl == impl]
+        shapes = [call.shape for call in mine]
         assert {64, 128, 256} <= {s.head_dim for s in shapes}
-        assert {True, False} == {s.causal for s in shapes} == {lse for name, _, lse in found if name == impl}
+        assert {True, False} == {s.causal for s in shapes} == {call.packed for call in mine}
+        assert any(call.window for call in mine), "a window"
         assert any(s.seqlen_k not in (None, s.seqlen) for s in shapes), "a shifted diagonal"
         assert any(s.heads_kv not in (None, s.heads) for s in shapes), "grouped heads"
         assert any(s.seqlen % 64 for s in shapes), "a tail"

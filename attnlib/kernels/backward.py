@@ -22,7 +22,7 @@ sequence has its own rows, padded to whole tiles.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.forward import RAGGED, _load_tile
+from attnlib.kernels.forward import RAGGED, load_tile
 
 LSE2 = tl.constexpr(0)  # places in desc_rows
 DELTA = tl.constexpr(1)
@@ -31,7 +31,7 @@ PADDING = tl.constexpr(128)  # rows in desc_rows come in multiples of this, as i
 
 @triton.jit
 def _store_tile(desc, b_x, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`at` as in `_load_tile`."""
+    """`at` as in `load_tile`."""
     b_x = b_x.to(desc.dtype)
     if len(at) == 2:
         desc.store([at[0], at[1], row, 0], b_x.reshape([1, 1, ROWS, BLOCK_D]))
@@ -102,8 +102,8 @@ def attention_backward_rows(
         heads, head, first = H, i_h, _padded_start(end - S_q, i_b)
         lse_ptr += i_h.to(tl.int64) * T_q + (end - S_q)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    b_o = _load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_do = _load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
     b_lse = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
     b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
@@ -135,11 +135,11 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, 
     for i in tl.range(first, end, num_stages=NUM_STAGES):
         row = i * BLOCK_M
         o_m = row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        b_q = _load_tile(desc_q, at, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_q = load_tile(desc_q, at, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         b_lse2 = _load_rows(desc_rows, LSE2, at_rows, row, BLOCK_M)  # [BLOCK_M]
         b_delta = _load_rows(desc_rows, DELTA, at_rows, row, BLOCK_M)  # [BLOCK_M]
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        b_do = _load_tile(desc_do, at, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_do = load_tile(desc_do, at, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         if WANT_DK:
             b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if FLIP:
@@ -206,8 +206,8 @@ def attention_backward_keys(
         full = tl.minimum(full, end)
         part = tl.minimum(tl.maximum((start - lowest + 1) // BLOCK_M, full), end)
 
-    b_k = _load_tile(desc_k, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    b_v = _load_tile(desc_v, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_k = load_tile(desc_k, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = load_tile(desc_v, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for g in range(GROUP):
@@ -249,9 +249,9 @@ def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
     """Add what the key tiles first .. end - 1 give to dQ (not yet scaled)."""
     for j in tl.range(first, end, num_stages=NUM_STAGES):
         row = j * BLOCK_N
-        b_k = _load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_k = load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        b_v = _load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_v = load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if FLIP:
             b_s = -b_s
@@ -316,8 +316,8 @@ def attention_backward_queries(
         full = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_M - 1 + lowest, 0), BLOCK_N), end)
         part = tl.maximum(part, full)
 
-    b_q = _load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_do = _load_tile(desc_do, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = load_tile(desc_do, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_lse2 = _load_rows(desc_rows, LSE2, at_rows, start, BLOCK_M)  # [BLOCK_M]
     b_delta = _load_rows(desc_rows, DELTA, at_rows, start, BLOCK_M)  # [BLOCK_M]
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -25,7 +25,7 @@ RAGGED = tl.constexpr(1 << 30)  # as in `launch`
 
 
 @triton.jit
-def _load_tile(desc, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_tile(desc, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """`at`: (batch element, head), or of packed sequences (end of this one, head, RAGGED - its length)."""
     # Rows past the end of the sequence and columns past the head dimension arrive as zeros.
     if len(at) == 2:
@@ -38,7 +38,7 @@ def _load_tile(desc, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def _scores(b_q, desc_k, at, row, FLIP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
             PRECISION: tl.constexpr):
-    b_k = _load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_k = load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     return -b_s if FLIP else b_s
 
@@ -72,7 +72,7 @@ def _mask(b_s, last_key, earlier, first, BLOCK_N: tl.constexpr):
 @triton.jit
 def _add_values(b_acc, b_p, alpha, desc_v, at, row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                 PRECISION: tl.constexpr):
-    b_v = _load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_acc = b_acc * alpha[:, None]  # [BLOCK_M, BLOCK_D]
     return tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
 
@@ -183,7 +183,7 @@ def attention_forward(
     last = tl.maximum(tl.cdiv(visible, BLOCK_N) - 1, 0)
     unmasked = shared // BLOCK_N  # tiles below this one need no mask on their right
 
-    b_q = _load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     if Q_IN_REGISTERS:
         # The tensor cores read A from shared memory or from registers. A value fresh from a load goes to
         # shared memory; one that was computed stays in registers, which halves the shared-memory traffic

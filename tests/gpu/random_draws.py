@@ -2,6 +2,7 @@
 
     python tests/gpu/random_draws.py                        ten minutes; figures/data/<gpu>/random_draws.json
     python tests/gpu/random_draws.py --seconds 60 --seed 7  other calls, for a minute
+    python tests/gpu/random_draws.py --jobs 12              in as many processes, which compile side by side
     python tests/gpu/random_draws.py --only 1234            one of them again, with its traceback
 
 Which calls are drawn follows from the seed alone, how many from the time. Kinds of call that are new take
@@ -18,6 +19,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,11 +107,30 @@ def run(numbers, device: str, limit_s: float) -> dict:
     }  # fmt: skip
 
 
+def run_jobs(first: int, draws: int, limit_s: float, jobs: int) -> dict:
+    """`run` in several processes: process j takes every `jobs`-th number from first + j on."""
+    if jobs == 1:
+        return run(range(first, first + draws), "cuda", limit_s)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        shares = [
+            pool.submit(run, range(first + j, first + draws, jobs), "cuda", limit_s) for j in range(jobs)
+        ]
+        found = [share.result() for share in shares]
+    kinds = sum((Counter(part["kinds"]) for part in found), Counter())
+    failures = [failure for part in found for failure in part["failures"]]
+    return {
+        "calls": sum(part["calls"] for part in found), "failed": sum(part["failed"] for part in found),
+        "seconds": max(part["seconds"] for part in found), "kinds": dict(sorted(kinds.items())),
+        "failures": sorted(failures, key=lambda failure: failure["number"])[:SHOWN],
+    }  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Check calls drawn at random against fp64 on this GPU.")
     parser.add_argument("--seconds", type=float, default=600, help="time limit (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=10**9, help="at most so many calls (default: no limit)")
     parser.add_argument("--seed", type=int, default=0, help="which calls (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--only", type=int, help="the number of one call, which a report names")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/random_draws.json)")
     args = parser.parse_args(argv)
@@ -129,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         return 0
     first = args.seed * 10**6
-    found = run(range(first, first + args.draws), "cuda", args.seconds)
+    found = run_jobs(first, args.draws, args.seconds, args.jobs)
     print(f"{found['calls']} calls in {found['seconds']:.0f} s, {found['failed']} failed")
     header = records.provenance({"seed": args.seed, "limit_s": args.seconds})
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "random_draws.json"

@@ -19,19 +19,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPTIONS = {
-    "memcheck": ["--kernel-regex", "kns=attention_forward"],
-    "racecheck": ["--kernel-regex", "kns=attention_forward"],
+    "memcheck": ["--kernel-regex", "kns=attention_"],
+    "racecheck": ["--kernel-regex", "kns=attention_"],
     "initcheck": [],  # has to see what the other kernels, PyTorch's among them, initialize
-    "synccheck": ["--kernel-regex", "kns=attention_forward"],
+    "synccheck": ["--kernel-regex", "kns=attention_"],
 }
 """Options of each tool. Only our kernels are instrumented where that is enough: it is faster."""
 ENVIRONMENT = {
@@ -45,48 +46,65 @@ ALL_CALLS = "all calls done:"
 # ---------------------------------------------------------------- what runs under the sanitizer
 
 
-def calls() -> Iterator[tuple[str, Any, bool]]:
-    """(implementation, shape, LSE) of every call: whole blocks, tails, shifted diagonals, grouped heads."""
+class Call(NamedTuple):
+    """A forward and a backward pass. packed: the same rows as three sequences instead of a batch."""
+
+    impl: str
+    shape: Any
+    window: tuple[int, int] | None = None
+    packed: bool = False
+
+
+def calls() -> Iterator[Call]:
+    """Whole blocks, tails, shifted diagonals, grouped heads, windows, packed sequences."""
     from attnlib.shapes import Shape
 
     for head_dim in (64, 128, 256):
-        for causal in (True, False):
-            shapes = [
-                Shape(1, 2, 256, head_dim, causal),
-                Shape(1, 2, 250, head_dim, causal),  # neither rows nor keys fill their last block
-                Shape(1, 2, 100, head_dim, causal, seqlen_k=250),
-                Shape(2, 4, 129, head_dim, causal, heads_kv=2),
-                # More tiles than an H200 has SMs: a program of the Hopper kernel computes several.
-                Shape(1, 150, 130, head_dim, causal, heads_kv=75, seqlen_k=200),
-            ]
-            for impl in ("hopper", "triton"):
-                for number, shape in enumerate(shapes):
-                    yield impl, shape, number % 2 == 0
+        for impl in ("hopper", "triton"):
+            for causal in (True, False):
+                yield Call(impl, Shape(1, 2, 256, head_dim, causal))
+                # Neither rows nor keys fill their last block.
+                yield Call(impl, Shape(1, 2, 250, head_dim, causal))
+                yield Call(impl, Shape(2, 4, 129, head_dim, causal, heads_kv=2))
+                yield Call(impl, Shape(1, 2, 230, head_dim, causal, heads_kv=1), packed=True)
+            yield Call(impl, Shape(1, 2, 100, head_dim, True, seqlen_k=250))
+            yield Call(impl, Shape(1, 2, 250, head_dim, False), window=(70, 20))
+            # More tiles than an H200 has SMs: a program of the Hopper kernel computes several.
+            yield Call(impl, Shape(1, 150, 130, head_dim, True, heads_kv=75, seqlen_k=200))
     for head_dim in (72, 136):  # padded to the next power of two
-        yield "hopper", Shape(1, 2, 130, head_dim, True, "bfloat16"), True
-        yield "triton", Shape(1, 2, 130, head_dim, True, "bfloat16"), True
-    for head_dim in (64, 128, 256):
-        yield "triton", Shape(1, 2, 70, head_dim, True, "float32"), True
+        yield Call("hopper", Shape(1, 2, 130, head_dim, True, "bfloat16"))
+        yield Call("triton", Shape(1, 2, 130, head_dim, True, "bfloat16"))
+    yield Call("triton", Shape(1, 2, 70, 64, True, "float32"))
 
 
 def run_calls() -> None:
-    """Every call once; its outputs have to be finite."""
+    """Every call once; its outputs and gradients have to be finite."""
     import torch
 
-    from attnlib import attention, launch_hopper
+    from attnlib import attention, attention_varlen, launch_hopper
     from attnlib.reference import make_inputs
 
     done = 0
-    for impl, shape, lse in calls():
+    for impl, shape, window, packed in calls():
         # Made on the CPU: a copy to the GPU is no kernel, and the sanitizer knows that it initializes.
-        q, k, v = (x.cuda() for x in make_inputs(shape, device="cpu"))
-        if impl == "hopper" and launch_hopper.unsupported(q, k, v):
+        inputs = make_inputs(shape, device="cpu")
+        if packed:
+            inputs = [x[0].transpose(0, 1).contiguous() for x in inputs]
+        q, k, v = (x.cuda().requires_grad_() for x in inputs)
+        d_out = torch.randn(q.shape).to(q.dtype).cuda()
+        how = {"causal": shape.causal, "window": window, "impl": impl, "return_lse": True}
+        if packed:
+            cu = torch.tensor([0, 65, 65, shape.seqlen], dtype=torch.int32).cuda()
+            out, lse = attention_varlen(q, k, v, cu, cu, shape.seqlen - 65, shape.seqlen - 65, **how)
+        elif impl == "hopper" and launch_hopper.unsupported(q, k, v):
             continue
-        results = attention(q, k, v, causal=shape.causal, return_lse=lse, impl=impl)
+        else:
+            out, lse = attention(q, k, v, **how)
+        out.backward(d_out)
         torch.cuda.synchronize()
-        for result in results if lse else (results,):
-            if not result.cpu().isfinite().all():
-                raise RuntimeError(f"{impl}, {shape.label}: an output is not finite")
+        for result in (out, lse, q.grad, k.grad, v.grad):
+            if not result.detach().cpu().isfinite().all():
+                raise RuntimeError(f"{impl}, {shape.label}: a result is not finite")
         done += 1
     print(ALL_CALLS, done, flush=True)
 
@@ -219,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     header = records.provenance({"sanitizer": version(program), "limit_s": args.limit})
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sanitizer.json"
-    rows = [check(program, tool, args.limit) for tool in args.tool or TOOLS]
+    tools = args.tool or TOOLS
+    with ThreadPoolExecutor(len(tools)) as pool:  # most of the time goes into compiling, on the CPU
+        rows = list(pool.map(lambda tool: check(program, tool, args.limit), tools))
     tables = {"sanitizer": {"rows": merged(rows, earlier(path, header["commit"]))}}
     records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
     print(path)

@@ -1,0 +1,73 @@
+"""FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`."""
+
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+
+import torch
+
+COUNTER = "torch.utils.flop_counter"
+
+
+def register_when_counted() -> None:
+    """Tell PyTorch's FLOP counter of the operators, now or as soon as it is imported.
+
+    Importing it here would import triton, and a notebook could no longer choose triton's interpreter.
+    """
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def _register(counter) -> None:
+    formulas = {"attention_forward": forward_flops, "attention_backward": backward_flops}
+    for name, formula in formulas.items():
+        counter.register_flop_formula(getattr(torch.ops.attnlib, name), get_raw=True)(formula)
+
+
+class _Watch(MetaPathFinder):
+    """Sees the counter being imported, once."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def forward_flops(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+    left=None, right=None, *_, **__,
+) -> int:  # fmt: skip
+    """4 * H * D * Sq * Sk of each sequence. As for PyTorch's own attention, a causal mask halves nothing
+    here; a window of left + right + 1 keys does count, because work grows with it."""
+    pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right)
+    heads = q.shape[1]
+    return 4 * heads * q.shape[-1] * pairs
+
+
+def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
+    """Five products where the forward pass has two."""
+    return forward_flops(q, k, v, *options, **named) * 5 // 2
+
+
+def _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right) -> int:
+    """Pairs of a query and a key in all sequences of a batch."""
+    if cu_seqlens_q is None:
+        lengths = [(q.shape[2], k.shape[2])] * q.shape[0]
+    elif cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
+        lengths = [(max_seqlen_q, max_seqlen_k)] * (len(cu_seqlens_q) - 1)  # lengths that nobody knows
+    else:
+        lengths = zip(*(x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
+    if left is None or right is None:
+        return sum(rows * keys for rows, keys in lengths)
+    return sum(rows * min(keys, left + right + 1) for rows, keys in lengths)
