@@ -6,7 +6,11 @@ from triton.experimental.gluon import language as gl
 from attnlib.kernels import hopper_backward as kernels
 from attnlib.kernels.hopper_backward import _add_asm, _add_constraints
 
-WITHOUT = {"all": set(), "no add": {"_add_dq"}, "no add, no dS barriers": {"_add_dq", "_await_ds", "_tell_ds"}}
+WITHOUT = {
+    "all": set(),
+    "no add": {"_add_dq"},
+    "no add, no dS barriers": {"_add_dq", "_await_ds", "_tell_ds"},
+}
 
 
 @gluon.jit
@@ -18,8 +22,9 @@ def _add_dq(
     address = (dq_ptr + block).to(gl.int64)
     wanted = (wanted & (block > (1 << 30))).to(gl.int32)
     gl.inline_asm_elementwise(
-        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted], dtype=gl.int8, is_pure=False, pack=n
-    )
+        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted], dtype=gl.int8,
+        is_pure=False, pack=n,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -327,9 +327,9 @@ def _before(block, m, m_start):
 def _add_dq(
     dq_ptr, block, dq, wanted, part: gl.constexpr, parts: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
 ):  # fmt: skip
-    """Add a part of [64, DQ_COLUMNS] to this consumer's part of a block, of [BLOCK_M / 64, D / 8, 512] in memory, as it
-    lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the 128 threads
-    follow each other. Without `wanted`, do nothing."""
+    """Add a part of [64, DQ_COLUMNS] to this consumer's half of a block, of [BLOCK_M / 64, D / 8, 512] in
+    memory, as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the
+    128 threads follow each other. Without `wanted`, do nothing."""
     n: gl.constexpr = plan.dq_columns // 2  # elements of dq in a thread
     offset = block.to(gl.int64) * (plan.block_m * plan.d) + WG * 64 * plan.dq_columns
     address = (dq_ptr + offset).to(gl.int64)

@@ -51,8 +51,8 @@ def _one_block(block, m, m_start):
 
 
 def compile_case(case: tuple[int, str, str], planted: bool = False) -> tuple[Stats, list[bool]]:
-    """In a child process, so that cases share the cores: the compiled kernel in numbers, and for each place in
-    a loop that adds to dQ whether its address changes from step to step."""
+    """In a child process, so that cases share the cores: the compiled kernel in numbers, and for each place
+    in a loop that adds to dQ whether its address changes from step to step."""
     if planted:
         kernels._before = _one_block
     width, kind, dtype = case
