@@ -106,7 +106,8 @@ def attention(
         return _operator(q, k, v, None, seen, sm_scale, return_lse, deterministic, impl)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     if _differentiable(q, k, v):
-        dispatch.choose_backward(q, k, v, impl)  # an error now rather than in the backward pass
+        if impl == "hopper":  # an error now rather than in the backward pass
+            dispatch.choose_backward(q, k, v, seen, impl, None, deterministic)
         out, lse = Attention.apply(q, k, v, None, None, How(seen, scale, impl, deterministic))
     else:
         out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, None, impl)
@@ -202,7 +203,8 @@ def attention_varlen(
     packed = packed._replace(cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     if _differentiable(q, k, v):
-        dispatch.choose_backward(q, k, v, impl, packed)
+        if impl == "hopper":
+            dispatch.choose_backward(q, k, v, seen, impl, packed, deterministic)
         how = How(seen, scale, impl, deterministic, packed[2:])
         out, lse = Attention.apply(q, k, v, *packed[:2], how)
     else:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attnlib import launch, launch_backward, launch_hopper
+from attnlib import launch, launch_backward, launch_hopper, launch_hopper_backward
 from attnlib.arguments import Implementation
 from attnlib.band import Band, Packed
 
@@ -60,11 +60,12 @@ def backward(
         d_out = d_out.to(q.dtype)
     if band.left is not None or band.right:
         band = tight(band, q, k, packed)
-    kernel, _ = choose_backward(q, k, v, impl, packed)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    kernel, _ = choose_backward(q, k, v, band, impl, packed, deterministic)
     if kernel == "reference":
         return _reference_gradients(d_out, q, k, v, band, sm_scale, packed)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return launch_backward.backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic)
+    launcher = launch_hopper_backward if kernel == "hopper" else launch_backward
+    return launcher.backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic)
 
 
 def tight(band: Band, q: torch.Tensor, k: torch.Tensor, packed: Packed | None) -> Band:
@@ -118,15 +119,19 @@ def choose_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    band: Band,
     impl: Implementation | None,
     packed: Packed | None = None,
+    deterministic: bool = False,
 ) -> tuple[Implementation, str]:
     """The same for the backward pass of such a call."""
     kernel, reason = choose(q, k, v, impl, packed)
     if kernel == "hopper":
-        if impl == "hopper":
-            raise ValueError("impl: 'hopper' has no backward pass; leave impl out, or call it without grad")
-        return "triton", "hopper has no backward pass"
+        lacks = launch_hopper_backward.unsupported(q, k, v, band, packed, deterministic)
+        if lacks is not None and impl == "hopper":
+            raise ValueError(f"impl: 'hopper' {lacks}; leave impl out, or call it without grad")
+        if lacks is not None:
+            return "triton", f"hopper {lacks}"
     return kernel, reason
 
 

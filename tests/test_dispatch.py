@@ -9,8 +9,9 @@ import pytest
 import torch
 import triton
 
-from attnlib import attention, explain, launch, launch_hopper
+from attnlib import attention, dispatch, explain, launch, launch_hopper
 from attnlib.attention import Choice
+from attnlib.band import Band, Packed
 from attnlib.configs import block_d, forward_config, hopper_config
 
 
@@ -111,6 +112,34 @@ def test_the_choice_and_its_reason(name, gpu, launched):
     assert explain(q, k, v, impl="triton").reason == "asked for"
     attention(q, k, v, impl="triton")
     assert launched[-1] == "triton"
+
+
+BACKWARD = {
+    "causal": ((64, Band(None, 0), None, False), None),
+    "dense": ((128, Band(None, None), None, False), None),
+    "wide heads": ((256, Band(None, 0), None, False), "needs a head dimension of at most 128"),
+    "window": ((64, Band(7, 0), None, False), "has no backward pass for a window"),
+    "packed": ((64, Band(None, 0), Packed(None, None, 32, 32), False), "has no backward pass for packed"),
+    "deterministic": ((64, Band(None, 0), None, True), "adds up dq in an order that changes"),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_the_choice_of_the_backward_pass(name, gpu):
+    (head_dim, band, packed, deterministic), lacks = BACKWARD[name]
+    q = tensor(1, 2, 32, head_dim)
+    kernel, reason = dispatch.choose_backward(q, q, q, band, None, packed, deterministic)
+    if lacks is None:
+        assert kernel == "hopper"
+        assert dispatch.choose_backward(q, q, q, band, "hopper", packed, deterministic)[0] == "hopper"
+    else:
+        assert kernel == "triton" and reason.startswith(f"hopper {lacks}")
+        with pytest.raises(ValueError, match=f"^impl: 'hopper' {lacks}.*; leave impl out"):
+            dispatch.choose_backward(q, q, q, band, "hopper", packed, deterministic)
+    for impl in ("triton", "reference"):
+        assert dispatch.choose_backward(q, q, q, band, impl, packed, deterministic) == (impl, "asked for")
+    gpu(8)
+    assert dispatch.choose_backward(q, q, q, band, None, packed, deterministic)[0] == "triton"
 
 
 def test_hopper_by_name_where_there_is_no_gpu(monkeypatch):

@@ -1,0 +1,64 @@
+"""Launch configurations of the Hopper backward kernel: a frozen dataclass, chosen by a pure function."""
+
+from dataclasses import dataclass
+
+from attnlib.configs import block_d
+
+BLOCK_N = 128
+"""Keys of a program: 64 of each consumer warpgroup."""
+
+
+@dataclass(frozen=True)
+class HopperBackwardConfig:
+    """How `kernels.hopper_backward.attention_backward_hopper` is compiled and launched.
+
+    Attributes:
+        block_m: queries of one step, 64 or 128.
+        half_p: dS from P as it was rounded for dV; its registers are free earlier.
+        early_ds: dS is written before the products that follow are started, not after; needs four buffers.
+        split_add: half of dQ is added to memory later.
+        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        max_registers: of a thread when the program starts.
+        l2_bytes: what the heads that advance together read and add to should fit in here.
+    """
+
+    block_m: int
+    half_p: bool = False
+    early_ds: bool = False
+    split_add: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    max_registers: int = 168
+    l2_bytes: int = 16 << 20
+
+    def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
+        """Key/value heads that advance together: a power of two, at most about `heads`.
+
+        heads: B * H_kv; group: query heads of one of them; rows: S_q; width: columns of a tile. Q and dO have
+        two bytes for each element, the sums of dQ four.
+        """
+        chosen, bytes_per_head = 1, 8 * rows * width * group
+        while 2 * chosen <= heads and 2 * chosen * bytes_per_head <= self.l2_bytes:
+            chosen *= 2
+        return chosen
+
+
+_CHOSEN = {
+    64: HopperBackwardConfig(128, half_p=True),
+    128: HopperBackwardConfig(64),
+}
+
+
+def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
+    """The configuration of the Hopper backward kernel for one call.
+
+    Raises:
+        ValueError: `head_dim` out of range.
+    """
+    width = max(64, block_d(head_dim))
+    if head_dim < 1 or width not in _CHOSEN:
+        raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
+    return _CHOSEN[width]
+
+
+MAX_HEAD_DIM = max(_CHOSEN)

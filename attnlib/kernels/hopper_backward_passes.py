@@ -1,0 +1,32 @@
+"""What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q.
+
+`hopper_backward` adds to dQ in float32 as an accumulator of wgmma lies in the registers of a warpgroup: of 64
+rows and 8 columns thread t has rows 16 (t / 32) + t % 32 / 4 and that plus 8, columns 2 (t % 4) and that plus
+1, and its four values are 16 bytes in memory. So an addition needs no shared memory, and a warp writes 512
+bytes in a row.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["H", "num_m", "tiles"])
+def attention_backward_dq(
+    desc_dq,  # (B, H, S_q, D), in blocks of [1, 1, 64, BLOCK_D]
+    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32
+    sm_scale,
+    H,
+    num_m,  # blocks of 64 rows of a head in memory
+    tiles,  # and those of them that have a row of S_q
+    BLOCK_D: tl.constexpr,
+):
+    """dq = sm_scale * sums. Grid: (tiles * B * H,)."""
+    i_bh = tl.program_id(0) // tiles
+    i_m = tl.program_id(0) % tiles
+    start = (i_bh.to(tl.int64) * num_m + i_m) * (64 * BLOCK_D)
+    b_sums = tl.load(sums_ptr + start + tl.arange(0, 64 * BLOCK_D))
+    # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
+    b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))
+    b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (1, 1, 64, BLOCK_D))  # [1, 1, 64, BLOCK_D]
+    # Through a descriptor: a mask for the last columns would make it stores of two bytes.
+    desc_dq.store([i_bh // H, i_bh % H, i_m * 64, 0], b_dq.to(desc_dq.dtype))

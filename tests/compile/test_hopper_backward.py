@@ -1,0 +1,164 @@
+"""The Hopper backward kernel compiled for sm_90 in every configuration, and what makes dQ of its sums."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from attnlib import inspect_sm90, launch_hopper_backward
+from attnlib.configs_backward_hopper import hopper_backward_config
+from attnlib.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.kernels import hopper_backward as kernels
+from attnlib.kernels import hopper_backward_passes
+
+KINDS = {"causal": (True, False), "dense": (False, False), "tail": (False, True)}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+CASES = list(product((64, 128), KINDS, DTYPES))
+PLANTED = "dQ of every step goes to one block"
+
+IN_A_STEP = 32
+"""Products of a consumer in a step, at either head dimension."""
+AROUND = {64: 4 + 8, 128: 8 + 8}
+"""Its products around the loop: S of the first block and dQ of the last."""
+EX2 = {64: 64, 128: 32}
+"""Scores of a thread in a step."""
+SPILLS = {
+    (64, "causal"): 10, (64, "dense"): 6, (64, "tail"): 8,
+    (128, "causal"): 6, (128, "dense"): 0, (128, "tail"): 6,
+}  # fmt: skip
+"""32-bit words of a thread that may spill: addresses and counters; the registers are full of accumulators."""
+LOADS = {64: 8, 128: 6}
+"""Loads of such words that the code of a step may have, those in the branch with the mask included."""
+
+
+@gluon.jit
+def _one_block(block, m, m_start):
+    return m_start
+
+
+def compile_case(case: tuple[int, str, str], planted: bool = False) -> tuple[Stats, list[bool]]:
+    """In a child process, so that cases share the cores: the compiled kernel in numbers, and for each place
+    in a loop that adds to dQ whether its address changes from step to step."""
+    if planted:
+        kernels._before = _one_block
+    width, kind, dtype = case
+    config = hopper_backward_config(width)
+    plan = launch_hopper_backward.make_plan(kernels.Plan, width, *KINDS[kind], config)
+    types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
+    blocks = launch_hopper_backward.blocks(width, config)
+    for tensor, block in zip(("q", "k", "v", "do", "dk", "dv", "rows"), blocks, strict=True):
+        layout = launch_hopper_backward.shared_layout(gl, block, DTYPES[dtype])
+        held = "fp32" if tensor == "rows" else dtype
+        types[f"desc_{tensor}"] = f"tensordesc<{held}{block},{layout!r}>"
+    names = kernels.attention_backward_hopper.arg_names
+    signature = {name: types.get(name, "i32") for name in names} | {"plan": "constexpr"}
+    constants = {(names.index("plan"),): plan}
+    divisible = {(names.index("dq_ptr"),): [["tt.divisibility", 16]]}
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled = triton.compile(
+            GluonASTSource(kernels.attention_backward_hopper, signature, constants, divisible),
+            target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": 4, "maxnreg": config.max_registers},
+        )
+    return inspect_sm90.stats_of(compiled, log.getvalue()), addresses_change(compiled.asm["ttgir"])
+
+
+def addresses_change(ttgir: str) -> list[bool]:
+    """For each addition to memory in a loop: whether its address depends on a variable of the loop."""
+    lines, found = ttgir.splitlines(), []
+    for number, line in enumerate(lines):
+        # A loop and what is in it are indented, and end with a brace where the loop begins.
+        if "scf.for" not in line:
+            continue
+        indent = len(line) - len(line.lstrip())
+        end = next(i for i in range(number + 1, len(lines)) if lines[i].startswith(" " * indent + "}"))
+        carried = set(re.findall(r"scf\.for (%[\w$.-]+) =", line))
+        carried |= set(re.findall(r"(%[\w$.-]+) = %", line.partition("iter_args(")[2]))
+        for place in range(number + 1, end):
+            if "red.global.add" in lines[place]:
+                address = re.findall(r"%[\w$.-]+", lines[place].rpartition('" {')[2])[1]
+                found.append(_depends(address, carried, lines[number + 1 : place]))
+    return found
+
+
+def _depends(value: str, carried: set[str], before: list[str]) -> bool:
+    wanted = {value}
+    for line in reversed(before):
+        result, _, operation = line.partition(" = ")
+        if result.strip().split(":")[0] in wanted:
+            wanted |= set(re.findall(r"%[\w$.-]+", re.sub(r'"[^"]*"', "", operation)))
+    return bool(wanted & carried)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[object, tuple[Stats, list[bool]]]:
+    jobs = [(case, False) for case in CASES] + [((128, "causal", "fp16"), True)]
+    children = min(8, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(compile_case, *zip(*jobs, strict=True)))
+    return dict(zip([*CASES, PLANTED], found, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_configuration(compiled, case: tuple[int, str, str]) -> None:
+    (stats, changes), (width, kind, _) = compiled[case], case
+    print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+    assert stats.warnings == (), "wgmma serialized?"
+    assert stats.opcodes["HGMMA"] == 2 * (IN_A_STEP + AROUND[width]) and not stats.opcodes.get("HMMA")
+    assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
+    assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
+    assert stats.shared_bytes <= SMEM_LIMIT
+    assert stats.spills <= SPILLS[width, kind]
+    assert len(stats.loops) == 2, "one loop for each consumer"
+    for loop in stats.loops:
+        assert loop["HGMMA"] == IN_A_STEP and loop["MUFU.EX2"] == EX2[width]
+        assert loop["REDG"] == 8, "16 bytes at a time"
+        assert loop.get("LDL", 0) <= LOADS[width]
+        assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop)
+    assert changes == [True, True]
+
+
+def test_an_address_that_does_not_change_is_found(compiled) -> None:
+    assert compiled[PLANTED][1] == [False, False]
+
+
+def test_the_program_fits_its_registers(compiled) -> None:
+    """At the start all warps have max_registers; afterwards the consumers get what the producer gives up."""
+    for width in (64, 128):
+        config = hopper_backward_config(width)
+        assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
+        assert 3 * 128 * config.max_registers <= 65536
+        assert 2 * config.consumer_registers + config.producer_registers <= 3 * config.max_registers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 128])
+def test_conversion_of_dq(width: int, dtype: str) -> None:
+    """16 bytes a load, and rows leave through TMA."""
+    signature = {
+        "desc_dq": f"tensordesc<{dtype}[1, 1, 64, {width}]>", "sums_ptr": "*fp32:16", "sm_scale": "fp32",
+        "H": "i32", "num_m": "i32", "tiles": "i32",
+    }  # fmt: skip
+    job = Job(
+        hopper_backward_passes.__file__, "attention_backward_dq", signature, {"BLOCK_D": width}, width // 16
+    )
+    (stats,) = inspect_sm90.compile_all([job])
+    loads = [text for text in stats.listing if "LDG" in text]
+    assert len(loads) == 8 and all("LDG.E.128" in text for text in loads)
+    assert stats.opcodes["UTMASTG"] == 1 and not stats.opcodes.get("STG")
+    assert stats.spills == 0 and stats.ctas_per_sm * width // 16 >= 48, "warps to hide the latency of memory"

@@ -1,0 +1,106 @@
+"""The Hopper backward kernel on a Hopper GPU: gradients against fp64, CUDA graphs, hundreds of launches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from backward_cases import BackwardCase, check_backward, exact_forward
+from test_gpu_results import LAYOUTS
+
+from attnlib import launch_hopper_backward
+from attnlib.band import band
+from attnlib.reference import make_inputs
+from attnlib.reference_gradients import GradientOracle
+from attnlib.shapes import Shape
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9.x",
+)
+MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
+DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+
+
+def check(shape: Shape, sm_scale: float | None = None) -> None:
+    check_backward(BackwardCase(shape, sm_scale=sm_scale), "cuda", launch_hopper_backward.backward)
+
+
+def arguments(shape: Shape, seed: int = 0) -> tuple:
+    q, k, v = make_inputs(shape, seed=seed, device="cuda")
+    bounds, scale = band(shape.causal, None), shape.head_dim**-0.5
+    return torch.randn_like(q), q, k, v, *exact_forward(q, k, v, bounds, scale), bounds, scale
+
+
+@MASKS
+@DIMS
+@pytest.mark.parametrize("seqlen, keys", [(1, 1), (63, 63), (1000, 1000), (129, 700), (700, 129), (17, 1)])
+def test_lengths(seqlen, keys, head_dim, causal):
+    check(Shape(1, 2, seqlen, head_dim, causal, seqlen_k=keys))
+
+
+@MASKS
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 96])
+def test_head_dimensions_between_the_widths_of_a_tile(head_dim, causal):
+    check(Shape(2, 3, 300, head_dim, causal))
+
+
+@DIMS
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_in_bfloat16(kv_heads, head_dim):
+    check(Shape(2, 6, 500, head_dim, kv_heads == 1, "bfloat16", kv_heads))
+
+
+@DIMS
+@pytest.mark.parametrize("sm_scale", [-0.1, 0.0, 0.5])
+def test_scales(sm_scale, head_dim):
+    check(Shape(1, 2, 257, head_dim, seqlen_k=511), sm_scale)
+
+
+@DIMS
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.__name__.strip("_"))
+def test_layouts(layout, head_dim):
+    d_out, q, k, v, out, lse, bounds, scale = arguments(Shape(1, 4, 300, head_dim, heads_kv=2))
+    found = launch_hopper_backward.backward(
+        *(layout(x) for x in (d_out, q, k, v, out)), lse, bounds, scale
+    )
+    for verdict in GradientOracle(d_out, q, k, v, causal=True).judge(*found).values():
+        verdict.raise_if_bad(layout.__name__)
+
+
+MIXED = [
+    Shape(1, 2, 128, 64), Shape(2, 3, 700, 64), Shape(1, 4, 300, 64, False), Shape(1, 2, 17, 128),
+    Shape(2, 5, 1000, 128), Shape(1, 4, 100, 128, False, seqlen_k=900), Shape(1, 2, 333, 128, seqlen_k=20),
+]  # fmt: skip
+
+
+def test_two_hundred_launches():
+    """dk and dv have the same bits each time, dq up to the order of a sum."""
+    calls = [arguments(shape) for shape in MIXED]
+    want = [launch_hopper_backward.backward(*call) for call in calls]
+    rng, wrong = random.Random(0), torch.zeros((), device="cuda")
+    for _ in range(200):
+        i = rng.randrange(len(calls))
+        dq, dk, dv = launch_hopper_backward.backward(*calls[i])
+        wrong += (dk != want[i][1]).any() | (dv != want[i][2]).any()
+        wrong += ((dq - want[i][0]).abs().max() > 0.01 * want[i][0].abs().max()).float()
+    assert wrong.item() == 0
+
+
+@DIMS
+def test_cuda_graph(head_dim):
+    """Captured once, replayed on other numbers: the sums of dQ begin at 0 each time."""
+    shape = Shape(1, 4, 500, head_dim)
+    call = arguments(shape)
+    launch_hopper_backward.backward(*call)  # compiles, which a capture does not allow
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = launch_hopper_backward.backward(*call)
+    for seed in (1, 2):
+        for old, new in zip(call[:6], arguments(shape, seed)[:6], strict=True):
+            old.copy_(new)
+        graph.replay()
+        for verdict in GradientOracle(*call[:4], causal=True).judge(*found).values():
+            verdict.raise_if_bad("a replayed graph")
