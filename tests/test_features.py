@@ -21,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnlib.hf
 from attnlib import arguments, attention, attention_varlen, explain
+from attnlib.band import band
 from attnlib.configs_backward import backward_config
+from attnlib.dispatch import choose_backward
 from attnlib.kernels import backward
 from attnlib.reference import Oracle, make_inputs
 from attnlib.reference_gradients import GradientOracle
@@ -342,12 +344,16 @@ def backward_pass(device) -> str:
 
 
 @row("deterministic backward")
-def deterministic(device) -> str:
+def deterministic(device, request) -> str:
     pairs = zip(*(gradients(device, deterministic=True) for _ in range(2)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     # Alone that says little in the interpreter: no sum of the portable kernels is left to chance.
     assert "atomic_" not in inspect.getsource(backward)
     assert "def test_deterministic_gradients_have_the_same_bits_in_a_hundred_runs(" in GPU_TESTS
+    request.getfixturevalue("gpu")  # and the Hopper kernel, whose dQ is one, is left out
+    inputs = [tensor(1, 2, 64, 64) for _ in range(3)]
+    chosen = [choose_backward(*inputs, band(True, None), None, deterministic=x)[0] for x in (False, True)]
+    assert chosen == ["hopper", "triton"]
     return "yes"
 
 
