@@ -1,5 +1,8 @@
 """Launch the Hopper kernel: whether it can run a call, its constants, and a launch in little host time."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -172,13 +175,32 @@ def _masks(right: int | None, S_q: int, S_k: int, config: HopperConfig) -> tuple
     return 1 + (diagonal % 64 != 0), not (block_m == config.block_n and diagonal % block_m == 0)
 
 
+class _Thread(threading.local):
+    own_counters = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def own_counters() -> Iterator[None]:
+    """Launches leave no tensor behind. For code that a compiler may run to prepare a CUDA graph: it counts
+    what is allocated meanwhile, and takes what stays for a leak."""
+    before, _thread.own_counters = _thread.own_counters, True
+    try:
+        yield
+    finally:
+        _thread.own_counters = before
+
+
 def _counter(device: int) -> torch.Tensor:
     """An int32 that is 0, for one launch after another.
 
     Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
-    0 by the graph: nobody knows on which streams, beside which launches, a graph will be replayed.
+    0 by the graph: nobody knows on which streams, beside which launches, a graph will be replayed. And so has
+    one within `own_counters`.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if _thread.own_counters or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
     key = device, current_stream(device)
     found = _counters.get(key)
