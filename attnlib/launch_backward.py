@@ -168,10 +168,16 @@ def _prepare(
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for the gradient of `tensor`: laid out like it where a descriptor can express that."""
-    strides = torch.empty_like(tensor, device="meta").stride()
-    if legal(tensor.shape, strides, tensor.dtype) is None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    strides = _like_strides(tensor.shape, tensor.stride(), tensor.dtype)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+@lru_cache(PREPARED)
+def _like_strides(shape, strides, dtype) -> tuple[int, ...]:
+    like = torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    if legal(shape, like.stride(), dtype) is None:
+        like = torch.empty(shape, dtype=dtype, device="meta")
+    return like.stride()
 
 
 @lru_cache(PREPARED)
