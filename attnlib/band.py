@@ -17,10 +17,14 @@ class Band(NamedTuple):
     right: int | None
 
 
-@lru_cache
 def band(causal: bool, window: tuple[int, int] | None) -> Band:
     """The band that `attention(causal=, window=)` asks for. In `window` -1 is no bound, as in FlashAttention;
     `causal` bounds the right at 0."""
+    return _band(causal, None if window is None else tuple(window))
+
+
+@lru_cache
+def _band(causal: bool, window: tuple[int, int] | None) -> Band:
     left, right = (None if bound == -1 else bound for bound in window or (-1, -1))
     return Band(left, 0 if causal else right)
 
