@@ -15,8 +15,6 @@ class HopperBackwardConfig:
     Attributes:
         block_m: queries of one step, 64 or 128.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
-        early_ds: dS is written before the products that follow are started, not after; needs four buffers.
-        split_add: half of dQ is added to memory later.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
@@ -24,8 +22,6 @@ class HopperBackwardConfig:
 
     block_m: int
     half_p: bool = False
-    early_ds: bool = False
-    split_add: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168

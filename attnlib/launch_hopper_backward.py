@@ -173,7 +173,7 @@ def make_plan(plan_class, width: int, causal: bool, tail: bool, config: HopperBa
     """The kernel's constants."""
     return plan_class(
         d=width, causal=causal, tail=tail, block_m=config.block_m, half_p=config.half_p,
-        early_ds=config.early_ds, split_add=config.split_add, consumer_registers=config.consumer_registers,
+        consumer_registers=config.consumer_registers,
         producer_registers=config.producer_registers,
     )  # fmt: skip
 
