@@ -61,5 +61,4 @@ def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     return _CHOSEN[width]
 
 
-MAX_HEAD_DIM = 128
-"""Of the calls that the launcher takes by itself; the wide kernel has not run on a GPU yet."""
+MAX_HEAD_DIM = max(_CHOSEN)

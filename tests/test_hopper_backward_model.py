@@ -193,7 +193,7 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"D": 256}, "needs a head dimension of at most 128 for the backward pass; q has 256"),
+        ({"D": 264}, "needs a head dimension of at most 256 for the backward pass; q has 264"),
         ({"bounds": Band(5, 0)}, r"has no backward pass for a window; this one is \(5, 0\)"),
         ({"bounds": Band(None, 3)}, r"has no backward pass for a window; this one is \(None, 3\)"),
         ({"packed": True}, "has no backward pass for packed sequences"),
