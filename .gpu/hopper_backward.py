@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 sys.path.insert(0, os.getcwd())
 
@@ -19,17 +18,11 @@ from attnlib.configs_backward_hopper import HopperBackwardConfig as C  # noqa: E
 
 VARIANTS = {
     "d64": (64, _CHOSEN[64]),
-    "d64 early ds": (64, replace(_CHOSEN[64], early_ds=True)),
-    "d64 split add": (64, replace(_CHOSEN[64], split_add=True)),
     "d64 bm64": (64, C(64)),
     "d128": (128, _CHOSEN[128]),
-    "d128 early ds": (128, replace(_CHOSEN[128], early_ds=True)),
-    "d128 split add": (128, replace(_CHOSEN[128], split_add=True)),
-    "d128 both": (128, replace(_CHOSEN[128], early_ds=True, split_add=True)),
 }
-VARIANTS |= {"d256": (256, _CHOSEN[256])} if 256 in _CHOSEN else {}
 WITHOUT = "all", "no add", "no add, no dS barriers"  # see hopper_backward_without.py
-MAIN = {"d64", "d128", "d256"}  # checked on all cases, others on every fourth
+MAIN = {"d64", "d128"}  # checked on all cases, others on every fourth
 LIMIT_S = 100  # for a case, most of it compiling
 
 # B, H, H_kv, S_q, S_k, D (of 64: the variant's), causal, dtype, scale
@@ -51,7 +44,7 @@ CASES = [
     (2, 8, 8, 2048, 2048, 64, True, "float16", None),
     (1, 8, 2, 2500, 2500, 56, False, "float16", None),
 ]
-TASK = {64: (4, 32, 4096, 64), 128: (2, 16, 8192, 128), 256: (1, 8, 16384, 256)}
+TASK = {64: (4, 32, 4096, 64), 128: (2, 16, 8192, 128)}
 
 
 def check(name):

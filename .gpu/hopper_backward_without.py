@@ -14,15 +14,13 @@ WITHOUT = {
 
 
 @gluon.jit
-def _add_dq(
-    dq_ptr, block, dq, wanted, part: gl.constexpr, parts: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
-):  # fmt: skip
+def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     # The product stays: for all that the compiler knows, there may be 2^30 blocks, and then it is added.
     n: gl.constexpr = plan.dq_columns // 2
     address = (dq_ptr + block).to(gl.int64)
     wanted = (wanted & (block > (1 << 30))).to(gl.int32)
     gl.inline_asm_elementwise(
-        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted], dtype=gl.int8,
+        _add_asm(n), _add_constraints(n), [dq, address, wanted], dtype=gl.int8,
         is_pure=False, pack=n,
     )  # fmt: skip
 

@@ -4,29 +4,26 @@ from dataclasses import dataclass
 
 from attnlib.configs import block_d
 
-BLOCK_N = 128
-"""Keys of a program: 64 of each consumer warpgroup."""
-
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """How `kernels.hopper_backward.attention_backward_hopper` is compiled and launched.
+    """How the kernel of `kernels.hopper_backward`, beyond 128 of `hopper_backward_wide`, is compiled.
 
     Attributes:
         block_m: queries of one step, 64 or 128.
+        block_n: keys of a program; 128, and 64 in the wide kernel.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
-        early_ds: dS is written before the products that follow are started, not after; needs four buffers.
-        split_add: half of dQ is added to memory later.
-        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
+            out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
     """
 
     block_m: int
+    block_n: int = 128
     half_p: bool = False
-    early_ds: bool = False
-    split_add: bool = False
     consumer_registers: int = 240
+    dq_registers: int = 0
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
@@ -46,6 +43,9 @@ class HopperBackwardConfig:
 _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True),
     128: HopperBackwardConfig(64),
+    256: HopperBackwardConfig(
+        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
+    ),
 }
 
 

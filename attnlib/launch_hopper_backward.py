@@ -1,5 +1,6 @@
 """Launch the Hopper backward kernel: whether it can run a call, its constants, and what goes around it."""
 
+from dataclasses import fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ from attnlib import launch_hopper
 from attnlib.band import Band, Packed
 from attnlib.configs import block_d
 from attnlib.configs_backward_hopper import (
-    BLOCK_N,
     MAX_HEAD_DIM,
     HopperBackwardConfig,
     hopper_backward_config,
@@ -66,7 +66,7 @@ def backward(
     deterministic: bool = False,
     config: HopperBackwardConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `kernels.hopper_backward` on a call that it supports, no argument empty.
+    """Run `kernels.hopper_backward`, or `hopper_backward_wide`, on a call with no argument empty.
 
     d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous. `config`
     replaces the one that `hopper_backward_config` chooses. Returns (dq, dk, dv). dk and dv are the same in
@@ -117,7 +117,7 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
     if config is None:
         config = hopper_backward_config(D)
     width, padded = max(64, block_d(D)), -(-S_q // PADDING) * PADDING
-    num_m, num_n = -(-S_q // config.block_m), -(-S_k // BLOCK_N)
+    num_m, num_n = -(-S_q // config.block_m), -(-S_k // config.block_n)
     programs = num_n * B * H_kv
     if max(programs, B * H * padded // 64, S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
@@ -125,7 +125,7 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
         )
     section = config.heads_per_section(B * H_kv, H // H_kv, S_q, width)
     causal = band.right is not None
-    kind = (device, dtype, width, causal, not causal and S_k % BLOCK_N != 0, config)
+    kind = (device, dtype, width, causal, not causal and S_k % config.block_n != 0, config)
     scalars = (
         sm_scale * LOG2_E, sm_scale, S_q, S_k, H, H // H_kv, B * H_kv, section, num_m, num_n,
     )  # fmt: skip
@@ -142,15 +142,13 @@ def _first_launch(tensors: tuple[torch.Tensor, ...], windows: tuple, sums: torch
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from attnlib.kernels.hopper_backward import Plan, attention_backward_hopper
-
     _, dtype, width, causal, tail, config = call.kind
-    plan = make_plan(Plan, width, causal, tail, config)
+    plan, function = kernel_for(width, causal, tail, config)
     descriptors = [
         TensorDescriptor(tensor, list(shape), list(strides), block, shared_layout(gl, block, dtype))
         for tensor, (shape, strides), block in zip(tensors, windows, blocks(width, config), strict=True)
     ]
-    kernel = attention_backward_hopper[(call.programs,)](
+    kernel = function[(call.programs,)](
         *descriptors, sums, *call.scalars, plan, num_warps=4, maxnreg=config.max_registers
     )
     return Launcher(kernel), plan
@@ -169,13 +167,16 @@ def blocks(width: int, config: HopperBackwardConfig) -> tuple[list[int], ...]:
     return queries, keys, keys, queries, keys, keys, [1, 1, config.block_m]
 
 
-def make_plan(plan_class, width: int, causal: bool, tail: bool, config: HopperBackwardConfig):
-    """The kernel's constants."""
-    return plan_class(
-        d=width, causal=causal, tail=tail, block_m=config.block_m, half_p=config.half_p,
-        early_ds=config.early_ds, split_add=config.split_add, consumer_registers=config.consumer_registers,
-        producer_registers=config.producer_registers,
-    )  # fmt: skip
+def kernel_for(width: int, causal: bool, tail: bool, config: HopperBackwardConfig) -> tuple:
+    """(the kernel's constants, the kernel)."""
+    if width > 128:
+        from attnlib.kernels.hopper_backward_wide import Plan
+        from attnlib.kernels.hopper_backward_wide import attention_backward_hopper_wide as kernel
+    else:
+        from attnlib.kernels.hopper_backward import Plan
+        from attnlib.kernels.hopper_backward import attention_backward_hopper as kernel
+    names = [field.name for field in fields(Plan) if hasattr(config, field.name)]
+    return Plan(width, causal, tail, **{name: getattr(config, name) for name in names}), kernel
 
 
 def _convert(sums: torch.Tensor, dq: torch.Tensor, sm_scale: float, call: Call) -> None:

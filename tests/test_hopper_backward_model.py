@@ -36,7 +36,8 @@ LENGTHS = [
     (1, 1, 1, 1, 1), (1, 3, 1, 17, 1), (1, 2, 1, 257, 511), (1, 2, 2, 64, 1000),
 ]  # fmt: skip
 PROBLEMS = [Problem(*x, 64, causal) for x in LENGTHS for causal in (True, False)]
-PROBLEMS += [Problem(*x, 128, causal) for x in LENGTHS[1:3] for causal in (True, False)]
+PROBLEMS += [Problem(*x, d, causal) for d in (128, 256) for x in LENGTHS[1:3] for causal in (True, False)]
+PROBLEMS += [Problem(*x, 256, causal) for x in LENGTHS[3:7] for causal in (True, False)]
 
 
 def tensors(problem: Problem) -> tuple[torch.Tensor, ...]:
@@ -93,7 +94,9 @@ def backward(problem: Problem, section: int) -> tuple[np.ndarray, np.ndarray, np
     """(sums of dQ as the kernel leaves them, dk, dv), program by program."""
     d_out, q, k, v = tensors(problem)
     call = prepared(problem)
-    block_m = hopper_backward_config(problem.D).block_m
+    config = hopper_backward_config(problem.D)
+    block_m, block_n = config.block_m, config.block_n
+    parts = range(block_n // 64)  # 64 keys each
     lse, delta = lse_and_delta(d_out, q, k, v, problem.causal)
     lse2 = np.full((problem.B * problem.H, call.rows_shape[2]), np.inf)
     lse2[:, : problem.S_q] = np.where(np.isinf(lse), np.inf, lse * LOG2_E)
@@ -107,18 +110,18 @@ def backward(problem: Problem, section: int) -> tuple[np.ndarray, np.ndarray, np
     for tile in range(call.programs):
         i_bkv, i_n = locate(tile, section, problem.B * problem.H_kv, num_n)
         seen.add((i_bkv, i_n))
-        m_start = max(i_n * 128 + S_q - S_k, 0) // block_m if problem.causal else 0
+        m_start = max(i_n * block_n + S_q - S_k, 0) // block_m if problem.causal else 0
         b, kv = divmod(i_bkv, problem.H_kv)
-        keys = [padded(k[b, kv], i_n * 128 + 64 * w, 64) for w in (0, 1)]
-        values = [padded(v[b, kv], i_n * 128 + 64 * w, 64) for w in (0, 1)]
-        own_dk, own_dv = np.zeros((2, 64, problem.D)), np.zeros((2, 64, problem.D))
+        keys = [padded(k[b, kv], i_n * block_n + 64 * w, 64) for w in parts]
+        values = [padded(v[b, kv], i_n * block_n + 64 * w, 64) for w in parts]
+        own_dk, own_dv = np.zeros((2, len(parts), 64, problem.D))
         block, m, h = (b * problem.H + kv * group) * num_m + m_start, m_start, kv * group
         for _ in range((num_m - m_start) * group):
             here = slice(m * block_m, (m + 1) * block_m)
             b_q, b_do = (padded(x[b, h], m * block_m, block_m) for x in (q, d_out))
             ds = []
-            for w in (0, 1):
-                row = i_n * 128 + w * 64
+            for w in parts:
+                row = i_n * block_n + w * 64
                 p = np.exp2(keys[w] @ b_q.T * (SCALE * LOG2_E) - lse2[b * problem.H + h, here])
                 first = row - S_k + S_q - m * block_m
                 if problem.causal and first > -64:
@@ -135,8 +138,9 @@ def backward(problem: Problem, section: int) -> tuple[np.ndarray, np.ndarray, np
             block, m = block + 1, m + 1
             if m == num_m:
                 block, m, h = block + m_start, m_start, h + 1
-        for w in (0, 1):
-            rows = slice(i_n * 128 + 64 * w, max(min(i_n * 128 + 64 * w + 64, S_k), i_n * 128 + 64 * w))
+        for w in parts:
+            start = i_n * block_n + 64 * w
+            rows = slice(start, max(min(start + 64, S_k), start))
             n = rows.stop - rows.start
             if n > 0:
                 dk[b, kv, rows], dv[b, kv, rows] = own_dk[w, :n] * SCALE, own_dv[w, :n]
@@ -189,7 +193,7 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"D": 256}, "needs a head dimension of at most 128 for the backward pass; q has 256"),
+        ({"D": 264}, "needs a head dimension of at most 256 for the backward pass; q has 264"),
         ({"bounds": Band(5, 0)}, r"has no backward pass for a window; this one is \(5, 0\)"),
         ({"bounds": Band(None, 3)}, r"has no backward pass for a window; this one is \(None, 3\)"),
         ({"packed": True}, "has no backward pass for packed sequences"),

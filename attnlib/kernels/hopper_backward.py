@@ -40,8 +40,7 @@ memory, and nobody looks at the result: that costs less than code for them.
 The slot and the buffer of block j are j & 1. The last three are the hardware's named barriers, which have no
 parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
 barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1), and the other
-had waited for its own dQ(j-2), the last to read this buffer, before it said that this is there. With
-`early_ds` it had waited for dQ(j-3) only, and there are four.
+had waited for its own dQ(j-2), the last to read this buffer, before it said that this is there.
 """
 
 from dataclasses import dataclass, fields
@@ -88,8 +87,6 @@ class Plan:
     tail: bool
     block_m: int
     half_p: bool
-    early_ds: bool
-    split_add: bool
     consumer_registers: int
     producer_registers: int
 
@@ -97,8 +94,6 @@ class Plan:
         # The compiler wants its constants wrapped.
         for field in fields(self):
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
-
-    ds_buffers = property(lambda self: gl.constexpr(4 if self.early_ds.value else 2))
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
@@ -134,7 +129,7 @@ class Memory(NamedTuple):
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
-    ds: gl.shared_memory_descriptor  # [2 * ds_buffers, 64, block_m]: buffer 0 of both consumers, ...
+    ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -274,7 +269,7 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     """Start this consumer's half of dQ of block j: [64, 128] x [128, DQ_COLUMNS], as two products."""
     dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
     for w in gl.static_range(2):
-        ds = mem.ds.index((j & (plan.ds_buffers - 1)) * 2 + w)  # [64, BLOCK_M]: keys, queries
+        ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
         k = _matrix(mem.k, w + _zero(j + 1))  # [64, D]; j is -1 or more
         if plan.by_rows:
             ds = ds.slice(WG * 64, 64, 1)
@@ -285,15 +280,15 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _write_ds(mem, ds_half, j, WG: gl.constexpr, plan: gl.constexpr):
-    mem.ds.index((j & (plan.ds_buffers - 1)) * 2 + WG).store(ds_half)
+def _write_ds(mem, ds_half, j, WG: gl.constexpr):
+    mem.ds.index((j & 1) * 2 + WG).store(ds_half)
     fence_async_shared()
     _tell_ds(j, WG)
 
 
 @gluon.constexpr_function
-def _add_asm(n, part, parts):
-    """Of n elements of a thread one part; n // 4 outputs of four bytes each that nobody reads."""
+def _add_asm(n):
+    """All n elements of a thread; n // 4 outputs of four bytes each that nobody reads."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",
@@ -302,7 +297,7 @@ def _add_asm(n, part, parts):
         "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;",
         f"add.s64 a, a, ${pointer};",
     ]
-    for i in range(n // parts * part, n // parts * (part + 1), 4):
+    for i in range(0, n, 4):
         four = ", ".join(f"${values + i + k}" for k in range(4))
         lines.append(f"red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
     lines.append("DONE:")
@@ -324,17 +319,15 @@ def _before(block, m, m_start):
 
 
 @gluon.jit
-def _add_dq(
-    dq_ptr, block, dq, wanted, part: gl.constexpr, parts: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
-):  # fmt: skip
-    """Add a part of [64, DQ_COLUMNS] to this consumer's half of a block, of [BLOCK_M / 64, D / 8, 512] in
+def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
+    """Add [64, DQ_COLUMNS] to this consumer's half of a block, of [BLOCK_M / 64, D / 8, 512] in
     memory, as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the
     128 threads follow each other. Without `wanted`, do nothing."""
     n: gl.constexpr = plan.dq_columns // 2  # elements of dq in a thread
     offset = block.to(gl.int64) * (plan.block_m * plan.d) + WG * 64 * plan.dq_columns
     address = (dq_ptr + offset).to(gl.int64)
     gl.inline_asm_elementwise(
-        _add_asm(n, part, parts), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
+        _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
         is_pure=False, pack=n,
     )  # fmt: skip
 
@@ -416,8 +409,6 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
         _await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
-        if plan.early_ds:
-            _write_ds(mem, ds_half, j, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         _release(DO_FREE, j)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
@@ -426,15 +417,11 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
             mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
         s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
-        if not plan.early_ds:
-            _write_ds(mem, ds_half, j, WG, plan)
+        _write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
-        before = _before(block, m, m_start)
-        _add_dq(dq_ptr, before, dq, j > 0, 0, 2 if plan.split_add else 1, WG, plan)
+        _add_dq(dq_ptr, _before(block, m, m_start), dq, j > 0, WG, plan)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
         _release(Q_FREE, j)
-        if plan.split_add:
-            _add_dq(dq_ptr, before, dq, j > 0, 1, 2, WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
         block += 1
@@ -447,7 +434,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
     dq_token = _issue_dq(mem, n - 1, WG, plan)
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), i_b, i_kv, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    _add_dq(dq_ptr, _before(block, m, m_start), dq, n > 0, 0, 1, WG, plan)
+    _add_dq(dq_ptr, _before(block, m, m_start), dq, n > 0, WG, plan)
     tma.store_wait(0)
     _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), i_b, i_kv, row)
     tma.store_wait(0)
@@ -482,7 +469,7 @@ def attention_backward_hopper(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(
-            desc_k.dtype, [2 * plan.ds_buffers, 64, plan.block_m],
+            desc_k.dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
         ),
         _barriers(1, 1).index(0),  # k_full

@@ -27,21 +27,24 @@ from attnlib.kernels import hopper_backward_passes
 
 KINDS = {"causal": (True, False), "dense": (False, False), "tail": (False, True)}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-CASES = list(product((64, 128), KINDS, DTYPES))
+CASES = list(product((64, 128, 256), KINDS, DTYPES))
 PLANTED = "dQ of every step goes to one block"
 
-IN_A_STEP = 32
-"""Products of a consumer in a step, at either head dimension."""
-AROUND = {64: 4 + 8, 128: 8 + 8}
-"""Its products around the loop: S of the first block and dQ of the last."""
-EX2 = {64: 64, 128: 32}
-"""Scores of a thread in a step."""
+IN_A_STEP = {64: [32, 32], 128: [32, 32], 256: [8, 24, 24]}
+"""Products of each consumer in a step, sorted; at D = 256 one for dQ, one for P and dV, one for dS and dK."""
+AROUND = {64: 2 * (4 + 8), 128: 2 * (8 + 8), 256: 16 + 16}
+"""Products around the loops: the first S, and dQ of the last block; at D = 256 the first S and dP."""
+EX2 = {64: [64, 64], 128: [32, 32], 256: [0, 0, 32]}
+"""Exponentials of a thread in a step, sorted."""
+ADDITIONS = {64: [8, 8], 128: [8, 8], 256: [0, 0, 32]}
+"""Of 16 bytes, likewise."""
 SPILLS = {
     (64, "causal"): 10, (64, "dense"): 6, (64, "tail"): 8,
     (128, "causal"): 6, (128, "dense"): 0, (128, "tail"): 6,
+    (256, "causal"): 2, (256, "dense"): 0, (256, "tail"): 0,
 }  # fmt: skip
 """32-bit words of a thread that may spill: addresses and counters; the registers are full of accumulators."""
-LOADS = {64: 8, 128: 6}
+LOADS = {64: 8, 128: 6, 256: 1}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
@@ -57,21 +60,21 @@ def compile_case(case: tuple[int, str, str], planted: bool = False) -> tuple[Sta
         kernels._before = _one_block
     width, kind, dtype = case
     config = hopper_backward_config(width)
-    plan = launch_hopper_backward.make_plan(kernels.Plan, width, *KINDS[kind], config)
+    plan, kernel = launch_hopper_backward.kernel_for(width, *KINDS[kind], config)
     types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
     blocks = launch_hopper_backward.blocks(width, config)
     for tensor, block in zip(("q", "k", "v", "do", "dk", "dv", "rows"), blocks, strict=True):
         layout = launch_hopper_backward.shared_layout(gl, block, DTYPES[dtype])
         held = "fp32" if tensor == "rows" else dtype
         types[f"desc_{tensor}"] = f"tensordesc<{held}{block},{layout!r}>"
-    names = kernels.attention_backward_hopper.arg_names
+    names = kernel.arg_names
     signature = {name: types.get(name, "i32") for name in names} | {"plan": "constexpr"}
     constants = {(names.index("plan"),): plan}
     divisible = {(names.index("dq_ptr"),): [["tt.divisibility", 16]]}
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(
-            GluonASTSource(kernels.attention_backward_hopper, signature, constants, divisible),
+            GluonASTSource(kernel, signature, constants, divisible),
             target=GPUTarget("cuda", 90, 32),
             options={"num_warps": 4, "maxnreg": config.max_registers},
         )
@@ -119,18 +122,19 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     (stats, changes), (width, kind, _) = compiled[case], case
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.warnings == (), "wgmma serialized?"
-    assert stats.opcodes["HGMMA"] == 2 * (IN_A_STEP + AROUND[width]) and not stats.opcodes.get("HMMA")
+    assert stats.opcodes["HGMMA"] == sum(IN_A_STEP[width]) + AROUND[width] and not stats.opcodes.get("HMMA")
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
     assert stats.spills <= SPILLS[width, kind]
-    assert len(stats.loops) == 2, "one loop for each consumer"
-    for loop in stats.loops:
-        assert loop["HGMMA"] == IN_A_STEP and loop["MUFU.EX2"] == EX2[width]
-        assert loop["REDG"] == 8, "16 bytes at a time"
+    loops = stats.loops  # one for each consumer
+    assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
+    assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
+    assert sorted(loop.get("REDG", 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
+    for loop in loops:
         assert loop.get("LDL", 0) <= LOADS[width]
         assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop)
-    assert changes == [True, True]
+    assert changes == [True, True], "two places add to dQ"
 
 
 def test_an_address_that_does_not_change_is_found(compiled) -> None:
@@ -144,10 +148,15 @@ def test_the_program_fits_its_registers(compiled) -> None:
         assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 3 * 128 * config.max_registers <= 65536
         assert 2 * config.consumer_registers + config.producer_registers <= 3 * config.max_registers
+    config = hopper_backward_config(256)
+    assert compiled[256, "causal", "fp16"][0].registers == config.max_registers
+    assert 4 * 128 * config.max_registers <= 65536
+    kept = 2 * config.consumer_registers + config.dq_registers + config.producer_registers
+    assert kept <= 4 * config.max_registers
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_conversion_of_dq(width: int, dtype: str) -> None:
     """16 bytes a load, and rows leave through TMA."""
     signature = {

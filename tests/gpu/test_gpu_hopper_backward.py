@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs a GPU of compute capability 9.x",
 )
 MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
-DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
 def check(shape: Shape, sm_scale: float | None = None) -> None:
@@ -41,7 +41,7 @@ def test_lengths(seqlen, keys, head_dim, causal):
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [8, 40, 72, 96])
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 96, 136, 200])
 def test_head_dimensions_between_the_widths_of_a_tile(head_dim, causal):
     check(Shape(2, 3, 300, head_dim, causal))
 
@@ -72,6 +72,7 @@ def test_layouts(layout, head_dim):
 MIXED = [
     Shape(1, 2, 128, 64), Shape(2, 3, 700, 64), Shape(1, 4, 300, 64, False), Shape(1, 2, 17, 128),
     Shape(2, 5, 1000, 128), Shape(1, 4, 100, 128, False, seqlen_k=900), Shape(1, 2, 333, 128, seqlen_k=20),
+    Shape(2, 3, 700, 256), Shape(1, 2, 100, 256, False, seqlen_k=900), Shape(1, 4, 1500, 192, heads_kv=2),
 ]  # fmt: skip
 
 

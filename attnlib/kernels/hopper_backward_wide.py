@@ -1,0 +1,387 @@
+"""Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 136 to 256 columns.
+
+One program per 64 keys of a key/value head. dK and dV of 64 keys and 256 columns are 128 registers of a
+thread each, so no warpgroup can keep both, and the five products are divided otherwise than in
+`hopper_backward`. Keys are rows here too; a step is a block of 64 queries:
+
+    warpgroup 0    S^T = K Q^T,   P^T = 2**(S^T * qk_scale - LSE2),   dV += P^T dO
+    warpgroup 1    dP^T = V dO^T, dS^T = P^T * (dP^T - delta),        dK += dS^T Q
+    warpgroup 2    dQ = dS K, 128 columns after the other, added to memory
+
+P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them
+has two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
+products of the one while the other computes P or dS, and the additions, in a warpgroup of their own, hold up
+nobody. A warpgroup waits for its dV, or dK, before it starts the next S, or dP: with both in flight ptxas
+finds the registers too few, those before they are shared out anew (C7512), and all products wait for each
+other. The last step starts an S and a dP that there are no queries for, on whatever lies in shared memory;
+nobody looks at them.
+
+    Who waits for what
+
+    barrier           completes when                           waited for by          parity of the wait
+    k_full, v_full    TMA has written the keys, the values     0 and 2; 1             0
+    q_full[slot]      TMA has written Q and LSE2 of block j    0 and 1                (j // 2) & 1
+    do_full[slot]     TMA has written dO and delta of block j  0 and 1                (j // 2) & 1
+    Q_FREE + slot     0 and 1 have released Q of j             producer, to fill j+2
+    DO_FREE + slot    0 and 1 have released dO of j            producer, to fill j+2
+    P_FULL + slot     0 has written P of j                     1
+    DS_FULL + slot    1 has written dS of j                    2
+    DS_FREE + slot    2 has formed dQ of j                     1, to write dS of j+2
+    END               1 has done its last product              0, to put dV where dO was
+
+The slot of block j is j & 1; all from Q_FREE on are the hardware's named barriers. P needs none for its
+reuse: 0 writes P of j+2 after it has waited for Q of j+2, which was filled after 1 had released Q of j, long
+after it had read P of j. For the same reason 0 can't arrive twice at P_FULL before 1 has come once.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
+from attnlib.kernels.hopper_backward import (
+    DELTA,
+    DO_FREE,
+    LSE2,
+    Q_FREE,
+    STAGES,
+    Work,
+    _acquire,
+    _add_dq,
+    _mask,
+    _named_barrier,
+    _parity,
+    _release,
+    _slot,
+    _zero,
+)
+
+# Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
+END = gl.constexpr(5)
+DS_FREE = gl.constexpr(6)
+P_FULL = gl.constexpr(12)
+DS_FULL = gl.constexpr(14)
+
+
+# ---------------------------------------------------------------- what is passed around
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything fixed at compile time: what the call asks for, and how it is computed.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 256.
+        causal: query i sees keys 0 .. i + S_k - S_q.
+        tail: S_k is not a multiple of 64, and no diagonal cuts the keys beyond it off.
+
+    The others are those of `configs_backward_hopper.HopperBackwardConfig`.
+    """
+
+    d: int
+    causal: bool
+    tail: bool
+    block_m: int
+    consumer_registers: int
+    dq_registers: int
+    producer_registers: int
+
+    def __post_init__(self):
+        # The compiler wants its constants wrapped.
+        for field in fields(self):
+            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
+
+    # dK, dV and dQ are formed by halves of their columns. ptxas refuses a product of 256 columns: it wants
+    # its registers to be there before they are shared out anew (C7602).
+    dq_columns = property(lambda self: gl.constexpr(self.d.value // 2))
+
+    # Accumulators: of S^T and dP^T [64, block_m], of a half of dK, dV and dQ [64, d / 2].
+    s_layout = property(lambda self: _accumulator(self.block_m.value))
+    d_layout = property(lambda self: _accumulator(self.dq_columns.value))
+    dq_layout = property(lambda self: self.d_layout)
+    # P^T and dS^T as first operands of a product, in registers.
+    p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.d_layout.value, 2)))
+
+
+class Memory(NamedTuple):
+    """Buffers and barriers in shared memory; the protocol is in the module docstring."""
+
+    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
+    v: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
+    delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
+    p: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
+    ds: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _locate(tile, work, plan: gl.constexpr):
+    """(batch * H_kv + key head, key block, first query block) of a tile: section of heads by section, so that
+    what they read and add to stays in L2, and within one the first keys, which most queries see, first."""
+    section = tile // (work.num_n * work.SECTION)
+    rest = tile % (work.num_n * work.SECTION)
+    heads = gl.minimum(work.SECTION, work.HEADS_KV - section * work.SECTION)
+    i_n = rest // heads
+    i_bkv = section * work.SECTION + rest % heads
+    m_start = 0
+    if plan.causal:
+        m_start = gl.maximum(i_n * 64 + work.S_q - work.S_k, 0) // plan.block_m
+    return i_bkv, i_n, m_start
+
+
+# ---------------------------------------------------------------- producer
+
+
+@gluon.jit
+def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
+    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
+    i_b = i_bkv // (work.H // work.GROUP)
+    i_kv = i_bkv % (work.H // work.GROUP)
+    i_h = i_kv * work.GROUP
+    n = (work.num_m - m_start) * work.GROUP
+    q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
+    do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
+    mbarrier.expect(mem.k_full, desc_k.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc_k, [i_b, i_kv, i_n * 64, 0], mem.k_full, mem.k.index(0))
+    m = m_start
+    for j in range(n):
+        slot = _slot(j)
+        bar = mem.q_full.index(slot)
+        _acquire(Q_FREE, j)
+        mbarrier.expect(bar, q_bytes)
+        tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m * plan.block_m, 0], bar, mem.q.index(slot))
+        tma.async_copy_global_to_shared(
+            desc_rows, [LSE2, i_b * work.H + i_h, m * plan.block_m], bar, mem.lse.index(slot)
+        )
+        if j == 0:
+            mbarrier.expect(mem.v_full, desc_v.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc_v, [i_b, i_kv, i_n * 64, 0], mem.v_full, mem.v.index(0))
+        bar = mem.do_full.index(slot)
+        _acquire(DO_FREE, j)
+        mbarrier.expect(bar, do_bytes)
+        tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m * plan.block_m, 0], bar, mem.do.index(slot))
+        tma.async_copy_global_to_shared(
+            desc_rows, [DELTA, i_b * work.H + i_h, m * plan.block_m], bar, mem.delta.index(slot)
+        )
+        m += 1
+        if m == work.num_m:
+            m = m_start
+            i_h += 1
+
+
+# ---------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def _issue_scores(a, b, j, plan: gl.constexpr):
+    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
+    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    return warpgroup_mma(_matrix(a, _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_update(a_half, b, left, right, plan: gl.constexpr):
+    """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, D], by halves of the columns."""
+    a = gl.convert_layout(a_half, plan.p_layout)
+    columns: gl.constexpr = plan.dq_columns
+    left = warpgroup_mma(a, b.slice(0, columns, 1), left, is_async=True)
+    right = warpgroup_mma(a, b.slice(columns, columns, 1), right, is_async=True)
+    return left, right
+
+
+@gluon.jit
+def _zeros(plan: gl.constexpr):
+    return gl.zeros([64, plan.dq_columns], gl.float32, plan.d_layout)
+
+
+@gluon.jit
+def _store(desc, left, right, buffer, head, row, work, plan: gl.constexpr):
+    x = buffer.reshape([64, plan.d])
+    x.slice(0, plan.dq_columns, 1).store(left)
+    x.slice(plan.dq_columns, plan.dq_columns, 1).store(right)
+    fence_async_shared()
+    heads = work.H // work.GROUP
+    tma.async_copy_shared_to_global(desc, [head // heads, head % heads, row, 0], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
+    """Warpgroup 0: P for warpgroup 1, and dV."""
+    dtype: gl.constexpr = mem.k.dtype
+    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
+    n = (work.num_m - m_start) * work.GROUP
+    row = i_n * 64  # first key
+    m = m_start
+
+    mbarrier.wait(mem.k_full, 0)
+    mbarrier.wait(mem.q_full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, _matrix(mem.q, 0), 0, plan),))
+    dv_left = _zeros(plan)
+    dv_right = _zeros(plan)
+    for j in range(n):
+        slot = _slot(j)
+        lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
+        if plan.causal:
+            first = row - work.S_k + work.S_q - m * plan.block_m
+            if first > -64:
+                p = _mask(p, first, work, plan)
+        elif plan.tail:
+            if row + 64 > work.S_k:
+                p = _mask(p, row + 1 - work.S_k, work, plan)
+        p_half = p.to(dtype)  # [64, BLOCK_M]
+        mem.p.index(slot).store(p_half)
+        _named_barrier("arrive", P_FULL + slot, 256)
+        _release(Q_FREE, j)
+
+        # dV, then S of the block after.
+        mbarrier.wait(mem.do_full.index(slot), _parity(j))
+        do = _matrix(mem.do, slot)  # [BLOCK_M, D]
+        dv_left, dv_right = warpgroup_mma_wait(0, deps=_issue_update(p_half, do, dv_left, dv_right, plan))
+        next_slot = _slot(j + 1)
+        if j + 1 < n:
+            mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
+        s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, plan)
+        _release(DO_FREE, j)
+        s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
+        m += 1
+        if m == work.num_m:
+            m = m_start
+
+    _named_barrier("sync", END, 256)
+    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), i_bkv, row, work, plan)
+
+
+@gluon.jit
+def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
+    """Warpgroup 1: dS for warpgroup 2, and dK."""
+    dtype: gl.constexpr = mem.k.dtype
+    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
+    n = (work.num_m - m_start) * work.GROUP
+
+    mbarrier.wait(mem.v_full, 0)
+    mbarrier.wait(mem.do_full.index(0), 0)
+    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, _matrix(mem.do, 0), 0, plan),))
+    dk_left = _zeros(plan)
+    dk_right = _zeros(plan)
+    for j in range(n):
+        slot = _slot(j)
+        delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        _named_barrier("sync", P_FULL + slot, 256)
+        p = mem.p.index(slot).load(plan.s_layout).to(gl.float32)  # [64, BLOCK_M]
+        ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
+
+        # dK, then dP of the block after.
+        mbarrier.wait(mem.q_full.index(slot), _parity(j))
+        q = _matrix(mem.q, slot)  # [BLOCK_M, D]
+        tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
+        if j >= STAGES:
+            _named_barrier("sync", DS_FREE + slot, 256)
+        mem.ds.index(slot).store(ds_half)
+        fence_async_shared()
+        _named_barrier("arrive", DS_FULL + slot, 256)
+        _release(DO_FREE, j)
+        dk_left, dk_right = warpgroup_mma_wait(0, deps=tokens)
+        next_slot = _slot(j + 1)
+        if j + 1 < n:
+            mbarrier.wait(mem.do_full.index(next_slot), _parity(j + 1))
+        dp_token = _issue_scores(mem.v, _matrix(mem.do, next_slot), j, plan)
+        _release(Q_FREE, j)
+        dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
+
+    _named_barrier("arrive", END, 256)
+    # Nobody else reads V.
+    dk_left = (dk_left * sm_scale).to(dtype)
+    dk_right = (dk_right * sm_scale).to(dtype)
+    _store(desc_dk, dk_left, dk_right, mem.v.index(0), i_bkv, i_n * 64, work, plan)
+
+
+@gluon.jit
+def _queries(dq_ptr, mem, work, plan: gl.constexpr):
+    """Warpgroup 2: dQ."""
+    i_bkv, _, m_start = _locate(gl.program_id(0), work, plan)
+    n = (work.num_m - m_start) * work.GROUP
+    # Of queries, over all heads.
+    block = i_bkv * work.GROUP * work.num_m + m_start
+    m = m_start
+    mbarrier.wait(mem.k_full, 0)
+    for j in range(n):
+        slot = _slot(j)
+        _named_barrier("sync", DS_FULL + slot, 256)
+        ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
+        for half in gl.static_range(2):
+            k = _matrix(mem.k, _zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
+            dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, DQ_COLUMNS]
+            if half == 1:
+                _named_barrier("arrive", DS_FREE + slot, 256)
+            # Behind a branch, for all that the compiler knows; else it starts the next product before the
+            # additions, and there are no registers for both.
+            _add_dq(dq_ptr, block, dq, _zero(j) == 0, half, plan)
+        block += 1
+        m += 1
+        if m == work.num_m:
+            m = m_start
+            block += m_start
+
+
+# ---------------------------------------------------------------- kernel
+
+
+@gluon.jit(do_not_specialize=["S_q", "S_k", "H", "GROUP", "HEADS_KV", "SECTION", "num_m", "num_n"])
+def attention_backward_hopper_wide(
+    desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    desc_dk, desc_dv,  # (B, H_kv, S_k, D)
+    desc_rows,  # (2, B * H, S_q rounded up to 128), float32: LSE2, and delta
+    dq_ptr,  # float32, see hopper_backward_passes
+    qk_scale,  # sm_scale * log2(e)
+    sm_scale,
+    S_q, S_k,
+    H,  # query heads
+    GROUP,  # query heads that share one key/value head
+    HEADS_KV,  # B * H_kv
+    SECTION,  # key/value heads that advance together
+    num_m,  # query blocks of a head
+    num_n,  # key blocks of a head
+    plan: gl.constexpr,
+):
+    """dK, dV, and the sum of dQ / sm_scale over all key blocks; see the module docstring."""
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
+    mem = Memory(
+        _buffers(desc_k, 1),
+        _buffers(desc_v, 1),
+        _buffers(desc_q, STAGES),
+        _buffers(desc_do, STAGES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
+        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
+        _barriers(1, 1).index(0),  # k_full
+        _barriers(1, 1).index(0),  # v_full
+        _barriers(STAGES, 1),  # q_full
+        _barriers(STAGES, 1),  # do_full
+    )
+    fence_async_shared()
+    work = Work(S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n)
+    gl.warp_specialize([
+        (_values, (desc_dv, mem, qk_scale, work, plan)),
+        (_keys, (desc_dk, mem, sm_scale, work, plan)),
+        (_queries, (dq_ptr, mem, work, plan)),
+        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+    ], [4, 4, 1], [plan.consumer_registers, plan.dq_registers, plan.producer_registers])
