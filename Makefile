@@ -121,9 +121,12 @@ hygiene: $(READY)  ## notebooks: execution order, errors, size, ids, paths; READ
 	$(call say,notebook hygiene)
 	@$(PY) -m attnlib.book check
 
+# Without a GPU two files at a time; tests that time a launch want a GPU for themselves.
+side_by_side = $$($(can_measure) || echo "-n 2 --dist loadfile")
+
 unit: $(READY)  ## the tests: on the GPU where there is one, else in Triton's interpreter
 	$(call say,tests)
-	@$(PY) -m pytest -q tests --ignore tests/test_replay.py --ignore tests/test_site.py
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests --ignore tests/test_replay.py --ignore tests/test_site.py $(side_by_side)
 
 gpu: $(READY)  ## only the tests that need a CUDA GPU
 	$(call say,GPU tests)
@@ -131,7 +134,7 @@ gpu: $(READY)  ## only the tests that need a CUDA GPU
 
 compile: $(READY)  ## compile the kernels for sm_90 without a GPU: spills, tensor-core instructions, shared memory
 	$(call say,compiling for sm_90)
-	@$(PY) -m pytest -q tests/compile
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n 2 --dist loadfile
 
 redraw: $(READY)  ## replay all notebooks once: they run, stubs fail, solutions pass, figures byte-identical
 	$(call say,replaying the notebooks and redrawing the figures)
