@@ -68,11 +68,11 @@ def test_every_order_of_the_loop(order, tile, device):
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
 def test_every_head_dimension_and_dtype(head_dim, dtype, device):
-    for causal, window in [(True, None), (False, (30, 5))]:
-        check_packed(
-            [(70, 70), (0, 3), (33, 100)], causal, window, head_dim**-0.5, heads=3, kv_heads=3,
-            head_dim=head_dim, dtype=dtype, device=device,
-        )  # fmt: skip
+    causal, window = (True, None) if head_dim % 16 else (False, (30, 5))
+    check_packed(
+        [(70, 70), (0, 3), (33, 100)], causal, window, head_dim**-0.5, heads=3, kv_heads=3,
+        head_dim=head_dim, dtype=dtype, device=device,
+    )  # fmt: skip
 
 
 def test_equal_lengths_are_a_batch(device):
