@@ -32,12 +32,10 @@ KINDS = {
     "idle": (False, 0, True, False, False),  # warpgroups of the last tile that have no rows
     "idle, tail, LSE": (False, 1, True, False, True),
     "left": (False, 0, False, False, False, "left"),
-    "band, LSE": (True, 1, None, False, True, "left"),
     "band, shifted, LSE": (True, 2, True, True, True, "left", "shifted"),
     "right": (True, 1, None, False, True, "shifted"),
     "packed, causal, LSE": (True, 2, True, False, True, "packed"),
     "packed, dense, LSE": (False, 1, True, False, True, "packed"),
-    "packed, band, LSE": (True, 2, True, False, True, "packed", "left"),
     "packed, all, LSE": (True, 2, True, True, True, "packed", "left", "shifted"),
 }
 BFLOAT16 = ("causal", "shifted, LSE", "dense", "packed, causal, LSE")
