@@ -247,20 +247,19 @@ def consumer(m: Program, w: int) -> Iterator[Wait]:
         turn += 1
 
 
-def explore(m: Program, seed: int) -> None:
-    """Run producer, consumers and copies in a random order; AssertionError for a wrong operand or a deadlock.
+def interleave(threads: list[Iterator[Wait]], flying: list[Callable[[], None]], seed: int) -> None:
+    """Run threads and copies in a random order; AssertionError for a wrong operand or a deadlock.
 
     Some threads are slow in a run, so that the others get as far ahead as the protocol lets them.
     """
     rng = random.Random(seed)
-    threads = [producer(m), *(consumer(m, w) for w in range(m.consumers))]
     waits: dict[int, Wait] = {i: lambda: True for i in range(len(threads))}
     speed = [rng.choice((0.02, 0.3, 1.0)) for _ in threads]
     landing = rng.choice((0.02, 0.5))
     while waits:
         ready = [i for i, wait in waits.items() if wait()]
-        if m.flying and (not ready or rng.random() < landing):
-            m.flying.pop(rng.randrange(len(m.flying)))()
+        if flying and (not ready or rng.random() < landing):
+            flying.pop(rng.randrange(len(flying)))()
             continue
         assert ready, f"deadlock: {len(waits)} of {len(threads)} threads wait forever"
         i = rng.choices(ready, [speed[i] for i in ready])[0]
@@ -268,7 +267,11 @@ def explore(m: Program, seed: int) -> None:
             waits[i] = next(threads[i])
         except StopIteration:
             del waits[i]
-    assert not m.flying, "a copy outlives the program"
+    assert not flying, "a copy outlives the program"
+
+
+def explore(m: Program, seed: int) -> None:
+    interleave([producer(m), *(consumer(m, w) for w in range(m.consumers))], m.flying, seed)
     assert m.products == 2 * sum(map(sum, m.tiles))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from test_barriers import IN_FLIGHT, Barrier, NamedBarrier, Wait
+from test_barriers import IN_FLIGHT, Barrier, NamedBarrier, Wait, interleave
 
 
 def go_on() -> bool:
@@ -21,8 +21,8 @@ def go_on() -> bool:
 
 
 @dataclass
-class Program:
-    """Shared memory of one program of n steps."""
+class Shared:
+    """What the shared memory of a program of n steps holds in both backward kernels."""
 
     n: int
     bug: str = ""
@@ -31,11 +31,9 @@ class Program:
 
     def __post_init__(self) -> None:
         self.k, self.v, self.q, self.do = [None], [None], [None, None], [None, None]
-        self.ds = [None] * 4
         self.k_full, self.v_full = Barrier(1), Barrier(1)
         self.q_full, self.do_full = ([Barrier(1) for _ in range(2)] for _ in range(2))
         self.q_free, self.do_free = ([NamedBarrier(3) for _ in range(2)] for _ in range(2))
-        self.ds_full = [NamedBarrier(2) for _ in range(4)]
 
     def copy(self, buffer: list, index: int, name: object, barrier: Barrier) -> None:
         barrier.expect(1)
@@ -51,15 +49,24 @@ class Program:
         return barriers[j & 1].passed(0 if self.bug == "the parity stays 0" else (j >> 1) & 1)
 
     def start(self, *operands: tuple[list, int, object]) -> Callable[[], None]:
-        """Start a product; the result is to be called where it is waited for."""
+        """Start a product, or a load; the result is to be called where it is waited for."""
 
         def look() -> None:
             for buffer, index, name in operands:
-                assert buffer[index] == name, f"expected block {name}, found {buffer[index]}"
+                assert buffer[index] == name, f"expected {name}, found {buffer[index]}"
 
         look()
         self.products += 1
         return look
+
+
+class Program(Shared):
+    """With dS of two blocks for two consumers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ds = [None] * 4
+        self.ds_full = [NamedBarrier(2) for _ in range(4)]
 
     def buffer(self, j: int) -> int:
         return 0 if self.bug == "a buffer of dS too few" else 2 * (j & 1)
@@ -147,24 +154,7 @@ def consumer(m: Program, w: int) -> Iterator[Wait]:
 
 
 def explore(m: Program, seed: int) -> None:
-    """Run all in a random order, some slower; AssertionError for a wrong operand or a deadlock."""
-    rng = random.Random(seed)
-    threads = [producer(m), consumer(m, 0), consumer(m, 1)]
-    waits: dict[int, Wait] = {i: go_on for i in range(3)}
-    speed = [rng.choice((0.02, 0.3, 1.0)) for _ in threads]
-    landing = rng.choice((0.02, 0.5))
-    while waits:
-        ready = [i for i, wait in waits.items() if wait()]
-        if m.flying and (not ready or rng.random() < landing):
-            m.flying.pop(rng.randrange(len(m.flying)))()
-            continue
-        assert ready, f"deadlock: {len(waits)} of 3 threads wait forever"
-        i = rng.choices(ready, [speed[i] for i in ready])[0]
-        try:
-            waits[i] = next(threads[i])
-        except StopIteration:
-            del waits[i]
-    assert not m.flying, "a copy outlives the program"
+    interleave([producer(m), consumer(m, 0), consumer(m, 1)], m.flying, seed)
     assert m.products == 2 * 6 * m.n  # the five of a step, and the look at its LSE
 
 

@@ -8,55 +8,21 @@ reveal.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
-from test_barriers import IN_FLIGHT, Barrier, NamedBarrier, Wait
-from test_barriers_backward import go_on, sync
+from test_barriers import NamedBarrier, Wait, interleave
+from test_barriers_backward import Shared, go_on, sync
 
 
-@dataclass
-class Program:
-    """Shared memory of one program of n steps."""
-
-    n: int
-    bug: str = ""
-    flying: list[Callable[[], None]] = field(default_factory=list)
-    products: int = 0
+class Program(Shared):
+    """With P and dS of two blocks."""
 
     def __post_init__(self) -> None:
-        self.k, self.v, self.q, self.do = [None], [None], [None, None], [None, None]
+        super().__post_init__()
         self.p, self.ds = [None, None], [None, None]
-        self.k_full, self.v_full = Barrier(1), Barrier(1)
-        self.q_full, self.do_full = ([Barrier(1) for _ in range(2)] for _ in range(2))
-        self.q_free, self.do_free = ([NamedBarrier(3) for _ in range(2)] for _ in range(2))
         self.p_full, self.ds_full, self.ds_free = ([NamedBarrier(2) for _ in range(2)] for _ in range(3))
         self.end = NamedBarrier(2)
-
-    def copy(self, buffer: list, index: int, name: object, barrier: Barrier) -> None:
-        barrier.expect(1)
-        buffer[index] = IN_FLIGHT
-
-        def land() -> None:
-            buffer[index] = name
-            barrier.landed()
-
-        self.flying.append(land)
-
-    def full(self, barriers: list[Barrier], j: int) -> Wait:
-        return barriers[j & 1].passed(0 if self.bug == "the parity stays 0" else (j >> 1) & 1)
-
-    def start(self, *operands: tuple[list, int, object]) -> Callable[[], None]:
-        """Start a product, or a load; the result is to be called where it is waited for."""
-
-        def look() -> None:
-            for buffer, index, name in operands:
-                assert buffer[index] == name, f"expected {name}, found {buffer[index]}"
-
-        look()
-        self.products += 1
-        return look
 
 
 def producer(m: Program) -> Iterator[Wait]:
@@ -159,24 +125,7 @@ def queries(m: Program) -> Iterator[Wait]:
 
 
 def explore(m: Program, seed: int) -> None:
-    """Run all in a random order, some slower; AssertionError for a wrong operand or a deadlock."""
-    rng = random.Random(seed)
-    threads = [producer(m), values(m), keys(m), queries(m)]
-    waits: dict[int, Wait] = {i: go_on for i in range(len(threads))}
-    speed = [rng.choice((0.02, 0.3, 1.0)) for _ in threads]
-    landing = rng.choice((0.02, 0.5))
-    while waits:
-        ready = [i for i, wait in waits.items() if wait()]
-        if m.flying and (not ready or rng.random() < landing):
-            m.flying.pop(rng.randrange(len(m.flying)))()
-            continue
-        assert ready, f"deadlock: {len(waits)} of {len(threads)} threads wait forever"
-        i = rng.choices(ready, [speed[i] for i in ready])[0]
-        try:
-            waits[i] = next(threads[i])
-        except StopIteration:
-            del waits[i]
-    assert not m.flying, "a copy outlives the program"
+    interleave([producer(m), values(m), keys(m), queries(m)], m.flying, seed)
     assert m.products == 9 * m.n  # the five of a step, dQ in two, and the looks at LSE, delta and P
 
 
