@@ -95,6 +95,8 @@ class Plan:
         for field in fields(self):
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
+    block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
+
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
     dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
@@ -147,7 +149,7 @@ def _locate(tile, work, plan: gl.constexpr):
     i_bkv = section * work.SECTION + rest % heads
     m_start = 0
     if plan.causal:
-        m_start = gl.maximum(i_n * 128 + work.S_q - work.S_k, 0) // plan.block_m
+        m_start = gl.maximum(i_n * plan.block_n + work.S_q - work.S_k, 0) // plan.block_m
     return i_bkv, i_n, m_start
 
 
@@ -213,10 +215,11 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.con
     n = (work.num_m - m_start) * work.GROUP
     q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
     do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
-    mbarrier.expect(mem.k_full, 2 * desc_k.block_type.nbytes)
-    for w in gl.static_range(2):
+    buffers: gl.constexpr = plan.block_n // 64
+    mbarrier.expect(mem.k_full, buffers * desc_k.block_type.nbytes)
+    for w in gl.static_range(buffers):
         tma.async_copy_global_to_shared(
-            desc_k, [i_b, i_kv, i_n * 128 + w * 64, 0], mem.k_full, mem.k.index(w)
+            desc_k, [i_b, i_kv, i_n * plan.block_n + w * 64, 0], mem.k_full, mem.k.index(w)
         )
     m = m_start
     for j in range(n):
@@ -229,10 +232,10 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.con
             desc_rows, [LSE2, i_b * work.H + i_h, m * plan.block_m], bar, mem.lse.index(slot)
         )
         if j == 0:
-            mbarrier.expect(mem.v_full, 2 * desc_v.block_type.nbytes)
-            for w in gl.static_range(2):
+            mbarrier.expect(mem.v_full, buffers * desc_v.block_type.nbytes)
+            for w in gl.static_range(buffers):
                 tma.async_copy_global_to_shared(
-                    desc_v, [i_b, i_kv, i_n * 128 + w * 64, 0], mem.v_full, mem.v.index(w)
+                    desc_v, [i_b, i_kv, i_n * plan.block_n + w * 64, 0], mem.v_full, mem.v.index(w)
                 )
         bar = mem.do_full.index(slot)
         _acquire(DO_FREE, j)

@@ -49,17 +49,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
 from attnlib.kernels.hopper_backward import (
-    DELTA,
     DO_FREE,
-    LSE2,
     Q_FREE,
     STAGES,
     Work,
-    _acquire,
     _add_dq,
+    _locate,
     _mask,
     _named_barrier,
     _parity,
+    _produce,
     _release,
     _slot,
     _zero,
@@ -100,6 +99,8 @@ class Plan:
         for field in fields(self):
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
+    block_n = gl.constexpr(64)  # keys of a program
+
     # dK, dV and dQ are formed by halves of their columns. ptxas refuses a product of 256 columns: it wants
     # its registers to be there before they are shared out anew (C7602).
     dq_columns = property(lambda self: gl.constexpr(self.d.value // 2))
@@ -127,61 +128,6 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def _locate(tile, work, plan: gl.constexpr):
-    """(batch * H_kv + key head, key block, first query block) of a tile: section of heads by section, so that
-    what they read and add to stays in L2, and within one the first keys, which most queries see, first."""
-    section = tile // (work.num_n * work.SECTION)
-    rest = tile % (work.num_n * work.SECTION)
-    heads = gl.minimum(work.SECTION, work.HEADS_KV - section * work.SECTION)
-    i_n = rest // heads
-    i_bkv = section * work.SECTION + rest % heads
-    m_start = 0
-    if plan.causal:
-        m_start = gl.maximum(i_n * 64 + work.S_q - work.S_k, 0) // plan.block_m
-    return i_bkv, i_n, m_start
-
-
-# ---------------------------------------------------------------- producer
-
-
-@gluon.jit
-def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
-    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
-    i_b = i_bkv // (work.H // work.GROUP)
-    i_kv = i_bkv % (work.H // work.GROUP)
-    i_h = i_kv * work.GROUP
-    n = (work.num_m - m_start) * work.GROUP
-    q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
-    do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
-    mbarrier.expect(mem.k_full, desc_k.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc_k, [i_b, i_kv, i_n * 64, 0], mem.k_full, mem.k.index(0))
-    m = m_start
-    for j in range(n):
-        slot = _slot(j)
-        bar = mem.q_full.index(slot)
-        _acquire(Q_FREE, j)
-        mbarrier.expect(bar, q_bytes)
-        tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m * plan.block_m, 0], bar, mem.q.index(slot))
-        tma.async_copy_global_to_shared(
-            desc_rows, [LSE2, i_b * work.H + i_h, m * plan.block_m], bar, mem.lse.index(slot)
-        )
-        if j == 0:
-            mbarrier.expect(mem.v_full, desc_v.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_v, [i_b, i_kv, i_n * 64, 0], mem.v_full, mem.v.index(0))
-        bar = mem.do_full.index(slot)
-        _acquire(DO_FREE, j)
-        mbarrier.expect(bar, do_bytes)
-        tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m * plan.block_m, 0], bar, mem.do.index(slot))
-        tma.async_copy_global_to_shared(
-            desc_rows, [DELTA, i_b * work.H + i_h, m * plan.block_m], bar, mem.delta.index(slot)
-        )
-        m += 1
-        if m == work.num_m:
-            m = m_start
-            i_h += 1
 
 
 # ---------------------------------------------------------------- consumers
