@@ -106,7 +106,9 @@ def forward(
         last = *last, packed.cu_seqlens_q, packed.cu_seqlens_k, q.shape[0]
     found = _compiled.get(call.kind)
     if found is None:
-        _compiled[call.kind] = _first_launch(tensors, first, last, call)
+        kernel, plan = _first_launch(tensors, first, last, call)
+        if kernel is not None:  # the emulator compiles nothing
+            _compiled[call.kind] = Launcher(kernel), plan
     else:
         launcher, plan = found
         launcher.launch((call.programs, 1, 1), device, tensors, windows, (*first, plan, *last))
@@ -210,7 +212,7 @@ def _counter(device: int) -> torch.Tensor:
 
 
 def _first_launch(tensors: tuple[torch.Tensor, ...], first: tuple, last: tuple, call: Call) -> tuple:
-    """Compile, launch, and return the compiled kernel's launcher and its plan."""
+    """Compile, launch, and return the compiled kernel and its plan."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -228,7 +230,7 @@ def _first_launch(tensors: tuple[torch.Tensor, ...], first: tuple, last: tuple, 
     kernel = attention_forward_hopper[(call.programs,)](
         *descriptors, *first, plan, *last, num_warps=4, maxnreg=config.max_registers
     )
-    return Launcher(kernel), plan
+    return kernel, plan
 
 
 def blocks(width: int, config: HopperConfig, packed: bool = False) -> tuple[list[int], ...]:

@@ -86,7 +86,9 @@ def backward(
     windows = tuple((tuple(x.shape), legal(x.shape, x.stride(), x.dtype)) for x in tensors)
     found = _compiled.get(call.kind)
     if found is None:
-        _compiled[call.kind] = _first_launch(tensors, windows, sums, call)
+        kernel, plan = _first_launch(tensors, windows, sums, call)
+        if kernel is not None:  # the emulator compiles nothing
+            _compiled[call.kind] = Launcher(kernel), plan
     else:
         launcher, plan = found
         launcher.launch((call.programs, 1, 1), device, tensors, windows, (sums, *call.scalars, plan))
@@ -138,7 +140,7 @@ def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, 
 
 
 def _first_launch(tensors: tuple[torch.Tensor, ...], windows: tuple, sums: torch.Tensor, call: Call) -> tuple:
-    """Compile, launch, and return the compiled kernel's launcher and its plan."""
+    """Compile, launch, and return the compiled kernel and its plan."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -151,7 +153,7 @@ def _first_launch(tensors: tuple[torch.Tensor, ...], windows: tuple, sums: torch
     kernel = function[(call.programs,)](
         *descriptors, sums, *call.scalars, plan, num_warps=4, maxnreg=config.max_registers
     )
-    return Launcher(kernel), plan
+    return kernel, plan
 
 
 def shared_layout(gl, block: list[int], dtype: torch.dtype):

@@ -1,0 +1,283 @@
+"""The parts of `triton.experimental.gluon.language` that the kernels use, for the emulator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+
+from attnlib.emulator.machine import Barrier, Machine
+from attnlib.emulator.memory import Barriers, Descriptor, Shared
+from attnlib.emulator.ptx import Threads, elements_of_threads
+from attnlib.emulator.values import TORCH, Int, Pointer, Tensor, plain, result
+
+
+class Product:
+    """What a product in flight will be. It can be another product's accumulator; anything else must wait."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+        self.value: torch.Tensor | None = None
+
+
+class Language:
+    """`gl`, `tma`, `mbarrier`, and the functions of Hopper, for one program."""
+
+    def __init__(self, machine: Machine, program: int, programs: int) -> None:
+        self.machine = machine
+        self.program, self.programs = Int(program), Int(programs)
+        self.gl = SimpleNamespace(
+            **{name: getattr(gl, name) for name in dir(gl) if isinstance(getattr(gl, name), gl.dtype)},
+            **{name: _Layout for name in dir(gl) if name.endswith("Layout")},
+            program_id=lambda axis: self.program if axis == 0 else Int(0),
+            num_programs=lambda axis=0: self.programs if axis == 0 else Int(1),
+            static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
+            arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
+            exp2=_exp2, log2=_log2, max=_max, sum=_sum, convert_layout=lambda x, layout: x,
+            broadcast=_broadcast, split=_split, join=_join, load=_load, store=_store,
+            atomic_add=self._atomic_add, allocate_shared_memory=self._allocate,
+            inline_asm_elementwise=self._inline_asm, warp_specialize=self._warp_specialize,
+        )  # fmt: skip
+        self.mbarrier = SimpleNamespace(
+            MBarrierLayout=_Layout, init=lambda barrier, count: barrier.init(count),
+            expect=lambda barrier, size: barrier.arrive(expected=int(size)),
+            arrive=lambda barrier, count=1: barrier.arrive(int(count)),
+            wait=lambda barrier, parity: barrier.wait(int(parity)),
+        )  # fmt: skip
+        self.tma = SimpleNamespace(
+            async_copy_global_to_shared=self._copy_in, async_copy_shared_to_global=self._copy_out,
+            store_wait=lambda pendings: machine.wait_stores(int(pendings)),
+        )  # fmt: skip
+        self.hopper = {
+            "fence_async_shared": machine.fence,
+            "warpgroup_mma": self._warpgroup_mma,
+            "warpgroup_mma_wait": self._warpgroup_mma_wait,
+        }
+
+    # ------------------------------------------------------------ shared memory
+
+    def _allocate(self, dtype: gl.dtype, shape: list[int], layout: object) -> Shared | Barriers:
+        if dtype == gl.int64:  # an mbarrier
+            return Barriers(self.machine, int(shape[0]))
+        return Shared.allocate(self.machine, dtype, [int(n) for n in shape])
+
+    def _copy_in(self, desc: Descriptor, coordinates, barrier: Barrier, buffer: Shared) -> None:
+        buffer.begin_writing()
+
+        def land() -> None:
+            buffer.end_writing(desc.read(coordinates))
+            barrier.received(desc.block_type.nbytes)
+
+        self.machine.copy_in(land)
+
+    def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
+        buffer.begin_reading("a copy out")
+        self.machine.copy_out(lambda: desc.write(coordinates, buffer.end_reading()))
+
+    # ------------------------------------------------------------ tensor cores
+
+    def _warpgroup_mma(self, a, b: Shared, acc, *, use_acc=True, is_async=False):
+        if self.machine.current.warps != 4:
+            raise TypeError(f"wgmma wants 4 warps, {self.machine.current} has {self.machine.current.warps}")
+        product = Product([*a.shape[:1], *b.shape[1:]])
+        if list(acc.shape) != product.shape or a.shape[1] != b.shape[0]:
+            raise TypeError(f"{a.shape} times {b.shape} plus {list(acc.shape)}")
+        operands = [x for x in (a, b) if isinstance(x, Shared)]
+        for operand in operands:
+            operand.begin_reading("a product")
+        registers = None if isinstance(a, Shared) else a.data
+
+        def multiply() -> None:
+            values = [operand.end_reading().float() for operand in operands]
+            product.value = (values[0] if registers is None else registers.float()) @ values[-1]
+            if use_acc:
+                product.value += acc.value if isinstance(acc, Product) else acc.data
+
+        self.machine.multiply(multiply)
+        return product if is_async else self._warpgroup_mma_wait(0, (product,))
+
+    def _warpgroup_mma_wait(self, num_outstanding=0, deps=None):
+        self.machine.wait_products(int(num_outstanding))
+        found = []
+        for dep in deps:
+            if isinstance(dep, Product):
+                if dep.value is None:
+                    raise RuntimeError(f"a product is used with {num_outstanding} outstanding, it among them")
+                dep = Tensor(dep.value)
+            found.append(dep)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    # ------------------------------------------------------------ the rest
+
+    def _atomic_add(self, pointer: Pointer, value: int, sem: str = "acq_rel"):
+        place = pointer.places()
+        before = pointer.memory[place].item()
+        pointer.memory[place] = before + value
+        self.machine.pause()
+        return Int(before) if isinstance(before, int) else before
+
+    def _warp_specialize(self, functions, worker_warps, worker_registers) -> None:
+        machine, first = self.machine, self.machine.current
+        for _, args in functions:
+            _name_parts(args)
+        (function, args), *workers = functions
+        start, started = first.warps, []
+        for (worker, worker_args), warps in zip(workers, worker_warps, strict=True):
+            name = f"warps {start}-{start + warps - 1} ({worker.__name__})"
+            started.append(machine.start(name, 32 * start, warps, lambda f=worker, a=worker_args: f(*a)))
+            start += warps
+        first.name = f"warps 0-{first.warps - 1} ({function.__name__})"
+        function(*args)
+        machine.wait(lambda: all(partition.done for partition in started), "the other partitions")
+
+    def _inline_asm(self, asm: str, constraints: str, args: list, dtype: gl.dtype, is_pure: bool, pack: int):
+        if asm == "mov.b32 $0, $1;":  # may hold two halves; whatever it holds, it is the same afterwards
+            return args[0]
+        outputs = sum(part.startswith("=") for part in constraints.split(","))
+        tiles = [x for x in args if isinstance(x, Tensor)]
+        shape = torch.broadcast_shapes(*(tuple(x.shape) for x in tiles))
+        if pack > 1:
+            places = elements_of_threads(shape)
+        else:
+            places = np.arange(int(np.prod(shape)))[:, None]
+        threads = len(places)
+        registers = [_registers(x, shape, places) for x in args]
+        collected = np.zeros(int(np.prod(shape)), np.float32 if dtype.is_floating() else np.int64)
+        for start in range(0, places.shape[1], pack):
+            operands = [np.zeros(threads)] * outputs
+            for x in registers:
+                operands += [x if isinstance(x, Pointer) else x[:, i] for i in range(start, start + pack)]
+            run = Threads(self.machine, operands, threads)
+            run.run(asm)
+            if outputs == pack:
+                for i in range(pack):
+                    collected[places[:, start + i]] = run.registers[f"${i}"]
+        if not shape:
+            return Int(int(collected[0])) if not dtype.is_floating() else float(collected[0])
+        return Tensor(torch.from_numpy(collected.reshape(shape)).to(TORCH[dtype]), dtype)
+
+
+def _registers(x, shape: tuple[int, ...], places: np.ndarray):
+    """[threads, elements of a thread]."""
+    if isinstance(x, Pointer):
+        return x
+    if isinstance(x, Tensor):
+        return x.data.expand(shape).contiguous().view(-1).numpy()[places]
+    return np.broadcast_to(np.asarray(x), places.shape)
+
+
+class _Layout:
+    """Of every kind: where an element lies makes no difference here."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    @classmethod
+    def get_default_for(cls, *args) -> _Layout:
+        return cls()
+
+
+def _name_parts(args: tuple) -> None:
+    """Buffers and barriers are called as the fields of the tuples that they are passed in."""
+    for arg in args:
+        for name in getattr(arg, "_fields", ()):
+            value = getattr(arg, name)
+            if isinstance(value, Shared):
+                value.name = name
+            elif isinstance(value, Barriers):
+                value.named(name)
+            elif isinstance(value, Barrier):
+                value.name = name
+
+
+# ---------------------------------------------------------------- functions of values
+
+
+def _cdiv(a: int, b: int) -> Int:
+    return (Int(a) + (b - 1)) // b
+
+
+def _arange(start: int, end: int, layout: object = None) -> Tensor:
+    return Tensor(torch.arange(int(start), int(end), dtype=torch.int32))
+
+
+def _full(shape: list[int], value, dtype: gl.dtype, layout: object = None) -> Tensor:
+    return Tensor(torch.full([int(n) for n in shape], plain(value), dtype=TORCH[dtype]), dtype)
+
+
+def _zeros(shape: list[int], dtype: gl.dtype, layout: object = None) -> Tensor:
+    return _full(shape, 0, dtype)
+
+
+def _where(condition, a, b):
+    if not isinstance(condition, Tensor):
+        return a if condition else b
+    like = next((x.data.dtype for x in (a, b) if isinstance(x, Tensor)), torch.float32)
+    values = (plain(x) if isinstance(x, Tensor) else torch.tensor(plain(x), dtype=like) for x in (a, b))
+    return result(torch.where(condition.data, *values), a, b)
+
+
+def _pairwise(tiles, scalars):
+    def function(a, b):
+        if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+            return scalars(a, b)
+        a, b = (torch.as_tensor(plain(x)) for x in (a, b))
+        return Tensor(tiles(a, b))
+
+    return function
+
+
+_minimum = _pairwise(torch.fmin, min)
+_maximum = _pairwise(torch.fmax, max)
+
+
+def _exp2(x):
+    return Tensor(torch.exp2(x.data)) if isinstance(x, Tensor) else 2.0**x
+
+
+def _log2(x: Tensor) -> Tensor:
+    return Tensor(torch.log2(x.data))
+
+
+def _reduced(data: torch.Tensor):
+    if data.dim():
+        return Tensor(data)
+    return Int(data.item()) if not data.is_floating_point() else data.item()
+
+
+def _max(x: Tensor, axis: int):
+    data = x.data
+    if data.is_floating_point():  # NaN only where there is nothing else
+        numbers = torch.where(data.isnan(), -torch.inf, data)
+        data = torch.where(data.isnan().all(axis, keepdim=True), data, numbers)
+    return _reduced(data.amax(axis))
+
+
+def _sum(x: Tensor, axis: int):
+    return _reduced(x.data.sum(axis, dtype=x.data.dtype))
+
+
+def _broadcast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(Tensor(x) for x in torch.broadcast_tensors(a.data, b.data))
+
+
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    return Tensor(x.data[..., 0]), Tensor(x.data[..., 1])
+
+
+def _join(a: Tensor, b: Tensor) -> Tensor:
+    return Tensor(torch.stack([a.data, b.data], -1))
+
+
+def _load(pointer: Pointer, mask: Tensor | None = None, other=None):
+    found = pointer.memory[pointer.places()]
+    assert mask is None and not found.dim(), "the kernels load nothing but scalars"
+    return Int(found.item()) if not found.is_floating_point() else found.item()
+
+
+def _store(pointer: Pointer, value, mask: Tensor | None = None) -> None:
+    if isinstance(value, Tensor) and mask is not None:
+        value = value.data.expand(mask.data.shape)[mask.data]
+    pointer.memory[pointer.places(mask)] = plain(value) if not isinstance(value, torch.Tensor) else value

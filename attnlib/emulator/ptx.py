@@ -1,0 +1,178 @@
+"""Inline assembly: the few instructions of PTX that the kernels use, for all threads of a partition at once.
+
+A register is an array with one value for each thread; a branch goes on with the threads that do not take it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from attnlib.emulator.machine import Machine
+from attnlib.emulator.values import Pointer, inside
+
+ADDRESS = re.compile(r"\[(\S+)(?: \+ (\d+))?\]")
+
+
+class Line(NamedTuple):
+    """`@guard operation names`, or a label."""
+
+    label: str = ""
+    guard: str = ""
+    operation: str = ""
+    rest: str = ""
+    names: tuple[str, ...] = ()
+
+
+@cache
+def parsed(asm: str) -> tuple[Line, ...]:
+    lines = []
+    for text in re.split(r";|(?<=:)\s|\{(?=\s*\.reg)", re.sub(r"\}\s*$", "", asm.strip())):
+        text = text.strip()
+        if not text or text.startswith(".reg"):
+            continue
+        if text.endswith(":"):
+            lines.append(Line(label=text[:-1]))
+            continue
+        guard = ""
+        if text.startswith("@"):
+            guard, text = text[1:].split(maxsplit=1)
+        operation, _, rest = text.partition(" ")
+        lines.append(Line("", guard, operation, rest, tuple(name.strip() for name in rest.split(","))))
+    return tuple(lines)
+
+
+class Threads:
+    """Registers of the threads, and which of them execute."""
+
+    def __init__(self, machine: Machine, operands: list[np.ndarray | Pointer], threads: int) -> None:
+        self.machine = machine
+        self.threads = threads
+        self.registers = {f"${i}": value for i, value in enumerate(operands)}
+        self.registers["%tid.x"] = np.arange(threads, dtype=np.int64) + machine.current.first_thread
+        self._activate(np.ones(threads, bool))
+        self.waiting: dict[str, np.ndarray] = {}  # label -> threads that have jumped there
+
+    def value(self, name: str):
+        if name in self.registers:
+            return self.registers[name]
+        return np.int64(int(name, 0))
+
+    def set(self, name: str, value) -> None:
+        if isinstance(value, np.ndarray) and not self.all_active:
+            value = np.where(self.active, value, self.registers.get(name, np.zeros_like(value)))
+        self.registers[name] = value
+
+    def run(self, asm: str) -> None:
+        for line in parsed(asm):
+            if line.label:
+                self._activate(self.active | self.waiting.pop(line.label, False))
+            elif not line.guard:
+                self._execute(line)
+            else:
+                holds = self.value(line.guard.lstrip("!")).astype(bool) ^ line.guard.startswith("!")
+                chosen, others = self.active & holds, self.active & ~holds
+                if line.operation == "bra":
+                    self.waiting[line.rest] = chosen
+                    self._activate(others)
+                elif chosen.any():
+                    before = self.active
+                    self._activate(chosen)
+                    self._execute(line)
+                    self._activate(before)
+
+    def _activate(self, threads: np.ndarray) -> None:
+        self.active, self.all_active = threads, bool(threads.all())
+
+    def _execute(self, line: Line) -> None:
+        operation, names = line.operation, line.names
+        if operation == "red.global.add.v4.f32":
+            return self._add(line.rest)
+        if operation.startswith("bar."):
+            return self._bar(operation, names)
+        if operation == "pmevent":
+            return None
+        target, *sources = names
+        values = [self.value(name) for name in sources]
+        match operation.split("."):
+            case ["mov" | "cvt", *_]:
+                self.set(target, values[0])
+            case ["and", _]:
+                self.set(target, values[0] & values[1])
+            case ["shl", _]:
+                self.set(target, values[0] << values[1])
+            case ["add", "s64"] if isinstance(values[1], Pointer):
+                self.set(target, _Address(values[1], values[0]))
+            case ["mul", "f32"]:
+                self.set(target, values[0] * values[1])
+            case ["setp", "nan", _]:
+                self.set(target, np.isnan(values[0]) | np.isnan(values[1]))
+            case ["setp", "eq", _]:
+                self.set(target, values[0] == values[1])
+            case ["setp", "ne", _]:
+                self.set(target, values[0] != values[1])
+            case ["setp", "ne", "or", _]:
+                self.set(target, (values[0] != values[1]) | values[2])
+            case ["selp", _]:
+                self.set(target, np.where(values[2], values[0], values[1]))
+            case ["vote", "sync", "any", "pred"]:
+                any_of_warp = values[0].reshape(-1, 32).any(1)
+                self.set(target, np.repeat(any_of_warp, 32))
+            case _:
+                raise NotImplementedError(f"the emulator does not know {operation} {line.rest}")
+        return None
+
+    def _bar(self, operation: str, names: tuple[str, ...]) -> None:
+        number, threads = int(np.ravel(self.value(names[0]))[0]), int(names[1])
+        barrier = self.machine.named[number]
+        if operation == "bar.sync":
+            barrier.sync(self.machine, threads)
+        else:
+            barrier.arrive(self.machine.current, threads)
+            self.machine.pause()
+
+    def _add(self, operands: str) -> None:
+        name, constant = ADDRESS.search(operands).groups()
+        address = self.value(name)
+        sources = re.findall(r"\$\d+", operands[operands.index("{") :])
+        values = np.stack([self.value(source) for source in sources], 1)  # [threads, 4]
+        address.add(int(constant or 0), values, self.active)
+
+
+class _Address:
+    """An address for each thread: bytes beyond a pointer."""
+
+    def __init__(self, pointer: Pointer, offset: np.ndarray) -> None:
+        self.memory, self.start, self.offset = pointer.memory, int(pointer.offset), offset
+
+    def add(self, constant: int, values: np.ndarray, active: np.ndarray) -> None:
+        """Add neighboring values, as many as a row of `values` has, for each active thread."""
+        offset, size = self.offset + constant, self.memory.element_size()
+        if (offset % (size * values.shape[1])).any():
+            raise IndexError("a vector addition at an address that is not a multiple of its size")
+        places = self.start + offset[:, None] // size + np.arange(values.shape[1])
+        places = places[active]
+        inside(self.memory, torch.from_numpy(places))
+        np.add.at(self.memory.numpy(), places.ravel(), values[active].ravel().astype(np.float32))
+
+
+# ---------------------------------------------------------------- which thread has which element
+
+
+@cache
+def elements_of_threads(shape: tuple[int, ...]) -> np.ndarray:
+    """[128, elements of a thread], numbers of elements in a tile of a warpgroup.
+
+    [64, N]: an accumulator of wgmma, in the order of registers. [64]: a value for each of its rows.
+    """
+    t = np.arange(128)[:, None]
+    row = 16 * (t // 32) + t % 32 // 4
+    if len(shape) == 1:
+        return row + 8 * np.arange(2)[None, :]
+    register = np.arange(shape[1] // 2)[None, :]
+    column = 8 * (register // 4) + 2 * (t % 4) + register % 2
+    return (row + 8 * (register // 2 % 2)) * shape[1] + column

@@ -1,0 +1,149 @@
+"""From a kernel and its arguments to a run: the kernel's Python functions, with other globals."""
+
+from __future__ import annotations
+
+import builtins
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from types import FunctionType, ModuleType, SimpleNamespace
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import JITFunction
+
+from attnlib.emulator.language import Language
+from attnlib.emulator.machine import Machine, Order
+from attnlib.emulator.memory import Descriptor
+from attnlib.emulator.values import Int, Pointer
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run came across that is no error.
+
+    unwaited: (program, barrier, phase) that completed without anybody waiting for it.
+    """
+
+    unwaited: tuple[tuple[int, str, int], ...]
+
+
+def run(
+    kernel: JITFunction,
+    grid: Iterable[int],
+    *args,
+    order: Order = "random",
+    seed: int = 0,
+    num_warps: int = 4,
+    **kwargs,
+) -> Report:
+    """Run every program of a one-dimensional grid, one after the other, in an order drawn from `seed`.
+
+    Arguments are those of `kernel[grid](...)`, with CPU tensors. `order`: see `machine`. Raises `Race`,
+    `Deadlock`, and whatever else goes wrong.
+    """
+    programs, *rest = grid
+    if any(n != 1 for n in rest):
+        raise ValueError(f"grid: expected one dimension, got {tuple(grid)}")
+    rng = random.Random(seed)
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    unwaited = []
+    for program in rng.sample(range(programs), programs):
+        machine = Machine(order, rng)
+        function = _Translation(Language(machine, program, programs)).function(kernel)
+        arguments = {name: _argument(value) for name, value in values.items() if name in kernel.arg_names}
+        machine.run(lambda f=function, a=arguments: f(**a), num_warps)
+        unwaited += [
+            (program, barrier.name, phase)
+            for barrier in machine.barriers
+            for phase in sorted(set(range(barrier.phase)) - barrier.waited)
+        ]
+    return Report(tuple(unwaited))
+
+
+class Emulated:
+    """Takes the place of a kernel: `kernel[grid](...)` runs in the emulator and compiles nothing."""
+
+    def __init__(self, kernel: JITFunction, order: Order = "random", seed: int = 0) -> None:
+        self.kernel, self.order, self.seed = kernel, order, seed
+        self.reports: list[Report] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def launch(*args, maxnreg: int | None = None, num_stages: int | None = None, **kwargs) -> None:
+            self.reports.append(run(self.kernel, grid, *args, order=self.order, seed=self.seed, **kwargs))
+
+        return launch
+
+
+def _argument(value):
+    if isinstance(value, TensorDescriptor):
+        return Descriptor(value)
+    if isinstance(value, torch.Tensor):
+        return Pointer.to_tensor(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Int(value)
+    return _unwrapped(value)
+
+
+def _unwrapped(value):
+    """Without the compiler's wrapping of constants, of a dataclass in every attribute."""
+    if isinstance(value, gl.constexpr):
+        return _unwrapped(value.value)
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        names = [field.name for field in fields(kind)]
+        names += [name for name in vars(kind) if isinstance(vars(kind)[name], property | gl.constexpr)]
+        return SimpleNamespace(**{name: _unwrapped(getattr(value, name)) for name in names})
+    return value
+
+
+def _range(*bounds: int) -> Iterator[Int]:
+    return map(Int, range(*bounds))
+
+
+class _Translation:
+    """The functions of kernels with the emulator's language instead of Gluon's."""
+
+    def __init__(self, language: Language) -> None:
+        self.language = language
+        self.functions: dict[int, FunctionType] = {}
+        self.globals: dict[int, dict] = {}
+
+    def function(self, kernel: JITFunction) -> FunctionType:
+        python = kernel.fn
+        if id(python) not in self.functions:
+            own = self.globals.setdefault(id(python.__globals__), {"__builtins__": builtins, "range": _range})
+            defaults = tuple(_unwrapped(x) for x in python.__defaults__ or ())
+            translated = FunctionType(python.__code__, own, python.__name__, defaults, python.__closure__)
+            self.functions[id(python)] = translated
+            for name in python.__code__.co_names:
+                if name in python.__globals__ and name not in own:
+                    own[name] = self.value(name, python.__globals__[name])
+        return self.functions[id(python)]
+
+    def value(self, name: str, value):
+        if value is gl:
+            return self.language.gl
+        if value is tma:
+            return self.language.tma
+        if value is mbarrier:
+            return self.language.mbarrier
+        if isinstance(value, JITFunction):
+            return self.function(value)
+        if getattr(value, "__module__", "").startswith("triton.") and name in self.language.hopper:
+            return self.language.hopper[name]
+        if isinstance(value, ModuleType):
+            return _Module(value, self)
+        return _unwrapped(value)
+
+
+class _Module:
+    """A module of kernels that another one refers to by its name."""
+
+    def __init__(self, module: ModuleType, translation: _Translation) -> None:
+        self._module, self._translation = module, translation
+
+    def __getattr__(self, name: str):
+        return self._translation.value(name, getattr(self._module, name))

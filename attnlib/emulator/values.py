@@ -1,0 +1,203 @@
+"""What a kernel computes with: integers as a GPU has them, tiles in registers, pointers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from triton.experimental.gluon import language as gl
+
+TORCH = {
+    gl.float16: torch.float16,
+    gl.bfloat16: torch.bfloat16,
+    gl.float32: torch.float32,
+    gl.int8: torch.int8,
+    gl.int32: torch.int32,
+    gl.int64: torch.int64,
+    gl.uint32: torch.int64,  # torch computes with few operations in uint32
+    gl.int1: torch.bool,
+}
+COMPARISONS = "lt", "le", "gt", "ge", "eq", "ne"
+GLUON = {torch_type: gluon_type for gluon_type, torch_type in TORCH.items() if gluon_type != gl.uint32}
+
+
+class Int(int):
+    """An int32, or an int64 if `wide`: divided towards zero, and never silently beyond its range."""
+
+    wide = False
+
+    def __new__(cls, value: int, wide: bool = False) -> Int:
+        self = super().__new__(cls, value)
+        self.wide = wide
+        bound = 1 << (63 if wide else 31)
+        if not -bound <= value < bound:
+            raise OverflowError(f"int{64 if wide else 32} overflow: {value}")
+        return self
+
+    def to(self, dtype: gl.dtype) -> Int | float:
+        return float(self) if dtype.is_floating() else Int(self, dtype == gl.int64)
+
+
+def _integer(function: Callable[[int, int], int], swapped: bool = False) -> Callable:
+    def method(self: Int, other: object):
+        if not isinstance(other, int):
+            return NotImplemented
+        a, b = (other, self) if swapped else (self, other)
+        return Int(function(int(a), int(b)), self.wide or getattr(other, "wide", False))
+
+    return method
+
+
+def truncated(a: int, b: int) -> int:
+    quotient = abs(a) // abs(b)
+    return quotient if (a < 0) == (b < 0) else -quotient
+
+
+_OPERATORS = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": truncated,
+    "mod": lambda a, b: a - b * truncated(a, b),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+}
+for _name, _function in _OPERATORS.items():
+    setattr(Int, f"__{_name}__", _integer(_function))
+    setattr(Int, f"__r{_name}__", _integer(_function, swapped=True))
+for _name in COMPARISONS:  # 0 or 1, which has its methods too
+    setattr(Int, f"__{_name}__", _integer(getattr(operator, _name)))
+Int.__hash__ = int.__hash__
+Int.__neg__ = lambda self: Int(-int(self), self.wide)
+
+
+class Tensor:
+    """A tile in registers. Layouts are not kept: they say where an element lies, not what it is."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __init__(self, data: torch.Tensor, dtype: gl.dtype | None = None) -> None:
+        self.data = data
+        self.dtype = GLUON[data.dtype] if dtype is None else dtype
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def to(self, dtype: gl.dtype) -> Tensor:
+        data = self.data.to(TORCH[dtype])
+        return Tensor(data & 0xFFFFFFFF if dtype == gl.uint32 else data, dtype)
+
+    def reshape(self, shape: list[int]) -> Tensor:
+        return Tensor(self.data.reshape([int(n) for n in shape]), self.dtype)
+
+    def permute(self, order: tuple[int, ...]) -> Tensor:
+        return Tensor(self.data.permute(order), self.dtype)
+
+    def __getitem__(self, key: object) -> Tensor:
+        return Tensor(self.data[key], self.dtype)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a branch on a tile: only a scalar can be a condition")
+
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.data, self.dtype)
+
+    def __invert__(self) -> Tensor:
+        return Tensor(~self.data, self.dtype)
+
+
+def _elementwise(function: Callable, swapped: bool = False) -> Callable:
+    def method(self: Tensor, other: object) -> Tensor:
+        value = plain(other)
+        if value is NotImplemented:
+            return value
+        return result(function(value, self.data) if swapped else function(self.data, value), self, other)
+
+    return method
+
+
+def plain(value: object) -> torch.Tensor | int | float:
+    """What torch computes with."""
+    if isinstance(value, Tensor):
+        return value.data
+    if isinstance(value, Int):
+        return int(value)
+    return value if isinstance(value, int | float) else NotImplemented
+
+
+def result(data: torch.Tensor, *operands: object) -> Tensor:
+    """A tile computed from operands; unsigned where one of them is."""
+    if data.dtype == torch.int64 and any(getattr(x, "dtype", None) == gl.uint32 for x in operands):
+        return Tensor(data & 0xFFFFFFFF, gl.uint32)
+    return Tensor(data)
+
+
+_TILES = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "mod": torch.fmod,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+}
+for _name, _function in _TILES.items():
+    setattr(Tensor, f"__{_name}__", _elementwise(_function))
+    setattr(Tensor, f"__r{_name}__", _elementwise(_function, swapped=True))
+for _name in COMPARISONS:
+    setattr(Tensor, f"__{_name}__", _elementwise(getattr(operator, _name)))
+Tensor.__hash__ = None
+
+
+class Pointer:
+    """An address: a place in the memory of a tensor, or a tile of places."""
+
+    def __init__(self, memory: torch.Tensor, offset: int | Tensor) -> None:
+        self.memory = memory  # [elements of the storage]
+        self.offset = offset
+
+    @classmethod
+    def to_tensor(cls, tensor: torch.Tensor) -> Pointer:
+        return cls(storage(tensor), Int(tensor.storage_offset(), wide=True))
+
+    def __add__(self, elements: int | Tensor) -> Pointer:
+        if isinstance(elements, Tensor):
+            elements = elements.to(gl.int64)
+        return Pointer(self.memory, self.offset + elements)
+
+    def to(self, dtype: gl.dtype) -> Pointer:
+        """As an integer it stays what it is."""
+        assert dtype == gl.int64
+        return self
+
+    def places(self, mask: Tensor | None = None) -> torch.Tensor:
+        """Offsets of the elements that are wanted; IndexError for one that is outside of the memory."""
+        offsets = torch.as_tensor(plain(self.offset))
+        if mask is not None:
+            offsets = offsets.expand(mask.data.shape)[mask.data]
+        return inside(self.memory, offsets)
+
+
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements that lie in a tensor's memory, as they lie."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((elements,), (1,), 0)
+
+
+def inside(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(memory):
+        raise IndexError(
+            f"address outside of its tensor: elements {int(places.min())} .. {int(places.max())} "
+            f"of {len(memory)}"
+        )
+    return places
