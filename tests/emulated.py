@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
 
-from attnlib import launch_hopper
+from attnlib import launch_hopper, launch_hopper_backward, sources
+from attnlib.band import Packed, band
+from attnlib.configs import HopperConfig
 from attnlib.emulator import Emulated
 from attnlib.kernels import hopper, hopper_backward, hopper_backward_wide
+from attnlib.reference import attention_fp64
+from attnlib.reference_gradients import gradient_fp64
 
+ORDERS = "eager", "late", "random"
 KERNELS = {
     "attention_forward_hopper": hopper,
     "attention_backward_hopper": hopper_backward,
@@ -20,16 +28,131 @@ KERNELS = {
 
 
 @contextmanager
-def on_the_cpu(order: str = "random", seed: int = 0, sms: int = 2) -> Iterator[list[Emulated]]:
-    """Within it `launch_hopper.forward` and `launch_hopper_backward.backward` take CPU tensors."""
+def on_the_cpu(
+    order: str = "random", seed: int = 0, sms: int = 2, mutants: dict[str, ModuleType] | None = None
+) -> Iterator[dict[str, Emulated]]:
+    """Within it `launch_hopper.forward` and `launch_hopper_backward.backward` take CPU tensors.
+
+    `mutants`: modules with another kernel of a name in `KERNELS`. Yields the kernels, with their reports.
+    """
     counter = torch.zeros(1, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
-        kernels = []
+        kernels = {}
         for name, module in KERNELS.items():
-            kernels.append(Emulated(getattr(module, name), order, seed))
-            patch.setattr(module, name, kernels[-1])
+            kernels[name] = Emulated(getattr((mutants or KERNELS).get(name, module), name), order, seed, sms)
+            patch.setattr(module, name, kernels[name])
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(launch_hopper, "_num_sms", lambda device: sms)
         patch.setattr(launch_hopper, "_counter", lambda device: counter)
         yield kernels
     assert counter.item() == 0, "the counter of tiles is not set back"
+
+
+def mutate(module: ModuleType, edits: list[tuple[str, str]]) -> dict[str, ModuleType]:
+    """The modules of kernels whose code changes with edits of one of them, each of text that occurs once."""
+    source = inspect.getsource(module)
+    for right, wrong in edits:
+        assert source.count(right) == 1, f"expected once in {module.__name__}: {right}"
+        source = source.replace(right, wrong)
+    mutant = sources.load_source("mutant", source)
+    found = {name: mutant for name, owner in KERNELS.items() if owner is module}
+    for name, owner in KERNELS.items():
+        line = f"from {module.__name__} import"
+        text = inspect.getsource(owner)
+        if line in text:
+            found[name] = sources.load_source("mutant", text.replace(line, f"from {mutant.__name__} import"))
+    return found
+
+
+# ---------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of attention. `packed`: lengths of queries and keys of its sequences, instead of S_q and S_k."""
+
+    D: int
+    H: int = 2
+    H_kv: int = 1
+    S_q: int = 150
+    S_k: int = 200
+    causal: bool = True
+    B: int = 1
+    dtype: torch.dtype = torch.float16
+    sm_scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    packed: tuple[tuple[int, int], ...] = ()
+    return_lse: bool = True
+    config: HopperConfig | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.D**-0.5 if self.sm_scale is None else self.sm_scale
+
+    def tensors(self) -> list[torch.Tensor]:
+        """q, k, v, d_out of normal numbers."""
+        rng = torch.Generator().manual_seed(0)
+        shapes = [(self.B, self.H, self.S_q, self.D)] + [(self.B, self.H_kv, self.S_k, self.D)] * 2
+        if self.packed:
+            T_q, T_k = map(sum, zip(*self.packed, strict=True))
+            shapes = [(T_q, self.H, self.D)] + [(T_k, self.H_kv, self.D)] * 2
+        return [torch.randn(shape, generator=rng).to(self.dtype) for shape in (*shapes, shapes[0])]
+
+
+def check_forward(call: Call, order: str = "random", seed: int = 0, **where) -> Emulated:
+    """AssertionError for a wrong result; returns what ran."""
+    q, k, v, _ = call.tensors()
+    with on_the_cpu(order, seed, **where) as kernels:
+        out, lse = launch_hopper.forward(
+            q, k, v, band(call.causal, call.window), call.scale, call.return_lse,
+            _packed(call) if call.packed else None, call.config,
+        )  # fmt: skip
+    assert (lse is not None) == call.return_lse
+    close = {"rtol": 1e-2, "atol": 1e-2} if call.dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+    for found, found_lse, *one in _sequences(call, out, lse, q, k, v):
+        truth, truth_lse = attention_fp64(
+            *one, causal=call.causal, sm_scale=call.scale, window=call.window
+        )
+        torch.testing.assert_close(found.double(), truth, **close)
+        if lse is not None:
+            torch.testing.assert_close(found_lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
+    return kernels["attention_forward_hopper"]
+
+
+def _packed(call: Call) -> Packed:
+    ends = torch.tensor(call.packed).cumsum(0).int().T
+    cu_q, cu_k = (torch.cat([torch.zeros(1, dtype=torch.int32), x]) for x in ends)
+    longest_q, longest_k = (max(x) for x in zip(*call.packed, strict=True))
+    return Packed(cu_q, cu_k, longest_q, longest_k)
+
+
+def _sequences(call: Call, out, lse, q, k, v) -> Iterator[tuple]:
+    """out, lse, q, k, v of each sequence as a batch of one; of what is not packed, as they are."""
+    if not call.packed:
+        yield out, lse, q, k, v
+        return
+    at_q = at_k = 0
+    for S_q, S_k in call.packed:
+        if S_q:
+            here, keys = slice(at_q, at_q + S_q), slice(at_k, at_k + S_k)
+            own = None if lse is None else lse[:, here][None]
+            yield (
+                out[here].transpose(0, 1)[None], own,
+                *(x.transpose(0, 1)[None] for x in (q[here], k[keys], v[keys])),
+            )  # fmt: skip
+        at_q, at_k = at_q + S_q, at_k + S_k
+
+
+def check_backward(call: Call, order: str = "random", seed: int = 0, **where) -> Emulated:
+    """AssertionError for a wrong gradient; returns what ran."""
+    q, k, v, d_out = call.tensors()
+    out, lse = attention_fp64(q, k, v, causal=call.causal, sm_scale=call.scale)
+    with on_the_cpu(order, seed, **where) as kernels:
+        found = launch_hopper_backward.backward(
+            d_out, q, k, v, out.to(call.dtype), lse.float(), band(call.causal, None), call.scale
+        )
+    truth = gradient_fp64(d_out, q, k, v, causal=call.causal, sm_scale=call.scale)
+    close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
+    for gradient, expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(gradient.double(), expected, **close)
+    return next(kernel for kernel in kernels.values() if kernel.reports)

@@ -17,7 +17,7 @@ what can go wrong with memory that is written behind one's back:
 `run(kernel, grid, *args)` is `kernel[grid](*args)`.
 """
 
-from attnlib.emulator.machine import Deadlock, Race
+from attnlib.emulator.errors import Deadlock, Race
 from attnlib.emulator.run import Emulated, Report, run
 
 __all__ = ["Deadlock", "Emulated", "Race", "Report", "run"]

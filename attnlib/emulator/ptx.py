@@ -6,13 +6,14 @@ A register is an array with one value for each thread; a branch goes on with the
 from __future__ import annotations
 
 import re
+import time
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from attnlib.emulator.machine import Machine
+from attnlib.emulator.machine import Partition
 from attnlib.emulator.values import Pointer, inside
 
 ADDRESS = re.compile(r"\[(\S+)(?: \+ (\d+))?\]")
@@ -49,11 +50,14 @@ def parsed(asm: str) -> tuple[Line, ...]:
 class Threads:
     """Registers of the threads, and which of them execute."""
 
-    def __init__(self, machine: Machine, operands: list[np.ndarray | Pointer], threads: int) -> None:
-        self.machine = machine
+    def __init__(self, partition: Partition, operands: list[np.ndarray | Pointer], threads: int) -> None:
+        self.partition = partition
         self.threads = threads
         self.registers = {f"${i}": value for i, value in enumerate(operands)}
-        self.registers["%tid.x"] = np.arange(threads, dtype=np.int64) + machine.current.first_thread
+        self.registers["%tid.x"] = np.arange(threads, dtype=np.int64) + partition.first_thread
+        self.registers["%smid"] = np.zeros(threads, np.int64)
+        now = np.full(threads, time.perf_counter_ns())
+        self.registers["%globaltimer"], self.registers["%clock"] = now, now & 0xFFFFFFFF
         self._activate(np.ones(threads, bool))
         self.waiting: dict[str, np.ndarray] = {}  # label -> threads that have jumped there
 
@@ -99,12 +103,18 @@ class Threads:
         target, *sources = names
         values = [self.value(name) for name in sources]
         match operation.split("."):
-            case ["mov" | "cvt", *_]:
+            case ["cvt", "u32", "u64"]:
+                self.set(target, values[0] & 0xFFFFFFFF)
+            case ["mov", _] | ["cvt", "u64", "u32"]:
                 self.set(target, values[0])
             case ["and", _]:
                 self.set(target, values[0] & values[1])
-            case ["shl", _]:
-                self.set(target, values[0] << values[1])
+            case ["shl", kind]:
+                self.set(target, (values[0] << values[1]) & ((1 << 63 if kind == "b64" else 1 << 32) - 1))
+            case ["bfi", "b32"]:  # the low bits of one into the other
+                low, into, first, bits = values
+                hole = ((1 << bits) - 1) << first
+                self.set(target, (into & ~hole) | ((low << first) & hole))
             case ["add", "s64"] if isinstance(values[1], Pointer):
                 self.set(target, _Address(values[1], values[0]))
             case ["mul", "f32"]:
@@ -128,12 +138,12 @@ class Threads:
 
     def _bar(self, operation: str, names: tuple[str, ...]) -> None:
         number, threads = int(np.ravel(self.value(names[0]))[0]), int(names[1])
-        barrier = self.machine.named[number]
+        barrier = self.partition.program.named[number]
         if operation == "bar.sync":
-            barrier.sync(self.machine, threads)
+            barrier.sync(self.partition, threads)
         else:
-            barrier.arrive(self.machine.current, threads)
-            self.machine.pause()
+            barrier.arrive(self.partition, threads)
+            self.partition.program.machine.pause()
 
     def _add(self, operands: str) -> None:
         name, constant = ADDRESS.search(operands).groups()
