@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
-from emulated import ORDERS, Call, check_backward, check_forward, mutate
+from emulated import Call, check_backward, check_forward, mutate
 
 from attnlib.configs import HopperConfig
 from attnlib.emulator import Deadlock, Race
@@ -278,7 +278,6 @@ def test_a_planted_bug_is_found(mutation: Mutation) -> None:
 
 
 @pytest.mark.parametrize("call", sorted({(m.module.__name__, m.call) for m in MUTATIONS}), ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_kernel_without_a_bug_passes_the_same_way(call: tuple[str, str], order: str) -> None:
+def test_the_kernel_without_a_bug_passes_the_same_way(call: tuple[str, str]) -> None:
     mutation = next(m for m in MUTATIONS if (m.module.__name__, m.call) == call)
-    assert run(mutation, None, order, 0) == ""
+    assert run(mutation, None, "random", 0) == ""

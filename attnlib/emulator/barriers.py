@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnlib.emulator.clocks import NEVER, Clock
+from attnlib.emulator.clocks import NEVER, Clock, event
 from attnlib.emulator.errors import Race
 
 if TYPE_CHECKING:
@@ -33,8 +33,13 @@ class Barrier:
         self.program.barriers.append(self)
         self.program.to_fence(self, self.program.current.now)
 
-    def fence(self, event: int) -> None:
-        self.fenced = event
+    def fence(self, when: int) -> None:
+        self.fenced = when
+
+    @property
+    def next(self) -> int:
+        """That the phase completes which is not complete yet."""
+        return event(self.component, self.phase + 1)
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
         self.arrived += count

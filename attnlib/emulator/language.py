@@ -9,6 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from attnlib.emulator.barriers import Barrier
+from attnlib.emulator.clocks import NEVER
 from attnlib.emulator.errors import Race
 from attnlib.emulator.machine import Program, Work
 from attnlib.emulator.memory import Barriers, Descriptor, Shared
@@ -43,9 +44,12 @@ class CopyIn(Work):
     def __init__(self, desc: Descriptor, coordinates, barrier: Barrier, buffer: Shared) -> None:
         super().__init__()
         self.desc, self.coordinates, self.barrier, self.buffer = desc, coordinates, barrier, buffer
+        self.landed = NEVER  # when
+        barrier.program.copies.append(self)
 
     def do(self) -> None:
-        self.buffer.end_writing(self.desc.read(self.coordinates))
+        self.landed = self.barrier.next
+        self.buffer.end_writing(self.desc.read(self.coordinates), self.landed)
         self.barrier.received(self.desc.block_type.nbytes)
 
 
@@ -102,7 +106,7 @@ class Language:
             raise TypeError(f"{buffer.name}: {buffer.shape} of {buffer.dtype}, copies of {desc.block_shape}")
         if not self.machine.current.clock.saw(barrier.fenced):
             raise Race(f"a copy finds {barrier.name} initialized without fence_async_shared")
-        buffer.begin_writing(barrier)
+        buffer.begin_writing()
         self.machine.issue(self.machine.copies, CopyIn(desc, coordinates, barrier, buffer))
 
     def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
@@ -194,7 +198,7 @@ class Language:
             if dtype.is_floating():
                 return float(collected[0])
             value = int(collected[0])
-            return Int(value - (1 << 32) if dtype == gl.int32 and value >= 1 << 31 else value)
+            return Int(value - (1 << 32) if dtype == gl.int32 and value >> 31 else value, dtype == gl.int64)
         return Tensor(torch.from_numpy(collected.reshape(shape)).to(TORCH[dtype]), dtype)
 
 
@@ -323,4 +327,5 @@ def _store(pointer: Pointer, value, mask: Tensor | Int | None = None) -> None:
         mask = None
     if isinstance(value, Tensor) and mask is not None:
         value = value.data.expand(mask.data.shape)[mask.data]
-    pointer.memory[pointer.places(mask)] = plain(value) if not isinstance(value, torch.Tensor) else value
+    value = plain(value) if not isinstance(value, torch.Tensor) else value
+    pointer.memory[pointer.places(mask)] = torch.as_tensor(value).to(pointer.memory.dtype)

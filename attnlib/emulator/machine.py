@@ -21,6 +21,7 @@ from attnlib.emulator.clocks import COMPONENTS, Clock, event
 from attnlib.emulator.errors import Deadlock, Race
 
 if TYPE_CHECKING:
+    from attnlib.emulator.language import CopyIn
     from attnlib.emulator.memory import Shared
 
 Order = Literal["random", "late", "eager"]
@@ -85,7 +86,7 @@ class Program:
         self.machine, self.number = machine, number
         self.named = [NamedBarrier(n) for n in range(16)]
         self.barriers: list[Barrier] = []
-        self.copies: list[tuple[int, str]] = []  # events of all copies into shared memory, and where to
+        self.copies: list[CopyIn] = []  # all of them, over or not
         self.owners: dict[int, Partition] = {}  # by component
         self._components = 0
         self._unfenced: list[tuple[object, int]] = []  # what was written, and when
@@ -122,9 +123,9 @@ class Program:
 
     def check_end(self, partition: Partition) -> None:
         """What may be under way when the last partition ends."""
-        for when, name in self.copies:
-            if not partition.clock.saw(when):
-                raise Race(f"the program ends, and nobody has waited for a copy into {name}")
+        for copy in self.copies:
+            if not partition.clock.saw(copy.landed):
+                raise Race(f"the program ends, and nobody has waited for a copy into {copy.buffer.name}")
 
 
 class Machine:

@@ -8,10 +8,10 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from attnlib.emulator.barriers import Barrier
-from attnlib.emulator.clocks import COMPONENTS, NEVER, event
+from attnlib.emulator.clocks import COMPONENTS, NEVER
 from attnlib.emulator.errors import Race
 from attnlib.emulator.machine import Program
-from attnlib.emulator.values import GLUON, TORCH, Tensor, inside, storage
+from attnlib.emulator.values import GLUON, TORCH, Tensor, check_inside, storage
 
 
 class History:
@@ -22,6 +22,7 @@ class History:
         self.fenced = torch.zeros(elements, dtype=torch.int32)  # from when on copies and products find it
         self.reading = torch.zeros(elements, dtype=torch.int8)  # products and copies out not waited for
         self.read: dict[int, torch.Tensor] = {}  # partition -> event of its last read
+        self.stored = False  # by a partition, at some place, some time
 
 
 class Shared:
@@ -81,6 +82,7 @@ class Shared:
         now = self.program.current.now
         self._of(self.history.written).fill_(now)
         self._of(self.history.fenced).fill_(NEVER)
+        self.history.stored = True
         self.program.to_fence(_Store(self, now), now)
 
     # ------------------------------------------------------------ by others: copies and products
@@ -95,26 +97,27 @@ class Shared:
         self._of(self.history.reading).sub_(1)
         self._note_read()
 
-    def begin_writing(self, barrier: Barrier) -> None:
+    def begin_writing(self) -> None:
         self._see_writes("a copy")
         self._see_fence("a copy")
         self._see_reads("a copy")
-        landed = event(barrier.component, barrier.phase + 1)
-        self._of(self.history.written).fill_(landed)
+        self._of(self.history.written).fill_(NEVER)
         self._of(self.history.fenced).zero_()
-        self.program.copies.append((landed, self.name))
         if self.values.is_floating_point():
             self.values.fill_(math.nan)
 
-    def end_writing(self, values: torch.Tensor) -> None:
+    def end_writing(self, values: torch.Tensor, landed: int) -> None:
         self.values.copy_(values.view(self.shape))
+        self._of(self.history.written).fill_(landed)
 
     # ------------------------------------------------------------ history
 
     def _of(self, history: torch.Tensor) -> torch.Tensor:
         """The part of a history that is this buffer's."""
         values = self.values
-        return history.as_strided(values.shape, values.stride(), values.storage_offset())
+        by_stride = sorted(zip(values.stride(), values.shape, strict=True), reverse=True)  # as memory lies
+        strides, shape = zip(*by_stride, strict=True)
+        return history.as_strided(shape, strides, values.storage_offset())
 
     def _unseen(self, history: torch.Tensor) -> int | None:
         """An event of this buffer's history that the current partition has not seen."""
@@ -147,8 +150,7 @@ class Shared:
                 raise Race(f"{what} of {current} overwrites {self.name}: {reader} has not said that it read")
 
     def _see_fence(self, what: str) -> None:
-        unseen = self._unseen(self.history.fenced)
-        if unseen is not None:
+        if self.history.stored and self._unseen(self.history.fenced) is not None:
             current = self.program.current
             raise Race(f"{what} of {current} finds {self.name} stored without fence_async_shared")
 
@@ -196,33 +198,34 @@ class Descriptor:
         self.layout = descriptor.layout
         self.block_type = gl.block_type(self.dtype, self.block_shape)
 
-    def _places(self, coordinates: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(elements of the memory, whether they belong to the tensor), in the shape of a block."""
+    def _box(self, coordinates: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
+        """(what of a block lies in the tensor, and where in the block), None if there is nothing."""
         if len(coordinates) != len(self.shape):
             raise TypeError(f"expected {len(self.shape)} coordinates, got {len(coordinates)}")
+        starts = [max(-int(c), 0) for c in coordinates]
+        bounds = zip(self.block_shape, self.shape, coordinates, strict=True)
+        ends = [min(n, bound - int(c)) for n, bound, c in bounds]
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+        if min(sizes) <= 0:
+            return None
+        first = sum((int(c) + i) * s for c, i, s in zip(coordinates, starts, self.strides, strict=True))
         # Addresses wrap around, of which packed sequences make use.
-        start = self.origin + sum(int(c) * s for c, s in zip(coordinates, self.strides, strict=True))
-        size = self.memory.element_size()
-        start = ((start * size + 2**63) % 2**64 - 2**63) // size
-        places = torch.full(self.block_shape, start)
-        valid = torch.ones(self.block_shape, dtype=torch.bool)
-        for i, (n, first, bound, stride) in enumerate(
-            zip(self.block_shape, coordinates, self.shape, self.strides, strict=True)
-        ):
-            along = [1] * len(self.shape)
-            along[i] = n
-            numbers = torch.arange(n)
-            if n > 1:
-                places += (numbers * stride).view(along)
-            valid &= ((numbers + int(first) >= 0) & (numbers + int(first) < bound)).view(along)
-        return places, valid
+        element = self.memory.element_size()
+        first = self.origin + ((first * element + 2**63) % 2**64 - 2**63) // element
+        last = first + sum((n - 1) * stride for n, stride in zip(sizes, self.strides, strict=True))
+        check_inside(self.memory, first, last)
+        strides = [stride if n > 1 else 1 for n, stride in zip(sizes, self.strides, strict=True)]
+        where = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
+        return self.memory.as_strided(sizes, strides, first), where
 
     def read(self, coordinates: list[int]) -> torch.Tensor:
-        places, valid = self._places(coordinates)
         block = torch.zeros(self.block_shape, dtype=self.memory.dtype)
-        block[valid] = self.memory[inside(self.memory, places[valid])]
+        found = self._box(coordinates)
+        if found is not None:
+            block[found[1]] = found[0]
         return block
 
     def write(self, coordinates: list[int], block: torch.Tensor) -> None:
-        places, valid = self._places(coordinates)
-        self.memory[inside(self.memory, places[valid])] = block.reshape(self.block_shape)[valid]
+        found = self._box(coordinates)
+        if found is not None:
+            found[0].copy_(block.reshape(self.block_shape)[found[1]])

@@ -5,8 +5,10 @@ A register is an array with one value for each thread; a branch goes on with the
 
 from __future__ import annotations
 
+import operator
 import re
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -47,6 +49,29 @@ def parsed(asm: str) -> tuple[Line, ...]:
     return tuple(lines)
 
 
+def _insert(low: np.ndarray, into: np.ndarray, first: int, bits: int) -> np.ndarray:
+    """The lowest bits of one number into another."""
+    hole = ((1 << bits) - 1) << first
+    return (into & ~hole) | ((low << first) & hole)
+
+
+OPERATIONS: dict[str, Callable] = {
+    **dict.fromkeys(["mov.b32", "mov.u32", "mov.u64", "cvt.u64.u32"], lambda a: a),
+    "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
+    "and.b32": operator.and_,
+    "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
+    "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
+    "bfi.b32": _insert,
+    "mul.f32": operator.mul,
+    "setp.nan.f32": lambda a, b: np.isnan(a) | np.isnan(b),
+    "setp.eq.b32": operator.eq,
+    "setp.ne.b32": operator.ne,
+    "setp.ne.or.b32": lambda a, b, c: (a != b) | c,
+    "selp.b32": lambda a, b, c: np.where(c, a, b),
+    "vote.sync.any.pred": lambda a, mask: np.repeat(a.reshape(-1, 32).any(1), 32),
+}
+
+
 class Threads:
     """Registers of the threads, and which of them execute."""
 
@@ -67,7 +92,7 @@ class Threads:
         return np.int64(int(name, 0))
 
     def set(self, name: str, value) -> None:
-        if isinstance(value, np.ndarray) and not self.all_active:
+        if not self.all_active and not isinstance(value, _Address):
             value = np.where(self.active, value, self.registers.get(name, np.zeros_like(value)))
         self.registers[name] = value
 
@@ -75,6 +100,8 @@ class Threads:
         for line in parsed(asm):
             if line.label:
                 self._activate(self.active | self.waiting.pop(line.label, False))
+            elif not self.any_active:
+                pass
             elif not line.guard:
                 self._execute(line)
             else:
@@ -90,7 +117,7 @@ class Threads:
                     self._activate(before)
 
     def _activate(self, threads: np.ndarray) -> None:
-        self.active, self.all_active = threads, bool(threads.all())
+        self.active, self.all_active, self.any_active = threads, bool(threads.all()), bool(threads.any())
 
     def _execute(self, line: Line) -> None:
         operation, names = line.operation, line.names
@@ -102,38 +129,12 @@ class Threads:
             return None
         target, *sources = names
         values = [self.value(name) for name in sources]
-        match operation.split("."):
-            case ["cvt", "u32", "u64"]:
-                self.set(target, values[0] & 0xFFFFFFFF)
-            case ["mov", _] | ["cvt", "u64", "u32"]:
-                self.set(target, values[0])
-            case ["and", _]:
-                self.set(target, values[0] & values[1])
-            case ["shl", kind]:
-                self.set(target, (values[0] << values[1]) & ((1 << 63 if kind == "b64" else 1 << 32) - 1))
-            case ["bfi", "b32"]:  # the low bits of one into the other
-                low, into, first, bits = values
-                hole = ((1 << bits) - 1) << first
-                self.set(target, (into & ~hole) | ((low << first) & hole))
-            case ["add", "s64"] if isinstance(values[1], Pointer):
-                self.set(target, _Address(values[1], values[0]))
-            case ["mul", "f32"]:
-                self.set(target, values[0] * values[1])
-            case ["setp", "nan", _]:
-                self.set(target, np.isnan(values[0]) | np.isnan(values[1]))
-            case ["setp", "eq", _]:
-                self.set(target, values[0] == values[1])
-            case ["setp", "ne", _]:
-                self.set(target, values[0] != values[1])
-            case ["setp", "ne", "or", _]:
-                self.set(target, (values[0] != values[1]) | values[2])
-            case ["selp", _]:
-                self.set(target, np.where(values[2], values[0], values[1]))
-            case ["vote", "sync", "any", "pred"]:
-                any_of_warp = values[0].reshape(-1, 32).any(1)
-                self.set(target, np.repeat(any_of_warp, 32))
-            case _:
-                raise NotImplementedError(f"the emulator does not know {operation} {line.rest}")
+        if operation == "add.s64" and isinstance(values[1], Pointer):
+            self.set(target, _Address(values[1], values[0]))
+        elif operation in OPERATIONS:
+            self.set(target, OPERATIONS[operation](*values))
+        else:
+            raise NotImplementedError(f"the emulator does not know {operation} {line.rest}")
         return None
 
     def _bar(self, operation: str, names: tuple[str, ...]) -> None:
@@ -162,7 +163,7 @@ class _Address:
     def add(self, constant: int, values: np.ndarray, active: np.ndarray) -> None:
         """Add neighboring values, as many as a row of `values` has, for each active thread."""
         offset, size = self.offset + constant, self.memory.element_size()
-        if (offset % (size * values.shape[1])).any():
+        if ((self.start * size + offset) % (size * values.shape[1])).any():
             raise IndexError("a vector addition at an address that is not a multiple of its size")
         places = self.start + offset[:, None] // size + np.arange(values.shape[1])
         places = places[active]

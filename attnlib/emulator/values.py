@@ -202,9 +202,11 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inside(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(memory):
-        raise IndexError(
-            f"address outside of its tensor: elements {int(places.min())} .. {int(places.max())} "
-            f"of {len(memory)}"
-        )
+    if places.numel():
+        check_inside(memory, int(places.min()), int(places.max()))
     return places
+
+
+def check_inside(memory: torch.Tensor, first: int, last: int) -> None:
+    if not 0 <= first <= last < len(memory):
+        raise IndexError(f"address outside of its tensor: elements {first} .. {last} of {len(memory)}")
