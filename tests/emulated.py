@@ -21,13 +21,14 @@ KERNELS = {
 
 @contextmanager
 def on_the_cpu(order: str = "random", seed: int = 0, sms: int = 2) -> Iterator[list[Emulated]]:
-    """Within it `launch_hopper.forward` and `launch_hopper_backward.backward` take CPU tensors."""
+    """Within it the launchers of the Hopper kernels take CPU tensors, and so does `impl="hopper"`."""
     counter = torch.zeros(1, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         kernels = []
         for name, module in KERNELS.items():
             kernels.append(Emulated(getattr(module, name), order, seed))
             patch.setattr(module, name, kernels[-1])
+        patch.setattr(launch_hopper, "unsupported", lambda q, k, v: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(launch_hopper, "_num_sms", lambda device: sms)
         patch.setattr(launch_hopper, "_counter", lambda device: counter)

@@ -152,7 +152,7 @@ def prepared(problem: Problem) -> launch_hopper_backward.Call:
     return launch_hopper_backward._prepare(
         torch.Size((problem.B, problem.H, problem.S_q, problem.D)),
         torch.Size((problem.B, problem.H_kv, problem.S_k, problem.D)),
-        torch.float32, -1, band(problem.causal, None), SCALE, None,
+        torch.float32, -1, band(problem.causal, None), SCALE, None, None,
     )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_tiles_masks_and_places(problem: Problem, device: str) -> None:
         pytest.skip("the conversion runs in the interpreter")
     sums, dk, dv = backward(problem, section=2)
     dq = torch.full((problem.B, problem.H, problem.S_q, problem.D), math.nan)
-    launch_hopper_backward._convert(torch.from_numpy(sums).float(), dq, SCALE, prepared(problem))
+    launch_hopper_backward._convert(torch.from_numpy(sums).float(), dq, None, prepared(problem))
     truth = gradient_fp64(*tensors(problem), causal=problem.causal, sm_scale=SCALE)
     torch.testing.assert_close(dq, truth[0].float(), rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(dk, truth[1].numpy(), atol=1e-9)
@@ -178,8 +178,8 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
     dq = more[:, :, 2:132, 4:44]
     call = prepared(problem)
     sums = torch.arange(call.sums, dtype=torch.float32)
-    launch_hopper_backward._convert(sums, dq, 1.0, call)
-    blocks = sums.numpy().reshape(2, call.blocks, 64 * 64)
+    launch_hopper_backward._convert(sums, dq, None, call)
+    blocks = sums.numpy().reshape(2, -1, 64 * 64) * np.float32(SCALE)
     for h, i in ((0, 0), (1, 1), (1, 2)):
         rows = dq[0, h, 64 * i : 64 * i + 64].numpy()
         full = np.zeros((64, 64), np.float32)
@@ -194,9 +194,6 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
     ("change", "reason"),
     [
         ({"D": 264}, "needs a head dimension of at most 256 for the backward pass; q has 264"),
-        ({"bounds": Band(5, 0)}, r"has no backward pass for a window; this one is \(5, 0\)"),
-        ({"bounds": Band(None, 3)}, r"has no backward pass for a window; this one is \(None, 3\)"),
-        ({"packed": True}, "has no backward pass for packed sequences"),
         ({"deterministic": True}, "adds up dq in an order that changes; deterministic=True is asked for"),
         ({}, None),
         ({"apart": True}, None),  # copied
@@ -213,8 +210,7 @@ def test_what_it_cannot_run(change: dict, reason: str | None, monkeypatch: pytes
     q = torch.zeros(1, 1, 4, change.get("D", 64), dtype=torch.float16)
     if "apart" in change:
         q = torch.stack([q, q], -1)[..., 0]
-    bounds, packed = change.get("bounds", Band(None, 0)), object() if "packed" in change else None
-    found = launch_hopper_backward.unsupported(q, q, q, bounds, packed, change.get("deterministic", False))
+    found = launch_hopper_backward.unsupported(q, q, q, change.get("deterministic", False))
     assert asked == [True], "the forward's kernel is asked about a layout that TMA can read"
     if reason is None:
         assert found is None
@@ -224,4 +220,4 @@ def test_what_it_cannot_run(change: dict, reason: str | None, monkeypatch: pytes
 
 def test_a_cpu_is_refused_as_by_the_forward() -> None:
     q = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
-    assert launch_hopper_backward.unsupported(q, q, q, Band(None, 0)) == "needs CUDA tensors; q is on cpu"
+    assert launch_hopper_backward.unsupported(q, q, q) == "needs CUDA tensors; q is on cpu"
