@@ -100,7 +100,8 @@ class Machine:
             partition.turn.acquire()
             try:
                 if self._failure is None:
-                    function()
+                    with torch.no_grad():  # which each thread decides for itself
+                        function()
             except _Stopped:
                 pass
             except BaseException as failure:
