@@ -127,9 +127,11 @@ def choose_backward(
     """The same for the backward pass of such a call."""
     kernel, reason = choose(q, k, v, impl, packed)
     if kernel == "hopper":
-        lacks = launch_hopper_backward.unsupported(q, k, v, band, packed, deterministic)
+        lacks = launch_hopper_backward.unsupported(q, k, v, deterministic)
         if lacks is not None and impl == "hopper":
             raise ValueError(f"impl: 'hopper' {lacks}; leave impl out, or call it without grad")
+        if impl is None:
+            lacks = lacks or launch_hopper_backward.unproven(band, packed)
         if lacks is not None:
             return "triton", f"hopper {lacks}"
     return kernel, reason

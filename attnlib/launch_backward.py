@@ -107,14 +107,13 @@ def _prepare(
     if config is None:
         arch = None if interpreted() else capability(device)
         config = backward_config(D, str(dtype).removeprefix("torch."), arch)
-    width, tiles_q = block_d(D), -(-S_q // PADDING)
-    rows_shape = (2, H, (q_shape[0] // PADDING + B) * PADDING) if packed else (2, B * H, tiles_q * PADDING)
+    width = block_d(D)
+    rows, rows_shape = rows_launch(q_shape, dtype, device, lengths)
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    blocks_q = tiles_q * (PADDING // ROWS) * B * H
-    if max(blocks_q, rows_shape[2], B * H_kv * S_k // 16, S_k) >= LIMIT:
+    if max(rows.grid[0], rows_shape[2], B * H_kv * S_k // 16, S_k) >= LIMIT:
         raise ValueError(
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {ROWS} rows over all heads, got {S_q}, "
-            f"{S_k} and {blocks_q}"
+            f"{S_k} and {rows.grid[0]}"
         )
     scales = (exp2_scale(sm_scale), sm_scale)
     # Beyond these a bound bounds nothing; and int32 holds their sums with a length.
@@ -158,12 +157,23 @@ def _prepare(
         "attention_backward_queries", tile, -(-S_q // tile.block_m), H, tiles(tile, "mmmnnr"),
         (*scales, S_q, S_k, H, *bounds), has_bounds, (tail,),
     )  # fmt: skip
-    block = (*((1, 1, 1) if packed else (1, 1)), ROWS, width)
-    rows = Launch(
-        "attention_backward_rows", device, dtype, packed, (blocks_q, 1, 1), (block, block),
-        (S_q, q_shape[0] if packed else None, H, B, rows_shape[2]), (ROWS, width), (("num_warps", 4),),
-    )  # fmt: skip
     return Call(rows_shape, rows, tuple(both), queries)
+
+
+def rows_launch(
+    q_shape, dtype, device: int, lengths: Lengths | None
+) -> tuple[Launch, tuple[int, int, int]]:
+    """The launch that computes lse2 and delta, and the shape of the memory for them."""
+    B, H, _, S_q, _ = dimensions(q_shape, q_shape, lengths)
+    packed, tiles = lengths is not None, -(-S_q // PADDING)
+    shape = (2, H, (q_shape[0] // PADDING + B) * PADDING) if packed else (2, B * H, tiles * PADDING)
+    block = (*((1, 1, 1) if packed else (1, 1)), ROWS, block_d(q_shape[-1]))
+    launch = Launch(
+        "attention_backward_rows", device, dtype, packed, (tiles * (PADDING // ROWS) * B * H, 1, 1),
+        (block, block), (S_q, q_shape[0] if packed else None, H, B, shape[2]), (ROWS, block[-1]),
+        (("num_warps", 4),),
+    )  # fmt: skip
+    return launch, shape
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,23 +14,41 @@ from attnlib.configs_backward_hopper import (
     HopperBackwardConfig,
     hopper_backward_config,
 )
-from attnlib.launch import LIMIT, LOG2_E, PREPARED, describable, legal, readable
-from attnlib.launch_backward import PADDING, ROWS, Launch, _launch, _like
+from attnlib.launch import (
+    LIMIT,
+    LOG2_E,
+    PREPARED,
+    Lengths,
+    clipped,
+    describable,
+    dimensions,
+    lengths_of,
+    readable,
+)
+from attnlib.launch_backward import Launch, _launch, _like, _window, rows_launch
 from attnlib.launcher import Launcher
 
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 _compiled: dict[tuple, tuple | Launcher] = {}
-"""What a kind of call needs -> (launcher of the compiled kernel, its plan); (device, dtype, width) -> the
-launcher of what makes dQ of its sums."""
+"""What a kind of call needs -> (launcher of the compiled kernel, its plan); (device, dtype, width, rank) ->
+the launcher of what makes dQ of its sums."""
+
+
+def unproven(band: Band, packed: Packed | None) -> str | None:
+    """Why a call that the kernel supports should run elsewhere unless it is asked for; None if it need not."""
+    if packed is None and band.left is None and band.right in (None, 0):
+        return None
+    return (
+        "takes gradients of windows and packed sequences only if impl='hopper' asks for it: these were run in "
+        "the emulator, not yet on a GPU"
+    )
 
 
 def unsupported(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    band: Band,
-    packed: Packed | None = None,
     deterministic: bool = False,
 ) -> str | None:
     """What the kernel needs and a call with valid arguments does not have; None if it has all.
@@ -44,10 +62,6 @@ def unsupported(
         return lacks
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"needs a head dimension of at most {MAX_HEAD_DIM} for the backward pass; q has {q.shape[-1]}"
-    if packed is not None:
-        return "has no backward pass for packed sequences"
-    if band.left is not None or band.right not in (None, 0):
-        return f"has no backward pass for a window; this one is {tuple(band)}"
     if deterministic:
         return "adds up dq in an order that changes; deterministic=True is asked for"
     return None
@@ -68,9 +82,10 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `kernels.hopper_backward`, or `hopper_backward_wide`, on a call with no argument empty.
 
-    d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous. `config`
-    replaces the one that `hopper_backward_config` chooses. Returns (dq, dk, dv). dk and dv are the same in
-    every run, dq up to the order of a sum. ValueError if a length or the tiles are beyond 2^31.
+    d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous. With `packed`
+    d_out, q, out: (Tq, H, D); k, v: (Tk, Hkv, D); lse: (H, Tq). `config` replaces the one that
+    `hopper_backward_config` chooses. Returns (dq, dk, dv). dk and dv are the same in every run, dq up to the
+    order of a sum. ValueError if a length or the tiles are beyond 2^30.
     """
     device = q.get_device()
     if device != torch.cuda.current_device():  # Triton launches on the current device
@@ -78,80 +93,101 @@ def backward(
             return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
     d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
     dq, dk, dv = (_like(x) for x in (q, k, v))
-    call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, config)
+    lengths = None if packed is None else lengths_of(packed)
+    call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, lengths, config)
+    cu = (None, None) if packed is None else packed[:2]
     rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    _launch(call.rows_launch, device, (out, d_out), (lse, rows, None))
+    _launch(call.rows_launch, device, (out, d_out), (lse, rows, cu[0]))
     sums = torch.zeros(call.sums, dtype=torch.float32, device=q.device)
     tensors = q, k, v, d_out, dk, dv, rows
-    windows = tuple((tuple(x.shape), legal(x.shape, x.stride(), x.dtype)) for x in tensors)
+    windows = tuple(
+        _window(x.shape, x.stride(), x.dtype, rank) for x, rank in zip(tensors, call.ranks, strict=True)
+    )
+    last = *call.bounds, *cu, call.pitch
     found = _compiled.get(call.kind)
     if found is None:
-        kernel, plan = _first_launch(tensors, windows, sums, call)
+        kernel, plan = _first_launch(tensors, windows, sums, last, call)
         if kernel is not None:  # the emulator compiles nothing
             _compiled[call.kind] = Launcher(kernel), plan
     else:
         launcher, plan = found
-        launcher.launch((call.programs, 1, 1), device, tensors, windows, (sums, *call.scalars, plan))
-    _convert(sums, dq, sm_scale, call)
+        launcher.launch((call.programs, 1, 1), device, tensors, windows, (sums, *call.scalars, plan, *last))
+    _convert(sums, dq, cu[0], call)
     return dq, dk, dv
 
 
 class Call(NamedTuple):
     """What calls share that differ in nothing but addresses.
 
-    kind: what the compiled code depends on; rows_shape: of the memory for lse2 and delta; sums: elements of
-    the buffer for dQ; blocks: of 64 rows that a head has in it.
+    kind: what the compiled code depends on; scalars, bounds: the kernel's arguments before and after its
+    plan, up to those of packed sequences; pitch: rows of a head in the memory for lse2 and delta, where
+    sequences are packed; ranks: of the descriptors; rows_shape: of the memory for lse2 and delta; sums:
+    elements of the buffer for dQ; conversion: the grid of what makes dQ of it, and its scalars.
     """
 
     kind: tuple
     programs: int
     scalars: tuple
+    bounds: tuple
+    pitch: int | None
+    ranks: tuple[int, ...]
     rows_shape: tuple[int, int, int]
     rows_launch: Launch
     sums: int
-    blocks: int
+    conversion: tuple[tuple[int, int, int], tuple]
 
 
 @lru_cache(PREPARED)
-def _prepare(q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, config) -> Call:
-    B, H, S_q, D = q_shape
-    _, H_kv, S_k, _ = k_shape
+def _prepare(
+    q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, lengths: Lengths | None, config
+) -> Call:
+    B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
+    D, packed = q_shape[-1], lengths is not None
     if config is None:
         config = hopper_backward_config(D)
-    width, padded = max(64, block_d(D)), -(-S_q // PADDING) * PADDING
+    width = max(64, block_d(D))
+    rows, rows_shape = rows_launch(q_shape, dtype, device, lengths)
     num_m, num_n = -(-S_q // config.block_m), -(-S_k // config.block_n)
     programs = num_n * B * H_kv
-    if max(programs, B * H * padded // 64, S_q * (H // H_kv), S_k) >= LIMIT // 2:
+    blocks = rows_shape[2] // 64 if packed else num_m * config.block_m // 64  # of 64 rows, of a head
+    heads = rows_shape[1]
+    if max(programs, heads * blocks, S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
     section = config.heads_per_section(B * H_kv, H // H_kv, S_q, width)
-    causal = band.right is not None
-    kind = (device, dtype, width, causal, not causal and S_k % config.block_n != 0, config)
+    left, right = clipped(band, S_q, S_k)
+    tail = right != 0 and (packed or S_k % config.block_n != 0)
+    asked = bool(right), left is not None, packed  # what a plan calls shifted, left, packed
+    kind = (device, dtype, width, right is not None, tail, config, *asked)
     scalars = (
         sm_scale * LOG2_E, sm_scale, S_q, S_k, H, H // H_kv, B * H_kv, section, num_m, num_n,
     )  # fmt: skip
-    rows = Launch(
-        "attention_backward_rows", device, dtype, False, (padded // ROWS * B * H, 1, 1),
-        ((1, 1, ROWS, block_d(D)),) * 2, (S_q, None, H, B, padded), (ROWS, block_d(D)), (("num_warps", 4),),
+    tiles = -(-S_q // 64)
+    conversion = (tiles * B * H, 1, 1), (sm_scale, H, blocks, tiles)
+    ranks = tuple(len(block) for block in blocks_of(width, config, packed))
+    return Call(
+        kind, programs, scalars, (right or None, left), rows_shape[2] if packed else None, ranks, rows_shape,
+        rows, heads * blocks * 64 * width, conversion,
     )  # fmt: skip
-    blocks = num_m * config.block_m // 64
-    return Call(kind, programs, scalars, (2, B * H, padded), rows, B * H * blocks * 64 * width, blocks)
 
 
-def _first_launch(tensors: tuple[torch.Tensor, ...], windows: tuple, sums: torch.Tensor, call: Call) -> tuple:
+def _first_launch(
+    tensors: tuple[torch.Tensor, ...], windows: tuple, sums: torch.Tensor, last: tuple, call: Call
+) -> tuple:
     """Compile, launch, and return the compiled kernel and its plan."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    _, dtype, width, causal, tail, config = call.kind
-    plan, function = kernel_for(width, causal, tail, config)
+    _, dtype, width, causal, tail, config, *asked = call.kind
+    plan, function = kernel_for(width, causal, tail, config, *asked)
+    blocks = blocks_of(width, config, asked[2])
     descriptors = [
         TensorDescriptor(tensor, list(shape), list(strides), block, shared_layout(gl, block, dtype))
-        for tensor, (shape, strides), block in zip(tensors, windows, blocks(width, config), strict=True)
+        for tensor, (shape, strides), block in zip(tensors, windows, blocks, strict=True)
     ]
     kernel = function[(call.programs,)](
-        *descriptors, sums, *call.scalars, plan, num_warps=4, maxnreg=config.max_registers
+        *descriptors, sums, *call.scalars, plan, *last, num_warps=4, maxnreg=config.max_registers
     )
     return kernel, plan
 
@@ -163,13 +199,17 @@ def shared_layout(gl, block: list[int], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, _HALF[dtype]))
 
 
-def blocks(width: int, config: HopperBackwardConfig) -> tuple[list[int], ...]:
+def blocks_of(width: int, config: HopperBackwardConfig, packed: bool = False) -> tuple[list[int], ...]:
     """What one copy of Q, K, V, dO, dK, dV, and LSE2 or delta moves."""
-    queries, keys = [1, 1, config.block_m, width], [1, 1, 64, width]
+    one = [1, 1, 1] if packed else [1, 1]
+    queries, keys = [*one, config.block_m, width], [*one, 64, width]
     return queries, keys, keys, queries, keys, keys, [1, 1, config.block_m]
 
 
-def kernel_for(width: int, causal: bool, tail: bool, config: HopperBackwardConfig) -> tuple:
+def kernel_for(
+    width: int, causal: bool, tail: bool, config: HopperBackwardConfig,
+    shifted: bool = False, left: bool = False, packed: bool = False,
+) -> tuple:  # fmt: skip
     """(the kernel's constants, the kernel)."""
     if width > 128:
         from attnlib.kernels.hopper_backward_wide import Plan
@@ -178,26 +218,29 @@ def kernel_for(width: int, causal: bool, tail: bool, config: HopperBackwardConfi
         from attnlib.kernels.hopper_backward import Plan
         from attnlib.kernels.hopper_backward import attention_backward_hopper as kernel
     names = [field.name for field in fields(Plan) if hasattr(config, field.name)]
-    return Plan(width, causal, tail, **{name: getattr(config, name) for name in names}), kernel
+    chosen = {name: getattr(config, name) for name in names}
+    return Plan(width, causal, tail, **chosen, shifted=shifted, left=left, packed=packed), kernel
 
 
-def _convert(sums: torch.Tensor, dq: torch.Tensor, sm_scale: float, call: Call) -> None:
+def _convert(sums: torch.Tensor, dq: torch.Tensor, cu_q: torch.Tensor | None, call: Call) -> None:
     """dq from its sums."""
-    B, H, S_q, _ = dq.shape
     device, dtype, width = call.kind[:3]
-    tiles = -(-S_q // 64)
-    grid, arguments = (tiles * B * H, 1, 1), (sums, sm_scale, H, call.blocks, tiles, width)
-    shape, strides = tuple(dq.shape), legal(dq.shape, dq.stride(), dq.dtype)
-    launcher = _compiled.get((device, dtype, width))
+    grid, scalars = call.conversion
+    rank = call.ranks[0]
+    arguments = (sums, cu_q, *scalars, width)
+    window = _window(dq.shape, dq.stride(), dq.dtype, rank)
+    kind = device, dtype, width, rank
+    launcher = _compiled.get(kind)
     if launcher is not None:
-        launcher.launch(grid, device, (dq,), ((shape, strides),), arguments)
+        launcher.launch(grid, device, (dq,), (window,), arguments)
         return
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from attnlib.kernels.hopper_backward_passes import attention_backward_dq
 
-    descriptor = TensorDescriptor(dq, list(shape), list(strides), [1, 1, 64, width])
+    shape, strides = (list(part) for part in window)
+    descriptor = TensorDescriptor(dq, shape, strides, [1] * (rank - 2) + [64, width])
     # 32 sums a thread, eight loads of 16 bytes.
     compiled = attention_backward_dq[grid](descriptor, *arguments, num_warps=width // 16)
     if compiled is not None:  # the interpreter compiles nothing
-        _compiled[device, dtype, width] = Launcher(compiled)
+        _compiled[kind] = Launcher(compiled)

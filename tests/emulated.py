@@ -58,7 +58,7 @@ class Recorded(Emulated):
 def on_the_cpu(
     order: str = "random", seed: int = 0, sms: int = 2, mutants: dict[str, ModuleType] | None = None
 ) -> Iterator[dict[str, Recorded]]:
-    """Within it `launch_hopper.forward` and `launch_hopper_backward.backward` take CPU tensors.
+    """Within it the launchers of the Hopper kernels take CPU tensors, and so does `impl="hopper"`.
 
     `mutants`: modules with another kernel of a name in `KERNELS`. Yields the kernels, with their reports.
     """
@@ -69,6 +69,7 @@ def on_the_cpu(
             kernel = getattr((mutants or KERNELS).get(name, module), name)
             kernels[name] = Recorded(kernel, order, seed, sms)
             patch.setattr(module, name, kernels[name])
+        patch.setattr(launch_hopper, "unsupported", lambda q, k, v: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(launch_hopper, "_num_sms", lambda device: sms)
         patch.setattr(launch_hopper, "_counter", lambda device: counter)
@@ -178,13 +179,22 @@ def _sequences(call: Call, out, lse, q, k, v) -> Iterator[tuple]:
 def check_backward(call: Call, order: str = "random", seed: int = 0, **where) -> Recorded:
     """AssertionError for a wrong gradient; returns what ran."""
     q, k, v, d_out = call.tensors()
-    out, lse = attention_fp64(q, k, v, causal=call.causal, sm_scale=call.scale)
+    options = {"causal": call.causal, "sm_scale": call.scale, "window": call.window}
+    out, lse = torch.zeros_like(q), torch.empty(q.shape[:-1])
+    if call.packed:
+        lse = lse.T.contiguous()  # (H, T_q)
+    for own_out, own_lse, *one in _sequences(call, out, lse, q, k, v):
+        found = attention_fp64(*one, **options)
+        own_out.copy_(found[0])
+        own_lse.copy_(found[1])
     with on_the_cpu(order, seed, **where) as kernels:
-        found = launch_hopper_backward.backward(
-            d_out, q, k, v, out.to(call.dtype), lse.float(), band(call.causal, None), call.scale
-        )
-    truth = gradient_fp64(d_out, q, k, v, causal=call.causal, sm_scale=call.scale)
+        gradients = launch_hopper_backward.backward(
+            d_out, q, k, v, out, lse, band(call.causal, call.window), call.scale,
+            _packed(call) if call.packed else None,
+        )  # fmt: skip
     close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
-    for gradient, expected in zip(found, truth, strict=True):
-        torch.testing.assert_close(gradient.double(), expected, **close)
+    inputs, outputs = _sequences(call, d_out, lse, q, k, v), _sequences(call, d_out, lse, *gradients)
+    for (own_d_out, _, *one), (_, _, *found) in zip(inputs, outputs, strict=True):
+        for gradient, expected in zip(found, gradient_fp64(own_d_out, *one, **options), strict=True):
+            torch.testing.assert_close(gradient.double(), expected, **close)
     return next(kernel for kernel in kernels.values() if kernel.reports)

@@ -118,10 +118,21 @@ BACKWARD = {
     "causal": ((64, Band(None, 0), None, False), None),
     "dense": ((128, Band(None, None), None, False), None),
     "wide heads": ((256, Band(None, 0), None, False), None),
-    "window": ((64, Band(7, 0), None, False), "has no backward pass for a window"),
-    "packed": ((64, Band(None, 0), Packed(None, None, 32, 32), False), "has no backward pass for packed"),
+    "wide head": ((264, Band(None, 0), None, False), "needs a head dimension of at most 256 for"),
     "deterministic": ((64, Band(None, 0), None, True), "adds up dq in an order that changes"),
 }
+
+
+@pytest.mark.parametrize(
+    ("band", "packed"),
+    [(Band(7, 0), None), (Band(None, 3), None), (Band(None, 0), Packed(None, None, 32, 32))],
+    ids=["window", "right bound", "packed"],
+)
+def test_what_the_hopper_backward_takes_only_if_asked(band, packed, gpu):
+    q = tensor(1, 2, 32, 64)
+    assert dispatch.choose_backward(q, q, q, band, "hopper", packed) == ("hopper", "asked for")
+    kernel, reason = dispatch.choose_backward(q, q, q, band, None, packed)
+    assert kernel == "triton" and reason.startswith("hopper takes gradients of windows and packed sequences")
 
 
 @pytest.mark.parametrize("name", BACKWARD)

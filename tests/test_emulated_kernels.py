@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import INTERPRETER_REMARKS
 from emulated import ORDERS, Call, check_backward, check_forward
 
 from attnlib.configs import HopperConfig, hopper_config
+
+pytestmark = INTERPRETER_REMARKS
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -89,6 +92,12 @@ BACKWARD = {
     "keys that nobody sees after a tile": Call(64, 1, 1, 63, 129, causal=False),
     "a head dimension between the widths": Call(40, 2, 1, 150, 170),
     "a head dimension of 200": Call(200, 2, 1, 100, 150),
+    "window": Call(64, 2, 1, 300, 400, window=(60, -1)),
+    "window on both sides": Call(128, 1, 1, 150, 300, causal=False, window=(30, 20)),
+    "window, 256 columns": Call(256, 2, 1, 100, 230, causal=False, window=(30, 20)),
+    "packed": Call(64, 2, 1, packed=((40, 70), (300, 90), (1, 200))),
+    "packed, dense": Call(128, 1, 1, packed=((40, 170), (150, 70)), causal=False),
+    "packed, 256 columns": Call(256, 2, 1, packed=((40, 70), (150, 90))),
 }
 
 
@@ -110,10 +119,13 @@ TINY = {
     "backward, 64 columns": Call(64, 3, 1, 30, 40),
     "backward, 128 columns": Call(128, 1, 1, 150, 40, causal=False),
     "backward, 256 columns": Call(256, 1, 1, 150, 40, causal=False),
+    "backward, packed": Call(64, 2, 1, packed=((30, 40), (140, 20))),
+    "backward, a window": Call(256, 1, 1, 150, 70, window=(50, -1)),
 }
 
 
-RUNS = dict.fromkeys(TINY, 40) | {"backward": 70}
+RUNS = dict.fromkeys(TINY, 40)
+RUNS |= {"backward, 256 columns": 60, "backward, packed": 20, "backward, a window": 20}
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -121,5 +133,5 @@ def test_many_orders(kind: str) -> None:
     """Results are checked once, then memory has to be the same after each run."""
     check = check_backward if kind.startswith("backward") else check_forward
     kernel = check(TINY[kind], "eager", sms=1)
-    for seed in range(RUNS[kind.partition(",")[0]]):
+    for seed in range(RUNS[kind]):
         kernel.repeat("random", seed)

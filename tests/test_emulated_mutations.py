@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
+from cases import INTERPRETER_REMARKS
 from emulated import Call, check_backward, check_forward, mutate
 
 from attnlib.configs import HopperConfig
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels import hopper, hopper_backward, hopper_backward_wide
+
+pytestmark = INTERPRETER_REMARKS
 
 JOINT = HopperConfig(64, 4, 4, 64, joint=True)
 APART = HopperConfig(64, 2, 2, 64)

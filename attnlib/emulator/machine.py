@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from attnlib.emulator.barriers import Barrier, NamedBarrier
 from attnlib.emulator.clocks import COMPONENTS, Clock, event
 from attnlib.emulator.errors import Deadlock, Race
@@ -159,6 +161,7 @@ class Machine:
         if self.order == "random":
             partition.speed = self.rng.choice(SPEEDS)
 
+        @torch.no_grad()  # which each thread decides for itself
         def body() -> None:
             partition.turn.acquire()
             try:

@@ -198,7 +198,7 @@ class Pointer:
 def storage(tensor: torch.Tensor) -> torch.Tensor:
     """All elements that lie in a tensor's memory, as they lie."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.as_strided((elements,), (1,), 0)
+    return tensor.detach().as_strided((elements,), (1,), 0)
 
 
 def inside(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels import hopper_backward_tiles as tiling
 from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
 
 LSE2 = gl.constexpr(0)  # places in desc_rows
@@ -76,10 +77,14 @@ class Plan:
 
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
-        causal: query i sees keys 0 .. i + S_k - S_q.
-        tail: S_k is not a multiple of 128, and no diagonal cuts the keys beyond it off.
+        causal: the keys of a query end on a diagonal: query i sees none after i + S_k - S_q, or `right` more.
+        tail: S_k may be no multiple of 128, and no diagonal cuts the keys beyond it off.
 
-    The others are those of `configs_backward_hopper.HopperBackwardConfig`.
+    The others are those of `configs_backward_hopper.HopperBackwardConfig`, and
+
+        shifted: there is a `right` that is not 0.
+        left: query i sees no key before i + S_k - S_q - `left`.
+        packed: the sequences are packed.
     """
 
     d: int
@@ -89,6 +94,9 @@ class Plan:
     half_p: bool
     consumer_registers: int
     producer_registers: int
+    shifted: bool = False
+    left: bool = False
+    packed: bool = False
 
     def __post_init__(self):
         # The compiler wants its constants wrapped.
@@ -96,6 +104,8 @@ class Plan:
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
+    # Keys may be seen by no query.
+    sparse = property(lambda self: gl.constexpr(self.left.value or self.packed.value))
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
@@ -109,23 +119,10 @@ class Plan:
     p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.d_layout.value, 2)))
 
 
-class Work(NamedTuple):
-    """The problem and its division into tiles; see the kernel's arguments."""
-
-    S_q: gl.tensor
-    S_k: gl.tensor
-    H: gl.tensor
-    GROUP: gl.tensor
-    HEADS_KV: gl.tensor
-    SECTION: gl.tensor
-    num_m: gl.tensor
-    num_n: gl.tensor
-
-
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
+    k: gl.shared_memory_descriptor  # [2, 1, 1, 64, d], packed with one more 1, as the others
     v: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
@@ -136,21 +133,6 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def _locate(tile, work, plan: gl.constexpr):
-    """(batch * H_kv + key head, key block, first query block) of a tile: section of heads by section, so that
-    what they read and add to stays in L2, and within one the first keys, which most queries see, first."""
-    section = tile // (work.num_n * work.SECTION)
-    rest = tile % (work.num_n * work.SECTION)
-    heads = gl.minimum(work.SECTION, work.HEADS_KV - section * work.SECTION)
-    i_n = rest // heads
-    i_bkv = section * work.SECTION + rest % heads
-    m_start = 0
-    if plan.causal:
-        m_start = gl.maximum(i_n * plan.block_n + work.S_q - work.S_k, 0) // plan.block_m
-    return i_bkv, i_n, m_start
 
 
 # ---------------------------------------------------------------- barriers
@@ -208,46 +190,58 @@ def _await_ds(j, WG: gl.constexpr):
 
 @gluon.jit
 def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
-    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
-    i_b = i_bkv // (work.H // work.GROUP)
-    i_kv = i_bkv % (work.H // work.GROUP)
-    i_h = i_kv * work.GROUP
-    n = (work.num_m - m_start) * work.GROUP
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if plan.sparse:
+        if tile.m_start < tile.m_end:
+            _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan)
+    else:
+        _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan)
+
+
+@gluon.jit
+def _copy_keys(desc, tile, bar, buffers, work, plan: gl.constexpr):
+    """Of K or V, 64 rows into each buffer."""
+    parts: gl.constexpr = plan.block_n // 64
+    at = tiling.keys(tile, work, plan)
+    mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    for w in gl.static_range(parts):
+        tma.async_copy_global_to_shared(
+            desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers.index(w)
+        )
+
+
+@gluon.jit
+def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.constexpr):
+    at_q = tiling.queries(tile, work, plan)
+    n = (tile.m_end - tile.m_start) * work.GROUP
     q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
     do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
-    buffers: gl.constexpr = plan.block_n // 64
-    mbarrier.expect(mem.k_full, buffers * desc_k.block_type.nbytes)
-    for w in gl.static_range(buffers):
-        tma.async_copy_global_to_shared(
-            desc_k, [i_b, i_kv, i_n * plan.block_n + w * 64, 0], mem.k_full, mem.k.index(w)
-        )
-    m = m_start
+    _copy_keys(desc_k, tile, mem.k_full, mem.k, work, plan)
+    m = tile.m_start
+    g = 0
     for j in range(n):
         slot = _slot(j)
         bar = mem.q_full.index(slot)
         _acquire(Q_FREE, j)
         mbarrier.expect(bar, q_bytes)
-        tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m * plan.block_m, 0], bar, mem.q.index(slot))
+        place = tiling.coordinates(at_q, g, m * plan.block_m)
+        tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
         tma.async_copy_global_to_shared(
-            desc_rows, [LSE2, i_b * work.H + i_h, m * plan.block_m], bar, mem.lse.index(slot)
+            desc_rows, tiling.rows(tile, LSE2, g, m, work, plan), bar, mem.lse.index(slot)
         )
         if j == 0:
-            mbarrier.expect(mem.v_full, buffers * desc_v.block_type.nbytes)
-            for w in gl.static_range(buffers):
-                tma.async_copy_global_to_shared(
-                    desc_v, [i_b, i_kv, i_n * plan.block_n + w * 64, 0], mem.v_full, mem.v.index(w)
-                )
+            _copy_keys(desc_v, tile, mem.v_full, mem.v, work, plan)
         bar = mem.do_full.index(slot)
         _acquire(DO_FREE, j)
         mbarrier.expect(bar, do_bytes)
-        tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m * plan.block_m, 0], bar, mem.do.index(slot))
+        tma.async_copy_global_to_shared(desc_do, place, bar, mem.do.index(slot))
         tma.async_copy_global_to_shared(
-            desc_rows, [DELTA, i_b * work.H + i_h, m * plan.block_m], bar, mem.delta.index(slot)
+            desc_rows, tiling.rows(tile, DELTA, g, m, work, plan), bar, mem.delta.index(slot)
         )
         m += 1
-        if m == work.num_m:
-            m = m_start
-            i_h += 1
+        if m == tile.m_end:
+            m = tile.m_start
+            g += 1
 
 
 # ---------------------------------------------------------------- consumer
@@ -314,11 +308,11 @@ def _add_constraints(n):
 
 
 @gluon.jit
-def _before(block, m, m_start):
+def _before(block, m, m_start, gap):
     """The block of queries of the step before: the one before this, or the last of the head before."""
     # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
     # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
-    return block - 1 - gl.where(m == m_start, m_start, 0)
+    return block - 1 - gl.where(m == m_start, gap, 0)
 
 
 @gluon.jit
@@ -336,20 +330,6 @@ def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _mask(p, first, work, plan: gl.constexpr):
-    """P^T [64, BLOCK_M], 0 where a query does not see a key. `first`: key of the first row, less what the
-    first column sees last."""
-    o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))  # [64]
-    o_q = gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))  # [BLOCK_M]
-    if plan.causal:
-        # A thread has columns 8 i, 8 i + 1 plus one of 0, 2, 4, 6: taken to the left, the rest is constants.
-        seen = (o_k + first)[:, None] - (o_q & 6)[None, :] <= (o_q & ~6)[None, :]  # [64, BLOCK_M]
-    else:
-        seen = (o_k + first <= 0)[:, None]  # [64, 1]
-    return gl.where(seen, p, 0.0)
-
-
-@gluon.jit
 def _here(x):
     """x, of 16 bits; what is computed from it is computed after this, not as soon as x is there."""
     return gl.inline_asm_elementwise(
@@ -358,25 +338,43 @@ def _here(x):
 
 
 @gluon.jit
-def _store(desc, x, buffer, i_b, i_kv, row):
-    rows: gl.constexpr = buffer.shape[2]
-    columns: gl.constexpr = buffer.shape[3]
+def _store(desc, x, buffer, at, row):
+    rows: gl.constexpr = buffer.shape[-2]
+    columns: gl.constexpr = buffer.shape[-1]
     buffer.reshape([rows, columns]).store(x)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [i_b, i_kv, row, 0], buffer)
+    tma.async_copy_shared_to_global(desc, tiling.coordinates(at, 0, row), buffer)
 
 
 @gluon.jit
 def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
-    dtype: gl.constexpr = mem.k.dtype
-    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
-    i_b = i_bkv // (work.H // work.GROUP)
-    i_kv = i_bkv % (work.H // work.GROUP)
-    n = (work.num_m - m_start) * work.GROUP
-    row = i_n * 128 + WG * 64  # first key
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if plan.sparse:
+        if tile.m_start < tile.m_end:
+            _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
+        else:
+            zeros = gl.zeros([64, plan.d], mem.k.dtype, plan.d_layout)
+            at = tiling.keys(tile, work, plan)
+            _store(desc_dv, zeros, mem.v.index(WG), at, tile.start + WG * 64)
+            tma.async_copy_shared_to_global(
+                desc_dk, tiling.coordinates(at, 0, tile.start + WG * 64), mem.v.index(WG)
+            )
+            tma.store_wait(0)
+    else:
+        _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
 
-    block = (i_b * work.H + i_kv * work.GROUP) * work.num_m + m_start  # of queries, over all heads
-    m = m_start
+
+@gluon.jit
+def _visit(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
+):
+    """The queries that see the keys of this program."""
+    dtype: gl.constexpr = mem.k.dtype
+    n = (tile.m_end - tile.m_start) * work.GROUP
+    row = tile.start + WG * 64  # first key
+    block = tiling.first_sums(tile, work, plan)
+    gap = tiling.gap(tile, work, plan)
+    m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
@@ -394,13 +392,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         dp_token = _issue_scores(mem.v, do, j, WG, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-        if plan.causal:
-            first = row - work.S_k + work.S_q - m * plan.block_m
-            if first > -64:
-                p = _mask(p, first, work, plan)
-        elif plan.tail:
-            if row + 64 > work.S_k:
-                p = _mask(p, row + 1 - work.S_k, work, plan)
+        p = tiling.visible(p, row, m, tile, work, plan)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
@@ -422,39 +414,43 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
         _write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
-        _add_dq(dq_ptr, _before(block, m, m_start), dq, j > 0, WG, plan)
+        _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
         _release(Q_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
         block += 1
         m += 1
-        if m == work.num_m:
-            m = m_start
-            block += m_start
+        if m == tile.m_end:
+            m = tile.m_start
+            block += gap
 
     _await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, WG, plan)
-    _store(desc_dv, dv.to(dtype), mem.v.index(WG), i_b, i_kv, row)
+    at = tiling.keys(tile, work, plan)
+    _store(desc_dv, dv.to(dtype), mem.v.index(WG), at, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    _add_dq(dq_ptr, _before(block, m, m_start), dq, n > 0, WG, plan)
+    _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
     tma.store_wait(0)
-    _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), i_b, i_kv, row)
+    _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), at, row)
     tma.store_wait(0)
 
 
 # ---------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=["S_q", "S_k", "H", "GROUP", "HEADS_KV", "SECTION", "num_m", "num_n"])
+NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left rows".split()
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, S_q rounded up to 128), float32: LSE2, and delta
+    desc_rows,  # (2, B * H, S_q rounded up to 128), packed (2, H, rows), float32: LSE2, and delta
     dq_ptr,  # float32, see hopper_backward_passes
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
-    S_q, S_k,
+    S_q, S_k,  # of packed sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv
@@ -462,8 +458,12 @@ def attention_backward_hopper(
     num_m,  # query blocks of a head
     num_n,  # key blocks of a head
     plan: gl.constexpr,
+    right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
+    rows=None,  # of a head in desc_rows and in dq_ptr, of packed sequences
 ):
-    """dK, dV, and the sum of dQ / sm_scale over all key blocks; see the module docstring."""
+    """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
+    module docstring."""
     mem = Memory(
         _buffers(desc_k, 2),
         _buffers(desc_v, 2),
@@ -481,7 +481,9 @@ def attention_backward_hopper(
         _barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
-    work = Work(S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n)
+    work = tiling.Work(
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, rows
+    )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),

@@ -47,15 +47,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels import hopper_backward_tiles as tiling
 from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
 from attnlib.kernels.hopper_backward import (
     DO_FREE,
+    NUMBERS,
     Q_FREE,
     STAGES,
-    Work,
     _add_dq,
-    _locate,
-    _mask,
     _named_barrier,
     _parity,
     _produce,
@@ -80,10 +79,9 @@ class Plan:
 
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
-        causal: query i sees keys 0 .. i + S_k - S_q.
-        tail: S_k is not a multiple of 64, and no diagonal cuts the keys beyond it off.
+        tail: S_k may be no multiple of 64, and no diagonal cuts the keys beyond it off.
 
-    The others are those of `configs_backward_hopper.HopperBackwardConfig`.
+    The others are as in `hopper_backward.Plan`.
     """
 
     d: int
@@ -93,6 +91,9 @@ class Plan:
     consumer_registers: int
     dq_registers: int
     producer_registers: int
+    shifted: bool = False
+    left: bool = False
+    packed: bool = False
 
     def __post_init__(self):
         # The compiler wants its constants wrapped.
@@ -100,6 +101,8 @@ class Plan:
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
     block_n = gl.constexpr(64)  # keys of a program
+    # They may be seen by no query.
+    sparse = property(lambda self: gl.constexpr(self.left.value or self.packed.value))
 
     # dK, dV and dQ are formed by halves of their columns. ptxas refuses a product of 256 columns: it wants
     # its registers to be there before they are shared out anew (C7602).
@@ -116,7 +119,7 @@ class Plan:
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
+    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d], packed with one more 1, as the others
     v: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
@@ -156,24 +159,41 @@ def _zeros(plan: gl.constexpr):
 
 
 @gluon.jit
-def _store(desc, left, right, buffer, head, row, work, plan: gl.constexpr):
+def _store(desc, left, right, buffer, tile, work, plan: gl.constexpr):
     x = buffer.reshape([64, plan.d])
     x.slice(0, plan.dq_columns, 1).store(left)
     x.slice(plan.dq_columns, plan.dq_columns, 1).store(right)
     fence_async_shared()
-    heads = work.H // work.GROUP
-    tma.async_copy_shared_to_global(desc, [head // heads, head % heads, row, 0], buffer)
+    place = tiling.coordinates(tiling.keys(tile, work, plan), 0, tile.start)
+    tma.async_copy_shared_to_global(desc, place, buffer)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _store_zeros(desc, buffer, tile, work, plan: gl.constexpr):
+    """Of keys that no query sees."""
+    zeros = _zeros(plan).to(buffer.dtype)
+    _store(desc, zeros, zeros, buffer, tile, work, plan)
 
 
 @gluon.jit
 def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     """Warpgroup 0: P for warpgroup 1, and dV."""
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if plan.sparse:
+        if tile.m_start < tile.m_end:
+            _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
+        else:
+            _store_zeros(desc_dv, mem.do.index(0), tile, work, plan)
+    else:
+        _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
+
+
+@gluon.jit
+def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     dtype: gl.constexpr = mem.k.dtype
-    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
-    n = (work.num_m - m_start) * work.GROUP
-    row = i_n * 64  # first key
-    m = m_start
+    n = (tile.m_end - tile.m_start) * work.GROUP
+    m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
@@ -184,13 +204,7 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
         slot = _slot(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-        if plan.causal:
-            first = row - work.S_k + work.S_q - m * plan.block_m
-            if first > -64:
-                p = _mask(p, first, work, plan)
-        elif plan.tail:
-            if row + 64 > work.S_k:
-                p = _mask(p, row + 1 - work.S_k, work, plan)
+        p = tiling.visible(p, tile.start, m, tile, work, plan)
         p_half = p.to(dtype)  # [64, BLOCK_M]
         mem.p.index(slot).store(p_half)
         _named_barrier("arrive", P_FULL + slot, 256)
@@ -207,19 +221,30 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
         _release(DO_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
         m += 1
-        if m == work.num_m:
-            m = m_start
+        if m == tile.m_end:
+            m = tile.m_start
 
     _named_barrier("sync", END, 256)
-    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), i_bkv, row, work, plan)
+    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), tile, work, plan)
 
 
 @gluon.jit
 def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     """Warpgroup 1: dS for warpgroup 2, and dK."""
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if plan.sparse:
+        if tile.m_start < tile.m_end:
+            _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
+        else:
+            _store_zeros(desc_dk, mem.v.index(0), tile, work, plan)
+    else:
+        _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
+
+
+@gluon.jit
+def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     dtype: gl.constexpr = mem.k.dtype
-    i_bkv, i_n, m_start = _locate(gl.program_id(0), work, plan)
-    n = (work.num_m - m_start) * work.GROUP
+    n = (tile.m_end - tile.m_start) * work.GROUP
 
     mbarrier.wait(mem.v_full, 0)
     mbarrier.wait(mem.do_full.index(0), 0)
@@ -255,17 +280,26 @@ def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     # Nobody else reads V.
     dk_left = (dk_left * sm_scale).to(dtype)
     dk_right = (dk_right * sm_scale).to(dtype)
-    _store(desc_dk, dk_left, dk_right, mem.v.index(0), i_bkv, i_n * 64, work, plan)
+    _store(desc_dk, dk_left, dk_right, mem.v.index(0), tile, work, plan)
 
 
 @gluon.jit
 def _queries(dq_ptr, mem, work, plan: gl.constexpr):
     """Warpgroup 2: dQ."""
-    i_bkv, _, m_start = _locate(gl.program_id(0), work, plan)
-    n = (work.num_m - m_start) * work.GROUP
-    # Of queries, over all heads.
-    block = i_bkv * work.GROUP * work.num_m + m_start
-    m = m_start
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if plan.sparse:
+        if tile.m_start < tile.m_end:
+            _visit_for_queries(dq_ptr, mem, tile, work, plan)
+    else:
+        _visit_for_queries(dq_ptr, mem, tile, work, plan)
+
+
+@gluon.jit
+def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
+    n = (tile.m_end - tile.m_start) * work.GROUP
+    block = tiling.first_sums(tile, work, plan)
+    gap = tiling.gap(tile, work, plan)
+    m = tile.m_start
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = _slot(j)
@@ -282,23 +316,23 @@ def _queries(dq_ptr, mem, work, plan: gl.constexpr):
             _add_dq(dq_ptr, block, dq, _zero(j) == 0, half, plan)
         block += 1
         m += 1
-        if m == work.num_m:
-            m = m_start
-            block += m_start
+        if m == tile.m_end:
+            m = tile.m_start
+            block += gap
 
 
 # ---------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=["S_q", "S_k", "H", "GROUP", "HEADS_KV", "SECTION", "num_m", "num_n"])
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_backward_hopper_wide(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, S_q rounded up to 128), float32: LSE2, and delta
+    desc_rows,  # (2, B * H, S_q rounded up to 128), packed (2, H, rows), float32: LSE2, and delta
     dq_ptr,  # float32, see hopper_backward_passes
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
-    S_q, S_k,
+    S_q, S_k,  # of packed sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv
@@ -306,8 +340,12 @@ def attention_backward_hopper_wide(
     num_m,  # query blocks of a head
     num_n,  # key blocks of a head
     plan: gl.constexpr,
+    right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
+    rows=None,  # of a head in desc_rows and in dq_ptr, of packed sequences
 ):
-    """dK, dV, and the sum of dQ / sm_scale over all key blocks; see the module docstring."""
+    """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
+    module docstring."""
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     mem = Memory(
         _buffers(desc_k, 1),
@@ -324,7 +362,9 @@ def attention_backward_hopper_wide(
         _barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
-    work = Work(S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n)
+    work = tiling.Work(
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, rows
+    )  # fmt: skip
     gl.warp_specialize([
         (_values, (desc_dv, mem, qk_scale, work, plan)),
         (_keys, (desc_dk, mem, sm_scale, work, plan)),

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import re
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
@@ -25,9 +26,20 @@ from attnlib.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels import hopper_backward as kernels
 from attnlib.kernels import hopper_backward_passes
 
-KINDS = {"causal": (True, False), "dense": (False, False), "tail": (False, True)}
+KINDS = {
+    "causal": (True, False),
+    "dense": (False, False),
+    "tail": (False, True),
+    "window": (True, False, False, True),
+    "both sides": (True, True, True, True),
+    "packed": (True, False, False, False, True),
+    "packed dense": (False, True, False, False, True),
+    "packed window": (True, True, True, True, True),
+}
+"""What a plan calls causal, tail, shifted, left, packed."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-CASES = list(product((64, 128, 256), KINDS, DTYPES))
+WIDTHS = 64, 128, 256
+CASES = list(product(WIDTHS, KINDS, ["fp16"])) + list(product(WIDTHS, ["causal"], ["bf16"]))
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 128: [32, 32], 256: [8, 24, 24]}
@@ -39,17 +51,18 @@ EX2 = {64: [64, 64], 128: [32, 32], 256: [0, 0, 32]}
 ADDITIONS = {64: [8, 8], 128: [8, 8], 256: [0, 0, 32]}
 """Of 16 bytes, likewise."""
 SPILLS = {
-    (64, "causal"): 10, (64, "dense"): 6, (64, "tail"): 8,
-    (128, "causal"): 6, (128, "dense"): 0, (128, "tail"): 6,
-    (256, "causal"): 2, (256, "dense"): 0, (256, "tail"): 0,
-}  # fmt: skip
-"""32-bit words of a thread that may spill: addresses and counters; the registers are full of accumulators."""
-LOADS = {64: 8, 128: 6, 256: 1}
+    64: (10, 6, 8, 10, 12, 10, 8, 12),
+    128: (6, 0, 0, 12, 4, 6, 6, 2),
+    256: (2, 0, 0, 6, 6, 6, 8, 6),
+}
+"""32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
+accumulators."""
+LOADS = {64: 10, 128: 9, 256: 1}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
 @gluon.jit
-def _one_block(block, m, m_start):
+def _one_block(block, m, m_start, gap):
     return m_start
 
 
@@ -60,16 +73,23 @@ def compile_case(case: tuple[int, str, str], planted: bool = False) -> tuple[Sta
         kernels._before = _one_block
     width, kind, dtype = case
     config = hopper_backward_config(width)
-    plan, kernel = launch_hopper_backward.kernel_for(width, *KINDS[kind], config)
+    causal, tail, *asked = KINDS[kind]
+    packed = len(asked) == 3 and asked[2]
+    plan, kernel = launch_hopper_backward.kernel_for(width, causal, tail, config, *asked)
     types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
-    blocks = launch_hopper_backward.blocks(width, config)
+    blocks = launch_hopper_backward.blocks_of(width, config, packed)
     for tensor, block in zip(("q", "k", "v", "do", "dk", "dv", "rows"), blocks, strict=True):
         layout = launch_hopper_backward.shared_layout(gl, block, DTYPES[dtype])
         held = "fp32" if tensor == "rows" else dtype
         types[f"desc_{tensor}"] = f"tensordesc<{held}{block},{layout!r}>"
     names = kernel.arg_names
     signature = {name: types.get(name, "i32") for name in names} | {"plan": "constexpr"}
-    constants = {(names.index("plan"),): plan}
+    asked += [False] * (3 - len(asked))
+    for wanted, given in zip(asked, (("right",), ("left",), ("cu_q", "cu_k", "rows")), strict=True):
+        kinds = {name: "*i32" if name.startswith("cu") else "i32" for name in given}
+        signature |= kinds if wanted else dict.fromkeys(given, "constexpr")
+    constants = {(i,): None for i, name in enumerate(names) if signature[name] == "constexpr"}
+    constants[(names.index("plan"),)] = plan
     divisible = {(names.index("dq_ptr"),): [["tt.divisibility", 16]]}
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as log:
@@ -126,7 +146,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
-    assert stats.spills <= SPILLS[width, kind]
+    assert stats.spills <= SPILLS[width][list(KINDS).index(kind)]
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
     assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
@@ -155,19 +175,21 @@ def test_the_program_fits_its_registers(compiled) -> None:
     assert kept <= 4 * config.max_registers
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_conversion_of_dq(width: int, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "packed"), [("fp16", False), ("bf16", False), ("fp16", True)])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_conversion_of_dq(width: int, dtype: str, packed: bool) -> None:
     """16 bytes a load, and rows leave through TMA."""
     signature = {
         "desc_dq": f"tensordesc<{dtype}[1, 1, 64, {width}]>", "sums_ptr": "*fp32:16", "sm_scale": "fp32",
         "H": "i32", "num_m": "i32", "tiles": "i32",
     }  # fmt: skip
-    job = Job(
-        hopper_backward_passes.__file__, "attention_backward_dq", signature, {"BLOCK_D": width}, width // 16
-    )
+    constants = {"BLOCK_D": width, "cu_q": None}
+    if packed:
+        signature |= {"desc_dq": f"tensordesc<{dtype}[1, 1, 1, 64, {width}]>", "cu_q": "*i32"}
+        del constants["cu_q"]
+    job = Job(hopper_backward_passes.__file__, "attention_backward_dq", signature, constants, width // 16)
     (stats,) = inspect_sm90.compile_all([job])
-    loads = [text for text in stats.listing if "LDG" in text]
-    assert len(loads) == 8 and all("LDG.E.128" in text for text in loads)
+    loads = Counter("LDG.E.128" in text for text in stats.listing if "LDG" in text)
+    assert loads == ({True: 8, False: 2} if packed else {True: 8}), "and two offsets of sequences"
     assert stats.opcodes["UTMASTG"] == 1 and not stats.opcodes.get("STG")
     assert stats.spills == 0 and stats.ctas_per_sm * width // 16 >= 48, "warps to hide the latency of memory"

@@ -1,0 +1,54 @@
+"""Any call that the Hopper kernels take, forward and backward through autograd, in the emulator."""
+
+from __future__ import annotations
+
+from cases import INTERPRETER_REMARKS
+from draws import Draw, check
+from emulated import on_the_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = INTERPRETER_REMARKS
+
+bounds = st.one_of(st.just(-1), st.integers(0, 150))
+
+
+def draws(packed: bool) -> st.SearchStrategy[Draw]:
+    if packed:
+        one = st.tuples(st.integers(0, 140), st.integers(0, 140))
+        lengths = st.lists(one, min_size=1, max_size=3).map(tuple)
+        lengths = lengths.filter(lambda found: all(map(any, zip(*found, strict=True))))
+    else:
+        lengths = st.tuples(st.tuples(st.integers(1, 270), st.integers(1, 270)))
+    return st.builds(
+        Draw,
+        lengths=lengths,
+        packed=st.just(packed),
+        batch=st.just(1),
+        kv_heads=st.integers(1, 2),
+        group=st.integers(1, 2),
+        head_dim=st.sampled_from([64, 128, 256, 64, 128, 40, 120, 200]),
+        dtype=st.sampled_from(["float16", "bfloat16"]),
+        causal=st.booleans(),
+        window=st.one_of(st.none(), st.tuples(bounds, bounds)),
+        sm_scale=st.sampled_from([None, None, -0.2, 0.3, 0.0]),
+        layouts=st.tuples(*[st.integers(0, 2)] * 3, st.integers(0, 6)),  # dO may lie as it likes
+        seed=st.integers(0, 2**20),
+    )
+
+
+orders = st.sampled_from(["random", "random", "late", "eager"])
+
+
+@settings(max_examples=16)
+@given(draw=draws(packed=False), order=orders, seed=st.integers(0, 1000))
+def test_any_call(draw, order, seed):
+    with on_the_cpu(order, seed):
+        check(draw, "cpu", "hopper")
+
+
+@settings(max_examples=16)
+@given(draw=draws(packed=True), order=orders, seed=st.integers(0, 1000))
+def test_any_packed_sequences(draw, order, seed):
+    with on_the_cpu(order, seed):
+        check(draw, "cpu", "hopper")
