@@ -107,6 +107,23 @@ def test_backward_calls(name: str) -> None:
     check_backward(BACKWARD[name], "random", seed=1)
 
 
+# ---------------------------------------------------------------- what nobody waits for
+
+
+@pytest.mark.parametrize("name", ["no LSE", "many tiles", "packed", "window"])
+def test_forward_leaves_releases_and_the_first_values(name: str) -> None:
+    """A sanitizer may ask for phases that complete and are not waited for: the last releases and, where values
+    have barriers of their own, the values that the first slot does not have."""
+    for report in check_forward(FORWARD[name], "late").reports:
+        full = {(barrier, phase) for _, barrier, phase in report.unwaited if "_free" not in barrier}
+        assert full == (set() if name in ("many tiles", "packed") else {("v_full[0]", 0)})
+
+
+@pytest.mark.parametrize("name", ["grouped heads, batches", "packed", "window, 256 columns"])
+def test_backward_waits_for_every_phase(name: str) -> None:
+    assert all(report.unwaited == () for report in check_backward(BACKWARD[name], "late").reports)
+
+
 # ---------------------------------------------------------------- many orders
 
 # More blocks than there are slots, or steps than there are buffers, in two tiles or heads.
