@@ -83,32 +83,41 @@ def test_a_vote_is_of_the_16_rows_of_a_warp(row: int) -> None:
     assert y.nonzero().ravel().tolist() == list(range(row // 16 * 16, row // 16 * 16 + 16))
 
 
+@gluon.constexpr_function
+def addition(bits):
+    """Threads are 2**bits bytes apart, 16 or more."""
+    return f"""{{ .reg .pred q; .reg .b32 t; .reg .b64 a; setp.eq.b32 q, $9, 0; @q bra DONE;
+        mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, {bits}; cvt.u64.u32 a, t; add.s64 a, a, $5;
+        red.global.add.v4.f32 [a + 2048], {{$1, $2, $3, $4}}; DONE: mov.b32 $0, 0; }}"""
+
+
 @gluon.jit
-def add(x_ptr, place, wanted):
+def add(x_ptr, place, wanted, BITS: gl.constexpr):
     rows, columns = gl.arange(0, 64)[:, None], gl.arange(0, 8)[None, :]
     tile = (rows * 8 + columns).to(gl.float32)
-    asm: gl.constexpr = """{ .reg .pred q; .reg .b32 t; .reg .b64 a; setp.eq.b32 q, $9, 0; @q bra DONE;
-        mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t; add.s64 a, a, $5;
-        red.global.add.v4.f32 [a + 2048], {$1, $2, $3, $4}; DONE: mov.b32 $0, 0; }"""
+    asm: gl.constexpr = addition(BITS)
     address = (x_ptr + place).to(gl.int64)
     form: gl.constexpr = "=r,f,f,f,f,l,l,l,l,r,r,r,r"
     gl.inline_asm_elementwise(asm, form, [tile, address, wanted], dtype=gl.int8, is_pure=False, pack=4)
 
 
-def test_additions_of_vectors() -> None:
+@pytest.mark.parametrize("apart", [4, 8])
+def test_additions_of_vectors(apart: int) -> None:
     """[64, 8] as an accumulator of wgmma lies in registers, 2048 bytes further on."""
-    x = torch.zeros(1200)
-    run(add, (1,), x, 4, 0)
+    x, bits, n = torch.zeros(600 + 128 * apart), apart.bit_length() + 1, 128 * apart
+    run(add, (1,), x, 4, 0, bits)
     assert not x.any()
-    run(add, (1,), x, 4, 1)
-    run(add, (1,), x, 4, 1)
-    found = x[4 + 512 : 4 + 1024].view(128, 4)
+    run(add, (1,), x, 4, 1, bits)
+    run(add, (1,), x, 4, 1, bits)
+    found = x[4 + 512 : 4 + 512 + n].view(128, apart)
+    assert not found[:, 4:].any()
+    found = found[:, :4]
     for thread in (0, 5, 37, 127):
         row, column = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
         own = [row * 8 + column, row * 8 + column + 1, (row + 8) * 8 + column, (row + 8) * 8 + column + 1]
         assert found[thread].tolist() == [2.0 * value for value in own]
-    assert not x[: 4 + 512].any() and not x[4 + 1024 :].any()
+    assert not x[: 4 + 512].any() and not x[4 + 512 + n :].any()
     with pytest.raises(IndexError, match="address outside"):
-        run(add, (1,), x, 256, 1)
+        run(add, (1,), x, 256, 1, bits)
     with pytest.raises(IndexError, match="not a multiple of its size"):
-        run(add, (1,), x, 1, 1)
+        run(add, (1,), x, 1, 1, bits)

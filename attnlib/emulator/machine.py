@@ -37,6 +37,12 @@ class _Stopped(BaseException):
 SPEEDS = 0.02, 0.3, 1.0  # of what competes, in a random order
 
 
+def _locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Work:
     """A product or a copy, done at some time. A product and a copy out read until they are waited for."""
 
@@ -62,7 +68,7 @@ class Partition:
         self.ready: Callable[[], bool] | None = None  # None: it waits for nothing
         self.waits_for: Callable[[], str] = str
         self.done = False
-        self.turn = threading.Semaphore(0)
+        self.turn = _locked()  # released when it is
         self.speed = 1.0
         self.products: deque[Work] = deque()  # not waited for, in the order in which they are formed
         self.stores: deque[Work] = deque()  # copies out, not waited for
@@ -140,7 +146,7 @@ class Machine:
         self.partitions: list[Partition] = []
         self._threads: list[threading.Thread] = []
         self._failure: BaseException | None = None
-        self._over = threading.Semaphore(0)
+        self._over = _locked()
         self._rate = rng.choice(SPEEDS)  # of copies and products
 
     # ------------------------------------------------------------ from outside

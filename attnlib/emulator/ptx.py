@@ -13,10 +13,9 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from attnlib.emulator.machine import Partition
-from attnlib.emulator.values import Pointer, inside
+from attnlib.emulator.values import Pointer, check_inside
 
 ADDRESS = re.compile(r"\[(\S+)(?: \+ (\d+))?\]")
 
@@ -165,10 +164,15 @@ class _Address:
         offset, size = self.offset + constant, self.memory.element_size()
         if ((self.start * size + offset) % (size * values.shape[1])).any():
             raise IndexError("a vector addition at an address that is not a multiple of its size")
-        places = self.start + offset[:, None] // size + np.arange(values.shape[1])
-        places = places[active]
-        inside(self.memory, torch.from_numpy(places))
-        np.add.at(self.memory.numpy(), places.ravel(), values[active].ravel().astype(np.float32))
+        first, n = self.start + offset[active] // size, values.shape[1]
+        values = values[active].astype(np.float32)
+        if not len(first):
+            return
+        check_inside(self.memory, int(first.min()), int(first.max()) + n - 1)
+        if (first == first[0] + n * np.arange(len(first))).all():  # threads follow each other
+            self.memory.numpy()[first[0] : first[0] + values.size] += values.ravel()
+        else:
+            np.add.at(self.memory.numpy(), (first[:, None] + np.arange(n)).ravel(), values.ravel())
 
 
 # ---------------------------------------------------------------- which thread has which element
