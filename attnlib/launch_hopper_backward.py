@@ -20,7 +20,6 @@ from attnlib.launch import (
     PREPARED,
     Lengths,
     clipped,
-    describable,
     dimensions,
     lengths_of,
     readable,
@@ -45,19 +44,12 @@ def unproven(band: Band, packed: Packed | None) -> str | None:
     )
 
 
-def unsupported(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    deterministic: bool = False,
-) -> str | None:
+def unsupported(q: torch.Tensor, deterministic: bool = False) -> str | None:
     """What the kernel needs and a call with valid arguments does not have; None if it has all.
 
     Layouts that TMA can't read are no reason: `backward` copies them.
     """
-    # Of shape and dtype, but contiguous: what the forward's kernel says of anything but layouts.
-    stand_in = q if describable(q) else q.new_empty(1, 1, 1, q.shape[-1])
-    lacks = launch_hopper.unsupported(stand_in, stand_in, stand_in)
+    lacks = launch_hopper.unsupported_here(q)
     if lacks is not None:
         return lacks
     if q.shape[-1] > MAX_HEAD_DIM:

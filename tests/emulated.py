@@ -28,7 +28,7 @@ def on_the_cpu(order: str = "random", seed: int = 0, sms: int = 2) -> Iterator[l
         for name, module in KERNELS.items():
             kernels.append(Emulated(getattr(module, name), order, seed))
             patch.setattr(module, name, kernels[-1])
-        patch.setattr(launch_hopper, "unsupported", lambda q, k, v: None)
+        patch.setattr(launch_hopper, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(launch_hopper, "_num_sms", lambda device: sms)
         patch.setattr(launch_hopper, "_counter", lambda device: counter)
