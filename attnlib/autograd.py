@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from attnlib.arguments import Implementation
 from attnlib.band import Band, Packed
 
 
-@dataclass(frozen=True)
-class How:
+class How(NamedTuple):
     """What a call asks for besides its tensors. max_seqlens: None unless sequences are packed."""
 
     band: Band
@@ -25,7 +24,18 @@ class How:
         return None if self.max_seqlens is None else Packed(cu_seqlens_q, cu_seqlens_k, *self.max_seqlens)
 
 
-class Attention(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """Whose `apply` takes arguments in order, all of them: then nobody has to inspect the signature of
+    `forward` at each call, which takes longer than everything else that autograd does."""
+
+    @classmethod
+    def apply(cls, *args):
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*torch._functorch.utils.unwrap_dead_wrappers(args))
+
+
+class Attention(_Function):
     """(out, LSE) of q, k, v. The LSE is a statistic: no gradient flows through it."""
 
     @staticmethod
@@ -60,7 +70,7 @@ class Attention(torch.autograd.Function):
         return _unfolded(size, Attention.apply(q, k, v, None, None, how)), (0, 0)
 
 
-class AttentionGradient(torch.autograd.Function):
+class AttentionGradient(_Function):
     """(dq, dk, dv)."""
 
     @staticmethod

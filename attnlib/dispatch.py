@@ -20,7 +20,7 @@ def forward(
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out, like q; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
-    kernel, _ = choose(q, k, v, impl, packed)
+    kernel, _ = choose(q, k, v, impl)
     if band.left is not None or band.right:
         band = tight(band, q, k, packed)
     if nothing_to_do(q, k):  # no row, or none with anything to attend to
@@ -96,18 +96,22 @@ def choose(
     k: torch.Tensor,
     v: torch.Tensor,
     impl: Implementation | None,
-    packed: Packed | None = None,
 ) -> tuple[Implementation, str]:
     """(what runs a call with valid arguments, why). ValueError if that is asked for and can't."""
+    if impl not in (None, "hopper"):
+        return _without_hopper(q, impl, None)
+    lacks = launch_hopper.unsupported(q, k, v)
+    if lacks is None:
+        return "hopper", _HOPPER_FITS if impl is None else "asked for"
+    if impl == "hopper":
+        raise ValueError(f"impl: 'hopper' {lacks}")
+    return _without_hopper(q, impl, lacks)
+
+
+def _without_hopper(q, impl: Implementation | None, lacks: str | None) -> tuple[Implementation, str]:
+    """The choice where the Hopper kernels are not asked for, or lack something."""
     if impl == "reference":
         return impl, "asked for"
-    lacks = None
-    if impl != "triton":
-        lacks = launch_hopper.unsupported(q, k, v)
-        if lacks is None:
-            return "hopper", _HOPPER_FITS if impl is None else "asked for"
-        if impl == "hopper":
-            raise ValueError(f"impl: 'hopper' {lacks}")
     if q.is_cuda or launch.interpreted():
         return "triton", "asked for" if impl == "triton" else f"hopper {lacks}"
     if impl == "triton":
@@ -125,16 +129,16 @@ def choose_backward(
     deterministic: bool = False,
 ) -> tuple[Implementation, str]:
     """The same for the backward pass of such a call."""
-    kernel, reason = choose(q, k, v, impl, packed)
-    if kernel == "hopper":
-        lacks = launch_hopper_backward.unsupported(q, k, v, deterministic)
-        if lacks is not None and impl == "hopper":
-            raise ValueError(f"impl: 'hopper' {lacks}; leave impl out, or call it without grad")
-        if impl is None:
-            lacks = lacks or launch_hopper_backward.unproven(band, packed)
+    if impl not in (None, "hopper"):
+        return _without_hopper(q, impl, None)
+    lacks = launch_hopper_backward.unsupported(q, deterministic)
+    if impl == "hopper":
+        choose(q, k, v, impl)  # which the forward can't run either
         if lacks is not None:
-            return "triton", f"hopper {lacks}"
-    return kernel, reason
+            raise ValueError(f"impl: 'hopper' {lacks}; leave impl out, or call it without grad")
+        return impl, "asked for"
+    lacks = lacks or launch_hopper_backward.unproven(band, packed)
+    return ("hopper", _HOPPER_FITS) if lacks is None else _without_hopper(q, impl, lacks)
 
 
 _HOPPER_FITS = "compute capability 9.x, a half precision, layouts that TMA can read"

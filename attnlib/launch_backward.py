@@ -62,17 +62,78 @@ def backward(
     if q.is_cuda and device != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(device):
             return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
-    d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
-    dq, dk, dv = (_like(x) for x in (q, k, v))
-    lengths = None if packed is None else lengths_of(packed)
-    call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, lengths, config)
+    call = _prepare(
+        q.shape, k.shape, d_out.stride(), q.stride(), k.stride(), v.stride(), out.stride(), q.dtype, device,
+        band, sm_scale, packed and lengths_of(packed), config,
+    )  # fmt: skip
+    if call.layouts is None or misaligned(d_out, q, k, v, out):
+        d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
+        return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
+    at = call.layouts
+    dq, dk, dv = gradients(q, k, v, at)
     cu = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    _launch(call.rows_launch, device, (out, d_out), (lse, rows, cu[0]))
+    run(call.rows_launch, device, (out, d_out), (at.out, at.d_out), (lse, rows, cu[0]))
+    windows = at.q, at.d_out, at.k, at.v, at.dk, at.dv, call.rows_window
     for keys in call.keys_launches:
-        _launch(keys, device, (q, d_out, k, v, dk, dv, rows), cu)
-    _launch(call.queries_launch, device, (q, d_out, dq, k, v, rows), cu)
+        run(keys, device, (q, d_out, k, v, dk, dv, rows), windows, cu)
+    windows = at.q, at.d_out, at.dq, at.k, at.v, call.rows_window
+    run(call.queries_launch, device, (q, d_out, dq, k, v, rows), windows, cu)
     return dq, dk, dv
+
+
+class Layouts(NamedTuple):
+    """(shape, strides) of each tensor as descriptors take them; and the strides of dq, dk and dv."""
+
+    d_out: tuple
+    q: tuple
+    k: tuple
+    v: tuple
+    out: tuple
+    dq: tuple
+    dk: tuple
+    dv: tuple
+    strides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def layouts(
+    q_shape, k_shape, d_out_strides, q_strides, k_strides, v_strides, out_strides, dtype, packed: bool
+) -> Layouts | None:
+    """Layouts of a call; None if a descriptor can't express one of its inputs. Gradients are laid out like
+    the inputs, as `torch.empty_like` does it, where a descriptor can express that, else contiguously."""
+    given = (
+        (q_shape, d_out_strides), (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides),
+        (q_shape, out_strides),
+    )  # fmt: skip
+    if any(legal(shape, strides, dtype) is None for shape, strides in given):
+        return None
+    strides = tuple(_like(shape, strides, dtype) for shape, strides in given[1:4])
+    made = zip((q_shape, k_shape, k_shape), strides, strict=True)
+    windows = ((tuple(shape), legal(shape, strides, dtype)) for shape, strides in (*given, *made))
+    return Layouts(*(ragged(*window) if packed else window for window in windows), strides)
+
+
+def _like(shape, strides, dtype) -> tuple[int, ...]:
+    like = torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    if legal(shape, like.stride(), dtype) is None:
+        like = torch.empty(shape, dtype=dtype, device="meta")
+    return like.stride()
+
+
+def misaligned(*tensors: torch.Tensor) -> bool:
+    """Whether one of them is at an address that a descriptor can't have."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return bool(addresses % 16)
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: Layouts) -> tuple[torch.Tensor, ...]:
+    """Memory for dq, dk and dv."""
+    return tuple(
+        torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+        for x, strides in zip((q, k, v), at.strides, strict=True)
+    )
 
 
 class Launch(NamedTuple):
@@ -90,9 +151,14 @@ class Launch(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What calls share that differ in nothing but addresses. rows_shape: of the memory for lse2 and delta."""
+    """What calls share that differ in nothing but addresses.
 
+    layouts: None if an input has to be copied; rows_shape, rows_window: of the memory for lse2 and delta.
+    """
+
+    layouts: Layouts | None
     rows_shape: tuple[int, int, int]
+    rows_window: tuple
     rows_launch: Launch
     keys_launches: tuple[Launch, ...]
     queries_launch: Launch
@@ -100,15 +166,17 @@ class Call(NamedTuple):
 
 @lru_cache(PREPARED)
 def _prepare(
-    q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, lengths: Lengths | None, config
-) -> Call:
+    q_shape, k_shape, d_out_strides, q_strides, k_strides, v_strides, out_strides, dtype, device: int,
+    band: Band, sm_scale: float, lengths: Lengths | None, config,
+) -> Call:  # fmt: skip
     B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
     D, packed = q_shape[-1], lengths is not None
     if config is None:
         arch = None if interpreted() else capability(device)
         config = backward_config(D, str(dtype).removeprefix("torch."), arch)
     width = block_d(D)
-    rows, rows_shape = rows_launch(q_shape, dtype, device, lengths)
+    rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths)
+    strides = d_out_strides, q_strides, k_strides, v_strides, out_strides
     precision = "ieee" if dtype == torch.float32 else "tf32"
     if max(rows.grid[0], rows_shape[2], B * H_kv * S_k // 16, S_k) >= LIMIT:
         raise ValueError(
@@ -157,13 +225,14 @@ def _prepare(
         "attention_backward_queries", tile, -(-S_q // tile.block_m), H, tiles(tile, "mmmnnr"),
         (*scales, S_q, S_k, H, *bounds), has_bounds, (tail,),
     )  # fmt: skip
-    return Call(rows_shape, rows, tuple(both), queries)
+    found = layouts(q_shape, k_shape, *strides, dtype, packed)
+    return Call(found, rows_shape, rows_window, rows, tuple(both), queries)
 
 
 def rows_launch(
     q_shape, dtype, device: int, lengths: Lengths | None
-) -> tuple[Launch, tuple[int, int, int]]:
-    """The launch that computes lse2 and delta, and the shape of the memory for them."""
+) -> tuple[Launch, tuple[int, int, int], tuple]:
+    """The launch that computes lse2 and delta, the shape of the memory for them, and its window."""
     B, H, _, S_q, _ = dimensions(q_shape, q_shape, lengths)
     packed, tiles = lengths is not None, -(-S_q // PADDING)
     shape = (2, H, (q_shape[0] // PADDING + B) * PADDING) if packed else (2, B * H, tiles * PADDING)
@@ -173,35 +242,13 @@ def rows_launch(
         (block, block), (S_q, q_shape[0] if packed else None, H, B, shape[2]), (ROWS, block[-1]),
         (("num_warps", 4),),
     )  # fmt: skip
-    return launch, shape
+    return launch, shape, (shape, (shape[1] * shape[2], shape[2], 1))
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for the gradient of `tensor`: laid out like it where a descriptor can express that."""
-    strides = _like_strides(tensor.shape, tensor.stride(), tensor.dtype)
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-
-
-@lru_cache(PREPARED)
-def _like_strides(shape, strides, dtype) -> tuple[int, ...]:
-    like = torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-    if legal(shape, like.stride(), dtype) is None:
-        like = torch.empty(shape, dtype=dtype, device="meta")
-    return like.stride()
-
-
-@lru_cache(PREPARED)
-def _window(shape, strides, dtype, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a descriptor; one of rank 5 is for packed sequences."""
-    strides = legal(shape, strides, dtype)
-    return ragged(shape, strides) if rank == 5 else (tuple(shape), strides)
-
-
-def _launch(launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], pointers: tuple) -> None:
-    windows = tuple(
-        _window(x.shape, x.stride(), x.dtype, len(block))
-        for x, block in zip(tensors, launch.blocks, strict=True)
-    )
+def run(
+    launch: Launch, device: int, tensors: tuple[torch.Tensor, ...], windows: tuple, pointers: tuple
+) -> None:
+    """windows: (shape, strides) of each of `tensors`, for their descriptors."""
     kind = (launch.kernel, device, launch.dtype, launch.packed, launch.constants, launch.options)
     rest = (*pointers, *launch.scalars, *launch.constants)
     launcher = _compiled.get(kind)

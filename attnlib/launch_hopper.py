@@ -38,6 +38,21 @@ _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """What the Hopper kernel needs and a call with valid arguments does not have; None if it has all."""
+    lacks = unsupported_here(q)
+    if lacks is not None:
+        return lacks
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not describable(tensor):
+            return (
+                f"needs layouts that TMA can read (last dimension contiguous, the address and other strides "
+                f"positive multiples of 16 bytes); {name} has strides {tuple(tensor.stride())} and "
+                f"address {tensor.data_ptr() % 16} mod 16"
+            )
+    return None
+
+
+def unsupported_here(q: torch.Tensor) -> str | None:
+    """The same for what does not depend on layouts: where `q` is, and of what dtype."""
     if not q.is_cuda:
         return f"needs CUDA tensors; q is on {q.device}"
     if interpreted():
@@ -47,13 +62,6 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
         return f"needs a GPU of compute capability 9.x; {q.device} has {major}.{minor}"
     if q.dtype not in _HALF:
         return f"needs float16 or bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not describable(tensor):
-            return (
-                f"needs layouts that TMA can read (last dimension contiguous, the address and other strides "
-                f"positive multiples of 16 bytes); {name} has strides {tuple(tensor.stride())} and "
-                f"address {tensor.data_ptr() % 16} mod 16"
-            )
     return _gluon_amiss()
 
 

@@ -20,12 +20,11 @@ from attnlib.launch import (
     PREPARED,
     Lengths,
     clipped,
-    describable,
     dimensions,
     lengths_of,
     readable,
 )
-from attnlib.launch_backward import Launch, _launch, _like, _window, rows_launch
+from attnlib.launch_backward import Launch, Layouts, gradients, layouts, misaligned, rows_launch, run
 from attnlib.launcher import Launcher
 
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -36,28 +35,21 @@ the launcher of what makes dQ of its sums."""
 
 
 def unproven(band: Band, packed: Packed | None) -> str | None:
-    """Why a call that the kernel supports should run elsewhere unless it is asked for; None if it need not."""
+    """Why a call that the kernel can run runs elsewhere unless it is asked for; None if it does not."""
     if packed is None and band.left is None and band.right in (None, 0):
         return None
     return (
-        "takes gradients of windows and packed sequences only if impl='hopper' asks for it: these were run in "
-        "the emulator, not yet on a GPU"
+        "takes gradients of windows and packed sequences only if impl='hopper' asks for it: these were run "
+        "in the emulator, not yet on a GPU"
     )
 
 
-def unsupported(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    deterministic: bool = False,
-) -> str | None:
+def unsupported(q: torch.Tensor, deterministic: bool = False) -> str | None:
     """What the kernel needs and a call with valid arguments does not have; None if it has all.
 
     Layouts that TMA can't read are no reason: `backward` copies them.
     """
-    # Of shape and dtype, but contiguous: what the forward's kernel says of anything but layouts.
-    stand_in = q if describable(q) else q.new_empty(1, 1, 1, q.shape[-1])
-    lacks = launch_hopper.unsupported(stand_in, stand_in, stand_in)
+    lacks = launch_hopper.unsupported_here(q)
     if lacks is not None:
         return lacks
     if q.shape[-1] > MAX_HEAD_DIM:
@@ -91,18 +83,21 @@ def backward(
     if device != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(device):
             return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
-    d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
-    dq, dk, dv = (_like(x) for x in (q, k, v))
-    lengths = None if packed is None else lengths_of(packed)
-    call = _prepare(q.shape, k.shape, q.dtype, device, band, sm_scale, lengths, config)
+    call = _prepare(
+        q.shape, k.shape, d_out.stride(), q.stride(), k.stride(), v.stride(), out.stride(), q.dtype, device,
+        band, sm_scale, packed and lengths_of(packed), config,
+    )  # fmt: skip
+    if call.layouts is None or misaligned(d_out, q, k, v, out):
+        d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
+        return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
+    at = call.layouts
+    dq, dk, dv = gradients(q, k, v, at)
     cu = (None, None) if packed is None else packed[:2]
     rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    _launch(call.rows_launch, device, (out, d_out), (lse, rows, cu[0]))
+    run(call.rows_launch, device, (out, d_out), (at.out, at.d_out), (lse, rows, cu[0]))
     sums = torch.zeros(call.sums, dtype=torch.float32, device=q.device)
     tensors = q, k, v, d_out, dk, dv, rows
-    windows = tuple(
-        _window(x.shape, x.stride(), x.dtype, rank) for x, rank in zip(tensors, call.ranks, strict=True)
-    )
+    windows = at.q, at.k, at.v, at.d_out, at.dk, at.dv, call.rows_window
     last = *call.bounds, *cu, call.pitch
     found = _compiled.get(call.kind)
     if found is None:
@@ -121,8 +116,9 @@ class Call(NamedTuple):
 
     kind: what the compiled code depends on; scalars, bounds: the kernel's arguments before and after its
     plan, up to those of packed sequences; pitch: rows of a head in the memory for lse2 and delta, where
-    sequences are packed; ranks: of the descriptors; rows_shape: of the memory for lse2 and delta; sums:
-    elements of the buffer for dQ; conversion: the grid of what makes dQ of it, and its scalars.
+    sequences are packed; layouts: None if an input has to be copied; rows_shape, rows_window: of the memory
+    for lse2 and delta; sums: elements of the buffer for dQ; conversion: the grid of what makes dQ of it, and
+    its scalars.
     """
 
     kind: tuple
@@ -130,8 +126,9 @@ class Call(NamedTuple):
     scalars: tuple
     bounds: tuple
     pitch: int | None
-    ranks: tuple[int, ...]
+    layouts: Layouts | None
     rows_shape: tuple[int, int, int]
+    rows_window: tuple
     rows_launch: Launch
     sums: int
     conversion: tuple[tuple[int, int, int], tuple]
@@ -139,14 +136,16 @@ class Call(NamedTuple):
 
 @lru_cache(PREPARED)
 def _prepare(
-    q_shape, k_shape, dtype, device: int, band: Band, sm_scale: float, lengths: Lengths | None, config
-) -> Call:
+    q_shape, k_shape, d_out_strides, q_strides, k_strides, v_strides, out_strides, dtype, device: int,
+    band: Band, sm_scale: float, lengths: Lengths | None, config,
+) -> Call:  # fmt: skip
     B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
     D, packed = q_shape[-1], lengths is not None
     if config is None:
         config = hopper_backward_config(D)
     width = max(64, block_d(D))
-    rows, rows_shape = rows_launch(q_shape, dtype, device, lengths)
+    rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths)
+    strides = d_out_strides, q_strides, k_strides, v_strides, out_strides
     num_m, num_n = -(-S_q // config.block_m), -(-S_k // config.block_n)
     programs = num_n * B * H_kv
     blocks = rows_shape[2] // 64 if packed else num_m * config.block_m // 64  # of 64 rows, of a head
@@ -165,10 +164,10 @@ def _prepare(
     )  # fmt: skip
     tiles = -(-S_q // 64)
     conversion = (tiles * B * H, 1, 1), (sm_scale, H, blocks, tiles)
-    ranks = tuple(len(block) for block in blocks_of(width, config, packed))
+    found = layouts(q_shape, k_shape, *strides, dtype, packed)
     return Call(
-        kind, programs, scalars, (right or None, left), rows_shape[2] if packed else None, ranks, rows_shape,
-        rows, heads * blocks * 64 * width, conversion,
+        kind, programs, scalars, (right or None, left), rows_shape[2] if packed else None, found, rows_shape,
+        rows_window, rows, heads * blocks * 64 * width, conversion,
     )  # fmt: skip
 
 
@@ -226,10 +225,8 @@ def _convert(sums: torch.Tensor, dq: torch.Tensor, cu_q: torch.Tensor | None, ca
     """dq from its sums."""
     device, dtype, width = call.kind[:3]
     grid, scalars = call.conversion
-    rank = call.ranks[0]
-    arguments = (sums, cu_q, *scalars, width)
-    window = _window(dq.shape, dq.stride(), dq.dtype, rank)
-    kind = device, dtype, width, rank
+    arguments, window = (sums, cu_q, *scalars, width), call.layouts.dq
+    kind = device, dtype, width, len(window[0])
     launcher = _compiled.get(kind)
     if launcher is not None:
         launcher.launch(grid, device, (dq,), (window,), arguments)
@@ -239,7 +236,7 @@ def _convert(sums: torch.Tensor, dq: torch.Tensor, cu_q: torch.Tensor | None, ca
     from attnlib.kernels.hopper_backward_passes import attention_backward_dq
 
     shape, strides = (list(part) for part in window)
-    descriptor = TensorDescriptor(dq, shape, strides, [1] * (rank - 2) + [64, width])
+    descriptor = TensorDescriptor(dq, shape, strides, [1] * (len(shape) - 2) + [64, width])
     # 32 sums a thread, eight loads of 16 bytes.
     compiled = attention_backward_dq[grid](descriptor, *arguments, num_warps=width // 16)
     if compiled is not None:  # the interpreter compiles nothing

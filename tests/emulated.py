@@ -69,7 +69,7 @@ def on_the_cpu(
             kernel = getattr((mutants or KERNELS).get(name, module), name)
             kernels[name] = Recorded(kernel, order, seed, sms)
             patch.setattr(module, name, kernels[name])
-        patch.setattr(launch_hopper, "unsupported", lambda q, k, v: None)
+        patch.setattr(launch_hopper, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(launch_hopper, "_num_sms", lambda device: sms)
         patch.setattr(launch_hopper, "_counter", lambda device: counter)

@@ -1,4 +1,4 @@
-"""Any call that the Hopper kernels take, forward and backward through autograd, in the emulator."""
+"""Any call of the Hopper kernels, forward and backward through autograd, in the emulator against fp64."""
 
 from __future__ import annotations
 

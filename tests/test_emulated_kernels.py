@@ -95,6 +95,8 @@ BACKWARD = {
     "window": Call(64, 2, 1, 300, 400, window=(60, -1)),
     "window on both sides": Call(128, 1, 1, 150, 300, causal=False, window=(30, 20)),
     "window, 256 columns": Call(256, 2, 1, 100, 230, causal=False, window=(30, 20)),
+    "keys that nobody sees": Call(64, 1, 1, 100, 400, window=(30, -1)),
+    "keys that nobody sees, 256 columns": Call(256, 1, 1, 60, 200, window=(30, -1)),
     "packed": Call(64, 2, 1, packed=((40, 70), (300, 90), (1, 200))),
     "packed, dense": Call(128, 1, 1, packed=((40, 170), (150, 70)), causal=False),
     "packed, 256 columns": Call(256, 2, 1, packed=((40, 70), (150, 90))),

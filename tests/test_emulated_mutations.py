@@ -35,7 +35,7 @@ FORWARD = {
 # Five blocks of queries, or four heads of one each.
 BACKWARD = {
     "64": Call(64, 4, 1, 70, 128), "128": Call(128, 1, 1, 320, 100, causal=False),
-    "256": Call(256, 1, 1, 320, 60, causal=False),
+    "256": Call(256, 1, 1, 320, 60, causal=False), "unseen": Call(64, 1, 1, 60, 300, window=(30, -1)),
 }  # fmt: skip
 RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
 
@@ -197,6 +197,8 @@ MUTATIONS = [
              without("    tma.store_wait(0)\n", "", "    _store(desc_dk, (dk")),
     backward("dK is not waited for at the end", "Race: .* ends and has not waited for its copies out",
              ("    tma.store_wait(0)\n\n\n# ----", "\n\n# ----")),
+    backward("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
+             without("            tma.store_wait(0)\n"), call="unseen"),
     backward("the bytes of LSE are not expected", f"{TAKEN}|{DEADLOCK}|Race: the program ends",
              ("q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes",
               "q_bytes: gl.constexpr = desc_q.block_type.nbytes")),

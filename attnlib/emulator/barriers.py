@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attnlib.emulator.clocks import NEVER, Clock, event
 from attnlib.emulator.errors import Race
-
-if TYPE_CHECKING:
-    from attnlib.emulator.machine import Partition, Program
+from attnlib.emulator.machine import Partition, Program
 
 
 class Barrier:

@@ -14,17 +14,12 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from attnlib.emulator.barriers import Barrier, NamedBarrier
 from attnlib.emulator.clocks import COMPONENTS, Clock, event
 from attnlib.emulator.errors import Deadlock, Race
-
-if TYPE_CHECKING:
-    from attnlib.emulator.language import CopyIn
-    from attnlib.emulator.memory import Shared
 
 Order = Literal["random", "late", "eager"]
 WARP = 32
@@ -46,8 +41,8 @@ def _locked() -> threading.Lock:
 class Work:
     """A product or a copy, done at some time. A product and a copy out read until they are waited for."""
 
-    def __init__(self, reads: tuple[Shared, ...] = ()) -> None:
-        self.reads = reads
+    def __init__(self, reads: tuple = ()) -> None:
+        self.reads = reads  # shared memory
         self.speed = 1.0
         self.done = False
         self.waited = False
@@ -92,9 +87,9 @@ class Program:
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
-        self.named = [NamedBarrier(n) for n in range(16)]
-        self.barriers: list[Barrier] = []
-        self.copies: list[CopyIn] = []  # all of them, over or not
+        self.named: dict[int, object] = {}  # the hardware's barriers, by number
+        self.barriers: list = []  # mbarriers
+        self.copies: list = []  # into shared memory, over or not
         self.owners: dict[int, Partition] = {}  # by component
         self._components = 0
         self._unfenced: list[tuple[object, int]] = []  # what was written, and when
@@ -170,11 +165,12 @@ class Machine:
         @torch.no_grad()  # which each thread decides for itself
         def body() -> None:
             partition.turn.acquire()
+            if self._failure is not None:
+                return
             try:
-                if self._failure is None:
-                    self.current = partition
-                    function()
-                    self._check_end(partition)
+                self.current = partition
+                function()
+                self._check_end(partition)
             except _Stopped:
                 return
             except BaseException as failure:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnlib.emulator.barriers import NamedBarrier
 from attnlib.emulator.machine import Partition
 from attnlib.emulator.values import Pointer, check_inside
 
@@ -138,7 +139,9 @@ class Threads:
 
     def _bar(self, operation: str, names: tuple[str, ...]) -> None:
         number, threads = int(np.ravel(self.value(names[0]))[0]), int(names[1])
-        barrier = self.partition.program.named[number]
+        if not 0 <= number < 16:
+            raise IndexError(f"barrier {number} of 16")
+        barrier = self.partition.program.named.setdefault(number, NamedBarrier(number))
         if operation == "bar.sync":
             barrier.sync(self.partition, threads)
         else:

@@ -41,6 +41,14 @@ The slot and the buffer of block j are j & 1. The last three are the hardware's 
 parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
 barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1), and the other
 had waited for its own dQ(j-2), the last to read this buffer, before it said that this is there.
+
+    Windows and packed sequences
+
+A band with a left bound ends the queries that see a key, so a program visits the blocks between its first and
+its last one (`hopper_backward_tiles`). There may be none: then nobody copies or waits, and the consumers
+store zeros. Packed sequences are found as in `hopper`. Each has as many programs as the longest one; those
+beyond its end have no keys, and what they store is out of a descriptor's bounds. LSE2, delta and the sums of
+dQ have rows for each sequence that are padded to 128.
 """
 
 from dataclasses import dataclass, fields

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import draws
 import pytest
 import torch
 from backward_cases import BackwardCase, check_backward, exact_forward
+from draws import Draw
 from test_gpu_results import LAYOUTS
 
 from attnlib import launch_hopper_backward
@@ -23,8 +25,9 @@ MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"]
 DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
-def check(shape: Shape, sm_scale: float | None = None) -> None:
-    check_backward(BackwardCase(shape, sm_scale=sm_scale), "cuda", launch_hopper_backward.backward)
+def check(shape: Shape, sm_scale: float | None = None, window: tuple[int, int] | None = None) -> None:
+    case = BackwardCase(shape, sm_scale=sm_scale, window=window)
+    check_backward(case, "cuda", launch_hopper_backward.backward)
 
 
 def arguments(shape: Shape, seed: int = 0) -> tuple:
@@ -56,6 +59,27 @@ def test_grouped_heads_in_bfloat16(kv_heads, head_dim):
 @pytest.mark.parametrize("sm_scale", [-0.1, 0.0, 0.5])
 def test_scales(sm_scale, head_dim):
     check(Shape(1, 2, 257, head_dim, seqlen_k=511), sm_scale)
+
+
+@DIMS
+@pytest.mark.parametrize("window", [(0, 0), (63, 0), (127, 5), (300, -1), (-1, 70), (200, 100)], ids=str)
+def test_windows(window, head_dim):
+    for seqlen, keys in [(1000, 1000), (300, 900), (700, 200)]:
+        check(Shape(1, 4, seqlen, head_dim, window[1] == 0, heads_kv=2, seqlen_k=keys), window=window)
+
+
+@DIMS
+@pytest.mark.parametrize("window", [None, (100, 0), (64, 33), (-1, 9)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_packed_sequences(dtype, window, head_dim):
+    """Empty ones, ones without keys, and neighbors of all lengths; forward and backward."""
+    lengths = ((0, 0), (1, 1), (17, 17), (129, 129), (0, 5), (5, 0), (300, 500), (700, 300), (1000, 1000))
+    for causal in (True, False):
+        call = Draw(
+            lengths=lengths, packed=True, batch=1, kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+            causal=causal, window=window, sm_scale=None, layouts=(0, 0, 0, 0), seed=0,
+        )  # fmt: skip
+        draws.check(call, "cuda", "hopper")
 
 
 @DIMS
