@@ -6,18 +6,21 @@ under `@gluon.jit` with stand-ins for the language. Registers become CPU tensors
 some time between the line that starts them and the line that waits for them. When exactly is drawn from a
 seed, so one kernel can be run in many orders, and each of them again.
 
-It knows what is fast no more than a compiler does, and nothing of layouts: a tile is a matrix. It checks
-what can go wrong with memory that is written behind one's back:
+It checks what can go wrong with memory that is written behind one's back:
 
-- a read of shared memory while a copy writes it, and a copy over what a product or another copy still reads;
-- a product, or a copy out, of what was stored without a fence between;
+- a use of shared memory that another partition, a copy or a product writes or reads, where no barrier says
+  that it is over: by what each partition has seen (see `clocks`), so in any order of a run;
+- a product, or a copy, of what was stored without a fence between;
 - a product's result used before it was waited for, an address outside of its tensor, an int32 that overflows;
-- a deadlock: who waits for what.
+- more arrivals than a barrier counts; a deadlock: who waits for what.
+
+It knows nothing of layouts, registers and time: a tile is a matrix, the threads of a partition go in step. Of
+global memory it checks addresses, not who has seen what. Programs run a few at a time, as on a small GPU.
 
 `run(kernel, grid, *args)` is `kernel[grid](*args)`.
 """
 
-from attnlib.emulator.machine import Deadlock, Race
+from attnlib.emulator.errors import Deadlock, Race
 from attnlib.emulator.run import Emulated, Report, run
 
 __all__ = ["Deadlock", "Emulated", "Race", "Report", "run"]

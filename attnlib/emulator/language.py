@@ -8,31 +8,69 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 
-from attnlib.emulator.machine import Barrier, Machine
+from attnlib.emulator.barriers import Barrier
+from attnlib.emulator.clocks import NEVER
+from attnlib.emulator.errors import Race
+from attnlib.emulator.machine import Program, Work
 from attnlib.emulator.memory import Barriers, Descriptor, Shared
 from attnlib.emulator.ptx import Threads, elements_of_threads
 from attnlib.emulator.values import TORCH, Int, Pointer, Tensor, plain, result
 
 
-class Product:
+class Product(Work):
     """What a product in flight will be. It can be another product's accumulator; anything else must wait."""
 
-    def __init__(self, shape: list[int]) -> None:
-        self.shape = shape
+    def __init__(self, a: Shared | Tensor, b: Shared, acc: Product | Tensor, use_acc: bool) -> None:
+        super().__init__(tuple(x for x in (a, b) if isinstance(x, Shared)))
+        self.shape = [*a.shape[:1], *b.shape[1:]]
+        self.operands, self.acc = (a, b), acc if use_acc else None
         self.value: torch.Tensor | None = None
+
+    def do(self) -> None:
+        a, b = (x.values if isinstance(x, Shared) else x.data for x in self.operands)
+        self.value = a.float() @ b.float()
+        if self.acc is not None:
+            self.value += self.acc.value if isinstance(self.acc, Product) else self.acc.data
+
+    def _unknown(self, *others: object):
+        raise Race("a product is used before it was waited for")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _unknown
+    __getitem__ = to = reshape = permute = _unknown
+    data = dtype = property(_unknown)
+
+
+class CopyIn(Work):
+    def __init__(self, desc: Descriptor, coordinates, barrier: Barrier, buffer: Shared) -> None:
+        super().__init__()
+        self.desc, self.coordinates, self.barrier, self.buffer = desc, coordinates, barrier, buffer
+        self.landed = NEVER  # when
+        barrier.program.copies.append(self)
+
+    def do(self) -> None:
+        self.landed = self.barrier.next
+        self.buffer.end_writing(self.desc.read(self.coordinates), self.landed)
+        self.barrier.received(self.desc.block_type.nbytes)
+
+
+class CopyOut(Work):
+    def __init__(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
+        super().__init__((buffer,))
+        self.desc, self.coordinates = desc, coordinates
+
+    def do(self) -> None:
+        self.desc.write(self.coordinates, self.reads[0].values)
 
 
 class Language:
     """`gl`, `tma`, `mbarrier`, and the functions of Hopper, for one program."""
 
-    def __init__(self, machine: Machine, program: int, programs: int) -> None:
-        self.machine = machine
-        self.program, self.programs = Int(program), Int(programs)
+    def __init__(self, program: Program, place: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        self.program, self.machine = program, program.machine
         self.gl = SimpleNamespace(
             **{name: getattr(gl, name) for name in dir(gl) if isinstance(getattr(gl, name), gl.dtype)},
             **{name: _Layout for name in dir(gl) if name.endswith("Layout")},
-            program_id=lambda axis: self.program if axis == 0 else Int(0),
-            num_programs=lambda axis=0: self.programs if axis == 0 else Int(1),
+            program_id=lambda axis: Int(place[axis]), num_programs=lambda axis=0: Int(grid[axis]),
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
             exp2=_exp2, log2=_log2, max=_max, sum=_sum, convert_layout=lambda x, layout: x,
@@ -48,10 +86,10 @@ class Language:
         )  # fmt: skip
         self.tma = SimpleNamespace(
             async_copy_global_to_shared=self._copy_in, async_copy_shared_to_global=self._copy_out,
-            store_wait=lambda pendings: machine.wait_stores(int(pendings)),
+            store_wait=self._store_wait,
         )  # fmt: skip
         self.hopper = {
-            "fence_async_shared": machine.fence,
+            "fence_async_shared": program.fence,
             "warpgroup_mma": self._warpgroup_mma,
             "warpgroup_mma_wait": self._warpgroup_mma_wait,
         }
@@ -60,51 +98,51 @@ class Language:
 
     def _allocate(self, dtype: gl.dtype, shape: list[int], layout: object) -> Shared | Barriers:
         if dtype == gl.int64:  # an mbarrier
-            return Barriers(self.machine, int(shape[0]))
-        return Shared.allocate(self.machine, dtype, [int(n) for n in shape])
+            return Barriers(self.program, int(shape[0]))
+        return Shared.allocate(self.program, dtype, [int(n) for n in shape])
 
     def _copy_in(self, desc: Descriptor, coordinates, barrier: Barrier, buffer: Shared) -> None:
+        if buffer.dtype != desc.dtype or buffer.values.numel() != desc.elements:
+            raise TypeError(f"{buffer.name}: {buffer.shape} of {buffer.dtype}, copies of {desc.block_shape}")
+        if not self.machine.current.clock.saw(barrier.fenced):
+            raise Race(f"a copy finds {barrier.name} initialized without fence_async_shared")
         buffer.begin_writing()
-
-        def land() -> None:
-            buffer.end_writing(desc.read(coordinates))
-            barrier.received(desc.block_type.nbytes)
-
-        self.machine.copy_in(land)
+        self.machine.issue(self.machine.copies, CopyIn(desc, coordinates, barrier, buffer))
 
     def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
+        if buffer.dtype != desc.dtype or buffer.values.numel() != desc.elements:
+            raise TypeError(f"{buffer.name}: {buffer.shape} of {buffer.dtype}, copies of {desc.block_shape}")
         buffer.begin_reading("a copy out")
-        self.machine.copy_out(lambda: desc.write(coordinates, buffer.end_reading()))
+        self.machine.issue(self.machine.current.stores, CopyOut(desc, coordinates, buffer))
+
+    def _store_wait(self, pendings: int) -> None:
+        self.machine.wait_for(self.machine.current.stores, int(pendings), "copies out")
 
     # ------------------------------------------------------------ tensor cores
 
     def _warpgroup_mma(self, a, b: Shared, acc, *, use_acc=True, is_async=False):
-        if self.machine.current.warps != 4:
-            raise TypeError(f"wgmma wants 4 warps, {self.machine.current} has {self.machine.current.warps}")
-        product = Product([*a.shape[:1], *b.shape[1:]])
-        if list(acc.shape) != product.shape or a.shape[1] != b.shape[0]:
+        current = self.machine.current
+        if current.warps != 4:
+            raise TypeError(f"wgmma wants 4 warps, {current} has {current.warps}")
+        if not isinstance(a, Shared | Tensor):
+            raise Race("a product is the operand of another before it was waited for")
+        product = Product(a, b, acc, bool(use_acc))
+        if list(acc.shape) != product.shape or a.shape[1] != b.shape[0] or a.shape[0] != 64:
             raise TypeError(f"{a.shape} times {b.shape} plus {list(acc.shape)}")
-        operands = [x for x in (a, b) if isinstance(x, Shared)]
-        for operand in operands:
+        if a.dtype != b.dtype or b.dtype not in (gl.float16, gl.bfloat16):
+            raise TypeError(f"{a.dtype} times {b.dtype}")
+        for operand in product.reads:
             operand.begin_reading("a product")
-        registers = None if isinstance(a, Shared) else a.data
-
-        def multiply() -> None:
-            values = [operand.end_reading().float() for operand in operands]
-            product.value = (values[0] if registers is None else registers.float()) @ values[-1]
-            if use_acc:
-                product.value += acc.value if isinstance(acc, Product) else acc.data
-
-        self.machine.multiply(multiply)
+        self.machine.issue(current.products, product)
         return product if is_async else self._warpgroup_mma_wait(0, (product,))
 
     def _warpgroup_mma_wait(self, num_outstanding=0, deps=None):
-        self.machine.wait_products(int(num_outstanding))
+        self.machine.wait_for(self.machine.current.products, int(num_outstanding), "products")
         found = []
         for dep in deps:
             if isinstance(dep, Product):
-                if dep.value is None:
-                    raise RuntimeError(f"a product is used with {num_outstanding} outstanding, it among them")
+                if not dep.waited:
+                    raise Race(f"a product is used with {num_outstanding} outstanding, it among them")
                 dep = Tensor(dep.value)
             found.append(dep)
         return found[0] if len(found) == 1 else tuple(found)
@@ -119,18 +157,20 @@ class Language:
         return Int(before) if isinstance(before, int) else before
 
     def _warp_specialize(self, functions, worker_warps, worker_registers) -> None:
-        machine, first = self.machine, self.machine.current
+        program, first = self.program, self.machine.current
         for _, args in functions:
             _name_parts(args)
         (function, args), *workers = functions
         start, started = first.warps, []
         for (worker, worker_args), warps in zip(workers, worker_warps, strict=True):
             name = f"warps {start}-{start + warps - 1} ({worker.__name__})"
-            started.append(machine.start(name, 32 * start, warps, lambda f=worker, a=worker_args: f(*a)))
+            started.append(program.start(name, 32 * start, warps, lambda f=worker, a=worker_args: f(*a)))
             start += warps
         first.name = f"warps 0-{first.warps - 1} ({function.__name__})"
         function(*args)
-        machine.wait(lambda: all(partition.done for partition in started), "the other partitions")
+        self.machine.wait(lambda: all(partition.done for partition in started), lambda: "the others' end")
+        for partition in started:
+            first.clock.join(partition.clock)
 
     def _inline_asm(self, asm: str, constraints: str, args: list, dtype: gl.dtype, is_pure: bool, pack: int):
         if asm == "mov.b32 $0, $1;":  # may hold two halves; whatever it holds, it is the same afterwards
@@ -149,13 +189,16 @@ class Language:
             operands = [np.zeros(threads)] * outputs
             for x in registers:
                 operands += [x if isinstance(x, Pointer) else x[:, i] for i in range(start, start + pack)]
-            run = Threads(self.machine, operands, threads)
+            run = Threads(self.machine.current, operands, threads)
             run.run(asm)
             if outputs == pack:
                 for i in range(pack):
                     collected[places[:, start + i]] = run.registers[f"${i}"]
         if not shape:
-            return Int(int(collected[0])) if not dtype.is_floating() else float(collected[0])
+            if dtype.is_floating():
+                return float(collected[0])
+            value = int(collected[0])
+            return Int(value - (1 << 32) if dtype == gl.int32 and value >> 31 else value, dtype == gl.int64)
         return Tensor(torch.from_numpy(collected.reshape(shape)).to(TORCH[dtype]), dtype)
 
 
@@ -277,7 +320,12 @@ def _load(pointer: Pointer, mask: Tensor | None = None, other=None):
     return Int(found.item()) if not found.is_floating_point() else found.item()
 
 
-def _store(pointer: Pointer, value, mask: Tensor | None = None) -> None:
+def _store(pointer: Pointer, value, mask: Tensor | Int | None = None) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        if not mask:
+            return
+        mask = None
     if isinstance(value, Tensor) and mask is not None:
         value = value.data.expand(mask.data.shape)[mask.data]
-    pointer.memory[pointer.places(mask)] = plain(value) if not isinstance(value, torch.Tensor) else value
+    value = plain(value) if not isinstance(value, torch.Tensor) else value
+    pointer.memory[pointer.places(mask)] = torch.as_tensor(value).to(pointer.memory.dtype)

@@ -1,9 +1,9 @@
-"""One program on one SM: its warps take turns, its copies and products happen when they like.
+"""Programs on SMs: their warps take turns, their copies and products happen when they like.
 
 A scheduler picks, again and again, one thing that can happen: a partition goes on to its next wait or issue,
 a copy lands, a product is formed. Which one is drawn from a seed; `order` says how:
 
-    "random"   any of them
+    "random"   any of them; some partitions and copies are slow, so that others get as far ahead as they can
     "late"     copies and products only when no partition can go on: nothing is there before it must be
     "eager"    copies and products at once: everything that is freed too early is lost
 """
@@ -13,261 +13,259 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+from attnlib.emulator.barriers import Barrier, NamedBarrier
+from attnlib.emulator.clocks import COMPONENTS, Clock, event
+from attnlib.emulator.errors import Deadlock, Race
+
+if TYPE_CHECKING:
+    from attnlib.emulator.language import CopyIn
+    from attnlib.emulator.memory import Shared
 
 Order = Literal["random", "late", "eager"]
 WARP = 32
 
 
-class Race(RuntimeError):
-    """Memory was used while something else could still write it, or written while it could be read."""
-
-
-class Deadlock(RuntimeError):
-    """No partition can go on, and nothing is under way."""
-
-
 class _Stopped(BaseException):
-    """Ends the threads of a program in which another one has failed."""
+    """Ends the threads of programs in which another one has failed."""
 
 
-@dataclass
+SPEEDS = 0.02, 0.3, 1.0  # of what competes, in a random order
+
+
+def _locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class Work:
+    """A product or a copy, done at some time. A product and a copy out read until they are waited for."""
+
+    def __init__(self, reads: tuple[Shared, ...] = ()) -> None:
+        self.reads = reads
+        self.speed = 1.0
+        self.done = False
+        self.waited = False
+
+    def do(self) -> None:
+        raise NotImplementedError
+
+
 class Partition:
     """Some warps that execute the same code: a thread that runs when it is its turn."""
 
-    name: str
-    first_thread: int
-    warps: int
-    ready: Callable[[], bool] | None = None  # None: it waits for nothing
-    waits_for: str = ""
-    done: bool = False
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    products: deque = field(default_factory=deque)  # wgmma, in order
-    stores: list = field(default_factory=list)  # copies out of shared memory
-    unfenced: list[torch.Tensor] = field(default_factory=list)  # states of what it has stored; see `memory`
+    def __init__(self, program: Program, name: str, first_thread: int, warps: int, clock: Clock) -> None:
+        self.program, self.name, self.first_thread, self.warps = program, name, first_thread, warps
+        self.threads = WARP * warps
+        self.component = program.new_component()
+        self.clock = Clock(clock)
+        self.clock[self.component] = 1
+        self.ready: Callable[[], bool] | None = None  # None: it waits for nothing
+        self.waits_for: Callable[[], str] = str
+        self.done = False
+        self.turn = _locked()  # released when it is
+        self.speed = 1.0
+        self.products: deque[Work] = deque()  # not waited for, in the order in which they are formed
+        self.stores: deque[Work] = deque()  # copies out, not waited for
 
     @property
-    def threads(self) -> int:
-        return WARP * self.warps
+    def now(self) -> int:
+        return event(self.component, self.clock[self.component])
+
+    def tell(self) -> Clock:
+        """What it has seen and done so far; what it does from here on is not in it."""
+        told = Clock(self.clock)
+        self.clock[self.component] += 1
+        return told
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name} of program {self.program.number}"
+
+
+class Program:
+    """What the partitions of one program share."""
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.machine, self.number = machine, number
+        self.named = [NamedBarrier(n) for n in range(16)]
+        self.barriers: list[Barrier] = []
+        self.copies: list[CopyIn] = []  # all of them, over or not
+        self.owners: dict[int, Partition] = {}  # by component
+        self._components = 0
+        self._unfenced: list[tuple[object, int]] = []  # what was written, and when
+
+    @property
+    def current(self) -> Partition:
+        return self.machine.current
+
+    def new_component(self) -> int:
+        self._components += 1
+        assert self._components < COMPONENTS, "a program with too many barriers for the emulator"
+        return self._components
+
+    def start(self, name: str, first_thread: int, warps: int, function: Callable[[], None]) -> Partition:
+        clock = self.current.tell() if self.current is not None else Clock()
+        partition = Partition(self, name, first_thread, warps, clock)
+        self.owners[partition.component] = partition
+        self.machine.add(partition, function)
+        return partition
+
+    def to_fence(self, what: object, when: int) -> None:
+        """Memory was written that copies and products will not find so before a fence."""
+        self._unfenced.append((what, when))
+
+    def fence(self) -> None:
+        """Of this partition, for all that it has seen: its own stores, and others' before a barrier."""
+        partition, waiting = self.current, []
+        for what, when in self._unfenced:
+            if partition.clock.saw(when):
+                what.fence(partition.now)
+            else:
+                waiting.append((what, when))
+        self._unfenced = waiting
+
+    def check_end(self, partition: Partition) -> None:
+        """What may be under way when the last partition ends."""
+        for copy in self.copies:
+            if not partition.clock.saw(copy.landed):
+                raise Race(f"the program ends, and nobody has waited for a copy into {copy.buffer.name}")
 
 
 class Machine:
-    """Runs the partitions of one program."""
+    """Runs the partitions of some programs, one at a time."""
 
     def __init__(self, order: Order, rng: random.Random) -> None:
-        self.order = order
-        self.rng = rng
-        self.partitions: list[Partition] = []
-        self.copies: list[Callable[[], None]] = []  # into shared memory, under way
-        self.named = {number: NamedBarrier(number) for number in range(16)}
-        self.barriers: list[Barrier] = []
+        self.order, self.rng = order, rng
         self.current: Partition | None = None
-        self._scheduler = threading.Semaphore(0)
-        self._failure: BaseException | None = None
+        self.copies: list[Work] = []  # into shared memory, under way
+        self.partitions: list[Partition] = []
         self._threads: list[threading.Thread] = []
+        self._failure: BaseException | None = None
+        self._over = _locked()
+        self._rate = rng.choice(SPEEDS)  # of copies and products
 
-    # ------------------------------------------------------------ called by the scheduler
+    # ------------------------------------------------------------ from outside
 
-    def run(self, function: Callable[[], None], warps: int) -> None:
-        """Call `function` as the first partition; return when all are done and nothing is under way."""
-        self.start("warps 0-", 0, warps, function)
-        try:
-            while any(not partition.done for partition in self.partitions):
-                self._step()
-                if self._failure is not None:
-                    raise self._failure
-        finally:
-            self._stop()
-        for partition in self.partitions:
-            if partition.stores:
-                raise Race(f"{partition} ends while its copies out of shared memory are under way")
-            if partition.products:
-                raise Race(f"{partition} ends while its products are under way")
-        if self.copies:
-            raise Race("the program ends while copies into shared memory are under way")
+    def run(self) -> None:
+        """Until all partitions are done; raises what went wrong in one of them."""
+        self._pass_on(self._choose())
+        self._over.acquire()
+        failure = self._failure
+        self._failure = failure or _Stopped()
+        for partition, thread in zip(self.partitions, self._threads, strict=True):
+            partition.turn.release()
+            thread.join()
+        if failure is not None:
+            raise failure
 
-    def start(self, name: str, first_thread: int, warps: int, function: Callable[[], None]) -> Partition:
-        partition = Partition(name, first_thread, warps)
+    def add(self, partition: Partition, function: Callable[[], None]) -> None:
+        if self.order == "random":
+            partition.speed = self.rng.choice(SPEEDS)
 
+        @torch.no_grad()  # which each thread decides for itself
         def body() -> None:
             partition.turn.acquire()
             try:
                 if self._failure is None:
-                    with torch.no_grad():  # which each thread decides for itself
-                        function()
+                    self.current = partition
+                    function()
+                    self._check_end(partition)
             except _Stopped:
-                pass
+                return
             except BaseException as failure:
                 failure.add_note(f"in {partition}")
-                self._failure = failure
+                self._failure = self._failure or failure
             partition.done = True
-            self._scheduler.release()
+            self._pass_on(self._choose())
 
-        thread = threading.Thread(target=body, daemon=True)
         self.partitions.append(partition)
-        self._threads.append(thread)
-        thread.start()
-        return partition
+        self._threads.append(threading.Thread(target=body, daemon=True))
+        self._threads[-1].start()
 
-    def _step(self) -> None:
-        able = [p for p in self.partitions if not p.done and (p.ready is None or p.ready())]
-        events = list(self._events())
-        if self.order == "late" and able:
-            events = []
-        if not able and not events:
-            waiting = (f"{p} waits for {p.waits_for}" for p in self.partitions if not p.done)
-            self._failure = Deadlock("; ".join(waiting))
-            return
-        chosen = self.rng.choice(able + events)
-        if isinstance(chosen, Partition):
-            self.current, chosen.ready = chosen, None
-            chosen.turn.release()
-            self._scheduler.acquire()
-        else:
+    # ------------------------------------------------------------ the choice of what is next
+
+    def _choose(self) -> Partition | None:
+        """Let copies and products take place until it is a partition's turn. None: it is over."""
+        while self._failure is None:
+            waiting = [p for p in self.partitions if not p.done]
+            able = [p for p in waiting if p.ready is None or p.ready()]
+            events = [] if self.order == "eager" or (self.order == "late" and able) else self._events()
+            if not waiting:
+                return None
+            if not able and not events:
+                self._failure = Deadlock("; ".join(f"{p} waits for {p.waits_for()}" for p in waiting))
+                return None
+            weights = [p.speed for p in able] + [self._rate * work.speed for work in events]
+            chosen = self.rng.choices(able + events, weights)[0]
+            if isinstance(chosen, Partition):
+                return chosen
             try:
-                chosen()
+                chosen.do()
+                chosen.done = True
             except Exception as failure:
                 self._failure = failure
+        return None
 
-    def _events(self) -> Iterator[Callable[[], None]]:
+    def _events(self) -> list[Work]:
         """What can take place now: any copy, and of each partition's products the oldest."""
-        for copy in self.copies:
-            yield lambda copy=copy: (self.copies.remove(copy), copy())
+        events = self.copies = [copy for copy in self.copies if not copy.done]
+        events = list(events)
         for partition in self.partitions:
-            if partition.products:
-                yield lambda p=partition: p.products.popleft()()
-            for store in partition.stores:
-                yield lambda p=partition, store=store: (p.stores.remove(store), store())
+            for product in partition.products:
+                if not product.done:
+                    events.append(product)
+                    break
+            events += [store for store in partition.stores if not store.done]
+        return events
 
-    def _stop(self) -> None:
-        """Let every thread that still lives run into the end."""
-        self._failure = self._failure or _Stopped()
-        for partition, thread in zip(self.partitions, self._threads, strict=True):
-            partition.turn.release()
-            thread.join()
+    def _pass_on(self, chosen: Partition | None) -> None:
+        (self._over if chosen is None else chosen.turn).release()
 
     # ------------------------------------------------------------ called by the partitions
 
     def pause(self) -> None:
         """Let others go first."""
-        self.wait(None, "")
+        self.wait(None, str)
 
-    def wait(self, ready: Callable[[], bool] | None, what: str) -> None:
+    def wait(self, ready: Callable[[], bool] | None, what: Callable[[], str]) -> None:
         partition = self.current
         partition.ready, partition.waits_for = ready, what
-        self._scheduler.release()
-        partition.turn.acquire()
+        chosen = self._choose()
+        if chosen is not partition:
+            self._pass_on(chosen)
+            partition.turn.acquire()
         if self._failure is not None:
             raise _Stopped
-        self.current = partition
+        self.current, partition.ready = partition, None
 
-    def fence(self) -> None:
-        """What this partition has stored can be read by copies and products from here on."""
-        for state in self.current.unfenced:
-            state.zero_()
-        self.current.unfenced.clear()
-
-    def copy_in(self, copy: Callable[[], None]) -> None:
-        self._issue(self.copies, copy)
-
-    def copy_out(self, copy: Callable[[], None]) -> None:
-        self._issue(self.current.stores, copy)
-
-    def multiply(self, product: Callable[[], None]) -> None:
-        self._issue(self.current.products, product)
-
-    def _issue(self, queue: list | deque, event: Callable[[], None]) -> None:
+    def issue(self, queue: deque[Work] | list[Work], work: Work) -> None:
+        queue.append(work)
+        work.speed = self.rng.choice(SPEEDS)
         if self.order == "eager":
-            event()
-        else:
-            queue.append(event)
+            work.do()
+            work.done = True
         self.pause()
 
-    def wait_products(self, outstanding: int) -> None:
-        products = self.current.products
-        self.wait(lambda: len(products) <= outstanding, f"products, all but {outstanding}")
+    def wait_for(self, queue: deque[Work], outstanding: int, what: str) -> None:
+        """All of a queue but the newest `outstanding`."""
+        oldest = list(queue)[: max(len(queue) - outstanding, 0)]
+        self.wait(lambda: all(work.done for work in oldest), lambda: f"{what}, all but {outstanding}")
+        for work in oldest:
+            queue.remove(work)
+            work.waited = True
+            for buffer in work.reads:
+                buffer.end_reading()
 
-    def wait_stores(self, outstanding: int) -> None:
-        stores = self.current.stores
-        self.wait(lambda: len(stores) <= outstanding, f"copies out, all but {outstanding}")
-
-
-# ---------------------------------------------------------------- barriers
-
-
-@dataclass
-class Barrier:
-    """An mbarrier: a phase completes when all have arrived and all bytes that they expect are there."""
-
-    machine: Machine
-    name: str = "barrier"
-    count: int = 0
-    arrived: int = 0
-    missing: int = 0  # bytes, negative if they came before they were expected
-    phase: int = 0  # number of the phase that is not complete
-    waited: set[int] = field(default_factory=set)  # phases that somebody waited for
-
-    def init(self, count: int) -> None:
-        self.count = count
-        self.machine.barriers.append(self)
-
-    def arrive(self, count: int = 1, expected: int = 0) -> None:
-        self.arrived += count
-        self.missing += expected
-        if self.arrived > self.count:
-            raise Race(f"{self.name}: {self.arrived} arrivals in a phase of {self.count}")
-        self._complete()
-        self.machine.pause()
-
-    def received(self, size: int) -> None:
-        self.missing -= size
-        self._complete()
-
-    def _complete(self) -> None:
-        if self.arrived == self.count and self.missing == 0:
-            self.phase += 1
-            self.arrived = 0
-
-    def wait(self, parity: int) -> None:
-        """Until the phase of this parity is complete, as the hardware tells it: by the last bit alone."""
-        if parity not in (0, 1):
-            raise ValueError(f"{self.name}: expected a parity of 0 or 1, got {parity}")
-        what = f"{self.name}, parity {parity} (phase {self.phase}: {self.arrived} of {self.count} arrived, "
-        self.machine.wait(lambda: self.phase & 1 != parity, what + f"{self.missing} bytes missing)")
-        self.waited.add(self.phase - 1)
-
-
-@dataclass
-class NamedBarrier:
-    """One of the 16 hardware barriers of a program, `bar.sync` and `bar.arrive`."""
-
-    number: int
-    threads: int = 0
-    rounds: int = 0
-    here: list[Partition] = field(default_factory=list)
-
-    def arrive(self, partition: Partition, threads: int) -> None:
-        if partition in self.here:
-            raise Race(f"{partition} comes to barrier {self.number} twice before the others have come")
-        if self.here and threads != self.threads:
-            raise Race(f"barrier {self.number}: {partition} expects {threads} threads, others {self.threads}")
-        self.threads = threads
-        self.here.append(partition)
-        came = sum(p.threads for p in self.here)
-        if came > threads:
-            raise Race(f"barrier {self.number}: {came} threads came, {threads} were expected")
-        if came == threads:
-            self.rounds += 1
-            self.here.clear()
-
-    def sync(self, machine: Machine, threads: int) -> None:
-        before = self.rounds
-        self.arrive(machine.current, threads)
-        machine.wait(lambda: self.rounds > before, f"barrier {self.number}")
+    @staticmethod
+    def _check_end(partition: Partition) -> None:
+        if partition.first_thread == 0:  # it has waited for the others
+            partition.program.check_end(partition)
+        if partition.stores:
+            raise Race(f"{partition} ends and has not waited for its copies out of shared memory")
+        if partition.products:
+            raise Race(f"{partition} ends and has not waited for its products")

@@ -5,15 +5,17 @@ A register is an array with one value for each thread; a branch goes on with the
 
 from __future__ import annotations
 
+import operator
 import re
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from attnlib.emulator.machine import Machine
-from attnlib.emulator.values import Pointer, inside
+from attnlib.emulator.machine import Partition
+from attnlib.emulator.values import Pointer, check_inside
 
 ADDRESS = re.compile(r"\[(\S+)(?: \+ (\d+))?\]")
 
@@ -46,14 +48,40 @@ def parsed(asm: str) -> tuple[Line, ...]:
     return tuple(lines)
 
 
+def _insert(low: np.ndarray, into: np.ndarray, first: int, bits: int) -> np.ndarray:
+    """The lowest bits of one number into another."""
+    hole = ((1 << bits) - 1) << first
+    return (into & ~hole) | ((low << first) & hole)
+
+
+OPERATIONS: dict[str, Callable] = {
+    **dict.fromkeys(["mov.b32", "mov.u32", "mov.u64", "cvt.u64.u32"], lambda a: a),
+    "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
+    "and.b32": operator.and_,
+    "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
+    "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
+    "bfi.b32": _insert,
+    "mul.f32": operator.mul,
+    "setp.nan.f32": lambda a, b: np.isnan(a) | np.isnan(b),
+    "setp.eq.b32": operator.eq,
+    "setp.ne.b32": operator.ne,
+    "setp.ne.or.b32": lambda a, b, c: (a != b) | c,
+    "selp.b32": lambda a, b, c: np.where(c, a, b),
+    "vote.sync.any.pred": lambda a, mask: np.repeat(a.reshape(-1, 32).any(1), 32),
+}
+
+
 class Threads:
     """Registers of the threads, and which of them execute."""
 
-    def __init__(self, machine: Machine, operands: list[np.ndarray | Pointer], threads: int) -> None:
-        self.machine = machine
+    def __init__(self, partition: Partition, operands: list[np.ndarray | Pointer], threads: int) -> None:
+        self.partition = partition
         self.threads = threads
         self.registers = {f"${i}": value for i, value in enumerate(operands)}
-        self.registers["%tid.x"] = np.arange(threads, dtype=np.int64) + machine.current.first_thread
+        self.registers["%tid.x"] = np.arange(threads, dtype=np.int64) + partition.first_thread
+        self.registers["%smid"] = np.zeros(threads, np.int64)
+        now = np.full(threads, time.perf_counter_ns())
+        self.registers["%globaltimer"], self.registers["%clock"] = now, now & 0xFFFFFFFF
         self._activate(np.ones(threads, bool))
         self.waiting: dict[str, np.ndarray] = {}  # label -> threads that have jumped there
 
@@ -63,7 +91,7 @@ class Threads:
         return np.int64(int(name, 0))
 
     def set(self, name: str, value) -> None:
-        if isinstance(value, np.ndarray) and not self.all_active:
+        if not self.all_active and not isinstance(value, _Address):
             value = np.where(self.active, value, self.registers.get(name, np.zeros_like(value)))
         self.registers[name] = value
 
@@ -71,6 +99,8 @@ class Threads:
         for line in parsed(asm):
             if line.label:
                 self._activate(self.active | self.waiting.pop(line.label, False))
+            elif not self.any_active:
+                pass
             elif not line.guard:
                 self._execute(line)
             else:
@@ -86,7 +116,7 @@ class Threads:
                     self._activate(before)
 
     def _activate(self, threads: np.ndarray) -> None:
-        self.active, self.all_active = threads, bool(threads.all())
+        self.active, self.all_active, self.any_active = threads, bool(threads.all()), bool(threads.any())
 
     def _execute(self, line: Line) -> None:
         operation, names = line.operation, line.names
@@ -98,42 +128,22 @@ class Threads:
             return None
         target, *sources = names
         values = [self.value(name) for name in sources]
-        match operation.split("."):
-            case ["mov" | "cvt", *_]:
-                self.set(target, values[0])
-            case ["and", _]:
-                self.set(target, values[0] & values[1])
-            case ["shl", _]:
-                self.set(target, values[0] << values[1])
-            case ["add", "s64"] if isinstance(values[1], Pointer):
-                self.set(target, _Address(values[1], values[0]))
-            case ["mul", "f32"]:
-                self.set(target, values[0] * values[1])
-            case ["setp", "nan", _]:
-                self.set(target, np.isnan(values[0]) | np.isnan(values[1]))
-            case ["setp", "eq", _]:
-                self.set(target, values[0] == values[1])
-            case ["setp", "ne", _]:
-                self.set(target, values[0] != values[1])
-            case ["setp", "ne", "or", _]:
-                self.set(target, (values[0] != values[1]) | values[2])
-            case ["selp", _]:
-                self.set(target, np.where(values[2], values[0], values[1]))
-            case ["vote", "sync", "any", "pred"]:
-                any_of_warp = values[0].reshape(-1, 32).any(1)
-                self.set(target, np.repeat(any_of_warp, 32))
-            case _:
-                raise NotImplementedError(f"the emulator does not know {operation} {line.rest}")
+        if operation == "add.s64" and isinstance(values[1], Pointer):
+            self.set(target, _Address(values[1], values[0]))
+        elif operation in OPERATIONS:
+            self.set(target, OPERATIONS[operation](*values))
+        else:
+            raise NotImplementedError(f"the emulator does not know {operation} {line.rest}")
         return None
 
     def _bar(self, operation: str, names: tuple[str, ...]) -> None:
         number, threads = int(np.ravel(self.value(names[0]))[0]), int(names[1])
-        barrier = self.machine.named[number]
+        barrier = self.partition.program.named[number]
         if operation == "bar.sync":
-            barrier.sync(self.machine, threads)
+            barrier.sync(self.partition, threads)
         else:
-            barrier.arrive(self.machine.current, threads)
-            self.machine.pause()
+            barrier.arrive(self.partition, threads)
+            self.partition.program.machine.pause()
 
     def _add(self, operands: str) -> None:
         name, constant = ADDRESS.search(operands).groups()
@@ -152,12 +162,17 @@ class _Address:
     def add(self, constant: int, values: np.ndarray, active: np.ndarray) -> None:
         """Add neighboring values, as many as a row of `values` has, for each active thread."""
         offset, size = self.offset + constant, self.memory.element_size()
-        if (offset % (size * values.shape[1])).any():
+        if ((self.start * size + offset) % (size * values.shape[1])).any():
             raise IndexError("a vector addition at an address that is not a multiple of its size")
-        places = self.start + offset[:, None] // size + np.arange(values.shape[1])
-        places = places[active]
-        inside(self.memory, torch.from_numpy(places))
-        np.add.at(self.memory.numpy(), places.ravel(), values[active].ravel().astype(np.float32))
+        first, n = self.start + offset[active] // size, values.shape[1]
+        values = values[active].astype(np.float32)
+        if not len(first):
+            return
+        check_inside(self.memory, int(first.min()), int(first.max()) + n - 1)
+        if (first == first[0] + n * np.arange(len(first))).all():  # threads follow each other
+            self.memory.numpy()[first[0] : first[0] + values.size] += values.ravel()
+        else:
+            np.add.at(self.memory.numpy(), (first[:, None] + np.arange(n)).ravel(), values.ravel())
 
 
 # ---------------------------------------------------------------- which thread has which element

@@ -6,6 +6,7 @@ import builtins
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 
 import torch
@@ -15,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 
 from attnlib.emulator.language import Language
-from attnlib.emulator.machine import Machine, Order
+from attnlib.emulator.machine import Machine, Order, Program
 from attnlib.emulator.memory import Descriptor
 from attnlib.emulator.values import Int, Pointer
 
@@ -36,28 +37,35 @@ def run(
     *args,
     order: Order = "random",
     seed: int = 0,
+    sms: int = 2,
     num_warps: int = 4,
     **kwargs,
 ) -> Report:
-    """Run every program of a one-dimensional grid, one after the other, in an order drawn from `seed`.
+    """Run the programs of a grid in an order drawn from `seed`, `sms` of them at a time.
 
     Arguments are those of `kernel[grid](...)`, with CPU tensors. `order`: see `machine`. Raises `Race`,
     `Deadlock`, and whatever else goes wrong.
     """
-    programs, *rest = grid
-    if any(n != 1 for n in rest):
-        raise ValueError(f"grid: expected one dimension, got {tuple(grid)}")
+    grid = (*grid, 1, 1)[:3]
     rng = random.Random(seed)
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    places = list(product(*map(range, grid)))
+    rng.shuffle(places)
     unwaited = []
-    for program in rng.sample(range(programs), programs):
+    for start in range(0, len(places), sms):
         machine = Machine(order, rng)
-        function = _Translation(Language(machine, program, programs)).function(kernel)
-        arguments = {name: _argument(value) for name, value in values.items() if name in kernel.arg_names}
-        machine.run(lambda f=function, a=arguments: f(**a), num_warps)
+        programs = []
+        for place in places[start : start + sms]:
+            program = Program(machine, place[0] + grid[0] * (place[1] + grid[1] * place[2]))
+            function = _Translation(Language(program, place, grid)).function(kernel)
+            arguments = {name: _argument(value) for name, value in values.items() if name in kernel.arg_names}
+            program.start("warps 0-", 0, num_warps, lambda f=function, a=arguments: f(**a))
+            programs.append(program)
+        machine.run()
         unwaited += [
-            (program, barrier.name, phase)
-            for barrier in machine.barriers
+            (program.number, barrier.name, phase)
+            for program in programs
+            for barrier in program.barriers
             for phase in sorted(set(range(barrier.phase)) - barrier.waited)
         ]
     return Report(tuple(unwaited))
@@ -66,13 +74,13 @@ def run(
 class Emulated:
     """Takes the place of a kernel: `kernel[grid](...)` runs in the emulator and compiles nothing."""
 
-    def __init__(self, kernel: JITFunction, order: Order = "random", seed: int = 0) -> None:
-        self.kernel, self.order, self.seed = kernel, order, seed
+    def __init__(self, kernel: JITFunction, order: Order = "random", seed: int = 0, sms: int = 2) -> None:
+        self.kernel, self.options = kernel, {"order": order, "seed": seed, "sms": sms}
         self.reports: list[Report] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
         def launch(*args, maxnreg: int | None = None, num_stages: int | None = None, **kwargs) -> None:
-            self.reports.append(run(self.kernel, grid, *args, order=self.order, seed=self.seed, **kwargs))
+            self.reports.append(run(self.kernel, grid, *args, **self.options, **kwargs))
 
         return launch
 

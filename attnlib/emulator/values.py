@@ -112,12 +112,18 @@ class Tensor:
         return Tensor(~self.data, self.dtype)
 
 
-def _elementwise(function: Callable, swapped: bool = False) -> Callable:
+def _elementwise(function: Callable, swapped: bool = False, grows: bool = False) -> Callable:
     def method(self: Tensor, other: object) -> Tensor:
         value = plain(other)
         if value is NotImplemented:
             return value
-        return result(function(value, self.data) if swapped else function(self.data, value), self, other)
+        found = function(value, self.data) if swapped else function(self.data, value)
+        if grows and found.dtype == torch.int32:
+            wide = self.data.long()
+            wide = function(value, wide) if swapped else function(wide, value)
+            if not torch.equal(wide, found.long()):
+                raise OverflowError(f"int32 overflow in a tile: {int(wide.min())} .. {int(wide.max())}")
+        return result(found, self, other)
 
     return method
 
@@ -152,8 +158,9 @@ _TILES = {
     "rshift": operator.rshift,
 }
 for _name, _function in _TILES.items():
-    setattr(Tensor, f"__{_name}__", _elementwise(_function))
-    setattr(Tensor, f"__r{_name}__", _elementwise(_function, swapped=True))
+    _grows = _name in ("add", "sub", "mul")
+    setattr(Tensor, f"__{_name}__", _elementwise(_function, grows=_grows))
+    setattr(Tensor, f"__r{_name}__", _elementwise(_function, swapped=True, grows=_grows))
 for _name in COMPARISONS:
     setattr(Tensor, f"__{_name}__", _elementwise(getattr(operator, _name)))
 Tensor.__hash__ = None
@@ -195,9 +202,11 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inside(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(memory):
-        raise IndexError(
-            f"address outside of its tensor: elements {int(places.min())} .. {int(places.max())} "
-            f"of {len(memory)}"
-        )
+    if places.numel():
+        check_inside(memory, int(places.min()), int(places.max()))
     return places
+
+
+def check_inside(memory: torch.Tensor, first: int, last: int) -> None:
+    if not 0 <= first <= last < len(memory):
+        raise IndexError(f"address outside of its tensor: elements {first} .. {last} of {len(memory)}")
