@@ -24,14 +24,17 @@ def in_registers(x: np.ndarray) -> np.ndarray:
 
 
 def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
-    """A head dimension between the widths, in memory with more before and after it."""
+    """A head dimension between the widths, memory with more around it."""
     if device != "cpu":
         pytest.skip("the conversion runs in the interpreter")
-    more = torch.full((64 + 2 * 130 * 40 + 4096,), 7.0)
-    dq = more[64:-4096].view(1, 2, 130, 40)
+    more = torch.full((1, 2, 134, 48), 7.0)
+    dq = more[:, :, 2:132, 4:44]
+    shape = torch.Size((1, 2, 130, 40))
+    strides = [more.stride()] * 5
     call = launch_hopper_backward._prepare(
-        dq.shape, dq.shape, *[dq.stride()] * 5, torch.float32, -1, band(True, None), SCALE, None, None
+        shape, shape, *strides, torch.float32, -1, band(True, None), SCALE, None, None
     )
+    call = call._replace(layouts=call.layouts._replace(dq=(tuple(shape), more.stride())))
     sums = torch.arange(call.sums, dtype=torch.float32)
     launch_hopper_backward._convert(sums, dq, None, call)
     blocks = sums.numpy().reshape(2, -1, 64 * 64) * np.float32(SCALE)
