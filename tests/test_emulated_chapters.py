@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextlib import ExitStack
 
 import pytest
 import torch
 from emulated import ORDERS
 
-from attnlib.emulator import Emulated
+from attnlib.emulator import emulated
 from attnlib.reference import attention_fp64
 from attnlib.sources import load_step
 from attnlib.steps import GLUON_FROM, STEPS, number
@@ -24,22 +24,19 @@ OPTIONS = {
 }
 
 
-KERNELS = {step: load_step(step).flash_forward for step in CHAPTERS}
-
-
 @pytest.fixture
-def attention(monkeypatch: pytest.MonkeyPatch) -> Callable:
+def attention() -> Callable:
     """attention() of a chapter with its kernel in the emulator, by (step, order, seed)."""
+    with ExitStack() as stack:
 
-    def of(step: str, order: str = "random", seed: int = 0) -> Callable:
-        module = load_step(step)
-        monkeypatch.setattr(module, "flash_forward", Emulated(KERNELS[step], order, seed))
-        return module.attention
+        def of(step: str, order: str = "random", seed: int = 0) -> Callable:
+            stack.close()  # the one before
+            module = load_step(step)
+            kernels = stack.enter_context(emulated(vars(module), order, seed))
+            assert list(kernels) == ["flash_forward"]
+            return module.attention
 
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
-    )
-    return of
+        yield of
 
 
 def check(attention, B: int, H: int, S: int, D: int, causal: bool, sm_scale: float = 0.1, **options) -> None:

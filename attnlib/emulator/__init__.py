@@ -17,10 +17,12 @@ It checks what can go wrong with memory that is written behind one's back:
 It knows nothing of layouts, registers and time: a tile is a matrix, the threads of a partition go in step. Of
 global memory it checks addresses, not who has seen what. Programs run a few at a time, as on a small GPU.
 
-`run(kernel, grid, *args)` is `kernel[grid](*args)`.
+`run(kernel, grid, *args)` is `kernel[grid](*args)`; within `emulated(vars(module))` a module's own launcher
+does that.
 """
 
 from attnlib.emulator.errors import Deadlock, Race
 from attnlib.emulator.run import Emulated, Report, run
+from attnlib.emulator.stand_in import emulated
 
-__all__ = ["Deadlock", "Emulated", "Race", "Report", "run"]
+__all__ = ["Deadlock", "Emulated", "Race", "Report", "emulated", "run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,10 +164,10 @@ class Language:
         (function, args), *workers = functions
         start, started = first.warps, []
         for (worker, worker_args), warps in zip(workers, worker_warps, strict=True):
-            name = f"warps {start}-{start + warps - 1} ({worker.__name__})"
-            started.append(program.start(name, 32 * start, warps, lambda f=worker, a=worker_args: f(*a)))
+            name, call = named(worker, start, warps), lambda f=worker, a=worker_args: f(*a)
+            started.append(program.start(name, 32 * start, warps, call))
             start += warps
-        first.name = f"warps 0-{first.warps - 1} ({function.__name__})"
+        first.name = named(function, 0, first.warps)
         function(*args)
         self.machine.wait(lambda: all(partition.done for partition in started), lambda: "the others' end")
         for partition in started:
@@ -209,6 +210,12 @@ def _registers(x, shape: tuple[int, ...], places: np.ndarray):
     if isinstance(x, Tensor):
         return x.data.expand(shape).contiguous().view(-1).numpy()[places]
     return np.broadcast_to(np.asarray(x), places.shape)
+
+
+def named(function: Callable, first: int, warps: int) -> str:
+    """What messages call the partition that executes a function."""
+    span = f"warp {first}" if warps == 1 else f"warps {first}-{first + warps - 1}"
+    return f"{function.__name__} ({span})"
 
 
 class _Layout:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 
-from attnlib.emulator.language import Language
+from attnlib.emulator.language import Language, named
 from attnlib.emulator.machine import Machine, Order, Program
 from attnlib.emulator.memory import Descriptor
 from attnlib.emulator.values import Int, Pointer
@@ -59,7 +59,8 @@ def run(
             program = Program(machine, place[0] + grid[0] * (place[1] + grid[1] * place[2]))
             function = _Translation(Language(program, place, grid)).function(kernel)
             arguments = {name: _argument(value) for name, value in values.items() if name in kernel.arg_names}
-            program.start("warps 0-", 0, num_warps, lambda f=function, a=arguments: f(**a))
+            name = named(function, 0, num_warps)
+            program.start(name, 0, num_warps, lambda f=function, a=arguments: f(**a))
             programs.append(program)
         machine.run()
         unwaited += [
