@@ -74,8 +74,8 @@ def without(line: str, before: str = "", after: str = "") -> tuple[str, str]:
 
 
 LANDING = r"Race: .* touches \S+: a copy writes it, which was not waited for"
-STORED = r"Race: .* touches \S+: warps .* has stored to it, which was not waited for"
-OVERWRITTEN = r"Race: .* overwrites \S+: warps .* has not said that it read"
+STORED = r"Race: .* touches \S+: .* has stored to it, which was not waited for"
+OVERWRITTEN = r"Race: .* overwrites \S+: .* has not said that it read"
 READING = r"Race: .* overwrites \S+ while a product or copy out reads it"
 TAKEN = f"{LANDING}|{OVERWRITTEN}|{READING}"  # memory is used before it is there, or after it was given back
 COUNT = r"Race: \w+\[\d\]: \d arrivals in a phase of \d"
