@@ -148,7 +148,7 @@ site: html  ## the built book: no remote reference, no dead link, every chapter 
 
 browser: $(READY)  ## open every page of the built book in headless Chromium (needs chromium)
 	$(call say,opening the book in Chromium)
-	@$(PY) tests/browser/check_pages.py
+	@$(PY) tests/browser/check_pages.py --screens
 
 # Each has a Triton of its own; all else is that of $(PY), which stands behind it on the path.
 COMPAT := 3.7.1 3.9.0

@@ -1,14 +1,16 @@
 """Open every page of the built book in headless Chromium, at the width of a phone and of a laptop.
 
-    python tests/browser/check_pages.py [build/html]
+    python tests/browser/check_pages.py [--screens] [build/html]
 
 Checks that math is rendered, images are loaded, no page scrolls sideways, nothing is asked for on the
-network, no script fails, and that the search finds "online softmax" in chapter 03. Screenshots go to
-build/screens. Exit status 1 when something is wrong or there is no Chromium.
+network, no script fails, and that the search finds "online softmax" in chapter 03. With --screens,
+screenshots go to build/screens, which takes longer than all else. Exit status 1 when something is wrong or
+there is no Chromium.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -51,18 +53,19 @@ PROBLEMS = """(() => {
 HITS = "[...document.querySelectorAll('#search-results li a')].map(link => link.getAttribute('href'))"
 
 
-def check(tab: Tab, page: Path, width: int, screens: Path) -> list[str]:
-    """What is wrong with one page at one width; its screenshots are saved."""
+def check(tab: Tab, page: Path, width: int, screens: Path | None) -> list[str]:
+    """What is wrong with one page at one width."""
     tab.open(page.as_uri(), width)
     tab.evaluate(SETTLED)
     problems = tab.evaluate(PROBLEMS)
     problems += [f"asked for {url[:120]}" for url in tab.requests() if url.startswith(("http:", "https:"))]
     problems += [f"script failed: {error[:200]}" for error in tab.errors()]
-    tab.screenshots(screens / f"{page.stem}-{width}")
+    if screens:
+        tab.screenshots(screens / f"{page.stem}-{width}")
     return problems
 
 
-def check_search(tab: Tab, site: Path, screens: Path) -> list[str]:
+def check_search(tab: Tab, site: Path, screens: Path | None) -> list[str]:
     """What is wrong with the search."""
     tab.open((site / "search.html").as_uri() + "?q=online+softmax", WIDTHS[1])
     try:
@@ -70,13 +73,14 @@ def check_search(tab: Tab, site: Path, screens: Path) -> list[str]:
     except BrowserError as error:
         return [str(error)]
     hits = tab.evaluate(HITS)
-    tab.screenshots(screens / f"search-results-{WIDTHS[1]}")
+    if screens:
+        tab.screenshots(screens / f"search-results-{WIDTHS[1]}")
     found = any("03_online_softmax" in hit for hit in hits[:5])
     return [] if found else [f"search finds {hits[:5]}, not chapter 03"]
 
 
-def main(site: Path) -> int:
-    executable, screens = find(), ROOT / "build" / "screens"
+def main(site: Path, screens: Path | None) -> int:
+    executable = find()
     if not executable:
         print(
             "no Chromium: set CHROMIUM or install it (Debian, Ubuntu: apt install chromium)", file=sys.stderr
@@ -85,7 +89,8 @@ def main(site: Path) -> int:
     if not (site / "index.html").exists():
         print(f"no book at {site}: make html", file=sys.stderr)
         return 1
-    shutil.rmtree(screens, ignore_errors=True)
+    if screens:
+        shutil.rmtree(screens, ignore_errors=True)
     found = []
     with Tab(executable) as tab:
         for page in sorted(site.glob("*.html")):
@@ -96,9 +101,14 @@ def main(site: Path) -> int:
         problems = check_search(tab, site, screens)
         print(f"{'search: online softmax':42}  {'ok' if not problems else 'WRONG'}")
         found += problems
-    print("\n".join(["", *found]) if found else f"all pages fine; screenshots in {screens.relative_to(ROOT)}")
+    where = f"; screenshots in {screens.relative_to(ROOT)}" if screens else ""
+    print("\n".join(["", *found]) if found else f"all pages fine{where}")
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "html").resolve()))
+    parser = argparse.ArgumentParser(description="Open every page of the built book in headless Chromium.")
+    parser.add_argument("site", type=Path, nargs="?", default=ROOT / "build" / "html")
+    parser.add_argument("--screens", action="store_true", help="save screenshots in build/screens")
+    args = parser.parse_args()
+    sys.exit(main(args.site.resolve(), ROOT / "build" / "screens" if args.screens else None))
