@@ -64,8 +64,7 @@ LENGTHS = [(128, 128), (129, 129), (70, 192), (129, 63), (64, 192), (200, 17), (
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
-@pytest.mark.parametrize("sm_scale", [0.125, -2.0])
-@pytest.mark.parametrize("tile", [(64, 64), (64, 32)], ids=str)
+@pytest.mark.parametrize(("tile", "sm_scale"), [((64, 64), -2.0), ((64, 32), 0.125)], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_the_loop(order, tile, sm_scale, causal, device):
     for queries, keys in LENGTHS:
@@ -78,7 +77,7 @@ def test_every_order_of_the_loop(order, tile, sm_scale, causal, device):
 @pytest.mark.parametrize("section", [1, 2, 3, 4])
 def test_more_heads_than_a_grid_has_rows(section, monkeypatch, device):
     """Where the second or the third dimension of the grid is too short, there is only the first."""
-    q, k, v = make_inputs(Shape(2, 12, 150, 16, heads_kv=6), device=device)
+    q, k, v = make_inputs(Shape(2, 12, 70, 16, heads_kv=6), device=device)
     config = ForwardConfig(64, 32, 4, 2, heads_per_section=section)
     expected = launch.forward(q, k, v, CAUSAL, 0.125, True, config=config)
     monkeypatch.setattr(launch, "GRID_YZ", 1)
@@ -89,7 +88,7 @@ def test_more_heads_than_a_grid_has_rows(section, monkeypatch, device):
         call = launch._prepare(*shape, q.dtype, q.get_device(), CAUSAL, 0.125, True, None, config)
     finally:
         launch._prepare.cache_clear()
-    assert call.grid == (3 * 2 * 12, 1, 1)
+    assert call.grid == (2 * 2 * 12, 1, 1)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     judge_forward(*found, Oracle(q, k, v, True, 0.125), "one dimension")
 

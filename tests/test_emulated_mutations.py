@@ -198,7 +198,7 @@ MUTATIONS = [
     backward("dK is not waited for at the end", "Race: .* ends and has not waited for its copies out",
              ("    tma.store_wait(0)\n\n\n# ----", "\n\n# ----")),
     backward("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
-             without("            tma.store_wait(0)\n"), call="unseen"),
+             without("        tma.store_wait(0)\n", before="mem.v.index(WG))\n"), call="unseen"),
     backward("the bytes of LSE are not expected", f"{TAKEN}|{DEADLOCK}|Race: the program ends",
              ("q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes",
               "q_bytes: gl.constexpr = desc_q.block_type.nbytes")),

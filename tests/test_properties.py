@@ -35,13 +35,13 @@ def draws(packed: bool) -> st.SearchStrategy[Draw]:
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(draw=draws(packed=False))
 def test_any_call(draw):
     check(draw, DEVICE, "triton")
 
 
-@settings(max_examples=12)
+@settings(max_examples=9)
 @given(draw=draws(packed=True))
 def test_any_packed_sequences(draw):
     check(draw, DEVICE, "triton")

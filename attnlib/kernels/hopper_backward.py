@@ -199,10 +199,7 @@ def _await_ds(j, WG: gl.constexpr):
 @gluon.jit
 def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
     tile = tiling.locate(gl.program_id(0), work, plan)
-    if plan.sparse:
-        if tile.m_start < tile.m_end:
-            _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan)
-    else:
+    if tiling.seen(tile, plan):
         _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan)
 
 
@@ -357,19 +354,14 @@ def _store(desc, x, buffer, at, row):
 @gluon.jit
 def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
     tile = tiling.locate(gl.program_id(0), work, plan)
-    if plan.sparse:
-        if tile.m_start < tile.m_end:
-            _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
-        else:
-            zeros = gl.zeros([64, plan.d], mem.k.dtype, plan.d_layout)
-            at = tiling.keys(tile, work, plan)
-            _store(desc_dv, zeros, mem.v.index(WG), at, tile.start + WG * 64)
-            tma.async_copy_shared_to_global(
-                desc_dk, tiling.coordinates(at, 0, tile.start + WG * 64), mem.v.index(WG)
-            )
-            tma.store_wait(0)
-    else:
+    if tiling.seen(tile, plan):
         _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
+    else:
+        zeros = gl.zeros([64, plan.d], mem.k.dtype, plan.d_layout)
+        at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
+        _store(desc_dv, zeros, mem.v.index(WG), at, row)
+        tma.async_copy_shared_to_global(desc_dk, tiling.coordinates(at, 0, row), mem.v.index(WG))
+        tma.store_wait(0)
 
 
 @gluon.jit

@@ -79,6 +79,15 @@ def locate(tile, work, plan: gl.constexpr):
     return Tile(head, start, m_start, m_end, S_q, S_k, end_q, end_k)
 
 
+@gluon.jit
+def seen(tile, plan: gl.constexpr):
+    """Whether a query sees a key of the tile."""
+    if plan.sparse:
+        return tile.m_start < tile.m_end
+    else:
+        return True
+
+
 # ---------------------------------------------------------------- places in memory
 
 

@@ -180,13 +180,10 @@ def _store_zeros(desc, buffer, tile, work, plan: gl.constexpr):
 def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     """Warpgroup 0: P for warpgroup 1, and dV."""
     tile = tiling.locate(gl.program_id(0), work, plan)
-    if plan.sparse:
-        if tile.m_start < tile.m_end:
-            _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
-        else:
-            _store_zeros(desc_dv, mem.do.index(0), tile, work, plan)
-    else:
+    if tiling.seen(tile, plan):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
+    else:
+        _store_zeros(desc_dv, mem.do.index(0), tile, work, plan)
 
 
 @gluon.jit
@@ -232,13 +229,10 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     """Warpgroup 1: dS for warpgroup 2, and dK."""
     tile = tiling.locate(gl.program_id(0), work, plan)
-    if plan.sparse:
-        if tile.m_start < tile.m_end:
-            _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
-        else:
-            _store_zeros(desc_dk, mem.v.index(0), tile, work, plan)
-    else:
+    if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
+    else:
+        _store_zeros(desc_dk, mem.v.index(0), tile, work, plan)
 
 
 @gluon.jit
@@ -287,10 +281,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
 def _queries(dq_ptr, mem, work, plan: gl.constexpr):
     """Warpgroup 2: dQ."""
     tile = tiling.locate(gl.program_id(0), work, plan)
-    if plan.sparse:
-        if tile.m_start < tile.m_end:
-            _visit_for_queries(dq_ptr, mem, tile, work, plan)
-    else:
+    if tiling.seen(tile, plan):
         _visit_for_queries(dq_ptr, mem, tile, work, plan)
 
 
