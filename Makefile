@@ -68,7 +68,7 @@ $(VENV)/installed: pyproject.toml constraints.txt | linux
 	    exit 1; fi; \
 	printf '\n\033[1m== %s\033[0m\n' "setting up $(VENV) with $$("$$python" --version) (about 5 GB, some minutes)"; \
 	"$$python" -m venv "$(VENV)"; \
-	"$(VENV)/bin/python" -m pip install --progress-bar $(if $(CI),off,on) -c constraints.txt -e ".[book,dev]"
+	"$(VENV)/bin/python" -m pip install --no-compile --progress-bar $(if $(CI),off,on) -c constraints.txt -e ".[book,dev]"
 	@touch "$@"
 
 use-python: | linux
