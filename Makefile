@@ -121,8 +121,10 @@ hygiene: $(READY)  ## notebooks: execution order, errors, size, ids, paths; READ
 	$(call say,notebook hygiene)
 	@$(PY) -m attnlib.book check
 
-# Without a GPU two files at a time; tests that time a launch want a GPU for themselves.
-side_by_side = $$($(can_measure) || echo "-n 2 --dist loadfile")
+# Files of tests at a time: two, up to four where there are cores for them.
+JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
+# Tests that time a launch want a GPU for themselves.
+side_by_side = $$($(can_measure) || echo "-n $(JOBS) --dist loadfile")
 
 unit: $(READY)  ## the tests: on the GPU where there is one, else in Triton's interpreter
 	$(call say,tests)
@@ -134,7 +136,7 @@ gpu: $(READY)  ## only the tests that need a CUDA GPU
 
 compile: $(READY)  ## compile the kernels for sm_90 without a GPU: spills, tensor-core instructions, shared memory
 	$(call say,compiling for sm_90)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n $(JOBS) --dist loadfile
 
 redraw: $(READY)  ## replay all notebooks once: they run, stubs fail, solutions pass, figures byte-identical
 	$(call say,replaying the notebooks and redrawing the figures)
