@@ -62,10 +62,9 @@ def backward(
     if q.is_cuda and device != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(device):
             return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
-    call = _prepare(
-        q.shape, k.shape, d_out.stride(), q.stride(), k.stride(), v.stride(), out.stride(), q.dtype, device,
-        band, sm_scale, packed and lengths_of(packed), config,
-    )  # fmt: skip
+    strides = d_out.stride(), q.stride(), k.stride(), v.stride(), out.stride()
+    lengths = packed and lengths_of(packed)
+    call = _prepare(q.shape, k.shape, strides, q.dtype, device, band, sm_scale, lengths, config)
     if call.layouts is None or misaligned(d_out, q, k, v, out):
         d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
         return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
@@ -96,21 +95,17 @@ class Layouts(NamedTuple):
     strides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-def layouts(
-    q_shape, k_shape, d_out_strides, q_strides, k_strides, v_strides, out_strides, dtype, packed: bool
-) -> Layouts | None:
-    """Layouts of a call; None if a descriptor can't express one of its inputs. Gradients are laid out like
-    the inputs, as `torch.empty_like` does it, where a descriptor can express that, else contiguously."""
-    given = (
-        (q_shape, d_out_strides), (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides),
-        (q_shape, out_strides),
-    )  # fmt: skip
-    if any(legal(shape, strides, dtype) is None for shape, strides in given):
+def layouts(q_shape, k_shape, strides, dtype, packed: bool) -> Layouts | None:
+    """Layouts of a call with these strides of d_out, q, k, v and out; None if a descriptor can't express one
+    of them. Gradients are laid out like the inputs, as `torch.empty_like` does it, where a descriptor can
+    express that, else contiguously."""
+    given = list(zip((q_shape, q_shape, k_shape, k_shape, q_shape), strides, strict=True))
+    if any(legal(*tensor, dtype) is None for tensor in given):
         return None
-    strides = tuple(_like(shape, strides, dtype) for shape, strides in given[1:4])
-    made = zip((q_shape, k_shape, k_shape), strides, strict=True)
+    own = tuple(_like(*tensor, dtype) for tensor in given[1:4])
+    made = zip((q_shape, k_shape, k_shape), own, strict=True)
     windows = ((tuple(shape), legal(shape, strides, dtype)) for shape, strides in (*given, *made))
-    return Layouts(*(ragged(*window) if packed else window for window in windows), strides)
+    return Layouts(*(ragged(*window) if packed else window for window in windows), own)
 
 
 def _like(shape, strides, dtype) -> tuple[int, ...]:
@@ -166,9 +161,9 @@ class Call(NamedTuple):
 
 @lru_cache(PREPARED)
 def _prepare(
-    q_shape, k_shape, d_out_strides, q_strides, k_strides, v_strides, out_strides, dtype, device: int,
-    band: Band, sm_scale: float, lengths: Lengths | None, config,
-) -> Call:  # fmt: skip
+    q_shape, k_shape, strides, dtype, device: int, band: Band, sm_scale: float, lengths: Lengths | None,
+    config,
+) -> Call:
     B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
     D, packed = q_shape[-1], lengths is not None
     if config is None:
@@ -176,7 +171,6 @@ def _prepare(
         config = backward_config(D, str(dtype).removeprefix("torch."), arch)
     width = block_d(D)
     rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths)
-    strides = d_out_strides, q_strides, k_strides, v_strides, out_strides
     precision = "ieee" if dtype == torch.float32 else "tf32"
     if max(rows.grid[0], rows_shape[2], B * H_kv * S_k // 16, S_k) >= LIMIT:
         raise ValueError(
@@ -225,7 +219,7 @@ def _prepare(
         "attention_backward_queries", tile, -(-S_q // tile.block_m), H, tiles(tile, "mmmnnr"),
         (*scales, S_q, S_k, H, *bounds), has_bounds, (tail,),
     )  # fmt: skip
-    found = layouts(q_shape, k_shape, *strides, dtype, packed)
+    found = layouts(q_shape, k_shape, strides, dtype, packed)
     return Call(found, rows_shape, rows_window, rows, tuple(both), queries)
 
 

@@ -83,10 +83,9 @@ def backward(
     if device != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(device):
             return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
-    call = _prepare(
-        q.shape, k.shape, d_out.stride(), q.stride(), k.stride(), v.stride(), out.stride(), q.dtype, device,
-        band, sm_scale, packed and lengths_of(packed), config,
-    )  # fmt: skip
+    strides = d_out.stride(), q.stride(), k.stride(), v.stride(), out.stride()
+    lengths = packed and lengths_of(packed)
+    call = _prepare(q.shape, k.shape, strides, q.dtype, device, band, sm_scale, lengths, config)
     if call.layouts is None or misaligned(d_out, q, k, v, out):
         d_out, q, k, v, out = (readable(x) for x in (d_out, q, k, v, out))
         return backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic, config)
@@ -136,16 +135,15 @@ class Call(NamedTuple):
 
 @lru_cache(PREPARED)
 def _prepare(
-    q_shape, k_shape, d_out_strides, q_strides, k_strides, v_strides, out_strides, dtype, device: int,
-    band: Band, sm_scale: float, lengths: Lengths | None, config,
-) -> Call:  # fmt: skip
+    q_shape, k_shape, strides, dtype, device: int, band: Band, sm_scale: float, lengths: Lengths | None,
+    config,
+) -> Call:
     B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
     D, packed = q_shape[-1], lengths is not None
     if config is None:
         config = hopper_backward_config(D)
     width = max(64, block_d(D))
     rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths)
-    strides = d_out_strides, q_strides, k_strides, v_strides, out_strides
     num_m, num_n = -(-S_q // config.block_m), -(-S_k // config.block_n)
     programs = num_n * B * H_kv
     blocks = rows_shape[2] // 64 if packed else num_m * config.block_m // 64  # of 64 rows, of a head
@@ -164,7 +162,7 @@ def _prepare(
     )  # fmt: skip
     tiles = -(-S_q // 64)
     conversion = (tiles * B * H, 1, 1), (sm_scale, H, blocks, tiles)
-    found = layouts(q_shape, k_shape, *strides, dtype, packed)
+    found = layouts(q_shape, k_shape, strides, dtype, packed)
     return Call(
         kind, programs, scalars, (right or None, left), rows_shape[2] if packed else None, found, rows_shape,
         rows_window, rows, heads * blocks * 64 * width, conversion,

@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnlib.emulator import Deadlock, Emulated, Race, run
 from attnlib.emulator.values import Int
+from attnlib.kernels.hopper import _barriers as barriers
 
 RUNS = [("eager", 0), ("late", 0), ("random", 0), ("random", 1), ("random", 2)]
 runs = pytest.mark.parametrize(("order", "seed"), RUNS)
@@ -40,14 +41,6 @@ def halves(*shape: int, seed: int = 0) -> torch.Tensor:
 @gluon.jit
 def buffer(desc):
     return gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
-
-
-@gluon.jit
-def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 # ---------------------------------------------------------------- copies

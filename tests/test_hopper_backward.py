@@ -30,9 +30,9 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
     more = torch.full((1, 2, 134, 48), 7.0)
     dq = more[:, :, 2:132, 4:44]
     shape = torch.Size((1, 2, 130, 40))
-    strides = [more.stride()] * 5
+    strides = (more.stride(),) * 5
     call = launch_hopper_backward._prepare(
-        shape, shape, *strides, torch.float32, -1, band(True, None), SCALE, None, None
+        shape, shape, strides, torch.float32, -1, band(True, None), SCALE, None, None
     )
     call = call._replace(layouts=call.layouts._replace(dq=(tuple(shape), more.stride())))
     sums = torch.arange(call.sums, dtype=torch.float32)

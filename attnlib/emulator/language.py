@@ -103,16 +103,14 @@ class Language:
         return Shared.allocate(self.program, dtype, [int(n) for n in shape])
 
     def _copy_in(self, desc: Descriptor, coordinates, barrier: Barrier, buffer: Shared) -> None:
-        if buffer.dtype != desc.dtype or buffer.values.numel() != desc.elements:
-            raise TypeError(f"{buffer.name}: {buffer.shape} of {buffer.dtype}, copies of {desc.block_shape}")
+        _check_block(desc, buffer)
         if not self.machine.current.clock.saw(barrier.fenced):
             raise Race(f"a copy finds {barrier.name} initialized without fence_async_shared")
         buffer.begin_writing()
         self.machine.issue(self.machine.copies, CopyIn(desc, coordinates, barrier, buffer))
 
     def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
-        if buffer.dtype != desc.dtype or buffer.values.numel() != desc.elements:
-            raise TypeError(f"{buffer.name}: {buffer.shape} of {buffer.dtype}, copies of {desc.block_shape}")
+        _check_block(desc, buffer)
         buffer.begin_reading("a copy out")
         self.machine.issue(self.machine.current.stores, CopyOut(desc, coordinates, buffer))
 
@@ -201,6 +199,11 @@ class Language:
             value = int(collected[0])
             return Int(value - (1 << 32) if dtype == gl.int32 and value >> 31 else value, dtype == gl.int64)
         return Tensor(torch.from_numpy(collected.reshape(shape)).to(TORCH[dtype]), dtype)
+
+
+def _check_block(desc: Descriptor, buffer: Shared) -> None:
+    if buffer.dtype != desc.dtype or buffer.values.numel() != desc.elements:
+        raise TypeError(f"{buffer.name}: {buffer.shape} of {buffer.dtype}, copies of {desc.block_shape}")
 
 
 def _registers(x, shape: tuple[int, ...], places: np.ndarray):

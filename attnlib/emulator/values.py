@@ -144,18 +144,10 @@ def result(data: torch.Tensor, *operands: object) -> Tensor:
     return Tensor(data)
 
 
-_TILES = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+_TILES = _OPERATORS | {
     "truediv": operator.truediv,
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     "mod": torch.fmod,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
 }
 for _name, _function in _TILES.items():
     _grows = _name in ("add", "sub", "mul")
