@@ -137,7 +137,6 @@ def choose_backward(
         if lacks is not None:
             raise ValueError(f"impl: 'hopper' {lacks}; leave impl out, or call it without grad")
         return impl, "asked for"
-    lacks = lacks or launch_hopper_backward.unproven(band, packed)
     return ("hopper", _HOPPER_FITS) if lacks is None else _without_hopper(q, impl, lacks)
 
 

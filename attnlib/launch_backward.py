@@ -232,7 +232,7 @@ def rows_launch(
     shape = (2, H, (q_shape[0] // PADDING + B) * PADDING) if packed else (2, B * H, tiles * PADDING)
     block = (*((1, 1, 1) if packed else (1, 1)), ROWS, block_d(q_shape[-1]))
     launch = Launch(
-        "attention_backward_rows", device, dtype, packed, (tiles * (PADDING // ROWS) * B * H, 1, 1),
+        "attention_backward_rows", device, dtype, packed, (shape[1] * shape[2] // ROWS, 1, 1),
         (block, block), (S_q, q_shape[0] if packed else None, H, B, shape[2]), (ROWS, block[-1]),
         (("num_warps", 4),),
     )  # fmt: skip

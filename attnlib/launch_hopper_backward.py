@@ -34,16 +34,6 @@ _compiled: dict[tuple, tuple | Launcher] = {}
 the launcher of what makes dQ of its sums."""
 
 
-def unproven(band: Band, packed: Packed | None) -> str | None:
-    """Why a call that the kernel can run runs elsewhere unless it is asked for; None if it does not."""
-    if packed is None and band.left is None and band.right in (None, 0):
-        return None
-    return (
-        "takes gradients of windows and packed sequences only if impl='hopper' asks for it: these were run "
-        "in the emulator, not yet on a GPU"
-    )
-
-
 def unsupported(q: torch.Tensor, deterministic: bool = False) -> str | None:
     """What the kernel needs and a call with valid arguments does not have; None if it has all.
 
@@ -97,7 +87,7 @@ def backward(
     sums = torch.zeros(call.sums, dtype=torch.float32, device=q.device)
     tensors = q, k, v, d_out, dk, dv, rows
     windows = at.q, at.k, at.v, at.d_out, at.dk, at.dv, call.rows_window
-    last = *call.bounds, *cu, call.pitch
+    last = *call.bounds, *cu, *call.packed
     found = _compiled.get(call.kind)
     if found is None:
         kernel, plan = _first_launch(tensors, windows, sums, last, call)
@@ -114,8 +104,8 @@ class Call(NamedTuple):
     """What calls share that differ in nothing but addresses.
 
     kind: what the compiled code depends on; scalars, bounds: the kernel's arguments before and after its
-    plan, up to those of packed sequences; pitch: rows of a head in the memory for lse2 and delta, where
-    sequences are packed; layouts: None if an input has to be copied; rows_shape, rows_window: of the memory
+    plan, up to those of packed sequences; packed: how many they are, and the rows of a head in the memory
+    for lse2 and delta; layouts: None if an input has to be copied; rows_shape, rows_window: of the memory
     for lse2 and delta; sums: elements of the buffer for dQ; conversion: the grid of what makes dQ of it, and
     its scalars.
     """
@@ -124,7 +114,7 @@ class Call(NamedTuple):
     programs: int
     scalars: tuple
     bounds: tuple
-    pitch: int | None
+    packed: tuple[int | None, int | None]
     layouts: Layouts | None
     rows_shape: tuple[int, int, int]
     rows_window: tuple
@@ -144,28 +134,33 @@ def _prepare(
         config = hopper_backward_config(D)
     width = max(64, block_d(D))
     rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths)
-    num_m, num_n = -(-S_q // config.block_m), -(-S_k // config.block_n)
-    programs = num_n * B * H_kv
-    blocks = rows_shape[2] // 64 if packed else num_m * config.block_m // 64  # of 64 rows, of a head
-    heads = rows_shape[1]
+    num_m = -(-S_q // config.block_m)
+    if packed:  # sequence b begins with block cu_seqlens_k[b] // block_n + b, whatever the lengths are
+        heads, heads_kv = H, H_kv
+        num_n = k_shape[0] // config.block_n + B
+        tiles = blocks = rows_shape[2] // 64  # of 64 rows, of a head, that are converted, and in memory
+    else:
+        heads, heads_kv = B * H, B * H_kv
+        num_n = -(-S_k // config.block_n)
+        tiles, blocks = -(-S_q // 64), num_m * config.block_m // 64
+    programs = num_n * heads_kv
     if max(programs, heads * blocks, S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
-    section = config.heads_per_section(B * H_kv, H // H_kv, S_q, width)
+    section = config.heads_per_section(heads_kv, H // H_kv, S_q, width)
     left, right = clipped(band, S_q, S_k)
     tail = right != 0 and (packed or S_k % config.block_n != 0)
     asked = bool(right), left is not None, packed  # what a plan calls shifted, left, packed
     kind = (device, dtype, width, right is not None, tail, config, *asked)
     scalars = (
-        sm_scale * LOG2_E, sm_scale, S_q, S_k, H, H // H_kv, B * H_kv, section, num_m, num_n,
+        sm_scale * LOG2_E, sm_scale, S_q, S_k, H, H // H_kv, heads_kv, section, num_m, num_n,
     )  # fmt: skip
-    tiles = -(-S_q // 64)
-    conversion = (tiles * B * H, 1, 1), (sm_scale, H, blocks, tiles)
+    conversion = (tiles * heads, 1, 1), (sm_scale, H, B, blocks, tiles)
     found = layouts(q_shape, k_shape, strides, dtype, packed)
     return Call(
-        kind, programs, scalars, (right or None, left), rows_shape[2] if packed else None, found, rows_shape,
-        rows_window, rows, heads * blocks * 64 * width, conversion,
+        kind, programs, scalars, (right or None, left), (B, rows_shape[2]) if packed else (None, None), found,
+        rows_shape, rows_window, rows, heads * blocks * 64 * width, conversion,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import triton
 
 from attnlib import attention, dispatch, explain, launch, launch_hopper
 from attnlib.attention import Choice
-from attnlib.band import Band, Packed
+from attnlib.band import Band
 from attnlib.configs import block_d, forward_config, hopper_config
 
 
@@ -121,18 +121,6 @@ BACKWARD = {
     "wide head": ((264, Band(None, 0), None, False), "needs a head dimension of at most 256 for"),
     "deterministic": ((64, Band(None, 0), None, True), "adds up dq in an order that changes"),
 }
-
-
-@pytest.mark.parametrize(
-    ("band", "packed"),
-    [(Band(7, 0), None), (Band(None, 3), None), (Band(None, 0), Packed(None, None, 32, 32))],
-    ids=["window", "right bound", "packed"],
-)
-def test_what_the_hopper_backward_takes_only_if_asked(band, packed, gpu):
-    q = tensor(1, 2, 32, 64)
-    assert dispatch.choose_backward(q, q, q, band, "hopper", packed) == ("hopper", "asked for")
-    kernel, reason = dispatch.choose_backward(q, q, q, band, None, packed)
-    assert kernel == "triton" and reason.startswith("hopper takes gradients of windows and packed sequences")
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -112,12 +112,10 @@ def test_backward_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["no LSE", "many tiles", "packed", "window"])
-def test_forward_leaves_releases_and_the_first_values(name: str) -> None:
-    """A sanitizer may ask for phases that nobody waits for: the last releases and, where values have barriers
-    of their own, the values that the first slot does not have."""
+def test_forward_leaves_releases(name: str) -> None:
+    """compute-sanitizer's synccheck stops at a phase that nobody waits for if another one follows."""
     for report in check_forward(FORWARD[name], "late").reports:
-        full = {(barrier, phase) for _, barrier, phase in report.unwaited if "_free" not in barrier}
-        assert full == (set() if name in ("many tiles", "packed") else {("v_full[0]", 0)})
+        assert all("_free" in barrier for _, barrier, _ in report.unwaited)
 
 
 @pytest.mark.parametrize("name", ["grouped heads, batches", "packed", "window, 256 columns"])

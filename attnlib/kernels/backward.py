@@ -62,6 +62,20 @@ def _padded_start(start, i_b):
 
 
 @triton.jit
+def _packed_rows(row, cu, B):
+    """Row `row` of all that lie in desc_rows: (its place in its sequence, the end of that, its length)."""
+    i_b = 0
+    n = B
+    while n > 1:  # in as many steps wherever it leads
+        half = n // 2
+        reached = _padded_start(tl.load(cu + i_b + half), i_b + half) <= row
+        i_b += tl.where(reached, half, 0)
+        n -= half
+    end, S_q = _sequence(cu, i_b)
+    return row - _padded_start(end - S_q, i_b), end, S_q
+
+
+@triton.jit
 def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
     """(block, head, batch) of this program. Grid: (blocks * SECTION, H / SECTION, B); FLAT: their product."""
     place, section, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -78,38 +92,39 @@ def attention_backward_rows(
     lse_ptr,  # (B, H, S_q), or packed (H, T_q); natural logarithm
     rows_ptr,  # (2, B * H, padded), or packed (2, H, padded)
     cu_q,  # (B + 1), None unless packed
-    S_q,  # packed: the longest
+    S_q,
     T_q,  # None unless packed
     H, B,
-    padded,
+    padded,  # rows of a head in rows_ptr
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q. Grid: (blocks * H * B,)."""
+    """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q. Grid: (blocks * heads,), B * H
+    heads or, packed, H."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    num_m = tl.cdiv(S_q, PADDING) * (PADDING // BLOCK_M)
-    i_bh = tl.program_id(0) // num_m
-    i_b, i_h = i_bh // H, i_bh % H
+    num_m = padded // BLOCK_M
+    head = tl.program_id(0) // num_m
     start = tl.program_id(0) % num_m * BLOCK_M
+    rows_ptr += head.to(tl.int64) * padded + start
     if cu_q is None:
-        at = (i_b, i_h)
-        heads, head, first = B * H, i_bh, 0
-        lse_ptr += i_bh.to(tl.int64) * S_q
+        at = (head // H, head % H)
+        heads = B * H
+        lse_ptr += head.to(tl.int64) * S_q
     else:
-        end, S_q = _sequence(cu_q, i_b)
+        start, end, S_q = _packed_rows(start, cu_q, B)
         if start >= tl.cdiv(S_q, PADDING) * PADDING:
             return
-        at = (end, i_h, RAGGED - S_q)
-        heads, head, first = H, i_h, _padded_start(end - S_q, i_b)
-        lse_ptr += i_h.to(tl.int64) * T_q + (end - S_q)
+        at = (end, head, RAGGED - S_q)
+        heads = H
+        lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
     b_lse = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
     b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    rows_ptr += head.to(tl.int64) * padded + first
-    tl.store(rows_ptr + LSE2 * heads.to(tl.int64) * padded + o_m, b_lse2)
-    tl.store(rows_ptr + DELTA * heads.to(tl.int64) * padded + o_m, b_delta)
+    rows_ptr += tl.arange(0, BLOCK_M)
+    tl.store(rows_ptr + LSE2 * heads.to(tl.int64) * padded, b_lse2)
+    tl.store(rows_ptr + DELTA * heads.to(tl.int64) * padded, b_delta)
 
 
 @triton.jit

@@ -441,6 +441,9 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
     tile = gl.program_id(0)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
+    if not plan.joint:
+        # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
+        mbarrier.wait(mem.v_full.index(0), 0)
     if plan.packed:
         tile = _told(mem, 0)
     while tile < work.tiles:

@@ -46,9 +46,10 @@ had waited for its own dQ(j-2), the last to read this buffer, before it said tha
 
 A band with a left bound ends the queries that see a key, so a program visits the blocks between its first and
 its last one (`hopper_backward_tiles`). There may be none: then nobody copies or waits, and the consumers
-store zeros. Packed sequences are found as in `hopper`. Each has as many programs as the longest one; those
-beyond its end have no keys, and what they store is out of a descriptor's bounds. LSE2, delta and the sums of
-dQ have rows for each sequence that are padded to 128.
+store zeros. Packed sequences are found as in `hopper`. Their blocks of keys are counted through, with one to
+spare for each sequence, so that a program finds its sequence by bisection, and few have no keys; what these
+store is out of a descriptor's bounds. LSE2, delta and the sums of dQ have rows for each sequence that are
+padded to 128.
 """
 
 from dataclasses import dataclass, fields
@@ -439,7 +440,7 @@ def _visit(
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left rows".split()
+NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B rows".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
@@ -453,14 +454,15 @@ def attention_backward_hopper(
     S_q, S_k,  # of packed sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
-    HEADS_KV,  # B * H_kv
+    HEADS_KV,  # B * H_kv, packed H_kv
     SECTION,  # key/value heads that advance together
     num_m,  # query blocks of a head
-    num_n,  # key blocks of a head
+    num_n,  # key blocks of a head, packed of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
-    rows=None,  # of a head in desc_rows and in dq_ptr, of packed sequences
+    B=None,  # packed sequences
+    rows=None,  # of a head of theirs in desc_rows and in dq_ptr
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
     module docstring."""
@@ -481,8 +483,11 @@ def attention_backward_hopper(
         _barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
+    # Before the program is divided: the loop in there makes ptxas take what follows it for different in each
+    # thread, and with it the addresses of a step.
+    i_b = tiling.owner(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, rows
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, rows
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([

@@ -9,36 +9,35 @@ bytes in a row.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.backward import RAGGED, _padded_start, _sequence, _store_tile
+from attnlib.kernels.backward import RAGGED, _packed_rows, _store_tile
 
 
-@triton.jit(do_not_specialize=["H", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
+@triton.jit(do_not_specialize=["H", "B", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
 def attention_backward_dq(
     desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D), in blocks of 64 rows and BLOCK_D columns
     sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), packed (H, num_m, ...), float32
     cu_q,  # (B + 1), None unless packed
     sm_scale,
-    H,
+    H, B,
     num_m,  # blocks of 64 rows of a head in memory
-    tiles,  # and those of them that have a row of S_q, packed of the longest sequence
+    tiles,  # and those of them that have a row of S_q, packed all
     BLOCK_D: tl.constexpr,
-):
-    """dq = sm_scale * sums. Grid: (tiles * B * H,)."""
+):  # fmt: skip
+    """dq = sm_scale * sums. Grid: (tiles * heads,)."""
     i_bh = tl.program_id(0) // tiles
     i_m = tl.program_id(0) % tiles
-    i_b, i_h = i_bh // H, i_bh % H
+    block = i_bh.to(tl.int64) * num_m + i_m
+    row = i_m * 64
     if cu_q is None:
-        at = (i_b, i_h)
-        block = i_bh.to(tl.int64) * num_m + i_m
+        at = (i_bh // H, i_bh % H)
     else:
-        end, S_q = _sequence(cu_q, i_b)
-        if i_m * 64 >= S_q:
+        row, end, S_q = _packed_rows(row, cu_q, B)
+        if row >= S_q:
             return
-        at = (end, i_h, RAGGED - S_q)
-        block = i_h.to(tl.int64) * num_m + _padded_start(end - S_q, i_b) // 64 + i_m
+        at = (end, i_bh, RAGGED - S_q)
     b_sums = tl.load(sums_ptr + block * (64 * BLOCK_D) + tl.arange(0, 64 * BLOCK_D))
     # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
     b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))
     b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, BLOCK_D))  # [64, BLOCK_D]
     # Through a descriptor: a mask for the last columns would make it stores of two bytes.
-    _store_tile(desc_dq, b_dq, at, i_m * 64, 64, BLOCK_D)
+    _store_tile(desc_dq, b_dq, at, row, 64, BLOCK_D)

@@ -28,6 +28,7 @@ class Work(NamedTuple):
     left: gl.tensor
     cu_q: gl.tensor
     cu_k: gl.tensor
+    i_b: gl.tensor  # packed: the sequence of this program
     rows: gl.tensor
 
 
@@ -45,23 +46,46 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
+def _block(tile, num_n, HEADS_KV, SECTION):
+    """(block of keys, head): section of heads by section, so that what they read and add to stays in L2, and
+    within one the first keys, which causal most queries see, first."""
+    section = tile // (num_n * SECTION)
+    rest = tile % (num_n * SECTION)
+    heads = gl.minimum(SECTION, HEADS_KV - section * SECTION)
+    return rest // heads, section * SECTION + rest % heads
+
+
+@gluon.jit
+def owner(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
+    """The packed sequence of a program's keys. The blocks of all are counted through; the first one of
+    sequence b is cu_k[b] // BLOCK_N + b, far enough from that of b - 1 whatever the lengths are."""
+    i_b = 0
+    if plan.packed:
+        i_n, _ = _block(tile, num_n, HEADS_KV, SECTION)
+        n = B
+        while n > 1:
+            half = n // 2
+            reached = gl.load(cu_k + i_b + half) // plan.block_n + i_b + half <= i_n
+            i_b += gl.where(reached, half, 0)
+            n -= half
+    return i_b
+
+
+@gluon.jit
 def locate(tile, work, plan: gl.constexpr):
-    """Section of heads by section, so that what they read and add to stays in L2, and within one the first
-    keys, which causal most queries see, first."""
-    section = tile // (work.num_n * work.SECTION)
-    rest = tile % (work.num_n * work.SECTION)
-    heads = gl.minimum(work.SECTION, work.HEADS_KV - section * work.SECTION)
-    i_n = rest // heads
-    head = section * work.SECTION + rest % heads
-    start = i_n * plan.block_n
+    i_n, head = _block(tile, work.num_n, work.HEADS_KV, work.SECTION)
     S_q, S_k, end_q, end_k, m_end = work.S_q, work.S_k, 0, 0, work.num_m
     if plan.packed:
-        i_b = head // (work.H // work.GROUP)
+        i_b = work.i_b
+        head += i_b * (work.H // work.GROUP)
+        start_k = gl.load(work.cu_k + i_b)
         end_q = gl.load(work.cu_q + i_b + 1)
         end_k = gl.load(work.cu_k + i_b + 1)
         S_q = end_q - gl.load(work.cu_q + i_b)
-        S_k = end_k - gl.load(work.cu_k + i_b)
+        S_k = end_k - start_k
+        i_n -= start_k // plan.block_n + i_b
         m_end = gl.cdiv(S_q, plan.block_m)
+    start = i_n * plan.block_n
     # Query i stands at i + S_k - S_q among the keys.
     m_start = 0
     if plan.causal:

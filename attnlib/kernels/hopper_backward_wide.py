@@ -326,14 +326,15 @@ def attention_backward_hopper_wide(
     S_q, S_k,  # of packed sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
-    HEADS_KV,  # B * H_kv
+    HEADS_KV,  # B * H_kv, packed H_kv
     SECTION,  # key/value heads that advance together
     num_m,  # query blocks of a head
-    num_n,  # key blocks of a head
+    num_n,  # key blocks of a head, packed of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
-    rows=None,  # of a head in desc_rows and in dq_ptr, of packed sequences
+    B=None,  # packed sequences
+    rows=None,  # of a head of theirs in desc_rows and in dq_ptr
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
     module docstring."""
@@ -353,8 +354,11 @@ def attention_backward_hopper_wide(
         _barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
+    # Before the program is divided: the loop in there makes ptxas take what follows it for different in each
+    # thread, and with it the addresses of a step.
+    i_b = tiling.owner(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, rows
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, rows
     )  # fmt: skip
     gl.warp_specialize([
         (_values, (desc_dv, mem, qk_scale, work, plan)),
