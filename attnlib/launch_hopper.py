@@ -147,14 +147,17 @@ def _prepare(
     if config is None:
         config = configuration(q_shape, device, lengths)
     width = max(64, block_d(D))
-    blocks_m = -(-S_q // (64 * config.warpgroups))
+    block_m = 64 * config.warpgroups
+    blocks_m = -(-S_q // block_m)
     tiles = blocks_m * B * H
-    if max(tiles, S_q, S_k) >= LIMIT:
+    # Sequence b begins with draw cu_seqlens_q[b] // block_m + b of a head, whatever the lengths are.
+    draws, heads = ((q_shape[0] // block_m + B) * H, H) if packed else (tiles, B * H)
+    if max(tiles, draws, S_q, S_k) >= LIMIT:
         raise ValueError(
-            f"q, k: expected fewer than 2^31 rows, keys and tiles of {64 * config.warpgroups} rows over all "
-            f"heads, got {S_q}, {S_k} and {tiles}"
+            f"q, k: expected fewer than 2^31 rows, keys and tiles of {block_m} rows over all heads, "
+            f"got {S_q}, {S_k} and {tiles}"
         )
-    section = config.heads_per_section(B * H, H // H_kv, S_k, width)
+    section = config.heads_per_section(heads, H // H_kv, S_k, width)
     left, right = clipped(band, S_q, S_k)
     masked, skip = (1 if right is None else 2, True) if packed else _masks(right, S_q, S_k, config)
     asked = bool(right), left is not None, packed  # what a plan calls shifted, left, packed
@@ -164,7 +167,7 @@ def _prepare(
     found = layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype, packed)
     # The last three are those of packed sequences.
     bounds = bounds if packed else (*bounds, None, None, None)
-    return Call(kind, min(tiles, _num_sms(device)), scalars, bounds, found)
+    return Call(kind, min(draws, _num_sms(device)), scalars, bounds, found)
 
 
 def configuration(q_shape: torch.Size, device: int, lengths: Lengths | None = None) -> HopperConfig:

@@ -157,7 +157,7 @@ MUTATIONS = [
     forward("threads are miscounted", "named", f"Race: barrier 8: 288 threads came|{DEADLOCK}",
             ("32 + 128 * plan.warpgroups", "128 * plan.warpgroups")),
     forward("the counter is not set back", "joint", "AssertionError: the counter of tiles is not set back",
-            ("if number == tiles - 1:", "if number == tiles:")),
+            ("if number == tiling.draws(work, plan) - 1:", "if number == tiling.draws(work, plan):")),
     forward("the LSE of a row too many", "one tile", "IndexError: address outside of its tensor",
             ("mask=o_m < seq.S_q", "mask=o_m < seq.S_q + 1")),
 

@@ -44,8 +44,9 @@ With a left bound a tile ends at the first block that one of its rows sees. All 
 there, over blocks that may be masked whole: the protocol knows of no left bound.
 
 Packed sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
-any sequence (`launch.ragged`). Each has as many tiles as the longest one. The producer draws until it has a
-tile with rows, so consumers never hear of the others. The first tile, too, may be a drawn one: consumers are
+any sequence (`launch.ragged`). Draws are counted through all of them, with one to spare for each, so the
+producer finds its sequence by bisection; it draws until it has a tile with rows, and tells the consumers
+that tile's place, not the draw. The first tile, too, may be a drawn one: consumers are
 told of it, and what is told of tile t has number t, not t-1. next_tile needs no barrier then either: number
 t+1 is written after the wait for q_free of tile t-1, given after number t-1 was read.
 """
@@ -258,12 +259,13 @@ def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr)
 
 
 @gluon.jit
-def _draw(counter_ptr, tiles):
-    """The number of the next tile."""
+def _draw(counter_ptr, work, plan: gl.constexpr):
+    """The next tile."""
     number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    if number == tiles - 1:  # every program draws once in vain, so there are as many draws as tiles
+    # The first draws are the programs' numbers, and every program draws once in vain.
+    if number == tiling.draws(work, plan) - 1:
         gl.store(counter_ptr, 0)
-    return number + gl.num_programs(0)
+    return tiling.tile_of(number + gl.num_programs(0), work, plan)
 
 
 @gluon.jit
@@ -279,12 +281,12 @@ def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr)
     k_bytes: gl.constexpr = desc_k.block_type.nbytes
     v_extra: gl.constexpr = k_bytes if plan.joint else 0
     alone: gl.constexpr = not plan.joint
-    tile = gl.program_id(0)
+    tile = tiling.tile_of(gl.program_id(0), work, plan)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     if plan.packed:
-        while tiling.without_rows(tile, work, plan):
-            tile = _draw(counter_ptr, work.tiles)
+        while tile < 0:
+            tile = _draw(counter_ptr, work, plan)
         _tell(mem, 0, tile)
     i_m, i_bh, top = tiling.locate(tile, work, plan)
     at_k = tiling.of_keys(i_bh, work, plan)
@@ -310,10 +312,10 @@ def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr)
             _acquire(mem, c + i, plan)
             _copy_k(desc_k, mem, c + i, at_k, top - 1 - i, v_extra, plan)
             _copy_v(desc_v, mem, c + i, at_k, top - i, alone, plan)
-        tile = _draw(counter_ptr, work.tiles)
+        tile = _draw(counter_ptr, work, plan)
         if plan.packed:
-            while tiling.without_rows(tile, work, plan):
-                tile = _draw(counter_ptr, work.tiles)
+            while tile < 0:
+                tile = _draw(counter_ptr, work, plan)
             _tell(mem, turn + 1, tile)
         else:
             _tell(mem, turn, tile)

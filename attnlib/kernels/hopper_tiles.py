@@ -70,13 +70,47 @@ def top(end, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def place(tile, work):
-    """(row block, batch * H + head) of a tile: section of heads by section, so that their keys and values
-    stay in L2, and within one the last, longest rows first."""
-    section = tile // (work.num_m * work.SECTION)
-    rest = tile % (work.num_m * work.SECTION)
-    heads = gl.minimum(work.SECTION, work.HEADS - section * work.SECTION)
-    return work.num_m - 1 - rest // heads, section * work.SECTION + rest % heads
+def _place(number, num_m, HEADS, SECTION):
+    """(row block, head) of what is drawn: section of heads by section, so that their keys and values stay in
+    L2, and within one the last, longest rows first."""
+    section = number // (num_m * SECTION)
+    rest = number % (num_m * SECTION)
+    heads = gl.minimum(SECTION, HEADS - section * SECTION)
+    return num_m - 1 - rest // heads, section * SECTION + rest % heads
+
+
+@gluon.jit
+def draws(work, plan: gl.constexpr):
+    """How often all programs draw; of packed sequences once for each of their row blocks, which are counted
+    through. The first one of sequence b is cu_q[b] // BLOCK_M + b, far enough from that of b - 1 whatever the
+    lengths are."""
+    if plan.packed:
+        return (work.T_q // plan.block_m + work.HEADS // work.H) * work.H
+    else:
+        return work.tiles
+
+
+@gluon.jit
+def tile_of(number, work, plan: gl.constexpr):
+    """The tile of a draw: `work.tiles` or more where none is left, less than 0 where it has no rows."""
+    if plan.packed:
+        i, i_h = _place(
+            gl.minimum(number, draws(work, plan) - 1), draws(work, plan) // work.H, work.H, work.SECTION
+        )
+        i_b = 0
+        n = work.HEADS // work.H
+        while n > 1:  # bisection
+            half = n // 2
+            reached = gl.load(work.cu_q + i_b + half) // plan.block_m + i_b + half <= i
+            i_b += gl.where(reached, half, 0)
+            n -= half
+        start = gl.load(work.cu_q + i_b)
+        i_m = i - start // plan.block_m - i_b
+        tile = (i_b * work.H + i_h) * work.num_m + i_m
+        tile = gl.where(i_m * plan.block_m < gl.load(work.cu_q + i_b + 1) - start, tile, -1)
+        return gl.where(number < draws(work, plan), tile, work.tiles)
+    else:
+        return number
 
 
 @gluon.jit
@@ -84,17 +118,10 @@ def locate(tile, work, plan: gl.constexpr):
     """(row block, batch * H + head, blocks up to the last one in sight) of a tile."""
     if plan.packed:
         tile = gl.minimum(tile, work.tiles - 1)  # read no memory for a program without a tile
-    i_m, i_bh = place(tile, work)
+        i_m, i_bh = tile % work.num_m, tile // work.num_m
+    else:
+        i_m, i_bh = _place(tile, work.num_m, work.HEADS, work.SECTION)
     return i_m, i_bh, top((i_m + 1) * plan.block_m, sequence(i_bh, work, plan), work, plan)
-
-
-@gluon.jit
-def without_rows(tile, work, plan: gl.constexpr):
-    """Whether a tile of packed sequences lies beyond the end of its own."""
-    i_m, i_bh = place(gl.minimum(tile, work.tiles - 1), work)
-    i_b = i_bh // work.H
-    rows = gl.load(work.cu_q + i_b + 1) - gl.load(work.cu_q + i_b)
-    return (tile < work.tiles) & (i_m * plan.block_m >= rows)
 
 
 @gluon.jit
