@@ -78,8 +78,9 @@ def attention(
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
             triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in
-            float64, any device), or None: the first of these that can run the call. An explicit choice never
-            falls back to another. `explain` tells what a call would run.
+            float64, any device), or None: the first of these that can run the call, but not "hopper" for the
+            shortest sequences. An explicit choice never falls back to another. `explain` tells what a call
+            would run.
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
@@ -107,7 +108,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     if _differentiable(q, k, v):
         if impl == "hopper":  # an error now rather than in the backward pass
-            dispatch.choose_backward(q, k, v, seen, impl, None, deterministic)
+            dispatch.choose_backward(q, k, v, impl, None, deterministic)
         out, lse = Attention.apply(q, k, v, None, None, How(seen, scale, impl, deterministic))
     else:
         out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, None, impl)
@@ -204,7 +205,7 @@ def attention_varlen(
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     if _differentiable(q, k, v):
         if impl == "hopper":
-            dispatch.choose_backward(q, k, v, seen, impl, packed, deterministic)
+            dispatch.choose_backward(q, k, v, impl, packed, deterministic)
         how = How(seen, scale, impl, deterministic, packed[2:])
         out, lse = Attention.apply(q, k, v, *packed[:2], how)
     else:

@@ -153,7 +153,8 @@ _WARP_SPECIALIZED = {
     128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
     256: HopperConfig(64, 2, 2, 128, q_columns=128, tree=True, named=True),
 }
-# D = 64 where tiles of 256 rows would leave SMs without work: half as tall, 1.2 to 1.4 times as fast there.
+# D = 64 where tiles of 256 rows would leave SMs without work, or are half empty: half as tall, 1.2 to 1.4
+# times as fast there.
 _FEW_ROWS = HopperConfig(128, 2, 4, 64, late_wait=True, pin=True, named=True)
 
 
@@ -172,6 +173,8 @@ def hopper_config(head_dim: int, rows: int | None = None, heads: int = 1, sms: i
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     config = _WARP_SPECIALIZED[max(64, block_d(head_dim))]
-    if head_dim <= 64 and rows is not None and -(-rows // (64 * config.warpgroups)) * heads <= sms:
-        return _FEW_ROWS
+    if head_dim <= 64 and rows is not None:
+        tiles = -(-rows // (64 * config.warpgroups)) * heads
+        if tiles <= sms or rows <= 64 * _FEW_ROWS.warpgroups:
+            return _FEW_ROWS
     return config

@@ -20,7 +20,7 @@ def forward(
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out, like q; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
-    kernel, _ = choose(q, k, v, impl)
+    kernel, _ = choose(q, k, v, impl, packed)
     if band.left is not None or band.right:
         band = tight(band, q, k, packed)
     if nothing_to_do(q, k):  # no row, or none with anything to attend to
@@ -61,7 +61,7 @@ def backward(
     if band.left is not None or band.right:
         band = tight(band, q, k, packed)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    kernel, _ = choose_backward(q, k, v, band, impl, packed, deterministic)
+    kernel, _ = choose_backward(q, k, v, impl, packed, deterministic)
     if kernel == "reference":
         return _reference_gradients(d_out, q, k, v, band, sm_scale, packed)
     launcher = launch_hopper_backward if kernel == "hopper" else launch_backward
@@ -96,16 +96,31 @@ def choose(
     k: torch.Tensor,
     v: torch.Tensor,
     impl: Implementation | None,
+    packed: Packed | None = None,
 ) -> tuple[Implementation, str]:
     """(what runs a call with valid arguments, why). ValueError if that is asked for and can't."""
     if impl not in (None, "hopper"):
         return _without_hopper(q, impl, None)
     lacks = launch_hopper.unsupported(q, k, v)
-    if lacks is None:
-        return "hopper", _HOPPER_FITS if impl is None else "asked for"
     if impl == "hopper":
-        raise ValueError(f"impl: 'hopper' {lacks}")
-    return _without_hopper(q, impl, lacks)
+        if lacks is not None:
+            raise ValueError(f"impl: 'hopper' {lacks}")
+        return impl, "asked for"
+    lacks = lacks or _short(q, k, packed, SHORT_FORWARD)
+    return ("hopper", _HOPPER_FITS) if lacks is None else _without_hopper(q, impl, lacks)
+
+
+SHORT_FORWARD, SHORT_BACKWARD = 64, 128
+"""Sequences of up to so many rows and keys run in the portable kernels: a program of the Hopper kernels has
+an SM for itself, and little to do between its beginning and its end. docs/lab/hopper.md has the times."""
+
+
+def _short(q: torch.Tensor, k: torch.Tensor, packed: Packed | None, limit: int) -> str | None:
+    """Why the Hopper kernels are not the faster ones for sequences as short as these; None if they are."""
+    rows, keys = (q.shape[2], k.shape[2]) if packed is None else packed[2:]
+    if max(rows, keys) > limit or q.shape[-1] > 128:
+        return None
+    return f"is slower for sequences of at most {limit} rows and keys, with D at most 128"
 
 
 def _without_hopper(q, impl: Implementation | None, lacks: str | None) -> tuple[Implementation, str]:
@@ -123,7 +138,6 @@ def choose_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    band: Band,
     impl: Implementation | None,
     packed: Packed | None = None,
     deterministic: bool = False,
@@ -137,6 +151,7 @@ def choose_backward(
         if lacks is not None:
             raise ValueError(f"impl: 'hopper' {lacks}; leave impl out, or call it without grad")
         return impl, "asked for"
+    lacks = lacks or _short(q, k, packed, SHORT_BACKWARD)
     return ("hopper", _HOPPER_FITS) if lacks is None else _without_hopper(q, impl, lacks)
 
 

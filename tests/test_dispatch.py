@@ -11,7 +11,7 @@ import triton
 
 from attnlib import attention, dispatch, explain, launch, launch_hopper
 from attnlib.attention import Choice
-from attnlib.band import Band
+from attnlib.band import Packed
 from attnlib.configs import block_d, forward_config, hopper_config
 
 
@@ -25,7 +25,7 @@ class OnGpu(torch.Tensor):
 def tensor(*shape, dtype=torch.float16, strides=None):
     if strides is None:
         strides = torch.empty(shape, device="meta").stride()
-    return torch.zeros(20000, dtype=dtype).as_strided(shape, strides).as_subclass(OnGpu)
+    return torch.zeros(40000, dtype=dtype).as_strided(shape, strides).as_subclass(OnGpu)
 
 
 @pytest.fixture
@@ -68,17 +68,17 @@ LAYOUT = (
 
 
 def calls():
-    good = tensor(1, 2, 32, 64)
-    apart = tensor(1, 2, 32, 64, strides=(0, 0, 0, 0))
+    good = tensor(1, 2, 72, 64)
+    apart = tensor(1, 2, 72, 64, strides=(0, 0, 0, 0))
     rows = tensor(1, 1, 2, 8, strides=(24, 24, 12, 1))
     return {
         "half": ((9, 0), (good,) * 3, None),
-        "bfloat16": ((9, 0), (tensor(1, 2, 32, 72, dtype=torch.bfloat16),) * 3, None),
-        "rows before heads": ((9, 0), (tensor(1, 2, 32, 64, strides=(4096, 64, 128, 1)),) * 3, None),
+        "bfloat16": ((9, 0), (tensor(1, 2, 72, 72, dtype=torch.bfloat16),) * 3, None),
+        "rows before heads": ((9, 0), (tensor(1, 2, 72, 64, strides=(4096, 64, 128, 1)),) * 3, None),
         "ampere": ((8, 0), (good,) * 3, "needs a GPU of compute capability 9.x; cuda:0 has 8.0"),
         "blackwell": ((10, 0), (good,) * 3, "needs a GPU of compute capability 9.x; cuda:0 has 10.0"),
         "float32": (
-            (9, 0), (tensor(1, 2, 32, 64, dtype=torch.float32),) * 3,
+            (9, 0), (tensor(1, 2, 72, 64, dtype=torch.float32),) * 3,
             "needs float16 or bfloat16; q is float32",
         ),
         "expanded keys": ((9, 0), (good, apart, good), LAYOUT.format("k", (0, 0, 0, 0))),
@@ -115,30 +115,55 @@ def test_the_choice_and_its_reason(name, gpu, launched):
 
 
 BACKWARD = {
-    "causal": ((64, Band(None, 0), None, False), None),
-    "dense": ((128, Band(None, None), None, False), None),
-    "wide heads": ((256, Band(None, 0), None, False), None),
-    "wide head": ((264, Band(None, 0), None, False), "needs a head dimension of at most 256 for"),
-    "deterministic": ((64, Band(None, 0), None, True), "adds up dq in an order that changes"),
+    "narrow": (64, False, None),
+    "wide": (256, False, None),
+    "too wide": (264, False, "needs a head dimension of at most 256 for"),
+    "deterministic": (64, True, "adds up dq in an order that changes"),
 }
 
 
+@pytest.mark.parametrize("packed", [None, Packed(None, None, 136, 136)], ids=["batch", "packed"])
 @pytest.mark.parametrize("name", BACKWARD)
-def test_the_choice_of_the_backward_pass(name, gpu):
-    (head_dim, band, packed, deterministic), lacks = BACKWARD[name]
-    q = tensor(1, 2, 32, head_dim)
-    kernel, reason = dispatch.choose_backward(q, q, q, band, None, packed, deterministic)
+def test_the_choice_of_the_backward_pass(name, packed, gpu):
+    head_dim, deterministic, lacks = BACKWARD[name]
+    q = tensor(1, 1, 136, head_dim) if packed is None else tensor(136, 1, head_dim)
+    kernel, reason = dispatch.choose_backward(q, q, q, None, packed, deterministic)
     if lacks is None:
         assert kernel == "hopper"
-        assert dispatch.choose_backward(q, q, q, band, "hopper", packed, deterministic)[0] == "hopper"
+        assert dispatch.choose_backward(q, q, q, "hopper", packed, deterministic)[0] == "hopper"
     else:
         assert kernel == "triton" and reason.startswith(f"hopper {lacks}")
         with pytest.raises(ValueError, match=f"^impl: 'hopper' {lacks}.*; leave impl out"):
-            dispatch.choose_backward(q, q, q, band, "hopper", packed, deterministic)
+            dispatch.choose_backward(q, q, q, "hopper", packed, deterministic)
     for impl in ("triton", "reference"):
-        assert dispatch.choose_backward(q, q, q, band, impl, packed, deterministic) == (impl, "asked for")
+        assert dispatch.choose_backward(q, q, q, impl, packed, deterministic) == (impl, "asked for")
     gpu(8)
-    assert dispatch.choose_backward(q, q, q, band, None, packed, deterministic)[0] == "triton"
+    assert dispatch.choose_backward(q, q, q, None, packed, deterministic)[0] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "head_dim", "forward", "backward"),
+    [
+        (64, 64, 64, "triton", "triton"),
+        (1, 64, 128, "triton", "triton"),
+        (65, 64, 64, "hopper", "triton"),
+        (64, 65, 128, "hopper", "triton"),
+        (128, 128, 72, "hopper", "triton"),
+        (1, 129, 64, "hopper", "hopper"),
+        (64, 64, 136, "hopper", "hopper"),
+    ],
+)
+def test_short_sequences_are_for_the_portable_kernels(rows, keys, head_dim, forward, backward, gpu):
+    q, k = tensor(1, 1, rows, head_dim), tensor(1, 1, keys, head_dim)
+    tokens = tensor(130, 1, head_dim)
+    for call, lengths in (((q, k, k), None), ((tokens,) * 3, Packed(None, None, rows, keys))):
+        chosen = dispatch.choose(*call, None, lengths), dispatch.choose_backward(*call, None, lengths)
+        for (kernel, reason), expected, limit in zip(chosen, (forward, backward), (64, 128), strict=True):
+            assert kernel == expected
+            assert ("at most" in reason) == (expected == "triton")
+            assert expected == "hopper" or f"slower for sequences of at most {limit} rows and keys" in reason
+        assert dispatch.choose(*call, "hopper", lengths) == ("hopper", "asked for")
+        assert dispatch.choose_backward(*call, "hopper", lengths) == ("hopper", "asked for")
 
 
 def test_hopper_by_name_where_there_is_no_gpu(monkeypatch):
@@ -173,7 +198,7 @@ def test_another_triton_has_another_gluon(monkeypatch):
 
 
 def test_explain_reads_well_and_is_frozen(gpu):
-    q = tensor(1, 1, 8, 128)
+    q = tensor(1, 1, 80, 128)
     choice = explain(q, q, q, causal=True, sm_scale=0.1, return_lse=True)
     first, second = str(choice).splitlines()
     assert first == "hopper: compute capability 9.x, a half precision, layouts that TMA can read"

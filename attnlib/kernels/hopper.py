@@ -280,7 +280,6 @@ def _tell(mem, number, tile):
 def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr):
     k_bytes: gl.constexpr = desc_k.block_type.nbytes
     v_extra: gl.constexpr = k_bytes if plan.joint else 0
-    alone: gl.constexpr = not plan.joint
     tile = tiling.tile_of(gl.program_id(0), work, plan)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
@@ -311,7 +310,7 @@ def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr)
         for i in range(1, top - low):
             _acquire(mem, c + i, plan)
             _copy_k(desc_k, mem, c + i, at_k, top - 1 - i, v_extra, plan)
-            _copy_v(desc_v, mem, c + i, at_k, top - i, alone, plan)
+            _copy_v(desc_v, mem, c + i, at_k, top - i, not plan.joint, plan)
         tile = _draw(counter_ptr, work, plan)
         if plan.packed:
             while tile < 0:
@@ -327,7 +326,7 @@ def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr)
             i_m, i_bh, top = tiling.locate(tile, work, plan)
             at_k = tiling.of_keys(i_bh, work, plan)
             _copy_k(desc_k, mem, c, at_k, top - 1, v_extra, plan)
-            _copy_v(desc_v, mem, c, at_v, low, alone, plan)
+            _copy_v(desc_v, mem, c, at_v, low, not plan.joint, plan)
         else:
             _copy_v(desc_v, mem, c, at_v, low, True, plan)
 
@@ -497,8 +496,7 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         start += 1
 
         # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows cross it in
-        # two of them, and the first of these needs a mask too. (Four words of a thread spill there at D = 64
-        # and 256; aligned diagonals and dense calls spill none.) With a left bound so do those that begin
+        # two of them, and the first of these needs a mask too. With a left bound so do those that begin
         # before the last of the rows sees a key.
         for i in range(start, end):
             key = first - plan.block_n
@@ -519,10 +517,7 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         _wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
-        if plan.packed:
-            tile = _told(mem, turn + 1)
-        else:
-            tile = _told(mem, turn)
+        tile = _told(mem, turn + 1 if plan.packed else turn)
         turn += 1
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
