@@ -483,9 +483,9 @@ def attention_backward_hopper(
         _barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
-    # Before the program is divided: the loop in there makes ptxas take what follows it for different in each
-    # thread, and with it the addresses of a step.
-    i_b = tiling.owner(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
+    # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
+    # different in each thread, and with it the addresses of a step.
+    i_b = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, rows
     )  # fmt: skip

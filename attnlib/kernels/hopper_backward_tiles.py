@@ -8,6 +8,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.kernels.hopper_tiles import owner
+
 RAGGED = gl.constexpr(1 << 30)  # as in `launch`
 PADDING = gl.constexpr(128)  # as in `launch_backward`
 HIDDEN = gl.constexpr(1 << 30)  # farther than any query
@@ -56,19 +58,13 @@ def _block(tile, num_n, HEADS_KV, SECTION):
 
 
 @gluon.jit
-def owner(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
-    """The packed sequence of a program's keys. The blocks of all are counted through; the first one of
-    sequence b is cu_k[b] // BLOCK_N + b, far enough from that of b - 1 whatever the lengths are."""
-    i_b = 0
+def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
+    """The packed sequence of a program's keys."""
     if plan.packed:
         i_n, _ = _block(tile, num_n, HEADS_KV, SECTION)
-        n = B
-        while n > 1:
-            half = n // 2
-            reached = gl.load(cu_k + i_b + half) // plan.block_n + i_b + half <= i_n
-            i_b += gl.where(reached, half, 0)
-            n -= half
-    return i_b
+        return owner(i_n, cu_k, B, plan.block_n)
+    else:
+        return 0
 
 
 @gluon.jit

@@ -80,10 +80,22 @@ def _place(number, num_m, HEADS, SECTION):
 
 
 @gluon.jit
+def owner(block, cu, B, BLOCK: gl.constexpr):
+    """The packed sequence that a block is of. The blocks of all are counted through: the first one of
+    sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are."""
+    i_b = 0
+    n = B
+    while n > 1:  # bisection, in as many steps wherever it leads
+        half = n // 2
+        reached = gl.load(cu + i_b + half) // BLOCK + i_b + half <= block
+        i_b += gl.where(reached, half, 0)
+        n -= half
+    return i_b
+
+
+@gluon.jit
 def draws(work, plan: gl.constexpr):
-    """How often all programs draw; of packed sequences once for each of their row blocks, which are counted
-    through. The first one of sequence b is cu_q[b] // BLOCK_M + b, far enough from that of b - 1 whatever the
-    lengths are."""
+    """How often all programs draw; of packed sequences once for each of their row blocks, see `owner`."""
     if plan.packed:
         return (work.T_q // plan.block_m + work.HEADS // work.H) * work.H
     else:
@@ -94,21 +106,14 @@ def draws(work, plan: gl.constexpr):
 def tile_of(number, work, plan: gl.constexpr):
     """The tile of a draw: `work.tiles` or more where none is left, less than 0 where it has no rows."""
     if plan.packed:
-        i, i_h = _place(
-            gl.minimum(number, draws(work, plan) - 1), draws(work, plan) // work.H, work.H, work.SECTION
-        )
-        i_b = 0
-        n = work.HEADS // work.H
-        while n > 1:  # bisection
-            half = n // 2
-            reached = gl.load(work.cu_q + i_b + half) // plan.block_m + i_b + half <= i
-            i_b += gl.where(reached, half, 0)
-            n -= half
+        end = draws(work, plan)
+        block, i_h = _place(gl.minimum(number, end - 1), end // work.H, work.H, work.SECTION)
+        i_b = owner(block, work.cu_q, work.HEADS // work.H, plan.block_m)
         start = gl.load(work.cu_q + i_b)
-        i_m = i - start // plan.block_m - i_b
-        tile = (i_b * work.H + i_h) * work.num_m + i_m
-        tile = gl.where(i_m * plan.block_m < gl.load(work.cu_q + i_b + 1) - start, tile, -1)
-        return gl.where(number < draws(work, plan), tile, work.tiles)
+        rows = gl.load(work.cu_q + i_b + 1) - start
+        i_m = block - start // plan.block_m - i_b
+        tile = gl.where(i_m * plan.block_m < rows, (i_b * work.H + i_h) * work.num_m + i_m, -1)
+        return gl.where(number < end, tile, work.tiles)
     else:
         return number
 

@@ -1,0 +1,191 @@
+"""Time packed sequences, windows and short sequences on this GPU, forward and backward, in both kernels.
+
+    python tests/gpu/time_packed.py             all of it, about two minutes; figures/data/<gpu>/packed.json
+    python tests/gpu/time_packed.py --dims 128  one head dimension
+
+Causal, fp16. A time is the median over shuffled rounds of calls with a cold L2. Before it is taken the call
+is judged against fp64: the last head of its last sequence, forward and gradients. Nothing wrong is timed.
+Status 0 when all calls were right, 1 otherwise, 2 without a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from attnlib import launch, launch_backward, launch_hopper, launch_hopper_backward, records, timing  # noqa: E402
+from attnlib.band import Packed, band  # noqa: E402
+from attnlib.bench_backward import FLOPS  # noqa: E402
+from attnlib.reference import Oracle  # noqa: E402
+from attnlib.reference_gradients import GradientOracle  # noqa: E402
+
+LAUNCHERS = {
+    "hopper": (launch_hopper.forward, launch_hopper_backward.backward),
+    "triton": (launch.forward, launch_backward.backward),
+}
+HEADS = {64: 32, 128: 16, 256: 8}
+"""Head dimension -> heads, as in the shapes of the task."""
+TOKENS = 16384
+WIDTHS = 128, 256, 512, 1024, 2048, 4096, 8192
+
+
+class Case(NamedTuple):
+    """One call. lengths: of the sequences; packed: one after the other, else a batch of equal ones; width: of
+    the window, keys that a query sees with itself, None for all before it."""
+
+    table: str
+    lengths: tuple[int, ...]
+    head_dim: int
+    heads: int
+    packed: bool
+    width: int | None = None
+
+    @property
+    def label(self) -> str:
+        counts = [f"{self.lengths.count(n)} x {n}" for n in dict.fromkeys(self.lengths)]
+        many = f"{len(self.lengths)} of {min(self.lengths)} to {max(self.lengths)}"
+        lengths = " + ".join(counts) if len(counts) < 4 else many
+        window = "" if self.width is None else f", {self.width} keys"
+        return f"D{self.head_dim} {lengths}{' packed' if self.packed else ''}{window}"
+
+
+def cases(dims: Sequence[int]) -> Iterator[Case]:
+    """Batches and the same packed; sequences of different lengths; short ones; windows."""
+    for d in dims:
+        heads = HEADS[d]
+        for length in (64, 128, 256, 512, 1024, 4096):
+            for packed in (False, True):
+                table = "equal" if length > 1024 else "short"
+                yield Case(table, (length,) * (TOKENS // length), d, heads, packed)
+        for lengths in (
+            (12288, *(64,) * 64), (*(64,) * 64, 12288), tuple(16 * (37 * i % 128 + 1) for i in range(16)),
+        ):  # fmt: skip
+            yield Case("lengths", lengths, d, heads, True)
+        for width in (*WIDTHS, None):
+            yield Case("windows", (TOKENS,), d, 8, False, width)
+
+
+class Inputs(NamedTuple):
+    """q, k, v and the gradient of the output, (B, H, S, D) or (T, H, D); and how they are packed."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_out: torch.Tensor
+    packed: Packed | None
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    count, longest = len(case.lengths), max(case.lengths)
+    shape = (sum(case.lengths), case.heads) if case.packed else (count, case.heads, longest)
+    made = [torch.randn(*shape, case.head_dim, generator=generator, device=device).half() for _ in range(4)]
+    if not case.packed:
+        return Inputs(*made, None)
+    ends = torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
+    return Inputs(*made, Packed(ends, ends, longest, longest))
+
+
+def passes(case: Case, inputs: Inputs, kernel: str) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of a call, judged before they are returned. AssertionError if one is wrong."""
+    forward, backward = LAUNCHERS[kernel]
+    q, k, v, d_out, packed = inputs
+    bounds = band(True, None if case.width is None else (case.width - 1, 0))
+    scale = case.head_dim**-0.5
+    out, lse = forward(q, k, v, bounds, scale, True, packed)
+    gradients = backward(d_out, q, k, v, out, lse, bounds, scale, packed)
+    judge(case, inputs, out, gradients)
+    return {
+        "forward": lambda: forward(q, k, v, bounds, scale, False, packed),
+        "backward": lambda: backward(d_out, q, k, v, out, lse, bounds, scale, packed),
+    }
+
+
+def judge(case: Case, inputs: Inputs, out: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> None:
+    """Of the last head of the last sequence."""
+    last = case.lengths[-1]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x[-last:, -1:].transpose(0, 1)[None] if case.packed else x[-1:, -1:]
+
+    q, k, v, d_out = (part(x) for x in inputs[:4])
+    window = None if case.width is None else (case.width - 1, 0)
+    Oracle(q, k, v, True, window=window).judge(part(out)).raise_if_bad(case.label)
+    oracle = GradientOracle(d_out, q, k, v, True, window)
+    for verdict in oracle.judge(*(part(x) for x in gradients)).values():
+        verdict.raise_if_bad(case.label)
+
+
+def products(case: Case) -> float:
+    """FLOPs of the forward pass."""
+    # Of the first `width` queries each sees one key more than the one before it; all others see `width`.
+    widths = [n if case.width is None else min(n, case.width) for n in case.lengths]
+    seen = sum(w * (w + 1) / 2 + (n - w) * w for n, w in zip(case.lengths, widths, strict=True))
+    return 4 * case.heads * case.head_dim * seen
+
+
+def rows(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
+    """Times of a call in both kernels."""
+    inputs = make_inputs(case, "cuda")
+    calls = {
+        (kernel, name): call for kernel in LAUNCHERS for name, call in passes(case, inputs, kernel).items()
+    }
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    order = list(calls)
+    for i in range(rounds):
+        random.Random(i).shuffle(order)
+        for key in order:
+            samples[key].append(timing.time_ms(calls[key], rep_ms=10, warmup_ms=2).median)
+    for (kernel, name), taken in samples.items():
+        ms = statistics.median(taken)
+        flops = products(case) * (FLOPS if name == "backward" else 1)
+        yield {
+            "call": case.label, "head_dim": case.head_dim, "heads": case.heads, "packed": case.packed,
+            "sequences": len(case.lengths), "longest": max(case.lengths), "width": case.width,
+            "kernel": kernel, "pass": name, "ms": ms, "tflops": flops / ms / 1e9,
+        }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time packed sequences and windows on this GPU.")
+    parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/packed.json)")
+    args = parser.parse_args(argv)
+    dims = [int(d) for d in args.dims.split(",")]
+    if not set(dims) <= set(HEADS):
+        parser.error(f"--dims: expected some of {', '.join(map(str, HEADS))}, got {args.dims}")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+        return 2
+    tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    wrong = 0
+    for case in cases(dims):
+        try:
+            found = list(rows(case, args.rounds))
+        except AssertionError as error:
+            wrong += 1
+            print(error, flush=True)
+            continue
+        tables.setdefault(case.table, {"rows": []})["rows"] += found
+        times = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in found)
+        print(f"{case.label:36}", "  ".join(times), flush=True)
+    header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
+    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "packed.json"
+    records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
+    print(path)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
