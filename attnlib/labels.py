@@ -82,9 +82,9 @@ def label_points(
 ) -> None:
     """Name points inside the axes: each label goes where it costs least, beside its point if there is room.
 
-    `points` are (x, y, text, color) in data coordinates. What should stay free: `avoid`, further points;
-    `paths`, pairs of indices into `points` that a line joins; `lines`, pairs of (x, y). The choice is greedy
-    and deterministic.
+    `points` are (x, y, text, color) in data coordinates, with a text of "" if they have no name. What should
+    stay free: `avoid`, further points; `paths`, pairs of indices into `points` that a line joins; `lines`,
+    pairs of (x, y). The choice is greedy and deterministic.
     """
     if not points:
         return
@@ -109,7 +109,8 @@ def label_points(
     boxes = [
         _box_of(text, origin, scale) for text in axes.texts if text.get_text() and not text.get_rotation()
     ]
-    for i in sorted(range(len(points)), key=lambda i: (-round(at[i][1], 3), i)):
+    named = [i for i in range(len(points)) if points[i][2]]
+    for i in sorted(named, key=lambda i: (-round(at[i][1], 3), i)):
         x, y = at[i]
         w, h = 0.56 * size * len(points[i][2]), 1.15 * size
         best = None
@@ -120,24 +121,30 @@ def label_points(
             cost += 400 * sum(_overlap(box, other) for other in boxes)
             cost += 60 * sum(_holds(box, dot) for j, dot in enumerate(dots) if j != i)
             cost += 40 * sum(_crosses(box, segment) for segment in segments)
+            near = 0.0 if dx > 0 else 1.0 if dx + w < 0 else 0.5  # where the name is nearest to its point
+            far = abs(dy) > 8 or dx > 10 or dx + w < -10
+            leader = ((x, y), (x + dx + near * w, y + dy)) if far else None
+            if leader:
+                cost += 40 * sum(_crosses(other, leader) for other in boxes)
             if best is None or cost < best[0] - 1e-9:
-                best = (cost, dx, dy, box)
-        _, dx, dy, box = best
+                best = (cost, dx, dy, box, near, leader)
+        _, dx, dy, box, near, leader = best
         boxes.append(box)
-        far = abs(dy) > 8 or dx > 10 or dx + w < -10
+        if leader:
+            segments.append(leader)
         line = {"arrowstyle": "-", "color": COLORS["muted"], "lw": 0.4, "shrinkA": 0, "shrinkB": 2}
-        left = dx + w / 2 > 0
+        line["relpos"] = (near, 0.5)
         axes.annotate(
             points[i][2],
             points[i][:2],
-            (dx if left else dx + w, dy),
+            (dx + near * w, dy),
             textcoords="offset points",
-            ha="left" if left else "right",
+            ha={0.0: "left", 0.5: "center", 1.0: "right"}[near],
             va="center",
             fontsize=size,
             color=ink_of(points[i][3]),
             bbox=HALO,
-            arrowprops=line if far else None,
+            arrowprops=line if leader else None,
             zorder=5,
         )
 

@@ -26,8 +26,8 @@ def roofline_chart(
     """Both axes logarithmic; roofs of the datasheet (solid) and as measured (dashed); our points joined in
     order.
 
-    points: dicts with impl, intensity (FLOP per byte) and tflops, optionally a label; points with different
-    "series" (such as "D = 64") get a path each, peers (impl "cudnn") none.
+    points: dicts with impl, intensity (FLOP per byte) and tflops, optionally a label ("" for none); points
+    with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none.
     measured: a Hardware with the measured ceilings, or {"hbm_gbs": GB/s, "tensor_tflops": TFLOP/s}.
     exp_head_dims: head dimensions whose exponential roof is drawn (see `roofline.exp_roof_tflops`).
     """
@@ -117,5 +117,5 @@ def _points(ax: Axes, points: Sequence[dict], lines: Sequence[tuple]) -> None:
     for point in points:
         impl = point.get("impl", "attnlib")
         color = OURS if is_ours(impl) else color_of(impl)
-        named.append((point["intensity"], point["tflops"], point.get("label") or label_of(impl), color))
+        named.append((point["intensity"], point["tflops"], point.get("label", label_of(impl)), color))
     label_points(ax, named, paths=paths, lines=lines)

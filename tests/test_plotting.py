@@ -17,7 +17,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from attnlib import palette, plotting
+from attnlib import labels, palette, plotting
 from attnlib.roofline import H200
 from attnlib.shapes import TASK, sweep
 from attnlib.steps import GLUON_FROM, PEERS, STEPS
@@ -227,6 +227,26 @@ def test_no_text_overlaps_another_or_leaves_the_figure(charts, name):
         wide = min(box_a.x1, box_b.x1) - max(box_a.x0, box_b.x0)
         tall = min(box_a.y1, box_b.y1) - max(box_a.y0, box_b.y0)
         assert a in hidden or b in hidden or wide < 1.5 or tall < 2.5, f"{a!r} overlaps {b!r}"
+
+
+def test_lines_from_names_to_points_cross_no_other_name():
+    """Eight points under each other: most names have to stand away from theirs."""
+    figure = Figure(figsize=(3, 2))
+    ax = figure.subplots()
+    ax.set(xlim=(0, 10), ylim=(0, 10))
+    points = [(9.9, 5 + i / 4, "" if i == 3 else f"name {i}", "black") for i in range(8)]
+    labels.label_points(ax, points)
+    figure.draw_without_rendering()
+    names = [text for text in ax.texts if text.get_text()]
+    assert [text.get_text() for text in names] == [f"name {i}" for i in reversed(range(8)) if i != 3]
+    boxes = [matplotlib.text.Text.get_window_extent(text) for text in names]
+    leaders = 0
+    for i, text in enumerate(names):
+        if text.arrow_patch is not None:
+            leaders += 1
+            line = text.arrow_patch.get_path().transformed(text.arrow_patch.get_transform())
+            assert not any(line.intersects_bbox(box) for j, box in enumerate(boxes) if j != i)
+    assert leaders > 2
 
 
 def _hidden_ticks(ax) -> set[str]:
