@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
 ]
 OPERATORS = torch.ops.attnlib
-BACKENDS = ["eager", "aot_eager"]
+BACKEND = "aot_eager"
+"""Traces as "eager" does, then forward and backward into one graph each: both, in half the time of both."""
 
 
 def leaves(*tensors):
@@ -51,15 +52,14 @@ def fresh():
 # ---------------------------------------------------------------- torch.compile
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_in_one_graph(dynamic, backend, device):
+def test_compiled_in_one_graph(dynamic, device):
     def block(x, weight):
         q, k, v = (x @ weight).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
         out, lse = attention(q, k, v, causal=True, return_lse=True)
         return out.transpose(1, 2).flatten(2), lse
 
-    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=backend)
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=BACKEND)
     weight = torch.randn(32, 96, device=device)
     for batch, seqlen in ((2, 20), (3, 33), (1, 7)):
         x = torch.randn(batch, seqlen, 32, device=device)
@@ -107,17 +107,16 @@ def test_options_are_part_of_the_graph(device):
         {"impl": "triton"},
     ):
         compiled = torch.compile(
-            lambda *x, options=options: attention(*x, **options), fullgraph=True, backend="aot_eager"
+            lambda *x, options=options: attention(*x, **options), fullgraph=True, backend=BACKEND
         )
         assert torch.equal(compiled(*inputs), attention(*inputs, **options))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_sequences_compiled(backend, device):
+def test_packed_sequences_compiled(device):
     def call(q, k, v, cu_q, cu_k, longest_q, longest_k):
         return attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, causal=True)
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=BACKEND)
     q, k, v, *sequences = packed(device)
     found, expected = leaves(q, k, v), leaves(q, k, v)
     outs = compiled(*found, *sequences), call(*expected, *sequences)
@@ -134,7 +133,7 @@ def test_autocast_compiled(device):
         with torch.autocast(device, torch.bfloat16):
             return attention(*inputs, causal=True)
 
-    out = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+    out = torch.compile(call, fullgraph=True, backend=BACKEND)(*inputs)
     assert out.dtype == torch.bfloat16 and torch.equal(out, call(*inputs))
 
 

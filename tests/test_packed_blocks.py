@@ -46,7 +46,7 @@ def needed(lengths: list[int], block: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("block", [64, 128, 256])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS)
 def test_every_block_has_its_owner(block: int, lengths: list[int]) -> None:
     cu, blocks = offsets(lengths), sum(lengths) // block + len(lengths)
