@@ -8,9 +8,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper_tiles import owner
+from attnlib.kernels.hopper_tiles import RAGGED, by_sections, owner
 
-RAGGED = gl.constexpr(1 << 30)  # as in `launch`
 PADDING = gl.constexpr(128)  # as in `launch_backward`
 HIDDEN = gl.constexpr(1 << 30)  # farther than any query
 
@@ -48,20 +47,10 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
-def _block(tile, num_n, HEADS_KV, SECTION):
-    """(block of keys, head): section of heads by section, so that what they read and add to stays in L2, and
-    within one the first keys, which causal most queries see, first."""
-    section = tile // (num_n * SECTION)
-    rest = tile % (num_n * SECTION)
-    heads = gl.minimum(SECTION, HEADS_KV - section * SECTION)
-    return rest // heads, section * SECTION + rest % heads
-
-
-@gluon.jit
 def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
     """The packed sequence of a program's keys."""
     if plan.packed:
-        i_n, _ = _block(tile, num_n, HEADS_KV, SECTION)
+        i_n, _ = by_sections(tile, num_n, HEADS_KV, SECTION)
         return owner(i_n, cu_k, B, plan.block_n)
     else:
         return 0
@@ -69,7 +58,8 @@ def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
 
 @gluon.jit
 def locate(tile, work, plan: gl.constexpr):
-    i_n, head = _block(tile, work.num_n, work.HEADS_KV, work.SECTION)
+    # The first keys, which causal most queries see, come first.
+    i_n, head = by_sections(tile, work.num_n, work.HEADS_KV, work.SECTION)
     S_q, S_k, end_q, end_k, m_end = work.S_q, work.S_k, 0, 0, work.num_m
     if plan.packed:
         i_b = work.i_b

@@ -70,13 +70,20 @@ def top(end, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _place(number, num_m, HEADS, SECTION):
-    """(row block, head) of what is drawn: section of heads by section, so that their keys and values stay in
-    L2, and within one the last, longest rows first."""
-    section = number // (num_m * SECTION)
-    rest = number % (num_m * SECTION)
+def by_sections(number, blocks, HEADS, SECTION):
+    """(block, head) of a number: section of heads by section, so that what they share stays in L2, and within
+    one the first block of each, then the second."""
+    section = number // (blocks * SECTION)
+    rest = number % (blocks * SECTION)
     heads = gl.minimum(SECTION, HEADS - section * SECTION)
-    return num_m - 1 - rest // heads, section * SECTION + rest % heads
+    return rest // heads, section * SECTION + rest % heads
+
+
+@gluon.jit
+def _place(number, num_m, HEADS, SECTION):
+    """(row block, head) of what is drawn: the last, longest rows first."""
+    block, head = by_sections(number, num_m, HEADS, SECTION)
+    return num_m - 1 - block, head
 
 
 @gluon.jit
