@@ -188,6 +188,28 @@ def test_a_tool_that_takes_too_long_is_stopped(sanitizer, tmp_path):
     assert row["verdict"] == "timed out" and row["seconds"] < 30
 
 
+def test_calls_are_shared_out(sanitizer, tmp_path, capsys):
+    sanitizer(RACES, status=9)
+    assert sanitize.main(["--tool", "racecheck", "--jobs", "3"]) == 1
+    [row] = report_of(tmp_path)["tables"]["sanitizer"]["rows"]
+    assert (row["calls"], row["errors"], row["warnings"]) == (120, 3, 3)
+    assert row["verdict"] == "1 errors, 1 warnings" and set(row["findings"].values()) == {3}
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        sanitize.main(["--jobs", "0"])
+    assert "--jobs: expected 1 or more, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_each_call_is_in_one_share(monkeypatch, capsys, parts):
+    monkeypatch.setattr(sanitize, "calls", lambda: iter(()))
+    seen = []
+    monkeypatch.setattr(sanitize, "islice", lambda it, *a: seen.append(list(range(*a[:1], 10, a[2]))) or it)
+    for part in range(parts):
+        sanitize.main(["--calls", f"{part}/{parts}"])
+    assert sorted(sum(seen, [])) == list(range(10))
+
+
 def test_rows_of_other_code_are_dropped(sanitizer, tmp_path):
     sanitizer(CLEAN)
     assert sanitize.main(["--tool", "memcheck"]) == 0

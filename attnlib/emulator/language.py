@@ -235,6 +235,8 @@ class _Layout:
 def _name_parts(args: tuple) -> None:
     """Buffers and barriers are called as the fields of the tuples that they are passed in."""
     for arg in args:
+        if type(arg) is tuple:
+            _name_parts(arg)
         for name in getattr(arg, "_fields", ()):
             value = getattr(arg, name)
             if isinstance(value, Shared):

@@ -33,6 +33,8 @@ which half is missing: there are no values for the first slot of all and no keys
 
 next_tile has two places, and needs no barrier for their reuse: before the producer draws for tile number t,
 it has waited for q_free of tile t-1, which every consumer gives after it has read what was drawn for t-2.
+A place has a word for each lane of the producer, because a store is one of all lanes; only the first is read,
+the word of the lane that arrives at the barrier.
 
 The producer draws the number of its next tile from a counter in global memory as late as it can, after the
 last K of its tile: an early draw is a queue of one tile per SM, and leaves some with a long tile at the end.
@@ -66,6 +68,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels import hopper_softmax as softmax
 from attnlib.kernels import hopper_tiles as tiling
+from attnlib.kernels.hopper_memory import barriers, buffers, matrix
 
 NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
 LN2 = gl.constexpr(0.6931471805599453)
@@ -142,39 +145,13 @@ class Memory(NamedTuple):
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, o_columns]
-    next_tile: gl.shared_memory_descriptor  # [2, 1]
+    next_tile: gl.shared_memory_descriptor  # [2, 32]
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
     drawn: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def _barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
-@gluon.jit
-def _buffers(desc, N: gl.constexpr):
-    rows: gl.constexpr = desc.block_shape[-2]
-    columns: gl.constexpr = desc.block_shape[-1]
-    if len(desc.block_shape) == 4:
-        return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, rows, columns], desc.layout)
-    else:
-        return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, 1, rows, columns], desc.layout)
-
-
-@gluon.jit
-def _matrix(buffers, i):
-    """Buffer i without its leading dimensions of 1."""
-    rows: gl.constexpr = buffers.shape[-2]
-    columns: gl.constexpr = buffers.shape[-1]
-    return buffers.index(i).reshape([rows, columns])
 
 
 # ---------------------------------------------------------------- the ring
@@ -272,12 +249,13 @@ def _draw(counter_ptr, work, plan: gl.constexpr):
 def _tell(mem, number, tile):
     """Consumers read which tile is next."""
     b = number & 1
-    mem.next_tile.index(b).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mem.next_tile.index(b).store(gl.full([32], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(mem.drawn.index(b), count=1)
 
 
 @gluon.jit
-def _produce(desc_q, desc_k, desc_v, counter_ptr, mem, work, plan: gl.constexpr):
+def _produce(given, plan: gl.constexpr):
+    desc_q, desc_k, desc_v, counter_ptr, mem, work = given
     k_bytes: gl.constexpr = desc_k.block_type.nbytes
     v_extra: gl.constexpr = k_bytes if plan.joint else 0
     tile = tiling.tile_of(gl.program_id(0), work, plan)
@@ -339,8 +317,8 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     """Start Q K^T of block c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers, which
     halves the shared memory that their product reads."""
     zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
-    q = _matrix(mem.q, WG)  # [64, D]
-    k = _matrix(mem.k, _slot(c, plan))  # [BLOCK_N, D]
+    q = matrix(mem.q, WG)  # [64, D]
+    k = matrix(mem.k, _slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
         return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
@@ -354,7 +332,7 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
 @gluon.jit
 def _issue_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
-    return warpgroup_mma(p, _matrix(mem.v, _slot(c, plan)), acc, is_async=True)
+    return warpgroup_mma(p, matrix(mem.v, _slot(c, plan)), acc, is_async=True)
 
 
 @gluon.jit
@@ -413,17 +391,17 @@ def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr)
     out = mem.o.index(WG)
     if plan.o_columns == plan.d:
         tma.store_wait(0)
-        _matrix(mem.o, WG).store(o)
+        matrix(mem.o, WG).store(o)
         fence_async_shared()
         tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
     else:
         left, right = softmax.halves(o)
         tma.store_wait(0)
-        _matrix(mem.o, WG).store(left)
+        matrix(mem.o, WG).store(left)
         fence_async_shared()
         tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
         tma.store_wait(0)
-        _matrix(mem.o, WG).store(right)
+        matrix(mem.o, WG).store(right)
         fence_async_shared()
         tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, plan.o_columns), out)
 
@@ -433,11 +411,12 @@ def _told(mem, number):
     """The tile that the producer has drawn."""
     b = number & 1
     mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
-    return gl.max(mem.next_tile.index(b).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(mem.next_tile.index(b).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
+    desc_o, lse_ptr, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
     tile = gl.program_id(0)
     turn = 0  # number of the tile within this program
@@ -459,7 +438,7 @@ def _consume(desc_o, lse_ptr, mem, qk_scale, work, WG: gl.constexpr, plan: gl.co
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
         if plan.q_columns > 0:
-            q_left = _matrix(mem.q, WG).slice(0, plan.q_columns, 1)
+            q_left = matrix(mem.q, WG).slice(0, plan.q_columns, 1)
             q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
 
         if plan.skip:  # blocks that other warpgroups' rows see and these do not
@@ -563,38 +542,41 @@ def attention_forward_hopper(
     T_q=None,  # rows of all packed sequences
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, packed 5; see the module docstring."""
-    k_full = _barriers(plan.stages, 1)
+    k_full = barriers(plan.stages, 1)
     v_full = k_full
     if not plan.joint:
-        v_full = _barriers(plan.stages, 1)
+        v_full = barriers(plan.stages, 1)
     mem = Memory(
-        _buffers(desc_q, plan.warpgroups),
-        _buffers(desc_k, plan.stages),
-        _buffers(desc_v, plan.stages),
-        _buffers(desc_o, plan.warpgroups),
-        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        _barriers(plan.warpgroups, 1),  # q_full
-        _barriers(plan.warpgroups, 1),  # q_free
+        buffers(desc_q, plan.warpgroups),
+        buffers(desc_k, plan.stages),
+        buffers(desc_v, plan.stages),
+        buffers(desc_o, plan.warpgroups),
+        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(plan.warpgroups, 1),  # q_full
+        barriers(plan.warpgroups, 1),  # q_free
         k_full,
         v_full,
-        _barriers(plan.stages, plan.warpgroups),  # kv_free
-        _barriers(2, 1),  # drawn
+        barriers(plan.stages, plan.warpgroups),  # kv_free
+        barriers(2, 1),  # drawn
     )
     fence_async_shared()
     work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q)
-    # A consumer's number is a constant, so each has code of its own.
+    given = desc_o, lse_ptr, mem, qk_scale, work
+    producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
     regs: gl.constexpr = plan.consumer_registers
+    few: gl.constexpr = plan.producer_registers
+    # A consumer's number is a constant, so each has code of its own.
     if plan.warpgroups == 2:
         gl.warp_specialize([
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 0, plan)),
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 1, plan)),
-            (_produce, (desc_q, desc_k, desc_v, counter_ptr, mem, work, plan)),
-        ], [4, 1], [regs, plan.producer_registers])
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (producer_given, plan)),
+        ], [4, 1], [regs, few])
+    elif plan.warpgroups == 3:
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_consume, (given, 2, plan)),
+            (_produce, (producer_given, plan)),
+        ], [4, 4, 1], [regs, regs, few])
     else:
         gl.warp_specialize([
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 0, plan)),
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 1, plan)),
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 2, plan)),
-            (_consume, (desc_o, lse_ptr, mem, qk_scale, work, 3, plan)),
-            (_produce, (desc_q, desc_k, desc_v, counter_ptr, mem, work, plan)),
-        ], [4, 4, 4, 1], [regs, regs, regs, plan.producer_registers])
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_consume, (given, 2, plan)),
+            (_consume, (given, 3, plan)), (_produce, (producer_given, plan)),
+        ], [4, 4, 4, 1], [regs, regs, regs, few])

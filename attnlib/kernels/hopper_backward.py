@@ -66,7 +66,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels import hopper_backward_tiles as tiling
-from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
+from attnlib.kernels.hopper import _accumulator
+from attnlib.kernels.hopper_memory import barriers, buffers, matrix
 
 LSE2 = gl.constexpr(0)  # places in desc_rows
 DELTA = gl.constexpr(1)
@@ -264,7 +265,7 @@ def _zero(j):
 def _issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
     """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
     zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    return warpgroup_mma(_matrix(a, WG + _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(matrix(a, WG + _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -273,7 +274,7 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
     for w in gl.static_range(2):
         ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
-        k = _matrix(mem.k, w + _zero(j + 1))  # [64, D]; j is -1 or more
+        k = matrix(mem.k, w + _zero(j + 1))  # [64, D]; j is -1 or more
         if plan.by_rows:
             ds = ds.slice(WG * 64, 64, 1)
         else:
@@ -379,14 +380,14 @@ def _visit(
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, _matrix(mem.q, 0), 0, WG, plan),))
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
     mbarrier.wait(mem.v_full, 0)
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     for j in range(n):
         slot = _slot(j)
-        q = _matrix(mem.q, slot)  # [BLOCK_M, D]
-        do = _matrix(mem.do, slot)  # [BLOCK_M, D]
+        q = matrix(mem.q, slot)  # [BLOCK_M, D]
+        do = matrix(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
         mbarrier.wait(mem.do_full.index(slot), _parity(j))
@@ -411,7 +412,7 @@ def _visit(
         next_slot = _slot(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
-        s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, WG, plan)
+        s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
         _write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
@@ -467,20 +468,20 @@ def attention_backward_hopper(
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
     module docstring."""
     mem = Memory(
-        _buffers(desc_k, 2),
-        _buffers(desc_v, 2),
-        _buffers(desc_q, STAGES),
-        _buffers(desc_do, STAGES),
+        buffers(desc_k, 2),
+        buffers(desc_v, 2),
+        buffers(desc_q, STAGES),
+        buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(
             desc_k.dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
         ),
-        _barriers(1, 1).index(0),  # k_full
-        _barriers(1, 1).index(0),  # v_full
-        _barriers(STAGES, 1),  # q_full
-        _barriers(STAGES, 1),  # do_full
+        barriers(1, 1).index(0),  # k_full
+        barriers(1, 1).index(0),  # v_full
+        barriers(STAGES, 1),  # q_full
+        barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
     # Before the program is divided among warps: the loop in there makes ptxas take what follows it for

@@ -48,7 +48,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels import hopper_backward_tiles as tiling
-from attnlib.kernels.hopper import _accumulator, _barriers, _buffers, _matrix
+from attnlib.kernels.hopper import _accumulator
+from attnlib.kernels.hopper_memory import barriers, buffers, matrix
 from attnlib.kernels.hopper_backward import (
     DO_FREE,
     NUMBERS,
@@ -140,7 +141,7 @@ class Memory(NamedTuple):
 def _issue_scores(a, b, j, plan: gl.constexpr):
     """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
     zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    return warpgroup_mma(_matrix(a, _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(matrix(a, _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -194,7 +195,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, _matrix(mem.q, 0), 0, plan),))
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, matrix(mem.q, 0), 0, plan),))
     dv_left = _zeros(plan)
     dv_right = _zeros(plan)
     for j in range(n):
@@ -209,12 +210,12 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
         # dV, then S of the block after.
         mbarrier.wait(mem.do_full.index(slot), _parity(j))
-        do = _matrix(mem.do, slot)  # [BLOCK_M, D]
+        do = matrix(mem.do, slot)  # [BLOCK_M, D]
         dv_left, dv_right = warpgroup_mma_wait(0, deps=_issue_update(p_half, do, dv_left, dv_right, plan))
         next_slot = _slot(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
-        s_token = _issue_scores(mem.k, _matrix(mem.q, next_slot), j, plan)
+        s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, plan)
         _release(DO_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
         m += 1
@@ -242,7 +243,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
 
     mbarrier.wait(mem.v_full, 0)
     mbarrier.wait(mem.do_full.index(0), 0)
-    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, _matrix(mem.do, 0), 0, plan),))
+    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, matrix(mem.do, 0), 0, plan),))
     dk_left = _zeros(plan)
     dk_right = _zeros(plan)
     for j in range(n):
@@ -254,7 +255,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
 
         # dK, then dP of the block after.
         mbarrier.wait(mem.q_full.index(slot), _parity(j))
-        q = _matrix(mem.q, slot)  # [BLOCK_M, D]
+        q = matrix(mem.q, slot)  # [BLOCK_M, D]
         tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
         if j >= STAGES:
             _named_barrier("sync", DS_FREE + slot, 256)
@@ -266,7 +267,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         next_slot = _slot(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), _parity(j + 1))
-        dp_token = _issue_scores(mem.v, _matrix(mem.do, next_slot), j, plan)
+        dp_token = _issue_scores(mem.v, matrix(mem.do, next_slot), j, plan)
         _release(Q_FREE, j)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
@@ -297,7 +298,7 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
         _named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
         for half in gl.static_range(2):
-            k = _matrix(mem.k, _zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
+            k = matrix(mem.k, _zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
             dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, DQ_COLUMNS]
             if half == 1:
@@ -340,18 +341,18 @@ def attention_backward_hopper_wide(
     module docstring."""
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     mem = Memory(
-        _buffers(desc_k, 1),
-        _buffers(desc_v, 1),
-        _buffers(desc_q, STAGES),
-        _buffers(desc_do, STAGES),
+        buffers(desc_k, 1),
+        buffers(desc_v, 1),
+        buffers(desc_q, STAGES),
+        buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
         gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
-        _barriers(1, 1).index(0),  # k_full
-        _barriers(1, 1).index(0),  # v_full
-        _barriers(STAGES, 1),  # q_full
-        _barriers(STAGES, 1),  # do_full
+        barriers(1, 1).index(0),  # k_full
+        barriers(1, 1).index(0),  # v_full
+        barriers(STAGES, 1),  # q_full
+        barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
     # Before the program is divided among warps: the loop in there makes ptxas take what follows it for

@@ -2,9 +2,11 @@
 
     python tests/gpu/sanitize.py                     all four tools; figures/data/<gpu>/sanitizer.json
     python tests/gpu/sanitize.py --tool racecheck    one of them, into the same report
+    python tests/gpu/sanitize.py --jobs 8            the calls of each tool shared out to 8 processes
 
-compute-sanitizer comes with the CUDA toolkit; a tool slows a kernel down by a factor of 10 to 100. Status 0
-when every tool ran to its end without a finding, 1 otherwise, 2 without a GPU or compute-sanitizer.
+compute-sanitizer comes with the CUDA toolkit, and as the package nvidia-cuda-sanitizer-api; the first on PATH
+is taken. A tool slows a kernel down by a factor of 10 to 100. Status 0 when every tool ran to its end without
+a finding, 1 otherwise, 2 without a GPU or compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,15 +83,15 @@ def calls() -> Iterator[Call]:
     yield Call("triton", Shape(1, 2, 70, 64, True, "float32"))
 
 
-def run_calls() -> None:
-    """Every call once; its outputs and gradients have to be finite."""
+def run_calls(part: int, parts: int) -> None:
+    """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
     import torch
 
     from attnlib import attention, attention_varlen, launch_hopper
     from attnlib.reference import make_inputs
 
     done = 0
-    for impl, shape, window, packed in calls():
+    for impl, shape, window, packed in islice(calls(), part, None, parts):
         # Made on the CPU: a copy to the GPU is no kernel, and the sanitizer knows that it initializes.
         inputs = make_inputs(shape, device="cpu")
         if packed:
@@ -176,11 +179,10 @@ def verdict(report: Report, status: int | None) -> str:
 # ---------------------------------------------------------------- the command line
 
 
-def check(program: str, tool: str, limit_s: float) -> dict[str, Any]:
-    """Run all calls under one tool, for at most `limit_s` seconds; a row of the report."""
+def check_part(program: str, tool: str, limit_s: float, part: int, parts: int) -> tuple[Report, str, str]:
+    """Run a share of the calls under one tool; the report, its verdict, and the end of the output."""
     command = [program, "--tool", tool, "--error-exitcode", "9", *OPTIONS[tool]]
-    command += [sys.executable, str(Path(__file__).resolve()), "--calls"]
-    begin = time.monotonic()
+    command += [sys.executable, str(Path(__file__).resolve()), "--calls", f"{part}/{parts}"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, **ENVIRONMENT},
@@ -193,18 +195,29 @@ def check(program: str, tool: str, limit_s: float) -> dict[str, Any]:
         output, _ = process.communicate()
         status = None
     report = parse(output)
+    return report, verdict(report, status), "\n".join(output.splitlines()[-40:])
+
+
+def check(program: str, tool: str, limit_s: float, jobs: int) -> dict[str, Any]:
+    """Run all calls under one tool in `jobs` processes, for at most `limit_s` seconds; a row of the report."""
+    begin = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(lambda part: check_part(program, tool, limit_s, part, jobs), range(jobs)))
+    reports = [report for report, _, _ in found]
+    wrong = [(said, end) for _, said, end in found if said != "ok"]
+    known = [report.errors for report in reports if report.errors is not None]
     row = {
         "tool": tool,
-        "verdict": verdict(report, status),
-        "errors": report.errors,
-        "warnings": report.warnings,
-        "calls": report.calls,
+        "verdict": "; ".join(dict.fromkeys(said for said, _ in wrong)) or "ok",
+        "errors": sum(known) if known else None,
+        "warnings": sum(report.warnings for report in reports),
+        "calls": sum(report.calls for report in reports),
         "seconds": round(time.monotonic() - begin, 1),
-        "findings": report.findings,
+        "findings": dict(sorted(sum((Counter(report.findings) for report in reports), Counter()).items())),
     }
     print(f"{tool:10s} {row['verdict']}; {row['calls']} calls, {row['seconds']:.0f} s", flush=True)
-    if row["verdict"] != "ok":
-        print("\n".join(output.splitlines()[-40:]), flush=True)
+    for _, end in wrong:
+        print(end, flush=True)
     return row
 
 
@@ -219,10 +232,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tool", choices=TOOLS, action="append", help="one tool, or several (default: all)")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a tool (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/sanitizer.json)")
-    parser.add_argument("--calls", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes for a tool (default: %(default)s)")
+    parser.add_argument("--calls", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs: expected 1 or more, got {args.jobs}")
     if args.calls:
-        run_calls()
+        run_calls(*map(int, args.calls.split("/")))
         return 0
     import torch
 
@@ -242,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sanitizer.json"
     tools = args.tool or TOOLS
     with ThreadPoolExecutor(len(tools)) as pool:  # most of the time goes into compiling, on the CPU
-        rows = list(pool.map(lambda tool: check(program, tool, args.limit), tools))
+        rows = list(pool.map(lambda tool: check(program, tool, args.limit, args.jobs), tools))
     tables = {"sanitizer": {"rows": merged(rows, earlier(path, header["commit"]))}}
     records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
     print(path)

@@ -1,0 +1,31 @@
+"""Buffers and mbarriers in shared memory, as all Hopper kernels lay them out."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def buffers(desc, N: gl.constexpr):
+    rows: gl.constexpr = desc.block_shape[-2]
+    columns: gl.constexpr = desc.block_shape[-1]
+    if len(desc.block_shape) == 4:
+        return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, rows, columns], desc.layout)
+    else:
+        return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, 1, rows, columns], desc.layout)
+
+
+@gluon.jit
+def matrix(buffers, i):
+    """Buffer i without its leading dimensions of 1."""
+    rows: gl.constexpr = buffers.shape[-2]
+    columns: gl.constexpr = buffers.shape[-1]
+    return buffers.index(i).reshape([rows, columns])
