@@ -301,7 +301,7 @@ def explain(
     kernel, reason = dispatch.choose(q, k, v, impl)
     configuration = None
     if kernel == "hopper":
-        configuration = launch_hopper.configuration(q.shape, q.get_device())
+        configuration = launch_hopper.configuration(q.shape, k.shape, band(causal, window), q.get_device())
     elif kernel == "triton":
         configuration = launch.configuration(q, k, band(causal, window))
     if dispatch.nothing_to_do(q, k):

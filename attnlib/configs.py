@@ -105,7 +105,7 @@ class HopperConfig:
 
     Attributes:
         block_n: keys of one step.
-        warpgroups: consumer warpgroups, 2 or 4; each computes 64 query rows.
+        warpgroups: consumer warpgroups, 2 to 4; each computes 64 query rows.
         stages: slots of the ring of key and value blocks in shared memory; a power of two.
         o_columns: columns of the buffer through which the output leaves: all, or half of them in two goes.
         q_columns: leading columns of Q that stay in registers; the others, some always, are read from shared
@@ -147,18 +147,46 @@ class HopperConfig:
 
 
 # Found by measurement on an H200, causal and dense fp16 at 16384 tokens (docs/lab/hopper.md has the losers).
+# At D = 64 there are three tiles: four warpgroups hide each other's waits and share the registers that two
+# have elsewhere, three have registers for blocks of 128 keys, and two make the smallest tile.
+TALL = HopperConfig(64, 4, 8, 64, pin=True, tree=True, joint=True, consumer_registers=112, max_registers=96)
+LONG = HopperConfig(128, 3, 4, 64, pin=True, tree=True, joint=True, consumer_registers=160, max_registers=128)
+FEW_ROWS = HopperConfig(128, 2, 4, 64, late_wait=True, pin=True, named=True)
 _WARP_SPECIALIZED = {
-    # Four consumer warpgroups share the registers that two have elsewhere.
-    64: HopperConfig(64, 4, 8, 64, pin=True, tree=True, joint=True, consumer_registers=112, max_registers=96),
+    64: TALL,
     128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
     256: HopperConfig(64, 2, 2, 128, q_columns=128, tree=True, named=True),
 }
-# D = 64 where tiles of 256 rows would leave SMs without work, or are half empty: half as tall, 1.2 to 1.4
-# times as fast there.
-_FEW_ROWS = HopperConfig(128, 2, 4, 64, late_wait=True, pin=True, named=True)
+_PACE = {TALL: (525, 100), LONG: (555, 240), FEW_ROWS: (478, 200)}
+"""TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 40
+measured shapes: `busiest` finds the fastest tile of all but two, and for these one within 2% of it."""
 
 
-def hopper_config(head_dim: int, rows: int | None = None, heads: int = 1, sms: int = 132) -> HopperConfig:
+def busiest(config: HopperConfig, rows: int, keys: int, seen: float, heads: int, sms: int) -> float:
+    """Time of the SM with most to do, at D = 64, to compare configurations; no unit.
+
+    The arguments are those of `hopper_config`. Tiles that all see the same keys come in waves, the last of
+    which may leave SMs idle. Under a diagonal, tiles of all lengths even that out, unless there are so few
+    that all wait for the longest.
+    """
+    speed, diagonal = _PACE[config]
+    block_m = 64 * config.warpgroups
+    tiles = -(-rows // block_m) * heads
+    if seen == keys:
+        steps = -(-tiles // sms) * keys
+    else:
+        steps = max(tiles / sms * (seen + block_m / 2 + diagonal), keys + diagonal)
+    return steps * block_m / speed
+
+
+def hopper_config(
+    head_dim: int,
+    rows: int | None = None,
+    heads: int = 1,
+    sms: int = 132,
+    keys: int | None = None,
+    seen: float | None = None,
+) -> HopperConfig:
     """The configuration of the Hopper kernel for one call.
 
     Args:
@@ -166,6 +194,8 @@ def hopper_config(head_dim: int, rows: int | None = None, heads: int = 1, sms: i
         rows: query rows S_q of a head; None: more than enough for every SM.
         heads: B * H, over all batches.
         sms: streaming multiprocessors of the GPU.
+        keys: S_k; None for packed sequences and windows, whose tiles are another matter.
+        seen: keys that a row sees on average; None: all.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -173,8 +203,10 @@ def hopper_config(head_dim: int, rows: int | None = None, heads: int = 1, sms: i
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     config = _WARP_SPECIALIZED[max(64, block_d(head_dim))]
-    if head_dim <= 64 and rows is not None:
-        tiles = -(-rows // (64 * config.warpgroups)) * heads
-        if tiles <= sms or rows <= 64 * _FEW_ROWS.warpgroups:
-            return _FEW_ROWS
-    return config
+    if head_dim > 64 or rows is None:
+        return config
+    if keys is None:
+        tiles = -(-rows // (64 * TALL.warpgroups)) * heads
+        return FEW_ROWS if tiles <= sms or rows <= 64 * FEW_ROWS.warpgroups else TALL
+    seen = keys if seen is None else seen
+    return min(_PACE, key=lambda tile: busiest(tile, rows, keys, seen, heads, sms))

@@ -23,6 +23,7 @@ from attnlib.launch import (
     interpreted,
     layouts,
     lengths_of,
+    mean_keys,
     outputs,
 )
 from attnlib.launcher import Launcher, current_stream
@@ -145,7 +146,7 @@ def _prepare(
     B, H, H_kv, S_q, S_k = dimensions(q_shape, k_shape, lengths)
     D, packed = q_shape[-1], lengths is not None
     if config is None:
-        config = configuration(q_shape, device, lengths)
+        config = configuration(q_shape, k_shape, band, device, lengths)
     width = max(64, block_d(D))
     block_m = 64 * config.warpgroups
     blocks_m = -(-S_q // block_m)
@@ -170,10 +171,14 @@ def _prepare(
     return Call(kind, min(draws, _num_sms(device)), scalars, bounds, found)
 
 
-def configuration(q_shape: torch.Size, device: int, lengths: Lengths | None = None) -> HopperConfig:
-    """What `forward` chooses for queries of this shape, packed ones with these lengths."""
-    B, H, _, S_q, _ = dimensions(q_shape, q_shape, lengths)
-    return hopper_config(q_shape[-1], S_q, B * H, _num_sms(device))
+def configuration(
+    q_shape: torch.Size, k_shape: torch.Size, band: Band, device: int, lengths: Lengths | None = None
+) -> HopperConfig:
+    """What `forward` chooses for queries and keys of these shapes, packed ones with these lengths."""
+    B, H, _, S_q, S_k = dimensions(q_shape, k_shape, lengths)
+    plain = lengths is None and band.left is None and not band.right
+    keys, seen = (S_k, mean_keys(S_q, S_k, band)) if plain else (None, None)
+    return hopper_config(q_shape[-1], S_q, B * H, _num_sms(device), keys, seen)
 
 
 def _masks(right: int | None, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:

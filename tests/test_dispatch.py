@@ -11,8 +11,8 @@ import triton
 
 from attnlib import attention, dispatch, explain, launch, launch_hopper
 from attnlib.attention import Choice
-from attnlib.band import Packed
-from attnlib.configs import block_d, forward_config, hopper_config
+from attnlib.band import Band, Packed, band
+from attnlib.configs import FEW_ROWS, LONG, TALL, block_d, forward_config, hopper_config
 
 
 class OnGpu(torch.Tensor):
@@ -95,7 +95,8 @@ def test_the_choice_and_its_reason(name, gpu, launched):
     head_dim, dtype = q.shape[-1], str(q.dtype).removeprefix("torch.")
     if lacks is None:
         reason = "compute capability 9.x, a half precision, layouts that TMA can read"
-        config = hopper_config(head_dim, rows=q.shape[2], heads=q.shape[0] * q.shape[1])
+        rows, keys = q.shape[2], k.shape[2]
+        config = hopper_config(head_dim, rows, q.shape[0] * q.shape[1], keys=keys)
         assert choice == Choice("hopper", config, reason)
         assert explain(q, k, v, impl="hopper") == Choice("hopper", config, "asked for")
         attention(q, k, v, impl="hopper")
@@ -233,13 +234,13 @@ def shared_bytes(config, width):
 def test_hopper_configurations_fit(head_dim):
     config, width = hopper_config(head_dim), max(64, block_d(head_dim))
     assert config == hopper_config(width)
-    fits(config, width)
-    fits(hopper_config(head_dim, rows=1), width)
+    for tile in (TALL, LONG, FEW_ROWS) if width == 64 else (config,):
+        fits(tile, width)
 
 
 def fits(config, width):
     assert shared_bytes(config, width) <= 227 * 1024
-    assert config.stages & (config.stages - 1) == 0 and config.warpgroups in (2, 4)
+    assert config.stages & (config.stages - 1) == 0 and config.warpgroups in (2, 3, 4)
     assert config.block_n in (64, 128) and config.q_columns < width
     assert config.o_columns in (width, width // 2)
     warpgroups = config.warpgroups + 1
@@ -282,12 +283,37 @@ def test_masks_where_the_diagonal_runs():
     assert launch_hopper._masks(None, 600, 600, square) == (1, False)
 
 
-def test_few_rows_get_smaller_tiles():
-    """At D = 64, where tiles of 256 rows would not give every SM one; never elsewhere."""
-    tall, short = hopper_config(64), hopper_config(64, rows=512, heads=32)
-    assert (tall.warpgroups, short.warpgroups) == (4, 2)
-    assert hopper_config(64, rows=256, heads=132) == short and hopper_config(64, rows=257, heads=67) == tall
-    assert hopper_config(64, rows=512, heads=32, sms=60) == tall
-    assert hopper_config(40, rows=1, heads=1) == short
+def chosen(*shapes, causal):
+    """Tiles at D = 64 of calls with 32 heads: (batch, rows) each."""
+    bounds = band(causal, None)
+    return [hopper_config(64, S, 32 * B, 132, S, launch.mean_keys(S, S, bounds)) for B, S in shapes]
+
+
+def test_the_tile_that_leaves_no_sm_idle():
+    """At D = 64: what was fastest on an H200 (docs/lab/hopper.md)."""
+    waves = (1, 512), (1, 1024), (1, 1536), (1, 2048), (16, 1024), (8, 2048), (1, 65536)
+    assert chosen(*waves, causal=False) == [FEW_ROWS, TALL, LONG, TALL, TALL, LONG, LONG]
+    assert chosen(*waves, causal=True) == [FEW_ROWS, FEW_ROWS, LONG, TALL, TALL, TALL, LONG]
+    # One row more than whole tiles of 256 rows: a tile nearly empty.
+    assert chosen((4, 4096), (4, 4097), causal=True) == [TALL, LONG]
+    assert chosen((128, 128), (64, 256), causal=True) == [FEW_ROWS, TALL]
+
+
+def test_tiles_of_packed_sequences_and_windows(monkeypatch):
+    """Small where tall ones would not give every SM one, or be half empty; the others were not measured."""
+    assert hopper_config(64, rows=512, heads=32) == FEW_ROWS
+    assert hopper_config(64, rows=256, heads=132) == FEW_ROWS
+    assert hopper_config(64, rows=257, heads=67) == TALL
+    assert hopper_config(64, rows=512, heads=32, sms=60) == TALL
+    assert hopper_config(40, rows=1, heads=1) == FEW_ROWS
+    monkeypatch.setattr(launch_hopper, "_num_sms", lambda device: 132)
+    q, packed = torch.Size((1, 32, 16384, 64)), torch.Size((16384, 32, 64))
+    for left, right, tile in ((None, None, LONG), (None, 0, LONG), (100, 0, TALL), (None, 5, TALL)):
+        assert launch_hopper.configuration(q, q, Band(left, right), 0) == tile
+    lengths = launch.Lengths(2, 8192, 8192)
+    assert launch_hopper.configuration(packed, packed, Band(None, 0), 0, lengths) == TALL
+
+
+def test_other_head_dimensions_have_one_tile():
     for head_dim in (72, 128, 256):
-        assert hopper_config(head_dim, rows=1, heads=1) == hopper_config(head_dim)
+        assert hopper_config(head_dim, rows=1, heads=1, keys=1) == hopper_config(head_dim)

@@ -15,12 +15,12 @@ import torch
 
 from attnlib import launch_hopper
 from attnlib.band import Band, Packed
-from attnlib.configs import hopper_config
+from attnlib.configs import FEW_ROWS, LONG, TALL, hopper_config
 from attnlib.launch import clipped
 
 LENGTHS = [(512, 512), (130, 130), (512, 576), (300, 900), (700, 200), (1, 400), (257, 300), (64, 0)]
 BOUNDS = [None, 0, 1, 63, 64, 70, 200, 10**5]
-CONFIGS = {"64": hopper_config(64), "few rows": hopper_config(64, rows=1), "128": hopper_config(128),
+CONFIGS = {"64": TALL, "64 long": LONG, "few rows": FEW_ROWS, "128": hopper_config(128),
            "256": hopper_config(256)}  # fmt: skip
 
 

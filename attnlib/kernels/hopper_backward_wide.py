@@ -49,7 +49,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels import hopper_backward_tiles as tiling
 from attnlib.kernels.hopper import _accumulator
-from attnlib.kernels.hopper_memory import barriers, buffers, matrix
 from attnlib.kernels.hopper_backward import (
     DO_FREE,
     NUMBERS,
@@ -63,6 +62,7 @@ from attnlib.kernels.hopper_backward import (
     _slot,
     _zero,
 )
+from attnlib.kernels.hopper_memory import barriers, buffers, matrix
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
 END = gl.constexpr(5)

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+    """N mbarriers, each of which completes a phase with so many arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -15,6 +16,7 @@ def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def buffers(desc, N: gl.constexpr):
+    """N buffers, each for one copy of a descriptor of rank 4 or 5: [N, 1, 1, rows, columns], or one more 1."""
     rows: gl.constexpr = desc.block_shape[-2]
     columns: gl.constexpr = desc.block_shape[-1]
     if len(desc.block_shape) == 4:

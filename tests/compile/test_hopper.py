@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from attnlib import inspect_sm90, launch_hopper
-from attnlib.configs import hopper_config
+from attnlib.configs import FEW_ROWS, LONG, TALL, hopper_config
 from attnlib.inspect_sm90 import SMEM_LIMIT, Stats
 
 # What a call asks for: causal, blocks to mask, rows of a tile end in different blocks (None: where a tile is
@@ -37,25 +37,34 @@ KINDS = {
 }
 BFLOAT16 = ("causal", "packed, causal, LSE")
 """As many registers, other conversions."""
-FEW_ROWS = ("causal", "shifted, negative, LSE", "dense", "idle, tail, LSE", "left", "packed, all, LSE")
+FEW_ROWS_KINDS = ("causal", "shifted, negative, LSE", "dense", "idle, tail, LSE", "left", "packed, all, LSE")
+LONG_KINDS = [kind for kind, what in KINDS.items() if len(what) == 5]
+"""Windows and packed sequences do not get this tile."""
 CONFIGS = {
-    "64": hopper_config(64),
-    "64 few rows": hopper_config(64, rows=1),
+    "64": TALL,
+    "64 long": LONG,
+    "64 few rows": FEW_ROWS,
     "128": hopper_config(128),
     "256": hopper_config(256),
 }
 CASES = [
     *product(("64", "128", "256"), KINDS, ("fp16",)),
-    *product(("64 few rows",), FEW_ROWS, ("fp16",)),
+    *product(("64 long",), LONG_KINDS, ("fp16",)),
+    *product(("64 few rows",), FEW_ROWS_KINDS, ("fp16",)),
     *product(("64", "128", "256"), BFLOAT16, ("bf16",)),
 ]
-HGMMA = {"64": 64, "64 few rows": 48, "128": 64, "256": 80}
+HGMMA = {"64": 64, "64 long": 72, "64 few rows": 48, "128": 64, "256": 80}
 """Products in the code of all consumers: first block, loop, last values."""
-SPILLS_SHIFTED = {"64": 4, "64 few rows": 0, "128": 0, "256": 4}
+SPILLS_SHIFTED = {"64": 4, "64 long": 10, "64 few rows": 0, "128": 0, "256": 4}
 """32-bit words of a thread that may spill where the diagonal misses the corners of the blocks: the mask in
 the loop needs a few values more, and the registers are full."""
 SPILLS_OTHERS = 12
-"""The same for windows and packed sequences, which keep more numbers. All other calls have none."""
+"""The same for windows and packed sequences, which keep more numbers."""
+SPILLS_OUTSIDE = {
+    ("64 long", "causal, LSE"): 4, ("64 long", "causal, negative"): 6, ("256", "idle, tail, LSE"): 2
+}  # fmt: skip
+"""The same once in a tile, outside of the loops: with three warpgroups in the first block, where scores and
+weights meet, and at D = 256 a word read at the end. All other calls have none."""
 
 
 def compile_case(case: tuple[str, str, str]) -> Stats:
@@ -115,7 +124,10 @@ def test_configuration(compiled: dict[tuple, Stats], case: tuple) -> None:
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     allowed = SPILLS_SHIFTED[name] if "shifted" in kind else 0
-    assert stats.spills <= (allowed if len(KINDS[kind]) == 5 else SPILLS_OTHERS)
+    outside = SPILLS_OUTSIDE.get((name, kind), 0)
+    assert stats.spills <= (max(allowed, outside) if len(KINDS[kind]) == 5 else SPILLS_OTHERS)
+    if name == "64 long" or outside:
+        assert not any(loop.get(op) for loop in stats.loops for op in ("LDL", "STL")), "spills in a loop"
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.shared_bytes <= SMEM_LIMIT
 

@@ -199,7 +199,7 @@ def check_part(program: str, tool: str, limit_s: float, part: int, parts: int) -
 
 
 def check(program: str, tool: str, limit_s: float, jobs: int) -> dict[str, Any]:
-    """Run all calls under one tool in `jobs` processes, for at most `limit_s` seconds; a row of the report."""
+    """Run all calls under one tool in `jobs` processes, `limit_s` seconds at most; a row of the report."""
     begin = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
         found = list(pool.map(lambda part: check_part(program, tool, limit_s, part, jobs), range(jobs)))

@@ -18,7 +18,8 @@ from cases import Case, check_forward, judge_forward
 from test_gpu_results import LAYOUTS
 
 from attnlib import attention, bench, explain, launch_hopper
-from attnlib.configs import hopper_config
+from attnlib.band import band
+from attnlib.configs import LONG, TALL, HopperConfig
 from attnlib.reference import INPUTS, Oracle, make_inputs
 from attnlib.shapes import TASK, Shape
 
@@ -31,10 +32,10 @@ DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
 @contextlib.contextmanager
-def tall_tiles(head_dim: int) -> Iterator[None]:
-    """The configuration for many rows, which small calls would not get."""
+def tiles(config: HopperConfig) -> Iterator[None]:
+    """A configuration that small calls would not get."""
     chosen = launch_hopper.configuration
-    launch_hopper.configuration = lambda *_: hopper_config(head_dim)
+    launch_hopper.configuration = lambda *_: config
     launch_hopper._prepare.cache_clear()
     try:
         yield
@@ -45,8 +46,8 @@ def tall_tiles(head_dim: int) -> Iterator[None]:
 
 def check(shape: Shape, kind: str = "normal", sm_scale: float | None = None) -> None:
     check_forward(Case(shape, kind, sm_scale), "cuda", impl="hopper")
-    if shape.head_dim <= 64:
-        with tall_tiles(shape.head_dim):
+    for config in (TALL, LONG) if shape.head_dim <= 64 else ():
+        with tiles(config):
             check_forward(Case(shape, kind, sm_scale), "cuda", impl="hopper")
 
 
@@ -77,8 +78,9 @@ def _compile(kind: tuple[Shape, float | None, bool]) -> None:
     shape, scale, lse = kind
     tensors = make_inputs(shape, device="cuda")
     attention(*tensors, causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper")
-    with tall_tiles(shape.head_dim):
-        attention(*tensors, causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper")
+    for config in (TALL, LONG) if shape.head_dim <= 64 else ():
+        with tiles(config):
+            attention(*tensors, causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper")
     torch.cuda.synchronize()
 
 
@@ -268,7 +270,8 @@ def test_one_launch_that_is_seen(head_dim):
             call(q, k, v)
         assert [kernel.name for kernel in kernels] == ["attention_forward_hopper"]
         found = bench.resources(kernels)
-        assert found["registers"] == launch_hopper.configuration(q.shape, 0).max_registers
+        config = launch_hopper.configuration(q.shape, k.shape, band(True, None), 0)
+        assert found["registers"] == config.max_registers
         assert found["spills"] == 0
 
 
