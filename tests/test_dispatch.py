@@ -316,4 +316,7 @@ def test_tiles_of_packed_sequences_and_windows(monkeypatch):
 
 def test_other_head_dimensions_have_one_tile():
     for head_dim in (72, 128, 256):
-        assert hopper_config(head_dim, rows=1, heads=1, keys=1) == hopper_config(head_dim)
+        for keys in (1, 2048, 2049):
+            config, default = hopper_config(head_dim, rows=1, heads=1, keys=keys), hopper_config(head_dim)
+            assert dataclasses.replace(config, l2_bytes=0) == dataclasses.replace(default, l2_bytes=0)
+            assert config.l2_bytes == (8 << 20 if head_dim <= 128 and keys <= 2048 else default.l2_bytes)

@@ -231,13 +231,13 @@ def test_kernels_import_only_their_parts():
     """A kernel is read without the package; `hopper` is four files long, `backward` loads as `forward`, and
     the Hopper kernels of the backward pass share what they begin with, and find packed sequences as `hopper`
     does."""
-    memory, tiles = "kernels.hopper_memory", "kernels.hopper_tiles"
+    memory, tiles, backward = "kernels.hopper_memory", "kernels.hopper_tiles", "kernels.hopper_backward"
     allowed = {"kernels.hopper": {"kernels", memory, tiles, "kernels.hopper_softmax"}}
     allowed["kernels.hopper_softmax"] = {"kernels", tiles}
     allowed["kernels.backward"] = {"kernels", "kernels.forward"}
     allowed["kernels.hopper_backward_tiles"] = {tiles}
-    allowed["kernels.hopper_backward"] = {"kernels", "kernels.hopper", memory, "kernels.hopper_backward_tiles"}
-    allowed["kernels.hopper_backward_wide"] = {*allowed["kernels.hopper_backward"], "kernels.hopper_backward"}
+    allowed[backward] = {"kernels", "kernels.hopper", memory, "kernels.hopper_backward_tiles"}
+    allowed["kernels.hopper_backward_wide"] = {*allowed[backward], backward}
     allowed["kernels.hopper_backward_passes"] = {"kernels.backward"}
     for name, own in GRAPH.items():
         if name.startswith("kernels."):

@@ -16,7 +16,8 @@ def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def buffers(desc, N: gl.constexpr):
-    """N buffers, each for one copy of a descriptor of rank 4 or 5: [N, 1, 1, rows, columns], or one more 1."""
+    """N buffers, each for one copy of a descriptor of rank 4: [N, 1, 1, rows, columns], of rank 5 with one
+    more 1."""
     rows: gl.constexpr = desc.block_shape[-2]
     columns: gl.constexpr = desc.block_shape[-1]
     if len(desc.block_shape) == 4:

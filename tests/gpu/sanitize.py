@@ -208,6 +208,7 @@ def check(program: str, tool: str, limit_s: float, jobs: int) -> dict[str, Any]:
     known = [report.errors for report in reports if report.errors is not None]
     row = {
         "tool": tool,
+        "version": version(program),
         "verdict": "; ".join(dict.fromkeys(said for said, _ in wrong)) or "ok",
         "errors": sum(known) if known else None,
         "warnings": sum(report.warnings for report in reports),
@@ -254,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("the kernels need a CUDA GPU, and there is none", file=sys.stderr)
         return 2
-    header = records.provenance({"sanitizer": version(program), "limit_s": args.limit})
+    header = records.provenance({"limit_s": args.limit})
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sanitizer.json"
     tools = args.tool or TOOLS
     with ThreadPoolExecutor(len(tools)) as pool:  # most of the time goes into compiling, on the CPU
