@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnlib.emulator import Deadlock, Emulated, Race, run
 from attnlib.emulator.values import Int
-from attnlib.kernels.hopper import _barriers as barriers
+from attnlib.kernels.hopper_memory import barriers
 
 RUNS = [("eager", 0), ("late", 0), ("random", 0), ("random", 1), ("random", 2)]
 runs = pytest.mark.parametrize(("order", "seed"), RUNS)
