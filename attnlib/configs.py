@@ -157,8 +157,8 @@ _WARP_SPECIALIZED = {
     128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
     256: HopperConfig(64, 2, 2, 128, q_columns=128, tree=True, named=True),
 }
-_SHORT = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
-SHORT_KEYS = 2048
+_FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
+FEW_KEYS = 2048
 """Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
 with 8192 there is no difference, and with still smaller sections long tiles come last."""
 _PACE = {TALL: (525, 100), LONG: (555, 240), FEW_ROWS: (478, 200)}
@@ -207,8 +207,8 @@ def hopper_config(
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = max(64, block_d(head_dim))
-    if head_dim > 64 and keys is not None and keys <= SHORT_KEYS:
-        return _SHORT.get(width, _WARP_SPECIALIZED[width])
+    if head_dim > 64 and keys is not None and keys <= FEW_KEYS:
+        return _FEW_KEYS.get(width, _WARP_SPECIALIZED[width])
     if head_dim > 64 or rows is None:
         return _WARP_SPECIALIZED[width]
     if keys is None:
