@@ -74,7 +74,7 @@ def test_every_order_of_the_loop(order, tile, sm_scale, causal, device):
         judge_forward(out, lse, Oracle(q, k, v, causal, sm_scale), f"{queries}x{keys}")
 
 
-@pytest.mark.parametrize("section", [1, 2, 3, 4])
+@pytest.mark.parametrize("section", [1, 3])
 def test_more_heads_than_a_grid_has_rows(section, monkeypatch, device):
     """Where the second or the third dimension of the grid is too short, there is only the first."""
     q, k, v = make_inputs(Shape(2, 12, 70, 16, heads_kv=6), device=device)

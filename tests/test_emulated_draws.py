@@ -40,14 +40,14 @@ def draws(packed: bool) -> st.SearchStrategy[Draw]:
 orders = st.sampled_from(["random", "random", "late", "eager"])
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(draw=draws(packed=False), order=orders, seed=st.integers(0, 1000))
 def test_any_call(draw, order, seed):
     with on_the_cpu(order, seed):
         check(draw, "cpu", "hopper")
 
 
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(draw=draws(packed=True), order=orders, seed=st.integers(0, 1000))
 def test_any_packed_sequences(draw, order, seed):
     with on_the_cpu(order, seed):

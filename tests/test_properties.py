@@ -35,19 +35,19 @@ def draws(packed: bool) -> st.SearchStrategy[Draw]:
     )
 
 
-@settings(max_examples=14)
+@settings(max_examples=10)
 @given(draw=draws(packed=False))
 def test_any_call(draw):
     check(draw, DEVICE, "triton")
 
 
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(draw=draws(packed=True))
 def test_any_packed_sequences(draw):
     check(draw, DEVICE, "triton")
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(draw=st.one_of(draws(packed=False), draws(packed=True)))
 def test_the_reference_too(draw):
     """And what checks it: the reference is the oracle, so a fault in `check` shows here."""
