@@ -9,7 +9,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 from emulated import ORDERS, Call, check_backward, check_forward
 
-from attnlib.configs import HopperConfig, hopper_config
+from attnlib.configs import LONG, HopperConfig, hopper_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -55,6 +55,7 @@ FORWARD = {
     "packed": Call(64, 2, 1, packed=((40, 70), (0, 5), (300, 90), (1, 300))),
     "packed, dense": Call(128, 1, 1, packed=((40, 70), (150, 0), (130, 129)), causal=False),
     "packed, 256 columns": Call(256, 1, 1, packed=((70, 70), (100, 130))),
+    "packed, tiles of 192 rows": Call(64, 2, 1, packed=((40, 70), (300, 290)), causal=False, config=LONG),
     "packed, a window": Call(64, 1, 1, packed=((140, 170), (200, 90)), window=(50, -1), config=FEW_ROWS),
 }
 
