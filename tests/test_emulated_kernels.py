@@ -52,6 +52,7 @@ FORWARD = {
     "window on the left": Call(256, 1, 1, 100, 300, causal=False, window=(70, -1)),
     "window of one key": Call(64, 1, 1, 150, 150, causal=True, window=(0, 0)),
     "window over few rows": Call(64, 1, 1, 150, 300, window=(90, -1), config=FEW_ROWS),
+    "window in tiles of 192 rows": Call(64, 1, 1, 200, 300, window=(100, -1), config=LONG),
     "packed": Call(64, 2, 1, packed=((40, 70), (0, 5), (300, 90), (1, 300))),
     "packed, dense": Call(128, 1, 1, packed=((40, 70), (150, 0), (130, 129)), causal=False),
     "packed, 256 columns": Call(256, 1, 1, packed=((70, 70), (100, 130))),

@@ -20,7 +20,8 @@ The n-th completion of a barrier has parity n & 1, so a wait names c // STAGES; 
                                                       c                        the release of c - STAGES
     q_full[w]        TMA has written Q of warpgroup w consumer w               tile number & 1
     q_free[w]        consumer w needs Q no more       producer                 tile number & 1, flipped
-    drawn[b]         producer has written next_tile[b] each consumer           (tile number // 2) & 1
+    drawn[b]         producer has told of tile         each consumer           (tile number // 2) & 1
+                     2 n + b
 
 With `joint`, v_full[slot] is k_full[slot]: one barrier for both copies. With `named`, kv_free is not an
 mbarrier but the hardware's barrier 8 + slot, at which consumers arrive and the producer waits: an arrival at
@@ -31,10 +32,13 @@ do not see, when both copies have landed (otherwise the parity of a full barrier
 slow warpgroup). V of a tile's last block goes to the slot of the next tile's first keys, the one step of
 which half is missing: there are no values for the first slot of all and no keys for the last.
 
-next_tile has two places, and needs no barrier for their reuse: before the producer draws for tile number t,
-it has waited for q_free of tile t-1, which every consumer gives after it has read what was drawn for t-2.
-A place has a word for each lane of the producer, because a store is one of all lanes; only the first is read,
-the word of the lane that arrives at the barrier.
+The producer tells the consumers of each tile, the n-th of a program as number n: its first row, -1 after the
+last tile, how many blocks it sees, and where the output of tile n-1 goes. So only the producer divides, and
+consumers keep no place of their output through the loop. next_tile has two places, number n in n & 1, and
+needs no barrier for their reuse: before the producer tells of n+1, it has waited for q_free of tile n-1,
+which every consumer gives after it has read for the last time what was told as number n-1. Each word has a
+place for each lane of the producer, because a store is one of all lanes; only the first is read, the word of
+the lane that arrives at the barrier.
 
 The producer draws the number of its next tile from a counter in global memory as late as it can, after the
 last K of its tile: an early draw is a queue of one tile per SM, and leaves some with a long tile at the end.
@@ -47,10 +51,8 @@ there, over blocks that may be masked whole: the protocol knows of no left bound
 
 Packed sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
 any sequence (`launch.ragged`). Draws are counted through all of them, with one to spare for each, so the
-producer finds its sequence by bisection; it draws until it has a tile with rows, and tells the consumers
-that tile's place, not the draw. The first tile, too, may be a drawn one: consumers are
-told of it, and what is told of tile t has number t, not t-1. next_tile needs no barrier then either: number
-t+1 is written after the wait for q_free of tile t-1, given after number t-1 was read.
+producer finds its sequence by bisection; it draws until it has a tile with rows, the first time too, and
+tells the consumers the lengths of its sequence.
 """
 
 from dataclasses import dataclass, fields
@@ -123,6 +125,7 @@ class Plan:
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
     block_m = property(lambda self: gl.constexpr(64 * self.warpgroups.value))
+    words = property(lambda self: gl.constexpr(6 if self.packed.value else 4))  # told of a tile
 
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: _accumulator(self.block_n.value))
@@ -145,7 +148,7 @@ class Memory(NamedTuple):
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, o_columns]
-    next_tile: gl.shared_memory_descriptor  # [2, 32]
+    next_tile: gl.shared_memory_descriptor  # [2 * words, 32]
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -246,10 +249,16 @@ def _draw(counter_ptr, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _tell(mem, number, tile):
-    """Consumers read which tile is next."""
+def _tell(mem, number, tile, row, i_b, top, before, work, plan: gl.constexpr):
+    """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
-    mem.next_tile.index(b).store(gl.full([32], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    words = (gl.where(tile < work.tiles, row, -1), top) + before
+    if plan.packed:
+        seq = tiling.sequence(i_b, work, plan)
+        words = words + (seq.S_q, seq.S_k)
+    for w in gl.static_range(plan.words):
+        word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        mem.next_tile.index(b * plan.words + w).store(word)
     mbarrier.arrive(mem.drawn.index(b), count=1)
 
 
@@ -259,32 +268,28 @@ def _produce(given, plan: gl.constexpr):
     k_bytes: gl.constexpr = desc_k.block_type.nbytes
     v_extra: gl.constexpr = k_bytes if plan.joint else 0
     tile = tiling.tile_of(gl.program_id(0), work, plan)
-    turn = 0  # number of the tile within this program
-    c = 0  # slot of the tile's first keys
     if plan.packed:
         while tile < 0:
             tile = _draw(counter_ptr, work, plan)
-        _tell(mem, 0, tile)
-    i_m, i_bh, top = tiling.locate(tile, work, plan)
-    at_k = tiling.of_keys(i_bh, work, plan)
-    if plan.packed:
-        if tile < work.tiles:
-            _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
-    else:
+    row, i_b, i_h, top = tiling.locate(tile, work, plan)
+    at_k = tiling.of_keys(i_b, i_h, work, plan)
+    if tile < work.tiles:
         _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
+    _tell(mem, 0, tile, row, i_b, top, (0, 0), work, plan)
     if not plan.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
     while tile < work.tiles:
-        seq = tiling.sequence(i_bh, work, plan)
-        low = tiling.first_block(i_m, seq, work, plan)
-        at_q = tiling.of_queries(at_k[0], i_bh, seq, work, plan)
+        seq = tiling.sequence(i_b, work, plan)
+        low = tiling.first_block(row, seq, work, plan)
+        at_q = tiling.of_queries(i_b, i_h, seq, plan)
         for w in gl.static_range(plan.warpgroups):
             mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
             mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                desc_q, tiling.coordinates(at_q, i_m * plan.block_m + w * 64, 0), mem.q_full.index(w),
-                mem.q.index(w),
-            )  # fmt: skip
+                desc_q, tiling.coordinates(at_q, row + w * 64, 0), mem.q_full.index(w), mem.q.index(w)
+            )
         for i in range(1, top - low):
             _acquire(mem, c + i, plan)
             _copy_k(desc_k, mem, c + i, at_k, top - 1 - i, v_extra, plan)
@@ -293,16 +298,14 @@ def _produce(given, plan: gl.constexpr):
         if plan.packed:
             while tile < 0:
                 tile = _draw(counter_ptr, work, plan)
-            _tell(mem, turn + 1, tile)
-        else:
-            _tell(mem, turn, tile)
         turn += 1
         c += top - low
+        row, i_b, i_h, top = tiling.locate(tile, work, plan)
+        _tell(mem, turn, tile, row, i_b, top, (at_q[0], at_q[1]), work, plan)
         _acquire(mem, c, plan)
         at_v = at_k
         if tile < work.tiles:
-            i_m, i_bh, top = tiling.locate(tile, work, plan)
-            at_k = tiling.of_keys(i_bh, work, plan)
+            at_k = tiling.of_keys(i_b, i_h, work, plan)
             _copy_k(desc_k, mem, c, at_k, top - 1, v_extra, plan)
             _copy_v(desc_v, mem, c, at_v, low, not plan.joint, plan)
         else:
@@ -407,30 +410,37 @@ def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr)
 
 
 @gluon.jit
-def _told(mem, number):
-    """The tile that the producer has drawn."""
+def _told(mem, number, plan: gl.constexpr):
+    """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
     b = number & 1
     mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
-    return gl.max(mem.next_tile.index(b).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return _word(mem, number, 0, plan)
+
+
+@gluon.jit
+def _word(mem, number, w, plan: gl.constexpr):
+    """First row, blocks, two coordinates of the output before; packed also the lengths S_q and S_k."""
+    lanes = mem.next_tile.index((number & 1) * plan.words + w)
+    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
-    tile = gl.program_id(0)
-    turn = 0  # number of the tile within this program
-    c = 0  # slot of the tile's first keys
     if not plan.joint:
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
         mbarrier.wait(mem.v_full.index(0), 0)
-    if plan.packed:
-        tile = _told(mem, 0)
-    while tile < work.tiles:
-        i_m, i_bh, top = tiling.locate(tile, work, plan)
-        seq = tiling.sequence(i_bh, work, plan)
-        low = tiling.first_block(i_m, seq, work, plan)
-        row = i_m * plan.block_m + WG * 64
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
+    first_row = _told(mem, 0, plan)
+    while first_row >= 0:
+        top = _word(mem, turn, 1, plan)
+        seq = tiling.Sequence(work.S_q, work.S_k, 0, 0)
+        if plan.packed:
+            seq = tiling.Sequence(_word(mem, turn, 4, plan), _word(mem, turn, 5, plan), 0, 0)
+        low = tiling.first_block(first_row, seq, work, plan)
+        row = first_row + WG * 64
         end = c + (top - low)  # slot of the next tile's first keys, and of this tile's last values
         start = c
         first = (top - 1) * plan.block_n  # first key of the block of slot `start`
@@ -496,8 +506,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         _wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
-        tile = _told(mem, turn + 1 if plan.packed else turn)
         turn += 1
+        first_row = _told(mem, turn, plan)
+        at = _word(mem, turn, 2, plan), _word(mem, turn, 3, plan)  # of this tile
+        if plan.packed:
+            at = at + (tiling.RAGGED - seq.S_q,)
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
@@ -506,13 +519,12 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             lse = (shift + gl.log2(row_sums)) * LN2
             lse = gl.where(empty, float("-inf"), lse)
             if plan.packed:
-                place = (i_bh % work.H).to(gl.int64) * work.T_q + (seq.end_q - seq.S_q)
+                place = at[1].to(gl.int64) * work.T_q + (at[0] - seq.S_q)
             else:
-                place = i_bh.to(gl.int64) * seq.S_q
+                place = (at[0] * work.H + at[1]).to(gl.int64) * seq.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < seq.S_q)
         if row < seq.S_q:
             o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
-            at = tiling.of_queries(i_bh // work.H, i_bh, seq, work, plan)
             _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
 
@@ -551,7 +563,7 @@ def attention_forward_hopper(
         buffers(desc_k, plan.stages),
         buffers(desc_v, plan.stages),
         buffers(desc_o, plan.warpgroups),
-        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(plan.warpgroups, 1),  # q_full
         barriers(plan.warpgroups, 1),  # q_free
         k_full,

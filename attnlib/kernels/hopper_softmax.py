@@ -37,23 +37,24 @@ def row_sum(p):
 @gluon.jit
 def mask(s, row, first, seq, work, plan: gl.constexpr):
     """-inf for keys that a row does not see; `row` is the first row, `first` the first key."""
-    o_n = gl.arange(0, plan.block_n, layout=gl.SliceLayout(0, plan.s_layout))  # [BLOCK_N]
+    o_n = gl.arange(0, plan.block_n, layout=gl.SliceLayout(0, plan.s_layout))[None, :]  # [1, BLOCK_N]
     o_m = gl.arange(0, 64, layout=plan.row_layout)  # [64]
+    # Bits 1 and 2 of a column are those of the thread, the others are known to the compiler. Taken to the
+    # other side of a comparison they leave it with a constant, instead of a register for each column.
+    of_thread, o_n = o_n & 6, o_n & -7
     if plan.causal:  # the last key that each row sees [64]
         last = o_m + (tiling.on_diagonal(row, seq, work, plan) - first)
         if plan.shifted:
             last = gl.minimum(last, seq.S_k - 1 - first)
-    elif plan.left:
+    else:
         last = gl.full([64], seq.S_k - 1 - first, gl.int32, plan.row_layout)
+    after = last[:, None] - of_thread  # [64, BLOCK_N], a number for each row of a thread
     if plan.left:
         # Keys before the last one, counted without a sign: those after it are too many, too.
-        before = (last[:, None] - o_n[None, :]).to(gl.uint32)  # [64, BLOCK_N]
         earlier = last - (o_m + (row + seq.S_k - seq.S_q - work.left - first))  # [64]
-        seen = before <= earlier.to(gl.uint32)[:, None]
-    elif plan.causal:
-        seen = o_n[None, :] <= last[:, None]  # [64, BLOCK_N]
+        seen = (after - o_n).to(gl.uint32) <= earlier.to(gl.uint32)[:, None]
     else:
-        seen = (o_n < seq.S_k - first)[None, :]  # [1, BLOCK_N]
+        seen = o_n <= after
     return gl.where(seen, s, float("-inf"))
 
 

@@ -47,10 +47,9 @@ def on_diagonal(i, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def sequence(i_bh, work, plan: gl.constexpr):
-    """The sequence of a batch * H + head."""
+def sequence(i_b, work, plan: gl.constexpr):
+    """The sequence of a batch, or the packed one of this number."""
     if plan.packed:
-        i_b = i_bh // work.H
         end_q = gl.load(work.cu_q + i_b + 1)
         end_k = gl.load(work.cu_k + i_b + 1)
         S_q = end_q - gl.load(work.cu_q + i_b)
@@ -127,41 +126,42 @@ def tile_of(number, work, plan: gl.constexpr):
 
 @gluon.jit
 def locate(tile, work, plan: gl.constexpr):
-    """(row block, batch * H + head, blocks up to the last one in sight) of a tile."""
+    """(first row, batch or packed sequence, query head, blocks up to the last one in sight) of a tile."""
+    tile = gl.minimum(tile, work.tiles - 1)  # a program without a tile reads no memory that is not there
     if plan.packed:
-        tile = gl.minimum(tile, work.tiles - 1)  # read no memory for a program without a tile
         i_m, i_bh = tile % work.num_m, tile // work.num_m
     else:
         i_m, i_bh = _place(tile, work.num_m, work.HEADS, work.SECTION)
-    return i_m, i_bh, top((i_m + 1) * plan.block_m, sequence(i_bh, work, plan), work, plan)
+    row, i_b, i_h = i_m * plan.block_m, i_bh // work.H, i_bh % work.H
+    return row, i_b, i_h, top(row + plan.block_m, sequence(i_b, work, plan), work, plan)
 
 
 @gluon.jit
-def first_block(i_m, seq, work, plan: gl.constexpr):
-    """The first block that a row of a tile sees."""
+def first_block(row, seq, work, plan: gl.constexpr):
+    """The first block that a row of the tile from `row` on sees."""
     if plan.left:
-        return gl.maximum(i_m * plan.block_m + seq.S_k - seq.S_q - work.left, 0) // plan.block_n
+        return gl.maximum(row + seq.S_k - seq.S_q - work.left, 0) // plan.block_n
     else:
         return 0
 
 
 @gluon.jit
-def of_keys(i_bh, work, plan: gl.constexpr):
-    """Where a descriptor finds the keys of a head; see `coordinates`."""
+def of_keys(i_b, i_h, work, plan: gl.constexpr):
+    """Where a descriptor finds the keys of a query head; see `coordinates`."""
     if plan.packed:
-        seq = sequence(i_bh, work, plan)
-        return seq.end_k, i_bh % work.H // work.GROUP, RAGGED - seq.S_k
+        seq = sequence(i_b, work, plan)
+        return seq.end_k, i_h // work.GROUP, RAGGED - seq.S_k
     else:
-        return i_bh // work.H, i_bh % work.H // work.GROUP
+        return i_b, i_h // work.GROUP
 
 
 @gluon.jit
-def of_queries(i_b, i_bh, seq, work, plan: gl.constexpr):
+def of_queries(i_b, i_h, seq, plan: gl.constexpr):
     """Where a descriptor finds the rows of a head, or its output."""
     if plan.packed:
-        return seq.end_q, i_bh % work.H, RAGGED - seq.S_q
+        return seq.end_q, i_h, RAGGED - seq.S_q
     else:
-        return i_b, i_bh % work.H
+        return i_b, i_h
 
 
 @gluon.jit

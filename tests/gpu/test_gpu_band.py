@@ -12,7 +12,7 @@ from cases import judge_forward
 
 from attnlib import launch, launch_hopper
 from attnlib.band import Packed, band
-from attnlib.configs import TALL
+from attnlib.configs import LONG, TALL
 from attnlib.reference import Oracle, make_inputs
 from attnlib.shapes import Shape
 
@@ -27,8 +27,8 @@ FORWARD = {"triton": launch.forward, "hopper": launch_hopper.forward}
 
 
 def configs(impl, head_dim):
-    """Those to try: None, and at D = 64 the tall tiles that small calls do not get."""
-    return [None, TALL] if impl == "hopper" and head_dim <= 64 else [None]
+    """Those to try: None, and at D = 64 the tiles that small calls do not get."""
+    return [None, TALL, LONG] if impl == "hopper" and head_dim <= 64 else [None]
 
 
 def check_window(impl, shape, window, kind="normal", sm_scale=None):
