@@ -152,7 +152,7 @@ class HopperConfig:
 _MANY = {"pin": True, "tree": True, "joint": True, "producer_registers": 32}
 TALL = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
 LONG = HopperConfig(128, 3, 4, 64, consumer_registers=160, max_registers=128, **_MANY)
-FEW_ROWS = HopperConfig(128, 2, 4, 64, late_wait=True, pin=True, named=True)
+FEW_ROWS = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True)
 _WARP_SPECIALIZED = {
     64: TALL,
     128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),

@@ -85,7 +85,7 @@ UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_sh
 
 MUTATIONS = [
     forward("a slot is filled without asking", "joint", f"{TAKEN}|{COUNT}",
-            without("            _acquire(mem, c + i, plan)\n")),
+            without("        _acquire(mem, c + i, plan)\n")),
     forward("the slot after a tile is filled without asking", "apart", f"{TAKEN}|{COUNT}",
             without("        _acquire(mem, c, plan)\n")),
     forward("nobody speaks for the values of the first slot", "apart", f"{DEADLOCK}|{TAKEN}",

@@ -524,6 +524,20 @@ def test_a_seed_gives_one_order_and_another_seed_another() -> None:
 
 
 @gluon.jit
+def draw_in_one_lane(counter_ptr, y_ptr):
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    before = gl.atomic_add(counter_ptr + lane, 2 * lane + 5, mask=lane < 2, sem="relaxed")
+    gl.store(y_ptr + lane, before, mask=lane < 3)
+
+
+def test_an_atomic_tile_touches_only_what_its_mask_allows() -> None:
+    counter, y = torch.tensor([1, 2, 3], dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    run(draw_in_one_lane, (1,), counter, y)
+    assert counter.tolist() == [6, 9, 3]
+    assert y[:2].tolist() == [1, 2] and y[2] not in (0, 3) and not y[3:].any()
+
+
+@gluon.jit
 def places(y_ptr):
     number = gl.program_id(1) + gl.num_programs(1) * gl.program_id(2)
     number = gl.program_id(0) + gl.num_programs(0) * number

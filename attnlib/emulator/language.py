@@ -17,6 +17,8 @@ from attnlib.emulator.memory import Barriers, Descriptor, Shared
 from attnlib.emulator.ptx import Threads, elements_of_threads
 from attnlib.emulator.values import TORCH, Int, Pointer, Tensor, plain, result
 
+UNDEFINED = 0x7EA5  # what an atomic operation returns where its mask is not set
+
 
 class Product(Work):
     """What a product in flight will be. It can be another product's accumulator; anything else must wait."""
@@ -148,12 +150,20 @@ class Language:
 
     # ------------------------------------------------------------ the rest
 
-    def _atomic_add(self, pointer: Pointer, value: int, sem: str = "acq_rel"):
-        place = pointer.places()
-        before = pointer.memory[place].item()
-        pointer.memory[place] = before + value
+    def _atomic_add(self, pointer: Pointer, value: int | Tensor, mask: Tensor | None = None, sem="acq_rel"):
+        """A tile comes with a mask; what it returns where that is not set is nobody's to use."""
+        place = pointer.places(mask)
+        if mask is None:
+            before = pointer.memory[place].item()
+            pointer.memory[place] = before + value
+            self.machine.pause()
+            return Int(before) if isinstance(before, int) else before
+        assert len(place.unique()) == len(place), "the kernels add to no place twice at once"
+        before = torch.full(mask.data.shape, UNDEFINED, dtype=pointer.memory.dtype)
+        before[mask.data] = pointer.memory[place]
+        pointer.memory[place] += value.data[mask.data]
         self.machine.pause()
-        return Int(before) if isinstance(before, int) else before
+        return Tensor(before)
 
     def _warp_specialize(self, functions, worker_warps, worker_registers) -> None:
         program, first = self.program, self.machine.current

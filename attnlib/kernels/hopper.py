@@ -239,9 +239,40 @@ def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr)
 
 
 @gluon.jit
-def _draw(counter_ptr, work, plan: gl.constexpr):
-    """The next tile."""
-    number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr):
+    """Keys of blocks from the `begin`-th on, counted downwards from `top`, and values of those before them."""
+    k_bytes: gl.constexpr = desc_k.block_type.nbytes
+    for i in range(begin, end):
+        _acquire(mem, c + i, plan)
+        _copy_k(desc_k, mem, c + i, at, top - 1 - i, k_bytes if plan.joint else 0, plan)
+        _copy_v(desc_v, mem, c + i, at, top - i, not plan.joint, plan)
+
+
+@gluon.jit
+def _lanes():
+    return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def _draw(counter_ptr):
+    """Ask for a number; `_drawn` waits for it."""
+    lane = _lanes()
+    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def _drawn(asked, counter_ptr, work, plan: gl.constexpr):
+    """The tile of a number that was asked for, packed of the first from there on that has rows."""
+    tile = _tile_of(asked, counter_ptr, work, plan)
+    if plan.packed:
+        while tile < 0:
+            tile = _tile_of(_draw(counter_ptr), counter_ptr, work, plan)
+    return tile
+
+
+@gluon.jit
+def _tile_of(asked, counter_ptr, work, plan: gl.constexpr):
+    number = gl.max(gl.where(_lanes() == 0, asked, 0), 0)
     # The first draws are the programs' numbers, and every program draws once in vain.
     if number == tiling.draws(work, plan) - 1:
         gl.store(counter_ptr, 0)
@@ -269,8 +300,8 @@ def _produce(given, plan: gl.constexpr):
     v_extra: gl.constexpr = k_bytes if plan.joint else 0
     tile = tiling.tile_of(gl.program_id(0), work, plan)
     if plan.packed:
-        while tile < 0:
-            tile = _draw(counter_ptr, work, plan)
+        if tile < 0:
+            tile = _drawn(_draw(counter_ptr), counter_ptr, work, plan)
     row, i_b, i_h, top = tiling.locate(tile, work, plan)
     at_k = tiling.of_keys(i_b, i_h, work, plan)
     if tile < work.tiles:
@@ -290,18 +321,18 @@ def _produce(given, plan: gl.constexpr):
             tma.async_copy_global_to_shared(
                 desc_q, tiling.coordinates(at_q, row + w * 64, 0), mem.q_full.index(w), mem.q.index(w)
             )
-        for i in range(1, top - low):
-            _acquire(mem, c + i, plan)
-            _copy_k(desc_k, mem, c + i, at_k, top - 1 - i, v_extra, plan)
-            _copy_v(desc_v, mem, c + i, at_k, top - i, not plan.joint, plan)
-        tile = _draw(counter_ptr, work, plan)
-        if plan.packed:
-            while tile < 0:
-                tile = _draw(counter_ptr, work, plan)
+        blocks = top - low
+        early, late = gl.maximum(blocks - 3, 1), gl.maximum(blocks - 1, 1)
+        _copy_blocks(desc_k, desc_v, mem, c, 1, early, at_k, top, plan)
+        asked = _draw(counter_ptr)
+        _copy_blocks(desc_k, desc_v, mem, c, early, late, at_k, top, plan)
+        tile = _drawn(asked, counter_ptr, work, plan)
+        row, i_b, i_h, next_top = tiling.locate(tile, work, plan)
         turn += 1
-        c += top - low
-        row, i_b, i_h, top = tiling.locate(tile, work, plan)
-        _tell(mem, turn, tile, row, i_b, top, (at_q[0], at_q[1]), work, plan)
+        _tell(mem, turn, tile, row, i_b, next_top, (at_q[0], at_q[1]), work, plan)
+        _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
+        top = next_top
+        c += blocks
         _acquire(mem, c, plan)
         at_v = at_k
         if tile < work.tiles:

@@ -69,13 +69,20 @@ def top(end, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
+def divide(n, d):
+    """(n // d, n % d), neither of them negative: a division without a sign is shorter."""
+    quotient = (n.to(gl.uint32) // d.to(gl.uint32)).to(gl.int32)
+    return quotient, n - quotient * d
+
+
+@gluon.jit
 def by_sections(number, blocks, HEADS, SECTION):
     """(block, head) of a number: section of heads by section, so that what they share stays in L2, and within
     one the first block of each, then the second."""
-    section = number // (blocks * SECTION)
-    rest = number % (blocks * SECTION)
+    section, rest = divide(number, blocks * SECTION)
     heads = gl.minimum(SECTION, HEADS - section * SECTION)
-    return rest // heads, section * SECTION + rest % heads
+    block, head = divide(rest, heads)
+    return block, section * SECTION + head
 
 
 @gluon.jit
@@ -113,7 +120,8 @@ def tile_of(number, work, plan: gl.constexpr):
     """The tile of a draw: `work.tiles` or more where none is left, less than 0 where it has no rows."""
     if plan.packed:
         end = draws(work, plan)
-        block, i_h = _place(gl.minimum(number, end - 1), end // work.H, work.H, work.SECTION)
+        blocks, _ = divide(end, work.H)
+        block, i_h = _place(gl.minimum(number, end - 1), blocks, work.H, work.SECTION)
         i_b = owner(block, work.cu_q, work.HEADS // work.H, plan.block_m)
         start = gl.load(work.cu_q + i_b)
         rows = gl.load(work.cu_q + i_b + 1) - start
@@ -129,10 +137,11 @@ def locate(tile, work, plan: gl.constexpr):
     """(first row, batch or packed sequence, query head, blocks up to the last one in sight) of a tile."""
     tile = gl.minimum(tile, work.tiles - 1)  # a program without a tile reads no memory that is not there
     if plan.packed:
-        i_m, i_bh = tile % work.num_m, tile // work.num_m
+        i_bh, i_m = divide(tile, work.num_m)
     else:
         i_m, i_bh = _place(tile, work.num_m, work.HEADS, work.SECTION)
-    row, i_b, i_h = i_m * plan.block_m, i_bh // work.H, i_bh % work.H
+    i_b, i_h = divide(i_bh, work.H)
+    row = i_m * plan.block_m
     return row, i_b, i_h, top(row + plan.block_m, sequence(i_b, work, plan), work, plan)
 
 
@@ -148,11 +157,12 @@ def first_block(row, seq, work, plan: gl.constexpr):
 @gluon.jit
 def of_keys(i_b, i_h, work, plan: gl.constexpr):
     """Where a descriptor finds the keys of a query head; see `coordinates`."""
+    i_kv, _ = divide(i_h, work.GROUP)
     if plan.packed:
         seq = sequence(i_b, work, plan)
-        return seq.end_k, i_h // work.GROUP, RAGGED - seq.S_k
+        return seq.end_k, i_kv, RAGGED - seq.S_k
     else:
-        return i_b, i_h // work.GROUP
+        return i_b, i_kv
 
 
 @gluon.jit
