@@ -162,9 +162,9 @@ _FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
 FEW_KEYS = 2048
 """Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
 with 8192 there is no difference, and with still smaller sections long tiles come last."""
-_PACE = {TALL: (525, 100), LONG: (555, 240), FEW_ROWS: (478, 200)}
-"""TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 40
-measured shapes: `busiest` finds the fastest tile of all but two, and for these one within 2% of it."""
+_PACE = {TALL: (525, 60), LONG: (555, 170), FEW_ROWS: (474, 150)}
+"""TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 46
+measured shapes, of all of which `busiest` finds the fastest tile: the middle of the numbers that do."""
 
 
 def busiest(config: HopperConfig, rows: int, keys: int, seen: float, heads: int, sms: int) -> float:
@@ -199,7 +199,7 @@ def hopper_config(
         rows: query rows S_q of a head; None: more than enough for every SM.
         heads: B * H, over all batches.
         sms: streaming multiprocessors of the GPU.
-        keys: S_k; None for packed sequences and windows, whose tiles are another matter.
+        keys: S_k; None for windows, which TALL computes fastest unless they are thousands of keys wide.
         seen: keys that a row sees on average; None: all.
 
     Raises:

@@ -174,10 +174,10 @@ def _prepare(
 def configuration(
     q_shape: torch.Size, k_shape: torch.Size, band: Band, device: int, lengths: Lengths | None = None
 ) -> HopperConfig:
-    """What `forward` chooses for queries and keys of these shapes, packed ones with these lengths."""
+    """What `forward` chooses for queries and keys of these shapes; packed sequences count as the longest."""
     B, H, _, S_q, S_k = dimensions(q_shape, k_shape, lengths)
-    plain = lengths is None and band.left is None and not band.right
-    keys, seen = (S_k, mean_keys(S_q, S_k, band)) if plain else (None, None)
+    windowed = band.left is not None or band.right
+    keys, seen = (None, None) if windowed else (S_k, mean_keys(S_q, S_k, band))
     return hopper_config(q_shape[-1], S_q, B * H, _num_sms(device), keys, seen)
 
 

@@ -299,8 +299,8 @@ def test_the_tile_that_leaves_no_sm_idle():
     assert chosen((128, 128), (64, 256), causal=True) == [FEW_ROWS, TALL]
 
 
-def test_tiles_of_packed_sequences_and_windows(monkeypatch):
-    """Small where tall ones would not give every SM one, or be half empty; the others were not measured."""
+def test_tiles_of_windows_and_packed_sequences(monkeypatch):
+    """Windows: small where tall ones would not give every SM one, or be half empty. Packed: as a batch."""
     assert hopper_config(64, rows=512, heads=32) == FEW_ROWS
     assert hopper_config(64, rows=256, heads=132) == FEW_ROWS
     assert hopper_config(64, rows=257, heads=67) == TALL
@@ -310,8 +310,10 @@ def test_tiles_of_packed_sequences_and_windows(monkeypatch):
     q, packed = torch.Size((1, 32, 16384, 64)), torch.Size((16384, 32, 64))
     for left, right, tile in ((None, None, LONG), (None, 0, LONG), (100, 0, TALL), (None, 5, TALL)):
         assert launch_hopper.configuration(q, q, Band(left, right), 0) == tile
-    lengths = launch.Lengths(2, 8192, 8192)
-    assert launch_hopper.configuration(packed, packed, Band(None, 0), 0, lengths) == TALL
+    for count, longest, right, tile in ((2, 8192, 0, LONG), (4, 4096, 0, TALL), (4, 4096, None, LONG)):
+        lengths = launch.Lengths(count, longest, longest)
+        assert launch_hopper.configuration(packed, packed, Band(None, right), 0, lengths) == tile
+        assert launch_hopper.configuration(packed, packed, Band(9, 0), 0, lengths) == TALL
 
 
 def test_other_head_dimensions_have_one_tile():

@@ -12,7 +12,7 @@ from emulated import Call, check_backward, check_forward, mutate
 
 from attnlib.configs import HopperConfig
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels import hopper, hopper_backward, hopper_backward_wide
+from attnlib.kernels import hopper, hopper_backward, hopper_backward_wide, hopper_ring
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -61,6 +61,10 @@ def forward(bug: str, call: str, verdict: str, *edits: tuple[str, str]) -> Mutat
     return Mutation(bug, hopper, call, verdict, edits)
 
 
+def ring(bug: str, call: str, verdict: str, *edits: tuple[str, str]) -> Mutation:
+    return Mutation(bug, hopper_ring, call, verdict, edits)
+
+
 def backward(bug: str, verdict: str, *edits: tuple[str, str], call: str = "128") -> Mutation:
     return Mutation(bug, hopper_backward, call, verdict, edits)
 
@@ -85,9 +89,9 @@ UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_sh
 
 MUTATIONS = [
     forward("a slot is filled without asking", "joint", f"{TAKEN}|{COUNT}",
-            without("        _acquire(mem, c + i, plan)\n")),
+            without("        acquire(mem, c + i, plan)\n")),
     forward("the slot after a tile is filled without asking", "apart", f"{TAKEN}|{COUNT}",
-            without("        _acquire(mem, c, plan)\n")),
+            without("        acquire(mem, c, plan)\n")),
     forward("nobody speaks for the values of the first slot", "apart", f"{DEADLOCK}|{TAKEN}",
             ("mbarrier.arrive(mem.v_full.index(0), count=1)", "pass")),
     forward("one place for the next tile", "short", f"{OVERWRITTEN}|{COUNT}",
@@ -96,22 +100,22 @@ MUTATIONS = [
             ("b = number & 1\n    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)",
              "b = 0\n    mbarrier.wait(mem.drawn.index(b), number & 1)")),
     forward("a slot is not released", "joint", DEADLOCK,
-            ("deps=(o_token,))  # [64, D]\n    _release(mem, c, plan)",
-             "deps=(o_token,))\n    if c != 3:\n        _release(mem, c, plan)")),
+            ("deps=(o_token,))  # [64, D]\n    release(mem, c, plan)",
+             "deps=(o_token,))\n    if c != 3:\n        release(mem, c, plan)")),
     forward("wrong parity for Q", "joint", f"{TAKEN}|{DEADLOCK}",
             ("mem.q_full.index(WG), turn & 1", "mem.q_full.index(WG), (turn & 1) ^ 1")),
-    forward("the parity of blocks stays 0", "joint", f"{TAKEN}|{COUNT}|{DEADLOCK}",
-            ("(c >> _log2(plan.stages)) & 1", "0 * c")),
+    ring("the parity of blocks stays 0", "joint", f"{TAKEN}|{COUNT}|{DEADLOCK}",
+         ("(c >> _log2(plan.stages)) & 1", "0 * c")),
     forward("an unseen block is released unseen", "joint", f"{TAKEN}|{DEADLOCK}",
-            without("                _wait_k(mem, i, plan)\n")),
+            without("                wait_k(mem, i, plan)\n")),
     forward("values of a skipped block are not waited for", "skipped", LANDING,
-            ("if start > c:\n                    _wait_v(mem, start, plan)", "pass")),
+            ("if start > c:\n                    wait_v(mem, start, plan)", "pass")),
     forward("released before P V is done", "named", f"{OVERWRITTEN}|{READING}",
-            ("    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]\n    _release(mem, c, plan)",
-             "    _release(mem, c, plan)\n    acc = warpgroup_mma_wait(0, deps=(o_token,))")),
+            ("    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]\n    release(mem, c, plan)",
+             "    release(mem, c, plan)\n    acc = warpgroup_mma_wait(0, deps=(o_token,))")),
     forward("released before Q K^T is done", "named", f"{OVERWRITTEN}|{READING}",
-            ("        s = warpgroup_mma_wait(0, deps=(s_token,))\n        _release(mem, start, plan)",
-             "        _release(mem, start, plan)\n        s = warpgroup_mma_wait(0, deps=(s_token,))")),
+            ("        s = warpgroup_mma_wait(0, deps=(s_token,))\n        release(mem, start, plan)",
+             "        release(mem, start, plan)\n        s = warpgroup_mma_wait(0, deps=(s_token,))")),
     forward("Q is never given back", "joint", DEADLOCK,
             without("        mbarrier.arrive(mem.q_free.index(WG), count=1)\n")),
     forward("Q is filled without asking", "joint", f"{TAKEN}|{COUNT}",
@@ -123,11 +127,11 @@ MUTATIONS = [
             ("    if tile < work.tiles:\n        _copy_k(desc_k, mem, 0,",
              "    if True:\n        _copy_k(desc_k, mem, 0,")),
     forward("keys are not waited for", "joint", TAKEN,
-            without("    _wait_k(mem, c, plan)\n", "", "    s_token")),
+            without("    wait_k(mem, c, plan)\n", "", "    s_token")),
     forward("values are not waited for", "apart", TAKEN,
-            without("    if not plan.joint:\n        _wait_v(mem, c, plan)\n")),
+            without("    if not plan.joint:\n        wait_v(mem, c, plan)\n")),
     forward("the last values are not waited for", "apart", TAKEN,
-            without("        _wait_v(mem, c, plan)\n", "", "        o_token")),
+            without("        wait_v(mem, c, plan)\n", "", "        o_token")),
     forward("Q is not waited for", "joint", TAKEN,
             without("        mbarrier.wait(mem.q_full.index(WG), turn & 1)\n")),
     forward("the first tile is not waited for", "packed", f"{STORED}|{OVERWRITTEN}",
@@ -155,8 +159,8 @@ MUTATIONS = [
             without("    tma.store_wait(0)", "row, WG, plan)\n")),
     forward("one arrival too few frees a slot", "joint", f"{TAKEN}|{COUNT}",
             ("barriers(plan.stages, plan.warpgroups)", "barriers(plan.stages, plan.warpgroups - 1)")),
-    forward("threads are miscounted", "named", f"Race: barrier 8: 288 threads came|{DEADLOCK}",
-            ("32 + 128 * plan.warpgroups", "128 * plan.warpgroups")),
+    ring("threads are miscounted", "named", f"Race: barrier 8: 288 threads came|{DEADLOCK}",
+         ("32 + 128 * plan.warpgroups", "128 * plan.warpgroups")),
     forward("the counter is not set back", "joint", "AssertionError: the counter of tiles is not set back",
             ("if number == tiling.draws(work, plan) - 1:", "if number == tiling.draws(work, plan):")),
     forward("the LSE of a row too many", "one tile", "IndexError: address outside of its tensor",
@@ -263,7 +267,9 @@ MUTATIONS = [
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    check, calls = (check_forward, FORWARD) if mutation.module is hopper else (check_backward, BACKWARD)
+    check, calls = (check_backward, BACKWARD)
+    if mutation.module in (hopper, hopper_ring):
+        check, calls = check_forward, FORWARD
     try:
         check(calls[mutation.call], order, seed, mutants=mutants)
     except (Race, Deadlock, AssertionError, IndexError) as found:

@@ -19,6 +19,7 @@ SMALL = {
     "batch": Case("equal", (40, 40), 16, 2, False),
     "packed": Case("lengths", (5, 60, 33), 16, 2, True),
     "window": Case("windows", (70,), 16, 2, False, 20),
+    "dense": Case("equal", (30, 30), 16, 2, True, causal=False),
 }
 
 
@@ -38,7 +39,7 @@ def test_labels():
 @pytest.mark.parametrize("name", SMALL)
 def test_flops_are_those_of_the_pairs_that_see_each_other(name):
     case = SMALL[name]
-    bounds = band(True, None if case.width is None else (case.width - 1, 0))
+    bounds = band(case.causal, None if case.width is None else (case.width - 1, 0))
     pairs = sum(int(visible(n, n, bounds).sum()) for n in case.lengths)
     assert time_packed.products(case) == 4 * case.heads * case.head_dim * pairs
 

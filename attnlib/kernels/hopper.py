@@ -71,8 +71,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels import hopper_softmax as softmax
 from attnlib.kernels import hopper_tiles as tiling
 from attnlib.kernels.hopper_memory import barriers, buffers, matrix
+from attnlib.kernels.hopper_ring import acquire, release, slot, wait_k, wait_v
 
-NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -157,93 +157,34 @@ class Memory(NamedTuple):
     drawn: gl.shared_memory_descriptor
 
 
-# ---------------------------------------------------------------- the ring
-
-
-@gluon.constexpr_function
-def _log2(n):
-    return n.bit_length() - 1
-
-
-@gluon.jit
-def _slot(c, plan: gl.constexpr):
-    return c & (plan.stages - 1)
-
-
-@gluon.jit
-def _parity(c, plan: gl.constexpr):
-    return (c >> _log2(plan.stages)) & 1
-
-
-@gluon.constexpr_function
-def _barrier_asm(operation, threads):
-    return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def _named_barrier(operation: gl.constexpr, c, plan: gl.constexpr):
-    threads: gl.constexpr = 32 + 128 * plan.warpgroups
-    gl.inline_asm_elementwise(
-        _barrier_asm(operation, threads), "=r,r", [NAMED_BARRIER + _slot(c, plan)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )
-
-
-@gluon.jit
-def _wait_k(mem, c, plan: gl.constexpr):
-    mbarrier.wait(mem.k_full.index(_slot(c, plan)), _parity(c, plan))
-
-
-@gluon.jit
-def _wait_v(mem, c, plan: gl.constexpr):
-    mbarrier.wait(mem.v_full.index(_slot(c, plan)), _parity(c, plan))
-
-
-@gluon.jit
-def _release(mem, c, plan: gl.constexpr):
-    if plan.named:
-        _named_barrier("arrive", c, plan)
-    else:
-        mbarrier.arrive(mem.kv_free.index(_slot(c, plan)), count=1)
-
-
-@gluon.jit
-def _acquire(mem, c, plan: gl.constexpr):
-    if plan.named:
-        if c >= plan.stages:
-            _named_barrier("sync", c, plan)
-    else:
-        mbarrier.wait(mem.kv_free.index(_slot(c, plan)), _parity(c, plan) ^ 1)
-
-
 # ---------------------------------------------------------------- producer
 
 
 @gluon.jit
 def _copy_k(desc_k, mem, c, at, block, EXTRA: gl.constexpr, plan: gl.constexpr):
-    bar = mem.k_full.index(_slot(c, plan))
+    bar = mem.k_full.index(slot(c, plan))
     mbarrier.expect(bar, desc_k.block_type.nbytes + EXTRA)
     tma.async_copy_global_to_shared(
-        desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(_slot(c, plan))
+        desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(slot(c, plan))
     )
 
 
 @gluon.jit
 def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr):
-    bar = mem.v_full.index(_slot(c, plan))
+    bar = mem.v_full.index(slot(c, plan))
     if EXPECT:
         mbarrier.expect(bar, desc_v.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(_slot(c, plan))
+        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(slot(c, plan))
     )
 
 
 @gluon.jit
 def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr):
-    """Keys of blocks from the `begin`-th on, counted downwards from `top`, and values of those before them."""
+    """Keys of blocks `begin` to `end`, counted down from `top`, each with the values of the one before."""
     k_bytes: gl.constexpr = desc_k.block_type.nbytes
     for i in range(begin, end):
-        _acquire(mem, c + i, plan)
+        acquire(mem, c + i, plan)
         _copy_k(desc_k, mem, c + i, at, top - 1 - i, k_bytes if plan.joint else 0, plan)
         _copy_v(desc_v, mem, c + i, at, top - i, not plan.joint, plan)
 
@@ -333,7 +274,7 @@ def _produce(given, plan: gl.constexpr):
         _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
         top = next_top
         c += blocks
-        _acquire(mem, c, plan)
+        acquire(mem, c, plan)
         at_v = at_k
         if tile < work.tiles:
             at_k = tiling.of_keys(i_b, i_h, work, plan)
@@ -352,7 +293,7 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     halves the shared memory that their product reads."""
     zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
     q = matrix(mem.q, WG)  # [64, D]
-    k = matrix(mem.k, _slot(c, plan))  # [BLOCK_N, D]
+    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
         return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
@@ -366,14 +307,14 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
 @gluon.jit
 def _issue_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
-    return warpgroup_mma(p, matrix(mem.v, _slot(c, plan)), acc, is_async=True)
+    return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
 
 
 @gluon.jit
 def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
     """O of the blocks before, in the units of the new shift; slot c is free."""
     acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
-    _release(mem, c, plan)
+    release(mem, c, plan)
     return softmax.rescale(acc, alpha, changed, plan)
 
 
@@ -386,10 +327,10 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
     """
     dtype: gl.constexpr = mem.v.dtype
     MASKED: gl.constexpr = plan.masked == 2  # a row may have seen no key in the block before
-    _wait_k(mem, c, plan)
+    wait_k(mem, c, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
     if not plan.joint:
-        _wait_v(mem, c, plan)
+        wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
@@ -488,26 +429,29 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             start = end - own
             first = (low + own - 1) * plan.block_n
             for i in range(c, start):
-                _wait_k(mem, i, plan)
+                wait_k(mem, i, plan)
                 if not plan.joint:
                     if i > c:
-                        _wait_v(mem, i, plan)
-                _release(mem, i, plan)
+                        wait_v(mem, i, plan)
+                release(mem, i, plan)
 
         # 1. The last block that these rows see. Its slot's values are of a block that was skipped, or
         # of the tile before.
-        _wait_k(mem, start, plan)
+        wait_k(mem, start, plan)
         s_token = _issue_scores(q_registers, mem, start, WG, plan)
         if plan.skip:
             if not plan.joint:
                 if start > c:
-                    _wait_v(mem, start, plan)
+                    wait_v(mem, start, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        _release(mem, start, plan)
+        release(mem, start, plan)
         if plan.flip:
             s = -s
-        if plan.masked or plan.left:
+        if plan.causal or plan.left:
             s = softmax.mask(s, row, first, seq, work, plan)
+        elif plan.masked:
+            if first + plan.block_n > seq.S_k:
+                s = softmax.mask(s, row, first, seq, work, plan)
         shift = softmax.row_max(s, plan) * qk_scale  # [64]
         weights = softmax.weights(s, shift, qk_scale, plan.masked > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
@@ -515,17 +459,18 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         start += 1
 
-        # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows cross it in
-        # two of them, and the first of these needs a mask too. With a left bound so do those that begin
+        # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows may cross it
+        # in two of them, and the first of these needs a mask too. With a left bound so do those that begin
         # before the last of the rows sees a key.
+        crossed = tiling.on_diagonal(row, seq, work, plan) < first - 1
         for i in range(start, end):
             key = first - plan.block_n
-            masked = i == start
+            masked = (i == start) & crossed
             if plan.left:
                 key = (low + end - 1 - i) * plan.block_n
                 masked = key < row + 63 + seq.S_k - seq.S_q - work.left
                 if plan.masked == 2:
-                    masked = masked | (i == start)
+                    masked = masked | ((i == start) & crossed)
             p, acc, shift, sums = _step(
                 q_registers, p, acc, shift, sums, row, key, i, masked, mem, qk_scale, seq, work,
                 WG, plan,
@@ -534,7 +479,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
         # 3. The last P V, and what can be done beside it.
         c = end
-        _wait_v(mem, c, plan)
+        wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         turn += 1

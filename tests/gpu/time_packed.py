@@ -3,8 +3,9 @@
     python tests/gpu/time_packed.py             all of it, about two minutes; figures/data/<gpu>/packed.json
     python tests/gpu/time_packed.py --dims 128  one head dimension
 
-Causal, fp16. A time is the median over shuffled rounds of calls with a cold L2. Before it is taken the call
-is judged against fp64: the last head of its last sequence, forward and gradients. Nothing wrong is timed.
+fp16, causal but where it says dense. A time is the median over shuffled rounds of calls with a cold L2; a
+batch and the same packed are in the same rounds. Before it is taken the call is judged against fp64: the last
+head of its last sequence, forward and gradients. Nothing wrong is timed.
 Status 0 when all calls were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -15,6 +16,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +51,7 @@ class Case(NamedTuple):
     heads: int
     packed: bool
     width: int | None = None
+    causal: bool = True
 
     @property
     def label(self) -> str:
@@ -56,17 +59,21 @@ class Case(NamedTuple):
         many = f"{len(self.lengths)} of {min(self.lengths)} to {max(self.lengths)}"
         lengths = " + ".join(counts) if len(counts) < 4 else many
         window = "" if self.width is None else f", {self.width} keys"
-        return f"D{self.head_dim} {lengths}{' packed' if self.packed else ''}{window}"
+        mask = "" if self.causal else " dense"
+        return f"D{self.head_dim} {lengths}{mask}{' packed' if self.packed else ''}{window}"
 
 
 def cases(dims: Sequence[int]) -> Iterator[Case]:
     """Batches and the same packed; sequences of different lengths; short ones; windows."""
     for d in dims:
         heads = HEADS[d]
-        for length in (64, 128, 256, 512, 1024, 4096):
-            for packed in (False, True):
+        for length, *masks in (
+            (64, True), (128, True), (256, True), (512, True, False), (1024, True), (2048, True, False),
+            (4096, True, False), (8192, True, False),
+        ):  # fmt: skip
+            for causal, packed in product(masks, (False, True)):
                 table = "equal" if length > 1024 else "short"
-                yield Case(table, (length,) * (TOKENS // length), d, heads, packed)
+                yield Case(table, (length,) * (TOKENS // length), d, heads, packed, causal=causal)
         for lengths in (
             (12288, *(64,) * 64), (*(64,) * 64, 12288), tuple(16 * (37 * i % 128 + 1) for i in range(16)),
         ):  # fmt: skip
@@ -100,7 +107,7 @@ def passes(case: Case, inputs: Inputs, kernel: str) -> dict[str, Callable[[], An
     """Forward and backward of a call, judged before they are returned. AssertionError if one is wrong."""
     forward, backward = LAUNCHERS[kernel]
     q, k, v, d_out, packed = inputs
-    bounds = band(True, None if case.width is None else (case.width - 1, 0))
+    bounds = band(case.causal, None if case.width is None else (case.width - 1, 0))
     scale = case.head_dim**-0.5
     out, lse = forward(q, k, v, bounds, scale, True, packed)
     gradients = backward(d_out, q, k, v, out, lse, bounds, scale, packed)
@@ -120,8 +127,8 @@ def judge(case: Case, inputs: Inputs, out: torch.Tensor, gradients: tuple[torch.
 
     q, k, v, d_out = (part(x) for x in inputs[:4])
     window = None if case.width is None else (case.width - 1, 0)
-    Oracle(q, k, v, True, window=window).judge(part(out)).raise_if_bad(case.label)
-    oracle = GradientOracle(d_out, q, k, v, True, window)
+    Oracle(q, k, v, case.causal, window=window).judge(part(out)).raise_if_bad(case.label)
+    oracle = GradientOracle(d_out, q, k, v, case.causal, window)
     for verdict in oracle.judge(*(part(x) for x in gradients)).values():
         verdict.raise_if_bad(case.label)
 
@@ -131,28 +138,31 @@ def products(case: Case) -> float:
     # Of the first `width` queries each sees one key more than the one before it; all others see `width`.
     widths = [n if case.width is None else min(n, case.width) for n in case.lengths]
     seen = sum(w * (w + 1) / 2 + (n - w) * w for n, w in zip(case.lengths, widths, strict=True))
+    if not case.causal:
+        seen = sum(n * n for n in case.lengths)
     return 4 * case.heads * case.head_dim * seen
 
 
-def rows(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
-    """Times of a call in both kernels."""
-    inputs = make_inputs(case, "cuda")
-    calls = {
-        (kernel, name): call for kernel in LAUNCHERS for name, call in passes(case, inputs, kernel).items()
-    }
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
+    """Times of calls that are compared, in both kernels."""
+    calls = {}
+    for case in group:
+        inputs = make_inputs(case, "cuda")
+        for kernel in LAUNCHERS:
+            calls |= {(case, kernel, name): call for name, call in passes(case, inputs, kernel).items()}
+    samples: dict[tuple[Case, str, str], list[float]] = {key: [] for key in calls}
     order = list(calls)
     for i in range(rounds):
         random.Random(i).shuffle(order)
         for key in order:
             samples[key].append(timing.time_ms(calls[key], rep_ms=10, warmup_ms=2).median)
-    for (kernel, name), taken in samples.items():
+    for (case, kernel, name), taken in samples.items():
         ms = statistics.median(taken)
         flops = products(case) * (FLOPS if name == "backward" else 1)
         yield {
             "call": case.label, "head_dim": case.head_dim, "heads": case.heads, "packed": case.packed,
             "sequences": len(case.lengths), "longest": max(case.lengths), "width": case.width,
-            "kernel": kernel, "pass": name, "ms": ms, "tflops": flops / ms / 1e9,
+            "causal": case.causal, "kernel": kernel, "pass": name, "ms": ms, "tflops": flops / ms / 1e9,
         }  # fmt: skip
 
 
@@ -170,16 +180,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     wrong = 0
-    for case in cases(dims):
+    for case, group in groupby(cases(dims), lambda case: case._replace(packed=False)):
         try:
-            found = list(rows(case, args.rounds))
+            found = list(rows(list(group), args.rounds))
         except AssertionError as error:
             wrong += 1
             print(error, flush=True)
             continue
         tables.setdefault(case.table, {"rows": []})["rows"] += found
-        times = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in found)
-        print(f"{case.label:36}", "  ".join(times), flush=True)
+        for label, calls in groupby(found, lambda row: row["call"]):
+            times = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in calls)
+            print(f"{label:36}", "  ".join(times), flush=True)
     header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "packed.json"
     records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))

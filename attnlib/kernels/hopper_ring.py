@@ -1,0 +1,71 @@
+"""The ring of key and value blocks of the forward Hopper kernel: who waits for a slot, and who gives it back.
+
+`mem` is `hopper.Memory`, `plan` is `hopper.Plan`; the protocol is in the docstring of `hopper`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
+
+
+@gluon.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def slot(c, plan: gl.constexpr):
+    """Where block c of the ring is in memory."""
+    return c & (plan.stages - 1)
+
+
+@gluon.jit
+def _parity(c, plan: gl.constexpr):
+    return (c >> _log2(plan.stages)) & 1
+
+
+@gluon.constexpr_function
+def _barrier_asm(operation, threads):
+    return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def _named_barrier(operation: gl.constexpr, c, plan: gl.constexpr):
+    threads: gl.constexpr = 32 + 128 * plan.warpgroups
+    gl.inline_asm_elementwise(
+        _barrier_asm(operation, threads), "=r,r", [NAMED_BARRIER + slot(c, plan)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def wait_k(mem, c, plan: gl.constexpr):
+    """Until the keys of slot c are there."""
+    mbarrier.wait(mem.k_full.index(slot(c, plan)), _parity(c, plan))
+
+
+@gluon.jit
+def wait_v(mem, c, plan: gl.constexpr):
+    """Until its values, those of block c-1, are there."""
+    mbarrier.wait(mem.v_full.index(slot(c, plan)), _parity(c, plan))
+
+
+@gluon.jit
+def release(mem, c, plan: gl.constexpr):
+    """A consumer needs slot c no more."""
+    if plan.named:
+        _named_barrier("arrive", c, plan)
+    else:
+        mbarrier.arrive(mem.kv_free.index(slot(c, plan)), count=1)
+
+
+@gluon.jit
+def acquire(mem, c, plan: gl.constexpr):
+    """The producer may fill slot c: all consumers have released c - STAGES."""
+    if plan.named:
+        if c >= plan.stages:
+            _named_barrier("sync", c, plan)
+    else:
+        mbarrier.wait(mem.kv_free.index(slot(c, plan)), _parity(c, plan) ^ 1)
