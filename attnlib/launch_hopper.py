@@ -112,7 +112,7 @@ def forward(
     first = lse, _counter(device), *call.scalars
     last = call.bounds
     if packed is not None:
-        last = *last, packed.cu_seqlens_q, packed.cu_seqlens_k, q.shape[0]
+        last = *last, packed.cu_seqlens_q, packed.cu_seqlens_k, q.shape[0], packed.cu_seqlens_q.shape[0] - 1
     found = _compiled.get(call.kind)
     if found is None:
         kernel, plan = _first_launch(tensors, first, last, call)
@@ -150,10 +150,9 @@ def _prepare(
     width = max(64, block_d(D))
     block_m = 64 * config.warpgroups
     blocks_m = -(-S_q // block_m)
-    tiles = blocks_m * B * H
-    # Sequence b begins with draw cu_seqlens_q[b] // block_m + b of a head, whatever the lengths are.
-    draws, heads = ((q_shape[0] // block_m + B) * H, H) if packed else (tiles, B * H)
-    if max(tiles, draws, S_q, S_k) >= LIMIT:
+    # Packed, the kernel counts them; so many at most: each sequence may end with a part of one.
+    tiles, heads = ((q_shape[0] // block_m + B) * H, H) if packed else (blocks_m * B * H, B * H)
+    if max(tiles, S_q, S_k) >= LIMIT:
         raise ValueError(
             f"q, k: expected fewer than 2^31 rows, keys and tiles of {block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {tiles}"
@@ -166,9 +165,9 @@ def _prepare(
     scalars = (exp2_scale(sm_scale), S_q, S_k, H, H // H_kv, B * H, section, blocks_m, tiles)
     bounds = right or None, left
     found = layouts(q_shape, k_shape, q_strides, k_strides, v_strides, dtype, packed)
-    # The last three are those of packed sequences.
-    bounds = bounds if packed else (*bounds, None, None, None)
-    return Call(kind, min(draws, _num_sms(device)), scalars, bounds, found)
+    # The last four are those of packed sequences.
+    bounds = bounds if packed else (*bounds, None, None, None, None)
+    return Call(kind, min(tiles, _num_sms(device)), scalars, bounds, found)
 
 
 def configuration(

@@ -50,9 +50,8 @@ With a left bound a tile ends at the first block that one of its rows sees. All 
 there, over blocks that may be masked whole: the protocol knows of no left bound.
 
 Packed sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
-any sequence (`launch.ragged`). Draws are counted through all of them, with one to spare for each, so the
-producer finds its sequence by bisection; it draws until it has a tile with rows, the first time too, and
-tells the consumers the lengths of its sequence.
+any sequence (`launch.ragged`). Each producer counts their row blocks once, and finds a drawn one by counting
+on from the one before, 32 sequences at a time; it tells the consumers the lengths of its sequence.
 """
 
 from dataclasses import dataclass, fields
@@ -190,41 +189,26 @@ def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr
 
 
 @gluon.jit
-def _lanes():
-    return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-
-
-@gluon.jit
 def _draw(counter_ptr):
     """Ask for a number; `_drawn` waits for it."""
-    lane = _lanes()
+    lane = tiling.lanes()
     return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
 
 
 @gluon.jit
-def _drawn(asked, counter_ptr, work, plan: gl.constexpr):
-    """The tile of a number that was asked for, packed of the first from there on that has rows."""
-    tile = _tile_of(asked, counter_ptr, work, plan)
-    if plan.packed:
-        while tile < 0:
-            tile = _tile_of(_draw(counter_ptr), counter_ptr, work, plan)
-    return tile
-
-
-@gluon.jit
-def _tile_of(asked, counter_ptr, work, plan: gl.constexpr):
-    number = gl.max(gl.where(_lanes() == 0, asked, 0), 0)
+def _drawn(asked, counter_ptr, end):
+    number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
     # The first draws are the programs' numbers, and every program draws once in vain.
-    if number == tiling.draws(work, plan) - 1:
+    if number == end - 1:
         gl.store(counter_ptr, 0)
-    return tiling.tile_of(number + gl.num_programs(0), work, plan)
+    return number + gl.num_programs(0)
 
 
 @gluon.jit
-def _tell(mem, number, tile, row, i_b, top, before, work, plan: gl.constexpr):
+def _tell(mem, number, last, row, i_b, top, before, work, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
-    words = (gl.where(tile < work.tiles, row, -1), top) + before
+    words = (gl.where(last, -1, row), top) + before
     if plan.packed:
         seq = tiling.sequence(i_b, work, plan)
         words = words + (seq.S_q, seq.S_k)
@@ -239,20 +223,19 @@ def _produce(given, plan: gl.constexpr):
     desc_q, desc_k, desc_v, counter_ptr, mem, work = given
     k_bytes: gl.constexpr = desc_k.block_type.nbytes
     v_extra: gl.constexpr = k_bytes if plan.joint else 0
-    tile = tiling.tile_of(gl.program_id(0), work, plan)
-    if plan.packed:
-        if tile < 0:
-            tile = _drawn(_draw(counter_ptr), counter_ptr, work, plan)
-    row, i_b, i_h, top = tiling.locate(tile, work, plan)
+    all_blocks = tiling.row_blocks(work, plan)
+    end = tiling.tiles(all_blocks, work, plan)
+    number = gl.program_id(0)  # of the tile among all
+    row, i_b, i_h, top, cursor = tiling.locate(number, all_blocks, (0, 0), work, plan)
     at_k = tiling.of_keys(i_b, i_h, work, plan)
-    if tile < work.tiles:
+    if number < end:
         _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
-    _tell(mem, 0, tile, row, i_b, top, (0, 0), work, plan)
+    _tell(mem, 0, number >= end, row, i_b, top, (0, 0), work, plan)
     if not plan.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
-    while tile < work.tiles:
+    while number < end:
         seq = tiling.sequence(i_b, work, plan)
         low = tiling.first_block(row, seq, work, plan)
         at_q = tiling.of_queries(i_b, i_h, seq, plan)
@@ -267,16 +250,16 @@ def _produce(given, plan: gl.constexpr):
         _copy_blocks(desc_k, desc_v, mem, c, 1, early, at_k, top, plan)
         asked = _draw(counter_ptr)
         _copy_blocks(desc_k, desc_v, mem, c, early, late, at_k, top, plan)
-        tile = _drawn(asked, counter_ptr, work, plan)
-        row, i_b, i_h, next_top = tiling.locate(tile, work, plan)
+        number = _drawn(asked, counter_ptr, end)
+        row, i_b, i_h, next_top, cursor = tiling.locate(number, all_blocks, cursor, work, plan)
         turn += 1
-        _tell(mem, turn, tile, row, i_b, next_top, (at_q[0], at_q[1]), work, plan)
+        _tell(mem, turn, number >= end, row, i_b, next_top, (at_q[0], at_q[1]), work, plan)
         _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
         top = next_top
         c += blocks
         acquire(mem, c, plan)
         at_v = at_k
-        if tile < work.tiles:
+        if number < end:
             at_k = tiling.of_keys(i_b, i_h, work, plan)
             _copy_k(desc_k, mem, c, at_k, top - 1, v_extra, plan)
             _copy_v(desc_v, mem, c, at_v, low, not plan.joint, plan)
@@ -508,7 +491,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q".split()
+NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
@@ -523,11 +506,11 @@ def attention_forward_hopper(
     HEADS,  # B * H
     SECTION,  # heads that advance together
     num_m,  # row blocks of a head
-    tiles,  # num_m * HEADS
+    tiles,  # num_m * HEADS; of packed sequences the kernel counts them
     plan: gl.constexpr,
     right=None, left=None,  # keys that a row sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
-    T_q=None,  # rows of all packed sequences
+    T_q=None, B=None,  # rows of all packed sequences, and how many these are
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, packed 5; see the module docstring."""
     k_full = barriers(plan.stages, 1)
@@ -548,7 +531,7 @@ def attention_forward_hopper(
         barriers(2, 1),  # drawn
     )
     fence_async_shared()
-    work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q)
+    work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B)
     given = desc_o, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
     regs: gl.constexpr = plan.consumer_registers

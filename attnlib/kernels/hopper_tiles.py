@@ -26,6 +26,7 @@ class Work(NamedTuple):
     cu_q: gl.tensor
     cu_k: gl.tensor
     T_q: gl.tensor
+    B: gl.tensor
 
 
 class Sequence(NamedTuple):
@@ -35,6 +36,13 @@ class Sequence(NamedTuple):
     S_k: gl.tensor
     end_q: gl.tensor
     end_k: gl.tensor
+
+
+@gluon.jit
+def divide(n, d):
+    """(n // d, n % d), neither of them negative: a division without a sign is shorter."""
+    quotient = (n.to(gl.uint32) // d.to(gl.uint32)).to(gl.int32)
+    return quotient, n - quotient * d
 
 
 @gluon.jit
@@ -69,13 +77,6 @@ def top(end, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def divide(n, d):
-    """(n // d, n % d), neither of them negative: a division without a sign is shorter."""
-    quotient = (n.to(gl.uint32) // d.to(gl.uint32)).to(gl.int32)
-    return quotient, n - quotient * d
-
-
-@gluon.jit
 def by_sections(number, blocks, HEADS, SECTION):
     """(block, head) of a number: section of heads by section, so that what they share stays in L2, and within
     one the first block of each, then the second."""
@@ -107,42 +108,69 @@ def owner(block, cu, B, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def draws(work, plan: gl.constexpr):
-    """How often all programs draw; of packed sequences once for each of their row blocks, see `owner`."""
-    if plan.packed:
-        return (work.T_q // plan.block_m + work.HEADS // work.H) * work.H
-    else:
-        return work.tiles
+def lanes():
+    """[32], the producer's."""
+    return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
-def tile_of(number, work, plan: gl.constexpr):
-    """The tile of a draw: `work.tiles` or more where none is left, less than 0 where it has no rows."""
-    if plan.packed:
-        end = draws(work, plan)
-        blocks, _ = divide(end, work.H)
-        block, i_h = _place(gl.minimum(number, end - 1), blocks, work.H, work.SECTION)
-        i_b = owner(block, work.cu_q, work.HEADS // work.H, plan.block_m)
-        start = gl.load(work.cu_q + i_b)
-        rows = gl.load(work.cu_q + i_b + 1) - start
-        i_m = block - start // plan.block_m - i_b
-        tile = gl.where(i_m * plan.block_m < rows, (i_b * work.H + i_h) * work.num_m + i_m, -1)
-        return gl.where(number < end, tile, work.tiles)
-    else:
-        return number
+def _row_blocks(group, work, plan: gl.constexpr):
+    """How many row blocks 32 packed sequences have [32]: groups and lanes count from the last sequence on."""
+    i_b = work.B - 1 - 32 * group - lanes()
+    at = work.cu_q + gl.maximum(i_b, 0)
+    rows = gl.load(at + 1) - gl.load(at)
+    return gl.where(i_b >= 0, (rows + (plan.block_m - 1)) // plan.block_m, 0)
 
 
 @gluon.jit
-def locate(tile, work, plan: gl.constexpr):
-    """(first row, batch or packed sequence, query head, blocks up to the last one in sight) of a tile."""
-    tile = gl.minimum(tile, work.tiles - 1)  # a program without a tile reads no memory that is not there
+def row_blocks(work, plan: gl.constexpr):
+    """Row blocks of a head, in all packed sequences together."""
     if plan.packed:
-        i_bh, i_m = divide(tile, work.num_m)
+        blocks = 0
+        for group in range(gl.cdiv(work.B, 32)):
+            blocks += gl.sum(_row_blocks(group, work, plan), 0)
+        return blocks
     else:
-        i_m, i_bh = _place(tile, work.num_m, work.HEADS, work.SECTION)
-    i_b, i_h = divide(i_bh, work.H)
-    row = i_m * plan.block_m
-    return row, i_b, i_h, top(row + plan.block_m, sequence(i_b, work, plan), work, plan)
+        return work.num_m
+
+
+@gluon.jit
+def tiles(blocks, work, plan: gl.constexpr):
+    """How many there are; `blocks` is what `row_blocks` found."""
+    return blocks * work.H if plan.packed else work.tiles
+
+
+@gluon.jit
+def locate(number, blocks, cursor, work, plan: gl.constexpr):
+    """(first row, batch or packed sequence, query head, blocks of keys up to the last one in sight, cursor)
+    of a tile. The cursor is where the next one is looked for: a group of sequences, and how many row blocks
+    there are before it; (0, 0) at first. The numbers that a program draws grow, so it goes on from where it
+    was, but for a new section of heads."""
+    number = gl.maximum(gl.minimum(number, tiles(blocks, work, plan) - 1), 0)  # none left: any
+    if plan.packed:
+        place, i_h = by_sections(number, gl.maximum(blocks, 1), work.H, work.SECTION)
+        group, before = cursor
+        group, before = gl.where(place < before, 0, group), gl.where(place < before, 0, before)
+        own = _row_blocks(group, work, plan)
+        inside = gl.sum(own, 0)
+        while (before + inside <= place) & (32 * group + 32 < work.B):
+            before += inside
+            group += 1
+            own = _row_blocks(group, work, plan)
+            inside = gl.sum(own, 0)
+        lane = 0  # by bisection: the last one before which there are no more than `place` blocks
+        for i in gl.static_range(5):
+            half = lane + (16 >> i)
+            lane = gl.where(before + gl.sum(gl.where(lanes() < half, own, 0), 0) <= place, half, lane)
+        # The last rows first, as within `_place`.
+        last = before + gl.sum(gl.where(lanes() <= lane, own, 0), 0) - 1
+        row, i_b = (last - place) * plan.block_m, work.B - 1 - 32 * group - lane
+        cursor = group, before
+    else:
+        i_m, i_bh = _place(number, blocks, work.HEADS, work.SECTION)
+        i_b, i_h = divide(i_bh, work.H)
+        row = i_m * plan.block_m
+    return row, i_b, i_h, top(row + plan.block_m, sequence(i_b, work, plan), work, plan), cursor
 
 
 @gluon.jit
