@@ -1,4 +1,5 @@
-"""How a program finds its packed sequence: the blocks of all are counted through, with one to spare for each.
+"""How a program finds its packed sequence. Forward the row blocks are counted, backward the blocks of all are
+counted through with one to spare for each sequence.
 
 Every block that a sequence needs has to be its own, whatever the lengths are; what is left over is nobody's.
 """
@@ -17,8 +18,12 @@ from hypothesis import strategies as st
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib import launch_hopper
+from attnlib.configs import TALL
 from attnlib.emulator import run
+from attnlib.kernels import hopper_tiles as tiling
 from attnlib.kernels.backward import PADDING, _packed_rows
+from attnlib.kernels.hopper import Plan
 from attnlib.kernels.hopper_tiles import owner
 
 pytestmark = INTERPRETER_REMARKS
@@ -43,6 +48,41 @@ def needed(lengths: list[int], block: int) -> list[tuple[int, int, int]]:
         for b, length in enumerate(lengths)
         for row in range(0, length, block)
     ]
+
+
+@gluon.jit
+def places(found, cu, B, H, SECTION, plan: gl.constexpr):
+    """Row, sequence and head of all tiles of all programs, as the forward kernel's producer finds them."""
+    work = tiling.Work(0, 0, H, 1, 0, SECTION, 0, 0, 0, 0, cu, cu, 0, B)
+    blocks = tiling.row_blocks(work, plan)
+    cursor = 0, 0
+    for number in range(gl.program_id(0), tiling.tiles(blocks, work, plan), gl.num_programs(0)):
+        row, i_b, i_h, _, cursor = tiling.locate(number, blocks, cursor, work, plan)
+        gl.store(found + 3 * number, row)
+        gl.store(found + 3 * number + 1, i_b)
+        gl.store(found + 3 * number + 2, i_h)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 255, 256, 257, 700]), min_size=1, max_size=100),
+    heads=st.sampled_from([(1, 1), (3, 2), (4, 4)]),
+    programs=st.sampled_from([1, 2, 7]),
+)
+def test_every_tile_is_located_once(lengths: list[int], heads: tuple[int, int], programs: int) -> None:
+    """By programs that draw every so many of them, with one section of heads or two; the last rows first."""
+    plan = launch_hopper.make_plan(Plan, 64, False, 1, True, False, False, TALL, packed=True)
+    H, section = heads
+    cu = offsets(lengths)
+    wanted = {
+        (row, b, h) for b, length in enumerate(lengths) for row in range(0, length, 256) for h in range(H)
+    }
+    found = torch.full((len(wanted), 3), -1, dtype=torch.int32)
+    run(places, (programs,), found, cu, len(lengths), H, section, plan)
+    rows = [tuple(row) for row in found.tolist()]
+    assert set(rows) == wanted and len(rows) == len(wanted)
+    order = [(b, row) for row, b, h in rows if h == 0]
+    assert order == sorted(order, reverse=True)
 
 
 @pytest.mark.parametrize("block", [64, 128, 256])
