@@ -40,9 +40,10 @@ which every consumer gives after it has read for the last time what was told as 
 place for each lane of the producer, because a store is one of all lanes; only the first is read, the word of
 the lane that arrives at the barrier.
 
-The producer draws the number of its next tile from a counter in global memory as late as it can, after the
-last K of its tile: an early draw is a queue of one tile per SM, and leaves some with a long tile at the end.
-The last draw of a launch sets the counter back to 0. Tiles are numbered so that long ones come first.
+The producer asks a counter in global memory for the number of its next tile three blocks before the end of
+this one, and needs the answer one block before: late, because an early draw is a queue of one tile per SM,
+and leaves some with a long tile at the end, but not so late that anybody waits for it. The last draw of a
+launch sets the counter back to 0. Tiles are numbered so that long ones come first.
 
     Windows and packed sequences
 
