@@ -149,6 +149,7 @@ class HopperConfig:
 # Found by measurement on an H200, causal and dense fp16 at 16384 tokens (docs/lab/hopper.md has the losers).
 # At D = 64 there are three tiles: four warpgroups hide each other's waits and share the registers that two
 # have elsewhere, three have registers for blocks of 128 keys, and two make the smallest tile.
+# The first two have in common:
 _MANY = {"pin": True, "tree": True, "joint": True, "producer_registers": 32}
 TALL = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
 LONG = HopperConfig(128, 3, 4, 64, consumer_registers=160, max_registers=128, **_MANY)

@@ -140,7 +140,7 @@ MUTATIONS = [
             "Race: a product is used with 2 outstanding, it among them",
             ("s = warpgroup_mma_wait(1, deps", "s = warpgroup_mma_wait(2, deps")),
     forward("the values' bytes are not expected", "joint", f"{TAKEN}|{DEADLOCK}",
-            ("desc_k.block_type.nbytes + EXTRA", "desc_k.block_type.nbytes")),
+            ("(2 if VALUES and plan.joint else 1) * desc_k.block_type.nbytes", "desc_k.block_type.nbytes")),
     forward("twice the bytes of Q are expected", "one tile", f"{DEADLOCK}.* 8192 bytes missing",
             ("mem.q_full.index(w), desc_q.block_type.nbytes",
              "mem.q_full.index(w), 2 * desc_q.block_type.nbytes")),
@@ -267,9 +267,8 @@ MUTATIONS = [
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    check, calls = (check_backward, BACKWARD)
-    if mutation.module in (hopper, hopper_ring):
-        check, calls = check_forward, FORWARD
+    of_forward = mutation.module in (hopper, hopper_ring)
+    check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
     try:
         check(calls[mutation.call], order, seed, mutants=mutants)
     except (Race, Deadlock, AssertionError, IndexError) as found:

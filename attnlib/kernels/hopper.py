@@ -161,9 +161,10 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _copy_k(desc_k, mem, c, at, block, EXTRA: gl.constexpr, plan: gl.constexpr):
+def _copy_k(desc_k, mem, c, at, block, VALUES: gl.constexpr, plan: gl.constexpr):
+    """VALUES: the slot gets values, too, as large as the keys."""
     bar = mem.k_full.index(slot(c, plan))
-    mbarrier.expect(bar, desc_k.block_type.nbytes + EXTRA)
+    mbarrier.expect(bar, (2 if VALUES and plan.joint else 1) * desc_k.block_type.nbytes)
     tma.async_copy_global_to_shared(
         desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(slot(c, plan))
     )
@@ -182,10 +183,9 @@ def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr)
 @gluon.jit
 def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr):
     """Keys of blocks `begin` to `end`, counted down from `top`, each with the values of the one before."""
-    k_bytes: gl.constexpr = desc_k.block_type.nbytes
     for i in range(begin, end):
         acquire(mem, c + i, plan)
-        _copy_k(desc_k, mem, c + i, at, top - 1 - i, k_bytes if plan.joint else 0, plan)
+        _copy_k(desc_k, mem, c + i, at, top - 1 - i, True, plan)
         _copy_v(desc_v, mem, c + i, at, top - i, not plan.joint, plan)
 
 
@@ -222,15 +222,13 @@ def _tell(mem, number, last, row, i_b, top, before, work, plan: gl.constexpr):
 @gluon.jit
 def _produce(given, plan: gl.constexpr):
     desc_q, desc_k, desc_v, counter_ptr, mem, work = given
-    k_bytes: gl.constexpr = desc_k.block_type.nbytes
-    v_extra: gl.constexpr = k_bytes if plan.joint else 0
     all_blocks = tiling.row_blocks(work, plan)
     end = tiling.tiles(all_blocks, work, plan)
     number = gl.program_id(0)  # of the tile among all
     row, i_b, i_h, top, cursor = tiling.locate(number, all_blocks, (0, 0), work, plan)
     at_k = tiling.of_keys(i_b, i_h, work, plan)
     if number < end:
-        _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
+        _copy_k(desc_k, mem, 0, at_k, top - 1, False, plan)
     _tell(mem, 0, number >= end, row, i_b, top, (0, 0), work, plan)
     if not plan.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
@@ -262,7 +260,7 @@ def _produce(given, plan: gl.constexpr):
         at_v = at_k
         if number < end:
             at_k = tiling.of_keys(i_b, i_h, work, plan)
-            _copy_k(desc_k, mem, c, at_k, top - 1, v_extra, plan)
+            _copy_k(desc_k, mem, c, at_k, top - 1, True, plan)
             _copy_v(desc_v, mem, c, at_v, low, not plan.joint, plan)
         else:
             _copy_v(desc_v, mem, c, at_v, low, True, plan)
