@@ -24,7 +24,7 @@ from attnlib.emulator import run
 from attnlib.kernels import hopper_tiles as tiling
 from attnlib.kernels.backward import PADDING, _packed_rows
 from attnlib.kernels.hopper import Plan
-from attnlib.kernels.hopper_tiles import owner
+from attnlib.kernels.hopper_backward_tiles import owner
 
 pytestmark = INTERPRETER_REMARKS
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 127, 128, 129, 300, 1000]), min_size=1, max_size=20)

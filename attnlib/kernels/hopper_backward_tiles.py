@@ -8,7 +8,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper_tiles import RAGGED, by_sections, owner
+from attnlib.kernels.hopper_tiles import RAGGED, by_sections
 
 PADDING = gl.constexpr(128)  # as in `launch_backward`
 HIDDEN = gl.constexpr(1 << 30)  # farther than any query
@@ -44,6 +44,20 @@ class Tile(NamedTuple):
     S_k: gl.tensor
     end_q: gl.tensor  # of the packed sequence
     end_k: gl.tensor
+
+
+@gluon.jit
+def owner(block, cu, B, BLOCK: gl.constexpr):
+    """The packed sequence that a block is of. The blocks of all are counted through: the first one of
+    sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are."""
+    i_b = 0
+    n = B
+    while n > 1:  # bisection, in as many steps wherever it leads
+        half = n // 2
+        reached = gl.load(cu + i_b + half) // BLOCK + i_b + half <= block
+        i_b += gl.where(reached, half, 0)
+        n -= half
+    return i_b
 
 
 @gluon.jit

@@ -94,20 +94,6 @@ def _place(number, num_m, HEADS, SECTION):
 
 
 @gluon.jit
-def owner(block, cu, B, BLOCK: gl.constexpr):
-    """The packed sequence that a block is of. The blocks of all are counted through: the first one of
-    sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are."""
-    i_b = 0
-    n = B
-    while n > 1:  # bisection, in as many steps wherever it leads
-        half = n // 2
-        reached = gl.load(cu + i_b + half) // BLOCK + i_b + half <= block
-        i_b += gl.where(reached, half, 0)
-        n -= half
-    return i_b
-
-
-@gluon.jit
 def lanes():
     """[32], the producer's."""
     return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
