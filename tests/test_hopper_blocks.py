@@ -161,6 +161,6 @@ def test_what_packed_sequences_launch(launched):
         assert call["cu_q"] is packed.cu_seqlens_q and call["cu_k"] is packed.cu_seqlens_k
         assert (call["S_q"], call["S_k"], call["T_q"], call["HEADS"], call["GROUP"]) == (700, 800, 900, 20, 2)
         blocks = 900 // call["plan"].block_m.value + 5  # at most: each sequence may end with a part of one
-        assert call["B"] == 5 and call["grid"] == (min(4 * blocks, 132),)
+        assert (call["B"], call["tiles"], call["grid"]) == (5, 4 * blocks, (min(4 * blocks, 132),))
         assert call["desc_q"].shape == [2**30 + 1, 901, 4, 2**30, 64]
         assert call["desc_k"].block_shape == [1, 1, 1, call["plan"].block_n.value, 64]
