@@ -7,6 +7,7 @@ import torch
 from attnlib import launch, launch_backward, launch_hopper, launch_hopper_backward
 from attnlib.arguments import Implementation
 from attnlib.band import Band, Packed
+from attnlib.configs import block_d
 
 
 def forward(
@@ -110,17 +111,19 @@ def choose(
     return ("hopper", _HOPPER_FITS) if lacks is None else _without_hopper(q, impl, lacks)
 
 
-SHORT_FORWARD, SHORT_BACKWARD = 64, 128
-"""Sequences of up to so many rows and keys run in the portable kernels: a program of the Hopper kernels has
-an SM for itself, and little to do between its beginning and its end. docs/lab/hopper.md has the times."""
+SHORT_FORWARD, SHORT_BACKWARD = {64: 64, 128: 64}, {64: 256, 128: 128}
+"""Width of a tile -> sequences of up to so many rows and keys run in the portable kernels: a program of the
+Hopper kernels has an SM for itself, and little to do between its beginning and its end. The times are in
+docs/lab/hopper.md and docs/lab/hopper-backward.md."""
 
 
-def _short(q: torch.Tensor, k: torch.Tensor, packed: Packed | None, limit: int) -> str | None:
+def _short(q: torch.Tensor, k: torch.Tensor, packed: Packed | None, limits: dict[int, int]) -> str | None:
     """Why the Hopper kernels are not the faster ones for sequences as short as these; None if they are."""
     rows, keys = (q.shape[2], k.shape[2]) if packed is None else packed[2:]
-    if max(rows, keys) > limit or q.shape[-1] > 128:
+    width = max(64, block_d(q.shape[-1]))
+    if width not in limits or max(rows, keys) > limits[width]:
         return None
-    return f"is slower for sequences of at most {limit} rows and keys, with D at most 128"
+    return f"is slower for sequences of at most {limits[width]} rows and keys, with D at most {width}"
 
 
 def _without_hopper(q, impl: Implementation | None, lacks: str | None) -> tuple[Implementation, str]:

@@ -24,11 +24,8 @@ from attnlib.launch import (
 )
 from attnlib.launcher import Launcher
 
-PADDING = 128
-"""LSE and delta are kept for rows padded to a multiple of this, so that tiles read them without a mask."""
-
-ROWS = 32
-"""Rows of a block of `attention_backward_rows`; divides PADDING."""
+ROWS = 64
+"""Rows of a block of `attention_backward_rows`, at most."""
 
 _compiled: dict[tuple, Launcher] = {}
 """(device, dtype, kernel, constants, options) -> launcher of the compiled kernel."""
@@ -72,7 +69,7 @@ def backward(
     dq, dk, dv = gradients(q, k, v, at)
     cu = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    run(call.rows_launch, device, (out, d_out), (at.out, at.d_out), (lse, rows, cu[0]))
+    run(call.rows_launch, device, (out, d_out), (at.out, at.d_out), (lse, rows, None, cu[0]))
     windows = at.q, at.d_out, at.k, at.v, at.dk, at.dv, call.rows_window
     for keys in call.keys_launches:
         run(keys, device, (q, d_out, k, v, dk, dv, rows), windows, cu)
@@ -170,12 +167,13 @@ def _prepare(
         arch = None if interpreted() else capability(device)
         config = backward_config(D, str(dtype).removeprefix("torch."), arch)
     width = block_d(D)
-    rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths)
+    padding = padding_of(config)
+    rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths, padding)
     precision = "ieee" if dtype == torch.float32 else "tf32"
     if max(rows.grid[0], rows_shape[2], B * H_kv * S_k // 16, S_k) >= LIMIT:
         raise ValueError(
-            f"q, k: expected fewer than 2^31 rows, keys and blocks of {ROWS} rows over all heads, got {S_q}, "
-            f"{S_k} and {rows.grid[0]}"
+            f"q, k: expected fewer than 2^31 rows, keys and blocks of {rows.constants[0]} rows over all "
+            f"heads, got {S_q}, {S_k} and {rows.grid[0]}"
         )
     scales = (exp2_scale(sm_scale), sm_scale)
     # Beyond these a bound bounds nothing; and int32 holds their sums with a length.
@@ -188,8 +186,8 @@ def _prepare(
         grid = (tiled * section, heads // section, B)
         flat = max(grid[1:]) > GRID_YZ
         constants = (
-            H // H_kv, tile.block_m, tile.block_n, width, *before, *after, sm_scale < 0, section, flat,
-            tile.num_stages, precision,
+            H // H_kv, padding, tile.block_m, tile.block_n, width, *before, *after, sm_scale < 0, section,
+            flat, tile.num_stages, precision,
         )  # fmt: skip
         options = (("num_warps", tile.num_warps), ("num_stages", tile.num_stages))
         if tile.max_registers is not None:
@@ -223,18 +221,30 @@ def _prepare(
     return Call(found, rows_shape, rows_window, rows, tuple(both), queries)
 
 
+def padding_of(config: BackwardConfig) -> int:
+    """What the rows of a sequence are padded to a multiple of: all tiles of queries divide it."""
+    return max(tile.block_m for tile in (config.keys, config.queries, config.values) if tile is not None)
+
+
 def rows_launch(
-    q_shape, dtype, device: int, lengths: Lengths | None
+    q_shape, dtype, device: int, lengths: Lengths | None, padding: int, sums_width: int = 0
 ) -> tuple[Launch, tuple[int, int, int], tuple]:
-    """The launch that computes lse2 and delta, the shape of the memory for them, and its window."""
+    """The launch that computes lse2 and delta, the shape of the memory for them, and its window.
+
+    They are kept for rows that are padded to a multiple of `padding`, so that tiles of that many read them
+    without a mask. With a `sums_width` the launch also sets so many float32 for each of these rows to 0.
+    """
     B, H, _, S_q, _ = dimensions(q_shape, q_shape, lengths)
-    packed, tiles = lengths is not None, -(-S_q // PADDING)
-    shape = (2, H, (q_shape[0] // PADDING + B) * PADDING) if packed else (2, B * H, tiles * PADDING)
-    block = (*((1, 1, 1) if packed else (1, 1)), ROWS, block_d(q_shape[-1]))
+    packed = lengths is not None
+    # Packed sequence b begins with tile cu_seqlens_q[b] // padding + b, whatever the lengths are.
+    rows = min(ROWS, padding)
+    heads, tiles = (H, q_shape[0] // padding + B) if packed else (B * H, -(-S_q // padding))
+    shape = 2, heads, tiles * padding
+    block = (*((1, 1, 1) if packed else (1, 1)), rows, block_d(q_shape[-1]))
     launch = Launch(
-        "attention_backward_rows", device, dtype, packed, (shape[1] * shape[2] // ROWS, 1, 1),
-        (block, block), (S_q, q_shape[0] if packed else None, H, B, shape[2]), (ROWS, block[-1]),
-        (("num_warps", 4),),
+        "attention_backward_rows", device, dtype, packed, (shape[1] * shape[2] // rows, 1, 1),
+        (block, block), (S_q, q_shape[0] if packed else None, H, B, shape[2]),
+        (rows, block[-1], padding, sums_width), (("num_warps", 4),),
     )  # fmt: skip
     return launch, shape, (shape, (shape[1] * shape[2], shape[2], 1))
 

@@ -83,11 +83,11 @@ def backward(
     dq, dk, dv = gradients(q, k, v, at)
     cu = (None, None) if packed is None else packed[:2]
     rows = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    run(call.rows_launch, device, (out, d_out), (at.out, at.d_out), (lse, rows, cu[0]))
-    sums = torch.zeros(call.sums, dtype=torch.float32, device=q.device)
+    sums = torch.empty(call.sums, dtype=torch.float32, device=q.device)
+    run(call.rows_launch, device, (out, d_out), (at.out, at.d_out), (lse, rows, sums, cu[0]))
     tensors = q, k, v, d_out, dk, dv, rows
     windows = at.q, at.k, at.v, at.d_out, at.dk, at.dv, call.rows_window
-    last = *call.bounds, *cu, *call.packed
+    last = *call.bounds, *cu, call.sequences
     found = _compiled.get(call.kind)
     if found is None:
         kernel, plan = _first_launch(tensors, windows, sums, last, call)
@@ -103,18 +103,17 @@ def backward(
 class Call(NamedTuple):
     """What calls share that differ in nothing but addresses.
 
-    kind: what the compiled code depends on; scalars, bounds: the kernel's arguments before and after its
-    plan, up to those of packed sequences; packed: how many they are, and the rows of a head in the memory
-    for lse2 and delta; layouts: None if an input has to be copied; rows_shape, rows_window: of the memory
-    for lse2 and delta; sums: elements of the buffer for dQ; conversion: the grid of what makes dQ of it, and
-    its scalars.
+    kind: what the compiled code depends on; scalars, bounds, sequences: the kernel's arguments before and
+    after its plan, up to the offsets of packed sequences, and how many of these there are; layouts: None if
+    an input has to be copied; rows_shape, rows_window: of the memory for lse2 and delta; sums: elements of
+    the buffer for dQ; conversion: the grid of what makes dQ of it, its scalars and its constants.
     """
 
     kind: tuple
     programs: int
     scalars: tuple
     bounds: tuple
-    packed: tuple[int | None, int | None]
+    sequences: int | None
     layouts: Layouts | None
     rows_shape: tuple[int, int, int]
     rows_window: tuple
@@ -133,16 +132,14 @@ def _prepare(
     if config is None:
         config = hopper_backward_config(D)
     width = max(64, block_d(D))
-    rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths)
-    num_m = -(-S_q // config.block_m)
+    rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths, config.block_m, width)
+    heads, padded = rows_shape[1:]
+    num_m, blocks = padded // config.block_m, padded // 64
     if packed:  # sequence b begins with block cu_seqlens_k[b] // block_n + b, whatever the lengths are
-        heads, heads_kv = H, H_kv
-        num_n = k_shape[0] // config.block_n + B
-        tiles = blocks = rows_shape[2] // 64  # of 64 rows, of a head, that are converted, and in memory
+        heads_kv, num_n = H_kv, k_shape[0] // config.block_n + B
     else:
-        heads, heads_kv = B * H, B * H_kv
-        num_n = -(-S_k // config.block_n)
-        tiles, blocks = -(-S_q // 64), num_m * config.block_m // 64
+        heads_kv, num_n = B * H_kv, -(-S_k // config.block_n)
+    tiles = blocks if packed else -(-S_q // 64)  # of 64 rows, of a head, that are converted
     programs = num_n * heads_kv
     if max(programs, heads * blocks, S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
@@ -156,11 +153,11 @@ def _prepare(
     scalars = (
         sm_scale * LOG2_E, sm_scale, S_q, S_k, H, H // H_kv, heads_kv, section, num_m, num_n,
     )  # fmt: skip
-    conversion = (tiles * heads, 1, 1), (sm_scale, H, B, blocks, tiles)
+    conversion = (tiles * heads, 1, 1), (sm_scale, H, B, blocks, tiles, width, config.block_m)
     found = layouts(q_shape, k_shape, strides, dtype, packed)
     return Call(
-        kind, programs, scalars, (right or None, left), (B, rows_shape[2]) if packed else (None, None), found,
-        rows_shape, rows_window, rows, heads * blocks * 64 * width, conversion,
+        kind, programs, scalars, (right or None, left), B if packed else None, found, rows_shape,
+        rows_window, rows, heads * padded * width, conversion,
     )  # fmt: skip
 
 
@@ -218,8 +215,8 @@ def _convert(sums: torch.Tensor, dq: torch.Tensor, cu_q: torch.Tensor | None, ca
     """dq from its sums."""
     device, dtype, width = call.kind[:3]
     grid, scalars = call.conversion
-    arguments, window = (sums, cu_q, *scalars, width), call.layouts.dq
-    kind = device, dtype, width, len(window[0])
+    arguments, window = (sums, cu_q, *scalars), call.layouts.dq
+    kind = device, dtype, *scalars[-2:], len(window[0])
     launcher = _compiled.get(kind)
     if launcher is not None:
         launcher.launch(grid, device, (dq,), (window,), arguments)

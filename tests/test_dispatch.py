@@ -25,7 +25,7 @@ class OnGpu(torch.Tensor):
 def tensor(*shape, dtype=torch.float16, strides=None):
     if strides is None:
         strides = torch.empty(shape, device="meta").stride()
-    return torch.zeros(40000, dtype=dtype).as_strided(shape, strides).as_subclass(OnGpu)
+    return torch.zeros(80000, dtype=dtype).as_strided(shape, strides).as_subclass(OnGpu)
 
 
 @pytest.fixture
@@ -123,11 +123,11 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("packed", [None, Packed(None, None, 136, 136)], ids=["batch", "packed"])
+@pytest.mark.parametrize("packed", [None, Packed(None, None, 264, 264)], ids=["batch", "packed"])
 @pytest.mark.parametrize("name", BACKWARD)
 def test_the_choice_of_the_backward_pass(name, packed, gpu):
     head_dim, deterministic, lacks = BACKWARD[name]
-    q = tensor(1, 1, 136, head_dim) if packed is None else tensor(136, 1, head_dim)
+    q = tensor(1, 1, 264, head_dim) if packed is None else tensor(264, 1, head_dim)
     kernel, reason = dispatch.choose_backward(q, q, q, None, packed, deterministic)
     if lacks is None:
         assert kernel == "hopper"
@@ -145,21 +145,25 @@ def test_the_choice_of_the_backward_pass(name, packed, gpu):
 @pytest.mark.parametrize(
     ("rows", "keys", "head_dim", "forward", "backward"),
     [
+        (64, 64, 8, "triton", "triton"),
         (64, 64, 64, "triton", "triton"),
         (1, 64, 128, "triton", "triton"),
         (65, 64, 64, "hopper", "triton"),
+        (256, 256, 64, "hopper", "triton"),
+        (1, 257, 64, "hopper", "hopper"),
         (64, 65, 128, "hopper", "triton"),
         (128, 128, 72, "hopper", "triton"),
-        (1, 129, 64, "hopper", "hopper"),
+        (1, 129, 72, "hopper", "hopper"),
         (64, 64, 136, "hopper", "hopper"),
     ],
 )
 def test_short_sequences_are_for_the_portable_kernels(rows, keys, head_dim, forward, backward, gpu):
     q, k = tensor(1, 1, rows, head_dim), tensor(1, 1, keys, head_dim)
-    tokens = tensor(130, 1, head_dim)
+    tokens = tensor(260, 1, head_dim)
+    limits = 64, 256 if head_dim <= 64 else 128
     for call, lengths in (((q, k, k), None), ((tokens,) * 3, Packed(None, None, rows, keys))):
         chosen = dispatch.choose(*call, None, lengths), dispatch.choose_backward(*call, None, lengths)
-        for (kernel, reason), expected, limit in zip(chosen, (forward, backward), (64, 128), strict=True):
+        for (kernel, reason), expected, limit in zip(chosen, (forward, backward), limits, strict=True):
             assert kernel == expected
             assert ("at most" in reason) == (expected == "triton")
             assert expected == "hopper" or f"slower for sequences of at most {limit} rows and keys" in reason

@@ -208,7 +208,7 @@ MUTATIONS = [
              ("q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes",
               "q_bytes: gl.constexpr = desc_q.block_type.nbytes")),
     backward("the barriers are not fenced", UNFENCED.format(r"\w+").replace(r"\[\d\]", r"\S*"),
-             without("    fence_async_shared()\n", "", "    # Before")),
+             without("    fence_async_shared()\n", "", "    work = tiling")),
     backward("dQ of the first step, of nothing, is added", "AssertionError|IndexError: address outside",
              ("dq, j > 0, WG", "dq, j >= 0, WG")),
     backward("dQ of the last step is lost", "AssertionError", ("dq, n > 0, WG", "dq, n < 0, WG")),

@@ -18,22 +18,26 @@ from hypothesis import strategies as st
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib import launch_hopper
+from attnlib import launch_hopper, launch_hopper_backward
 from attnlib.configs import TALL
+from attnlib.configs_backward_hopper import hopper_backward_config
 from attnlib.emulator import run
+from attnlib.kernels import hopper_backward_tiles as backward_tiles
 from attnlib.kernels import hopper_tiles as tiling
-from attnlib.kernels.backward import PADDING, _packed_rows
+from attnlib.kernels.backward import packed_rows
 from attnlib.kernels.hopper import Plan
-from attnlib.kernels.hopper_backward_tiles import owner
 
 pytestmark = INTERPRETER_REMARKS
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 127, 128, 129, 300, 1000]), min_size=1, max_size=20)
 
 
 @gluon.jit
-def owners(found, cu, B, blocks, BLOCK: gl.constexpr):
-    for i in range(blocks):
-        gl.store(found + i, owner(i, cu, B, BLOCK))
+def owners(found, numbers, count, cu, B, blocks, H, plan: gl.constexpr):
+    """The sequence of each of `count` blocks of keys, and 1 if it has keys of this."""
+    for i in range(count):
+        i_b, any_keys = backward_tiles.sequence(gl.load(numbers + i), cu, B, blocks, H, H, plan)
+        gl.store(found + 2 * i, i_b)
+        gl.store(found + 2 * i + 1, gl.where(any_keys, 1, 0))
 
 
 def offsets(lengths: list[int], device: str = "cpu") -> torch.Tensor:
@@ -85,33 +89,56 @@ def test_every_tile_is_located_once(lengths: list[int], heads: tuple[int, int], 
     assert order == sorted(order, reverse=True)
 
 
-@pytest.mark.parametrize("block", [64, 128, 256])
+def found_owners(lengths: list[int], width: int, numbers: list[int]) -> list[list[int]]:
+    """What the backward kernel for `width` columns finds for blocks of these numbers."""
+    config = hopper_backward_config(width)
+    plan, _ = launch_hopper_backward.kernel_for(width, True, False, config, packed=True)
+    found = torch.full((len(numbers), 2), -1, dtype=torch.int32)
+    blocks = sum(lengths) // config.block_n + len(lengths)
+    given = torch.tensor(numbers).int()
+    run(owners, (1,), found, given, len(numbers), offsets(lengths), len(lengths), blocks, 1, plan)
+    return found.tolist()
+
+
+@pytest.mark.parametrize(("width", "block"), [(128, 128), (256, 64)])
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS)
-def test_every_block_has_its_owner(block: int, lengths: list[int]) -> None:
-    cu, blocks = offsets(lengths), sum(lengths) // block + len(lengths)
-    found = torch.full((blocks,), -1, dtype=torch.int32)
-    run(owners, (1,), found, cu, len(lengths), blocks, block)
-    wanted = needed(lengths, block)
-    assert [found[i].item() for i, _, _ in wanted] == [b for _, b, _ in wanted]
-    assert len({i for i, _, _ in wanted}) == len(wanted), "one block for two sequences"
-    assert ((found >= 0) & (found < len(lengths))).all()
+def test_every_block_has_its_owner(width: int, block: int, lengths: list[int]) -> None:
+    wanted = {i: b for i, b, _ in needed(lengths, block)}
+    assert len(wanted) == len(needed(lengths, block)), "one block for two sequences"
+    numbers = list(range(sum(lengths) // block + len(lengths)))
+    for i, (b, any_keys) in zip(numbers, found_owners(lengths, width, numbers), strict=True):
+        assert 0 <= b < len(lengths)
+        assert any_keys == (i in wanted)
+        assert i not in wanted or b == wanted[i]
+
+
+@pytest.mark.parametrize("count", [127, 128, 129, 300, 17000])
+def test_many_sequences_have_their_blocks(count: int) -> None:
+    """Fewer sequences than the search has arms, as many, more, and more than their square."""
+    rng = random.Random(count)
+    lengths = [rng.choice([0, 1, 65]) for _ in range(count)]
+    every = needed(lengths, 64)
+    blocks = [every[0], *rng.sample(every, 4), every[-1]]
+    found = found_owners(lengths, 256, [i for i, _, _ in blocks])
+    assert found == [[b, 1] for _, b, _ in blocks]
 
 
 @triton.jit
 def rows(found, cu, B, blocks, BLOCK: tl.constexpr):
     for i in range(blocks):
-        place, end, length = _packed_rows(i * BLOCK, cu, B)
+        place, end, length = packed_rows(i * BLOCK, cu, B, BLOCK)
         tl.store(found + 3 * i, place)
         tl.store(found + 3 * i + 1, end)
         tl.store(found + 3 * i + 2, length)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_row_has_its_sequence(seed: int, device: str) -> None:
+@pytest.mark.parametrize("padding", [32, 64, 128])
+@pytest.mark.parametrize("count", [1, 2, 33, 128, 129, 300])
+def test_every_row_has_its_sequence(count: int, padding: int, device: str) -> None:
     """In the order of LSE2, delta and the sums of dQ, where the rows of each sequence are padded."""
-    rng, padding = random.Random(seed), PADDING.value
-    lengths = [rng.choice([0, 1, 30, 127, 128, 129, 500]) for _ in range(rng.choice([1, 2, 5, 33]))]
+    rng = random.Random(count)
+    lengths = [rng.choice([0, 1, 30, 127, 128, 129, 500][: 7 if count < 100 else 3]) for _ in range(count)]
     cu, blocks = offsets(lengths, device), sum(lengths) // padding + len(lengths)
     found = torch.full((blocks, 3), -1, dtype=torch.int32, device=device)
     rows[(1,)](found, cu, len(lengths), blocks, padding)

@@ -26,11 +26,11 @@ from attnlib.kernels.forward import RAGGED, load_tile
 
 LSE2 = tl.constexpr(0)  # places in desc_rows
 DELTA = tl.constexpr(1)
-PADDING = tl.constexpr(128)  # rows in desc_rows come in multiples of this, as in `launch_backward`
+ARMS = tl.constexpr(128)  # of a search
 
 
 @triton.jit
-def _store_tile(desc, b_x, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_tile(desc, b_x, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """`at` as in `load_tile`."""
     b_x = b_x.to(desc.dtype)
     if len(at) == 2:
@@ -55,24 +55,27 @@ def _sequence(cu, i_b):
 
 
 @triton.jit
-def _padded_start(start, i_b):
+def _padded_start(start, i_b, PADDING: tl.constexpr):
     """The first row in desc_rows of the packed sequence that starts at `start`: a multiple of PADDING, and
     far enough from that of the one before it whatever the lengths are."""
     return (start // PADDING + i_b) * PADDING
 
 
 @triton.jit
-def _packed_rows(row, cu, B):
+def packed_rows(row, cu, B, PADDING: tl.constexpr):
     """Row `row` of all that lie in desc_rows: (its place in its sequence, the end of that, its length)."""
+    # A search with many arms: among up to ARMS sequences it waits for one load, a bisection for many.
+    stride = 1
+    while stride * ARMS < B:
+        stride *= ARMS
     i_b = 0
-    n = B
-    while n > 1:  # in as many steps wherever it leads
-        half = n // 2
-        reached = _padded_start(tl.load(cu + i_b + half), i_b + half) <= row
-        i_b += tl.where(reached, half, 0)
-        n -= half
+    while stride > 0:
+        o_b = i_b + stride * tl.arange(0, ARMS)  # [ARMS]
+        start = _padded_start(tl.load(cu + tl.minimum(o_b, B)), o_b, PADDING)  # [ARMS], from B on past all
+        i_b = tl.max(tl.where(start <= row, o_b, 0), 0)
+        stride //= ARMS
     end, S_q = _sequence(cu, i_b)
-    return row - _padded_start(end - S_q, i_b), end, S_q
+    return row - _padded_start(end - S_q, i_b, PADDING), end, S_q
 
 
 @triton.jit
@@ -91,38 +94,44 @@ def attention_backward_rows(
     desc_o, desc_do,  # (B, H, S_q, D), or packed (T_q, H, D)
     lse_ptr,  # (B, H, S_q), or packed (H, T_q); natural logarithm
     rows_ptr,  # (2, B * H, padded), or packed (2, H, padded)
+    sums_ptr,  # (B * H, padded, SUMS_D), or packed (H, padded, SUMS_D); None without SUMS_D
     cu_q,  # (B + 1), None unless packed
     S_q,
     T_q,  # None unless packed
     H, B,
-    padded,  # rows of a head in rows_ptr
+    padded,  # rows of a head in rows_ptr, a multiple of PADDING
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    PADDING: tl.constexpr,  # the rows of a sequence are padded to a multiple of this
+    SUMS_D: tl.constexpr,  # columns of sums_ptr
 ):  # fmt: skip
-    """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q. Grid: (blocks * heads,), B * H
-    heads or, packed, H."""
+    """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
+    Grid: (blocks * heads,), B * H heads or, packed, H."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     num_m = padded // BLOCK_M
     head = tl.program_id(0) // num_m
     start = tl.program_id(0) % num_m * BLOCK_M
-    rows_ptr += head.to(tl.int64) * padded + start
+    place = head.to(tl.int64) * padded + start
     if cu_q is None:
         at = (head // H, head % H)
         heads = B * H
         lse_ptr += head.to(tl.int64) * S_q
     else:
-        start, end, S_q = _packed_rows(start, cu_q, B)
+        start, end, S_q = packed_rows(start, cu_q, B, PADDING)
         if start >= tl.cdiv(S_q, PADDING) * PADDING:
             return
         at = (end, head, RAGGED - S_q)
         heads = H
         lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
+    if SUMS_D:
+        o_s = place * SUMS_D + tl.arange(0, BLOCK_M * SUMS_D)  # [BLOCK_M * SUMS_D]
+        tl.store(sums_ptr + o_s, tl.zeros([BLOCK_M * SUMS_D], tl.float32))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
     b_lse = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
     b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    rows_ptr += tl.arange(0, BLOCK_M)
+    rows_ptr += place + tl.arange(0, BLOCK_M)
     tl.store(rows_ptr + LSE2 * heads.to(tl.int64) * padded, b_lse2)
     tl.store(rows_ptr + DELTA * heads.to(tl.int64) * padded, b_delta)
 
@@ -183,6 +192,7 @@ def attention_backward_keys(
     H_kv,  # key/value heads
     right, left,  # bounds of the band
     GROUP: tl.constexpr,  # query heads that share one key/value head
+    PADDING: tl.constexpr,  # of rows in desc_rows
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,  # which of the two to compute
@@ -230,7 +240,7 @@ def attention_backward_keys(
         if cu_q is None:
             at_q, at_rows = (i_b, i_h), (i_b * H_kv * GROUP + i_h, 0)
         else:
-            at_q, at_rows = (end_q, i_h, RAGGED - S_q), (i_h, _padded_start(end_q - S_q, i_b))
+            at_q, at_rows = (end_q, i_h, RAGGED - S_q), (i_h, _padded_start(end_q - S_q, i_b, PADDING))
         if RIGHT:
             b_dk, b_dv = _query_tiles(
                 b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at_q, at_rows, first, full, o_n,
@@ -251,9 +261,9 @@ def attention_backward_keys(
     # Keys past S_k have had P = exp2(-lse2), which may be inf; a row of dK and dV has only to do with its own
     # key, and these rows are not stored.
     if WANT_DK:
-        _store_tile(desc_dk, b_dk * sm_scale, at_k, start, BLOCK_N, BLOCK_D)
+        store_tile(desc_dk, b_dk * sm_scale, at_k, start, BLOCK_N, BLOCK_D)
     if WANT_DV:
-        _store_tile(desc_dv, b_dv, at_k, start, BLOCK_N, BLOCK_D)
+        store_tile(desc_dv, b_dv, at_k, start, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
@@ -292,6 +302,7 @@ def attention_backward_queries(
     H,  # query heads
     right, left,  # bounds of the band
     GROUP: tl.constexpr,  # query heads that share one key/value head
+    PADDING: tl.constexpr,  # of rows in desc_rows
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
     TAIL: tl.constexpr,  # S_k may be no multiple of BLOCK_N, and the right bound may not hide what is past it
@@ -315,7 +326,7 @@ def attention_backward_queries(
         if start >= S_q:
             return
         at_q, at_k = (end_q, i_h, RAGGED - S_q), (end_k, i_kv, RAGGED - S_k)
-        at_rows = (i_h, _padded_start(end_q - S_q, i_b))
+        at_rows = (i_h, _padded_start(end_q - S_q, i_b, PADDING))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     diagonal = S_k - S_q + right
     lowest = S_k - S_q - left
@@ -350,4 +361,4 @@ def attention_backward_queries(
             b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, part, end, o_m, qk_scale, diagonal,
             lowest, S_k, True, RIGHT, LEFT, TAIL, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
-    _store_tile(desc_dq, b_dq * sm_scale, at_q, start, BLOCK_M, BLOCK_D)
+    store_tile(desc_dq, b_dq * sm_scale, at_q, start, BLOCK_M, BLOCK_D)

@@ -47,9 +47,8 @@ had waited for its own dQ(j-2), the last to read this buffer, before it said tha
 A band with a left bound ends the queries that see a key, so a program visits the blocks between its first and
 its last one (`hopper_backward_tiles`). There may be none: then nobody copies or waits, and the consumers
 store zeros. Packed sequences are found as in `hopper`. Their blocks of keys are counted through, with one to
-spare for each sequence, so that a program finds its sequence by bisection, and few have no keys; what these
-store is out of a descriptor's bounds. LSE2, delta and the sums of dQ have rows for each sequence that are
-padded to 128.
+spare for each sequence, so that a program finds its sequence by a search, and few have no keys: these end at
+once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks of queries.
 """
 
 from dataclasses import dataclass, fields
@@ -441,14 +440,14 @@ def _visit(
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B rows".split()
+NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, S_q rounded up to 128), packed (2, H, rows), float32: LSE2, and delta
+    desc_rows,  # (2, B * H, num_m * BLOCK_M), packed (2, H, ...), float32: LSE2, and delta
     dq_ptr,  # float32, see hopper_backward_passes
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
@@ -457,16 +456,22 @@ def attention_backward_hopper(
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv, packed H_kv
     SECTION,  # key/value heads that advance together
-    num_m,  # query blocks of a head
+    num_m,  # query blocks of a head, packed of all sequences
     num_n,  # key blocks of a head, packed of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
     B=None,  # packed sequences
-    rows=None,  # of a head of theirs in desc_rows and in dq_ptr
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
     module docstring."""
+    i_b = 0
+    if plan.packed:
+        # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
+        # different in each thread, and with it the addresses of a step.
+        i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
+        if not any_keys:
+            return
     mem = Memory(
         buffers(desc_k, 2),
         buffers(desc_v, 2),
@@ -484,11 +489,8 @@ def attention_backward_hopper(
         barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
-    # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
-    # different in each thread, and with it the addresses of a step.
-    i_b = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, rows
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([

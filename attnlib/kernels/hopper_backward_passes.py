@@ -9,7 +9,7 @@ bytes in a row.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.backward import RAGGED, _packed_rows, _store_tile
+from attnlib.kernels.backward import RAGGED, packed_rows, store_tile
 
 
 @triton.jit(do_not_specialize=["H", "B", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
@@ -22,6 +22,7 @@ def attention_backward_dq(
     num_m,  # blocks of 64 rows of a head in memory
     tiles,  # and those of them that have a row of S_q, packed all
     BLOCK_D: tl.constexpr,
+    PADDING: tl.constexpr,  # the rows of a packed sequence are padded to a multiple of this
 ):  # fmt: skip
     """dq = sm_scale * sums. Grid: (tiles * heads,)."""
     i_bh = tl.program_id(0) // tiles
@@ -31,7 +32,7 @@ def attention_backward_dq(
     if cu_q is None:
         at = (i_bh // H, i_bh % H)
     else:
-        row, end, S_q = _packed_rows(row, cu_q, B)
+        row, end, S_q = packed_rows(row, cu_q, B, PADDING)
         if row >= S_q:
             return
         at = (end, i_bh, RAGGED - S_q)
@@ -40,4 +41,4 @@ def attention_backward_dq(
     b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))
     b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, BLOCK_D))  # [64, BLOCK_D]
     # Through a descriptor: a mask for the last columns would make it stores of two bytes.
-    _store_tile(desc_dq, b_dq, at, row, 64, BLOCK_D)
+    store_tile(desc_dq, b_dq, at, row, 64, BLOCK_D)

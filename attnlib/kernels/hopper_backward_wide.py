@@ -320,7 +320,7 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
 def attention_backward_hopper_wide(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, S_q rounded up to 128), packed (2, H, rows), float32: LSE2, and delta
+    desc_rows,  # (2, B * H, num_m * BLOCK_M), packed (2, H, ...), float32: LSE2, and delta
     dq_ptr,  # float32, see hopper_backward_passes
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
@@ -329,17 +329,23 @@ def attention_backward_hopper_wide(
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv, packed H_kv
     SECTION,  # key/value heads that advance together
-    num_m,  # query blocks of a head
+    num_m,  # query blocks of a head, packed of all sequences
     num_n,  # key blocks of a head, packed of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
     B=None,  # packed sequences
-    rows=None,  # of a head of theirs in desc_rows and in dq_ptr
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
     module docstring."""
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
+    i_b = 0
+    if plan.packed:
+        # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
+        # different in each thread, and with it the addresses of a step.
+        i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
+        if not any_keys:
+            return
     mem = Memory(
         buffers(desc_k, 1),
         buffers(desc_v, 1),
@@ -355,11 +361,8 @@ def attention_backward_hopper_wide(
         barriers(STAGES, 1),  # do_full
     )
     fence_async_shared()
-    # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
-    # different in each thread, and with it the addresses of a step.
-    i_b = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, rows
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b
     )  # fmt: skip
     gl.warp_specialize([
         (_values, (desc_dv, mem, qk_scale, work, plan)),
