@@ -286,4 +286,6 @@ def test_host_time_of_a_launch(head_dim, monkeypatch):
         one = functools.partial(attention, q, k, v, causal=True, impl=impl)
         took[impl] = min(bench.host_us(one) for _ in range(5))
     print("host time of a call: " + ", ".join(f"{impl} {us:.1f} us" for impl, us in took.items()))
-    assert took["triton"] < 30 and took["hopper"] < 40 and took[None] < 40  # about 16, 18, 18 beside one H200
+    # About 16, 18, 18 us beside one H200, 36, 43, 44 beside another: what counts is how far they are apart.
+    # How far they are from Triton's own way is for test_gpu_launch.
+    assert max(took["hopper"], took[None]) < 1.5 * took["triton"]
