@@ -13,6 +13,7 @@ class HopperBackwardConfig:
         block_m: queries of one step, 64 or 128.
         block_n: keys of a program; 128, and 64 in the wide kernel.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
+        stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -22,6 +23,7 @@ class HopperBackwardConfig:
     block_m: int
     block_n: int = 128
     half_p: bool = False
+    stagger: int = 0
     consumer_registers: int = 240
     dq_registers: int = 0
     producer_registers: int = 24
@@ -41,7 +43,7 @@ class HopperBackwardConfig:
 
 
 _CHOSEN = {
-    64: HopperBackwardConfig(128, half_p=True),
+    64: HopperBackwardConfig(128, half_p=True, stagger=1000),
     128: HopperBackwardConfig(64),
     256: HopperBackwardConfig(
         64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128

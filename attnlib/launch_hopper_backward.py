@@ -208,6 +208,8 @@ def kernel_for(
         from attnlib.kernels.hopper_backward import attention_backward_hopper as kernel
     names = [field.name for field in fields(Plan) if hasattr(config, field.name)]
     chosen = {name: getattr(config, name) for name in names}
+    if "stagger" in chosen and (causal or left):
+        chosen["stagger"] = 0
     return Plan(width, causal, tail, **chosen, shifted=shifted, left=left, packed=packed), kernel
 
 

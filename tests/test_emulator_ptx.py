@@ -27,6 +27,8 @@ INTEGERS = {
         lambda x: np.where(x == 3, 0, 9),
     "{ .reg .pred q; mov.b32 $0, 0; setp.eq.b32 q, $1, 3; @!q mov.b32 $0, 9; }":
         lambda x: np.where(x == 3, 0, 9),
+    "{ .reg .pred q; mov.b32 $0, $1; MORE: sub.u32 $0, $0, 5; setp.lt.u32 q, $0, 1000; @q bra MORE; }":
+        lambda x: np.where(x < 1005, x % 5 - 5, x - 5) & 0xFFFFFFFF,
     "{ .reg .u32 t; mov.u32 t, %smid; mov.b32 $0, t; }": lambda x: 0 * x,
 }  # fmt: skip
 

@@ -4,12 +4,15 @@ The kernel itself runs in test_emulated_kernels, and on a GPU in tests/gpu."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 from attnlib import launch_hopper_backward
 from attnlib.band import band
+from attnlib.configs_backward_hopper import hopper_backward_config
 
 SCALE = 0.3
 
@@ -46,6 +49,14 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
         np.testing.assert_array_equal(rows, full[: len(rows), :40])
     dq.fill_(7.0)
     assert bool((more == 7.0).all()), "written outside of dq"
+
+
+@pytest.mark.parametrize(("width", "clocks"), [(64, 1000), (128, 0)])
+def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width: int, clocks: int) -> None:
+    config = hopper_backward_config(width)
+    for causal, left in product((False, True), repeat=2):
+        plan, _ = launch_hopper_backward.kernel_for(width, causal, True, config, left=left)
+        assert plan.stagger.value == (0 if causal or left else clocks)
 
 
 @pytest.mark.parametrize(

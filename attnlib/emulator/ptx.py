@@ -1,6 +1,6 @@
 """Inline assembly: the few instructions of PTX that the kernels use, for all threads of a partition at once.
 
-A register is an array with one value for each thread; a branch goes on with the threads that do not take it.
+A register is an array with one value for each thread. Threads that have come less far go first.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ OPERATIONS: dict[str, Callable] = {
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,
+    "sub.u32": lambda a, b: (a - b) & 0xFFFFFFFF,
+    "setp.lt.u32": operator.lt,
     "setp.nan.f32": lambda a, b: np.isnan(a) | np.isnan(b),
     "setp.eq.b32": operator.eq,
     "setp.ne.b32": operator.ne,
@@ -81,14 +83,13 @@ class Threads:
         self.registers = {f"${i}": value for i, value in enumerate(operands)}
         self.registers["%tid.x"] = np.arange(threads, dtype=np.int64) + partition.first_thread
         self.registers["%smid"] = np.zeros(threads, np.int64)
-        now = np.full(threads, time.perf_counter_ns())
-        self.registers["%globaltimer"], self.registers["%clock"] = now, now & 0xFFFFFFFF
-        self._activate(np.ones(threads, bool))
-        self.waiting: dict[str, np.ndarray] = {}  # label -> threads that have jumped there
 
     def value(self, name: str):
         if name in self.registers:
             return self.registers[name]
+        if name in ("%globaltimer", "%clock"):
+            now = time.perf_counter_ns()
+            return np.full(self.threads, now if name == "%globaltimer" else now & 0xFFFFFFFF)
         return np.int64(int(name, 0))
 
     def set(self, name: str, value) -> None:
@@ -97,27 +98,18 @@ class Threads:
         self.registers[name] = value
 
     def run(self, asm: str) -> None:
-        for line in parsed(asm):
-            if line.label:
-                self._activate(self.active | self.waiting.pop(line.label, False))
-            elif not self.any_active:
-                pass
-            elif not line.guard:
+        lines = parsed(asm)
+        at = np.zeros(self.threads, int)  # the line that each thread has come to
+        while (number := int(at.min())) < len(lines):
+            line, chosen = lines[number], at == number
+            at[chosen] += 1
+            if line.guard:
+                chosen &= self.value(line.guard.lstrip("!")).astype(bool) ^ line.guard.startswith("!")
+            if line.operation == "bra":
+                at[chosen] = next(i for i, other in enumerate(lines) if other.label == line.rest)
+            elif not line.label and chosen.any():
+                self.active, self.all_active = chosen, bool(chosen.all())
                 self._execute(line)
-            else:
-                holds = self.value(line.guard.lstrip("!")).astype(bool) ^ line.guard.startswith("!")
-                chosen, others = self.active & holds, self.active & ~holds
-                if line.operation == "bra":
-                    self.waiting[line.rest] = chosen
-                    self._activate(others)
-                elif chosen.any():
-                    before = self.active
-                    self._activate(chosen)
-                    self._execute(line)
-                    self._activate(before)
-
-    def _activate(self, threads: np.ndarray) -> None:
-        self.active, self.all_active, self.any_active = threads, bool(threads.all()), bool(threads.any())
 
     def _execute(self, line: Line) -> None:
         operation, names = line.operation, line.names

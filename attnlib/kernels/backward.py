@@ -79,6 +79,13 @@ def packed_rows(row, cu, B, PADDING: tl.constexpr):
 
 
 @triton.jit
+def sums_of(row, start, S_q, head, H, PADDING: tl.constexpr):
+    """Where the sums of dQ of row `row` of a packed sequence are, as the number of a row: those of its heads
+    follow each other, padded to whole tiles. `start` is its first row in desc_rows."""
+    return start.to(tl.int64) * H + head * (tl.cdiv(S_q, PADDING) * PADDING) + row
+
+
+@triton.jit
 def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
     """(block, head, batch) of this program. Grid: (blocks * SECTION, H / SECTION, B); FLAT: their product."""
     place, section, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -94,7 +101,7 @@ def attention_backward_rows(
     desc_o, desc_do,  # (B, H, S_q, D), or packed (T_q, H, D)
     lse_ptr,  # (B, H, S_q), or packed (H, T_q); natural logarithm
     rows_ptr,  # (2, B * H, padded), or packed (2, H, padded)
-    sums_ptr,  # (B * H, padded, SUMS_D), or packed (H, padded, SUMS_D); None without SUMS_D
+    sums_ptr,  # (B * H, padded, SUMS_D), or packed as in `sums_of`; None without SUMS_D
     cu_q,  # (B + 1), None unless packed
     S_q,
     T_q,  # None unless packed
@@ -114,16 +121,19 @@ def attention_backward_rows(
     if cu_q is None:
         at = (head // H, head % H)
         heads = B * H
+        place_of_sums = place
         lse_ptr += head.to(tl.int64) * S_q
     else:
-        start, end, S_q = packed_rows(start, cu_q, B, PADDING)
+        padded_row = start
+        start, end, S_q = packed_rows(padded_row, cu_q, B, PADDING)
         if start >= tl.cdiv(S_q, PADDING) * PADDING:
             return
+        place_of_sums = sums_of(start, padded_row - start, S_q, head, H, PADDING)
         at = (end, head, RAGGED - S_q)
         heads = H
         lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
     if SUMS_D:
-        o_s = place * SUMS_D + tl.arange(0, BLOCK_M * SUMS_D)  # [BLOCK_M * SUMS_D]
+        o_s = place_of_sums * SUMS_D + tl.arange(0, BLOCK_M * SUMS_D)  # [BLOCK_M * SUMS_D]
         tl.store(sums_ptr + o_s, tl.zeros([BLOCK_M * SUMS_D], tl.float32))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]

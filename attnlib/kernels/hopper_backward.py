@@ -24,6 +24,9 @@ written its dS: the two need not march in step.
     dK(j), S(j+1)                                  wait for dK: Q of j is free
     S(j+1)                                         wait for S
 
+The two consumers do the same, and in step with each other they want the tensor cores at the same time and the
+exponential units at the same time. Where that lasts, the second one begins later (`_begin_later`).
+
 Step 0 has no dQ to form, and the last no S to start. They do it all the same, with whatever lies in shared
 memory, and nobody looks at the result: that costs less than code for them.
 
@@ -101,6 +104,7 @@ class Plan:
     tail: bool
     block_m: int
     half_p: bool
+    stagger: int
     consumer_registers: int
     producer_registers: int
     shifted: bool = False
@@ -365,6 +369,22 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         tma.store_wait(0)
 
 
+@gluon.constexpr_function
+def _wait_asm(clocks):
+    return (
+        "{ .reg .pred p; .reg .b32 first, now; mov.u32 first, %clock; AGAIN: mov.u32 now, %clock; "
+        f"sub.u32 now, now, first; setp.lt.u32 p, now, {clocks}; @p bra AGAIN; mov.b32 $0, $1; }}"
+    )
+
+
+@gluon.jit
+def _begin_later(n, plan: gl.constexpr):
+    # A loop of the language's own, in a consumer's code, would make what follows it differ for each thread.
+    gl.inline_asm_elementwise(
+        _wait_asm(plan.stagger), "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def _visit(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
@@ -383,6 +403,8 @@ def _visit(
     mbarrier.wait(mem.v_full, 0)
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
+    if WG * plan.stagger > 0:
+        _begin_later(n, plan)
     for j in range(n):
         slot = _slot(j)
         q = matrix(mem.q, slot)  # [BLOCK_M, D]
@@ -456,7 +478,7 @@ def attention_backward_hopper(
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv, packed H_kv
     SECTION,  # key/value heads that advance together
-    num_m,  # query blocks of a head, packed of all sequences
+    num_m,  # query blocks of a head, unless packed
     num_n,  # key blocks of a head, packed of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them

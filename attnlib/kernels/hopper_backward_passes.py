@@ -9,17 +9,17 @@ bytes in a row.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.backward import RAGGED, packed_rows, store_tile
+from attnlib.kernels.backward import RAGGED, packed_rows, store_tile, sums_of
 
 
 @triton.jit(do_not_specialize=["H", "B", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
 def attention_backward_dq(
     desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D), in blocks of 64 rows and BLOCK_D columns
-    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), packed (H, num_m, ...), float32
+    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32, packed as in `sums_of`
     cu_q,  # (B + 1), None unless packed
     sm_scale,
     H, B,
-    num_m,  # blocks of 64 rows of a head in memory
+    num_m,  # blocks of 64 rows of a head in memory, unless packed
     tiles,  # and those of them that have a row of S_q, packed all
     BLOCK_D: tl.constexpr,
     PADDING: tl.constexpr,  # the rows of a packed sequence are padded to a multiple of this
@@ -27,16 +27,18 @@ def attention_backward_dq(
     """dq = sm_scale * sums. Grid: (tiles * heads,)."""
     i_bh = tl.program_id(0) // tiles
     i_m = tl.program_id(0) % tiles
-    block = i_bh.to(tl.int64) * num_m + i_m
     row = i_m * 64
     if cu_q is None:
+        place = (i_bh.to(tl.int64) * num_m + i_m) * 64
         at = (i_bh // H, i_bh % H)
     else:
-        row, end, S_q = packed_rows(row, cu_q, B, PADDING)
+        padded_row = row
+        row, end, S_q = packed_rows(padded_row, cu_q, B, PADDING)
         if row >= S_q:
             return
+        place = sums_of(row, padded_row - row, S_q, i_bh, H, PADDING)
         at = (end, i_bh, RAGGED - S_q)
-    b_sums = tl.load(sums_ptr + block * (64 * BLOCK_D) + tl.arange(0, 64 * BLOCK_D))
+    b_sums = tl.load(sums_ptr + place * BLOCK_D + tl.arange(0, 64 * BLOCK_D))
     # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
     b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))
     b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, BLOCK_D))  # [64, BLOCK_D]

@@ -329,7 +329,7 @@ def attention_backward_hopper_wide(
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv, packed H_kv
     SECTION,  # key/value heads that advance together
-    num_m,  # query blocks of a head, packed of all sequences
+    num_m,  # query blocks of a head, unless packed
     num_n,  # key blocks of a head, packed of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them

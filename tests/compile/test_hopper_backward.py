@@ -52,8 +52,8 @@ EX2 = {64: [64, 64], 128: [32, 32], 256: [0, 0, 32]}
 ADDITIONS = {64: [8, 8], 128: [8, 8], 256: [0, 0, 32]}
 """Of 16 bytes, likewise."""
 SPILLS = {
-    64: (10, 6, 8, 10, 12, 12, 10, 12),
-    128: (6, 0, 0, 12, 4, 6, 8, 4),
+    64: (10, 6, 8, 10, 12, 12, 4, 12),
+    128: (6, 0, 0, 12, 4, 6, 4, 4),
     256: (2, 0, 0, 6, 6, 8, 10, 8),
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
