@@ -51,7 +51,7 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
     assert bool((more == 7.0).all()), "written outside of dq"
 
 
-@pytest.mark.parametrize(("width", "clocks"), [(64, 1000), (128, 0)])
+@pytest.mark.parametrize(("width", "clocks"), [(64, 1200), (128, 0)])
 def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width: int, clocks: int) -> None:
     config = hopper_backward_config(width)
     for causal, left in product((False, True), repeat=2):
