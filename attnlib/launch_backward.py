@@ -236,8 +236,8 @@ def rows_launch(
     """
     B, H, _, S_q, _ = dimensions(q_shape, q_shape, lengths)
     packed = lengths is not None
-    # Packed sequence b begins with tile cu_seqlens_q[b] // padding + b, whatever the lengths are.
     rows = min(ROWS, padding)
+    # Packed sequence b begins with tile cu_seqlens_q[b] // padding + b, whatever the lengths are.
     heads, tiles = (H, q_shape[0] // padding + B) if packed else (B * H, -(-S_q // padding))
     shape = 2, heads, tiles * padding
     block = (*((1, 1, 1) if packed else (1, 1)), rows, block_d(q_shape[-1]))

@@ -82,7 +82,7 @@ def packed_rows(row, cu, B, PADDING: tl.constexpr):
 def sums_of(row, start, S_q, head, H, PADDING: tl.constexpr):
     """Where the sums of dQ of row `row` of a packed sequence are, as the number of a row: those of its heads
     follow each other, padded to whole tiles. `start` is its first row in desc_rows."""
-    return start.to(tl.int64) * H + head * (tl.cdiv(S_q, PADDING) * PADDING) + row
+    return start.to(tl.int64) * H + head.to(tl.int64) * (tl.cdiv(S_q, PADDING) * PADDING) + row
 
 
 @triton.jit

@@ -49,7 +49,7 @@ had waited for its own dQ(j-2), the last to read this buffer, before it said tha
 
 A band with a left bound ends the queries that see a key, so a program visits the blocks between its first and
 its last one (`hopper_backward_tiles`). There may be none: then nobody copies or waits, and the consumers
-store zeros. Packed sequences are found as in `hopper`. Their blocks of keys are counted through, with one to
+store zeros. Packed sequences are read as in `hopper`. Their blocks of keys are counted through, with one to
 spare for each sequence, so that a program finds its sequence by a search, and few have no keys: these end at
 once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks of queries.
 """
