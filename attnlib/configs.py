@@ -37,6 +37,11 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def tile_width(head_dim: int) -> int:
+    """The same where a tile has at least 64 columns, which is also what configurations are chosen by."""
+    return max(64, block_d(head_dim))
+
+
 # Found by measurement on an H200, causal fp16 at 16384 tokens (notebook 07 shows neighbors of each,
 # docs/lab/plain-triton-forward.md what lost).
 _HOPPER = {
@@ -86,7 +91,7 @@ def forward_config(
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype: expected 'float16', 'bfloat16' or 'float32', got {dtype!r}")
-    width = max(64, block_d(head_dim))
+    width = tile_width(head_dim)
     if dtype == "float32":
         return _FLOAT32[width]
     if arch is None or arch[0] == 9:
@@ -208,7 +213,7 @@ def hopper_config(
     """
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
-    width = max(64, block_d(head_dim))
+    width = tile_width(head_dim)
     if head_dim > 64 and keys is not None and keys <= FEW_KEYS:
         return _FEW_KEYS.get(width, _WARP_SPECIALIZED[width])
     if head_dim > 64 or rows is None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnlib.configs import block_d
+from attnlib.configs import tile_width
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def backward_config(
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype: expected 'float16', 'bfloat16' or 'float32', got {dtype!r}")
-    width = max(64, block_d(head_dim))
+    width = tile_width(head_dim)
     if dtype == "float32":
         return _FLOAT32[width]
     return (_HOPPER if arch is None or arch[0] == 9 else _PORTABLE)[width]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnlib.configs import block_d
+from attnlib.configs import tile_width
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     Raises:
         ValueError: `head_dim` out of range.
     """
-    width = max(64, block_d(head_dim))
+    width = tile_width(head_dim)
     if head_dim < 1 or width not in _CHOSEN:
         raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
     return _CHOSEN[width]

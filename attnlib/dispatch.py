@@ -7,7 +7,7 @@ import torch
 from attnlib import launch, launch_backward, launch_hopper, launch_hopper_backward
 from attnlib.arguments import Implementation
 from attnlib.band import Band, Packed
-from attnlib.configs import block_d
+from attnlib.configs import tile_width
 
 
 def forward(
@@ -120,7 +120,7 @@ docs/lab/hopper.md and docs/lab/hopper-backward.md."""
 def _short(q: torch.Tensor, k: torch.Tensor, packed: Packed | None, limits: dict[int, int]) -> str | None:
     """Why the Hopper kernels are not the faster ones for sequences as short as these; None if they are."""
     rows, keys = (q.shape[2], k.shape[2]) if packed is None else packed[2:]
-    width = max(64, block_d(q.shape[-1]))
+    width = tile_width(q.shape[-1])
     if width not in limits or max(rows, keys) > limits[width]:
         return None
     return f"is slower for sequences of at most {limits[width]} rows and keys, with D at most {width}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.band import Band, Packed
-from attnlib.configs import HopperConfig, block_d, hopper_config
+from attnlib.configs import HopperConfig, hopper_config, tile_width
 from attnlib.launch import (
     LIMIT,
     PREPARED,
@@ -147,7 +147,7 @@ def _prepare(
     D, packed = q_shape[-1], lengths is not None
     if config is None:
         config = configuration(q_shape, k_shape, band, device, lengths)
-    width = max(64, block_d(D))
+    width = tile_width(D)
     block_m = 64 * config.warpgroups
     blocks_m = -(-S_q // block_m)
     # Packed, the kernel counts them; so many at most: each sequence may end with a part of one.

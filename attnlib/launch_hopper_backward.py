@@ -8,7 +8,7 @@ import torch
 
 from attnlib import launch_hopper
 from attnlib.band import Band, Packed
-from attnlib.configs import block_d
+from attnlib.configs import tile_width
 from attnlib.configs_backward_hopper import (
     MAX_HEAD_DIM,
     HopperBackwardConfig,
@@ -131,7 +131,7 @@ def _prepare(
     D, packed = q_shape[-1], lengths is not None
     if config is None:
         config = hopper_backward_config(D)
-    width = max(64, block_d(D))
+    width = tile_width(D)
     rows, rows_shape, rows_window = rows_launch(q_shape, dtype, device, lengths, config.block_m, width)
     heads, padded = rows_shape[1:]
     num_m, blocks = padded // config.block_m, padded // 64
@@ -208,8 +208,6 @@ def kernel_for(
         from attnlib.kernels.hopper_backward import attention_backward_hopper as kernel
     names = [field.name for field in fields(Plan) if hasattr(config, field.name)]
     chosen = {name: getattr(config, name) for name in names}
-    if "stagger" in chosen and (causal or left):
-        chosen["stagger"] = 0
     return Plan(width, causal, tail, **chosen, shifted=shifted, left=left, packed=packed), kernel
 
 

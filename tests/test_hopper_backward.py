@@ -56,7 +56,7 @@ def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width:
     config = hopper_backward_config(width)
     for causal, left in product((False, True), repeat=2):
         plan, _ = launch_hopper_backward.kernel_for(width, causal, True, config, left=left)
-        assert plan.stagger.value == (0 if causal or left else clocks)
+        assert plan.delay.value == (0 if causal or left else clocks)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,11 @@ class Plan:
     # Keys may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.left.value or self.packed.value))
 
+    # Clocks by which the second consumer begins later.
+    delay = property(
+        lambda self: gl.constexpr(0 if self.causal.value or self.left.value else self.stagger.value)
+    )
+
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
     dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
@@ -381,7 +386,7 @@ def _wait_asm(clocks):
 def _begin_later(n, plan: gl.constexpr):
     # A loop of the language's own, in a consumer's code, would make what follows it differ for each thread.
     gl.inline_asm_elementwise(
-        _wait_asm(plan.stagger), "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+        _wait_asm(plan.delay), "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -403,7 +408,7 @@ def _visit(
     mbarrier.wait(mem.v_full, 0)
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
-    if WG * plan.stagger > 0:
+    if WG * plan.delay > 0:
         _begin_later(n, plan)
     for j in range(n):
         slot = _slot(j)
