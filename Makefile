@@ -26,7 +26,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
-can_measure = $(PY) -c 'import sys; from attnlib.records import can_measure; sys.exit(not can_measure())'
+can_measure = $(PY) -c 'import sys; from attnlib.bench.records import can_measure; sys.exit(not can_measure())'
 
 .PHONY: help book test venv use-python linux lint unit gpu hygiene compile replay figures redraw docs site browser compat run html clean
 
@@ -128,7 +128,7 @@ side_by_side = $$($(can_measure) || echo "-n $(JOBS) --dist loadfile")
 
 unit: $(READY)  ## the tests: on the GPU where there is one, else in Triton's interpreter
 	$(call say,tests)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests --ignore tests/test_replay.py --ignore tests/test_site.py $(side_by_side)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests --ignore tests/book/test_replay.py --ignore tests/book/test_site.py $(side_by_side)
 
 gpu: $(READY)  ## only the tests that need a CUDA GPU
 	$(call say,GPU tests)
@@ -140,13 +140,13 @@ compile: $(READY)  ## compile the kernels for sm_90 without a GPU: spills, tenso
 
 redraw: $(READY)  ## replay all notebooks once: they run, stubs fail, solutions pass, figures byte-identical
 	$(call say,replaying the notebooks and redrawing the figures)
-	@$(PY) -m pytest -q -s tests/test_replay.py
+	@$(PY) -m pytest -q -s tests/book/test_replay.py
 
 docs: html  ## the HTML book, warnings as errors
 
 site: html  ## the built book: no remote reference, no dead link, every chapter there
 	$(call say,checking the built book)
-	@$(PY) -m pytest -q tests/test_site.py
+	@$(PY) -m pytest -q tests/book/test_site.py
 
 browser: $(READY)  ## open every page of the built book in headless Chromium (needs chromium)
 	$(call say,opening the book in Chromium)

@@ -8,7 +8,7 @@ import torch
 
 from attnlib import dispatch
 from attnlib.arguments import Implementation
-from attnlib.band import Band, Packed
+from attnlib.params import Band, Packed
 
 
 class How(NamedTuple):

@@ -4,10 +4,12 @@ import math
 
 import torch
 
-from attnlib import launch, launch_backward, launch_hopper, launch_hopper_backward
 from attnlib.arguments import Implementation
-from attnlib.band import Band, Packed
-from attnlib.configs import tile_width
+from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.kernels.portable import launch, launch_backward
+from attnlib.params import Band, Packed
 
 
 def forward(
@@ -32,7 +34,7 @@ def forward(
         return launch_hopper.forward(q, k, v, band, sm_scale, return_lse, packed)
     if kernel == "triton":
         return launch.forward(q, k, v, band, sm_scale, return_lse, packed)
-    from attnlib.reference import attention_fp64, attention_varlen_fp64
+    from attnlib.kernels.reference.forward import attention_fp64, attention_varlen_fp64
 
     if packed is None:
         out, lse = attention_fp64(q, k, v, sm_scale=sm_scale, **_as_options(band))
@@ -175,7 +177,7 @@ _WITHOUT_WINDOW = (Band(None, None), Band(None, 0))
 
 
 def _reference_gradients(d_out, q, k, v, band, sm_scale, packed) -> tuple[torch.Tensor, ...]:
-    from attnlib.reference_gradients import gradient_fp64
+    from attnlib.kernels.reference.backward import gradient_fp64
 
     options = {"sm_scale": sm_scale, **_as_options(band)}
     if packed is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.attention import attention, attention_varlen
+from attnlib.api import attention, attention_varlen
 
 NAME = "attnlib"
 

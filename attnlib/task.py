@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnlib import roofline
-from attnlib.shapes import TASK, Shape
+from attnlib.bench import roofline
+from attnlib.bench.shapes import TASK, Shape
 
 TOLERANCE = 1e-2
-"""Largest absolute difference from SDPA that the task allows; `attnlib.reference` is stricter."""
+"""Largest absolute difference from SDPA that the task allows; `attnlib.bench.oracle` is stricter."""
 
 _SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # as the task: no cuDNN
 
@@ -40,7 +40,7 @@ def custom_attention_forward(
 
     `sm_scale` defaults to 1/sqrt(head_dim).
     """
-    from attnlib.attention import attention  # here, so that the harness can be read and tested without Triton
+    from attnlib.api import attention  # here, so that the harness can be read and tested without Triton
 
     return attention(q, k, v, causal=causal, sm_scale=sm_scale)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from attnlib.roofline import H100, H200, Hardware
+from attnlib.bench.roofline import H100, H200, Hardware
 
 
 def check_binding_roof(answer: Callable[[int, int, Hardware], str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from attnlib import lesson
+from attnlib.book import lesson
 
 
 def check_longest_sequence(answer: Callable[..., int]) -> None:

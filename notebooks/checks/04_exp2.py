@@ -5,7 +5,9 @@ import math
 import numpy as np
 import torch
 
-from attnlib import lesson, reference, shapes
+from attnlib.bench import shapes
+from attnlib.bench.oracle import judge, make_inputs
+from attnlib.book import lesson
 
 
 def check_balanced_head_dim(answer):
@@ -36,8 +38,8 @@ def check_attention_any_scale(answer):
     attention = lesson.load_kernel("04_exp2").attention
     for sm_scale in (0.2, -0.2, -2.0, 0.0):
         for causal in (True, False):
-            q, k, v = reference.make_inputs(shapes.Shape(1, 1, 65, 16, causal), device=lesson.device())
+            q, k, v = make_inputs(shapes.Shape(1, 1, 65, 16, causal), device=lesson.device())
             with np.errstate(all="ignore"):  # a wrong answer makes the interpreter warn of NaN
                 out = answer(attention, q, k, v, causal, sm_scale)
-            verdict = reference.check(out, q, k, v, causal=causal, sm_scale=sm_scale)
+            verdict = judge(out, q, k, v, causal=causal, sm_scale=sm_scale)
             assert verdict.ok, f"sm_scale = {sm_scale}, causal = {causal}: {verdict.reason}"

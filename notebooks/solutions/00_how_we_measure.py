@@ -2,7 +2,7 @@
 
 import torch
 
-from attnlib.roofline import Hardware
+from attnlib.bench.roofline import Hardware
 
 
 def binding_roof(S: int, D: int, hw: Hardware) -> str:

@@ -1,6 +1,8 @@
 """Solutions of chapter 06."""
 
-from attnlib import lesson, reference, shapes
+from attnlib.bench import shapes
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.book import lesson
 
 
 def stages(block_m, block_n, head_dim, ctas):
@@ -17,8 +19,8 @@ def wrong_configs(attention, configs):
     wrong = []
     for kind in ("normal", "large"):  # large scores: only a running max keeps exp finite
         for seqlen in (1, 63, 128, 129):  # whole tiles, and tails on both sides of one
-            q, k, v = reference.make_inputs(shapes.Shape(1, 1, seqlen, 64), kind, device=lesson.device())
-            oracle = reference.Oracle(q, k, v, causal=True)
+            q, k, v = make_inputs(shapes.Shape(1, 1, seqlen, 64), kind, device=lesson.device())
+            oracle = Oracle(q, k, v, causal=True)
             for config in configs:
                 # judge() compares with `not (error <= budget)`, which NaN fails
                 if config not in wrong and not oracle.judge(attention(q, k, v, True, 64**-0.5, config)).ok:

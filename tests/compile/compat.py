@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from attnlib.configs import SHORT  # noqa: E402
+from attnlib.kernels.portable.configs import SHORT  # noqa: E402
 
 HEAD_DIMS = (64, 128, 256)
 KINDS = [("causal", "whole", ""), ("causal", "shifted", "lse"), ("dense", "tail", "lse")]
@@ -52,7 +52,7 @@ def attempt(kernel: str, case: tuple) -> Outcome:
         if kernel == "portable":
             import test_production
 
-            from attnlib import inspect_sm90
+            from attnlib.bench import inspect_sm90
 
             stats = inspect_sm90._compile_here(test_production.job(*case))
         else:

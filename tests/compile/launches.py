@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia import hopper
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnlib.inspect_sm90 import Job, gluon_descriptor
+from attnlib.bench.inspect_sm90 import Job, gluon_descriptor
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 

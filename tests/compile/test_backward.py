@@ -9,11 +9,12 @@ import pytest
 import torch
 from launches import jobs_of
 
-from attnlib import inspect_sm90, launch_backward
-from attnlib.band import Band, Packed
-from attnlib.configs_backward import backward_config
-from attnlib.inspect_sm90 import SMEM_LIMIT, Stats
-from attnlib.kernels import backward as kernels
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.kernels.portable import backward as kernels
+from attnlib.kernels.portable import launch_backward
+from attnlib.kernels.portable.configs_backward import backward_config
+from attnlib.params import Band, Packed
 
 BANDS = {"causal": Band(None, 0), "dense": Band(None, None), "window": Band(100, 20)}
 LENGTHS = {"whole": (256, 256), "tail": (250, 250), "packed": (250, 250)}

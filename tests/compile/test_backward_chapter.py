@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from launches import jobs_of
 
-from attnlib import inspect_sm90, sources
-from attnlib.inspect_sm90 import SMEM_LIMIT
+from attnlib.bench import inspect_sm90, sources
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT
+from attnlib.bench.paths import NOTEBOOKS
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "13_backward.ipynb"
+NOTEBOOK = NOTEBOOKS / "13_backward.ipynb"
 CASES = list(product((64, 128, 256), ("ONE_PASS", "PASSES"), (True, False)))
 SPILLS = {(128, "ONE_PASS"), (256, "ONE_PASS"), (256, "PASSES")}
 """Where the accumulators do not fit the registers, which the chapter says and measures."""

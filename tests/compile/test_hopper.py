@@ -11,9 +11,10 @@ from itertools import product
 
 import pytest
 
-from attnlib import inspect_sm90, launch_hopper
-from attnlib.configs import FEW_ROWS, LONG, TALL, hopper_config
-from attnlib.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
 
 # What a call asks for: causal, blocks to mask, rows of a tile end in different blocks (None: where a tile is
 # not as tall as a block is wide), negative scale, LSE; and what else: a right bound that is not 0, a left
@@ -72,7 +73,7 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from attnlib.kernels.hopper import Plan, attention_forward_hopper
+    from attnlib.kernels.hopper.forward import Plan, attention_forward_hopper
 
     name, kind, dtype = case
     width, config = int(name.split()[0]), CONFIGS[name]

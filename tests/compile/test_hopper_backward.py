@@ -20,12 +20,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from attnlib import inspect_sm90, launch_backward, launch_hopper_backward
-from attnlib.configs_backward_hopper import hopper_backward_config
-from attnlib.inspect_sm90 import SMEM_LIMIT, Job, Stats
-from attnlib.kernels import backward, hopper_backward_passes
-from attnlib.kernels import hopper_backward as kernels
-from attnlib.launch import Lengths
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.kernels.hopper import backward as kernels
+from attnlib.kernels.hopper import backward_passes as hopper_backward_passes
+from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.kernels.portable import backward, launch_backward
+from attnlib.kernels.portable.launch import Lengths
 
 KINDS = {
     "causal": (True, False),

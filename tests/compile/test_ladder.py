@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from launches import jobs_of
 
-from attnlib import inspect_sm90, sources
-from attnlib.inspect_sm90 import SMEM_LIMIT, Job, Stats
-from attnlib.steps import STEPS
+from attnlib.bench import inspect_sm90, sources
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.bench.paths import NOTEBOOKS
+from attnlib.book.chapters import STEPS
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 HAVE_KERNELS = [step for step, _ in STEPS if step != "07_production"]  # whose kernel is the package's
 CASES = list(product(HAVE_KERNELS, (64, 128, 256), ("causal", "dense")))
 NO_PRODUCT = {"softmax_kernel"}

@@ -8,11 +8,12 @@ import pytest
 import torch
 from launches import jobs_of
 
-from attnlib import inspect_sm90, launch
-from attnlib.band import Packed, band
-from attnlib.configs import ForwardConfig, forward_config
-from attnlib.inspect_sm90 import SMEM_LIMIT, Job, Stats
-from attnlib.kernels import forward as kernels
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.kernels.portable import forward as kernels
+from attnlib.kernels.portable import launch
+from attnlib.kernels.portable.configs import ForwardConfig, forward_config
+from attnlib.params import Packed, band
 
 # (Sq, Sk): a partial key tile at the end, and a diagonal that misses the corners of the tiles, compile to
 # other code than whole tiles do.
@@ -80,9 +81,7 @@ def job(
         k = torch.zeros(1, 1, keys, head_dim, dtype=dtype)
     config = config or forward_config(head_dim, str(dtype).removeprefix("torch."), (9, 0), many)
     seen = band(mask == "causal", window)
-    [found] = jobs_of(
-        kernels, lambda: launch.forward(q, k, k, seen, sm_scale, lse == "lse", packed, config)
-    )
+    [found] = jobs_of(kernels, lambda: launch.forward(q, k, k, seen, sm_scale, lse == "lse", packed, config))
     return found
 
 

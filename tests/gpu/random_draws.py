@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from draws import LAYOUTS, Draw, check  # noqa: E402
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     import torch
 
-    from attnlib import records
+    from attnlib.bench import records
 
     if not torch.cuda.is_available():
         print("the kernels need a CUDA GPU, and there is none", file=sys.stderr)

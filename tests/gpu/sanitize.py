@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
 def calls() -> Iterator[Call]:
     """Whole blocks, tails, shifted diagonals, grouped heads, windows, packed sequences."""
-    from attnlib.shapes import Shape
+    from attnlib.bench.shapes import Shape
 
     for head_dim in (64, 128, 256):
         for impl in ("hopper", "triton"):
@@ -87,8 +87,9 @@ def run_calls(part: int, parts: int) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
     import torch
 
-    from attnlib import attention, attention_varlen, launch_hopper
-    from attnlib.reference import make_inputs
+    from attnlib import attention, attention_varlen
+    from attnlib.bench.oracle import make_inputs
+    from attnlib.kernels.hopper import launch as launch_hopper
 
     done = 0
     for impl, shape, window, packed in islice(calls(), part, None, parts):
@@ -243,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
-    from attnlib import records
+    from attnlib.bench import records
 
     program = shutil.which("compute-sanitizer")
     if program is None:

@@ -9,9 +9,9 @@ import torch
 from backward_cases import CASES, BackwardCase, check_backward
 
 from attnlib import attention, attention_varlen
-from attnlib.reference import make_inputs
-from attnlib.reference_gradients import GradientOracle
-from attnlib.shapes import TASK, Shape
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import make_inputs
+from attnlib.bench.shapes import TASK, Shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from cases import judge_forward
 
-from attnlib import launch, launch_hopper
-from attnlib.band import Packed, band
-from attnlib.configs import LONG, TALL
-from attnlib.reference import Oracle, make_inputs
-from attnlib.shapes import Shape
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper.configs import LONG, TALL
+from attnlib.kernels.portable import launch
+from attnlib.params import Packed, band
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 hopper = pytest.mark.skipif(

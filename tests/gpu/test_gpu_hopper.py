@@ -15,13 +15,15 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case, check_forward, judge_forward
-from test_gpu_results import LAYOUTS
+from layouts import LAYOUTS
 
-from attnlib import attention, bench, explain, launch_hopper
-from attnlib.band import band
-from attnlib.configs import LONG, TALL, HopperConfig
-from attnlib.reference import INPUTS, Oracle, make_inputs
-from attnlib.shapes import TASK, Shape
+from attnlib import attention, explain
+from attnlib.bench import timing
+from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
+from attnlib.bench.shapes import TASK, Shape
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper.configs import LONG, TALL, HopperConfig
+from attnlib.params import band
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -266,10 +268,10 @@ def test_one_launch_that_is_seen(head_dim):
     q, k, v = make_inputs(Shape(1, 8, 1024, head_dim), device="cuda")
     launch_hopper._compiled.clear()
     for _ in range(2):
-        with bench.launched_kernels() as kernels:
+        with timing.launched_kernels() as kernels:
             call(q, k, v)
         assert [kernel.name for kernel in kernels] == ["attention_forward_hopper"]
-        found = bench.resources(kernels)
+        found = timing.resources(kernels)
         config = launch_hopper.configuration(q.shape, k.shape, band(True, None), 0)
         assert found["registers"] == config.max_registers
         assert found["spills"] == 0
@@ -284,7 +286,7 @@ def test_host_time_of_a_launch(head_dim, monkeypatch):
     took = {}
     for impl in ("hopper", "triton", None):
         one = functools.partial(attention, q, k, v, causal=True, impl=impl)
-        took[impl] = min(bench.host_us(one) for _ in range(5))
+        took[impl] = min(timing.host_us(one) for _ in range(5))
     print("host time of a call: " + ", ".join(f"{impl} {us:.1f} us" for impl, us in took.items()))
     # About 16, 18, 18 us beside one H200, 36, 43, 44 beside another: what counts is how far they are apart.
     # How far they are from Triton's own way is for test_gpu_launch.

@@ -9,13 +9,13 @@ import pytest
 import torch
 from backward_cases import BackwardCase, check_backward, exact_forward
 from draws import Draw
-from test_gpu_results import LAYOUTS
+from layouts import LAYOUTS
 
-from attnlib import launch_hopper_backward
-from attnlib.band import band
-from attnlib.reference import make_inputs
-from attnlib.reference_gradients import GradientOracle
-from attnlib.shapes import Shape
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.params import band
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -86,9 +86,7 @@ def test_packed_sequences(dtype, window, head_dim):
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.__name__.strip("_"))
 def test_layouts(layout, head_dim):
     d_out, q, k, v, out, lse, bounds, scale = arguments(Shape(1, 4, 300, head_dim, heads_kv=2))
-    found = launch_hopper_backward.backward(
-        *(layout(x) for x in (d_out, q, k, v, out)), lse, bounds, scale
-    )
+    found = launch_hopper_backward.backward(*(layout(x) for x in (d_out, q, k, v, out)), lse, bounds, scale)
     for verdict in GradientOracle(d_out, q, k, v, causal=True).judge(*found).values():
         verdict.raise_if_bad(layout.__name__)
 

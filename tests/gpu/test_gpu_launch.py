@@ -7,9 +7,11 @@ import pytest
 import torch
 from cases import judge_forward
 
-from attnlib import attention, bench, launch
-from attnlib.reference import Oracle, make_inputs
-from attnlib.shapes import Shape
+from attnlib import attention
+from attnlib.bench import timing
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.portable import launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 hopper = pytest.mark.skipif(
@@ -95,9 +97,7 @@ def test_tensors_of_more_than_2_31_elements(impl):
     _need_free(30)
     shape = (8200, 16, 128, 128)
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (
-        torch.randn(shape, generator=generator, device="cuda", dtype=torch.float16) for _ in range(3)
-    )
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.float16) for _ in range(3))
     assert q.numel() > 2**31
     out, lse = attention(q, k, v, causal=True, return_lse=True, impl=impl)
     for part in (slice(0, 2), slice(-2, None)):  # the last head of the last batch element among them
@@ -154,10 +154,10 @@ def test_no_element_and_no_key():
 def test_one_launch_without_spills(head_dim):
     q, k, v = make_inputs(Shape(1, 8, 1024, head_dim), device="cuda")
     for _ in range(2):  # compiled now or before
-        with bench.launched_kernels() as kernels:
+        with timing.launched_kernels() as kernels:
             attention(q, k, v, causal=True)
         assert len(kernels) == 1
-    assert bench.resources(kernels)["spills"] == 0
+    assert timing.resources(kernels)["spills"] == 0
 
 
 @hopper
@@ -174,7 +174,7 @@ def test_host_time_of_a_launch(monkeypatch):
     # How long depends on the host's processor (chapter 07 has the time beside one H200), so this compares
     # with Triton's own way. Others may run on this machine too: the best of five is what the call takes, not
     # what they take.
-    direct = min(bench.host_us(lambda: attention(q, k, v, causal=True, impl="triton")) for _ in range(5))
-    through_triton = min(bench.host_us(as_if_first) for _ in range(5))
+    direct = min(timing.host_us(lambda: attention(q, k, v, causal=True, impl="triton")) for _ in range(5))
+    through_triton = min(timing.host_us(as_if_first) for _ in range(5))
     print(f"host time of a call: {direct:.1f} us, through kernel[grid] {through_triton:.1f} us")
     assert direct < 0.75 * through_triton

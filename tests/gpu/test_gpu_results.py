@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case, check_forward, judge_forward
+from layouts import LAYOUTS
 
 from attnlib import attention
-from attnlib.reference import INPUTS, Oracle, make_inputs
-from attnlib.shapes import TASK, Shape
+from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
+from attnlib.bench.shapes import TASK, Shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -63,30 +64,6 @@ def test_without_lse(head_dim, device):
     q, k, v = make_inputs(Shape(1, 4, 1000, head_dim), device=device)
     out = attention(q, k, v, causal=True, impl="triton")
     Oracle(q, k, v, causal=True).judge(out).raise_if_bad("attention without LSE")
-
-
-def _as_it_is(x):
-    return x
-
-
-def _rows_before_heads(x):
-    """(B, S, H, D) in memory, as a projection leaves it."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _part_of_more(x):
-    """Every other head of a tensor with more rows and columns."""
-    batch, heads, rows, width = x.shape
-    more = x.new_full((batch, 2 * heads, rows + 3, width + 8), float("nan"))
-    return more[:, ::2, 1 : rows + 1, :width].copy_(x)
-
-
-def _columns_apart(x):
-    """What no descriptor can express."""
-    return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
-
-
-LAYOUTS = (_as_it_is, _rows_before_heads, _part_of_more, _columns_apart)
 
 
 def draw(number: int) -> tuple[Case, tuple]:

@@ -8,9 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from attnlib import attention, attention_varlen, explain
-from attnlib.reference import Oracle, make_inputs
-from attnlib.reference_gradients import GradientOracle
-from attnlib.shapes import Shape
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.shapes import Shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHAPE = Shape(2, 8, 1000, 128, heads_kv=4)

@@ -25,11 +25,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import launch, launch_backward, launch_hopper, launch_hopper_backward, records, timing  # noqa: E402
-from attnlib.band import Packed, band  # noqa: E402
-from attnlib.bench_backward import FLOPS  # noqa: E402
-from attnlib.reference import Oracle  # noqa: E402
-from attnlib.reference_gradients import GradientOracle  # noqa: E402
+from attnlib.bench import records, timing  # noqa: E402
+from attnlib.bench.backward import FLOPS  # noqa: E402
+from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
+from attnlib.bench.oracle import Oracle  # noqa: E402
+from attnlib.kernels.hopper import launch as launch_hopper  # noqa: E402
+from attnlib.kernels.hopper import launch_backward as launch_hopper_backward  # noqa: E402
+from attnlib.kernels.portable import launch, launch_backward  # noqa: E402
+from attnlib.params import Packed, band  # noqa: E402
 
 LAUNCHERS = {
     "hopper": (launch_hopper.forward, launch_hopper_backward.backward),

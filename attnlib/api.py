@@ -1,0 +1,312 @@
+"""`attention()` and `attention_varlen()`: check the arguments, then run, differentiably and for compilers.
+`explain()`: what runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+
+from attnlib import dispatch, torch_ops
+from attnlib.arguments import Implementation, check, check_offsets, check_varlen
+from attnlib.autograd import Attention, How
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.portable import launch
+from attnlib.kernels.portable.configs import ForwardConfig
+from attnlib.params import Packed, band
+
+Window = tuple[int, int]
+_CAUSAL, _DENSE = band(True, None), band(False, None)
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention(
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None
+):
+    """Exact scaled dot-product attention, softmax(sm_scale * Q K^T) V, forward and backward.
+
+    Scores, running row maximum, row sum and output are accumulated in float32. The kernel reads its inputs
+    through TMA descriptors where they lie; an input that a descriptor cannot express (last dimension not
+    contiguous, another stride or the address not a multiple of 16 bytes, an expanded dimension) is copied
+    once.
+
+    In PyTorch's world: gradients of q, k and v (first derivatives; the memory for them grows with S, not
+    S^2); `torch.compile(fullgraph=True)` and `torch.export`, with dynamic shapes, as the operator
+    `torch.ops.attnlib.attention_forward`; `torch.autocast`, which casts the inputs as it does for PyTorch's
+    own attention; `torch.utils.checkpoint`, `torch.func.grad` and `torch.vmap`; CUDA graphs; tensors on
+    device "meta", of which shapes are computed.
+
+    Args:
+        q: (B, H, Sq, D); float16, bfloat16 or float32; D a multiple of 8 up to 256. Any Sq from 0 on.
+        k: (B, Hkv, Sk, D), same dtype and device as `q`. Hkv divides H: query heads h*H/Hkv ... share key
+            head h.
+        v: (B, Hkv, Sk, D).
+        causal: query i attends to keys 0 .. i + Sk - Sq (aligned at the bottom right, as in FlashAttention
+            2.1 on).
+        window: (left, right): query i, at position p = i + Sk - Sq, attends to keys p - left .. p + right
+            only. -1 is no bound on that side. With `causal` the right bound is 0.
+        sm_scale: factor on the scores, default 1/sqrt(D). Any number finite in float32.
+        return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. No gradient
+            flows through it.
+        deterministic: gradients that are equal bit by bit from run to run; so they are too where
+            `torch.use_deterministic_algorithms` is on. The forward pass always is.
+        impl: "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
+            triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in
+            float64, any device), or None: the first of these that can run the call, but not "hopper" for the
+            shortest sequences. An explicit choice never falls back to another. `explain` tells what a call
+            would run.
+
+    Returns:
+        out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
+        A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q or k
+        reaches the rows that see it and no others. In v it reaches its column, of the rows that see it, and
+        may make NaN there of rows that do not but are computed in one block with such rows (0 * inf is NaN;
+        PyTorch's dense computation does that to every row).
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices, `window`, `sm_scale` or `impl` do not fit.
+        RuntimeError: a second derivative was asked for.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.float16) for _ in range(3))
+        >>> out = attention(q, k, v, causal=True)
+    """
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    symbols = _symbolic()
+    check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl, symbols)
+    seen = (_CAUSAL if causal else _DENSE) if window is None else band(causal, window)
+    if symbols or not _plain(q, k, v):
+        return _operator(q, k, v, None, seen, sm_scale, return_lse, deterministic, impl)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    if _differentiable(q, k, v):
+        if impl == "hopper":  # an error now rather than in the backward pass
+            dispatch.choose_backward(q, k, v, impl, None, deterministic)
+        out, lse = Attention.apply(q, k, v, None, None, How(seen, scale, impl, deterministic))
+    else:
+        out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, None, impl)
+    return (out, lse) if return_lse else out
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
+    causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None,
+):  # fmt: skip
+    """`attention` of sequences of different lengths that lie one after the other, without padding.
+
+    Rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q attend to rows cu_seqlens_k[b] ..
+    cu_seqlens_k[b + 1] - 1 of k and v, and to no others. All that `attention` says holds for each sequence,
+    with Sq and Sk its own lengths. Not under `torch.vmap`.
+
+    The values in `cu_seqlens_*` are checked. On a GPU that takes a look at them, which waits for the GPU, at
+    the first call with a tensor and after each change of it (at every call, if it was made under
+    `torch.inference_mode`): keep a batch's two tensors for all layers. Inside of `torch.compile` and while a
+    CUDA graph is captured values can't be looked at, and wrong ones are undefined behavior.
+
+    Args:
+        q: (Tq, H, D), the queries of all sequences; dtypes and D as in `attention`.
+        k: (Tk, Hkv, D).
+        v: (Tk, Hkv, D).
+        cu_seqlens_q: (B + 1) int32, on the device of `q`: 0, then the running sum of the lengths, up to Tq. A
+            length may be 0.
+        cu_seqlens_k: (B + 1) int32, likewise up to Tk.
+        max_seqlen_q: the length of the longest sequence of queries, or more.
+        max_seqlen_k: the same of keys.
+        causal, window, sm_scale, return_lse, deterministic, impl: as in `attention`.
+
+    Returns:
+        out, (Tq, H, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (H, Tq) float32.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `attention`; and ValueError if `cu_seqlens_*` do not start at
+            0, go down, do not end at the number of tokens, or have a longer sequence than `max_seqlen_*`.
+
+    Example:
+        >>> lengths = torch.tensor([0, 100, 1024], dtype=torch.int32, device="cuda")
+        >>> q, k, v = (torch.randn(1024, 16, 128, device="cuda", dtype=torch.float16) for _ in range(3))
+        >>> out = attention_varlen(q, k, v, lengths, lengths, 924, 924, causal=True)
+    """
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    symbols = _symbolic()
+    check_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal, window, sm_scale, return_lse, deterministic, impl, symbols,
+    )  # fmt: skip
+    seen = band(causal, window)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if symbols or not _plain(q, k, v):
+        return _operator(q, k, v, packed, seen, sm_scale, return_lse, deterministic, impl)
+    check_offsets(q, k, *packed)
+    packed = packed._replace(cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    if _differentiable(q, k, v):
+        if impl == "hopper":
+            dispatch.choose_backward(q, k, v, impl, packed, deterministic)
+        how = How(seen, scale, impl, deterministic, packed[2:])
+        out, lse = Attention.apply(q, k, v, *packed[:2], how)
+    else:
+        out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, packed, impl)
+    return (out, lse) if return_lse else out
+
+
+# ---------------------------------------------------------------- who looks on
+
+
+def _autocast(q, k, v) -> tuple:
+    """The tensors as PyTorch's own attention would get them under `torch.autocast`."""
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        return q, k, v  # an error, soon
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype, keep = torch.get_autocast_dtype(kind), torch.float64
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != keep else x for x in (q, k, v))
+
+
+def _symbolic() -> bool:
+    """Whether a compiler or a dispatch mode looks on: tensors may have no values, and sizes be no numbers."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all three have memory of their own that a kernel can read: not on device "meta", not of a class
+    that stands for other tensors (FakeTensor, DTensor)."""
+    if q.is_meta:
+        return False
+    tensor = torch.Tensor
+    if type(q) is tensor and type(k) is tensor and type(v) is tensor:
+        return True
+    return all(type(x).__torch_dispatch__ is _NO_DISPATCH for x in (q, k, v))
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether autograd, or a transformation of `torch.func`, has to see the call."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return True
+    return torch._C._are_functorch_transforms_active()
+
+
+def _operator(q, k, v, packed: Packed | None, seen, sm_scale, return_lse, deterministic, impl):
+    """The call as the one operator that compilers, exporters and dispatch modes see."""
+    lse_needed = return_lse or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    )
+    scale = None if sm_scale is None else float(sm_scale)
+    options = (*(packed or (None, None, 0, 0)), *seen, scale, lse_needed, deterministic, impl)
+    out, lse = torch_ops.attention_forward(q, k, v, *options)
+    return (out, lse) if return_lse else out
+
+
+# ---------------------------------------------------------------- what runs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a call of `attention` runs.
+
+    Attributes:
+        kernel: "hopper", "triton" or "reference", as in `impl`.
+        configuration: how the kernel is compiled and launched; None for the reference.
+        reason: why this kernel.
+    """
+
+    kernel: Implementation
+    configuration: HopperConfig | ForwardConfig | None
+    reason: str
+
+    def __str__(self) -> str:
+        how = "" if self.configuration is None else f"\n  with {self.configuration}"
+        return f"{self.kernel}: {self.reason}{how}"
+
+
+def explain(
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None
+) -> Choice:
+    """Which kernel `attention` would run with these arguments, with which configuration, and why.
+
+    Nothing is computed or compiled. Arguments and errors are those of `attention`.
+
+    Example:
+        >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
+        reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
+    """
+    check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl)
+    kernel, reason = dispatch.choose(q, k, v, impl)
+    configuration = None
+    if kernel == "hopper":
+        configuration = launch_hopper.configuration(q.shape, k.shape, band(causal, window), q.get_device())
+    elif kernel == "triton":
+        configuration = launch.configuration(q, k, band(causal, window))
+    if dispatch.nothing_to_do(q, k):
+        reason += "; nothing to compute, so nothing is launched"
+    return Choice(kernel, configuration, reason)

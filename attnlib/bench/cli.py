@@ -1,0 +1,199 @@
+"""The command line of `python -m attnlib.bench`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlib.bench import harness, ladder, peers, records, tables
+from attnlib.bench.oracle import INPUTS
+from attnlib.bench.shapes import DTYPES, TASK, Shape
+
+OURS = ("attnlib", "attnlib-triton")
+"""What `attnlib.attention` chooses by itself, and the portable kernel."""
+DEFAULT_IMPLS = "attnlib,flash,cudnn,flex,fa3,tutorial"
+ROUNDS, PEERS_ROUNDS = 5, 8
+
+
+def format_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows of `collect` as a text table."""
+    columns = (
+        "shape",
+        "impl",
+        "ms",
+        "p20-p80",
+        "TFLOP/s",
+        "max err",
+        "budget",
+        "regs",
+        "spills",
+        "MHz",
+        "W",
+        "",
+    )
+    lines = [columns]
+    for row in rows:
+
+        def show(key: str, form: str, row: Mapping[str, Any] = row) -> str:
+            return "-" if row.get(key) is None else format(row[key], form)
+
+        spread = "-" if row.get("ms") is None else f"{row['ms_p20']:.4f}-{row['ms_p80']:.4f}"
+        status = "" if row["status"] == "ok" else f"{row['status']}: {row.get('reason', '')}".rstrip(": ")
+        lines.append(
+            (
+                Shape.of_row(row).label,
+                row["impl"],
+                show("ms", ".4f"),
+                spread,
+                show("tflops", ".1f"),
+                show("max_error", ".1e"),
+                show("budget_max", ".1e"),
+                show("registers", "d"),
+                show("spills", "d"),
+                show("sm_mhz", ".0f"),
+                show("watts", ".0f"),
+                status,
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) - 1)]
+    return "\n".join(
+        "  ".join(
+            [
+                cell.ljust(w) if i < 2 else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=False))
+            ]
+            + [line[-1]]
+        ).rstrip()
+        for line in lines
+    )
+
+
+def format_ladders(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `collect` as Markdown, causal and dense: TFLOP/s for each D, % of the yardstick, the error."""
+    parts = []
+    for causal in (True, False):
+        if any(row["causal"] == causal for row in rows):
+            lines, columns = ladder.ladder_rows(rows, causal=causal)
+            shown = {key: head for key, head in columns.items() if key not in ("ms", "of_peak")}
+            parts += ["Causal" if causal else "Dense", tables.markdown(lines, shown)]
+    return "\n\n".join(parts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m attnlib.bench", description="Time attention on this GPU."
+    )
+    parser.add_argument("--shapes", help=f"shapes of the task, of {','.join(TASK)} (default: all)")
+    for name in ("batch", "heads", "seqlen", "head-dim"):
+        parser.add_argument(f"--{name}", type=int, help="one shape of your own: give all four")
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="(default)")
+    mask.add_argument("--dense", dest="causal", action="store_false")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
+    parser.add_argument("--impl", help=f"of {','.join([*OURS, *peers.PEERS])} (default: {DEFAULT_IMPLS})")
+    parser.add_argument("--rounds", type=int, help=f"(default: {ROUNDS}, with --peers {PEERS_ROUNDS})")
+    parser.add_argument("--rep-ms", type=float, default=50)
+    parser.add_argument("--inputs", choices=INPUTS, default="normal")
+    parser.add_argument("--json", type=Path, help="write the rows and their provenance to this file")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="the ladder: attnlib and every peer at the shapes of the task, causal and dense",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the peers and whether they can be used, and exit"
+    )
+    return parser
+
+
+def _shapes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Shape]:
+    own = [args.batch, args.heads, args.seqlen, args.head_dim]
+    if any(value is not None for value in own):
+        if args.shapes or None in own:
+            parser.error("give --batch, --heads, --seqlen and --head-dim together and without --shapes")
+        try:
+            return [Shape(*own, args.causal, args.dtype)]
+        except ValueError as error:
+            parser.error(str(error))
+    names = args.shapes.split(",") if args.shapes else list(TASK)
+    unknown = [name for name in names if name not in TASK]
+    if unknown:
+        parser.error(f"--shapes: unknown {', '.join(unknown)}; expected of {', '.join(TASK)}")
+    return [dataclasses.replace(TASK[name], causal=args.causal, dtype=args.dtype) for name in names]
+
+
+def _names_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    if args.peers:
+        if args.impl or args.batch is not None or not args.causal:
+            parser.error("--peers takes every implementation, causal and dense, at the shapes of the task")
+        return ["attnlib", *peers.PEERS]
+    names = (args.impl or DEFAULT_IMPLS).split(",")
+    unknown = [name for name in names if name not in (*OURS, *peers.PEERS)]
+    if unknown:
+        parser.error(f"--impl: unknown {', '.join(unknown)}; expected of {', '.join([*OURS, *peers.PEERS])}")
+    return names
+
+
+def _attnlib(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float
+) -> torch.Tensor:
+    from attnlib.api import attention
+
+    return attention(q, k, v, causal=causal, sm_scale=sm_scale)
+
+
+def _portable(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float
+) -> torch.Tensor:
+    from attnlib.api import attention
+
+    return attention(q, k, v, causal=causal, sm_scale=sm_scale, impl="triton")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Status 0; 1 when attnlib is wrong or failed; 2 without a GPU or for bad arguments."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.list:
+        for peer in peers.PEERS.values():
+            print(f"{peer.name:9s} {peer.about}: {peer.available() or 'available'}")
+        return 0
+    names = _names_of(args, parser)
+    rounds = args.rounds if args.rounds is not None else PEERS_ROUNDS if args.peers else ROUNDS
+    if rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {rounds}")
+    shapes = _shapes_of(args, parser)
+    if args.peers:
+        shapes += [dataclasses.replace(shape, causal=False) for shape in shapes]
+    if not torch.cuda.is_available():
+        print(
+            "attnlib.bench: timing needs a CUDA GPU; recorded measurements are in figures/data",
+            file=sys.stderr,
+        )
+        return 2
+    ours = {"attnlib": _attnlib, "attnlib-triton": _portable}
+    implementations = {name: ours.get(name) for name in names}
+    options = {
+        "rounds": rounds,
+        "rep_ms": args.rep_ms,
+        "warmup_ms": 25,
+        "gate": True,
+        "kind": args.inputs,
+    }
+    header = records.provenance(harness.method(**options))
+    gpu = header["gpu"]
+    print(f"{gpu['name']}, driver {gpu['driver']}, torch {header['torch']}, triton {header['triton']}")
+    rows = harness.collect(implementations, shapes, **options)
+    print(format_rows(rows))
+    if args.peers:
+        print(f"\n{format_ladders(rows)}")
+    if args.json:
+        table = {"bench": {"rows": rows}}
+        records.write_json(args.json, records.rounded({"schema": records.SCHEMA, **header, "tables": table}))
+    return 1 if any(row["impl"] in OURS and row["status"] != "ok" for row in rows) else 0

@@ -1,0 +1,69 @@
+"""The fp64 oracle of the gradients, and the budget that a backward kernel has to keep."""
+
+import math
+
+import torch
+
+from attnlib.bench.oracle import Budget, Verdict, max_and_rms
+from attnlib.kernels.reference.backward import gradients_by_batch
+from attnlib.params import band
+
+FP32 = torch.finfo(torch.float32).eps
+
+
+class GradientOracle:
+    """The truth and the budget of one backward call, to judge gradients.
+
+        GradientOracle(d_out, q, k, v, causal=True).judge(dq, dk, dv)["dk"].raise_if_bad("my kernel")
+
+    The rule is that of `reference`: at most twice the error of plain PyTorch in the same dtype, plus a
+    rounding of the result, plus what comes of computing delta from an output that was rounded. Attributes:
+    `truth` and `budget`, by name ("dq", "dk", "dv").
+    """
+
+    def __init__(
+        self,
+        d_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        window: tuple[int, int] | None = None,
+        sm_scale: float | None = None,
+    ) -> None:
+        bounds, self.dtype = band(causal, window), q.dtype
+        with torch.no_grad():
+            call = d_out, q, k, v, bounds, sm_scale
+            truth = gradients_by_batch(*call, torch.float64)
+            plain = gradients_by_batch(*call, q.dtype)
+            sizes = gradients_by_batch(*call, torch.float64, sizes=True)
+            given = gradients_by_batch(*call, torch.float64, out_dtype=q.dtype)
+        self.truth = dict(zip(("dq", "dk", "dv"), truth, strict=True))
+        self.budget = {}
+        for (name, exact), rough, size, best in zip(self.truth.items(), plain, sizes, given, strict=True):
+            # Kernels accumulate in fp32; that much is granted where a rounding of the result is less.
+            errors = rough - exact, best - exact, exact.to(self.dtype) - exact, size * FP32
+            largest, rms = zip(*map(max_and_rms, errors), strict=True)
+            self.budget[name] = Budget(*(2 * (x[0] + x[1] + max(x[2:])) for x in (largest, rms)))
+
+    @torch.no_grad()
+    def judge(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> dict[str, Verdict]:
+        """A verdict on each gradient; never raises for a wrong one."""
+        found = {"dq": dq, "dk": dk, "dv": dv}
+        return {name: self._judge(name, gradient) for name, gradient in found.items()}
+
+    def _judge(self, name: str, gradient: torch.Tensor) -> Verdict:
+        exact, budget = self.truth[name], self.budget[name]
+        if gradient.shape != exact.shape or gradient.dtype != self.dtype:
+            reason = (
+                f"{name}: expected shape {tuple(exact.shape)} {self.dtype}, "
+                f"got {tuple(gradient.shape)} {gradient.dtype}"
+            )
+            return Verdict(math.nan, math.nan, budget, False, reason)
+        largest, rms = max_and_rms(gradient.double() - exact)
+        ok = largest <= budget.max and rms <= budget.rms  # False for NaN
+        reason = "" if ok else (
+            f"{name}: max error {largest:.2e} (budget {budget.max:.2e}), "
+            f"RMS error {rms:.2e} (budget {budget.rms:.2e})"
+        )  # fmt: skip
+        return Verdict(largest, rms, budget, ok, reason)

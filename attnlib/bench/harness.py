@@ -1,0 +1,289 @@
+"""Compare implementations of attention on a GPU, fairly and only when they are right.
+
+All implementations of a comparison run on the same tensors in one process, in several rounds, each round in a
+new random order, so that clock and power drift hit all of them alike. Every call starts with a cold L2. An
+output is judged by the fp64 oracle before the timing and after it: a kernel that is wrong gets no speed.
+
+    python -m attnlib.bench --shapes d64,d128 --impl attnlib,flash,cudnn
+    python -m attnlib.bench --batch 1 --heads 16 --seqlen 16384 --head-dim 128 --dense --json out.json
+    python -m attnlib.bench --peers    # attnlib and every peer at the shapes of the task: the ladder
+    python -m attnlib.bench --list     # which peers can be used here
+
+The cells of a notebook call `measure`, which stores what it measured and replays it on a machine without a
+GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attnlib.bench import peers, power, records, roofline, timing
+from attnlib.bench.oracle import Oracle, make_inputs, poisoned_empty
+from attnlib.bench.shapes import Shape
+from attnlib.bench.timing import Sustained, Timing, host_us, launched_kernels, resources, sustained, time_ms
+
+__all__ = [
+    "Attention",
+    "Sustained",
+    "Timing",
+    "collect",
+    "host_us",
+    "launched_kernels",
+    "measure",
+    "method",
+    "resources",
+    "sustained",
+    "time_ms",
+]
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], torch.Tensor]
+"""f(q, k, v, causal, sm_scale) -> out; q and out are (B, H, S, D), k and v (B, H_kv, Sk, D)."""
+
+_DEVICE = "cuda"
+
+
+class Run:
+    """One implementation on one shape: its row, and its call while nothing has gone wrong."""
+
+    def __init__(self, impl: str, shape: Shape) -> None:
+        self.shape = shape
+        self.row: dict[str, Any] = {"impl": impl, **shape.to_dict(), "status": "ok"}
+        self.call: Callable[[], torch.Tensor] | None = None
+        self.is_peer = False
+        self.estimate = 0.0
+        self.samples: list[float] = []
+        self.clocks: list[tuple[float | None, float | None]] = []
+
+    @property
+    def ok(self) -> bool:
+        return self.row["status"] == "ok"
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that a call is credited with."""
+        return roofline.flops(self.shape)
+
+    def stop(self, status: str, reason: str | None = None) -> None:
+        """Give up on this implementation: it keeps its errors and gets no speed."""
+        self.row["status"] = status
+        if reason:
+            self.row["reason"] = reason
+        self.call = None
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Do one step; an exception becomes the status of the row, so one kernel can't end a whole run."""
+        if not self.ok:
+            return
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            self.stop("out of memory")
+        except Exception as error:
+            self.stop("failed", f"{type(error).__name__}: {peers.brief(error)}")
+        if not self.ok:
+            # After an illegal access nothing that follows on this GPU can be trusted: this raises then.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def prepare(self, function: Attention | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        causal, scale = self.shape.causal, self.shape.head_dim**-0.5
+        self.is_peer = function is None
+        if function is not None:
+            self.call = lambda: function(q, k, v, causal, scale)
+            return
+        peer = peers.PEERS[self.row["impl"]]
+        reason = peer.available()
+        if reason:
+            self.stop("not installed", reason)
+        else:
+            self.call = peer.make(q, k, v, causal, scale)
+
+    def gate(self, oracle: Oracle | None) -> None:
+        """Call once and judge the output. A function of ours starts from NaN in what it allocates: output
+        that it did not write must not pass because the memory still held the right one of the call before."""
+        with contextlib.nullcontext() if self.is_peer else poisoned_empty():
+            out = self.call()
+        torch.cuda.synchronize()
+        if oracle is None:
+            return
+        verdict = oracle.judge(out)
+        self.row.update(
+            max_error=verdict.max_error,
+            rms_error=verdict.rms_error,
+            budget_max=verdict.budget.max,
+            budget_rms=verdict.budget.rms,
+        )
+        if not verdict.ok:
+            self.stop("wrong", verdict.reason)
+
+    def time(self, rep_ms: float, warmup_ms: float) -> None:
+        if not self.estimate:
+            self.estimate = timing.estimate_ms(self.call, cold=True)
+        with power.Sampler() as sampler:
+            self.samples += timing.samples_ms(self.call, self.estimate, rep_ms, warmup_ms, cold=True)
+        self.clocks.append(sampler.medians(settled=True))
+
+    def finish(self, oracle: Oracle | None) -> None:
+        """Memory and kernel resources of one more call, its output judged again, then the times."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with timing.launched_kernels() as kernels:
+            self.call()
+        torch.cuda.synchronize()
+        self.row.update(timing.resources(kernels), peak_bytes=torch.cuda.max_memory_allocated() - before)
+        self.gate(oracle)
+        if not self.ok:
+            return
+        median, p20, p80 = timing.summarize(self.samples)
+        mhz, watts = ([c[i] for c in self.clocks if c[i] is not None] for i in range(2))
+        self.row.update(
+            ms=median,
+            ms_p20=p20,
+            ms_p80=p80,
+            tflops=self.flops / median * 1e-9,
+            sm_mhz=statistics.median(mhz) if mhz else None,
+            watts=statistics.median(watts) if watts else None,
+        )
+
+
+def check_names(implementations: Mapping[str, Attention | None]) -> None:
+    for name, function in implementations.items():
+        if function is None and name not in peers.PEERS:
+            raise ValueError(
+                f"implementations: {name!r} has no function and is no peer ({', '.join(peers.PEERS)})"
+            )
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"implementations[{name!r}]: expected a callable or None, got {type(function).__name__}"
+            )
+
+
+def collect(
+    implementations: Mapping[str, Attention | None],
+    shapes: Iterable[Shape],
+    *,
+    rounds: int = 5,
+    rep_ms: float = 50,
+    warmup_ms: float = 25,
+    gate: bool = True,
+    kind: str = "normal",
+) -> list[dict[str, Any]]:
+    """Measure on this GPU; one row for each shape and implementation, see `measure`. Stores nothing."""
+    timing.need_gpu()
+    check_names(implementations)
+    if rounds < 1:
+        raise ValueError(f"rounds: expected at least 1, got {rounds}")
+    shapes = list(shapes)
+    rows: list[dict[str, Any]] = []
+    with progress(len(shapes) * len(implementations) * (rounds + 1)) as advance:
+        for shape in shapes:
+            q, k, v = make_inputs(shape, kind, device=_DEVICE)
+            oracle = Oracle(q, k, v, shape.causal) if gate else None
+            runs = [Run(impl, shape) for impl in implementations]
+            for run in runs:
+                run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], q, k, v))
+                run.attempt(functools.partial(run.gate, oracle))
+                advance(run.row["impl"])
+            time_rounds(runs, oracle, rounds, rep_ms, warmup_ms, advance)
+            rows += [run.row for run in runs]
+    return rows
+
+
+def time_rounds(
+    runs: Sequence[Run], oracle: Any, rounds: int, rep_ms: float, warmup_ms: float, advance: Callable
+) -> None:
+    """Time prepared runs, interleaved and in a new order in each round, then judge them again."""
+    for number in range(rounds):
+        for run in random.Random(number).sample(runs, len(runs)):
+            run.attempt(functools.partial(run.time, rep_ms, warmup_ms))
+            advance(run.row["impl"])
+    for run in runs:
+        run.attempt(functools.partial(run.finish, oracle))
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal that has tqdm; nothing elsewhere, so that notebooks stay clean."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with tqdm(total=total, leave=False, file=sys.stderr) as bar:
+
+        def advance(text: str) -> None:
+            bar.set_description(text)
+            bar.update()
+
+        yield advance
+
+
+def method(rounds: int, rep_ms: float, warmup_ms: float, gate: bool, kind: str) -> dict[str, Any]:
+    """How `collect` measures with these options, in words, for a record."""
+    return {
+        "timer": "CUDA events around each call, 256 MiB written before it to flush L2",
+        "statistic": "median, 20th and 80th percentile of all calls of all rounds",
+        "order": "implementations interleaved, shuffled in each round",
+        "rounds": rounds,
+        "rep_ms": rep_ms,
+        "warmup_ms": warmup_ms,
+        "inputs": kind,
+        "gate": "fp64 oracle before and after the timing" if gate else "none",
+        "flops": "4*B*H*Sq*Sk*D, halved when causal",
+    }
+
+
+def measure(
+    name: str,
+    implementations: Mapping[str, Attention | None],
+    shapes: Iterable[Shape],
+    *,
+    notebook: str,
+    rounds: int = 5,
+    rep_ms: float = 50,
+    warmup_ms: float = 25,
+    gate: bool = True,
+    kind: str = "normal",
+) -> records.Table:
+    """Compare implementations on shapes; measured and stored on a GPU, replayed without one.
+
+    `implementations`: name -> f(q, k, v, causal, sm_scale) -> out, or None for the peer of that name. `kind`
+    is a kind of `oracle.make_inputs`. `rounds` times about `rep_ms` ms of calls after `warmup_ms` ms of
+    warm-up, for each.
+
+    One row for each shape and implementation: impl, the fields of the shape, and `status`.
+
+    - "ok": ms, ms_p20, ms_p80 and tflops; sm_mhz and watts while it was timed; registers, spills,
+      shared_bytes and num_warps (None unless Triton compiled it); peak_bytes allocated during a call.
+    - "wrong": no times, but the `reason`. With `gate` both have max_error, rms_error, budget_max, budget_rms.
+    - "not installed", "out of memory", "failed": no times, and the `reason` where there is more to say.
+
+    A replay has exactly the rows that were asked for; a RecordError names one that was not recorded. Prints
+    nothing.
+    """
+    check_names(implementations)
+    shapes = list(shapes)
+    options = {"rounds": rounds, "rep_ms": rep_ms, "warmup_ms": warmup_ms, "gate": gate, "kind": kind}
+    table = records.table(
+        notebook, name, lambda: collect(implementations, shapes, **options), method=method(**options)
+    )
+    rows = [table.one(shape, impl=impl) for shape in shapes for impl in implementations]
+    return dataclasses.replace(table, rows=rows)
+
+
+if __name__ == "__main__":
+    from attnlib.bench.__main__ import main
+
+    sys.exit(main())

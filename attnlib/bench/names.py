@@ -1,0 +1,37 @@
+"""The names of everything that is measured.
+
+A key is what a record calls an implementation: a step of the book (the name of its notebook,
+"03_online_softmax"), the package itself ("attnlib"), or a peer ("cudnn"). The titles of the steps are the
+book's, in `attnlib.book.chapters`."""
+
+import re
+
+PEERS: dict[str, str] = {
+    "math": "PyTorch math",
+    "flash": "FA2",
+    "flex": "FlexAttention",
+    "tutorial": "Triton tutorial",
+    "cudnn": "cuDNN",
+    "fa3": "FA3",
+}
+"""Key -> short name of each implementation that is not ours."""
+
+
+def number(impl: str) -> int | None:
+    """The step number in a key: 3 for "03_online_softmax", None for a peer. "attnlib", the package, comes
+    after every step."""
+    if impl == "attnlib":
+        return 100
+    found = re.match(r"(\d\d)_", impl)
+    return int(found.group(1)) if found else None
+
+
+def label(impl: str) -> str:
+    """The reader's name of an implementation: "cuDNN", "attnlib", "03 online softmax"; an unknown key stays
+    as it is."""
+    return PEERS.get(impl) or re.sub(r"^(\d\d)_", r"\1 ", impl).replace("_", " ")
+
+
+def is_ours(impl: str) -> bool:
+    """True for the steps of the book and the package, False for peers."""
+    return number(impl) is not None

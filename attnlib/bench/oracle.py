@@ -1,0 +1,254 @@
+"""The fp64 oracle, the error budget, and the inputs that kernels are judged on.
+
+A kernel passes when its largest and its RMS error against dense attention in fp64 both stay within
+
+    2 x (error of PyTorch's same-dtype dense path + one rounding of the output dtype)
+
+The rule is relative, so it needs no tolerance per shape or dtype: where fp16 arithmetic itself is inaccurate
+the kernel may be too, and where it is accurate the kernel must be. In float32 the rounding is that of a sum
+of D products in another order, sqrt(D) ulp. Output that is not finite fails, because every comparison is
+written `not (error <= budget)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.reference.forward import (
+    attention_fp64,
+    attention_math,
+    attention_varlen_fp64,
+    attention_varlen_math,
+)
+
+INPUTS = ("normal", "large", "outlier", "constant", "sink")
+"""Kinds of input, see `make_inputs`."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The largest absolute error and the largest RMS error that a kernel may have."""
+
+    max: float
+    rms: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the oracle says of one output: its errors, the budget they had to meet, and why it failed."""
+
+    max_error: float
+    rms_error: float
+    budget: Budget
+    ok: bool
+    reason: str = ""
+
+    def raise_if_bad(self, name: str) -> None:
+        """AssertionError that names the kernel, the errors and the budget, unless the output is good."""
+        if not self.ok:
+            raise AssertionError(f"{name} is wrong: {self.reason}")
+
+
+def max_and_rms(error: torch.Tensor) -> tuple[float, float]:
+    """Largest absolute value and root mean square, 0 of nothing; `error` is overwritten."""
+    if not error.numel():
+        return 0.0, 0.0
+    largest = error.abs_().max().item()
+    return largest, error.square_().mean().sqrt().item()
+
+
+class Oracle:
+    """The truth and the budget of one input, computed once, to judge many outputs.
+
+        oracle = Oracle(q, k, v, causal=True)
+        oracle.judge(attention(q, k, v, causal=True)).raise_if_bad("my kernel")
+
+    With cu_seqlens=(cu_seqlens_q, cu_seqlens_k) the input is packed sequences, see `attention_varlen_fp64`.
+
+    Attributes: `out` (B, H, Sq, D) and `lse` (B, H, Sq) in fp64, or (Tq, H, D) and (H, Tq), `budget`,
+    `lse_tolerance` (absolute).
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        *,
+        window: tuple[int, int] | None = None,
+        cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self.dtype = q.dtype
+        truth, yardstick = attention_fp64, attention_math
+        if cu_seqlens is not None:
+            truth, yardstick = attention_varlen_fp64, attention_varlen_math
+        tensors = q, k, v, *(cu_seqlens or ())
+        how = {"causal": causal, "window": window, "sm_scale": sm_scale}
+        self.out, self.lse = truth(*tensors, **how)
+        plain = yardstick(*tensors, **how).double().sub_(self.out)
+        math_max, math_rms = max_and_rms(plain)
+        rounding = self.out.to(self.dtype).double().sub_(self.out)
+        round_max, round_rms = max_and_rms(rounding)
+        # Kernels accumulate in fp32, and two orders of adding D products differ by about sqrt(D) roundings.
+        # That much is granted where a rounding of the output is less: in fp32, and where the truth happens
+        # to be representable (S = 1: out = v). In fp16 and bf16 it is hundreds of times smaller than one.
+        order = math.sqrt(q.shape[-1]) * torch.finfo(torch.float32).eps
+        truth_max, truth_rms = max_and_rms(self.out.clone())
+        self.budget = Budget(
+            max=2 * (math_max + max(round_max, order * truth_max)),
+            rms=2 * (math_rms + max(round_rms, order * truth_rms)),
+        )
+        seen = self.lse[self.lse.isfinite()]
+        # The LSE is fp32 in every kernel; this separates fp32 arithmetic (1e-6) from a wrong base or a lost
+        # scale.
+        self.lse_tolerance = 1e-4 * max(1.0, seen.abs().max().item() if seen.numel() else 0.0)
+
+    @torch.no_grad()
+    def judge(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Verdict:
+        """Compare an output, and its natural-log LSE when given, with the truth.
+
+        Never raises for a wrong result: shape, dtype, non-finite values and errors above the budget all give
+        a Verdict with ok=False and a reason.
+        """
+        if not isinstance(out, torch.Tensor):
+            return self._bad(f"expected a torch.Tensor, got {type(out).__name__}")
+        if out.shape != self.out.shape or out.dtype != self.dtype:
+            return self._bad(
+                f"expected shape {tuple(self.out.shape)} {self.dtype}, got {tuple(out.shape)} {out.dtype}"
+            )
+        if out.device != self.out.device:
+            return self._bad(f"expected the output on {self.out.device}, got {out.device}")
+        max_error, rms_error = max_and_rms(out.double() - self.out)
+        broken = out.numel() - int(out.isfinite().sum())
+        if broken:
+            reason = f"{broken} of {out.numel()} values are not finite"
+            return Verdict(max_error, rms_error, self.budget, False, reason)
+        if not (max_error <= self.budget.max and rms_error <= self.budget.rms):
+            reason = (
+                f"max error {max_error:.2e} (budget {self.budget.max:.2e}), "
+                f"RMS error {rms_error:.2e} (budget {self.budget.rms:.2e})"
+            )
+            return Verdict(max_error, rms_error, self.budget, False, reason)
+        reason = "" if lse is None else self._lse_fault(lse)
+        return Verdict(max_error, rms_error, self.budget, not reason, reason)
+
+    def _bad(self, reason: str) -> Verdict:
+        return Verdict(math.nan, math.nan, self.budget, False, reason)
+
+    def _lse_fault(self, lse: torch.Tensor) -> str:
+        """What is wrong with an LSE; empty when nothing is."""
+        if lse.shape != self.lse.shape:
+            return f"LSE: expected shape {tuple(self.lse.shape)}, got {tuple(lse.shape)}"
+        empty = self.lse == -math.inf
+        if not bool((lse[empty] == -math.inf).all()):
+            return "LSE: expected -inf where a row sees no key"
+        error = (lse.double() - self.lse)[~empty].abs()
+        largest = error.max().item() if error.numel() else 0.0
+        if not (largest <= self.lse_tolerance):
+            return f"LSE: max error {largest:.2e}, tolerance {self.lse_tolerance:.2e}"
+        return ""
+
+
+def error_budget(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+) -> Budget:
+    """The budget for these inputs; an `Oracle` gives it together with the truth."""
+    return Oracle(q, k, v, causal, sm_scale, window=window).budget
+
+
+def judge(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+    lse: torch.Tensor | None = None,
+) -> Verdict:
+    """Judge one output; use an `Oracle` for several outputs of the same input."""
+    return Oracle(q, k, v, causal, sm_scale, window=window).judge(out, lse)
+
+
+@contextlib.contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Within the block `torch.empty` and its relatives return NaN instead of whatever the memory held.
+
+    A kernel that leaves part of its output unwritten then fails, rather than passing on what a good call
+    left behind. Integer tensors stay as they are.
+    """
+    functions = {
+        torch: ("empty", "empty_like", "empty_strided"),
+        torch.Tensor: ("new_empty", "new_empty_strided"),
+    }
+    originals = [(owner, name, getattr(owner, name)) for owner, names in functions.items() for name in names]
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
+            x = allocate(*args, **kwargs)
+            return x.fill_(math.nan) if x.is_floating_point() else x
+
+        return wrapper
+
+    try:
+        for owner, name, original in originals:
+            setattr(owner, name, poisoned(original))
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def make_inputs(
+    shape: Shape, kind: str = "normal", seed: int = 0, device: str | torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random q (B, H, Sq, D), k and v (B, H_kv, Sk, D), contiguous, in `shape.dtype`; on the GPU when there
+    is one.
+
+    normal    N(0, 1)
+    large     q is 20 times larger: scores far beyond what exp takes without a running max
+    outlier   N(0, 1) + N(0, 100) * Bernoulli(0.001), the mix of the FlashAttention-3 paper (arXiv 2407.08608)
+    constant  all keys are the same vector: the scores of a row tie, and out is the mean of the visible values
+    sink      key 0 draws most of the weight of every row, so the running max is found at once and stays
+    """
+    if kind not in INPUTS:
+        raise ValueError(f"kind: expected one of {', '.join(INPUTS)}, got {kind!r}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(heads: int, length: int) -> torch.Tensor:
+        size = (shape.batch, heads, length, shape.head_dim)
+        x = torch.randn(size, generator=generator, device=device)
+        if kind == "outlier":
+            hit = torch.rand(size, generator=generator, device=device) < 0.001
+            x += 10 * torch.randn(size, generator=generator, device=device) * hit
+        return x
+
+    q = randn(shape.heads, shape.seqlen)
+    k, v = randn(shape.kv_heads, shape.keys), randn(shape.kv_heads, shape.keys)
+    if kind == "large":
+        q *= 20
+    elif kind == "constant":
+        k[:] = k[:, :, :1].clone()
+    elif kind == "sink":
+        # q.k0/sqrt(D) is about log(Sk) + 3, while exp of the other scores sums to about e * Sk: 9 tenths of
+        # the weight.
+        q += 1
+        k[:, :, 0] = (math.log(shape.keys) + 3) * shape.head_dim**-0.5
+    return q.to(shape.torch_dtype), k.to(shape.torch_dtype), v.to(shape.torch_dtype)

@@ -1,0 +1,125 @@
+"""Kernels as notebook cells: reading a cell, importing it as a module, showing the difference of two of
+them."""
+
+import difflib
+import hashlib
+import html
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from attnlib.bench.paths import NOTEBOOKS
+
+
+def cells_tagged(notebook: Path, tag: str) -> list[str]:
+    """Sources of the code cells of a notebook file that carry `tag`, in order."""
+    if not notebook.exists():
+        raise FileNotFoundError(
+            f"notebook: expected the file {notebook.name} in {notebook.parent.name}/, found none"
+        )
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    return [
+        "".join(cell["source"])
+        for cell in content["cells"]
+        if cell["cell_type"] == "code" and tag in cell.get("metadata", {}).get("tags", [])
+    ]
+
+
+def kernel_source(notebook: Path) -> str:
+    """The source of the one code cell tagged `kernel`; ValueError if there is none or more than one."""
+    found = cells_tagged(notebook, "kernel")
+    if len(found) != 1:
+        raise ValueError(f"{notebook.stem}: expected one code cell tagged 'kernel', found {len(found)}")
+    return found[0].rstrip() + "\n"
+
+
+def load_source(name: str, source: str) -> ModuleType:
+    """Import `source` as a module. The same source gives the same module object.
+
+    Triton reads the text of a kernel from its file, so the source is written to one, in a private folder
+    outside of the project whose name has a hash of the content: an edited cell gets a new file, and no
+    process sees half of one."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    module_name = f"attnlib_kernel_{name}_{digest}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    path = _cache_dir() / digest / f"{name}.py"
+    if not path.exists() or path.read_text(encoding="utf-8") != source:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(source)
+        os.replace(partial, path)  # atomic: two notebooks may do this at once
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def notebooks_dir() -> Path:
+    """The folder of the notebooks: beside the package, or the current folder."""
+    for folder in (NOTEBOOKS, Path.cwd(), Path.cwd() / "notebooks"):
+        if any(folder.glob("[0-9][0-9]_*.ipynb")):
+            return folder
+    return NOTEBOOKS
+
+
+def load_step(step: str) -> ModuleType:
+    """The kernel cell of notebook `step` as a module. Kernel cells that build on those of earlier chapters
+    import them with it."""
+    return load_source(step, kernel_source(notebooks_dir() / f"{step}.ipynb"))
+
+
+def _cache_dir() -> Path:
+    """<temporary folder>/attnlib-kernels-<user id>, readable and writable by its owner alone."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"attnlib-kernels-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != user:
+        raise PermissionError(
+            f"kernel cache: expected {folder} to be a folder of this user; remove it and try again"
+        )
+    return folder
+
+
+_LINE_STYLES = {
+    "+": "background:rgba(46,160,67,.18);",
+    "-": "background:rgba(213,94,0,.18);",
+    "@": "opacity:.55;",
+}
+
+
+def diff_lines(old: str, new: str, old_name: str, new_name: str, context: int = 2) -> list[str]:
+    """A unified diff as lines, its two header lines first; empty if the texts are equal."""
+    return list(
+        difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, n=context, lineterm="")
+    )
+
+
+def diff_bundle(old: str, new: str, old_name: str, new_name: str) -> dict[str, str]:
+    """A MIME bundle of the diff: HTML whose colors suit light and dark pages, and plain text that says the
+    same."""
+    lines = diff_lines(old, new, old_name, new_name)
+    added = sum(line.startswith("+") for line in lines[2:])
+    removed = sum(line.startswith("-") for line in lines[2:])
+    title = f"{old_name} → {new_name}: {added} line{'s' * (added != 1)} added, {removed} removed"
+    whole = "display:inline-block;min-width:100%;"
+    body = "\n".join(
+        f'<span style="{whole}{_LINE_STYLES.get(line[:1], "")}">{html.escape(line)}</span>'
+        for line in lines[2:]
+    )
+    page = (
+        f'<div style="margin:.5em 0"><strong>{html.escape(title)}</strong>\n'
+        '<pre style="overflow-x:auto;padding:.5em;line-height:1.35;font-size:.85em">\n'
+        f"{body}\n</pre></div>"
+    )
+    return {"text/html": page, "text/plain": "\n".join([title, *lines[2:]])}

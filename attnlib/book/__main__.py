@@ -1,0 +1,7 @@
+"""`python -m attnlib.book`."""
+
+import sys
+
+from attnlib.book.build import main
+
+sys.exit(main())

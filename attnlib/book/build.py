@@ -1,0 +1,248 @@
+"""The book's workshop: execute the notebooks, write the figures and README's table, check what is committed.
+
+python -m attnlib.book run [03 ...]      execute in place on a CUDA GPU: measure, rewrite outputs, records
+python -m attnlib.book replay [03 ...]   execute copies in build/notebooks, measurements replayed
+python -m attnlib.book figures           NAME.svg and NAME.pdf of each published figure, with nbconvert
+python -m attnlib.book readme            the table between README's ladder markers, from the records
+python -m attnlib.book check             notebook hygiene, and README against the records
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnlib.bench.paths import FIGURES, NOTEBOOKS, ROOT
+from attnlib.book import chapters as book_chapters
+from attnlib.book import hygiene
+
+BUILD = ROOT / "build"
+README = ROOT / "README.md"
+MARKERS = ("<!-- ladder -->", "<!-- /ladder -->")
+LADDER = ("12_record", "ladder")
+"""Notebook and table of the record that README shows."""
+
+
+def chapters(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """The chapter notebooks of a folder in order, or those named ("03", "03_online_softmax"); ValueError if
+    one is not there."""
+    found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    if not found:
+        raise ValueError(f"notebooks: expected NN_slug.ipynb files in {folder}, found none")
+    if not names:
+        return found
+    chosen = []
+    for name in names:
+        stem = Path(name).stem
+        matching = [path for path in found if stem in (path.stem, path.stem[:2])]
+        if not matching:
+            raise ValueError(f"notebook: expected one of {', '.join(p.stem for p in found)}, got {name}")
+        chosen += matching
+    return sorted(set(chosen))
+
+
+def run(
+    names: Sequence[str] = (), folder: Path = NOTEBOOKS, out: Path | None = None, timeout: float = 900
+) -> bool:
+    """Execute notebooks one after the other on the GPU, in place or into `out`; True if all went through.
+
+    A notebook that fails stays as it was; what it got to is in build/failed.
+    """
+    from attnlib.bench.records import can_measure
+    from attnlib.book.execution import execute_all
+
+    if out is None and not can_measure():
+        raise ValueError(
+            "run: expected a CUDA GPU and no ATTNLIB_REPLAY; use `replay`, or --out DIR to execute copies"
+        )
+    results = execute_all(
+        chapters(folder, names),
+        lambda path: (out or folder) / path.name,
+        replay=False,
+        timeout=timeout,
+        failed=None if out else BUILD / "failed",
+    )
+    return _summary(results)
+
+
+def replay(
+    names: Sequence[str] = (),
+    folder: Path = NOTEBOOKS,
+    out: Path = BUILD / "notebooks",
+    jobs: int | None = None,
+    timeout: float = 900,
+) -> bool:
+    """Execute notebooks into `out` with replayed measurements, two at a time without a GPU; True if all
+    went through."""
+    from attnlib.book.execution import execute_all
+
+    paths = chapters(folder, names)
+    jobs = jobs or default_jobs()
+    return _summary(execute_all(paths, lambda path: out / path.name, replay=True, jobs=jobs, timeout=timeout))
+
+
+def default_jobs() -> int:
+    """Notebooks to execute at a time: one on a GPU, which they would share, else two if there are the
+    cores."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else min(2, os.cpu_count() or 1)
+
+
+def _summary(results: Sequence) -> bool:
+    failed = [result for result in results if not result.ok]
+    seconds = sum(result.seconds for result in results)
+    print(f"{len(results) - len(failed)} of {len(results)} notebooks executed, {seconds:.0f} s of kernels")
+    if failed:
+        print(
+            "\nFAILED\n"
+            + "\n\n".join(f"{r.failure}\n    executed so far: {_short(r.target)}" for r in failed)
+        )
+    return not failed
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def figures(source: Path = NOTEBOOKS, out: Path = FIGURES, names: Sequence[str] = ()) -> list[Path]:
+    """Write each published figure of executed notebooks as NAME.svg and NAME.pdf; returns the files.
+
+    Without `names`, figures in `out` that no notebook publishes any more are removed. A name that two
+    figures share is a ValueError."""
+    content: dict[str, tuple[str, bytes]] = {}
+    for path in chapters(source, names):
+        for file, data in published(path).items():
+            if file in content:
+                raise ValueError(f"figures: {file} is published by {content[file][0]} and by {path.stem}")
+            content[file] = (path.stem, data)
+    out.mkdir(parents=True, exist_ok=True)
+    for file, (_, data) in content.items():
+        (out / file).write_bytes(data)
+    if not names:
+        for old in [*out.glob("*.svg"), *out.glob("*.pdf")]:
+            if old.name not in content:
+                old.unlink()
+    return [out / file for file in sorted(content)]
+
+
+def published(notebook: Path) -> dict[str, bytes]:
+    """File name -> content of the figures of one executed notebook, as nbconvert extracts them."""
+    import nbformat
+    from nbconvert.preprocessors import ExtractOutputPreprocessor
+
+    content = nbformat.read(notebook, as_version=4)
+    for cell in content.cells:  # only what was published under a name
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("metadata", {}).get("filename")]
+    extract = ExtractOutputPreprocessor(extract_output_types={"image/svg+xml", "application/pdf"})
+    try:
+        _, resources = extract.preprocess(content, {"outputs": {}, "unique_key": notebook.stem})
+    except ValueError as error:
+        raise ValueError(f"{notebook.stem}: {error}") from None
+    return resources["outputs"]
+
+
+def ladder_table() -> str:
+    """README's table: the ladder of the last record, causal fp16 at the task's shapes, with its
+    provenance."""
+    from attnlib.bench import ladder, records, tables
+
+    table = records.load(*LADDER, gpu=records.REFERENCE_GPU)
+    rows, columns = ladder.ladder_rows(table.rows, label=book_chapters.label)
+    return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
+
+
+def with_ladder(text: str) -> str:
+    """README's text with the present table between its markers; ValueError if there is not one of each."""
+    start, end = MARKERS
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"README: expected {start} and then {end}, once each")
+    pattern = re.escape(start) + r".*?" + re.escape(end)
+    return re.sub(pattern, lambda _: f"{start}\n{ladder_table()}\n{end}", text, flags=re.DOTALL)
+
+
+def readme(path: Path = README) -> bool:
+    """Rewrite the table of README from the records; True if it was different."""
+    old = path.read_text(encoding="utf-8")
+    new = with_ladder(old)
+    if new != old:
+        path.write_text(new, encoding="utf-8")
+    return new != old
+
+
+def check(names: Sequence[str] = (), folder: Path = NOTEBOOKS, path: Path = README) -> list[str]:
+    """What is wrong with the notebooks and README's table, one line each; empty if nothing is."""
+    problems = [str(problem) for notebook in chapters(folder, names) for problem in hygiene.check(notebook)]
+    if not names and path.exists():
+        try:
+            old = path.read_text(encoding="utf-8")
+            if with_ladder(old) != old:
+                problems.append("README: its table differs from the records: python -m attnlib.book readme")
+        except (ValueError, LookupError) as error:
+            problems.append(f"README: {error}")
+    return problems
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m attnlib.book", description="Execute, draw and check the book."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    texts = {
+        "run": "execute in place on a CUDA GPU: measure, rewrite outputs and records",
+        "replay": "execute copies with replayed measurements; needs no GPU",
+        "figures": "write the published figures of executed notebooks as SVG and PDF",
+        "readme": "rewrite README's table from the records",
+        "check": "notebook hygiene, and README against the records",
+    }
+    for name, text in texts.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name != "readme":
+            command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="such as 03 (default: all)")
+            command.add_argument(
+                *("--source", "--notebooks"), dest="source", type=Path, default=NOTEBOOKS, metavar="DIR",
+                help="folder of the notebooks (default: notebooks)",
+            )  # fmt: skip
+        if name in ("run", "replay"):
+            command.add_argument("--timeout", type=float, default=900, help="seconds a cell may take (900)")
+    commands.choices["run"].add_argument(
+        "--out", type=Path, metavar="DIR", help="write copies here, not in place"
+    )
+    commands.choices["replay"].add_argument(
+        "--out", type=Path, default=BUILD / "notebooks", metavar="DIR", help="build/notebooks"
+    )
+    commands.choices["replay"].add_argument("--jobs", type=int, help="notebooks at a time (2; 1 on a GPU)")
+    commands.choices["figures"].add_argument(
+        "--out", type=Path, default=FIGURES, metavar="DIR", help="folder to write to (figures)"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; 0 if all is well, 1 if a notebook or a check failed, 2 for a wrong call."""
+    given = _parser().parse_args(arguments)
+    try:
+        if given.command == "run":
+            return 0 if run(given.names, given.source, given.out, given.timeout) else 1
+        if given.command == "replay":
+            return 0 if replay(given.names, given.source, given.out, given.jobs, given.timeout) else 1
+        if given.command == "figures":
+            files = figures(given.source, given.out, given.names)
+            print(f"{len(files)} files in {_short(given.out)}: {', '.join(sorted({f.stem for f in files}))}")
+        elif given.command == "readme":
+            print("README: table rewritten" if readme() else "README: table is up to date")
+        else:
+            problems = check(given.names, given.source)
+            print("\n".join(problems) or "notebooks and README are clean")
+            return 1 if problems else 0
+    except (ValueError, LookupError, FileNotFoundError) as error:
+        print(f"attnlib.book: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

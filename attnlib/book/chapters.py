@@ -1,0 +1,37 @@
+"""The chapters of the book and the steps of its ladder, in order. Texts, tables and charts take the title of
+a step from here."""
+
+from attnlib.bench import names
+
+STEPS: list[tuple[str, str]] = [
+    ("01_naive", "Naive attention"),
+    ("02_tiling", "Tiling"),
+    ("03_online_softmax", "Online softmax"),
+    ("04_exp2", "exp2"),
+    ("05_two_pass_causal", "Two-pass causal"),
+    ("06_autotuning", "Autotuning"),
+    ("07_production", "Production kernel"),
+    ("08_tma_wgmma", "TMA and wgmma"),
+    ("09_warp_specialization", "Warp specialization"),
+    ("10_overlap", "Overlap"),
+    ("11_scheduling", "Scheduling"),
+]
+"""(notebook name, title) of each step, in the order in which the book takes them. From GLUON_FROM on they are
+written in Gluon, for Hopper."""
+
+GLUON_FROM = 8
+
+CHAPTERS: list[tuple[str, str]] = [
+    ("00_how_we_measure", "How we measure"),
+    *STEPS,
+    ("12_record", "The record"),
+    ("13_backward", "The backward pass"),
+]
+"""All chapters: the steps, and those that build no kernel of their own."""
+
+_TITLES = dict(CHAPTERS)
+
+
+def label(impl: str) -> str:
+    """The reader's name of an implementation, with the title of a step: "03 Online softmax", "cuDNN"."""
+    return f"{impl[:2]} {_TITLES[impl]}" if impl in _TITLES else names.label(impl)

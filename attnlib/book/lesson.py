@@ -1,0 +1,430 @@
+"""What the notebooks share: kernels kept in cells, diffs between steps, verification, tables, exercises.
+
+Import it before Triton: on a machine with no CUDA GPU it switches Triton's interpreter on, which has to
+happen first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlib.bench import ladder as _ladder
+from attnlib.bench import sources, tables
+from attnlib.bench.oracle import INPUTS, Oracle, Verdict, make_inputs
+from attnlib.bench.shapes import TASK, Shape
+from attnlib.bench.sources import notebooks_dir
+from attnlib.book.chapters import CHAPTERS, STEPS, label
+
+if TYPE_CHECKING:
+    from attnlib.bench.records import Table
+
+__all__ = [
+    "CHAPTERS",
+    "STEPS",
+    "begin",
+    "check",
+    "checks",
+    "current",
+    "device",
+    "exercises",
+    "kernel_source",
+    "ladder",
+    "load_kernel",
+    "measure",
+    "measure_backward",
+    "notebooks_dir",
+    "say",
+    "show_diff",
+    "show_table",
+    "solutions",
+    "table",
+    "verify",
+    "verify_gradients",
+]
+
+if not torch.cuda.is_available():
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "no CUDA GPU: kernels need Triton's interpreter, but triton was imported before it could be "
+            "switched on; import attnlib.book.lesson first, or set TRITON_INTERPRET=1 before Python starts"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+_current: str | None = None
+
+
+def begin(notebook: str) -> None:
+    """Start a notebook: remember its name for the records, set the style of charts, say what runs and what
+    is replayed."""
+    global _current
+    if notebook not in dict(CHAPTERS):
+        raise ValueError(f"begin: notebook: expected one of {', '.join(dict(CHAPTERS))}, got {notebook!r}")
+    from attnlib.bench import records
+    from attnlib.book import palette
+
+    _current = notebook
+    palette.style()
+    versions = f"torch {torch.__version__.split('+')[0]}, triton {_triton_version()}"
+    if torch.cuda.is_available():
+        where = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {versions}"
+        if not records.can_measure():
+            where += f"; ATTNLIB_REPLAY is set: measurements are replayed from {_recorded(notebook)}"
+        print(where)
+    else:
+        print(
+            f"no CUDA GPU ({versions}): kernels run in Triton's interpreter, measurements are replayed "
+            f"from {_recorded(notebook)}"
+        )
+
+
+def _triton_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _recorded(notebook: str) -> str:
+    """ "NVIDIA H200, 2026-11-21" of the notebook's record, or that there is none."""
+    from attnlib.bench import records
+
+    path = records.data_dir() / records.REFERENCE_GPU / f"{notebook}.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return f"{record['gpu']['name']}, {record['date']}"
+    except FileNotFoundError:
+        return f"{records.REFERENCE_GPU} (nothing recorded for this notebook yet)"
+
+
+def current() -> str:
+    """The notebook that called `begin`; RuntimeError if none did."""
+    if _current is None:
+        raise RuntimeError(
+            "lesson: no notebook has begun: call lesson.begin(notebook) in the first code cell"
+        )
+    return _current
+
+
+def device() -> str:
+    """Where tensors of the lesson live: "cuda" with a GPU, else "cpu" (kernels are interpreted)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# Kernels: the notebook cell is the only place where a step's kernel is written.
+
+
+def kernel_source(step: str) -> str:
+    """The source of the one cell tagged `kernel` in notebook `step`."""
+    return sources.kernel_source(notebooks_dir() / f"{step}.ipynb")
+
+
+def load_kernel(step: str) -> ModuleType:
+    """The kernel cell of notebook `step` as a module; its `attention(q, k, v, causal=True, sm_scale=None)`
+    is the step."""
+    return sources.load_source(step, kernel_source(step))
+
+
+def show_diff(old_step: str, new_step: str) -> None:
+    """Show what changed from one step's kernel to the next, as a unified diff."""
+    _display(
+        sources.diff_bundle(
+            kernel_source(old_step), kernel_source(new_step), label(old_step), label(new_step)
+        )
+    )
+
+
+# What a notebook shows
+
+
+def _display(bundle: dict[str, str]) -> None:
+    from IPython import get_ipython
+    from IPython.display import display
+
+    if get_ipython() is None:  # a script: no page to show it on
+        print(bundle["text/plain"])
+    else:
+        display(bundle, raw=True)
+
+
+def say(text: str) -> None:
+    """Show Markdown, for sentences whose numbers come from a record."""
+    _display({"text/markdown": text, "text/plain": text})
+
+
+def show_table(
+    rows: Sequence[dict] | Table,
+    columns: Mapping[str, str] | Sequence[str] | None = None,
+    mark: tables.Mark = None,
+    formats: Mapping[str, str] | None = None,
+) -> None:
+    """Show rows as a table. columns: key -> header, or keys, in order; mark: a predicate or {key: value} of
+    the bold rows; formats: key -> format specification (default: three significant digits)."""
+    source = getattr(rows, "label", "")
+    text = tables.markdown(getattr(rows, "rows", rows), columns, mark, formats)
+    say(f"{text}\n\n*{source}*" if source else text)
+
+
+def ladder(
+    table: Table | Sequence[dict],
+    mark: str | None = None,
+    head_dims: Sequence[int] = (64, 128, 256),
+    causal: bool = True,
+) -> None:
+    """Show the ladder so far, the row of step `mark` (default: this notebook's) in bold."""
+    rows, columns = _ladder.ladder_rows(getattr(table, "rows", table), head_dims, causal, label)
+    source = getattr(table, "label", "")
+    text = tables.markdown(rows, columns, {"impl": mark or _current})
+    say(f"{text}\n\n*{source}*" if source else text)
+
+
+# Measurements
+
+
+def measure(
+    name: str, implementations: Mapping[str, Callable | None], shapes: Iterable, **options: object
+) -> Table:
+    """`bench.measure` into this notebook's record: times on a GPU, replays without one."""
+    from attnlib.bench import harness
+
+    return harness.measure(name, dict(implementations), list(shapes), notebook=current(), **options)
+
+
+def measure_backward(
+    name: str, implementations: Mapping[str, Callable | None], shapes: Iterable, **options: object
+) -> Table:
+    """`bench_backward.measure` into this notebook's record: times on a GPU, replays without one."""
+    from attnlib.bench import backward as bench_backward
+
+    return bench_backward.measure(name, dict(implementations), list(shapes), notebook=current(), **options)
+
+
+def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Table:
+    """`records.table` of this notebook: rows of `produce()` on a GPU, the recorded rows without one."""
+    from attnlib.bench import records
+
+    return records.table(current(), name, produce, **options)
+
+
+LENGTHS = (1, 17, 63, 128, 129)
+"""Sequence lengths of `verify`: one row, less than a tile, one below, exactly two, and one beyond the tile
+sizes."""
+
+
+def verify(
+    attention: Callable[..., torch.Tensor],
+    *,
+    head_dims: Sequence[int] = (64,),
+    causal: Sequence[bool] = (True, False),
+    lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = INPUTS,
+    dtype: str = "float16",
+    name: str = "attention",
+    recorded: str | None = None,
+) -> None:
+    """Check a kernel against the fp64 oracle, show one table, raise AssertionError if anything is wrong.
+
+    attention(q, k, v, causal, sm_scale) -> out. N(0, 1) inputs run at every length, the other kinds of
+    `reference.make_inputs` at the last one, with two heads; on a GPU the shapes of the task for `head_dims`
+    come on top. A row of the table shows the worst of its cases.
+
+    `recorded` is for kernels in Gluon, which Triton's interpreter can't run: the table of this name keeps
+    what a GPU found, and is shown, as a replay, where there is none. There the emulator runs a few cases.
+    """
+    if recorded is None:
+        rows, bad = _judge(attention, head_dims, causal, lengths, kinds, dtype)
+        source = ""
+    else:
+        bad = []
+
+        def produce() -> list[dict]:
+            rows, found = _judge(attention, head_dims, causal, lengths, kinds, dtype)
+            bad.extend(found)
+            return rows
+
+        found = table(recorded, produce)
+        rows, source = found.rows, found.label
+    errors = dict.fromkeys(("max error", "budget", "RMS error", "RMS budget"), ".1e")
+    columns = ("inputs", "D", "S", "worst case", *errors, "ok")  # a record has them in another order
+    show_table(rows, columns, mark=lambda row: row["ok"] != "✔", formats=errors)
+    if source:
+        say(f"*Checked on {source.removeprefix('replayed from ')}.*")
+    if source.startswith("replayed") and device() == "cpu":
+        bad += _judge_in_the_emulator(attention, head_dims, causal, dtype)
+    if bad:
+        raise AssertionError(f"{name} is wrong in {len(bad)} cases:\n" + "\n".join(bad))
+    if any(row["ok"] != "✔" for row in rows):
+        raise AssertionError(f"{name}: the record {recorded!r} holds a kernel that was wrong")
+
+
+def _judge_in_the_emulator(attention: Callable[..., torch.Tensor], head_dims, causal, dtype) -> list[str]:
+    """What is wrong with a Gluon kernel at a length of two tiles and a row; says what was run."""
+    from attnlib.emulator import emulated
+
+    length, function = 129, getattr(attention, "func", attention)  # of a functools.partial
+    with emulated(function.__globals__) as kernels:
+        if not kernels:  # not launched from there: the package's, which have tests of their own
+            return []
+        rows, bad = _judge(attention, head_dims, causal, (length,), ("normal",), dtype)
+    share = max(row["max error"] / row["budget"] for row in rows)
+    say(
+        f"*Run here: the same source in the emulator, on a CPU, S = {length}, "
+        f"D = {', '.join(map(str, head_dims))}. The largest error is {share:.2f} of its budget.*"
+    )
+    return bad
+
+
+def verify_gradients(
+    attention: Callable[..., torch.Tensor],
+    *,
+    head_dims: Sequence[int] = (64,),
+    causal: Sequence[bool] = (True, False),
+    lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = INPUTS,
+    dtype: str = "float16",
+    name: str = "attention",
+) -> None:
+    """Check dq, dk and dv of a differentiable kernel against dense gradients in fp64, as `verify` checks an
+    output: same inputs and lengths (on a GPU the shapes of the task come on top), one table, AssertionError
+    if anything is wrong."""
+    from attnlib.bench.backward import Judge, make_gradient
+
+    groups: dict[tuple, list[tuple[Shape, str, Verdict]]] = {}
+    for kind, shape in _cases(head_dims, causal, lengths, kinds, dtype):
+        tensors = [x.requires_grad_() for x in make_inputs(shape, kind, device=device())]
+        d_out = make_gradient(shape, device=device())
+        out = attention(*tensors, shape.causal, shape.head_dim**-0.5)
+        gradients = torch.autograd.grad(out, tensors, d_out)
+        verdicts = Judge(d_out, *tensors, shape.causal).judge(*gradients)
+        group = groups.setdefault((kind, shape.head_dim, shape.batch * shape.heads), [])
+        group += [(shape, gradient, verdict) for gradient, verdict in verdicts.items()]
+    rows = []
+    for (kind, head_dim, _), found in groups.items():
+        row = {"inputs": kind, "D": head_dim}
+        row["S"] = ", ".join(str(n) for n in sorted({shape.seqlen for shape, _, _ in found}))
+        for gradient in ("dq", "dk", "dv"):
+            verdicts = [verdict for _, which, verdict in found if which == gradient]
+            for figure, error, budget in (("max", "max_error", "max"), ("RMS", "rms_error", "rms")):
+                shares = [getattr(v, error) / (getattr(v.budget, budget) or 1.0) for v in verdicts]
+                row[f"{gradient} {figure}"] = max(shares, key=lambda x: (x != x, x))  # NaN before all others
+        rows.append(row | {"ok": "✔" if all(verdict.ok for _, _, verdict in found) else "✘"})
+    shares = dict.fromkeys((key for key in rows[0] if key[:2] in ("dq", "dk", "dv")), ".2f")
+    show_table(rows, mark=lambda row: row["ok"] != "✔", formats=shares)
+    say("*Largest and RMS error as shares of their budgets; the worst of each group.*")
+    bad = [
+        f"{kind} inputs, {shape.label}: {verdict.reason}"
+        for (kind, _, _), found in groups.items()
+        for shape, _, verdict in found
+        if not verdict.ok
+    ]
+    if bad:
+        raise AssertionError(f"{name}: gradients are wrong in {len(bad)} cases:\n" + "\n".join(bad))
+
+
+def _judge(
+    attention: Callable[..., torch.Tensor],
+    head_dims: Sequence[int],
+    causal: Sequence[bool],
+    lengths: Sequence[int],
+    kinds: Sequence[str],
+    dtype: str,
+) -> tuple[list[dict], list[str]]:
+    """(rows of the table of `verify`, what is wrong)."""
+    groups: dict[tuple, list[tuple[Shape, Verdict]]] = {}
+    for kind, shape in _cases(head_dims, causal, lengths, kinds, dtype):
+        q, k, v = make_inputs(shape, kind, device=device())
+        verdict = Oracle(q, k, v, causal=shape.causal).judge(
+            attention(q, k, v, shape.causal, shape.head_dim**-0.5)
+        )
+        group = (kind, shape.head_dim, shape.batch * shape.heads)
+        groups.setdefault(group, []).append((shape, verdict))
+    rows, bad = [], []
+    for (kind, head_dim, _), found in groups.items():
+        # a failed case before all others (its error may be NaN), then the one nearest to its budget
+        shape, worst = max(found, key=lambda f: (not f[1].ok, f[1].max_error / f[1].budget.max))
+        row = {
+            "inputs": kind,
+            "D": head_dim,
+            "S": ", ".join(str(n) for n in sorted({s.seqlen for s, _ in found})),
+        }
+        row["worst case"] = f"S = {shape.seqlen}, {'causal' if shape.causal else 'dense'}"
+        row |= {"max error": worst.max_error, "budget": worst.budget.max}
+        row |= {"RMS error": worst.rms_error, "RMS budget": worst.budget.rms, "ok": "✔" if worst.ok else "✘"}
+        rows.append(row)
+        bad += [f"{kind} inputs, {s.label}: {verdict.reason}" for s, verdict in found if not verdict.ok]
+    return rows, bad
+
+
+def _cases(
+    head_dims: Sequence[int],
+    causal: Sequence[bool],
+    lengths: Sequence[int],
+    kinds: Sequence[str],
+    dtype: str,
+) -> list[tuple[str, Shape]]:
+    """(kind of input, shape) of everything that `verify` runs."""
+    cases = []
+    for d, c in product(head_dims, causal):
+        cases += [("normal", Shape(1, 2, s, d, c, dtype)) for s in lengths if "normal" in kinds]
+        cases += [(kind, Shape(1, 2, lengths[-1], d, c, dtype)) for kind in kinds if kind != "normal"]
+        if torch.cuda.is_available():
+            cases += [("normal", replace(s, causal=c, dtype=dtype)) for s in TASK.values() if s.head_dim == d]
+    return cases
+
+
+# Exercises
+
+
+def _load_file(path: Path, name: str) -> ModuleType:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{name}: expected the file {path.name} in notebooks/{path.parent.name}, found none"
+        )
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Triton looks up the globals of a kernel through its module
+    spec.loader.exec_module(module)
+    return module
+
+
+def checks(notebook: str) -> ModuleType:
+    """The module of checks of a notebook's exercises: functions check_x(answer) that raise AssertionError
+    with a hint."""
+    return _load_file(notebooks_dir() / "checks" / f"{notebook}.py", f"attnlib_checks_{notebook}")
+
+
+def solutions(notebook: str) -> ModuleType:
+    """The module of solutions of a notebook's exercises: x solves what check_x checks."""
+    return _load_file(notebooks_dir() / "solutions" / f"{notebook}.py", f"attnlib_solutions_{notebook}")
+
+
+def exercises(notebook: str) -> list[str]:
+    """Names x of the exercises of a notebook, one for each function check_x in its checks."""
+    return [name.removeprefix("check_") for name in vars(checks(notebook)) if name.startswith("check_")]
+
+
+def check(check_fn: Callable[[object], object], answer: object) -> None:
+    """Print whether an answer is right, with the check's hint if it is not. Never raises, so that the book
+    runs on."""
+    try:
+        check_fn(answer)
+    except NotImplementedError:
+        print("✘ not yet: still to be written")
+    except AssertionError as problem:
+        print(f"✘ not yet: {problem or 'the check failed'}")
+    except Exception as problem:
+        print(f"✘ not yet: {type(problem).__name__}: {problem}")
+    else:
+        print("✔ right")

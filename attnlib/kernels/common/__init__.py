@@ -1,0 +1,1 @@
+"""What several kernel families share: descriptors, the launcher, helpers in Gluon."""

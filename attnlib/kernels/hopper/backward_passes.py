@@ -1,0 +1,46 @@
+"""What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q.
+
+`hopper_backward` adds to dQ in float32 as an accumulator of wgmma lies in the registers of a warpgroup: of 64
+rows and 8 columns thread t has rows 16 (t / 32) + t % 32 / 4 and that plus 8, columns 2 (t % 4) and that plus
+1, and its four values are 16 bytes in memory. So an addition needs no shared memory, and a warp writes 512
+bytes in a row.
+"""
+
+import triton
+import triton.language as tl
+
+from attnlib.kernels.portable.backward import RAGGED, packed_rows, store_tile, sums_of
+
+
+@triton.jit(do_not_specialize=["H", "B", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
+def attention_backward_dq(
+    desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D), in blocks of 64 rows and BLOCK_D columns
+    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32, packed as in `sums_of`
+    cu_q,  # (B + 1), None unless packed
+    sm_scale,
+    H, B,
+    num_m,  # blocks of 64 rows of a head in memory, unless packed
+    tiles,  # and those of them that have a row of S_q, packed all
+    BLOCK_D: tl.constexpr,
+    PADDING: tl.constexpr,  # the rows of a packed sequence are padded to a multiple of this
+):  # fmt: skip
+    """dq = sm_scale * sums. Grid: (tiles * heads,)."""
+    i_bh = tl.program_id(0) // tiles
+    i_m = tl.program_id(0) % tiles
+    row = i_m * 64
+    if cu_q is None:
+        place = (i_bh.to(tl.int64) * num_m + i_m) * 64
+        at = (i_bh // H, i_bh % H)
+    else:
+        padded_row = row
+        row, end, S_q = packed_rows(padded_row, cu_q, B, PADDING)
+        if row >= S_q:
+            return
+        place = sums_of(row, padded_row - row, S_q, i_bh, H, PADDING)
+        at = (end, i_bh, RAGGED - S_q)
+    b_sums = tl.load(sums_ptr + place * BLOCK_D + tl.arange(0, 64 * BLOCK_D))
+    # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
+    b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))
+    b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, BLOCK_D))  # [64, BLOCK_D]
+    # Through a descriptor: a mask for the last columns would make it stores of two bytes.
+    store_tile(desc_dq, b_dq, at, row, 64, BLOCK_D)

@@ -1,0 +1,242 @@
+"""What a program of the Hopper backward kernels works on: a block of keys of one head, the sequence that they
+belong to, the blocks of queries that see them, and what in a block is hidden. `plan` is that of
+`hopper_backward` or `hopper_backward_wide`.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.kernels.hopper.tiles import RAGGED, by_sections
+
+ARMS = gl.constexpr(128)  # of a search
+HIDDEN = gl.constexpr(1 << 30)  # farther than any query
+
+
+class Work(NamedTuple):
+    """The problem and its division into tiles; see the kernel's arguments."""
+
+    S_q: gl.tensor
+    S_k: gl.tensor
+    H: gl.tensor
+    GROUP: gl.tensor
+    HEADS_KV: gl.tensor
+    SECTION: gl.tensor
+    num_m: gl.tensor
+    num_n: gl.tensor
+    right: gl.tensor
+    left: gl.tensor
+    cu_q: gl.tensor
+    cu_k: gl.tensor
+    i_b: gl.tensor  # packed: the sequence of this program
+
+
+class Tile(NamedTuple):
+    """A block of keys, and the blocks of queries m_start .. m_end - 1 that see one of them."""
+
+    head: gl.tensor  # batch * H_kv + key head
+    start: gl.tensor  # first key
+    m_start: gl.tensor
+    m_end: gl.tensor
+    S_q: gl.tensor
+    S_k: gl.tensor
+    end_q: gl.tensor  # of the packed sequence
+    end_k: gl.tensor
+
+
+@gluon.jit
+def owner(block, cu, B, BLOCK: gl.constexpr):
+    """The packed sequence that a block is of. The blocks of all are counted through: the first one of
+    sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are."""
+    # As in `backward.packed_rows`; each warp finds it by itself.
+    arms = gl.arange(0, ARMS, layout=gl.BlockedLayout([ARMS // 32], [32], [4], [0]))  # [ARMS]
+    stride = 1
+    while stride * ARMS < B:
+        stride *= ARMS
+    i_b = 0
+    while stride > 0:
+        o_b = i_b + stride * arms  # [ARMS]
+        first = gl.load(cu + gl.minimum(o_b, B)) // BLOCK + o_b  # [ARMS], from B on past all
+        i_b = gl.max(gl.where(first <= block, o_b, 0), 0)
+        stride //= ARMS
+    return i_b
+
+
+@gluon.jit
+def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
+    """The packed sequence of a program's keys, and whether there are any: each has a block to spare."""
+    i_n, _ = by_sections(tile, num_n, HEADS_KV, SECTION)
+    i_b = owner(i_n, cu_k, B, plan.block_n)
+    start = gl.load(cu_k + i_b)
+    i_n -= start // plan.block_n + i_b
+    return i_b, start + i_n * plan.block_n < gl.load(cu_k + i_b + 1)
+
+
+@gluon.jit
+def locate(tile, work, plan: gl.constexpr):
+    # The first keys, which causal most queries see, come first.
+    i_n, head = by_sections(tile, work.num_n, work.HEADS_KV, work.SECTION)
+    S_q, S_k, end_q, end_k, m_end = work.S_q, work.S_k, 0, 0, work.num_m
+    if plan.packed:
+        i_b = work.i_b
+        head += i_b * (work.H // work.GROUP)
+        start_k = gl.load(work.cu_k + i_b)
+        end_q = gl.load(work.cu_q + i_b + 1)
+        end_k = gl.load(work.cu_k + i_b + 1)
+        S_q = end_q - gl.load(work.cu_q + i_b)
+        S_k = end_k - start_k
+        i_n -= start_k // plan.block_n + i_b
+        m_end = gl.cdiv(S_q, plan.block_m)
+    start = i_n * plan.block_n
+    # Query i stands at i + S_k - S_q among the keys.
+    m_start = 0
+    if plan.causal:
+        before = start + S_q - S_k
+        if plan.shifted:
+            before -= work.right
+        m_start = gl.maximum(before, 0) // plan.block_m
+    if plan.left:
+        after = start + plan.block_n + S_q - S_k + work.left
+        m_end = gl.minimum(m_end, gl.cdiv(gl.maximum(after, 0), plan.block_m))
+    if plan.sparse:
+        m_start = gl.minimum(m_start, m_end)
+    return Tile(head, start, m_start, m_end, S_q, S_k, end_q, end_k)
+
+
+@gluon.jit
+def seen(tile, plan: gl.constexpr):
+    """Whether a query sees a key of the tile."""
+    if plan.sparse:
+        return tile.m_start < tile.m_end
+    else:
+        return True
+
+
+# ---------------------------------------------------------------- places in memory
+
+
+@gluon.jit
+def _split(tile, work):
+    """(batch, key head)."""
+    heads = work.H // work.GROUP
+    return tile.head // heads, tile.head % heads
+
+
+@gluon.jit
+def queries(tile, work, plan: gl.constexpr):
+    """Where a descriptor finds the rows of the first head that shares the keys; see `coordinates`."""
+    i_b, i_kv = _split(tile, work)
+    if plan.packed:
+        return tile.end_q, i_kv * work.GROUP, RAGGED - tile.S_q
+    else:
+        return i_b, i_kv * work.GROUP
+
+
+@gluon.jit
+def keys(tile, work, plan: gl.constexpr):
+    """Where a descriptor finds the keys, the values, and their gradients."""
+    i_b, i_kv = _split(tile, work)
+    if plan.packed:
+        return tile.end_k, i_kv, RAGGED - tile.S_k
+    else:
+        return i_b, i_kv
+
+
+@gluon.jit
+def coordinates(at, g, row):
+    """Of a row, counted from the beginning of its sequence, `g` heads further."""
+    if len(at) == 2:
+        return at[0], at[1] + g, row, 0
+    else:
+        return RAGGED, at[0], at[1] + g, at[2] + row, 0
+
+
+@gluon.jit
+def _first_rows(i_b, tile, plan: gl.constexpr):
+    """The first block of rows of a packed sequence where each has blocks of its own."""
+    return (tile.end_q - tile.S_q) // plan.block_m + i_b
+
+
+@gluon.jit
+def rows(tile, which, g, m, work, plan: gl.constexpr):
+    """Where a descriptor finds LSE2 or delta of a block of queries."""
+    i_b, i_kv = _split(tile, work)
+    if plan.packed:
+        return which, i_kv * work.GROUP + g, (_first_rows(i_b, tile, plan) + m) * plan.block_m
+    else:
+        return which, i_b * work.H + i_kv * work.GROUP + g, m * plan.block_m
+
+
+@gluon.jit
+def first_sums(tile, work, plan: gl.constexpr):
+    """The block of sums of dQ, over all heads, that the first block of queries adds to; packed as in
+    `backward.sums_of`."""
+    i_b, i_kv = _split(tile, work)
+    if plan.packed:
+        num_m = gl.cdiv(tile.S_q, plan.block_m)
+        return _first_rows(i_b, tile, plan) * work.H + i_kv * work.GROUP * num_m + tile.m_start
+    else:
+        return (i_b * work.H + i_kv * work.GROUP) * work.num_m + tile.m_start
+
+
+@gluon.jit
+def gap(tile, work, plan: gl.constexpr):
+    """Blocks of sums between the last one of a head and the first one of the next, that are not visited."""
+    num_m = gl.cdiv(tile.S_q, plan.block_m) if plan.packed else work.num_m
+    return num_m - (tile.m_end - tile.m_start)
+
+
+# ---------------------------------------------------------------- what is hidden
+
+
+@gluon.jit
+def visible(p, row, m, tile, work, plan: gl.constexpr):
+    """P^T [64, BLOCK_M] of the keys from `row` on and the queries of block m, 0 where a query does not see a
+    key."""
+    if plan.causal or plan.left:
+        first = row - tile.S_k + tile.S_q - m * plan.block_m  # the first key's place among these queries
+        last = first
+        if plan.shifted:
+            first -= work.right  # the query that it is the last key of
+        hides = first > -64
+        if plan.left:
+            last += work.left  # the query that it is the first key of
+            if plan.causal:
+                hides = hides | (last < plan.block_m - 1)
+            else:
+                hides = last < plan.block_m - 1
+        if plan.tail:
+            hides = hides | (row + 64 > tile.S_k)
+        if hides:
+            p = _mask(p, first, last, tile.S_k - row, plan)
+    elif plan.tail:
+        if row + 64 > tile.S_k:
+            p = _mask(p, 0, 0, tile.S_k - row, plan)
+    return p
+
+
+@gluon.jit
+def _mask(p, first, last, keys_left, plan: gl.constexpr):
+    o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))  # [64]
+    o_q = gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))  # [BLOCK_M]
+    # A thread has columns 8 i, 8 i + 1 plus one of 0, 2, 4, 6: taken to the left, the rest is constants.
+    if plan.causal:
+        place = o_k + first  # [64] the first query that sees each key
+        if plan.tail:
+            place = gl.where(o_k < keys_left, place, HIDDEN)
+        place = place[:, None] - (o_q & 6)[None, :]  # [64, BLOCK_M]
+        if plan.left:
+            # Counted without a sign, queries before the first one are too far, too.
+            after = ((o_q & ~6)[None, :] - place).to(gl.uint32)  # [64, BLOCK_M]
+            seen = after <= (last - first).to(gl.uint32)
+        else:
+            seen = place <= (o_q & ~6)[None, :]
+    elif plan.left:
+        place = o_k + last  # [64] the last query that sees each key
+        if plan.tail:
+            place = gl.where(o_k < keys_left, place, -HIDDEN)
+        seen = place[:, None] - (o_q & 6)[None, :] >= (o_q & ~6)[None, :]
+    else:
+        seen = (o_k < keys_left)[:, None]  # [64, 1]
+    return gl.where(seen, p, 0.0)

@@ -1,0 +1,372 @@
+"""Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 136 to 256 columns.
+
+One program per 64 keys of a key/value head. dK and dV of 64 keys and 256 columns are 128 registers of a
+thread each, so no warpgroup can keep both, and the five products are divided otherwise than in
+`hopper_backward`. Keys are rows here too; a step is a block of 64 queries:
+
+    warpgroup 0    S^T = K Q^T,   P^T = 2**(S^T * qk_scale - LSE2),   dV += P^T dO
+    warpgroup 1    dP^T = V dO^T, dS^T = P^T * (dP^T - delta),        dK += dS^T Q
+    warpgroup 2    dQ = dS K, 128 columns after the other, added to memory
+
+P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them
+has two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
+products of the one while the other computes P or dS, and the additions, in a warpgroup of their own, hold up
+nobody. A warpgroup waits for its dV, or dK, before it starts the next S, or dP: with both in flight ptxas
+finds the registers too few, those before they are shared out anew (C7512), and all products wait for each
+other. The last step starts an S and a dP that there are no queries for, on whatever lies in shared memory;
+nobody looks at them.
+
+    Who waits for what
+
+    barrier           completes when                           waited for by          parity of the wait
+    k_full, v_full    TMA has written the keys, the values     0 and 2; 1             0
+    q_full[slot]      TMA has written Q and LSE2 of block j    0 and 1                (j // 2) & 1
+    do_full[slot]     TMA has written dO and delta of block j  0 and 1                (j // 2) & 1
+    Q_FREE + slot     0 and 1 have released Q of j             producer, to fill j+2
+    DO_FREE + slot    0 and 1 have released dO of j            producer, to fill j+2
+    P_FULL + slot     0 has written P of j                     1
+    DS_FULL + slot    1 has written dS of j                    2
+    DS_FREE + slot    2 has formed dQ of j                     1, to write dS of j+2
+    END               1 has done its last product              0, to put dV where dO was
+
+The slot of block j is j & 1; all from Q_FREE on are the hardware's named barriers. P needs none for its
+reuse: 0 writes P of j+2 after it has waited for Q of j+2, which was filled after 1 had released Q of j, long
+after it had read P of j. For the same reason 0 can't arrive twice at P_FULL before 1 has come once.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.hopper import backward_tiles as tiling
+from attnlib.kernels.hopper.backward import (
+    DO_FREE,
+    NUMBERS,
+    Q_FREE,
+    STAGES,
+    _add_dq,
+    _named_barrier,
+    _parity,
+    _produce,
+    _release,
+    _slot,
+    _zero,
+)
+from attnlib.kernels.hopper.forward import _accumulator
+
+# Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
+END = gl.constexpr(5)
+DS_FREE = gl.constexpr(6)
+P_FULL = gl.constexpr(12)
+DS_FULL = gl.constexpr(14)
+
+
+# ---------------------------------------------------------------- what is passed around
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything fixed at compile time: what the call asks for, and how it is computed.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 256.
+        tail: S_k may be no multiple of 64, and no diagonal cuts the keys beyond it off.
+
+    The others are as in `hopper_backward.Plan`.
+    """
+
+    d: int
+    causal: bool
+    tail: bool
+    block_m: int
+    consumer_registers: int
+    dq_registers: int
+    producer_registers: int
+    shifted: bool = False
+    left: bool = False
+    packed: bool = False
+
+    def __post_init__(self):
+        # The compiler wants its constants wrapped.
+        for field in fields(self):
+            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
+
+    block_n = gl.constexpr(64)  # keys of a program
+    # They may be seen by no query.
+    sparse = property(lambda self: gl.constexpr(self.left.value or self.packed.value))
+
+    # dK, dV and dQ are formed by halves of their columns. ptxas refuses a product of 256 columns: it wants
+    # its registers to be there before they are shared out anew (C7602).
+    dq_columns = property(lambda self: gl.constexpr(self.d.value // 2))
+
+    # Accumulators: of S^T and dP^T [64, block_m], of a half of dK, dV and dQ [64, d / 2].
+    s_layout = property(lambda self: _accumulator(self.block_m.value))
+    d_layout = property(lambda self: _accumulator(self.dq_columns.value))
+    dq_layout = property(lambda self: self.d_layout)
+    # P^T and dS^T as first operands of a product, in registers.
+    p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.d_layout.value, 2)))
+
+
+class Memory(NamedTuple):
+    """Buffers and barriers in shared memory; the protocol is in the module docstring."""
+
+    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d], packed with one more 1, as the others
+    v: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
+    delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
+    p: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
+    ds: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+
+
+# ---------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def _issue_scores(a, b, j, plan: gl.constexpr):
+    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
+    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    return warpgroup_mma(matrix(a, _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_update(a_half, b, left, right, plan: gl.constexpr):
+    """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, D], by halves of the columns."""
+    a = gl.convert_layout(a_half, plan.p_layout)
+    columns: gl.constexpr = plan.dq_columns
+    left = warpgroup_mma(a, b.slice(0, columns, 1), left, is_async=True)
+    right = warpgroup_mma(a, b.slice(columns, columns, 1), right, is_async=True)
+    return left, right
+
+
+@gluon.jit
+def _zeros(plan: gl.constexpr):
+    return gl.zeros([64, plan.dq_columns], gl.float32, plan.d_layout)
+
+
+@gluon.jit
+def _store(desc, left, right, buffer, tile, work, plan: gl.constexpr):
+    x = buffer.reshape([64, plan.d])
+    x.slice(0, plan.dq_columns, 1).store(left)
+    x.slice(plan.dq_columns, plan.dq_columns, 1).store(right)
+    fence_async_shared()
+    place = tiling.coordinates(tiling.keys(tile, work, plan), 0, tile.start)
+    tma.async_copy_shared_to_global(desc, place, buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store_zeros(desc, buffer, tile, work, plan: gl.constexpr):
+    """Of keys that no query sees."""
+    zeros = _zeros(plan).to(buffer.dtype)
+    _store(desc, zeros, zeros, buffer, tile, work, plan)
+
+
+@gluon.jit
+def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
+    """Warpgroup 0: P for warpgroup 1, and dV."""
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if tiling.seen(tile, plan):
+        _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
+    else:
+        _store_zeros(desc_dv, mem.do.index(0), tile, work, plan)
+
+
+@gluon.jit
+def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
+    dtype: gl.constexpr = mem.k.dtype
+    n = (tile.m_end - tile.m_start) * work.GROUP
+    m = tile.m_start
+
+    mbarrier.wait(mem.k_full, 0)
+    mbarrier.wait(mem.q_full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, matrix(mem.q, 0), 0, plan),))
+    dv_left = _zeros(plan)
+    dv_right = _zeros(plan)
+    for j in range(n):
+        slot = _slot(j)
+        lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
+        p = tiling.visible(p, tile.start, m, tile, work, plan)
+        p_half = p.to(dtype)  # [64, BLOCK_M]
+        mem.p.index(slot).store(p_half)
+        _named_barrier("arrive", P_FULL + slot, 256)
+        _release(Q_FREE, j)
+
+        # dV, then S of the block after.
+        mbarrier.wait(mem.do_full.index(slot), _parity(j))
+        do = matrix(mem.do, slot)  # [BLOCK_M, D]
+        dv_left, dv_right = warpgroup_mma_wait(0, deps=_issue_update(p_half, do, dv_left, dv_right, plan))
+        next_slot = _slot(j + 1)
+        if j + 1 < n:
+            mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
+        s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, plan)
+        _release(DO_FREE, j)
+        s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
+        m += 1
+        if m == tile.m_end:
+            m = tile.m_start
+
+    _named_barrier("sync", END, 256)
+    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), tile, work, plan)
+
+
+@gluon.jit
+def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
+    """Warpgroup 1: dS for warpgroup 2, and dK."""
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if tiling.seen(tile, plan):
+        _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
+    else:
+        _store_zeros(desc_dk, mem.v.index(0), tile, work, plan)
+
+
+@gluon.jit
+def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
+    dtype: gl.constexpr = mem.k.dtype
+    n = (tile.m_end - tile.m_start) * work.GROUP
+
+    mbarrier.wait(mem.v_full, 0)
+    mbarrier.wait(mem.do_full.index(0), 0)
+    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, matrix(mem.do, 0), 0, plan),))
+    dk_left = _zeros(plan)
+    dk_right = _zeros(plan)
+    for j in range(n):
+        slot = _slot(j)
+        delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        _named_barrier("sync", P_FULL + slot, 256)
+        p = mem.p.index(slot).load(plan.s_layout).to(gl.float32)  # [64, BLOCK_M]
+        ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
+
+        # dK, then dP of the block after.
+        mbarrier.wait(mem.q_full.index(slot), _parity(j))
+        q = matrix(mem.q, slot)  # [BLOCK_M, D]
+        tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
+        if j >= STAGES:
+            _named_barrier("sync", DS_FREE + slot, 256)
+        mem.ds.index(slot).store(ds_half)
+        fence_async_shared()
+        _named_barrier("arrive", DS_FULL + slot, 256)
+        _release(DO_FREE, j)
+        dk_left, dk_right = warpgroup_mma_wait(0, deps=tokens)
+        next_slot = _slot(j + 1)
+        if j + 1 < n:
+            mbarrier.wait(mem.do_full.index(next_slot), _parity(j + 1))
+        dp_token = _issue_scores(mem.v, matrix(mem.do, next_slot), j, plan)
+        _release(Q_FREE, j)
+        dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
+
+    _named_barrier("arrive", END, 256)
+    # Nobody else reads V.
+    dk_left = (dk_left * sm_scale).to(dtype)
+    dk_right = (dk_right * sm_scale).to(dtype)
+    _store(desc_dk, dk_left, dk_right, mem.v.index(0), tile, work, plan)
+
+
+@gluon.jit
+def _queries(dq_ptr, mem, work, plan: gl.constexpr):
+    """Warpgroup 2: dQ."""
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if tiling.seen(tile, plan):
+        _visit_for_queries(dq_ptr, mem, tile, work, plan)
+
+
+@gluon.jit
+def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
+    n = (tile.m_end - tile.m_start) * work.GROUP
+    block = tiling.first_sums(tile, work, plan)
+    gap = tiling.gap(tile, work, plan)
+    m = tile.m_start
+    mbarrier.wait(mem.k_full, 0)
+    for j in range(n):
+        slot = _slot(j)
+        _named_barrier("sync", DS_FULL + slot, 256)
+        ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
+        for half in gl.static_range(2):
+            k = matrix(mem.k, _zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
+            dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, DQ_COLUMNS]
+            if half == 1:
+                _named_barrier("arrive", DS_FREE + slot, 256)
+            # Behind a branch, for all that the compiler knows; else it starts the next product before the
+            # additions, and there are no registers for both.
+            _add_dq(dq_ptr, block, dq, _zero(j) == 0, half, plan)
+        block += 1
+        m += 1
+        if m == tile.m_end:
+            m = tile.m_start
+            block += gap
+
+
+# ---------------------------------------------------------------- kernel
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
+def attention_backward_hopper_wide(
+    desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    desc_dk, desc_dv,  # (B, H_kv, S_k, D)
+    desc_rows,  # (2, B * H, num_m * BLOCK_M), packed (2, H, ...), float32: LSE2, and delta
+    dq_ptr,  # float32, see hopper_backward_passes
+    qk_scale,  # sm_scale * log2(e)
+    sm_scale,
+    S_q, S_k,  # of packed sequences the longest
+    H,  # query heads
+    GROUP,  # query heads that share one key/value head
+    HEADS_KV,  # B * H_kv, packed H_kv
+    SECTION,  # key/value heads that advance together
+    num_m,  # query blocks of a head, unless packed
+    num_n,  # key blocks of a head, packed of all sequences
+    plan: gl.constexpr,
+    right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
+    B=None,  # packed sequences
+):
+    """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
+    module docstring."""
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
+    i_b = 0
+    if plan.packed:
+        # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
+        # different in each thread, and with it the addresses of a step.
+        i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
+        if not any_keys:
+            return
+    mem = Memory(
+        buffers(desc_k, 1),
+        buffers(desc_v, 1),
+        buffers(desc_q, STAGES),
+        buffers(desc_do, STAGES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
+        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
+        barriers(1, 1).index(0),  # k_full
+        barriers(1, 1).index(0),  # v_full
+        barriers(STAGES, 1),  # q_full
+        barriers(STAGES, 1),  # do_full
+    )
+    fence_async_shared()
+    work = tiling.Work(
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b
+    )  # fmt: skip
+    gl.warp_specialize([
+        (_values, (desc_dv, mem, qk_scale, work, plan)),
+        (_keys, (desc_dk, mem, sm_scale, work, plan)),
+        (_queries, (dq_ptr, mem, work, plan)),
+        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+    ], [4, 4, 1], [plan.consumer_registers, plan.dq_registers, plan.producer_registers])

@@ -1,0 +1,126 @@
+"""Configurations of the Hopper forward kernel: a frozen dataclass, chosen by a pure function."""
+
+from dataclasses import dataclass, replace
+
+from attnlib.kernels.common.tiles import tile_width
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """How `kernels.hopper.attention_forward_hopper` is compiled and launched.
+
+    Attributes:
+        block_n: keys of one step.
+        warpgroups: consumer warpgroups, 2 to 4; each computes 64 query rows.
+        stages: slots of the ring of key and value blocks in shared memory; a power of two.
+        o_columns: columns of the buffer through which the output leaves: all, or half of them in two goes.
+        q_columns: leading columns of Q that stay in registers; the others, some always, are read from shared
+            memory.
+        late_wait: wait for P V of the block before half way through the exponentials, not before them.
+        pin: keep the assembler from moving that wait up.
+        tree: row maximum of a thread as a tree, not as a chain.
+        joint: one barrier for the keys and the values of a slot, instead of one each.
+        named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        max_registers: of a thread when the program starts.
+        l2_bytes: keys and values of the heads that advance together should fit in here.
+    """
+
+    block_n: int
+    warpgroups: int
+    stages: int
+    o_columns: int
+    q_columns: int = 0
+    late_wait: bool = False
+    pin: bool = False
+    tree: bool = False
+    joint: bool = False
+    named: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    max_registers: int = 168
+    l2_bytes: int = 16 << 20
+
+    def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
+        """Query heads that advance together: a power of two times `group`, at most about `heads`.
+
+        heads: B * H; group: query heads of one key head; keys: S_k; width: columns of a tile. Two bytes each.
+        """
+        kv_heads, bytes_per_head = 1, 4 * keys * width
+        while 2 * kv_heads * group <= heads and 2 * kv_heads * bytes_per_head <= self.l2_bytes:
+            kv_heads *= 2
+        return kv_heads * group
+
+
+# Found by measurement on an H200, causal and dense fp16 at 16384 tokens (docs/lab/hopper.md has the losers).
+# At D = 64 there are three tiles: four warpgroups hide each other's waits and share the registers that two
+# have elsewhere, three have registers for blocks of 128 keys, and two make the smallest tile.
+# The first two have in common:
+_MANY = {"pin": True, "tree": True, "joint": True, "producer_registers": 32}
+TALL = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
+LONG = HopperConfig(128, 3, 4, 64, consumer_registers=160, max_registers=128, **_MANY)
+FEW_ROWS = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True)
+_WARP_SPECIALIZED = {
+    64: TALL,
+    128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
+    256: HopperConfig(64, 2, 2, 128, q_columns=128, tree=True, named=True),
+}
+_FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
+FEW_KEYS = 2048
+"""Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
+with 8192 there is no difference, and with still smaller sections long tiles come last."""
+_PACE = {TALL: (525, 60), LONG: (555, 170), FEW_ROWS: (474, 150)}
+"""TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 46
+measured shapes, of all of which `busiest` finds the fastest tile: the middle of the numbers that do."""
+
+
+def busiest(config: HopperConfig, rows: int, keys: int, seen: float, heads: int, sms: int) -> float:
+    """Time of the SM with most to do, at D = 64, to compare configurations; no unit.
+
+    The arguments are those of `hopper_config`. Tiles that all see the same keys come in waves, the last of
+    which may leave SMs idle. Under a diagonal, tiles of all lengths even that out, unless there are so few
+    that all wait for the longest.
+    """
+    speed, diagonal = _PACE[config]
+    block_m = 64 * config.warpgroups
+    tiles = -(-rows // block_m) * heads
+    if seen == keys:
+        steps = -(-tiles // sms) * keys
+    else:
+        steps = max(tiles / sms * (seen + block_m / 2 + diagonal), keys + diagonal)
+    return steps * block_m / speed
+
+
+def hopper_config(
+    head_dim: int,
+    rows: int | None = None,
+    heads: int = 1,
+    sms: int = 132,
+    keys: int | None = None,
+    seen: float | None = None,
+) -> HopperConfig:
+    """The configuration of the Hopper kernel for one call.
+
+    Args:
+        head_dim: D, 1 to 256.
+        rows: query rows S_q of a head; None: more than enough for every SM.
+        heads: B * H, over all batches.
+        sms: streaming multiprocessors of the GPU.
+        keys: S_k; None for windows, which TALL computes fastest unless they are thousands of keys wide.
+        seen: keys that a row sees on average; None: all.
+
+    Raises:
+        ValueError: `head_dim` out of range.
+    """
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
+    width = tile_width(head_dim)
+    if head_dim > 64 and keys is not None and keys <= FEW_KEYS:
+        return _FEW_KEYS.get(width, _WARP_SPECIALIZED[width])
+    if head_dim > 64 or rows is None:
+        return _WARP_SPECIALIZED[width]
+    if keys is None:
+        tiles = -(-rows // (64 * TALL.warpgroups)) * heads
+        return FEW_ROWS if tiles <= sms or rows <= 64 * FEW_ROWS.warpgroups else TALL
+    seen = keys if seen is None else seen
+    return min(_PACE, key=lambda tile: busiest(tile, rows, keys, seen, heads, sms))

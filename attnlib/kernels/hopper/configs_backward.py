@@ -1,0 +1,66 @@
+"""Launch configurations of the Hopper backward kernel: a frozen dataclass, chosen by a pure function."""
+
+from dataclasses import dataclass
+
+from attnlib.kernels.common.tiles import tile_width
+
+
+@dataclass(frozen=True)
+class HopperBackwardConfig:
+    """How the kernel of `kernels.hopper_backward`, beyond 128 of `hopper_backward_wide`, is compiled.
+
+    Attributes:
+        block_m: queries of one step, 64 or 128.
+        block_n: keys of a program; 128, and 64 in the wide kernel.
+        half_p: dS from P as it was rounded for dV; its registers are free earlier.
+        stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
+        consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
+            out anew. Only the wide kernel has a warpgroup for dQ.
+        max_registers: of a thread when the program starts.
+        l2_bytes: what the heads that advance together read and add to should fit in here.
+    """
+
+    block_m: int
+    block_n: int = 128
+    half_p: bool = False
+    stagger: int = 0
+    consumer_registers: int = 240
+    dq_registers: int = 0
+    producer_registers: int = 24
+    max_registers: int = 168
+    l2_bytes: int = 16 << 20
+
+    def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
+        """Key/value heads that advance together: a power of two, at most about `heads`.
+
+        heads: B * H_kv; group: query heads of one of them; rows: S_q; width: columns of a tile. Q and dO have
+        two bytes for each element, the sums of dQ four.
+        """
+        chosen, bytes_per_head = 1, 8 * rows * width * group
+        while 2 * chosen <= heads and 2 * chosen * bytes_per_head <= self.l2_bytes:
+            chosen *= 2
+        return chosen
+
+
+_CHOSEN = {
+    64: HopperBackwardConfig(128, half_p=True, stagger=1200),
+    128: HopperBackwardConfig(64),
+    256: HopperBackwardConfig(
+        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
+    ),
+}
+
+
+def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
+    """The configuration of the Hopper backward kernel for one call.
+
+    Raises:
+        ValueError: `head_dim` out of range.
+    """
+    width = tile_width(head_dim)
+    if head_dim < 1 or width not in _CHOSEN:
+        raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
+    return _CHOSEN[width]
+
+
+MAX_HEAD_DIM = max(_CHOSEN)

@@ -1,0 +1,552 @@
+"""Exact attention, forward, for Hopper (sm_90a) in Gluon: TMA, warp specialization, asynchronous wgmma.
+
+One persistent program per SM: W consumer warpgroups of 64 query rows each, and one producer warp that does
+nothing but start copies. A tile is 64 W query rows of one head; keys are visited from the last visible block
+down to key 0, so that the block on the diagonal comes first and the long loop has no mask. In that loop the
+product P V runs one block late: P V of block c-1 is in flight with Q K^T of block c, before the softmax of
+block c, which does not need it.
+
+    Who waits for what
+
+The ring. Slot c of the ring (at c % STAGES in memory) holds the keys of block c and the values of block c-1,
+because a step uses these two together. c counts all blocks of all tiles of a program and never starts again.
+The n-th completion of a barrier has parity n & 1, so a wait names c // STAGES; waiting for the completion
+*before* the first one, which is what a fresh barrier seems to have done, returns at once.
+
+    barrier          completes when                   waited for by            parity of the wait
+    k_full[slot]     TMA has written K of slot c      each consumer            (c // STAGES) & 1
+    v_full[slot]     TMA has written V of slot c      each consumer            (c // STAGES) & 1
+    kv_free[slot]    W consumers have released c      producer, to fill        (c // STAGES) & 1, flipped:
+                                                      c                        the release of c - STAGES
+    q_full[w]        TMA has written Q of warpgroup w consumer w               tile number & 1
+    q_free[w]        consumer w needs Q no more       producer                 tile number & 1, flipped
+    drawn[b]         producer has told of tile         each consumer           (tile number // 2) & 1
+                     2 n + b
+
+With `joint`, v_full[slot] is k_full[slot]: one barrier for both copies. With `named`, kv_free is not an
+mbarrier but the hardware's barrier 8 + slot, at which consumers arrive and the producer waits: an arrival at
+an mbarrier costs a synchronization of the warpgroup first.
+
+A consumer releases slot c when its Q K^T of block c and its P V of block c-1 are done; a block that its rows
+do not see, when both copies have landed (otherwise the parity of a full barrier could come round under a
+slow warpgroup). V of a tile's last block goes to the slot of the next tile's first keys, the one step of
+which half is missing: there are no values for the first slot of all and no keys for the last.
+
+The producer tells the consumers of each tile, the n-th of a program as number n: its first row, -1 after the
+last tile, how many blocks it sees, and where the output of tile n-1 goes. So only the producer divides, and
+consumers keep no place of their output through the loop. next_tile has two places, number n in n & 1, and
+needs no barrier for their reuse: before the producer tells of n+1, it has waited for q_free of tile n-1,
+which every consumer gives after it has read for the last time what was told as number n-1. Each word has a
+place for each lane of the producer, because a store is one of all lanes; only the first is read, the word of
+the lane that arrives at the barrier.
+
+The producer asks a counter in global memory for the number of its next tile three blocks before the end of
+this one, and needs the answer one block before: late, because an early draw is a queue of one tile per SM,
+and leaves some with a long tile at the end, but not so late that anybody waits for it. The last draw of a
+launch sets the counter back to 0. Tiles are numbered so that long ones come first.
+
+    Windows and packed sequences
+
+With a left bound a tile ends at the first block that one of its rows sees. All its warpgroups go down to
+there, over blocks that may be masked whole: the protocol knows of no left bound.
+
+Packed sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
+any sequence (`launch.ragged`). Each producer counts their row blocks once, and finds a drawn one by counting
+on from the one before, 32 sequences at a time; it tells the consumers the lengths of its sequence.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.hopper import softmax
+from attnlib.kernels.hopper import tiles as tiling
+from attnlib.kernels.hopper.ring import acquire, release, slot, wait_k, wait_v
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+# ---------------------------------------------------------------- what is passed around
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything fixed at compile time: what the call asks for, and how it is computed.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 64, 128 or 256.
+        causal: the keys of a row end on a diagonal: query i sees none after i + S_k - S_q, or `right` more.
+        masked: blocks at the end of a row that need a mask: 0, 1 or 2.
+        skip: the warpgroups of one tile may visit different numbers of blocks.
+        flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
+        store_lse: write the LSE.
+        shifted: there is a `right` that is not 0.
+        left: query i sees no key before i + S_k - S_q - `left`.
+        packed: the sequences are packed.
+
+    The others are those of `configs.HopperConfig`.
+    """
+
+    d: int
+    causal: bool
+    masked: int
+    skip: bool
+    flip: bool
+    store_lse: bool
+    block_n: int
+    warpgroups: int
+    stages: int
+    q_columns: int
+    o_columns: int
+    late_wait: bool
+    pin: bool
+    tree: bool
+    joint: bool
+    named: bool
+    consumer_registers: int
+    producer_registers: int
+    shifted: bool = False
+    left: bool = False
+    packed: bool = False
+
+    def __post_init__(self):
+        # The compiler wants its constants wrapped.
+        for field in fields(self):
+            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
+
+    block_m = property(lambda self: gl.constexpr(64 * self.warpgroups.value))
+    words = property(lambda self: gl.constexpr(6 if self.packed.value else 4))  # told of a tile
+
+    # Accumulators: of Q K^T [64, block_n], of P V [64, d].
+    s_layout = property(lambda self: _accumulator(self.block_n.value))
+    o_layout = property(lambda self: _accumulator(self.d.value))
+    # P and part of Q as first operands of a product, in registers.
+    p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.o_layout.value, 2)))
+    q_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.s_layout.value, 2)))
+    # A value per row [64].
+    row_layout = property(lambda self: gl.constexpr(gl.SliceLayout(1, self.s_layout.value)))
+
+
+def _accumulator(columns):
+    return gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
+
+
+class Memory(NamedTuple):
+    """Buffers and barriers in shared memory; the protocol is in the module docstring."""
+
+    q: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, d], packed with one more 1, as the others
+    k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
+    v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
+    o: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, o_columns]
+    next_tile: gl.shared_memory_descriptor  # [2 * words, 32]
+    q_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    kv_free: gl.shared_memory_descriptor
+    drawn: gl.shared_memory_descriptor
+
+
+# ---------------------------------------------------------------- producer
+
+
+@gluon.jit
+def _copy_k(desc_k, mem, c, at, block, VALUES: gl.constexpr, plan: gl.constexpr):
+    """VALUES: the slot gets values, too, as large as the keys."""
+    bar = mem.k_full.index(slot(c, plan))
+    mbarrier.expect(bar, (2 if VALUES and plan.joint else 1) * desc_k.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(slot(c, plan))
+    )
+
+
+@gluon.jit
+def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr):
+    bar = mem.v_full.index(slot(c, plan))
+    if EXPECT:
+        mbarrier.expect(bar, desc_v.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(slot(c, plan))
+    )
+
+
+@gluon.jit
+def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr):
+    """Keys of blocks `begin` to `end`, counted down from `top`, each with the values of the one before."""
+    for i in range(begin, end):
+        acquire(mem, c + i, plan)
+        _copy_k(desc_k, mem, c + i, at, top - 1 - i, True, plan)
+        _copy_v(desc_v, mem, c + i, at, top - i, not plan.joint, plan)
+
+
+@gluon.jit
+def _draw(counter_ptr):
+    """Ask for a number; `_drawn` waits for it."""
+    lane = tiling.lanes()
+    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def _drawn(asked, counter_ptr, end):
+    number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
+    # The first draws are the programs' numbers, and every program draws once in vain.
+    if number == end - 1:
+        gl.store(counter_ptr, 0)
+    return number + gl.num_programs(0)
+
+
+@gluon.jit
+def _tell(mem, number, last, row, i_b, top, before, work, plan: gl.constexpr):
+    """Consumers read which tile has this number, and where the output of the one before goes."""
+    b = number & 1
+    words = (gl.where(last, -1, row), top) + before
+    if plan.packed:
+        seq = tiling.sequence(i_b, work, plan)
+        words = words + (seq.S_q, seq.S_k)
+    for w in gl.static_range(plan.words):
+        word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        mem.next_tile.index(b * plan.words + w).store(word)
+    mbarrier.arrive(mem.drawn.index(b), count=1)
+
+
+@gluon.jit
+def _produce(given, plan: gl.constexpr):
+    desc_q, desc_k, desc_v, counter_ptr, mem, work = given
+    all_blocks = tiling.row_blocks(work, plan)
+    end = tiling.tiles(all_blocks, work, plan)
+    number = gl.program_id(0)  # of the tile among all
+    row, i_b, i_h, top, cursor = tiling.locate(number, all_blocks, (0, 0), work, plan)
+    at_k = tiling.of_keys(i_b, i_h, work, plan)
+    if number < end:
+        _copy_k(desc_k, mem, 0, at_k, top - 1, False, plan)
+    _tell(mem, 0, number >= end, row, i_b, top, (0, 0), work, plan)
+    if not plan.joint:
+        mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
+    while number < end:
+        seq = tiling.sequence(i_b, work, plan)
+        low = tiling.first_block(row, seq, work, plan)
+        at_q = tiling.of_queries(i_b, i_h, seq, plan)
+        for w in gl.static_range(plan.warpgroups):
+            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                desc_q, tiling.coordinates(at_q, row + w * 64, 0), mem.q_full.index(w), mem.q.index(w)
+            )
+        blocks = top - low
+        early, late = gl.maximum(blocks - 3, 1), gl.maximum(blocks - 1, 1)
+        _copy_blocks(desc_k, desc_v, mem, c, 1, early, at_k, top, plan)
+        asked = _draw(counter_ptr)
+        _copy_blocks(desc_k, desc_v, mem, c, early, late, at_k, top, plan)
+        number = _drawn(asked, counter_ptr, end)
+        row, i_b, i_h, next_top, cursor = tiling.locate(number, all_blocks, cursor, work, plan)
+        turn += 1
+        _tell(mem, turn, number >= end, row, i_b, next_top, (at_q[0], at_q[1]), work, plan)
+        _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
+        top = next_top
+        c += blocks
+        acquire(mem, c, plan)
+        at_v = at_k
+        if number < end:
+            at_k = tiling.of_keys(i_b, i_h, work, plan)
+            _copy_k(desc_k, mem, c, at_k, top - 1, True, plan)
+            _copy_v(desc_v, mem, c, at_v, low, not plan.joint, plan)
+        else:
+            _copy_v(desc_v, mem, c, at_v, low, True, plan)
+
+
+# ---------------------------------------------------------------- consumer
+
+
+@gluon.jit
+def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
+    """Start Q K^T of block c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers, which
+    halves the shared memory that their product reads."""
+    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
+    q = matrix(mem.q, WG)  # [64, D]
+    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
+    if plan.q_columns == 0:
+        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        rest: gl.constexpr = plan.d - plan.q_columns
+        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
+        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
+        part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+
+
+@gluon.jit
+def _issue_output(p, acc, mem, c, plan: gl.constexpr):
+    """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
+    return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
+
+
+@gluon.jit
+def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
+    """O of the blocks before, in the units of the new shift; slot c is free."""
+    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+    release(mem, c, plan)
+    return softmax.rescale(acc, alpha, changed, plan)
+
+
+@gluon.jit
+def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale, seq, work,
+          WG: gl.constexpr, plan: gl.constexpr):
+    """Block c of a tile: its scores and softmax, and P V of the block before it.
+
+    p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
+    """
+    dtype: gl.constexpr = mem.v.dtype
+    MASKED: gl.constexpr = plan.masked == 2  # a row may have seen no key in the block before
+    wait_k(mem, c, plan)
+    s_token = _issue_scores(q_registers, mem, c, WG, plan)
+    if not plan.joint:
+        wait_v(mem, c, plan)
+    o_token = _issue_output(p, acc, mem, c, plan)
+    s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
+    if plan.flip:
+        s = -s
+    if MASKED or plan.left:
+        if masked:
+            s = softmax.mask(s, row, first, seq, work, plan)
+    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
+    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+    if plan.late_wait:
+        left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
+        left = softmax.weights(left, shift, qk_scale, MASKED)
+        sums = softmax.add_sums(sums, left)
+        if plan.pin:
+            sums = softmax.pin(sums)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        right = softmax.weights(right, shift, qk_scale, MASKED)
+        sums = softmax.add_sums(sums, right)
+        p = softmax.whole(left.to(dtype), right.to(dtype))
+    else:
+        if plan.pin:
+            shift = softmax.pin(shift)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        weights = softmax.weights(s, shift, qk_scale, MASKED)
+        sums = softmax.add_sums(sums, weights)
+        p = weights.to(dtype)
+    return gl.convert_layout(p, plan.p_layout), acc, shift, sums
+
+
+@gluon.jit
+def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
+    """Through shared memory, at once or in two halves; the copy of the tile before must have left it."""
+    out = mem.o.index(WG)
+    if plan.o_columns == plan.d:
+        tma.store_wait(0)
+        matrix(mem.o, WG).store(o)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
+    else:
+        left, right = softmax.halves(o)
+        tma.store_wait(0)
+        matrix(mem.o, WG).store(left)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
+        tma.store_wait(0)
+        matrix(mem.o, WG).store(right)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, plan.o_columns), out)
+
+
+@gluon.jit
+def _told(mem, number, plan: gl.constexpr):
+    """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
+    b = number & 1
+    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
+    return _word(mem, number, 0, plan)
+
+
+@gluon.jit
+def _word(mem, number, w, plan: gl.constexpr):
+    """First row, blocks, two coordinates of the output before; packed also the lengths S_q and S_k."""
+    lanes = mem.next_tile.index((number & 1) * plan.words + w)
+    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
+    desc_o, lse_ptr, mem, qk_scale, work = given
+    dtype: gl.constexpr = mem.v.dtype
+    if not plan.joint:
+        # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
+        mbarrier.wait(mem.v_full.index(0), 0)
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
+    first_row = _told(mem, 0, plan)
+    while first_row >= 0:
+        top = _word(mem, turn, 1, plan)
+        seq = tiling.Sequence(work.S_q, work.S_k, 0, 0)
+        if plan.packed:
+            seq = tiling.Sequence(_word(mem, turn, 4, plan), _word(mem, turn, 5, plan), 0, 0)
+        low = tiling.first_block(first_row, seq, work, plan)
+        row = first_row + WG * 64
+        end = c + (top - low)  # slot of the next tile's first keys, and of this tile's last values
+        start = c
+        first = (top - 1) * plan.block_n  # first key of the block of slot `start`
+
+        mbarrier.wait(mem.q_full.index(WG), turn & 1)
+        q_registers = 0
+        if plan.q_columns > 0:
+            q_left = matrix(mem.q, WG).slice(0, plan.q_columns, 1)
+            q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
+
+        if plan.skip:  # blocks that other warpgroups' rows see and these do not
+            own = tiling.top(row + 64, seq, work, plan) - low
+            own = gl.where(row < seq.S_q, own, 1)  # no rows at all: one block, for nobody
+            start = end - own
+            first = (low + own - 1) * plan.block_n
+            for i in range(c, start):
+                wait_k(mem, i, plan)
+                if not plan.joint:
+                    if i > c:
+                        wait_v(mem, i, plan)
+                release(mem, i, plan)
+
+        # 1. The last block that these rows see. Its slot's values are of a block that was skipped, or
+        # of the tile before.
+        wait_k(mem, start, plan)
+        s_token = _issue_scores(q_registers, mem, start, WG, plan)
+        if plan.skip:
+            if not plan.joint:
+                if start > c:
+                    wait_v(mem, start, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+        release(mem, start, plan)
+        if plan.flip:
+            s = -s
+        if plan.causal or plan.left:
+            s = softmax.mask(s, row, first, seq, work, plan)
+        elif plan.masked:
+            if first + plan.block_n > seq.S_k:
+                s = softmax.mask(s, row, first, seq, work, plan)
+        shift = softmax.row_max(s, plan) * qk_scale  # [64]
+        weights = softmax.weights(s, shift, qk_scale, plan.masked > 0)
+        sums = softmax.row_sum(weights)  # [64, 4]
+        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+        acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
+        start += 1
+
+        # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows may cross it
+        # in two of them, and the first of these needs a mask too. With a left bound so do those that begin
+        # before the last of the rows sees a key.
+        crossed = tiling.on_diagonal(row, seq, work, plan) < first - 1
+        for i in range(start, end):
+            key = first - plan.block_n
+            masked = (i == start) & crossed
+            if plan.left:
+                key = (low + end - 1 - i) * plan.block_n
+                masked = key < row + 63 + seq.S_k - seq.S_q - work.left
+                if plan.masked == 2:
+                    masked = masked | ((i == start) & crossed)
+            p, acc, shift, sums = _step(
+                q_registers, p, acc, shift, sums, row, key, i, masked, mem, qk_scale, seq, work,
+                WG, plan,
+            )  # fmt: skip
+        mbarrier.arrive(mem.q_free.index(WG), count=1)
+
+        # 3. The last P V, and what can be done beside it.
+        c = end
+        wait_v(mem, c, plan)
+        o_token = _issue_output(p, acc, mem, c, plan)
+        row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
+        turn += 1
+        first_row = _told(mem, turn, plan)
+        at = _word(mem, turn, 2, plan), _word(mem, turn, 3, plan)  # of this tile
+        if plan.packed:
+            at = at + (tiling.RAGGED - seq.S_q,)
+        acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+        # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
+        empty = row_sums == 0.0
+        if plan.store_lse:
+            o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+            lse = (shift + gl.log2(row_sums)) * LN2
+            lse = gl.where(empty, float("-inf"), lse)
+            if plan.packed:
+                place = at[1].to(gl.int64) * work.T_q + (at[0] - seq.S_q)
+            else:
+                place = (at[0] * work.H + at[1]).to(gl.int64) * seq.S_q
+            gl.store(lse_ptr + place + o_m, lse, mask=o_m < seq.S_q)
+        if row < seq.S_q:
+            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
+            _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------- kernel
+
+
+NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
+def attention_forward_hopper(
+    desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    lse_ptr,  # (B, H, S_q), packed (H, T_q)
+    counter_ptr,  # one int32, 0 before and after a launch
+    qk_scale,  # |sm_scale| * log2(e), positive
+    S_q, S_k,  # of packed sequences the longest
+    H,  # query heads
+    GROUP,  # query heads that share one key/value head
+    HEADS,  # B * H
+    SECTION,  # heads that advance together
+    num_m,  # row blocks of a head
+    tiles,  # num_m * HEADS; of packed sequences the kernel counts them
+    plan: gl.constexpr,
+    right=None, left=None,  # keys that a row sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
+    T_q=None, B=None,  # rows of all packed sequences, and how many these are
+):
+    """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, packed 5; see the module docstring."""
+    k_full = barriers(plan.stages, 1)
+    v_full = k_full
+    if not plan.joint:
+        v_full = barriers(plan.stages, 1)
+    mem = Memory(
+        buffers(desc_q, plan.warpgroups),
+        buffers(desc_k, plan.stages),
+        buffers(desc_v, plan.stages),
+        buffers(desc_o, plan.warpgroups),
+        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(plan.warpgroups, 1),  # q_full
+        barriers(plan.warpgroups, 1),  # q_free
+        k_full,
+        v_full,
+        barriers(plan.stages, plan.warpgroups),  # kv_free
+        barriers(2, 1),  # drawn
+    )
+    fence_async_shared()
+    work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B)
+    given = desc_o, lse_ptr, mem, qk_scale, work
+    producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
+    regs: gl.constexpr = plan.consumer_registers
+    few: gl.constexpr = plan.producer_registers
+    # A consumer's number is a constant, so each has code of its own.
+    if plan.warpgroups == 2:
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (producer_given, plan)),
+        ], [4, 1], [regs, few])
+    elif plan.warpgroups == 3:
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_consume, (given, 2, plan)),
+            (_produce, (producer_given, plan)),
+        ], [4, 4, 1], [regs, regs, few])
+    else:
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_consume, (given, 2, plan)),
+            (_consume, (given, 3, plan)), (_produce, (producer_given, plan)),
+        ], [4, 4, 4, 1], [regs, regs, regs, few])

@@ -1,0 +1,159 @@
+"""What a consumer of the Hopper kernel does in registers: mask, maxima, exponentials, sums, rescaling.
+
+No memory, no barrier, no wait: those are in `hopper`. `plan` is `hopper.Plan`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnlib.kernels.hopper import tiles as tiling
+
+LAZY = gl.constexpr(8)  # a row maximum may grow by 2**LAZY before the output is rescaled
+
+
+@gluon.jit
+def row_max(s, plan: gl.constexpr):
+    """Largest score of each row of a block: [64, BLOCK_N] -> [64]."""
+    if plan.tree:
+        # As a tree within the thread, instead of a chain as long as the row.
+        r = gl.max(s.reshape([64, plan.block_n // 8, 4, 2]), 3)
+        if plan.block_n >= 128:
+            r = gl.max(r.reshape([64, 8, 2, 4]), 2)
+        r = gl.max(r.reshape([64, 4, 2, 4]), 2)
+        r = gl.max(gl.max(r.reshape([64, 2, 2, 4]), 2), 1)
+        return gl.convert_layout(gl.max(r, 1), plan.row_layout)
+    else:
+        return gl.max(s, 1)
+
+
+@gluon.jit
+def row_sum(p):
+    """[64, N] -> [64, 4]: the four threads that share a row add up what each of them has. They meet only at
+    the end of the tile, so that no block pays for a shuffle."""
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([64, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def mask(s, row, first, seq, work, plan: gl.constexpr):
+    """-inf for keys that a row does not see; `row` is the first row, `first` the first key."""
+    o_n = gl.arange(0, plan.block_n, layout=gl.SliceLayout(0, plan.s_layout))[None, :]  # [1, BLOCK_N]
+    o_m = gl.arange(0, 64, layout=plan.row_layout)  # [64]
+    # Bits 1 and 2 of a column are those of the thread, the others are known to the compiler. Taken to the
+    # other side of a comparison they leave it with a constant, instead of a register for each column.
+    of_thread, o_n = o_n & 6, o_n & -7
+    if plan.causal:  # the last key that each row sees [64]
+        last = o_m + (tiling.on_diagonal(row, seq, work, plan) - first)
+        if plan.shifted:
+            last = gl.minimum(last, seq.S_k - 1 - first)
+    else:
+        last = gl.full([64], seq.S_k - 1 - first, gl.int32, plan.row_layout)
+    after = last[:, None] - of_thread  # [64, BLOCK_N], a number for each row of a thread
+    if plan.left:
+        # Keys before the last one, counted without a sign: those after it are too many, too.
+        earlier = last - (o_m + (row + seq.S_k - seq.S_q - work.left - first))  # [64]
+        seen = (after - o_n).to(gl.uint32) <= earlier.to(gl.uint32)[:, None]
+    else:
+        seen = o_n <= after
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _any_in_warp(flag):
+    """1 in all rows of a warp where `flag` [64] is not 0 in one of them. A thread has two rows: pack=2."""
+    asm: gl.constexpr = """{
+        .reg .pred q;
+        setp.ne.b32 q, $2, 0;
+        setp.ne.or.b32 q, $3, 0, q;
+        vote.sync.any.pred q, q, 0xffffffff;
+        selp.b32 $0, 1, 0, q;
+        mov.b32 $1, $0;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,=r,r,r", [flag], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.constexpr_function
+def _branch_asm(n):
+    keep = "".join(f"mov.b32 ${i}, ${n + i};" for i in range(n))
+    scale = "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"{{ .reg .pred q; setp.ne.b32 q, ${3 * n}, 0; {keep} @!q bra DONE; {scale} DONE: }}"
+
+
+@gluon.constexpr_function
+def _branch_constraints(n):
+    return ",".join(["=f"] * n + ["f"] * (2 * n) + ["r"] * n)
+
+
+@gluon.jit
+def rows_of_o(x, acc, plan: gl.constexpr):
+    """A value per row [64] for each element of the output [64, D]."""
+    x, _ = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(1, plan.o_layout))[:, None], acc)
+    return x
+
+
+@gluon.jit
+def rescale(acc, alpha, changed, plan: gl.constexpr):
+    """acc * alpha [64, D]; each warp branches around the products where none of its rows changed."""
+    n: gl.constexpr = plan.d // 2  # elements of acc in a thread
+    return gl.inline_asm_elementwise(
+        _branch_asm(n), _branch_constraints(n),
+        [acc, rows_of_o(alpha, acc, plan), rows_of_o(changed, acc, plan)], dtype=gl.float32,
+        is_pure=False, pack=n,
+    )
+
+
+@gluon.jit
+def new_shift(s, shift, qk_scale, MASKED: gl.constexpr, plan: gl.constexpr):
+    """(new shift [64], alpha = 2**(old - new) [64], whether a row of the warp changed [64]).
+
+    The shift is what the exponents are reduced by: P = 2**(s * qk_scale - shift). It is the running row
+    maximum of s * qk_scale, -inf before the first key, but follows it only when it has grown by more than
+    LAZY. P stays below 2**LAZY then, row sums and O are in the same units, and nothing is lost but a
+    rescaling of O at every little step.
+    """
+    top = row_max(s, plan)  # [64]
+    grown = top * qk_scale - shift > LAZY  # [64]; not where both are -inf
+    new = gl.where(grown, top * qk_scale, shift)
+    changed = _any_in_warp(grown.to(gl.int32))
+    step = shift - new
+    if MASKED:
+        step = gl.where(new == float("-inf"), 0.0, step)
+    return new, gl.exp2(step), changed
+
+
+@gluon.jit
+def weights(s, shift, qk_scale, MASKED: gl.constexpr):
+    """P = 2**(s * qk_scale - shift) [64, N]; 0 in a row that has seen no key and has a shift of -inf."""
+    if MASKED:
+        shift = gl.where(shift == float("-inf"), 0.0, shift)
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
+    return gl.exp2(s * qk_scale - shift[:, None])
+
+
+@gluon.jit
+def pin(x):
+    """x, and a side effect that depends on it but only happens to NaN, where it is harmless (a profiler's
+    event): ptxas would otherwise move a wait for the tensor cores up, above what was to run beside them."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.nan.f32 q, $1, $1; @q pmevent 0; mov.b32 $0, $1; }", "=f,f", [x],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def add_sums(sums, weights):
+    """[64, 4] and [64, N] -> [64, 4]."""
+    return sums + gl.convert_layout(row_sum(weights), sums.type.layout)
+
+
+@gluon.jit
+def halves(x):
+    """Left and right half of the columns, without moving anything between threads."""
+    N: gl.constexpr = x.shape[1]
+    return gl.split(x.reshape([64, 2, N // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def whole(left, right):
+    N: gl.constexpr = left.shape[1]
+    return gl.join(left, right).permute((0, 2, 1)).reshape([64, 2 * N])

@@ -1,0 +1,304 @@
+"""Which kernel a call runs, and what `explain` says about it: decided without a GPU, on tensors that say they
+are on one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
+
+from attnlib import attention, dispatch, explain
+from attnlib.api import Choice
+from attnlib.kernels.common.tiles import block_d
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
+from attnlib.kernels.portable import launch
+from attnlib.kernels.portable.configs import forward_config
+from attnlib.params import Band, Packed, band
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launchers, replaced; a call appends the name of the one that it reaches."""
+    names = []
+
+    def stand_in(name):
+        def forward(q, k, v, band, scale, return_lse, packed):
+            names.append(name)
+            return torch.empty(0), torch.empty(0)
+
+        return forward
+
+    monkeypatch.setattr(launch, "forward", stand_in("triton"))
+    monkeypatch.setattr(launch_hopper, "forward", stand_in("hopper"))
+    return names
+
+
+LAYOUT = (
+    "needs layouts that TMA can read (last dimension contiguous, the address and other strides positive "
+    "multiples of 16 bytes); {} has strides {} and address 0 mod 16"
+)
+
+
+def calls():
+    good = tensor(1, 2, 72, 64)
+    apart = tensor(1, 2, 72, 64, strides=(0, 0, 0, 0))
+    rows = tensor(1, 1, 2, 8, strides=(24, 24, 12, 1))
+    return {
+        "half": ((9, 0), (good,) * 3, None),
+        "bfloat16": ((9, 0), (tensor(1, 2, 72, 72, dtype=torch.bfloat16),) * 3, None),
+        "rows before heads": ((9, 0), (tensor(1, 2, 72, 64, strides=(4096, 64, 128, 1)),) * 3, None),
+        "ampere": ((8, 0), (good,) * 3, "needs a GPU of compute capability 9.x; cuda:0 has 8.0"),
+        "blackwell": ((10, 0), (good,) * 3, "needs a GPU of compute capability 9.x; cuda:0 has 10.0"),
+        "float32": (
+            (9, 0), (tensor(1, 2, 72, 64, dtype=torch.float32),) * 3,
+            "needs float16 or bfloat16; q is float32",
+        ),
+        "expanded keys": ((9, 0), (good, apart, good), LAYOUT.format("k", (0, 0, 0, 0))),
+        "odd rows": ((9, 0), (rows,) * 3, LAYOUT.format("q", (24, 24, 12, 1))),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls())
+def test_the_choice_and_its_reason(name, gpu, launched):
+    arch, (q, k, v), lacks = calls()[name]
+    gpu(*arch)
+    choice = explain(q, k, v)
+    attention(q, k, v)
+    head_dim, dtype = q.shape[-1], str(q.dtype).removeprefix("torch.")
+    if lacks is None:
+        reason = "compute capability 9.x, a half precision, layouts that TMA can read"
+        rows, keys = q.shape[2], k.shape[2]
+        config = hopper_config(head_dim, rows, q.shape[0] * q.shape[1], keys=keys)
+        assert choice == Choice("hopper", config, reason)
+        assert explain(q, k, v, impl="hopper") == Choice("hopper", config, "asked for")
+        attention(q, k, v, impl="hopper")
+        assert launched == ["hopper", "hopper"]
+    else:
+        config = forward_config(head_dim, dtype, arch, keys=k.shape[2])
+        assert choice == Choice("triton", config, f"hopper {lacks}")
+        for call in (attention, explain):
+            with pytest.raises(ValueError) as raised:
+                call(q, k, v, impl="hopper")
+            assert str(raised.value) == f"impl: 'hopper' {lacks}"
+        assert launched == ["triton"]
+    # Asked for by name, the portable kernel runs wherever a GPU is.
+    assert explain(q, k, v, impl="triton").reason == "asked for"
+    attention(q, k, v, impl="triton")
+    assert launched[-1] == "triton"
+
+
+BACKWARD = {
+    "narrow": (64, False, None),
+    "wide": (256, False, None),
+    "too wide": (264, False, "needs a head dimension of at most 256 for"),
+    "deterministic": (64, True, "adds up dq in an order that changes"),
+}
+
+
+@pytest.mark.parametrize("packed", [None, Packed(None, None, 264, 264)], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_the_choice_of_the_backward_pass(name, packed, gpu):
+    head_dim, deterministic, lacks = BACKWARD[name]
+    q = tensor(1, 1, 264, head_dim) if packed is None else tensor(264, 1, head_dim)
+    kernel, reason = dispatch.choose_backward(q, q, q, None, packed, deterministic)
+    if lacks is None:
+        assert kernel == "hopper"
+        assert dispatch.choose_backward(q, q, q, "hopper", packed, deterministic)[0] == "hopper"
+    else:
+        assert kernel == "triton" and reason.startswith(f"hopper {lacks}")
+        with pytest.raises(ValueError, match=f"^impl: 'hopper' {lacks}.*; leave impl out"):
+            dispatch.choose_backward(q, q, q, "hopper", packed, deterministic)
+    for impl in ("triton", "reference"):
+        assert dispatch.choose_backward(q, q, q, impl, packed, deterministic) == (impl, "asked for")
+    gpu(8)
+    assert dispatch.choose_backward(q, q, q, None, packed, deterministic)[0] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "head_dim", "forward", "backward"),
+    [
+        (64, 64, 8, "triton", "triton"),
+        (64, 64, 64, "triton", "triton"),
+        (1, 64, 128, "triton", "triton"),
+        (65, 64, 64, "hopper", "triton"),
+        (256, 256, 64, "hopper", "triton"),
+        (1, 257, 64, "hopper", "hopper"),
+        (64, 65, 128, "hopper", "triton"),
+        (128, 128, 72, "hopper", "triton"),
+        (1, 129, 72, "hopper", "hopper"),
+        (64, 64, 136, "hopper", "hopper"),
+    ],
+)
+def test_short_sequences_are_for_the_portable_kernels(rows, keys, head_dim, forward, backward, gpu):
+    q, k = tensor(1, 1, rows, head_dim), tensor(1, 1, keys, head_dim)
+    tokens = tensor(260, 1, head_dim)
+    limits = 64, 256 if head_dim <= 64 else 128
+    for call, lengths in (((q, k, k), None), ((tokens,) * 3, Packed(None, None, rows, keys))):
+        chosen = dispatch.choose(*call, None, lengths), dispatch.choose_backward(*call, None, lengths)
+        for (kernel, reason), expected, limit in zip(chosen, (forward, backward), limits, strict=True):
+            assert kernel == expected
+            assert ("at most" in reason) == (expected == "triton")
+            assert expected == "hopper" or f"slower for sequences of at most {limit} rows and keys" in reason
+        assert dispatch.choose(*call, "hopper", lengths) == ("hopper", "asked for")
+        assert dispatch.choose_backward(*call, "hopper", lengths) == ("hopper", "asked for")
+
+
+def test_hopper_by_name_where_there_is_no_gpu(monkeypatch):
+    q = torch.zeros(1, 1, 8, 64)
+    with pytest.raises(ValueError) as raised:
+        attention(q, q, q, impl="hopper")
+    assert str(raised.value) == "impl: 'hopper' needs CUDA tensors; q is on cpu"
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    assert explain(q, q, q).kernel == "reference"
+    assert explain(q, q, q).configuration is None
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    assert explain(q, q, q).reason == "hopper needs CUDA tensors; q is on cpu"
+    assert explain(q, q, q).kernel == "triton"
+
+
+def test_kernels_in_the_interpreter_on_a_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(launch_hopper, "interpreted", lambda: True)
+    q = tensor(1, 1, 8, 64)
+    with pytest.raises(ValueError, match="^impl: 'hopper' needs compiled kernels; TRITON_INTERPRET=1 is set"):
+        attention(q, q, q, impl="hopper")
+    assert explain(q, q, q).kernel == "triton"
+
+
+def test_another_triton_has_another_gluon(monkeypatch):
+    launch_hopper._gluon_amiss.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert launch_hopper._gluon_amiss() == "needs the Gluon of triton 3.6.x; this is triton 3.7.1"
+    launch_hopper._gluon_amiss.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert launch_hopper._gluon_amiss() is None
+    launch_hopper._gluon_amiss.cache_clear()
+
+
+def test_explain_reads_well_and_is_frozen(gpu):
+    q = tensor(1, 1, 80, 128)
+    choice = explain(q, q, q, causal=True, sm_scale=0.1, return_lse=True)
+    first, second = str(choice).splitlines()
+    assert first == "hopper: compute capability 9.x, a half precision, layouts that TMA can read"
+    assert second.startswith("  with HopperConfig(block_n=128, warpgroups=2, ")
+    assert str(explain(q, q, q, impl="reference")) == "reference: asked for"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        choice.kernel = "triton"
+    empty = tensor(1, 1, 0, 128)
+    assert explain(empty, q, q).reason.endswith("; nothing to compute, so nothing is launched")
+
+
+def test_explain_checks_as_attention_does():
+    q = torch.zeros(1, 1, 8, 64)
+    with pytest.raises(ValueError, match="^impl: expected 'hopper', 'triton', 'reference' or None"):
+        explain(q, q, q, impl="flash")
+    with pytest.raises(TypeError, match="^causal: expected a bool"):
+        explain(q, q, q, causal=1)
+    with pytest.raises(TypeError):
+        explain(q, q, q, True)
+
+
+# ---------------------------------------------------------------- configurations of the Hopper kernel
+
+
+def shared_bytes(config, width):
+    """Buffers of Q, K, V and the output; barriers take less than a kilobyte."""
+    q, o = 64 * config.warpgroups * width, 64 * config.warpgroups * config.o_columns
+    return 2 * (q + o + 2 * config.stages * config.block_n * width) + 1024
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 72, 96, 128, 136, 200, 256])
+def test_hopper_configurations_fit(head_dim):
+    config, width = hopper_config(head_dim), max(64, block_d(head_dim))
+    assert config == hopper_config(width)
+    for tile in (TALL, LONG, FEW_ROWS) if width == 64 else (config,):
+        fits(tile, width)
+
+
+def fits(config, width):
+    assert shared_bytes(config, width) <= 227 * 1024
+    assert config.stages & (config.stages - 1) == 0 and config.warpgroups in (2, 3, 4)
+    assert config.block_n in (64, 128) and config.q_columns < width
+    assert config.o_columns in (width, width // 2)
+    warpgroups = config.warpgroups + 1
+    assert 128 * warpgroups * config.max_registers <= 65536
+    shared_out = config.warpgroups * config.consumer_registers + config.producer_registers
+    assert shared_out <= warpgroups * config.max_registers
+    assert config.max_registers % 8 == config.consumer_registers % 8 == config.producer_registers % 8 == 0
+
+
+@pytest.mark.parametrize("head_dim", [0, -8, 257])
+def test_hopper_configuration_of_a_wrong_head_dimension(head_dim):
+    with pytest.raises(ValueError, match=f"^head_dim: expected 1 to 256, got {head_dim}$"):
+        hopper_config(head_dim)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("keys", [1, 4096, 16384, 10**6])
+def test_sections_hold_whole_groups_and_fit_l2(keys, group):
+    config = hopper_config(128)
+    for heads in (group, 4 * group, 64 * group):
+        section = config.heads_per_section(heads, group, keys, 128)
+        assert section % group == 0 and group <= section <= heads
+        assert section == group or section // group * keys * 4 * 128 <= config.l2_bytes
+
+
+def test_masks_where_the_diagonal_runs():
+    """(blocks to mask, rows of a tile end in different blocks), for Sq and Sk."""
+    tall, square = hopper_config(64), hopper_config(128)  # tiles of 256 x 64 and 128 x 128
+    assert launch_hopper._masks(0, 512, 512, tall) == (1, True)
+    assert launch_hopper._masks(0, 512, 512, square) == (1, False)
+    assert launch_hopper._masks(0, 512, 576, square) == (1, True)
+    assert launch_hopper._masks(64, 512, 512, square) == (1, True)
+    assert launch_hopper._masks(0, 512, 600, square) == (2, True)
+    assert launch_hopper._masks(88, 512, 512, square) == (2, True)
+    assert launch_hopper._masks(None, 512, 512, square) == (0, False)
+    assert launch_hopper._masks(None, 512, 600, square) == (1, False)
+    # 64 of 256 rows in the last tile, or 200: three warpgroups have none, or all have some
+    assert launch_hopper._masks(None, 576, 512, tall) == (0, True)
+    assert launch_hopper._masks(None, 456, 512, tall) == (0, False)
+    assert launch_hopper._masks(None, 600, 600, square) == (1, False)
+
+
+def chosen(*shapes, causal):
+    """Tiles at D = 64 of calls with 32 heads: (batch, rows) each."""
+    bounds = band(causal, None)
+    return [hopper_config(64, S, 32 * B, 132, S, launch.mean_keys(S, S, bounds)) for B, S in shapes]
+
+
+def test_the_tile_that_leaves_no_sm_idle():
+    """At D = 64: what was fastest on an H200 (docs/lab/hopper.md)."""
+    waves = (1, 512), (1, 1024), (1, 1536), (1, 2048), (16, 1024), (8, 2048), (1, 65536)
+    assert chosen(*waves, causal=False) == [FEW_ROWS, TALL, LONG, TALL, TALL, LONG, LONG]
+    assert chosen(*waves, causal=True) == [FEW_ROWS, FEW_ROWS, LONG, TALL, TALL, TALL, LONG]
+    # One row more than whole tiles of 256 rows: a tile nearly empty.
+    assert chosen((4, 4096), (4, 4097), causal=True) == [TALL, LONG]
+    assert chosen((128, 128), (64, 256), causal=True) == [FEW_ROWS, TALL]
+
+
+def test_tiles_of_windows_and_packed_sequences(monkeypatch):
+    """Windows: small where tall ones would not give every SM one, or be half empty. Packed: as a batch."""
+    assert hopper_config(64, rows=512, heads=32) == FEW_ROWS
+    assert hopper_config(64, rows=256, heads=132) == FEW_ROWS
+    assert hopper_config(64, rows=257, heads=67) == TALL
+    assert hopper_config(64, rows=512, heads=32, sms=60) == TALL
+    assert hopper_config(40, rows=1, heads=1) == FEW_ROWS
+    monkeypatch.setattr(launch_hopper, "_num_sms", lambda device: 132)
+    q, packed = torch.Size((1, 32, 16384, 64)), torch.Size((16384, 32, 64))
+    for left, right, tile in ((None, None, LONG), (None, 0, LONG), (100, 0, TALL), (None, 5, TALL)):
+        assert launch_hopper.configuration(q, q, Band(left, right), 0) == tile
+    for count, longest, right, tile in ((2, 8192, 0, LONG), (4, 4096, 0, TALL), (4, 4096, None, LONG)):
+        lengths = launch.Lengths(count, longest, longest)
+        assert launch_hopper.configuration(packed, packed, Band(None, right), 0, lengths) == tile
+        assert launch_hopper.configuration(packed, packed, Band(9, 0), 0, lengths) == TALL
+
+
+def test_other_head_dimensions_have_one_tile():
+    for head_dim in (72, 128, 256):
+        for keys in (1, 2048, 2049):
+            config, default = hopper_config(head_dim, rows=1, heads=1, keys=keys), hopper_config(head_dim)
+            assert dataclasses.replace(config, l2_bytes=0) == dataclasses.replace(default, l2_bytes=0)
+            assert config.l2_bytes == (8 << 20 if head_dim <= 128 and keys <= 2048 else default.l2_bytes)

@@ -1,0 +1,470 @@
+"""notebooks/features.md says what attnlib can do: each row of the table is shown by a call, yes and no alike;
+and what notebooks/api.md quotes is what the package says.
+
+The fast version of what other files test in full; a row without a check fails, and so does a check without a
+row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS, judge_forward
+from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attnlib.hf
+from attnlib import arguments, attention, attention_varlen, explain
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.paths import ROOT
+from attnlib.bench.shapes import Shape
+from attnlib.dispatch import choose_backward
+from attnlib.kernels.portable import backward
+from attnlib.kernels.portable.configs_backward import backward_config
+
+PAGE = ROOT / "notebooks" / "features.md"
+API = (ROOT / "notebooks" / "api.md").read_text()
+GPU_TESTS = (ROOT / "tests" / "gpu" / "test_gpu_torch.py").read_text()
+
+pytestmark = [
+    *INTERPRETER_REMARKS,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+CHECKS: dict[str, Callable[..., str]] = {}
+"""Row -> a check, which returns what the cell of attnlib says, or how it begins."""
+
+
+def row(name: str) -> Callable:
+    """The check of a row. Its arguments are fixtures."""
+
+    def keep(check: Callable[..., str]) -> Callable[..., str]:
+        assert name not in CHECKS, f"two checks of {name!r}"
+        CHECKS[name] = check
+        return check
+
+    return keep
+
+
+def cells() -> list[list[str]]:
+    """The table, row by row, without its head."""
+    table = PAGE.read_text().split("<!-- features -->")[1].split("<!-- /features -->")[0]
+    lines = [line.strip().strip("|").split("|") for line in table.strip().splitlines()]
+    return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
+OURS = {name: ours for name, ours, *_ in cells()}
+
+
+def agrees(cell: str, found: str) -> bool:
+    return cell == found or cell.startswith((f"{found},", f"{found};"))
+
+
+@pytest.mark.parametrize("name", [*OURS, *(name for name in CHECKS if name not in OURS)])
+def test_a_row_is_true(name, request):
+    assert name in CHECKS, f"features.md: the row {name!r} has no check here"
+    check = CHECKS[name]
+    fixtures = inspect.signature(check).parameters
+    found = check(**{fixture: request.getfixturevalue(fixture) for fixture in fixtures})
+    assert agrees(OURS[name], found), f"features.md, {name!r}: expected {found!r}, got {OURS[name]!r}"
+
+
+def test_every_check_has_a_row():
+    assert set(CHECKS) == set(OURS)
+    assert len(OURS) == len(cells()), "a row twice"
+
+
+def test_a_wrong_cell_is_noticed():
+    assert agrees("yes", "yes") and agrees("yes, in PyTorch", "yes") and agrees("no", "no")
+    for cell in ("no", "yesterday", "?", "", "partly yes", "no, yes"):
+        assert not agrees(cell, "yes")
+
+
+def test_what_is_said_of_others_has_a_source():
+    text = PAGE.read_text()
+    defined = set(re.findall(r"^\[\^([\w-]+)\]:", text, flags=re.M))
+    used = set()
+    for name, _, *others in cells():
+        assert len(others) == 4, f"features.md, {name!r}: expected 4 other columns, got {len(others)}"
+        for cell in others:
+            notes = re.findall(r"\[\^([\w-]+)\]", cell)
+            assert notes or cell == "?", f"features.md, {name!r}: no source for {cell!r}"
+            used |= set(notes)
+    assert used == defined
+    for note in defined:
+        source = text.split(f"[^{note}]:")[1].split("\n[^")[0]
+        assert re.search(r"\]\(https://|torch \d", source), f"features.md: no address in the note {note}"
+
+
+# ---------------------------------------------------------------- the page of the API
+
+
+def test_the_operators_are_quoted_as_they_are():
+    text = " ".join(API.split())
+    for name in ("attention_forward", "attention_backward"):
+        assert str(getattr(torch.ops.attnlib, name).default._schema) in text
+
+
+def test_the_error_is_quoted_as_it_is():
+    lines = API.split("    >>> ", 1)[1].split("\n\n")[0].splitlines()
+    *statements, call, error = (line.strip().removeprefix(">>> ") for line in lines)
+    names = {"torch": torch, "attention": attention}
+    exec("\n".join(statements), names)
+    kind, message = error.split(": ", 1)
+    assert kind == "ValueError"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        eval(call, names)
+
+
+def test_the_two_ways_to_write_a_window_are_one(device):
+    """`(255, 0)` and `causal=True, window=(255, -1)`."""
+    assert "`causal=True, window=(255, -1)` is the same" in API
+    inputs = make_inputs(Shape(1, 1, 20, 16, seqlen_k=30), device=device)
+    assert torch.equal(attention(*inputs, window=(7, 0)), attention(*inputs, causal=True, window=(7, -1)))
+
+
+# ---------------------------------------------------------------- tools
+
+
+def check_call(shape: Shape, device: str, impl: str | None = None, **options) -> None:
+    """AssertionError unless output and LSE are what the oracle says."""
+    q, k, v = make_inputs(shape, device=device)
+    out, lse = attention(q, k, v, causal=shape.causal, return_lse=True, impl=impl, **options)
+    judge_forward(out, lse, Oracle(q, k, v, shape.causal, **options), shape.label)
+
+
+def refuses(argument: str) -> str:
+    """ "no": neither function takes this argument, and Python says which one it is."""
+    q = torch.zeros(1, 1, 4, 16)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{argument}'"):
+        attention(q, q, q, **{argument: 1})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{argument}'"):
+        attention_varlen(q[0], q[0], q[0], offsets, offsets, 4, 4, **{argument: 1})
+    return "no"
+
+
+def hf_refuses(mask=None, **options) -> None:
+    """A model of transformers that asks for it gets an error that names it."""
+    q = torch.zeros(1, 1, 4, 16)
+    name = next(iter(options), "attention_mask")
+    with pytest.raises(ValueError, match=f"^{name}: expected "):
+        attnlib.hf.attention_forward(SimpleNamespace(is_causal=True), q, q, q, mask, **options)
+
+
+def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+# ---------------------------------------------------------------- shapes and dtypes
+
+
+@row("dtypes")
+def dtypes(device) -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in arguments.DTYPES]
+    for name in names:
+        check_call(Shape(1, 2, 17, 16, causal=True, dtype=name), device)
+    with pytest.raises(TypeError, match=f"^q: expected dtype {', '.join(names[:-1])} or {names[-1]}, got"):
+        attention(*torch.zeros(3, 1, 1, 4, 16, dtype=torch.float64))
+    return ", ".join(names)
+
+
+@row("head dimension D")
+def head_dimension(device) -> str:
+    def accepted(head_dim: int) -> bool:
+        try:
+            attention(*torch.empty(3, 1, 1, 4, head_dim, device="meta"))
+        except ValueError as error:
+            assert str(error).startswith("q: expected a head dimension that is a multiple of 8")
+            return False
+        return True
+
+    found = [head_dim for head_dim in range(1, 521) if accepted(head_dim)]
+    step, first, last = found[1] - found[0], found[0], found[-1]
+    assert found == list(range(first, last + 1, step))
+    for head_dim in (first, 40, last):
+        check_call(Shape(1, 1, 20, head_dim), device)
+    return f"multiples of {step} from {first} to {last}"
+
+
+@row("values with a head dimension of their own")
+def values_of_another_width() -> str:
+    q = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match="^v: expected head dimension 16 as q has, got 8$"):
+        attention(q, q, q[..., :8])
+    return "no"
+
+
+@row("grouped heads")
+def grouped_heads(device) -> str:
+    check_call(Shape(1, 6, 20, 16, heads_kv=2), device)
+    return "yes"
+
+
+@row("FP8")
+def fp8() -> str:
+    q = torch.zeros(1, 1, 4, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="^q: expected dtype float16, .* got torch.float8_e4m3fn$"):
+        attention(q, q, q)
+    return "no"
+
+
+# ---------------------------------------------------------------- which keys
+
+
+@row("causal with Sq != Sk, aligned at the bottom right")
+def bottom_right(device) -> str:
+    for queries, keys in ((5, 20), (20, 5)):
+        check_call(Shape(1, 1, queries, 16, causal=True, seqlen_k=keys), device)
+    return "yes"
+
+
+def loads(monkeypatch, length: int, window: tuple[int, int] | None, grad: bool) -> int:
+    """How many tiles a call reads in the interpreter."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    count, load = [0], InterpreterBuilder.create_descriptor_load
+
+    def counting(*given):
+        count[0] += 1
+        return load(*given)
+
+    q, k, v = leaves(*make_inputs(Shape(1, 1, length, 16), device="cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_descriptor_load", counting)
+        out = attention(q, k, v, window=window, impl="triton")
+        if grad:
+            count[0] = 0
+            out.sum().backward()
+    return count[0]
+
+
+@row("sliding window at a cost that grows with its width")
+def sliding_window(device, monkeypatch) -> str:
+    check_call(Shape(1, 1, 100, 16), device, window=(20, 3))
+    if device == "cuda":
+        pytest.skip("counts loads of the interpreter")
+    for grad in (False, True):
+        short, long = (
+            {window: loads(monkeypatch, length, window, grad) for window in ((64, 0), (128, 0), None)}
+            for length in (192, 384)
+        )
+        # Twice the length: some twice the work in a window, some four times without one.
+        assert long[64, 0] <= 2.4 * short[64, 0] and long[None] >= 3 * short[None]
+        assert long[64, 0] < long[128, 0] < long[None]
+    return "yes"
+
+
+@row("packed sequences of different lengths")
+def packed_sequences(device) -> str:
+    lengths = [0, 7, 30, 1]
+    q, k, v = (x[0].transpose(0, 1) for x in make_inputs(Shape(1, 2, sum(lengths), 16), device=device))
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    out, lse = attention_varlen(q, k, v, ends, ends, 30, 30, causal=True, return_lse=True)
+    for begin, end in zip(ends[1:-1], ends[2:], strict=True):
+        one = [x[begin:end].transpose(0, 1)[None] for x in (q, k, v, out)]
+        judge_forward(one[3], lse[None, :, begin:end], Oracle(*one[:3], True), f"{begin}:{end}")
+    return "yes"
+
+
+@row("any mask, any bias")
+def any_mask() -> str:
+    hf_refuses(torch.zeros(1, 1, 4, 4))
+    return refuses("attn_mask")
+
+
+@row("soft cap on the scores")
+def soft_cap() -> str:
+    hf_refuses(softcap=30.0)
+    return refuses("softcap")
+
+
+@row("dropout")
+def dropout() -> str:
+    hf_refuses(dropout=0.1)
+    return refuses("dropout_p")
+
+
+@row("KV cache in one piece, prefill and decoding")
+def kv_cache(device) -> str:
+    q, k, v = make_inputs(Shape(2, 4, 12, 16, dtype="float32", heads_kv=2), device=device)
+    whole = attention(q, k, v, causal=True)
+    cache = torch.full((2, *k.shape[:2], 32, 16), torch.nan, device=device)  # room for more
+    cache[0, :, :, :12], cache[1, :, :, :12] = k, v
+    begin = 0
+    for end in (7, 8, 11, 12):
+        part = attention(q[:, :, begin:end], *cache[..., :end, :], causal=True)
+        torch.testing.assert_close(part, whole[:, :, begin:end], rtol=1e-5, atol=1e-5)
+        begin = end
+    return "yes"
+
+
+@row("paged KV cache, decoding split over the keys")
+def paged_cache() -> str:
+    hf_refuses(cache=object())
+    refuses("num_splits")
+    return refuses("page_table")
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@row("LSE returned")
+def lse(device) -> str:
+    q, k, v = make_inputs(Shape(1, 1, 20, 16), device=device)
+    scores = q.double() @ k.double().mT / 4
+    _, found = attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(found.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    return "yes"
+
+
+def gradients(device, **options) -> list[torch.Tensor]:
+    inputs = make_inputs(Shape(1, 2, 30, 16, heads_kv=1), device=device)
+    d_out = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0)).to(inputs[0])
+    found = leaves(*inputs)
+    attention(*found, causal=True, **options).backward(d_out)
+    found = [x.grad for x in found]
+    for verdict in GradientOracle(d_out, *inputs, causal=True).judge(*found).values():
+        verdict.raise_if_bad("gradient")
+    return found
+
+
+@row("backward")
+def backward_pass(device) -> str:
+    gradients(device)
+    return "yes"
+
+
+@row("deterministic backward")
+def deterministic(device, request) -> str:
+    pairs = zip(*(gradients(device, deterministic=True) for _ in range(2)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    # Alone that says little in the interpreter: no sum of the portable kernels is left to chance.
+    assert "atomic_" not in inspect.getsource(backward)
+    assert "def test_deterministic_gradients_have_the_same_bits_in_a_hundred_runs(" in GPU_TESTS
+    request.getfixturevalue("gpu")  # and the Hopper kernel, whose dQ is one, is left out
+    inputs = [tensor(1, 1, 300, 64) for _ in range(3)]
+    chosen = [choose_backward(*inputs, None, deterministic=x)[0] for x in (False, True)]
+    assert chosen == ["hopper", "triton"]
+    return "yes"
+
+
+@row("second derivatives")
+def second_derivatives(device) -> str:
+    (q,) = leaves(torch.randn(1, 1, 4, 16, device=device))
+    (dq,) = torch.autograd.grad(attention(q, q, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="^attnlib.attention has no second derivative"):
+        dq.sum().backward()
+    return "no"
+
+
+# ---------------------------------------------------------------- in PyTorch
+
+
+@row("torch.compile, fullgraph, dynamic shapes")
+def compiled(device) -> str:
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    call = torch.compile(lambda *x: attention(*x, causal=True), fullgraph=True, dynamic=True, backend=backend)
+    for queries, keys in ((20, 30), (33, 50), (5, 7)):
+        inputs = make_inputs(Shape(1, 2, queries, 16, seqlen_k=keys), device=device)
+        assert torch.equal(call(*inputs), attention(*inputs, causal=True))
+    torch.compiler.reset()
+    assert len(graphs) == 1 and "attnlib.attention_forward" in str(graphs[0].graph)
+    return "yes"
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v):
+        return attention(q, k, v, causal=True)
+
+
+@row("torch.export, dynamic shapes")
+def exported(device) -> str:
+    inputs = make_inputs(Shape(2, 2, 20, 16), device=device)
+    sizes = {0: torch.export.Dim("batch", max=64), 2: torch.export.Dim("seqlen", max=4096)}
+    shapes = dict.fromkeys("qkv", sizes)
+    program = torch.export.export(Layer(), inputs, dynamic_shapes=shapes, strict=False)
+    assert "attnlib.attention_forward" in str(program.graph)
+    inputs = make_inputs(Shape(3, 2, 35, 16), device=device)
+    assert torch.equal(program.module()(*inputs), attention(*inputs, causal=True))
+    return "yes"
+
+
+@row("autocast")
+def autocast(device) -> str:
+    inputs = make_inputs(Shape(1, 1, 20, 16, dtype="float32"), device=device)
+    with torch.autocast(device, torch.bfloat16):
+        out = attention(*inputs)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, attention(*(x.bfloat16() for x in inputs)))
+    return "yes"
+
+
+@row("CUDA graphs")
+def cuda_graphs(monkeypatch) -> str:
+    """Capture forbids to wait for the GPU. The values of offsets are all that a call could wait for; here
+    they have none, so that a look at them is an error."""
+    with FakeTensorMode():
+        q = torch.empty(8, 1, 16, device="cuda")
+        ends = torch.empty(2, dtype=torch.int32, device="cuda")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        with pytest.raises(RuntimeError):
+            arguments.check_offsets(q, q, ends, ends, 8, 8)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        arguments.check_offsets(q, q, ends, ends, 8, 8)
+    for name in ("test_a_graph_of_forward_and_backward", "test_a_graph_of_packed_sequences"):
+        assert f"def {name}(" in GPU_TESTS
+    return "yes"
+
+
+# ---------------------------------------------------------------- where it runs
+
+
+@row("GPUs")
+def gpus(gpu) -> str:
+    majors = []
+    for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+        gpu(major, minor)
+        choice = explain(*(tensor(1, 1, 80, 128) for _ in range(3)))
+        assert choice.configuration is not None
+        for head_dim in (64, 128, 256):
+            backward_config(head_dim, "float16", (major, minor))
+        if choice.kernel == "hopper":
+            majors.append(major)
+        else:
+            assert choice.kernel == "triton"
+    measured = {path.name for path in (ROOT / "figures" / "data").iterdir() if path.is_dir()}
+    assert len(majors) == 1 and measured and all("H200" in name.upper() for name in measured)
+    return f"compute capability {majors[0]}.x"
+
+
+@row("runs without a GPU")
+def without_a_gpu(device) -> str:
+    kernels = ["reference"] if device == "cuda" else ["reference", "triton"]
+    for impl in kernels:
+        check_call(Shape(1, 1, 20, 16, causal=True), "cpu", impl=impl)
+    return "yes"
+
+
+@row("attn_implementation in transformers")
+def transformers(device) -> str:
+    pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
+    from test_hf import build, tokens
+
+    attnlib.hf.register()
+    ids = tokens(1, 9, device)
+    with torch.no_grad():
+        logits = [build("llama", name, device)(ids).logits for name in (attnlib.hf.NAME, "sdpa")]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    return f'yes, "{attnlib.hf.NAME}"'

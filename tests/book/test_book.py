@@ -1,0 +1,410 @@
+"""attnlib.book: each hygiene rule on a planted bad notebook, execution that names what failed, figures,
+README."""
+
+import base64
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from attnlib.bench import records
+from attnlib.book import build, execution, hygiene, plotting
+
+HOME, TEMP = "/" + "home/me", "/" + "tmp"  # in two parts: no path of a machine in this file either
+
+KERNEL = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(p_x, n, BLOCK: tl.constexpr):
+    o_x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    b_x = tl.load(p_x + o_x, mask=o_x < n)  # [BLOCK]
+    b_x = b_x + 1.0
+    tl.store(p_x + o_x, b_x, mask=o_x < n)
+
+
+def attention(q, k, v, causal=True, sm_scale=None):
+    return v
+"""
+
+
+def markdown(name: str, source: str) -> dict:
+    return {"cell_type": "markdown", "id": f"c03-{name}", "metadata": {}, "source": source}
+
+
+def code(name: str, source: str, tags: tuple[str, ...] = (), outputs: tuple[dict, ...] = ()) -> dict:
+    cell = {"cell_type": "code", "id": f"c03-{name}", "metadata": {"tags": list(tags)}, "source": source}
+    return cell | {"outputs": list(outputs), "execution_count": None}
+
+
+def stream(text: str, name: str = "stdout") -> dict:
+    return {"output_type": "stream", "name": name, "text": text}
+
+
+def figure(**metadata) -> dict:
+    data = {"image/svg+xml": "<svg/>", "text/plain": "a figure"}
+    return {"output_type": "display_data", "data": data, "metadata": metadata}
+
+
+@pytest.fixture
+def good() -> dict:
+    """A notebook that breaks no rule."""
+    cells = [
+        markdown("title", "# 03 Online softmax\n\nHalf of the work: 1/2, see https://example.org/home/page"),
+        code(
+            "begin",
+            'from attnlib.book import lesson\n\nlesson.begin("03_online_softmax")',
+            outputs=(stream("a GPU\n"),),
+        ),
+        code("kernel", KERNEL, ("kernel",)),
+        code(
+            "figure",
+            "plotting.publish(f, 'ladder', 'bars')",
+            outputs=(figure(filename="ladder", alt="bars"),),
+        ),
+        code("merge", "def merge(a, b):\n    raise NotImplementedError", ("exercise",)),
+        code("merge-check", "lesson.check(checks.check_merge, merge)", outputs=(stream("✘ not yet\n"),)),
+        code("rescale", "def rescale(o, m):\n    raise NotImplementedError", ("exercise",)),
+        code("rescale-check", "lesson.check(checks.check_rescale, rescale)"),
+    ]
+    for count, cell in enumerate((c for c in cells if c["cell_type"] == "code"), start=1):
+        cell["execution_count"] = count
+    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def cell(nb: dict, name: str) -> dict:
+    return next(c for c in nb["cells"] if c["id"] == f"c03-{name}")
+
+
+def problems(nb: dict, folder: Path) -> list[hygiene.Problem]:
+    path = folder / "03_online_softmax.ipynb"
+    path.write_text(json.dumps(nb))
+    return hygiene.check(path)
+
+
+# Hygiene: (rule, what the message says, how a good notebook is spoilt)
+
+PLANTED = [
+    ("valid_format", "nbformat 4.5", lambda nb: nb.update(nbformat_minor=4)),
+    (
+        "valid_format",
+        "not a valid notebook",
+        lambda nb: cell(nb, "kernel").update(outputs=[{"output_type": "x"}]),
+    ),
+    ("valid_format", "kernelspec python3, got None", lambda nb: nb["metadata"].pop("kernelspec")),
+    ("stable_ids", "an id such as c03-idea, got 8f3a", lambda nb: cell(nb, "kernel").update(id="8f3a")),
+    ("stable_ids", "an id such as c03-idea", lambda nb: cell(nb, "kernel").update(id="c04-kernel")),
+    ("stable_ids", "used twice", lambda nb: cell(nb, "kernel").update(id="c03-title")),
+    ("execution_order", "count 2, got 7", lambda nb: cell(nb, "kernel").update(execution_count=7)),
+    (
+        "execution_order",
+        "count 7, got None",
+        lambda nb: cell(nb, "rescale-check").update(execution_count=None),
+    ),
+    (
+        "no_errors",
+        "ValueError: no",
+        lambda nb: cell(nb, "figure")["outputs"].append(
+            {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}
+        ),
+    ),
+    (
+        "no_stderr",
+        "stderr: UserWarning: slow",
+        lambda nb: cell(nb, "kernel")["outputs"].append(stream("UserWarning: slow\nmore", "stderr")),
+    ),
+    (
+        "small",
+        "less than 1,000,000 bytes",
+        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * 10**6),
+    ),
+    (
+        "no_machine_paths",
+        HOME,
+        lambda nb: cell(nb, "kernel")["outputs"].append(stream(f"in {HOME}/x.py\n")),
+    ),
+    ("no_machine_paths", TEMP, lambda nb: cell(nb, "title").update(source=f"# 03 x\n\nSee {TEMP}/out")),
+    ("no_machine_paths", "C:", lambda nb: cell(nb, "kernel").update(source=KERNEL + 'p = "C:\\\\data"\n')),
+    (
+        "no_machine_paths",
+        HOME,
+        lambda nb: cell(nb, "figure")["outputs"][0]["data"].update({"text/plain": f"'{HOME}'"}),
+    ),
+    (
+        "no_embedded_images",
+        "base64 data",
+        lambda nb: cell(nb, "title").update(source="# 03 x\n![](data:image/png;base64,AAAA)"),
+    ),
+    (
+        "no_embedded_images",
+        "attachment",
+        lambda nb: cell(nb, "title").update(attachments={"a.png": {"image/png": "AAAA"}}),
+    ),
+    (
+        "no_noise",
+        "execution times",
+        lambda nb: cell(nb, "kernel")["metadata"].update(execution={"iopub": "now"}),
+    ),
+    ("no_noise", "widget state", lambda nb: nb["metadata"].update(widgets={})),
+    ("title", "the title '# 03 ...'", lambda nb: cell(nb, "title").update(source="# Online softmax")),
+    (
+        "begins",
+        'lesson.begin("03_online',
+        lambda nb: cell(nb, "begin").update(source='lesson.begin("02_tiling")'),
+    ),
+    (
+        "sizes",
+        "at most 45 lines, got 60",
+        lambda nb: cell(nb, "figure").update(source="\n".join(["x = 1"] * 60)),
+    ),
+    (
+        "sizes",
+        "at most 25 code cells",
+        lambda nb: nb["cells"].extend(
+            code(f"more-{i}", "x = 1") | {"execution_count": 8 + i} for i in range(20)
+        ),
+    ),
+    ("named_figures", "figure without name", lambda nb: cell(nb, "figure")["outputs"][0].update(metadata={})),
+    (
+        "named_figures",
+        "figure without name",
+        lambda nb: cell(nb, "figure")["outputs"][0]["metadata"].pop("alt"),
+    ),
+    ("kernel_cell", "one cell tagged 'kernel', got 0", lambda nb: cell(nb, "kernel")["metadata"].pop("tags")),
+    ("kernel_cell", "got 2", lambda nb: cell(nb, "figure")["metadata"].update(tags=["kernel"])),
+    (
+        "kernel_cell",
+        "shape comment '# [...]' for block b_x in line 8",
+        lambda nb: cell(nb, "kernel").update(
+            source=KERNEL.replace("mask=o_x < n)  # [BLOCK]", "mask=o_x < n)")
+        ),
+    ),
+    (
+        "kernel_cell",
+        "a function attention",
+        lambda nb: cell(nb, "kernel").update(source=KERNEL.replace("def attention", "def forward")),
+    ),
+    (
+        "kernel_cell",
+        "make_block_ptr is deprecated",
+        lambda nb: cell(nb, "kernel").update(source=KERNEL + "x = tl.make_block_ptr\n"),
+    ),
+    (
+        "kernel_cell",
+        "at most 60 lines of kernels, got 65",
+        lambda nb: cell(nb, "kernel").update(
+            source=KERNEL.replace("    b_x = b_x + 1.0\n", "    b_x = b_x\n" * 61)
+        ),
+    ),
+    ("kernel_cell", "not Python", lambda nb: cell(nb, "kernel").update(source=KERNEL + "def\n")),
+    ("exercises", "at least 2", lambda nb: cell(nb, "merge")["metadata"].pop("tags")),
+    ("exercises", "lesson.check", lambda nb: cell(nb, "merge-check").update(source="merge(1, 2)")),
+]
+
+
+def test_a_good_notebook_has_no_problem(good, tmp_path):
+    assert problems(good, tmp_path) == []
+
+
+@pytest.mark.parametrize(("rule", "message", "spoil"), PLANTED)
+def test_planted_problem_is_found(rule, message, spoil, good, tmp_path):
+    bad = copy.deepcopy(good)
+    spoil(bad)
+    found = [p for p in problems(bad, tmp_path) if p.rule == rule]
+    assert any(message in str(p) for p in found), problems(bad, tmp_path)
+
+
+def test_a_backward_may_be_longer(good, tmp_path):
+    """Its cell has three kernels and joins them to autograd; any other kernel of this length is too long."""
+    lines = "\n".join(f"    b_x{i} = tl.load(p_x)  # [BLOCK]" for i in range(90))
+    longer = f"@triton.jit\ndef more(p_x, BLOCK: tl.constexpr):\n{lines}\n\n\n"
+    kernel = cell(good, "kernel")
+    source = kernel["source"] if isinstance(kernel["source"], str) else "".join(kernel["source"])
+    kernel["source"] = longer + source
+    assert {p.rule for p in problems(good, tmp_path)} == {"sizes", "kernel_cell"}
+    kernel["source"] += "\n\n\nclass Attention(torch.autograd.Function):\n    pass"
+    assert problems(good, tmp_path) == []
+
+
+def test_every_rule_is_planted():
+    assert {rule for rule, _, _ in PLANTED} == set(hygiene.RULES)
+
+
+def test_a_file_that_is_no_notebook_is_a_problem(tmp_path):
+    (tmp_path / "03_x.ipynb").write_text("not json")
+    (problem,) = hygiene.check(tmp_path / "03_x.ipynb")
+    assert problem.rule == "readable"
+
+
+def test_the_committed_notebooks_and_readme_are_clean():
+    assert build.check() == []
+
+
+# Execution
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """Three small notebooks, the second of which fails, replayed in one go: (folder, out, results,
+    messages)."""
+    folder, out = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("out")
+    sources = {
+        "01_naive": [
+            "import os\nprint(os.environ['ATTNLIB_REPLAY'], os.environ.get('TRITON_INTERPRET'))\n"
+            "print('again')",
+            "from attnlib.book import plotting\n"
+            "bars = plotting.bar_chart({'a': 1.0, 'b': 2.0}, 'ms')\n"
+            "plotting.publish(bars, 'bars', 'b is twice a', data=[{'a': 1.0, 'b': 2.0}])",
+        ],
+        "02_tiling": ["x = 1", "# a comment\ny = 0\nz = x / y\nprint(z)\nprint(x)", "print('never')"],
+        "03_online_softmax": ["print('still executed')"],
+    }
+    for name, cells in sources.items():
+        content = [code(f"{i}", text) | {"execution_count": 9} for i, text in enumerate(cells)]
+        nb = {"cells": content, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+        (folder / f"{name}.ipynb").write_text(json.dumps(nb))
+    messages: list[str] = []
+    paths = build.chapters(folder)
+    results = execution.execute_all(paths, lambda p: out / p.name, replay=True, jobs=2, say=messages.append)
+    return folder, out, results, messages
+
+
+def outputs(path: Path) -> list[list[dict]]:
+    return [c["outputs"] for c in json.loads(path.read_text())["cells"]]
+
+
+def test_a_failure_names_notebook_cell_source_and_error_and_the_others_run(executed):
+    folder, out, results, messages = executed
+    assert [r.ok for r in results] == [True, False, True]
+    failure = results[1].failure
+    assert failure.startswith("02_tiling, cell c03-1:")
+    assert (
+        "| z = x / y" in failure and "| ..." in failure and "ZeroDivisionError: division by zero" in failure
+    )
+    assert "print(x)" not in failure and failure in messages
+    assert "still executed" in str(outputs(out / "03_online_softmax.ipynb"))
+    assert sum("ok," in m for m in messages) == 2 and any("[3/3]" in m for m in messages)
+
+
+def test_executed_copies_are_clean_and_sources_untouched(executed):
+    folder, out, *_ = executed
+    done = json.loads((out / "01_naive.ipynb").read_text())
+    assert [c["execution_count"] for c in done["cells"]] == [1, 2]
+    assert [c["id"] for c in done["cells"]] == ["c03-0", "c03-1"]
+    assert done["cells"][0]["metadata"] == {"tags": []} and done["metadata"]["language_info"] == {
+        "name": "python"
+    }
+    assert outputs(out / "01_naive.ipynb")[0] == [stream(["1 None\n", "again\n"])]
+    assert all(not o for o in outputs(folder / "01_naive.ipynb"))
+
+
+def test_executing_again_gives_the_same_bytes(executed, tmp_path):
+    folder, out, *_ = executed
+    assert build.replay(["01"], folder, tmp_path, jobs=1)
+    assert (tmp_path / "01_naive.ipynb").read_bytes() == (out / "01_naive.ipynb").read_bytes()
+
+
+def test_figures_come_out_of_nbconvert_under_their_names(executed, tmp_path):
+    _, out, *_ = executed
+    (tmp_path / "old.svg").write_text("<svg/>")
+    files = build.figures(out, tmp_path)
+    assert [f.name for f in files] == ["bars.pdf", "bars.svg"] == sorted(f.name for f in tmp_path.iterdir())
+    data, _ = plotting.bundle(plotting.bar_chart({"a": 1.0, "b": 2.0}, "ms"), "bars", "b is twice a")
+    assert (tmp_path / "bars.svg").read_text() == data["image/svg+xml"]
+    assert (tmp_path / "bars.pdf").read_bytes() == base64.b64decode(data["application/pdf"])
+
+
+def test_a_figure_name_used_twice_is_an_error(executed, tmp_path):
+    _, out, *_ = executed
+    for name in ("01_naive", "02_tiling"):
+        (tmp_path / f"{name}.ipynb").write_bytes((out / "01_naive.ipynb").read_bytes())
+    with pytest.raises(ValueError, match="bars.(svg|pdf) is published by 01_naive and by 02_tiling"):
+        build.figures(tmp_path, tmp_path / "figures")
+
+
+def test_a_cell_that_takes_too_long_is_a_failure(tmp_path):
+    nb = {
+        "cells": [code("slow", "import time\ntime.sleep(60)")],
+        "metadata": {},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    (tmp_path / "01_naive.ipynb").write_text(json.dumps(nb))
+    result = execution.execute(
+        tmp_path / "01_naive.ipynb", tmp_path / "out.ipynb", execution.environment(replay=True), timeout=1
+    )
+    assert "cell c03-slow" in result.failure and "more than 1 s" in result.failure
+
+
+def test_run_in_place_needs_a_gpu_and_keeps_a_failed_notebook(executed, monkeypatch, tmp_path, capsys):
+    folder, *_ = executed
+    monkeypatch.setenv("ATTNLIB_REPLAY", "1")
+    with pytest.raises(ValueError, match="run: expected a CUDA GPU"):
+        build.run(folder=folder)
+    before = (folder / "02_tiling.ipynb").read_bytes()
+    monkeypatch.setattr(records, "can_measure", lambda: True)
+    monkeypatch.setattr(build, "BUILD", tmp_path)
+    assert build.main(["run", "02", "--source", str(folder)]) == 1
+    assert (folder / "02_tiling.ipynb").read_bytes() == before
+    assert (tmp_path / "failed" / "02_tiling.ipynb").exists()
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["01", "01_naive", "notebooks/01_naive.ipynb"])
+def test_notebooks_are_found_by_number_name_or_path(executed, name):
+    assert [p.stem for p in build.chapters(executed[0], [name])] == ["01_naive"]
+
+
+def test_an_unknown_notebook_is_a_wrong_call(executed, capsys):
+    assert build.main(["replay", "42", "--source", str(executed[0])]) == 2
+    assert "expected one of 01_naive, 02_tiling, 03_online_softmax, got 42" in capsys.readouterr().err
+
+
+# README
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """A record of the last chapter with one step and one peer."""
+    shape = {"batch": 4, "heads": 32, "seqlen": 4096, "head_dim": 64, "causal": True, "dtype": "float16"}
+    rows = [
+        {"impl": impl, **shape, "status": "ok", "ms": 100 / t, "tflops": t, "max_error": 1e-3}
+        for impl, t in (("07_production", 398.0), ("fa3", 437.0))
+    ]
+    head = {"schema": records.SCHEMA, "gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
+    path = tmp_path / records.REFERENCE_GPU / "12_record.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(head | {"notebook": "12_record", "tables": {"ladder": {"rows": rows}}}))
+    monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
+    return path
+
+
+def test_readme_table_is_drawn_from_the_record(record, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- ladder -->\nold\n<!-- /ladder -->\nafter\n")
+    assert build.readme(readme) and not build.readme(readme)
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /ladder -->\nafter\n")
+    assert (
+        re.search(r"\| 07 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
+        and "*NVIDIA H200, 2026-11-21*" in text
+    )
+    assert "replayed" not in text and "old" not in text
+
+
+def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->")
+    assert any("README: its table differs" in p for p in build.check(folder=executed[1], path=readme))
+
+
+@pytest.mark.parametrize("text", ["", "<!-- ladder -->", "<!-- /ladder --><!-- ladder -->"])
+def test_readme_needs_its_markers(record, text):
+    with pytest.raises(ValueError, match="README: expected <!-- ladder -->"):
+        build.with_ladder(text)

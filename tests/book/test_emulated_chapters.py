@@ -1,0 +1,88 @@
+"""The kernels of chapters 08 to 11, as their notebooks have them, in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+from emulated import ORDERS
+
+from attnlib.bench.names import number
+from attnlib.bench.sources import load_step
+from attnlib.book.chapters import GLUON_FROM, STEPS
+from attnlib.emulator import emulated
+from attnlib.kernels.reference.forward import attention_fp64
+
+CHAPTERS = [step for step, _ in STEPS if number(step) >= GLUON_FROM]
+# Variants that the chapters measure.
+OPTIONS = {
+    "08_tma_wgmma": [{"block_n": 64}],
+    "09_warp_specialization": [{"stages": 2}, {"stages": 3}],
+    "10_overlap": [{"late": False}, {"pin": True}, {"pingpong": True}, {"late": False, "pingpong": True}],
+    "11_scheduling": [{"schedule": "grid"}, {"schedule": "static"}, {"section": 3}],
+}
+
+
+@pytest.fixture
+def attention() -> Callable:
+    """attention() of a chapter with its kernel in the emulator, by (step, order, seed)."""
+    with ExitStack() as stack:
+
+        def of(step: str, order: str = "random", seed: int = 0) -> Callable:
+            stack.close()  # the one before
+            module = load_step(step)
+            kernels = stack.enter_context(emulated(vars(module), order, seed))
+            assert list(kernels) == ["flash_forward"]
+            return module.attention
+
+        yield of
+
+
+def check(attention, B: int, H: int, S: int, D: int, causal: bool, sm_scale: float = 0.1, **options) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, H, S, D, generator=generator).half() for _ in range(3))
+    truth, _ = attention_fp64(q, k, v, causal=causal, sm_scale=sm_scale)
+    out = attention(q, k, v, causal, sm_scale, **options)
+    torch.testing.assert_close(out.double(), truth, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("step", CHAPTERS)
+def test_chapter(step: str, causal: bool, order: str, attention) -> None:
+    check(attention(step, order), 1, 3, 200, 64, causal)
+
+
+@pytest.mark.parametrize(("S", "D"), [(1, 64), (17, 128), (129, 256), (150, 128)])
+@pytest.mark.parametrize("step", CHAPTERS)
+def test_chapter_lengths_and_widths(step: str, S: int, D: int, attention) -> None:
+    check(attention(step), 1, 2, S, D, True)
+    check(attention(step, "late"), 2, 1, S, D, False, D**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("step", "options"), [(step, x) for step in CHAPTERS for x in OPTIONS[step]], ids=str
+)
+def test_chapter_options(step: str, options: dict, attention) -> None:
+    for order in ORDERS:
+        check(attention(step, order, seed=1), 1, 3, 300, 64, True, **options)
+
+
+def test_clocks_of_chapter_09(attention) -> None:
+    """For each of two consumers and each tile of keys five stamps, one after the other."""
+    trace = torch.full((2 * 2 * 5,), -1, dtype=torch.int32)
+    check(attention("09_warp_specialization"), 1, 3, 256, 64, False, trace=trace)
+    stamps = trace.view(2, 10).long() & 0xFFFFFFFF
+    assert bool(((stamps[:, 1:] - stamps[:, :-1]) % 2**32 < 2**31).all()), "time goes on"
+
+
+def test_clocks_of_chapter_11(attention) -> None:
+    """For each job and consumer a beginning and an end: 24 bits of time, 8 of the SM's number."""
+    trace = torch.full((2 * 3 * 4,), -1, dtype=torch.int32)
+    check(attention("11_scheduling"), 1, 3, 256, 64, True, trace=trace)
+    times, sms = (trace.long() & 0xFFFFFFFF) >> 8, trace & 255
+    assert bool((sms == 0).all())
+    begin, end = times.view(6, 2, 2).unbind(-1)
+    assert bool(((end - begin) % 2**24 < 2**23).all())

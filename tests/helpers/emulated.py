@@ -1,0 +1,210 @@
+"""The Hopper kernels through their launchers, on the CPU: `attnlib.emulator` in place of the GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+from attnlib.bench import sources
+from attnlib.emulator import Emulated, Report
+from attnlib.kernels.hopper import (
+    backward as hopper_backward,
+)
+from attnlib.kernels.hopper import (
+    backward_wide as hopper_backward_wide,
+)
+from attnlib.kernels.hopper import (
+    forward as hopper,
+)
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.reference.backward import gradient_fp64
+from attnlib.kernels.reference.forward import attention_fp64
+from attnlib.params import Packed, band
+
+ORDERS = "eager", "late", "random"
+KERNELS = {
+    "attention_forward_hopper": hopper,
+    "attention_backward_hopper": hopper_backward,
+    "attention_backward_hopper_wide": hopper_backward_wide,
+}
+
+
+class Recorded(Emulated):
+    """Can repeat its last launch in other orders."""
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        launch = super().__getitem__(grid)
+
+        def record(*args, **kwargs) -> None:
+            tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "base", None) for x in args]
+            self._tensors = [x for x in tensors if x is not None]
+            self._before = [x.clone() for x in self._tensors]
+            launch(*args, **kwargs)
+            self._after = [x.clone() for x in self._tensors]
+            self._grid, self._args, self._kwargs = grid, args, kwargs
+
+        return record
+
+    def repeat(self, order: str, seed: int) -> Report:
+        """AssertionError if memory is not as after the launch, up to the order of sums."""
+        for tensor, before in zip(self._tensors, self._before, strict=True):
+            tensor.copy_(before)
+        self.options |= {"order": order, "seed": seed}
+        super().__getitem__(self._grid)(*self._args, **self._kwargs)
+        for tensor, after in zip(self._tensors, self._after, strict=True):
+            torch.testing.assert_close(tensor, after, equal_nan=True)
+        return self.reports[-1]
+
+
+@contextmanager
+def on_the_cpu(
+    order: str = "random", seed: int = 0, sms: int = 2, mutants: dict[str, ModuleType] | None = None
+) -> Iterator[dict[str, Recorded]]:
+    """Within it the launchers of the Hopper kernels take CPU tensors, and so does `impl="hopper"`.
+
+    `mutants`: modules with another kernel of a name in `KERNELS`. Yields the kernels, with their reports.
+    """
+    counter = torch.zeros(1, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        kernels = {}
+        for name, module in KERNELS.items():
+            kernel = getattr((mutants or KERNELS).get(name, module), name)
+            kernels[name] = Recorded(kernel, order, seed, sms)
+            patch.setattr(module, name, kernels[name])
+        patch.setattr(launch_hopper, "unsupported_here", lambda q: None)
+        patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
+        patch.setattr(launch_hopper, "_num_sms", lambda device: sms)
+        patch.setattr(launch_hopper, "_counter", lambda device: counter)
+        yield kernels
+    assert counter.item() == 0, "the counter of tiles is not set back"
+
+
+def mutate(module: ModuleType, edits: list[tuple[str, str]]) -> dict[str, ModuleType]:
+    """The modules of kernels whose code changes with edits of one of them, each of text that occurs once."""
+    source = inspect.getsource(module)
+    for right, wrong in edits:
+        assert source.count(right) == 1, f"expected once in {module.__name__}: {right}"
+        source = source.replace(right, wrong)
+    mutant = sources.load_source("mutant", source)
+    found = {name: mutant for name, owner in KERNELS.items() if owner is module}
+    for name, owner in KERNELS.items():
+        line = f"from {module.__name__} import"
+        text = inspect.getsource(owner)
+        if line in text:
+            found[name] = sources.load_source("mutant", text.replace(line, f"from {mutant.__name__} import"))
+    return found
+
+
+# ---------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of attention. `packed`: lengths of queries and keys of its sequences, instead of S_q and S_k."""
+
+    D: int
+    H: int = 2
+    H_kv: int = 1
+    S_q: int = 150
+    S_k: int = 200
+    causal: bool = True
+    B: int = 1
+    dtype: torch.dtype = torch.float16
+    sm_scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    packed: tuple[tuple[int, int], ...] = ()
+    return_lse: bool = True
+    config: HopperConfig | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.D**-0.5 if self.sm_scale is None else self.sm_scale
+
+    def tensors(self) -> list[torch.Tensor]:
+        """q, k, v, d_out of normal numbers."""
+        rng = torch.Generator().manual_seed(0)
+        shapes = [(self.B, self.H, self.S_q, self.D)] + [(self.B, self.H_kv, self.S_k, self.D)] * 2
+        if self.packed:
+            T_q, T_k = map(sum, zip(*self.packed, strict=True))
+            shapes = [(T_q, self.H, self.D)] + [(T_k, self.H_kv, self.D)] * 2
+        return [torch.randn(shape, generator=rng).to(self.dtype) for shape in (*shapes, shapes[0])]
+
+
+def check_forward(call: Call, order: str = "random", seed: int = 0, **where) -> Recorded:
+    """AssertionError for a wrong result; returns what ran."""
+    q, k, v, _ = call.tensors()
+    with on_the_cpu(order, seed, **where) as kernels:
+        out, lse = launch_hopper.forward(
+            q, k, v, band(call.causal, call.window), call.scale, call.return_lse,
+            _packed(call) if call.packed else None, call.config,
+        )  # fmt: skip
+    assert (lse is not None) == call.return_lse
+    close = {"rtol": 1e-2, "atol": 1e-2} if call.dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+    for found, found_lse, *one in _sequences(call, out, lse, q, k, v):
+        if one[1].shape[2]:
+            truth, truth_lse = attention_fp64(
+                *one, causal=call.causal, sm_scale=call.scale, window=call.window
+            )
+        else:  # a sequence without keys
+            truth = torch.zeros_like(found, dtype=torch.float64)
+            truth_lse = truth[..., 0] - torch.inf
+        torch.testing.assert_close(found.double(), truth, **close)
+        if lse is not None:
+            torch.testing.assert_close(found_lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
+    return kernels["attention_forward_hopper"]
+
+
+def _packed(call: Call) -> Packed:
+    ends = torch.tensor(call.packed).cumsum(0).int().T
+    cu_q, cu_k = (torch.cat([torch.zeros(1, dtype=torch.int32), x]) for x in ends)
+    longest_q, longest_k = (max(x) for x in zip(*call.packed, strict=True))
+    return Packed(cu_q, cu_k, longest_q, longest_k)
+
+
+def _sequences(call: Call, out, lse, q, k, v) -> Iterator[tuple]:
+    """out, lse, q, k, v of each sequence as a batch of one; of what is not packed, as they are."""
+    if not call.packed:
+        yield out, lse, q, k, v
+        return
+    at_q = at_k = 0
+    for S_q, S_k in call.packed:
+        if S_q:
+            here, keys = slice(at_q, at_q + S_q), slice(at_k, at_k + S_k)
+            own = None if lse is None else lse[:, here][None]
+            yield (
+                out[here].transpose(0, 1)[None], own,
+                *(x.transpose(0, 1)[None] for x in (q[here], k[keys], v[keys])),
+            )  # fmt: skip
+        at_q, at_k = at_q + S_q, at_k + S_k
+
+
+def check_backward(call: Call, order: str = "random", seed: int = 0, **where) -> Recorded:
+    """AssertionError for a wrong gradient; returns what ran."""
+    q, k, v, d_out = call.tensors()
+    options = {"causal": call.causal, "sm_scale": call.scale, "window": call.window}
+    out, lse = torch.zeros_like(q), torch.empty(q.shape[:-1])
+    if call.packed:
+        lse = lse.T.contiguous()  # (H, T_q)
+    for own_out, own_lse, *one in _sequences(call, out, lse, q, k, v):
+        found = attention_fp64(*one, **options)
+        own_out.copy_(found[0])
+        own_lse.copy_(found[1])
+    with on_the_cpu(order, seed, **where) as kernels:
+        gradients = launch_hopper_backward.backward(
+            d_out, q, k, v, out, lse, band(call.causal, call.window), call.scale,
+            _packed(call) if call.packed else None,
+        )  # fmt: skip
+    close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
+    inputs, outputs = _sequences(call, d_out, lse, q, k, v), _sequences(call, d_out, lse, *gradients)
+    for (own_d_out, _, *one), (_, _, *found) in zip(inputs, outputs, strict=True):
+        for gradient, expected in zip(found, gradient_fp64(own_d_out, *one, **options), strict=True):
+            torch.testing.assert_close(gradient.double(), expected, **close)
+    return next(kernel for kernel in kernels.values() if kernel.reports)

@@ -1,0 +1,38 @@
+"""A CPU in the place of the GPU that the harness measures."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from attnlib.bench import harness, power, timing
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine whose GPU is the CPU: every call is timed, and takes as long as `gpu[name]` says."""
+    monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
+    monkeypatch.delenv("ATTNLIB_REPLAY", raising=False)
+    monkeypatch.setattr(harness, "_DEVICE", "cpu")
+    monkeypatch.setattr(power, "_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "NVIDIA H200")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    memory = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(memory))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(memory))
+    clock = types.SimpleNamespace(order=[], ms=[3.0, 1.0, 2.0])
+
+    def record_ms(fn, calls, cold):
+        clock.order.append(fn)
+        for _ in range(calls):
+            fn()
+        return (clock.ms * calls)[:calls] if calls > 1 else [2.0]
+
+    monkeypatch.setattr(timing, "_record_ms", record_ms)
+    return clock

@@ -1,0 +1,156 @@
+"""The Hopper kernels, line by line as they are, in the emulator: results, and no race or deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from emulated import ORDERS, Call, check_backward, check_forward
+
+from attnlib.kernels.hopper.configs import LONG, HopperConfig, hopper_config
+
+pytestmark = INTERPRETER_REMARKS
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_forward(D: int, causal: bool, order: str) -> None:
+    check_forward(Call(D, causal=causal), order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_backward(D: int, causal: bool, order: str) -> None:
+    check_backward(Call(D, causal=causal), order)
+
+
+# ---------------------------------------------------------------- what a call may ask for
+
+FEW_ROWS = hopper_config(64, 64)
+PLAIN = HopperConfig(64, 2, 2, 64)
+FORWARD = {
+    "grouped heads, batches": Call(64, 4, 2, 70, 90, B=2),
+    "bfloat16": Call(128, 2, 1, dtype=torch.bfloat16),
+    "no LSE": Call(128, return_lse=False),
+    "a negative scale": Call(64, sm_scale=-0.1),
+    "a negative scale, 256 columns": Call(256, 1, 1, 70, 150, sm_scale=-0.1, causal=False),
+    "one row, one key": Call(64, 1, 1, 1, 1),
+    "one row": Call(128, 2, 1, 1, 333),
+    "one key": Call(64, 2, 1, 200, 1),
+    "rows that see nothing": Call(128, 1, 1, 300, 100),
+    "many tiles": Call(64, 6, 2, 300, 150),
+    "a head dimension between the widths": Call(40, 2, 1, 150, 170),
+    "a head dimension of 200": Call(200, 1, 1, 100, 150),
+    "nobody shares a tile's keys": Call(64, 3, 1, 129, 129, config=FEW_ROWS),
+    "window": Call(64, 2, 1, 200, 300, causal=True, window=(100, -1)),
+    "window on both sides": Call(128, 1, 1, 200, 300, causal=False, window=(70, 33)),
+    "window on the right": Call(64, 1, 1, 200, 300, causal=False, window=(-1, 40)),
+    "window on the left": Call(256, 1, 1, 100, 300, causal=False, window=(70, -1)),
+    "window of one key": Call(64, 1, 1, 150, 150, causal=True, window=(0, 0)),
+    "window over few rows": Call(64, 1, 1, 150, 300, window=(90, -1), config=FEW_ROWS),
+    "window in tiles of 192 rows": Call(64, 1, 1, 200, 300, window=(100, -1), config=LONG),
+    "packed": Call(64, 2, 1, packed=((40, 70), (0, 5), (300, 90), (1, 300))),
+    "packed, dense": Call(128, 1, 1, packed=((40, 70), (150, 0), (130, 129)), causal=False),
+    "packed, 256 columns": Call(256, 1, 1, packed=((70, 70), (100, 130))),
+    "packed, tiles of 192 rows": Call(64, 2, 1, packed=((40, 70), (300, 290)), causal=False, config=LONG),
+    "packed, a window": Call(64, 1, 1, packed=((140, 170), (200, 90)), window=(50, -1), config=FEW_ROWS),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_calls(name: str) -> None:
+    for order in ("late", "random"):
+        check_forward(FORWARD[name], order, seed=1)
+
+
+FLAGS = [
+    {"joint": True}, {"named": True}, {"joint": True, "named": True}, {"late_wait": True},
+    {"late_wait": True, "pin": True}, {"pin": True}, {"tree": True}, {"tree": True, "block_n": 128},
+    {"o_columns": 32}, {"q_columns": 32}, {"stages": 4, "q_columns": 48}, {"stages": 1}, {"stages": 8},
+    {"warpgroups": 3, "stages": 4, "joint": True, "block_n": 128},
+    {"warpgroups": 4}, {"warpgroups": 4, "joint": True, "named": True, "late_wait": True, "block_n": 128},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_forward_configurations(flags: dict, causal: bool) -> None:
+    check_forward(Call(64, 2, 1, 150, 230, causal, config=replace(PLAIN, **flags)), seed=2)
+
+
+BACKWARD = {
+    "grouped heads, batches": Call(64, 4, 2, 70, 90, B=2),
+    "bfloat16": Call(128, 2, 1, dtype=torch.bfloat16),
+    "bfloat16, 256 columns": Call(256, 1, 1, 70, 70, dtype=torch.bfloat16),
+    "a negative scale": Call(64, 1, 1, sm_scale=-0.1),
+    "one row, one key": Call(64, 1, 1, 1, 1),
+    "one row, one key, 256 columns": Call(256, 1, 1, 1, 1),
+    "one row": Call(128, 1, 1, 1, 333),
+    "one key": Call(64, 1, 1, 200, 1),
+    "rows that see nothing": Call(128, 1, 1, 200, 70),
+    "keys that nobody sees after a tile": Call(64, 1, 1, 63, 129, causal=False),
+    "a head dimension between the widths": Call(40, 2, 1, 150, 170),
+    "a head dimension of 200": Call(200, 2, 1, 100, 150),
+    "window": Call(64, 2, 1, 300, 400, window=(60, -1)),
+    "window on both sides": Call(128, 1, 1, 150, 300, causal=False, window=(30, 20)),
+    "window, 256 columns": Call(256, 2, 1, 100, 230, causal=False, window=(30, 20)),
+    "keys that nobody sees": Call(64, 1, 1, 100, 400, window=(30, -1)),
+    "keys that nobody sees, 256 columns": Call(256, 1, 1, 60, 200, window=(30, -1)),
+    "packed": Call(64, 2, 1, packed=((40, 70), (300, 90), (1, 200))),
+    "packed, dense": Call(128, 1, 1, packed=((40, 170), (150, 70)), causal=False),
+    "packed, 256 columns": Call(256, 2, 1, packed=((40, 70), (150, 90))),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_calls(name: str) -> None:
+    check_backward(BACKWARD[name], seed=1)
+
+
+# ---------------------------------------------------------------- what nobody waits for
+
+
+@pytest.mark.parametrize("name", ["no LSE", "many tiles", "packed", "window"])
+def test_forward_leaves_releases(name: str) -> None:
+    """compute-sanitizer's synccheck stops at a phase that nobody waits for if another one follows."""
+    for report in check_forward(FORWARD[name], "late").reports:
+        assert all("_free" in barrier for _, barrier, _ in report.unwaited)
+
+
+@pytest.mark.parametrize("name", ["grouped heads, batches", "packed", "window, 256 columns"])
+def test_backward_waits_for_every_phase(name: str) -> None:
+    assert all(report.unwaited == () for report in check_backward(BACKWARD[name], "late").reports)
+
+
+# ---------------------------------------------------------------- many orders
+
+# More blocks than there are slots, or steps than there are buffers, in two tiles or heads.
+TINY = {
+    "joint": Call(64, 2, 1, 60, 130, config=HopperConfig(64, 4, 2, 64, joint=True)),
+    "apart": Call(64, 2, 1, 70, 130, config=PLAIN),
+    "named": Call(64, 2, 1, 70, 130, config=replace(PLAIN, named=True, late_wait=True, q_columns=32)),
+    "packed": Call(64, 1, 1, packed=((20, 130), (0, 5), (70, 100)), config=PLAIN),
+    "window": Call(64, 2, 1, 70, 150, window=(60, -1), config=PLAIN),
+    "backward, 64 columns": Call(64, 3, 1, 30, 40),
+    "backward, 128 columns": Call(128, 1, 1, 150, 40, causal=False),
+    "backward, 256 columns": Call(256, 1, 1, 150, 40, causal=False),
+    "backward, packed": Call(64, 2, 1, packed=((30, 40), (140, 20))),
+    "backward, a window": Call(256, 1, 1, 150, 70, window=(50, -1)),
+}
+
+
+RUNS = dict.fromkeys(TINY, 40)
+RUNS |= {"backward, 256 columns": 60, "backward, packed": 20, "backward, a window": 20}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_many_orders(kind: str) -> None:
+    """Results are checked once, then memory has to be the same after each run."""
+    check = check_backward if kind.startswith("backward") else check_forward
+    kernel = check(TINY[kind], "eager", sms=1)
+    for seed in range(RUNS[kind]):
+        kernel.repeat("random", seed)

@@ -1,0 +1,305 @@
+"""Bugs planted in the real Hopper kernels: the emulator notices each of them, and says what is wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+from cases import INTERPRETER_REMARKS
+from emulated import Call, check_backward, check_forward, mutate
+
+from attnlib.emulator import Deadlock, Race
+from attnlib.kernels.hopper import (
+    backward as hopper_backward,
+)
+from attnlib.kernels.hopper import (
+    backward_wide as hopper_backward_wide,
+)
+from attnlib.kernels.hopper import (
+    forward as hopper,
+)
+from attnlib.kernels.hopper import (
+    ring as hopper_ring,
+)
+from attnlib.kernels.hopper.configs import HopperConfig
+
+pytestmark = INTERPRETER_REMARKS
+
+JOINT = HopperConfig(64, 4, 4, 64, joint=True)
+APART = HopperConfig(64, 2, 2, 64)
+NAMED = HopperConfig(64, 2, 2, 64, joint=True, named=True)
+FORWARD = {
+    # Several tiles for each program; at the diagonal its warpgroups visit different numbers of blocks.
+    "joint": Call(64, 3, 1, 300, 400, config=JOINT),
+    "apart": Call(64, 3, 1, 300, 400, config=APART),
+    "named": Call(64, 3, 1, 300, 400, config=NAMED),
+    "halves": Call(128, 3, 1, 150, 150, config=HopperConfig(64, 2, 2, 64)),
+    "short": Call(64, 8, 1, 60, 60, config=JOINT),
+    # One warpgroup skips a block, and the tile ends in its slot.
+    "skipped": Call(64, 3, 1, 128, 192, config=APART),
+    "one tile": Call(64, 1, 1, 100, 300, config=APART),
+    "packed": Call(64, 2, 1, packed=((40, 70), (150, 90), (10, 200)), config=JOINT),
+    "packed, a program without rows": Call(64, 1, 1, packed=((64, 70), (0, 70)), config=JOINT),
+}
+# Five blocks of queries, or four heads of one each.
+BACKWARD = {
+    "64": Call(64, 4, 1, 70, 128), "128": Call(128, 1, 1, 320, 100, causal=False),
+    "256": Call(256, 1, 1, 320, 60, causal=False), "unseen": Call(64, 1, 1, 60, 300, window=(30, -1)),
+}  # fmt: skip
+RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A bug: edits of a kernel's text, the call that shows it, and what is said of it (a regular expression).
+
+    A mutant that fails for another reason, such as an edit that no longer runs, proves nothing.
+    """
+
+    bug: str
+    module: ModuleType
+    call: str
+    verdict: str
+    edits: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return f"{self.module.__name__.rpartition('.')[2]}: {self.bug}"
+
+
+def forward(bug: str, call: str, verdict: str, *edits: tuple[str, str]) -> Mutation:
+    return Mutation(bug, hopper, call, verdict, edits)
+
+
+def ring(bug: str, call: str, verdict: str, *edits: tuple[str, str]) -> Mutation:
+    return Mutation(bug, hopper_ring, call, verdict, edits)
+
+
+def backward(bug: str, verdict: str, *edits: tuple[str, str], call: str = "128") -> Mutation:
+    return Mutation(bug, hopper_backward, call, verdict, edits)
+
+
+def wide(bug: str, verdict: str, *edits: tuple[str, str]) -> Mutation:
+    return Mutation(bug, hopper_backward_wide, "256", verdict, edits)
+
+
+def without(line: str, before: str = "", after: str = "") -> tuple[str, str]:
+    return before + line + after, before + after
+
+
+LANDING = r"Race: .* touches \S+: a copy writes it, which was not waited for"
+STORED = r"Race: .* touches \S+: .* has stored to it, which was not waited for"
+OVERWRITTEN = r"Race: .* overwrites \S+: .* has not said that it read"
+READING = r"Race: .* overwrites \S+ while a product or copy out reads it"
+TAKEN = f"{LANDING}|{OVERWRITTEN}|{READING}"  # memory is used before it is there, or after it was given back
+COUNT = r"Race: \w+\[\d\]: \d arrivals in a phase of \d"
+TWICE = r"Race: .* comes to barrier \d+ twice before the others have come"
+DEADLOCK = r"Deadlock: .* waits for "
+UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_shared"
+
+MUTATIONS = [
+    forward("a slot is filled without asking", "joint", f"{TAKEN}|{COUNT}",
+            without("        acquire(mem, c + i, plan)\n")),
+    forward("the slot after a tile is filled without asking", "apart", f"{TAKEN}|{COUNT}",
+            without("        acquire(mem, c, plan)\n")),
+    forward("nobody speaks for the values of the first slot", "apart", f"{DEADLOCK}|{TAKEN}",
+            ("mbarrier.arrive(mem.v_full.index(0), count=1)", "pass")),
+    forward("one place for the next tile", "short", f"{OVERWRITTEN}|{COUNT}",
+            ("b = number & 1\n    words", "b = 0\n    words"),
+            ("(number & 1) * plan.words", "0 * number"),
+            ("b = number & 1\n    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)",
+             "b = 0\n    mbarrier.wait(mem.drawn.index(b), number & 1)")),
+    forward("a slot is not released", "joint", DEADLOCK,
+            ("deps=(o_token,))  # [64, D]\n    release(mem, c, plan)",
+             "deps=(o_token,))\n    if c != 3:\n        release(mem, c, plan)")),
+    forward("wrong parity for Q", "joint", f"{TAKEN}|{DEADLOCK}",
+            ("mem.q_full.index(WG), turn & 1", "mem.q_full.index(WG), (turn & 1) ^ 1")),
+    ring("the parity of blocks stays 0", "joint", f"{TAKEN}|{COUNT}|{DEADLOCK}",
+         ("(c >> _log2(plan.stages)) & 1", "0 * c")),
+    forward("an unseen block is released unseen", "joint", f"{TAKEN}|{DEADLOCK}",
+            without("                wait_k(mem, i, plan)\n")),
+    forward("values of a skipped block are not waited for", "skipped", LANDING,
+            ("if start > c:\n                    wait_v(mem, start, plan)", "pass")),
+    forward("released before P V is done", "named", f"{OVERWRITTEN}|{READING}",
+            ("    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]\n    release(mem, c, plan)",
+             "    release(mem, c, plan)\n    acc = warpgroup_mma_wait(0, deps=(o_token,))")),
+    forward("released before Q K^T is done", "named", f"{OVERWRITTEN}|{READING}",
+            ("        s = warpgroup_mma_wait(0, deps=(s_token,))\n        release(mem, start, plan)",
+             "        release(mem, start, plan)\n        s = warpgroup_mma_wait(0, deps=(s_token,))")),
+    forward("Q is never given back", "joint", DEADLOCK,
+            without("        mbarrier.arrive(mem.q_free.index(WG), count=1)\n")),
+    forward("Q is filled without asking", "joint", f"{TAKEN}|{COUNT}",
+            without("            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)\n")),
+    forward("two tiles are told under one number", "packed", f"{OVERWRITTEN}|{COUNT}",
+            ("_tell(mem, turn, number", "_tell(mem, turn - 1, number")),
+    forward("keys for a tile that is not there", "packed, a program without rows",
+            r"Race: the program ends, and nobody has waited for a copy into k\[0\]",
+            ("    if number < end:\n        _copy_k(desc_k, mem, 0,",
+             "    if True:\n        _copy_k(desc_k, mem, 0,")),
+    forward("keys are not waited for", "joint", TAKEN,
+            without("    wait_k(mem, c, plan)\n", "", "    s_token")),
+    forward("values are not waited for", "apart", TAKEN,
+            without("    if not plan.joint:\n        wait_v(mem, c, plan)\n")),
+    forward("the last values are not waited for", "apart", TAKEN,
+            without("        wait_v(mem, c, plan)\n", "", "        o_token")),
+    forward("Q is not waited for", "joint", TAKEN,
+            without("        mbarrier.wait(mem.q_full.index(WG), turn & 1)\n")),
+    forward("the first tile is not waited for", "packed", f"{STORED}|{OVERWRITTEN}",
+            without("    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)\n")),
+    forward("S is used with both products in flight", "joint",
+            "Race: a product is used with 2 outstanding, it among them",
+            ("s = warpgroup_mma_wait(1, deps", "s = warpgroup_mma_wait(2, deps")),
+    forward("the values' bytes are not expected", "joint", f"{TAKEN}|{DEADLOCK}",
+            ("(2 if VALUES and plan.joint else 1) * desc_k.block_type.nbytes", "desc_k.block_type.nbytes")),
+    forward("twice the bytes of Q are expected", "one tile", f"{DEADLOCK}.* 8192 bytes missing",
+            ("mem.q_full.index(w), desc_q.block_type.nbytes",
+             "mem.q_full.index(w), 2 * desc_q.block_type.nbytes")),
+    forward("the barriers are not fenced", "one tile", UNFENCED.format(r"\w+"),
+            without("    fence_async_shared()\n", "", "    work")),
+    forward("the output is not fenced", "one tile", UNFENCED.format("o"),
+            without("        fence_async_shared()\n", "store(o)\n")),
+    forward("half of the output is not fenced", "halves", UNFENCED.format("o"),
+            without("        fence_async_shared()\n", "store(right)\n")),
+    forward("the output before has not left", "joint", READING,
+            without("        tma.store_wait(0)\n", "", "        matrix(mem.o, WG).store(o)")),
+    forward("the left half of the output has not left", "halves", READING,
+            without("        tma.store_wait(0)\n", "", "        matrix(mem.o, WG).store(right)")),
+    forward("the last output is not waited for", "one tile",
+            "Race: .* ends and has not waited for its copies out",
+            without("    tma.store_wait(0)", "row, WG, plan)\n")),
+    forward("one arrival too few frees a slot", "joint", f"{TAKEN}|{COUNT}",
+            ("barriers(plan.stages, plan.warpgroups)", "barriers(plan.stages, plan.warpgroups - 1)")),
+    ring("threads are miscounted", "named", f"Race: barrier 8: 288 threads came|{DEADLOCK}",
+         ("32 + 128 * plan.warpgroups", "128 * plan.warpgroups")),
+    forward("the counter is not set back", "joint", "AssertionError: the counter of tiles is not set back",
+            ("if number == end - 1:", "if number == end:")),
+    forward("the LSE of a row too many", "one tile", "IndexError: address outside of its tensor",
+            ("mask=o_m < seq.S_q", "mask=o_m < seq.S_q + 1")),
+
+    backward("Q is filled without asking", f"{TAKEN}|{COUNT}", without("        _acquire(Q_FREE, j)\n")),
+    backward("dO is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
+             without("        _acquire(DO_FREE, j)\n")),
+    backward("K is not waited for", TAKEN, without("    mbarrier.wait(mem.k_full, 0)\n")),
+    backward("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
+    backward("dO is not waited for", TAKEN,
+             without("        mbarrier.wait(mem.do_full.index(slot), _parity(j))\n")),
+    backward("Q of the next block is not waited for", TAKEN,
+             ("mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))", "pass")),
+    backward("Q is released before dK is done", f"{OVERWRITTEN}|{READING}",
+             ("        dk = warpgroup_mma_wait(1, deps=(dk_token,))\n        _release(Q_FREE, j)",
+              "        _release(Q_FREE, j)\n        dk = warpgroup_mma_wait(1, deps=(dk_token,))")),
+    backward("dK is not waited for", "Race: a product is used with 2 outstanding, it among them",
+             ("dk = warpgroup_mma_wait(1, deps", "dk = warpgroup_mma_wait(2, deps")),
+    backward("dO is not released", DEADLOCK, ("        _release(DO_FREE, j)\n",
+             "        if j != 2:\n            _release(DO_FREE, j)\n")),
+    backward("dS is not waited for", f"{STORED}|{OVERWRITTEN}|{READING}|{TWICE}",
+             without("        _await_ds(j - 1, WG)\n")),
+    backward("dS is written before the other's is there", f"{STORED}|{OVERWRITTEN}|{READING}|{TWICE}",
+             without("        _write_ds(mem, ds_half, j, WG)\n"),
+             ("        _await_ds(j - 1, WG)\n",
+              "        _write_ds(mem, ds_half, j, WG)\n        _await_ds(j - 1, WG)\n")),
+    backward("a buffer of dS too few", f"{STORED}|{OVERWRITTEN}|{READING}",
+             ("ds = mem.ds.index((j & 1) * 2 + w)", "ds = mem.ds.index(w)"),
+             ("mem.ds.index((j & 1) * 2 + WG).store", "mem.ds.index(WG).store")),
+    backward("a consumer does not tell", DEADLOCK,
+             ("    _tell_ds(j, WG)\n", "    if j != 3:\n        _tell_ds(j, WG)\n")),
+    backward("the parity stays 0", f"{TAKEN}|{DEADLOCK}", ("return (j // STAGES) & 1", "return 0 * j")),
+    backward("dS is not fenced", UNFENCED.format("ds"),
+             without("    fence_async_shared()\n", "", "    _tell_ds")),
+    backward("dK and dV are not fenced", UNFENCED.format("v"),
+             without("    fence_async_shared()\n", ".store(x)\n")),
+    backward("dV has not left", READING,
+             without("    tma.store_wait(0)\n", "", "    _store(desc_dk, (dk")),
+    backward("dK is not waited for at the end", "Race: .* ends and has not waited for its copies out",
+             ("    tma.store_wait(0)\n\n\n# ----", "\n\n# ----")),
+    backward("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
+             without("        tma.store_wait(0)\n", before="mem.v.index(WG))\n"), call="unseen"),
+    backward("the bytes of LSE are not expected", f"{TAKEN}|{DEADLOCK}|Race: the program ends",
+             ("q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes",
+              "q_bytes: gl.constexpr = desc_q.block_type.nbytes")),
+    backward("the barriers are not fenced", UNFENCED.format(r"\w+").replace(r"\[\d\]", r"\S*"),
+             without("    fence_async_shared()\n", "", "    work = tiling")),
+    backward("dQ of the first step, of nothing, is added", "AssertionError|IndexError: address outside",
+             ("dq, j > 0, WG", "dq, j >= 0, WG")),
+    backward("dQ of the last step is lost", "AssertionError", ("dq, n > 0, WG", "dq, n < 0, WG")),
+    backward("the halves of dQ change places", "AssertionError",
+             ("ds = ds.slice(WG * 64, 64, 1)", "ds = ds.slice(64 - WG * 64, 64, 1)"), call="64"),
+    backward("in the wide kernel: Q is filled without asking", f"{TAKEN}|{COUNT}",
+             without("        _acquire(Q_FREE, j)\n"), call="256"),
+    backward("in the wide kernel: dO is filled without asking", f"{TAKEN}|{COUNT}",
+             without("        _acquire(DO_FREE, j)\n"), call="256"),
+    backward("in the wide kernel: the parity stays 0", f"{TAKEN}|{DEADLOCK}|{TWICE}",
+             ("return (j // STAGES) & 1", "return 0 * j"), call="256"),
+
+    wide("Q of the next block is not waited for", TAKEN,
+         ("mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))", "pass")),
+    wide("dO of dV is not waited for", TAKEN,
+         without("        mbarrier.wait(mem.do_full.index(slot), _parity(j))\n")),
+    wide("dO of the next block is not waited for", TAKEN,
+         ("mbarrier.wait(mem.do_full.index(next_slot), _parity(j + 1))", "pass")),
+    wide("Q is released before dK is done", TAKEN,
+         ("        tokens = _issue_up", "        _release(Q_FREE, j)\n        tokens = _issue_up"),
+         without("        _release(Q_FREE, j)\n", "", "        dp = warp")),
+    wide("dO is released before dV is done", f"{OVERWRITTEN}|{READING}",
+         without("        _release(DO_FREE, j)\n", "", "        s = warp"),
+         ("        dv_left, dv_right = w", "        _release(DO_FREE, j)\n        dv_left, dv_right = w")),
+    wide("P is not waited for", f"{STORED}|{OVERWRITTEN}",
+         without('        _named_barrier("sync", P_FULL + slot, 256)\n'),
+         without('        _named_barrier("arrive", P_FULL + slot, 256)\n')),
+    wide("P is told before it is there", f"{STORED}|{OVERWRITTEN}",
+         ('        mem.p.index(slot).store(p_half)\n        _named_barrier("arrive", P_FULL + slot, 256)\n',
+          '        _named_barrier("arrive", P_FULL + slot, 256)\n        mem.p.index(slot).store(p_half)\n')),
+    wide("one buffer of P", f"{STORED}|{OVERWRITTEN}",
+         ("mem.p.index(slot).store", "mem.p.index(0).store"),
+         ("mem.p.index(slot).load", "mem.p.index(0).load")),
+    wide("dS is written without asking", f"{OVERWRITTEN}|{READING}|{TWICE}",
+         ('_named_barrier("sync", DS_FREE + slot, 256)', "pass")),
+    wide("dS is released before dQ is done", f"{OVERWRITTEN}|{READING}",
+         without('            if half == 1:\n                _named_barrier("arrive", DS_FREE + slot, 256)\n',
+                 "", "            # Behind"),
+         ("            dq = warpgroup_mma_wait(0, deps=(dq,))",
+          '            if half == 1:\n                _named_barrier("arrive", DS_FREE + slot, 256)\n'
+          "            dq = warpgroup_mma_wait(0, deps=(dq,))")),
+    wide("dS is not told", DEADLOCK,
+         ('        _named_barrier("arrive", DS_FULL + slot, 256)\n',
+          '        if j != 3:\n            _named_barrier("arrive", DS_FULL + slot, 256)\n')),
+    wide("dV does not wait for the end", f"{STORED}|{OVERWRITTEN}|{READING}",
+         without('    _named_barrier("sync", END, 256)\n')),
+    wide("dS is not fenced", UNFENCED.format("ds"),
+         without("        fence_async_shared()\n", "store(ds_half)\n")),
+    wide("dK and dV are not fenced", UNFENCED.format(r"(v|do)"),
+         without("    fence_async_shared()\n", ".store(right)\n")),
+    wide("dK and dV are not waited for", "Race: .* ends and has not waited for its copies out",
+         without("    tma.store_wait(0)\n", ", buffer)\n")),
+    wide("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
+]  # fmt: skip
+
+
+def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
+    """What is said of a run; empty if nothing."""
+    of_forward = mutation.module in (hopper, hopper_ring)
+    check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
+    try:
+        check(calls[mutation.call], order, seed, mutants=mutants)
+    except (Race, Deadlock, AssertionError, IndexError) as found:
+        return f"{type(found).__name__}: {found}"
+    return ""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_planted_bug_is_found(mutation: Mutation) -> None:
+    mutants = mutate(mutation.module, mutation.edits)
+    for order, seed in RUNS:
+        said = run(mutation, mutants, order, seed)
+        if said:
+            print(f"{order}, seed {seed}: {said}")
+            assert re.match(mutation.verdict, said), said
+            return
+    pytest.fail(f"{len(RUNS)} runs did not reveal: {mutation.bug}")
+
+
+@pytest.mark.parametrize("call", sorted({(m.module.__name__, m.call) for m in MUTATIONS}), ids=str)
+def test_the_kernel_without_a_bug_passes_the_same_way(call: tuple[str, str]) -> None:
+    mutation = next(m for m in MUTATIONS if (m.module.__name__, m.call) == call)
+    assert run(mutation, None, "random", 0) == ""

@@ -1,0 +1,78 @@
+"""Around the Hopper backward kernel: the conversion of dQ, in the interpreter, and what it refuses.
+
+The kernel itself runs in test_emulated_kernels, and on a GPU in tests/gpu."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.params import band
+
+SCALE = 0.3
+
+
+def in_registers(x: np.ndarray) -> np.ndarray:
+    """[64, C] as the accumulator lies in a warpgroup's registers, the order in memory. The other way round
+    from the conversion kernel: from the rows and columns that each of 128 threads has."""
+    t, i = np.arange(128)[None, :, None], np.arange(x.shape[1] // 8)[:, None, None]
+    four = np.arange(4)[None, None, :]
+    rows = 16 * (t // 32) + t % 32 // 4 + 8 * (four // 2)
+    return x[rows + 0 * i, 8 * i + 2 * (t % 4) + four % 2].reshape(-1)
+
+
+def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
+    """A head dimension between the widths, memory with more around it."""
+    if device != "cpu":
+        pytest.skip("the conversion runs in the interpreter")
+    more = torch.full((1, 2, 134, 48), 7.0)
+    dq = more[:, :, 2:132, 4:44]
+    shape = torch.Size((1, 2, 130, 40))
+    strides = (more.stride(),) * 5
+    call = launch_hopper_backward._prepare(
+        shape, shape, strides, torch.float32, -1, band(True, None), SCALE, None, None
+    )
+    call = call._replace(layouts=call.layouts._replace(dq=(tuple(shape), more.stride())))
+    sums = torch.arange(call.sums, dtype=torch.float32)
+    launch_hopper_backward._convert(sums, dq, None, call)
+    blocks = sums.numpy().reshape(2, -1, 64 * 64) * np.float32(SCALE)
+    for h, i in ((0, 0), (1, 1), (1, 2)):
+        rows = dq[0, h, 64 * i : 64 * i + 64].numpy()
+        full = np.zeros((64, 64), np.float32)
+        numbers = in_registers(np.arange(4096).reshape(64, 64))  # which element lies at each place
+        full.reshape(-1)[numbers] = blocks[h, i]
+        np.testing.assert_array_equal(rows, full[: len(rows), :40])
+    dq.fill_(7.0)
+    assert bool((more == 7.0).all()), "written outside of dq"
+
+
+@pytest.mark.parametrize(("width", "clocks"), [(64, 1200), (128, 0)])
+def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width: int, clocks: int) -> None:
+    config = hopper_backward_config(width)
+    for causal, left in product((False, True), repeat=2):
+        plan, _ = launch_hopper_backward.kernel_for(width, causal, True, config, left=left)
+        assert plan.delay.value == (0 if causal or left else clocks)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic", "reason"),
+    [
+        (264, False, "needs a head dimension of at most 256 for the backward pass; q has 264"),
+        (64, True, "adds up dq in an order that changes; deterministic=True is asked for"),
+        (256, False, None),
+    ],
+)
+def test_what_it_cannot_run(head_dim, deterministic, reason, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_hopper_backward.launch_hopper, "unsupported_here", lambda q: None)
+    q = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
+    assert launch_hopper_backward.unsupported(q, deterministic) == reason
+
+
+def test_a_cpu_is_refused_as_by_the_forward() -> None:
+    q = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
+    assert launch_hopper_backward.unsupported(q) == "needs CUDA tensors; q is on cpu"

@@ -1,0 +1,166 @@
+"""Which blocks of keys the Hopper kernel visits and masks: its formulas on the CPU, since Gluon has no
+interpreter; and what its launcher gives it.
+
+`visits` follows `_top`, `_low` and `_consume` of attnlib/kernels/hopper/forward.py; `bug` plants a mistake.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
+from attnlib.kernels.portable.launch import clipped
+from attnlib.params import Band, Packed
+
+LENGTHS = [(512, 512), (130, 130), (512, 576), (300, 900), (700, 200), (1, 400), (257, 300), (64, 0)]
+BOUNDS = [None, 0, 1, 63, 64, 70, 200, 10**5]
+CONFIGS = {"64": TALL, "64 long": LONG, "few rows": FEW_ROWS, "128": hopper_config(128),
+           "256": hopper_config(256)}  # fmt: skip
+
+
+class Visit(NamedTuple):
+    """A block that a warpgroup computes: its first row, and of the keys; the how many-th block it is."""
+
+    row: int
+    key: int
+    number: int
+    masked: bool
+    guarded: bool  # rows may have seen no key before
+
+
+def visits(S_q, S_k, left, right, config, packed, bug=""):
+    masked, skip = (1 if right is None else 2, True)
+    if not packed:
+        masked, skip = launch_hopper._masks(right, S_q, S_k, config)
+    block_m, block_n, shift = 64 * config.warpgroups, config.block_n, S_k - S_q
+
+    def top(end):
+        visible = S_k if right is None else min(max(end + shift + right, 0), S_k)
+        return max(-(-visible // block_n), 1)
+
+    for tile in range(0, S_q, block_m):
+        low = 0 if left is None else max(tile + shift - left, 0) // block_n
+        low += bug == "the first block is skipped"
+        for row in range(tile, min(tile + block_m, S_q), 64):
+            own = top(row + 64 if skip else tile + block_m) - low
+            assert own > 0
+            last = row + (0 if bug == "the left mask is that of the first row" else 63)
+            for i in range(own):
+                key = (low + own - 1 - i) * block_n
+                if i == 0:
+                    mask = masked > 0 or left is not None
+                else:
+                    mask = masked == 2 and i == 1 and bug != "one block with a mask"
+                    mask = mask or (left is not None and key < last + shift - left)
+                yield Visit(row, key, i, mask, masked == 2)
+
+
+def check(S_q, S_k, left, right, config, packed, bug=""):
+    """AssertionError unless rows see all that they should, and no block without a mask that one misses."""
+    left, right = clipped(Band(left, right), S_q, S_k)
+    call, seen = f"{S_q}x{S_k} {left, right}", Counter()
+    bounds = {}
+    for i in range(S_q):
+        place = i + S_k - S_q
+        low = 0 if left is None else max(place - left, 0)
+        bounds[i] = low, S_k - 1 if right is None else min(place + right, S_k - 1)
+    for visit in visits(S_q, S_k, left, right, config, packed, bug):
+        for i in range(visit.row, min(visit.row + 64, S_q)):
+            low, high = bounds[i]
+            key, end = visit.key, visit.key + config.block_n - 1
+            visible = max(0, min(high, end) - max(low, key) + 1)
+            seen[i] += visible
+            assert visit.masked or visible == config.block_n, f"{call} row {i} keys {key}..: no mask"
+            none_yet = not visible and high >= low and visit.number == 0
+            assert visit.guarded or not none_yet, f"{call} row {i}: no key in its first block"
+    for i, (low, high) in bounds.items():
+        assert seen[i] == max(0, high - low + 1), f"{call} row {i}: sees {seen[i]} of {low}..{high}"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_see_their_keys(name, packed):
+    for (S_q, S_k), left, right in product(LENGTHS, BOUNDS, BOUNDS):
+        if S_k or packed:
+            check(S_q, S_k, left, right, CONFIGS[name], packed)
+
+
+@pytest.mark.parametrize(
+    "bug", ["the first block is skipped", "the left mask is that of the first row", "one block with a mask"]
+)
+def test_a_planted_bug_is_found(bug):
+    with pytest.raises(AssertionError):
+        for right in (0, 1):
+            check(512, 512, 200, right, CONFIGS["128"], False, bug)
+
+
+def test_a_window_costs_its_width():
+    """Blocks of 128 keys that a warpgroup of 64 rows computes, far from the first key."""
+    for left, most in [(0, 1), (64, 2), (128, 2), (200, 3), (1024, 9), (4096, 33)]:
+        rows = Counter(visit.row for visit in visits(8192, 8192, left, 0, CONFIGS["128"], False))
+        assert max(rows.values()) == most
+
+
+# ---------------------------------------------------------------- the launcher
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of launches, by the names that the kernel has for them, on a GPU that is not there."""
+    from attnlib.kernels.hopper import forward as hopper
+
+    names, calls = hopper.attention_forward_hopper.arg_names, []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: calls.append({"grid": grid} | dict(zip(names, args, strict=True)))
+
+    monkeypatch.setattr(hopper, "attention_forward_hopper", Kernel())
+    monkeypatch.setattr(launch_hopper, "Launcher", lambda kernel: kernel)
+    monkeypatch.setattr(launch_hopper, "_compiled", {})
+    monkeypatch.setattr(launch_hopper, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(launch_hopper, "_counter", lambda device: "counter")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a CPU tensor
+    launch_hopper._prepare.cache_clear()
+    yield calls
+    launch_hopper._prepare.cache_clear()
+
+
+def test_what_a_window_launches(launched):
+    q, k = (torch.zeros(2, 4, rows, 128, dtype=torch.float16) for rows in (300, 400))
+    for seen in [Band(None, 0), Band(70, 0), Band(10**6, 10**6), Band(None, 5)]:
+        launch_hopper.forward(q, k, k, seen, 0.1, True)
+    asked = [[call["plan"].causal, call["plan"].left, call["plan"].shifted] for call in launched]
+    assert [[flag.value for flag in flags] for flags in asked] == [
+        [True, False, False], [True, True, False], [True, True, True], [True, False, True],
+    ]  # fmt: skip
+    bounds = [(call["left"], call["right"]) for call in launched]
+    assert bounds == [(None, None), (70, None), (400, 300), (None, 5)]
+    for call in launched:
+        assert call["cu_q"] is call["cu_k"] is call["T_q"] is None
+        assert (call["S_q"], call["S_k"], call["H"], call["tiles"]) == (300, 400, 4, 3 * 8)
+        assert call["counter_ptr"] == "counter" and call["desc_q"].shape == [2, 4, 300, 128]
+
+
+def test_what_packed_sequences_launch(launched):
+    q, k = (torch.zeros(rows, heads, 64, dtype=torch.float16) for rows, heads in ((900, 4), (1000, 2)))
+    packed = Packed(*torch.zeros(2, 6, dtype=torch.int32), 700, 800)
+    for seen in (Band(None, 0), Band(None, None)):
+        out, lse = launch_hopper.forward(q, k, k, seen, 0.1, True, packed)
+        assert out.shape == q.shape and lse.shape == (4, 900)
+    causal, dense = launched
+    assert (causal["plan"].masked.value, dense["plan"].masked.value) == (2, 1)
+    for call in launched:
+        assert call["plan"].packed.value and call["plan"].skip.value
+        assert call["cu_q"] is packed.cu_seqlens_q and call["cu_k"] is packed.cu_seqlens_k
+        assert (call["S_q"], call["S_k"], call["T_q"], call["HEADS"], call["GROUP"]) == (700, 800, 900, 20, 2)
+        blocks = 900 // call["plan"].block_m.value + 5  # at most: each sequence may end with a part of one
+        assert (call["B"], call["tiles"], call["grid"]) == (5, 4 * blocks, (min(4 * blocks, 132),))
+        assert call["desc_q"].shape == [2**30 + 1, 901, 4, 2**30, 64]
+        assert call["desc_k"].block_shape == [1, 1, 1, call["plan"].block_n.value, 64]
