@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
 
 from attnlib import dispatch, torch_ops
-from attnlib.arguments import Implementation, check, check_offsets, check_varlen
-from attnlib.autograd import Attention, How
-from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper.configs import HopperConfig
-from attnlib.kernels.portable import launch
-from attnlib.kernels.portable.configs import ForwardConfig
-from attnlib.params import Packed, band
+from attnlib.arguments import Options, check, check_offsets, check_varlen
+from attnlib.autograd import Asked, Attention
+from attnlib.dispatch import Choice
+from attnlib.params import Implementation, Params, Varlen, mask_window
 
+__all__ = ["Choice", "Window", "attention", "attention_varlen", "explain"]
 Window = tuple[int, int]
-_CAUSAL, _DENSE = band(True, None), band(False, None)
 
 
 @overload
@@ -74,7 +71,10 @@ def attention(
             2.1 on).
         window: (left, right): query i, at position p = i + Sk - Sq, attends to keys p - left .. p + right
             only. -1 is no bound on that side. With `causal` the right bound is 0.
-        sm_scale: factor on the scores, default 1/sqrt(D). Any number finite in float32.
+        sm_scale: factor on the scores, default 1/sqrt(D), from -1e26 to 1e26: within that, scores of finite
+            float16 q and k are finite in float32, in which they are computed. A score that is not, as larger
+            q and k can make it, counts as infinite. The backward pass computes the weights from the LSE, with
+            a relative error of about 1e-7 times the magnitude of the scores: beyond 1e4 it begins to matter.
         return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. No gradient
             flows through it.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
@@ -95,7 +95,8 @@ def attention(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, `window`, `sm_scale` or `impl` do not fit.
-        RuntimeError: a second derivative was asked for.
+        RuntimeError: a second or a forward-mode derivative was asked for.
+        NotImplementedError: `torch.jit.trace` looks on.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -104,18 +105,11 @@ def attention(
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     symbols = _symbolic()
-    check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl, symbols)
-    seen = (_CAUSAL if causal else _DENSE) if window is None else band(causal, window)
+    options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
+    check(q, k, v, options, symbols)
     if symbols or not _plain(q, k, v):
-        return _operator(q, k, v, None, seen, sm_scale, return_lse, deterministic, impl)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    if _differentiable(q, k, v):
-        if impl == "hopper":  # an error now rather than in the backward pass
-            dispatch.choose_backward(q, k, v, impl, None, deterministic)
-        out, lse = Attention.apply(q, k, v, None, None, How(seen, scale, impl, deterministic))
-    else:
-        out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, None, impl)
-    return (out, lse) if return_lse else out
+        return _operator(q, k, v, None, options)
+    return _call(q, k, v, None, options)
 
 
 @overload
@@ -195,28 +189,41 @@ def attention_varlen(
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     symbols = _symbolic()
-    check_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal, window, sm_scale, return_lse, deterministic, impl, symbols,
-    )  # fmt: skip
-    seen = band(causal, window)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
+    varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_varlen(q, k, v, varlen, options, symbols)
     if symbols or not _plain(q, k, v):
-        return _operator(q, k, v, packed, seen, sm_scale, return_lse, deterministic, impl)
-    check_offsets(q, k, *packed)
-    packed = packed._replace(cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
+        return _operator(q, k, v, varlen, options)
+    return _call(q, k, v, varlen, options)
+
+
+def _call(q, k, v, varlen: Varlen | None, options: Options):
+    """A call with tensors that have memory, differentiated or not."""
+    functorch = torch._C._are_functorch_transforms_active()
+    if functorch and _functionalized():
+        return _operator(q, k, v, varlen, options)
+    cu_seqlens_q = cu_seqlens_k = lengths = None
+    if varlen is not None:
+        check_offsets(q, k, varlen)
+        cu_seqlens_q, cu_seqlens_k = (x.resolve_neg().contiguous() for x in varlen[:2])
+        lengths = varlen[2:]
+        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths)
+    causal, window, sm_scale, return_lse, deterministic, impl = options
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    if _differentiable(q, k, v):
-        if impl == "hopper":
-            dispatch.choose_backward(q, k, v, impl, packed, deterministic)
-        how = How(seen, scale, impl, deterministic, packed[2:])
-        out, lse = Attention.apply(q, k, v, *packed[:2], how)
+    seen = mask_window(causal, window)
+    if functorch or _differentiable(q, k, v):
+        params = Params(seen, scale, varlen, True, deterministic, impl)
+        if impl == "hopper":  # an error now rather than in the backward pass
+            dispatch.resolve(q, k, v, params, backward=True)
+        asked = Asked(params._replace(varlen=None), lengths)
+        out, lse = Attention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
     else:
-        out, lse = dispatch.forward(q, k, v, seen, scale, return_lse, packed, impl)
+        params = Params(seen, scale, varlen, return_lse, deterministic, impl)
+        out, lse = dispatch.forward(q, k, v, params)
     return (out, lse) if return_lse else out
 
 
-# ---------------------------------------------------------------- who looks on
+# ---------------------------------------------------------------- the ways of a call
 
 
 def _autocast(q, k, v) -> tuple:
@@ -250,43 +257,36 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether autograd, or a transformation of `torch.func`, has to see the call."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return True
-    return torch._C._are_functorch_transforms_active()
+    """Whether autograd has to see the call."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _operator(q, k, v, packed: Packed | None, seen, sm_scale, return_lse, deterministic, impl):
+def _functionalized() -> bool:
+    """Whether `torch.func.functionalize` is among the transformations that look on: it has a rule for
+    operators and none for functions of autograd."""
+    kinds, kind = {level.key() for level in torch._C._functorch.get_interpreter_stack()}, _TransformType
+    if kind.Functionalize in kinds and not kinds.isdisjoint((kind.Grad, kind.Jvp)):
+        raise NotImplementedError(
+            "attention under torch.func.functionalize together with torch.func.grad, vjp or jvp: not "
+            "supported; leave functionalize out"
+        )
+    return kind.Functionalize in kinds
+
+
+_TransformType = torch._C._functorch.TransformType
+
+
+def _operator(q, k, v, varlen: Varlen | None, options: Options):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
-    lse_needed = return_lse or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    )
+    causal, window, sm_scale, return_lse, deterministic, impl = options
+    lse_needed = return_lse or _differentiable(q, k, v)
     scale = None if sm_scale is None else float(sm_scale)
-    options = (*(packed or (None, None, 0, 0)), *seen, scale, lse_needed, deterministic, impl)
-    out, lse = torch_ops.attention_forward(q, k, v, *options)
+    asked = (*(varlen or (None, None, 0, 0)), *mask_window(causal, window), scale)
+    out, lse = torch_ops.attention_forward(q, k, v, *asked, lse_needed, deterministic, impl)
     return (out, lse) if return_lse else out
 
 
 # ---------------------------------------------------------------- what runs
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a call of `attention` runs.
-
-    Attributes:
-        kernel: "hopper", "triton" or "reference", as in `impl`.
-        configuration: how the kernel is compiled and launched; None for the reference.
-        reason: why this kernel.
-    """
-
-    kernel: Implementation
-    configuration: HopperConfig | ForwardConfig | None
-    reason: str
-
-    def __str__(self) -> str:
-        how = "" if self.configuration is None else f"\n  with {self.configuration}"
-        return f"{self.kernel}: {self.reason}{how}"
 
 
 def explain(
@@ -300,13 +300,10 @@ def explain(
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
         reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
     """
-    check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl)
-    kernel, reason = dispatch.choose(q, k, v, impl)
-    configuration = None
-    if kernel == "hopper":
-        configuration = launch_hopper.configuration(q.shape, k.shape, band(causal, window), q.get_device())
-    elif kernel == "triton":
-        configuration = launch.configuration(q, k, band(causal, window))
+    check(q, k, v, Options(causal, window, sm_scale, return_lse, deterministic, impl))
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    params = Params(mask_window(causal, window), scale, None, return_lse, deterministic, impl)
+    choice = dispatch.resolve(q, k, v, params)
     if dispatch.nothing_to_do(q, k):
-        reason += "; nothing to compute, so nothing is launched"
-    return Choice(kernel, configuration, reason)
+        choice = replace(choice, reason=f"{choice.reason}; nothing to compute, so nothing is launched")
+    return choice

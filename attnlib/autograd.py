@@ -7,21 +7,22 @@ from typing import NamedTuple
 import torch
 
 from attnlib import dispatch
-from attnlib.arguments import Implementation
-from attnlib.params import Band, Packed
+from attnlib.arguments import no_forward_derivative
+from attnlib.dispatch import Saved
+from attnlib.params import Params, Varlen
 
 
-class How(NamedTuple):
-    """What a call asks for besides its tensors. max_seqlens: None unless sequences are packed."""
+class Asked(NamedTuple):
+    """What a call asks for besides its tensors. PyTorch has to see those of a varlen call too, so they are
+    not in `params`; max_seqlens: None for a batch."""
 
-    band: Band
-    sm_scale: float
-    impl: Implementation | None
-    deterministic: bool
+    params: Params
     max_seqlens: tuple[int, int] | None = None
 
-    def packed(self, cu_seqlens_q, cu_seqlens_k) -> Packed | None:
-        return None if self.max_seqlens is None else Packed(cu_seqlens_q, cu_seqlens_k, *self.max_seqlens)
+    def of(self, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None) -> Params:
+        if self.max_seqlens is None:
+            return self.params
+        return self.params._replace(varlen=Varlen(cu_seqlens_q, cu_seqlens_k, *self.max_seqlens))
 
 
 class _Function(torch.autograd.Function):
@@ -39,13 +40,12 @@ class Attention(_Function):
     """(out, LSE) of q, k, v. The LSE is a statistic: no gradient flows through it."""
 
     @staticmethod
-    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, how: How):
-        packed = how.packed(cu_seqlens_q, cu_seqlens_k)
-        return dispatch.forward(q, k, v, how.band, how.sm_scale, True, packed, how.impl)
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, asked: Asked):
+        return dispatch.forward(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k))
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, ctx.how = inputs
+        q, k, v, cu_seqlens_q, cu_seqlens_k, ctx.asked = inputs
         out, lse = output
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         ctx.mark_non_differentiable(lse)
@@ -54,31 +54,25 @@ class Attention(_Function):
     def backward(ctx, d_out, _):
         # Only someone who wants second derivatives needs to hear that there are none.
         step = AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward
-        return *step(d_out, *ctx.saved_tensors, ctx.how), None, None, None
+        return *step(d_out, *ctx.saved_tensors, ctx.asked), None, None, None
 
     @staticmethod
     def jvp(ctx, *_):
-        raise RuntimeError(
-            "attnlib.attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); it has a "
-            "backward pass (torch.func.grad, vjp, jacrev)"
-        )
+        no_forward_derivative()
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, how: How):
+    def vmap(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, asked: Asked):
         size = info.batch_size
-        q, k, v = _folded(size, in_dims[:3], (q, k, v), how)
-        return _unfolded(size, Attention.apply(q, k, v, None, None, how)), (0, 0)
+        batch, (q, k, v) = _folded(size, in_dims[:3], (q, k, v), asked)
+        return _unfolded(size, batch, Attention.apply(q, k, v, None, None, asked)), (0, 0)
 
 
 class AttentionGradient(_Function):
     """(dq, dk, dv)."""
 
     @staticmethod
-    def forward(d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, how: How):
-        packed = how.packed(cu_seqlens_q, cu_seqlens_k)
-        return dispatch.backward(
-            d_out, q, k, v, out, lse, how.band, how.sm_scale, packed, how.deterministic, how.impl
-        )
+    def forward(d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked: Asked):
+        return dispatch.backward(d_out, Saved(q, k, v, out, lse), asked.of(cu_seqlens_q, cu_seqlens_k))
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -93,10 +87,10 @@ class AttentionGradient(_Function):
         no_second_derivative()
 
     @staticmethod
-    def vmap(info, in_dims, d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, how: How):
+    def vmap(info, in_dims, d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked: Asked):
         size = info.batch_size
-        tensors = _folded(size, in_dims[:6], (d_out, q, k, v, out, lse), how)
-        return _unfolded(size, AttentionGradient.apply(*tensors, None, None, how)), (0, 0, 0)
+        batch, tensors = _folded(size, in_dims[:6], (d_out, q, k, v, out, lse), asked)
+        return _unfolded(size, batch, AttentionGradient.apply(*tensors, None, None, asked)), (0, 0, 0)
 
 
 def no_second_derivative() -> None:
@@ -107,19 +101,19 @@ def no_second_derivative() -> None:
     )
 
 
-def _folded(size: int, in_dims: tuple, tensors: tuple, how: How) -> list[torch.Tensor]:
-    """Tensors whose mapped dimension, of `torch.vmap`, became part of the batch."""
-    if how.max_seqlens is not None:
+def _folded(size: int, in_dims: tuple, tensors: tuple, asked: Asked) -> tuple[int, list[torch.Tensor]]:
+    """The batch size, and tensors whose mapped dimension, of `torch.vmap`, became part of the batch."""
+    if asked.max_seqlens is not None:
         raise NotImplementedError(
             "attention_varlen under torch.vmap: not supported; pack the mapped sequences too, in one call"
         )
-    moved = (
+    moved = [
         x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(tensors, in_dims, strict=True)
-    )
-    return [x.flatten(0, 1) for x in moved]
+    ]
+    return moved[0].shape[1], [x.flatten(0, 1) for x in moved]
 
 
-def _unfolded(size: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    # Not -1: there may be no element to divide.
-    return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in tensors)
+def _unfolded(size: int, batch: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    # Not -1: there may be no element to divide, or nothing mapped.
+    return tuple(x.unflatten(0, (size, batch)) for x in tensors)

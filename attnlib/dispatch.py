@@ -1,84 +1,147 @@
 """Which kernel runs a call, and the call: forward and backward, on arguments that were checked."""
 
 import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from attnlib.arguments import Implementation
-from attnlib.kernels.common.tiles import tile_width
-from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
-from attnlib.kernels.portable import launch, launch_backward
-from attnlib.params import Band, Packed
+from attnlib.arguments import check_tangents
+from attnlib.kernels import FAMILIES
+from attnlib.kernels.common.signature import PREPARED, Signature, signature
+from attnlib.params import Implementation, MaskWindow, Params
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a call of `attention` runs.
+
+    Attributes:
+        kernel: "hopper", "triton" or "reference", as in `impl`.
+        configuration: how the kernel is compiled and launched; None for the reference.
+        reason: why this kernel.
+        window: the keys that a query sees, without bounds that no row reaches.
+    """
+
+    kernel: Implementation
+    configuration: Any
+    reason: str
+    window: MaskWindow
+
+    def __str__(self) -> str:
+        how = "" if self.configuration is None else f"\n  with {self.configuration}"
+        return f"{self.kernel}: {self.reason}{how}"
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    band: Band,
-    sm_scale: float,
-    return_lse: bool,
-    packed: Packed | None = None,
-    impl: Implementation | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out, like q; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
-    kernel, _ = choose(q, k, v, impl, packed)
-    if band.left is not None or band.right:
-        band = tight(band, q, k, packed)
+    if forward_ad._current_level >= 0:  # no function of PyTorch says so in as little time
+        check_tangents(q, k, v)
+    if q.is_neg() or k.is_neg() or v.is_neg():  # a sign that is not in memory, where kernels read
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
+    road = _road(params, False, q, k, v, q, k, v)
     if nothing_to_do(q, k):  # no row, or none with anything to attend to
-        out = torch.zeros_like(q)
         lse = torch.full(lse_shape(q), -math.inf, dtype=torch.float32, device=q.device)
-        return out, lse
-    if kernel == "hopper":
-        return launch_hopper.forward(q, k, v, band, sm_scale, return_lse, packed)
-    if kernel == "triton":
-        return launch.forward(q, k, v, band, sm_scale, return_lse, packed)
-    from attnlib.kernels.reference.forward import attention_fp64, attention_varlen_fp64
-
-    if packed is None:
-        out, lse = attention_fp64(q, k, v, sm_scale=sm_scale, **_as_options(band))
-    else:
-        out, lse = attention_varlen_fp64(q, k, v, *packed[:2], sm_scale=sm_scale, **_as_options(band))
-    return torch.empty_like(q).copy_(out), lse.float()
+        return torch.zeros_like(q), lse
+    return road.family.forward(q, k, v, road.resolved(params))
 
 
-def backward(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    band: Band,
-    sm_scale: float,
-    packed: Packed | None = None,
-    deterministic: bool = False,
-    impl: Implementation | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Saved(NamedTuple):
+    """What the forward pass leaves to the backward pass: q and out are (B, H, Sq, D), k and v (B, Hkv, Sk,
+    D), lse (B, H, Sq) float32; varlen (Tq, H, D), (Tk, Hkv, D), (H, Tq)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`."""
+    q, k, v, out, lse = saved
+    if forward_ad._current_level >= 0:
+        check_tangents(d_out, q, k, v)
+    if d_out.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
+        d_out, q, k, v, out = (x.resolve_neg() for x in (d_out, q, k, v, out))
     if nothing_to_do(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if d_out.dtype != q.dtype:
         d_out = d_out.to(q.dtype)
-    if band.left is not None or band.right:
-        band = tight(band, q, k, packed)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    kernel, _ = choose_backward(q, k, v, impl, packed, deterministic)
-    if kernel == "reference":
-        return _reference_gradients(d_out, q, k, v, band, sm_scale, packed)
-    launcher = launch_hopper_backward if kernel == "hopper" else launch_backward
-    return launcher.backward(d_out, q, k, v, out, lse, band, sm_scale, packed, deterministic)
+    if torch.are_deterministic_algorithms_enabled():
+        params = params._replace(deterministic=True)
+    road = _road(params, True, q, k, v, d_out, q, k, v, out)
+    return road.family.backward(d_out, q, k, v, out, lse, road.resolved(params))
 
 
-def tight(band: Band, q: torch.Tensor, k: torch.Tensor, packed: Packed | None) -> Band:
-    """The band without bounds that no row reaches: no mask for them, and no sum with them beyond an int32."""
-    left, right = band
-    rows, keys = (q.shape[2], k.shape[2]) if packed is None else packed[2:]
-    return Band(
-        None if left is None or left >= keys - 1 else left,
-        None if right is None or right >= rows - 1 else right,
-    )
+class _Road:
+    """What all calls with one signature have in common: the family that runs them, the choice that led there,
+    and the launches, which are prepared when the first of them runs."""
+
+    __slots__ = ("_call", "backward", "choice", "family", "plan")
+
+    def __init__(self, choice: Choice, call: Signature | None, backward: bool) -> None:
+        self.choice, self.family, self.backward = choice, FAMILIES[choice.kernel], backward
+        self._call, self.plan = call, None
+
+    def resolved(self, params: Params) -> Params:
+        """What a call asks for, with what was decided for it."""
+        if self._call is not None:
+            self.plan, self._call = self.family.prepare(self._call, self.backward), None
+        _, sm_scale, varlen, return_lse, deterministic, impl, _, _ = params
+        choice = self.choice
+        return Params(
+            choice.window, sm_scale, varlen, return_lse, deterministic, impl, choice.configuration, self.plan
+        )
+
+
+_roads: dict[tuple, _Road] = {}
+"""What a choice depends on -> where it leads."""
+
+
+def resolve(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params, backward: bool = False
+) -> Choice:
+    """The kernel and the configuration of a call with valid arguments, or of its backward pass. ValueError if
+    an implementation is asked for that can't run it."""
+    return _road(params, backward, q, k, v, q, k, v).choice
+
+
+def _road(params: Params, backward: bool, q, k, v, *strided: torch.Tensor) -> _Road:
+    """Decided here and nowhere else; `strided`: what the launches read."""
+    call = signature(params, q, k, *strided)
+    addresses = tuple([x.data_ptr() % 16 for x in strided])
+    key = call, addresses, q.is_cuda, params.impl, params.deterministic, backward
+    found = _roads.get(key)
+    if found is None:
+        choice = _choose(q, k, v, params, backward)
+        call = call._replace(window=choice.window, config=choice.configuration)
+        if len(_roads) >= PREPARED:
+            _roads.clear()
+        found = _roads[key] = _Road(choice, None if any(addresses) else call, backward)
+    return found
+
+
+def _choose(q, k, v, params: Params, backward: bool) -> Choice:
+    rows, keys = (q.shape[2], k.shape[2]) if params.varlen is None else params.varlen[2:]
+    params = params._replace(window=params.window.tightened(rows, keys))
+    asked, reason = params.impl, None
+    for name, family in FAMILIES.items():
+        if asked not in (None, name):
+            continue
+        why_not = family.unsupported(q, k, v, params, backward)
+        if asked is not None and why_not is not None:
+            rest = "; leave impl out, or call it without grad" if backward else ""
+            raise ValueError(f"impl: {name!r} {why_not}{rest}")
+        why_not = why_not or (None if asked else family.slower(q, k, params, backward))
+        if why_not is None:
+            reason = "asked for" if asked else reason or family.FITS
+            return Choice(name, family.configuration(q, k, params, backward), reason, params.window)
+        reason = f"{name} {why_not}"
+    raise AssertionError("the last family runs every call")
 
 
 def nothing_to_do(q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -87,110 +150,5 @@ def nothing_to_do(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
-    """(B, H, Sq), or (H, Tq) of packed sequences."""
+    """(B, H, Sq), or (H, Tq) of varlen sequences."""
     return q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-
-
-# ---------------------------------------------------------------- the choice
-
-
-def choose(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    impl: Implementation | None,
-    packed: Packed | None = None,
-) -> tuple[Implementation, str]:
-    """(what runs a call with valid arguments, why). ValueError if that is asked for and can't."""
-    if impl not in (None, "hopper"):
-        return _without_hopper(q, impl, None)
-    lacks = launch_hopper.unsupported(q, k, v)
-    if impl == "hopper":
-        if lacks is not None:
-            raise ValueError(f"impl: 'hopper' {lacks}")
-        return impl, "asked for"
-    lacks = lacks or _short(q, k, packed, SHORT_FORWARD)
-    return ("hopper", _HOPPER_FITS) if lacks is None else _without_hopper(q, impl, lacks)
-
-
-SHORT_FORWARD, SHORT_BACKWARD = {64: 64, 128: 64}, {64: 256, 128: 128}
-"""Width of a tile -> sequences of up to so many rows and keys run in the portable kernels: a program of the
-Hopper kernels has an SM for itself, and little to do between its beginning and its end. The times are in
-docs/lab/hopper.md and docs/lab/hopper-backward.md."""
-
-
-def _short(q: torch.Tensor, k: torch.Tensor, packed: Packed | None, limits: dict[int, int]) -> str | None:
-    """Why the Hopper kernels are not the faster ones for sequences as short as these; None if they are."""
-    rows, keys = (q.shape[2], k.shape[2]) if packed is None else packed[2:]
-    width = tile_width(q.shape[-1])
-    if width not in limits or max(rows, keys) > limits[width]:
-        return None
-    return f"is slower for sequences of at most {limits[width]} rows and keys, with D at most {width}"
-
-
-def _without_hopper(q, impl: Implementation | None, lacks: str | None) -> tuple[Implementation, str]:
-    """The choice where the Hopper kernels are not asked for, or lack something."""
-    if impl == "reference":
-        return impl, "asked for"
-    if q.is_cuda or launch.interpreted():
-        return "triton", "asked for" if impl == "triton" else f"hopper {lacks}"
-    if impl == "triton":
-        raise ValueError(f"impl: 'triton' {_TRITON_NEEDS}; q is on {q.device}")
-    return "reference", f"triton {_TRITON_NEEDS}; q is on {q.device}"
-
-
-def choose_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    impl: Implementation | None,
-    packed: Packed | None = None,
-    deterministic: bool = False,
-) -> tuple[Implementation, str]:
-    """The same for the backward pass of such a call."""
-    if impl not in (None, "hopper"):
-        return _without_hopper(q, impl, None)
-    lacks = launch_hopper_backward.unsupported(q, deterministic)
-    if impl == "hopper":
-        choose(q, k, v, impl)  # which the forward can't run either
-        if lacks is not None:
-            raise ValueError(f"impl: 'hopper' {lacks}; leave impl out, or call it without grad")
-        return impl, "asked for"
-    lacks = lacks or _short(q, k, packed, SHORT_BACKWARD)
-    return ("hopper", _HOPPER_FITS) if lacks is None else _without_hopper(q, impl, lacks)
-
-
-_HOPPER_FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
-_TRITON_NEEDS = "needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported"
-
-
-# ---------------------------------------------------------------- the reference
-
-
-def _as_options(band: Band) -> dict:
-    """`causal` and `window` of the reference for a band."""
-    bounds = tuple(-1 if bound is None else bound for bound in band)
-    return {"causal": band.right == 0, "window": None if band in _WITHOUT_WINDOW else bounds}
-
-
-_WITHOUT_WINDOW = (Band(None, None), Band(None, 0))
-
-
-def _reference_gradients(d_out, q, k, v, band, sm_scale, packed) -> tuple[torch.Tensor, ...]:
-    from attnlib.kernels.reference.backward import gradient_fp64
-
-    options = {"sm_scale": sm_scale, **_as_options(band)}
-    if packed is None:
-        gradients = gradient_fp64(d_out, q, k, v, **options)
-        return tuple(torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), gradients, strict=True))
-    results = [torch.zeros_like(x) for x in (q, k, v)]
-    ends_q, ends_k = (offsets.tolist() for offsets in (packed.cu_seqlens_q, packed.cu_seqlens_k))
-    for b in range(len(ends_q) - 1):
-        rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
-        # One sequence as a batch of one: (1, H, tokens, D).
-        one = [x[part].transpose(0, 1)[None] for x, part in ((d_out, rows), (q, rows), (k, keys), (v, keys))]
-        if nothing_to_do(one[1], one[2]):
-            continue
-        for result, part, dx in zip(results, (rows, keys, keys), gradient_fp64(*one, **options), strict=True):
-            result[part] = dx[0].transpose(0, 1)
-    return tuple(results)

@@ -1,35 +1,56 @@
-"""Which keys a query sees: a band around the diagonal; and which rows belong together: packed sequences."""
+"""What a call of attention asks for besides its tensors: one object that goes from `attention` to the
+launcher."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+Implementation = Literal["hopper", "triton", "reference"]
 
-class Band(NamedTuple):
+
+class MaskWindow(NamedTuple):
     """Query i, at position p = i + Sk - Sq among the keys, sees the keys p - left .. p + right.
 
-    None is no bound. Causal is Band(None, 0), dense Band(None, None). Positions are aligned at the bottom
-    right: the last query stands at the last key.
+    None is no bound. Causal is MaskWindow(None, 0), dense MaskWindow(None, None). Positions are aligned at
+    the bottom right: the last query stands at the last key.
     """
 
     left: int | None
     right: int | None
 
+    def tightened(self, rows: int, keys: int) -> "MaskWindow":
+        """The same without bounds that no row reaches: no mask for them, and no sum with them beyond
+        int32."""
+        left, right = self
+        if left is None and not right:  # dense or causal
+            return self
+        return MaskWindow(
+            None if left is None or left >= keys - 1 else left,
+            None if right is None or right >= rows - 1 else right,
+        )
 
-def band(causal: bool, window: tuple[int, int] | None) -> Band:
-    """The band that `attention(causal=, window=)` asks for. In `window` -1 is no bound, as in FlashAttention;
-    `causal` bounds the right at 0."""
-    return _band(causal, None if window is None else tuple(window))
+    def clipped(self, rows: int, keys: int) -> "MaskWindow":
+        """The same keys in bounds whose sums with a length are int32: beyond a length they bound nothing."""
+        left, right = self
+        return MaskWindow(
+            None if left is None else min(left, keys), None if right is None else min(right, rows)
+        )
+
+
+def mask_window(causal: bool, window: tuple[int, int] | None) -> MaskWindow:
+    """The window that `attention(causal=, window=)` asks for. In `window` -1 is no bound, as in
+    FlashAttention; `causal` bounds the right at 0."""
+    return _mask_window(causal, None if window is None else tuple(window))
 
 
 @lru_cache
-def _band(causal: bool, window: tuple[int, int] | None) -> Band:
+def _mask_window(causal: bool, window: tuple[int, int] | None) -> MaskWindow:
     left, right = (None if bound == -1 else bound for bound in window or (-1, -1))
-    return Band(left, 0 if causal else right)
+    return MaskWindow(left, 0 if causal else right)
 
 
-class Packed(NamedTuple):
+class Varlen(NamedTuple):
     """Sequences of different lengths, one after the other in one tensor (tokens, H, D).
 
     Rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q are sequence b, and likewise keys. Both are int32
@@ -40,3 +61,28 @@ class Packed(NamedTuple):
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+
+
+class Params(NamedTuple):
+    """What a call asks for besides its tensors.
+
+    Attributes:
+        window: the keys that a query sees.
+        sm_scale: factor on the scores.
+        varlen: where the sequences of a varlen call begin and end; None for a batch.
+        return_lse: whether the forward pass returns the LSE.
+        deterministic: gradients that are equal bit by bit from run to run.
+        impl: the implementation asked for; None for the first that can run the call.
+        config: how the kernel is compiled and launched, of the class of its family; None for what the
+            family's `configuration` chooses.
+        plan: the launches that the family prepared for such a call; None where it has yet to.
+    """
+
+    window: MaskWindow
+    sm_scale: float
+    varlen: Varlen | None = None
+    return_lse: bool = False
+    deterministic: bool = False
+    impl: Implementation | None = None
+    config: Any = None
+    plan: Any = None

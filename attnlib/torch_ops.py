@@ -10,11 +10,14 @@ Both take checked arguments and do what `dispatch` does. `lse` is empty where it
 from __future__ import annotations
 
 import torch
+from torch._library.autograd import make_autograd_impl
 
 from attnlib import dispatch, flops
+from attnlib.arguments import check_longest, check_tangents
 from attnlib.autograd import no_second_derivative
-from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.params import Band, Packed
+from attnlib.dispatch import Saved
+from attnlib.kernels.hopper.launch import own_counters
+from attnlib.params import MaskWindow, Params, Varlen
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
@@ -22,10 +25,12 @@ _OPTIONS = (
 )
 
 
-def _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Packed | None:
+def _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Varlen | None:
     if cu_seqlens_q is None:
         return None
-    return Packed(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+    check_longest("max_seqlen_q", max_seqlen_q)  # which the graph itself may have computed
+    check_longest("max_seqlen_k", max_seqlen_k)
+    return Varlen(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
 
 
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -51,10 +56,11 @@ def attention_forward(
     left=None, right=None, sm_scale=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
     """(out, lse). `deterministic` says how the backward pass is to be computed."""
-    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    with launch_hopper.own_counters():
-        out, found = dispatch.forward(q, k, v, Band(left, right), scale, lse, packed, impl)
+    params = Params(MaskWindow(left, right), scale, varlen, lse, deterministic, impl)
+    with own_counters():
+        out, found = dispatch.forward(q, k, v, params)
     return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
 
 
@@ -102,11 +108,10 @@ def attention_backward(
     left=None, right=None, sm_scale=None, deterministic=False, impl=None,
 ):  # fmt: skip
     """(dq, dk, dv)."""
-    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    gradients = dispatch.backward(
-        d_out, q, k, v, out, lse, Band(left, right), scale, packed, deterministic, impl
-    )
+    params = Params(MaskWindow(left, right), scale, varlen, True, deterministic, impl)
+    gradients = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
 
 
@@ -116,6 +121,29 @@ def _backward_fake(d_out, q, k, v, *_, **__):
 
 
 attention_backward.register_autograd(lambda ctx, *_: no_second_derivative())
+
+
+# ---------------------------------------------------------------- forward-mode differentiation
+
+_library = torch.library.Library("attnlib", "IMPL")
+_DEVICES = "CPU", "CUDA", "Meta", "XPU", "MPS", "HPU", "PrivateUse1"
+
+
+def _refuse_tangents(operator) -> None:
+    """PyTorch drops the tangents of a custom operator's arguments without a word. Here they are an error, in
+    front of what PyTorch has made of `register_autograd`."""
+    differentiable = make_autograd_impl(operator._opoverload, operator)
+
+    def refuse(keys, *args, **options):
+        check_tangents(*(x for x in args if isinstance(x, torch.Tensor)))
+        return differentiable(keys, *args, **options)
+
+    for device in _DEVICES:
+        _library.impl(operator._opoverload, refuse, f"Autograd{device}", with_keyset=True)
+
+
+_refuse_tangents(attention_forward)
+_refuse_tangents(attention_backward)
 
 
 flops.register_when_counted()

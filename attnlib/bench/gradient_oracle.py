@@ -5,8 +5,8 @@ import math
 import torch
 
 from attnlib.bench.oracle import Budget, Verdict, max_and_rms
-from attnlib.kernels.reference.backward import gradients_by_batch
-from attnlib.params import band
+from attnlib.kernels.reference.gradients import gradients_by_batch
+from attnlib.params import mask_window
 
 FP32 = torch.finfo(torch.float32).eps
 
@@ -31,7 +31,7 @@ class GradientOracle:
         window: tuple[int, int] | None = None,
         sm_scale: float | None = None,
     ) -> None:
-        bounds, self.dtype = band(causal, window), q.dtype
+        bounds, self.dtype = mask_window(causal, window), q.dtype
         with torch.no_grad():
             call = d_out, q, k, v, bounds, sm_scale
             truth = gradients_by_batch(*call, torch.float64)

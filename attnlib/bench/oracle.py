@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.reference.forward import (
+from attnlib.kernels.reference.dense import (
     attention_fp64,
     attention_math,
     attention_varlen_fp64,

@@ -1,1 +1,19 @@
-"""Triton kernels, one family a file: kernels only, no policy, no import from the rest of the package."""
+"""The kernels: a folder for each family, and the registry of those that `attention` runs.
+
+A family of exact attention is a module with
+
+    unsupported(q, k, v, params, backward)    what it needs and the call does not have; None if it has all
+    slower(q, k, params, backward)            why another one is faster for the call; None if none is
+    configuration(q, k, params, backward)     how its kernels are compiled and launched for the call
+    prepare(call, backward)                   the launches of all calls with this signature; None if it has
+    none forward(q, k, v, params)                  (out, lse) backward(d_out, q, k, v, out, lse, params)
+    (dq, dk, dv) FITS                                      why it runs a call, if it is the first that can
+
+on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, whose `config` is what
+`configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
+"""
+
+from attnlib.kernels import hopper, portable, reference
+
+FAMILIES = {"hopper": hopper, "triton": portable, "reference": reference}
+"""Name, as in `impl` -> family, in the order of preference. The last one runs every call."""

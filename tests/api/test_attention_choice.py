@@ -9,8 +9,8 @@ from cases import INTERPRETER_REMARKS
 from attnlib import attention, explain
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.portable import forward, launch
-from attnlib.kernels.reference import forward as reference
+from attnlib.kernels.portable import forward_kernel, launch
+from attnlib.kernels.reference import dense as reference
 
 pytestmark = INTERPRETER_REMARKS
 IMPLEMENTATIONS = ["triton", "reference", None]

@@ -19,7 +19,7 @@ from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels.portable import launch
 from attnlib.kernels.portable.configs import ForwardConfig
-from attnlib.kernels.reference.forward import attention_fp64
+from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import band
 
 pytestmark = INTERPRETER_REMARKS

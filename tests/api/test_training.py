@@ -230,7 +230,7 @@ def test_the_backward_pass_runs_what_the_forward_pass_ran(monkeypatch, device):
     def broken(*args, **kwargs):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("attnlib.kernels.reference.backward.gradient_fp64", broken)
+    monkeypatch.setattr("attnlib.kernels.reference.gradients.gradient_fp64", broken)
     gradients(inputs, impl="triton")
     with pytest.raises(RuntimeError, match="broken"):
         gradients(inputs, impl="reference")

@@ -7,7 +7,7 @@ import time_packed  # noqa: E402
 import torch
 from time_packed import Case  # noqa: E402
 
-from attnlib.kernels.reference.backward import visible
+from attnlib.kernels.reference.gradients import visible
 from attnlib.params import band
 
 SMALL = {

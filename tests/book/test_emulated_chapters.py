@@ -13,7 +13,7 @@ from attnlib.bench.names import number
 from attnlib.bench.sources import load_step
 from attnlib.book.chapters import GLUON_FROM, STEPS
 from attnlib.emulator import emulated
-from attnlib.kernels.reference.forward import attention_fp64
+from attnlib.kernels.reference.dense import attention_fp64
 
 CHAPTERS = [step for step, _ in STEPS if number(step) >= GLUON_FROM]
 # Variants that the chapters measure.

@@ -11,7 +11,7 @@ from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
-from attnlib.kernels.portable import backward as kernels
+from attnlib.kernels.portable import backward_kernels as kernels
 from attnlib.kernels.portable import launch_backward
 from attnlib.kernels.portable.configs_backward import backward_config
 from attnlib.params import Band, Packed

@@ -73,7 +73,7 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from attnlib.kernels.hopper.forward import Plan, attention_forward_hopper
+    from attnlib.kernels.hopper.forward_kernel import Plan, attention_forward_hopper
 
     name, kind, dtype = case
     width, config = int(name.split()[0]), CONFIGS[name]

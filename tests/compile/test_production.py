@@ -10,7 +10,7 @@ from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
-from attnlib.kernels.portable import forward as kernels
+from attnlib.kernels.portable import forward_kernel as kernels
 from attnlib.kernels.portable import launch
 from attnlib.kernels.portable.configs import ForwardConfig, forward_config
 from attnlib.params import Packed, band

@@ -15,7 +15,7 @@ from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import INPUTS, make_inputs
 from attnlib.bench.shapes import DTYPES, Shape
 from attnlib.kernels.portable import launch_backward
-from attnlib.kernels.reference.backward import visible
+from attnlib.kernels.reference.gradients import visible
 from attnlib.params import Band, band
 
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -1,53 +1,172 @@
-"""Launch a compiled kernel through TMA descriptors with as little Python as it takes.
+"""One way to launch every kernel: described once for each signature of a call, compiled once for each kind,
+and from then on launched in little host time.
 
-`compiled[grid](...)` of Triton calls the hooks of profilers even where there are none, with a dictionary made
-for them, and unpacks each descriptor through several calls. Where nobody listens, the same launch needs less:
-fill the descriptors and call the function in C that Triton built for the kernel.
+`kernel[grid](...)` of Triton binds and hashes every argument at every call, which takes longer than all the
+rest. So the first launch of a kind goes that way, and later ones go straight to what it compiled (`direct`).
 """
 
-import inspect
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-DIRECT_TRITON = "3.6."
-"""The version whose launcher is known here; in another one launches go through `compiled[grid]`."""
+from attnlib.kernels.common import direct
+from attnlib.kernels.common.descriptors import Window
+from attnlib.kernels.common.device import current_stream
+from attnlib.kernels.common.direct import Place
+
+LIMIT = 2**31  # numbers of blocks, rows and keys are int32
+GRID_YZ = 65535  # programs that a grid may have along y and z
+
+_compiled: dict[tuple, Any] = {}
+"""The kind of a launch -> the kernel that Triton compiled for it."""
 
 
-class Window(NamedTuple):
-    """A tensor as a launch reads it: fields of Triton's TensorDescriptor, without its checks."""
-
-    base: torch.Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: str = "zero"  # what lies outside of the tensor reads as 0
-
-
-def current_stream(device: int) -> int:
-    """The handle of PyTorch's current stream, without an object around it; Triton reads it so too."""
-    return torch._C._cuda_getCurrentRawStream(device)
+def compiled_kernels() -> dict[str, list[Any]]:
+    """What was compiled in this process so far, as Triton's compiled kernels, by the kernel's name."""
+    found: dict[str, list[Any]] = {}
+    for (kernel, *_), compiled in _compiled.items():
+        found.setdefault(kernel.rpartition(".")[2], []).append(compiled)
+    return found
 
 
-class Launcher:
-    """A compiled kernel whose first arguments are descriptors."""
+class Part(NamedTuple):
+    """A tensor among those of a call: its name, and the element that it begins with."""
 
-    def __init__(self, compiled) -> None:
-        self.compiled = compiled
-        self._direct = _direct(compiled)
+    name: str
+    start: int = 0
 
-    def launch(
-        self, grid: tuple[int, int, int], device: int, tensors: tuple, windows: tuple, rest: tuple
-    ) -> None:
-        """Run a grid of programs on `device`, the current one.
 
-        windows: (shape, strides) of each of `tensors`, for their descriptors; rest: what follows these.
-        """
-        if self._direct is None or _observed():
-            pairs = zip(tensors, windows, strict=True)
-            self.compiled[grid](*(Window(tensor, *window) for tensor, window in pairs), *rest)
+class Descriptor(NamedTuple):
+    """A tensor as a kernel gets it through TMA: what one copy moves, and the window that it is cut from.
+
+    layout: how Gluon has it in shared memory; None in plain Triton, whose compiler decides that.
+    """
+
+    tensor: Part
+    window: Window
+    block: tuple[int, ...]
+    layout: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel with all that it is launched with but the addresses of its tensors.
+
+    Attributes:
+        kernel: where it is, such as "attnlib.kernels.portable.forward_kernel.attention_forward".
+        grid: how many programs.
+        descriptors: name of a parameter -> its descriptor.
+        pointers: name of a parameter that is a plain pointer -> its tensor.
+        scalars: name -> a number that the compiled code does not depend on.
+        constants: name -> what it does depend on.
+        options: of the compiler.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    descriptors: Mapping[str, Descriptor]
+    pointers: Mapping[str, Part]
+    scalars: Mapping[str, float | None]
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+
+    def kind(self, device: int, tensors: Mapping[str, torch.Tensor | None]) -> tuple:
+        """What the compiled code depends on."""
+        described = tuple((tensors[d.tensor.name].dtype, d.block) for d in self.descriptors.values())
+        pointers = (tensors[part.name] for part in self.pointers.values())
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in pointers)
+        absent = tuple(name for name, value in self.scalars.items() if value is None)
+        constants, options = tuple(self.constants.items()), tuple(self.options.items())
+        return self.kernel, device, described, dtypes, absent, constants, options
+
+    def through_triton(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
+        """Launch it as Triton does; returns what was compiled, None from an interpreter or emulator."""
+        module, _, name = self.kernel.rpartition(".")
+        kernel = getattr(importlib.import_module(module), name)
+        described = {name: _tensor_descriptor(tensors, *d) for name, d in self.descriptors.items()}
+        pointers = {name: _from(tensors, part) for name, part in self.pointers.items()}
+        return kernel[self.grid](**described, **pointers, **self.scalars, **self.constants, **self.options)
+
+    def pack(self, compiled: Any, tensors: Mapping[str, torch.Tensor | None]) -> bytes | None:
+        """What `direct` launches; None where it can't."""
+        if direct.launcher() is None:
+            return None
+        numbers = {name: number for number, name in enumerate(tensors)}
+
+        def place(part: Part) -> Place:
+            tensor = tensors[part.name]
+            return Place(numbers[part.name], 0 if tensor is None else part.start * tensor.element_size())
+
+        parts = {name: d.tensor for name, d in self.descriptors.items()} | dict(self.pointers)
+        places = {name: place(part) for name, part in parts.items()}
+        windows = {name: d.window for name, d in self.descriptors.items()}
+        return direct.pack(compiled, self.grid, places, windows | dict(self.scalars))
+
+
+class Launches:
+    """Kernels that a call runs one after the other on one device.
+
+    launches: in order. device: a CUDA device's index, -1 for a CPU. tensors: the names by which the launches
+    refer to what each call is given.
+    """
+
+    def __init__(self, launches: list[Launch], device: int, tensors: tuple[str, ...]) -> None:
+        self.launches, self.device, self.tensors = launches, device, tensors
+        self._packed: bytes | None = None
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch them on the current stream of the device, which is the current one. `tensors` in the order
+        of the names; None for what the kernels do without."""
+        if self._packed is None or _observed():
+            self._first(dict(zip(self.tensors, tensors, strict=True)))
         else:
-            self._direct(grid, current_stream(device), tensors, windows, rest)
+            self._launch_directly(self._packed, tensors)
+
+    def _first(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Launch them, compile what is new, and prepare the short way."""
+        packed, observed = [], _observed()
+        for launch in self.launches:
+            kind = launch.kind(self.device, tensors)
+            compiled = None if observed else _compiled.get(kind)
+            description = None if compiled is None else launch.pack(compiled, tensors)
+            if description is None:
+                compiled = launch.through_triton(tensors)
+                if compiled is not None:
+                    _compiled[kind] = compiled
+                    description = launch.pack(compiled, tensors)
+            else:
+                self._launch_directly(description, tuple(tensors.values()))
+            packed.append(description)
+        if None not in packed:
+            self._packed = b"".join(packed)
+
+    def _launch_directly(self, descriptions: bytes, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        direct.launcher().launch(descriptions, self.device, current_stream(self.device), tensors)
+
+
+def _from(tensors: Mapping[str, torch.Tensor | None], part: Part) -> torch.Tensor | None:
+    tensor = tensors[part.name]
+    return tensor if tensor is None or not part.start else tensor.view(-1)[part.start :]
+
+
+def _tensor_descriptor(
+    tensors: Mapping[str, torch.Tensor | None], part: Part, window: Window, block: tuple[int, ...], layout
+):
+    shape, strides = (list(part) for part in window)
+    tensor = _from(tensors, part)
+    if layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(tensor, shape, strides, list(block))
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(tensor, shape, strides, list(block), layout)
 
 
 def _observed() -> bool:
@@ -63,34 +182,3 @@ def _triton_knobs():
     from triton import knobs
 
     return knobs
-
-
-def _direct(compiled):
-    """A function that launches what `compiled[grid](...)` would, or None where it has to be that."""
-    import triton
-
-    if not triton.__version__.startswith(DIRECT_TRITON):
-        return None
-    run, metadata = compiled.run, compiled.metadata
-    descriptors = metadata.tensordesc_meta
-    if not descriptors or None in descriptors or run.global_scratch_size or run.profile_scratch_size:
-        return None  # descriptors that are no TMA descriptors, or memory to allocate for each launch
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    # Triton's Python around the function in C is a closure over it.
-    function_in_c = inspect.getclosurevars(run.launch).nonlocals["launcher"]
-    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
-    forms = [
-        (d["swizzle"], d["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[d["elem_type"]], d["block_size"])
-        for d in descriptors
-    ]
-    before = compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory
-    after = compiled.packed_metadata, None, None, None  # no hooks
-
-    def launch(grid: tuple[int, int, int], stream: int, tensors: tuple, windows: tuple, rest: tuple) -> None:
-        arguments = []
-        for tensor, form, (shape, strides) in zip(tensors, forms, windows, strict=True):
-            arguments += (fill(tensor.data_ptr(), *form, shape, strides, 0), *shape, *strides)
-        function_in_c(*grid, stream, *before, *after, *arguments, *rest)
-
-    return launch

@@ -1,1 +1,32 @@
-"""Exact attention in Gluon, for GPUs of compute capability 9.x."""
+"""Exact attention in Gluon, for GPUs of compute capability 9.x. Chapters 10 to 13 build the forward kernel,
+chapter 20 the backward pass."""
+
+from attnlib.kernels.common import device
+from attnlib.kernels.common.signature import Signature, mean_keys, signature
+from attnlib.kernels.hopper import launch, launch_backward
+from attnlib.kernels.hopper.configs import HopperConfig, hopper_config
+from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config
+from attnlib.kernels.hopper.launch import forward
+from attnlib.kernels.hopper.launch_backward import backward
+from attnlib.kernels.hopper.support import slower, unsupported
+from attnlib.params import Params
+
+__all__ = ["FITS", "backward", "configuration", "forward", "prepare", "slower", "unsupported"]
+FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
+
+
+def configuration(q, k, params: Params, backward: bool = False) -> HopperConfig | HopperBackwardConfig:
+    """How the kernels are compiled and launched for queries and keys like these; varlen sequences count as
+    the longest."""
+    if backward:
+        return hopper_backward_config(q.shape[-1])
+    B, H, _, S_q, S_k = signature(params, q, k).dimensions()
+    keys = seen = None
+    if params.window.left is None and not params.window.right:
+        keys, seen = S_k, mean_keys(S_q, S_k, params.window)
+    return hopper_config(q.shape[-1], S_q, B * H, device.num_sms(q.get_device()), keys, seen)
+
+
+def prepare(call: Signature, backward: bool = False) -> launch.Plan | launch_backward.Plan | None:
+    """The launches of all calls with this signature; None if an input has to be copied."""
+    return launch_backward.prepare(call) if backward else launch.prepare(call)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper.tiles import RAGGED, by_sections
+from attnlib.kernels.hopper.tile_scheduler import VARLEN_ROWS, by_sections
 
 ARMS = gl.constexpr(128)  # of a search
 HIDDEN = gl.constexpr(1 << 30)  # farther than any query
@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 def owner(block, cu, B, BLOCK: gl.constexpr):
     """The packed sequence that a block is of. The blocks of all are counted through: the first one of
     sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are."""
-    # As in `backward.packed_rows`; each warp finds it by itself.
+    # As in `varlen_rows.row_of`; each warp finds it by itself.
     arms = gl.arange(0, ARMS, layout=gl.BlockedLayout([ARMS // 32], [32], [4], [0]))  # [ARMS]
     stride = 1
     while stride * ARMS < B:
@@ -128,7 +128,7 @@ def queries(tile, work, plan: gl.constexpr):
     """Where a descriptor finds the rows of the first head that shares the keys; see `coordinates`."""
     i_b, i_kv = _split(tile, work)
     if plan.packed:
-        return tile.end_q, i_kv * work.GROUP, RAGGED - tile.S_q
+        return tile.end_q, i_kv * work.GROUP, VARLEN_ROWS - tile.S_q
     else:
         return i_b, i_kv * work.GROUP
 
@@ -138,7 +138,7 @@ def keys(tile, work, plan: gl.constexpr):
     """Where a descriptor finds the keys, the values, and their gradients."""
     i_b, i_kv = _split(tile, work)
     if plan.packed:
-        return tile.end_k, i_kv, RAGGED - tile.S_k
+        return tile.end_k, i_kv, VARLEN_ROWS - tile.S_k
     else:
         return i_b, i_kv
 
@@ -149,7 +149,7 @@ def coordinates(at, g, row):
     if len(at) == 2:
         return at[0], at[1] + g, row, 0
     else:
-        return RAGGED, at[0], at[1] + g, at[2] + row, 0
+        return VARLEN_ROWS, at[0], at[1] + g, at[2] + row, 0
 
 
 @gluon.jit
@@ -171,7 +171,7 @@ def rows(tile, which, g, m, work, plan: gl.constexpr):
 @gluon.jit
 def first_sums(tile, work, plan: gl.constexpr):
     """The block of sums of dQ, over all heads, that the first block of queries adds to; packed as in
-    `backward.sums_of`."""
+    `varlen_rows.first_sums`."""
     i_b, i_kv = _split(tile, work)
     if plan.packed:
         num_m = gl.cdiv(tile.S_q, plan.block_m)

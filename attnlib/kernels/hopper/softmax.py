@@ -6,7 +6,7 @@ No memory, no barrier, no wait: those are in `hopper`. `plan` is `hopper.Plan`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper import tiles as tiling
+from attnlib.kernels.hopper import tile_scheduler as tiling
 
 LAZY = gl.constexpr(8)  # a row maximum may grow by 2**LAZY before the output is rescaled
 

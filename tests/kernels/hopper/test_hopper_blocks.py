@@ -1,7 +1,8 @@
 """Which blocks of keys the Hopper kernel visits and masks: its formulas on the CPU, since Gluon has no
 interpreter; and what its launcher gives it.
 
-`visits` follows `_top`, `_low` and `_consume` of attnlib/kernels/hopper/forward.py; `bug` plants a mistake.
+`visits` follows `_top`, `_low` and `_consume` of attnlib/kernels/hopper/forward_kernel.py; `bug` plants a
+mistake.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def test_a_window_costs_its_width():
 @pytest.fixture
 def launched(monkeypatch):
     """The arguments of launches, by the names that the kernel has for them, on a GPU that is not there."""
-    from attnlib.kernels.hopper import forward as hopper
+    from attnlib.kernels.hopper import forward_kernel as hopper
 
     names, calls = hopper.attention_forward_hopper.arg_names, []
 

@@ -22,11 +22,11 @@ from attnlib.emulator import run
 from attnlib.kernels.hopper import backward_tiles
 from attnlib.kernels.hopper import launch as launch_hopper
 from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
-from attnlib.kernels.hopper import tiles as tiling
+from attnlib.kernels.hopper import tile_scheduler as tiling
 from attnlib.kernels.hopper.configs import TALL
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
-from attnlib.kernels.hopper.forward import Plan
-from attnlib.kernels.portable.backward import packed_rows
+from attnlib.kernels.hopper.forward_kernel import Plan
+from attnlib.kernels.portable.backward_kernels import packed_rows
 
 pytestmark = INTERPRETER_REMARKS
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 127, 128, 129, 300, 1000]), min_size=1, max_size=20)

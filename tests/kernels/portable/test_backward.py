@@ -12,7 +12,7 @@ from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels.portable import launch_backward
 from attnlib.kernels.portable.configs_backward import backward_config
-from attnlib.kernels.reference.backward import gradient_fp64, visible
+from attnlib.kernels.reference.gradients import gradient_fp64, visible
 from attnlib.params import Band
 
 pytestmark = INTERPRETER_REMARKS

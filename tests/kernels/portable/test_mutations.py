@@ -8,7 +8,7 @@ import pytest
 from cases import CASES, INTERPRETER_REMARKS, check_forward
 from forward_mutations import NOT_FINITE, WRONG_LSE, WRONG_VALUES, Mutation, use_source  # noqa: F401  (a fixture)
 
-from attnlib.kernels.portable import forward
+from attnlib.kernels.portable import forward_kernel
 
 pytestmark = INTERPRETER_REMARKS
 

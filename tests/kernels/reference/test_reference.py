@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from attnlib.bench.oracle import INPUTS, Oracle, error_budget, judge, make_inputs, poisoned_empty
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.reference import forward as reference
-from attnlib.kernels.reference.forward import attention_fp64, attention_math, attention_varlen_fp64
+from attnlib.kernels.reference import dense as reference
+from attnlib.kernels.reference.dense import attention_fp64, attention_math, attention_varlen_fp64
 
 SHAPES = [
     Shape(1, 1, 1, 16),

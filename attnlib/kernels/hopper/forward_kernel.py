@@ -51,8 +51,9 @@ With a left bound a tile ends at the first block that one of its rows sees. All 
 there, over blocks that may be masked whole: the protocol knows of no left bound.
 
 Packed sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
-any sequence (`launch.ragged`). Each producer counts their row blocks once, and finds a drawn one by counting
-on from the one before, 32 sequences at a time; it tells the consumers the lengths of its sequence.
+any sequence (`descriptors.varlen_window`). Each producer counts their row blocks once, and finds a drawn one
+by counting on from the one before, 32 sequences at a time; it tells the consumers the lengths of its
+sequence.
 """
 
 from dataclasses import dataclass, fields
@@ -70,7 +71,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.hopper import softmax
-from attnlib.kernels.hopper import tiles as tiling
+from attnlib.kernels.hopper import tile_scheduler as tiling
 from attnlib.kernels.hopper.ring import acquire, release, slot, wait_k, wait_v
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -468,7 +469,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         first_row = _told(mem, turn, plan)
         at = _word(mem, turn, 2, plan), _word(mem, turn, 3, plan)  # of this tile
         if plan.packed:
-            at = at + (tiling.RAGGED - seq.S_q,)
+            at = at + (tiling.VARLEN_ROWS - seq.S_q,)
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnlib.params import Band, band
+from attnlib.params import MaskWindow, mask_window
 
 _BLOCK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
@@ -48,7 +48,7 @@ def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Shape:
 
 
 def _row_blocks(
-    shape: _Shape, seen: Band, device: torch.device, itemsize: int
+    shape: _Shape, seen: MaskWindow, device: torch.device, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first row, end row, first key, end key): blocks of query rows whose scores fit in a fixed number
     of bytes, and the keys that some row of a block sees.
@@ -72,11 +72,11 @@ def _grouped(x: torch.Tensor, shape: _Shape) -> torch.Tensor:
 
 
 def _hide(
-    scores: torch.Tensor, shape: _Shape, seen: Band, start: int, end: int, left: int
+    scores: torch.Tensor, shape: _Shape, seen: MaskWindow, start: int, end: int, left: int
 ) -> torch.Tensor | None:
     """Write -inf to the scores [B, H_kv, H/H_kv * rows, keys] of rows start..end-1 and keys from `left` on
     wherever a row does not see a key. Returns what they see, [H/H_kv * rows, keys] bool; None for all."""
-    if seen == Band(None, None):
+    if seen == MaskWindow(None, None):
         return None
     place = torch.arange(start, end, device=scores.device)[:, None] + (shape.keys - shape.seqlen)
     keys = torch.arange(left, left + scores.shape[-1], device=scores.device)[None, :]
@@ -128,7 +128,7 @@ def attention_fp64(
     does not see does not reach it, not even NaN. Works over blocks of query rows: about 1 GiB of scratch on a
     GPU.
     """
-    shape, seen = _shape_of(q, k, v), band(causal, window)
+    shape, seen = _shape_of(q, k, v), mask_window(causal, window)
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
     k64, v64 = k.double(), v.double()
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -164,7 +164,7 @@ def attention_math(
     Arguments as `attention_fp64`; returns out (B, H, Sq, D) in the input dtype. Works over blocks of query
     rows, which changes no result because rows are independent.
     """
-    shape, seen = _shape_of(q, k, v), band(causal, window)
+    shape, seen = _shape_of(q, k, v), mask_window(causal, window)
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for start, end, left, right in _row_blocks(shape, seen, q.device, 4):
@@ -179,14 +179,14 @@ def attention_math(
 
 def sequences(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
-) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Yield (rows, (q, k, v)) of each of the packed sequences that has queries and keys: q as (1, H, Sq, D),
-    k and v as (1, H_kv, Sk, D)."""
+) -> Iterator[tuple[slice, slice, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Yield (rows, keys, (q, k, v)) of each of the varlen sequences that has queries and keys: q as (1, H,
+    Sq, D), k and v as (1, H_kv, Sk, D)."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for rows, keys in zip(*(map(slice, ends, ends[1:]) for ends in (ends_q, ends_k)), strict=True):
         if rows.start < rows.stop and keys.start < keys.stop:
             parts = (x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys)))
-            yield rows, tuple(parts)
+            yield rows, keys, tuple(parts)
 
 
 @torch.no_grad()
@@ -209,7 +209,7 @@ def attention_varlen_fp64(
     """
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
-    for rows, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
+    for rows, _, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
         b_out, b_lse = attention_fp64(*parts, causal=causal, window=window, sm_scale=sm_scale)
         out[rows], lse[:, rows] = b_out[0].transpose(0, 1), b_lse[0]
     return out, lse
@@ -218,6 +218,6 @@ def attention_varlen_fp64(
 def attention_varlen_math(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments) -> torch.Tensor:
     """`attention_math` of packed sequences."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    for rows, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
+    for rows, _, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
         out[rows] = attention_math(*parts, **arguments)[0].transpose(0, 1)
     return out

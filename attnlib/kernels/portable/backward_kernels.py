@@ -7,12 +7,12 @@ Nothing of size S_q x S_k was kept: P is computed again, tile by tile, from Q, K
 the gradients are dV = P^T dO, dK = sm_scale * dS^T Q, dQ = sm_scale * dS K. Three kernels, no atomics, so
 that the same inputs give the same bits (notebook 13):
 
-- `attention_backward_rows`: delta, and the LSE in base 2, for rows padded to whole tiles.
-- `attention_backward_keys`: dK and dV. A program owns a block of keys and visits the queries that see it, of
+- `attention_backward_preprocess`: delta, and the LSE in base 2, for rows padded to whole tiles.
+- `attention_backward_dkdv`: dK and dV. A program owns a block of keys and visits the queries that see it, of
   every query head that shares these keys. It works on transposed tiles, keys as rows: P^T and dS^T are then
   first operands of a product straight from registers. At D = 256 two accumulators are more than the registers
   hold: then it runs twice, once for each gradient, and computes P twice.
-- `attention_backward_queries`: dQ. A program owns a block of queries and visits the keys they see.
+- `attention_backward_dq`: dQ. A program owns a block of queries and visits the keys they see.
 
 Padding rows have an LSE of +inf, and so has a row with nothing to attend to: P is 0 there, without a mask.
 Packed sequences are read and written as the forward does it, see `kernels.forward`; of lse2 and delta each
@@ -22,21 +22,9 @@ sequence has its own rows, padded to whole tiles.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.portable.forward import RAGGED, load_tile
-
-LSE2 = tl.constexpr(0)  # places in desc_rows
-DELTA = tl.constexpr(1)
-ARMS = tl.constexpr(128)  # of a search
-
-
-@triton.jit
-def store_tile(desc, b_x, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`at` as in `load_tile`."""
-    b_x = b_x.to(desc.dtype)
-    if len(at) == 2:
-        desc.store([at[0], at[1], row, 0], b_x.reshape([1, 1, ROWS, BLOCK_D]))
-    else:
-        desc.store([RAGGED, at[0], at[1], at[2] + row, 0], b_x.reshape([1, 1, 1, ROWS, BLOCK_D]))
+from attnlib.kernels.common.preprocess import DELTA, LSE2
+from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile, store_tile
+from attnlib.kernels.common.varlen_rows import padded_start, sequence
 
 
 @triton.jit
@@ -48,44 +36,6 @@ def _load_rows(desc_rows, which, at, row, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _sequence(cu, i_b):
-    """(end, length) of a packed sequence."""
-    end = tl.load(cu + i_b + 1)
-    return end, end - tl.load(cu + i_b)
-
-
-@triton.jit
-def _padded_start(start, i_b, PADDING: tl.constexpr):
-    """The first row in desc_rows of the packed sequence that starts at `start`: a multiple of PADDING, and
-    far enough from that of the one before it whatever the lengths are."""
-    return (start // PADDING + i_b) * PADDING
-
-
-@triton.jit
-def packed_rows(row, cu, B, PADDING: tl.constexpr):
-    """Row `row` of all that lie in desc_rows: (its place in its sequence, the end of that, its length)."""
-    # A search with many arms: among up to ARMS sequences it waits for one load, a bisection for many.
-    stride = 1
-    while stride * ARMS < B:
-        stride *= ARMS
-    i_b = 0
-    while stride > 0:
-        o_b = i_b + stride * tl.arange(0, ARMS)  # [ARMS]
-        start = _padded_start(tl.load(cu + tl.minimum(o_b, B)), o_b, PADDING)  # [ARMS], from B on past all
-        i_b = tl.max(tl.where(start <= row, o_b, 0), 0)
-        stride //= ARMS
-    end, S_q = _sequence(cu, i_b)
-    return row - _padded_start(end - S_q, i_b, PADDING), end, S_q
-
-
-@triton.jit
-def sums_of(row, start, S_q, head, H, PADDING: tl.constexpr):
-    """Where the sums of dQ of row `row` of a packed sequence are, as the number of a row: those of its heads
-    follow each other, padded to whole tiles. `start` is its first row in desc_rows."""
-    return start.to(tl.int64) * H + head.to(tl.int64) * (tl.cdiv(S_q, PADDING) * PADDING) + row
-
-
-@triton.jit
 def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
     """(block, head, batch) of this program. Grid: (blocks * SECTION, H / SECTION, B); FLAT: their product."""
     place, section, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -94,56 +44,6 @@ def _place(num_blocks, H, SECTION: tl.constexpr, FLAT: tl.constexpr):
         i_b = place // (num_blocks * H)
         place = place % (num_blocks * SECTION)
     return place // SECTION, section * SECTION + place % SECTION, i_b
-
-
-@triton.jit(do_not_specialize=["S_q", "T_q", "H", "B", "padded"])
-def attention_backward_rows(
-    desc_o, desc_do,  # (B, H, S_q, D), or packed (T_q, H, D)
-    lse_ptr,  # (B, H, S_q), or packed (H, T_q); natural logarithm
-    rows_ptr,  # (2, B * H, padded), or packed (2, H, padded)
-    sums_ptr,  # (B * H, padded, SUMS_D), or packed as in `sums_of`; None without SUMS_D
-    cu_q,  # (B + 1), None unless packed
-    S_q,
-    T_q,  # None unless packed
-    H, B,
-    padded,  # rows of a head in rows_ptr, a multiple of PADDING
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    PADDING: tl.constexpr,  # the rows of a sequence are padded to a multiple of this
-    SUMS_D: tl.constexpr,  # columns of sums_ptr
-):  # fmt: skip
-    """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
-    Grid: (blocks * heads,), B * H heads or, packed, H."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    num_m = padded // BLOCK_M
-    head = tl.program_id(0) // num_m
-    start = tl.program_id(0) % num_m * BLOCK_M
-    place = head.to(tl.int64) * padded + start
-    if cu_q is None:
-        at = (head // H, head % H)
-        heads = B * H
-        place_of_sums = place
-        lse_ptr += head.to(tl.int64) * S_q
-    else:
-        padded_row = start
-        start, end, S_q = packed_rows(padded_row, cu_q, B, PADDING)
-        if start >= tl.cdiv(S_q, PADDING) * PADDING:
-            return
-        place_of_sums = sums_of(start, padded_row - start, S_q, head, H, PADDING)
-        at = (end, head, RAGGED - S_q)
-        heads = H
-        lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
-    if SUMS_D:
-        o_s = place_of_sums * SUMS_D + tl.arange(0, BLOCK_M * SUMS_D)  # [BLOCK_M * SUMS_D]
-        tl.store(sums_ptr + o_s, tl.zeros([BLOCK_M * SUMS_D], tl.float32))
-    o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
-    b_lse = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
-    b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    rows_ptr += place + tl.arange(0, BLOCK_M)
-    tl.store(rows_ptr + LSE2 * heads.to(tl.int64) * padded, b_lse2)
-    tl.store(rows_ptr + DELTA * heads.to(tl.int64) * padded, b_delta)
 
 
 @triton.jit
@@ -191,7 +91,7 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, 
 
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H_kv", "right", "left"])
-def attention_backward_keys(
+def attention_backward_dkdv(
     desc_q, desc_do,  # (B, H, S_q, D), or packed (T_q, H, D)
     desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D), or packed (T_k, H_kv, D)
     desc_rows,  # (2, B * H, padded), or packed (2, H, padded): lse2 and delta
@@ -219,11 +119,11 @@ def attention_backward_keys(
     if cu_q is None:
         at_k = (i_b, i_kv)
     else:
-        end_q, S_q = _sequence(cu_q, i_b)
-        end_k, S_k = _sequence(cu_k, i_b)
+        end_q, S_q = sequence(cu_q, i_b)
+        end_k, S_k = sequence(cu_k, i_b)
         if start >= S_k:
             return
-        at_k = (end_k, i_kv, RAGGED - S_k)
+        at_k = (end_k, i_kv, VARLEN_ROWS - S_k)
     o_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     # Query i stands at i + S_k - S_q among the keys.
     diagonal = S_k - S_q + right  # query i sees keys up to i + diagonal ...
@@ -250,7 +150,7 @@ def attention_backward_keys(
         if cu_q is None:
             at_q, at_rows = (i_b, i_h), (i_b * H_kv * GROUP + i_h, 0)
         else:
-            at_q, at_rows = (end_q, i_h, RAGGED - S_q), (i_h, _padded_start(end_q - S_q, i_b, PADDING))
+            at_q, at_rows = (end_q, i_h, VARLEN_ROWS - S_q), (i_h, padded_start(end_q - S_q, i_b, PADDING))
         if RIGHT:
             b_dk, b_dv = _query_tiles(
                 b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at_q, at_rows, first, full, o_n,
@@ -301,7 +201,7 @@ def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
 
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H", "right", "left"])
-def attention_backward_queries(
+def attention_backward_dq(
     desc_q, desc_do, desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D)
     desc_k, desc_v,  # (B, H_kv, S_k, D), or packed (T_k, H_kv, D)
     desc_rows,  # (2, B * H, padded), or packed (2, H, padded): lse2 and delta
@@ -331,12 +231,12 @@ def attention_backward_queries(
     if cu_q is None:
         at_q, at_k, at_rows = (i_b, i_h), (i_b, i_kv), (i_b * H + i_h, 0)
     else:
-        end_q, S_q = _sequence(cu_q, i_b)
-        end_k, S_k = _sequence(cu_k, i_b)
+        end_q, S_q = sequence(cu_q, i_b)
+        end_k, S_k = sequence(cu_k, i_b)
         if start >= S_q:
             return
-        at_q, at_k = (end_q, i_h, RAGGED - S_q), (end_k, i_kv, RAGGED - S_k)
-        at_rows = (i_h, _padded_start(end_q - S_q, i_b, PADDING))
+        at_q, at_k = (end_q, i_h, VARLEN_ROWS - S_q), (end_k, i_kv, VARLEN_ROWS - S_k)
+        at_rows = (i_h, padded_start(end_q - S_q, i_b, PADDING))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     diagonal = S_k - S_q + right
     lowest = S_k - S_q - left

@@ -49,7 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward import (
+from attnlib.kernels.hopper.backward_kernel import (
     DO_FREE,
     NUMBERS,
     Q_FREE,
@@ -62,7 +62,7 @@ from attnlib.kernels.hopper.backward import (
     _slot,
     _zero,
 )
-from attnlib.kernels.hopper.forward import _accumulator
+from attnlib.kernels.hopper.forward_kernel import _accumulator
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
 END = gl.constexpr(5)
@@ -321,7 +321,7 @@ def attention_backward_hopper_wide(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
     desc_rows,  # (2, B * H, num_m * BLOCK_M), packed (2, H, ...), float32: LSE2, and delta
-    dq_ptr,  # float32, see hopper_backward_passes
+    dq_ptr,  # float32, see postprocess
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
     S_q, S_k,  # of packed sequences the longest

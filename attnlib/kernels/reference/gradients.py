@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from attnlib.params import Band, band
+from attnlib.params import MaskWindow, mask_window
 
 
-def visible(S_q: int, S_k: int, bounds: Band, device: torch.device | str = "cpu") -> torch.Tensor:
+def visible(S_q: int, S_k: int, bounds: MaskWindow, device: torch.device | str = "cpu") -> torch.Tensor:
     """Bool (S_q, S_k): whether a query sees a key."""
     offset = torch.arange(S_k, device=device) - torch.arange(S_q, device=device)[:, None] - (S_k - S_q)
     seen = torch.ones_like(offset, dtype=torch.bool)
@@ -19,7 +19,8 @@ def visible(S_q: int, S_k: int, bounds: Band, device: torch.device | str = "cpu"
 
 
 def _gradient(
-    d_out, q, k, v, bounds: Band, scale: float, sizes: bool = False, out_dtype: torch.dtype | None = None
+    d_out, q, k, v, bounds: MaskWindow, scale: float, sizes: bool = False, out_dtype: torch.dtype | None =
+    None
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv as plain PyTorch computes them in the dtype of the inputs, P kept whole.
 
@@ -64,7 +65,7 @@ def gradient_fp64(
     d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. One batch entry at a time, whose
     scores it holds whole: 8 * H * Sq * Sk bytes some four times over.
     """
-    return gradients_by_batch(d_out, q, k, v, band(causal, window), sm_scale, torch.float64)
+    return gradients_by_batch(d_out, q, k, v, mask_window(causal, window), sm_scale, torch.float64)
 
 
 def gradients_by_batch(d_out, q, k, v, bounds, sm_scale, dtype, **options) -> tuple[torch.Tensor, ...]:

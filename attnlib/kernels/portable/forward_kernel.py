@@ -21,18 +21,7 @@ nothing there. See `launch.ragged`.
 import triton
 import triton.language as tl
 
-RAGGED = tl.constexpr(1 << 30)  # as in `launch`
-
-
-@triton.jit
-def load_tile(desc, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`at`: (batch element, head), or of packed sequences (end of this one, head, RAGGED - its length)."""
-    # Rows past the end of the sequence and columns past the head dimension arrive as zeros.
-    if len(at) == 2:
-        tile = desc.load([at[0], at[1], row, 0])
-    else:
-        tile = desc.load([RAGGED, at[0], at[1], at[2] + row, 0])
-    return tile.reshape([ROWS, BLOCK_D])  # [ROWS, BLOCK_D]
+from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
 
 
 @triton.jit
@@ -166,7 +155,7 @@ def attention_forward(
         S_q, S_k = end_q - tl.load(cu_q + i_b), end_k - tl.load(cu_k + i_b)
         if start >= S_q:
             return
-        at_q, at_k = (end_q, i_h, RAGGED - S_q), (end_k, i_kv, RAGGED - S_k)
+        at_q, at_k = (end_q, i_h, VARLEN_ROWS - S_q), (end_k, i_kv, VARLEN_ROWS - S_k)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     shift = S_k - S_q  # query i has its place at key i + shift: bottom-right alignment
     if DIAGONAL:
@@ -269,4 +258,5 @@ def attention_forward(
     if cu_q is None:
         desc_o.store([i_b, i_h, start, 0], b_o.reshape([1, 1, BLOCK_M, BLOCK_D]))
     else:
-        desc_o.store([RAGGED, end_q, i_h, RAGGED - S_q + start, 0], b_o.reshape([1, 1, 1, BLOCK_M, BLOCK_D]))
+        b_o = b_o.reshape([1, 1, 1, BLOCK_M, BLOCK_D])
+        desc_o.store([VARLEN_ROWS, end_q, i_h, VARLEN_ROWS - S_q + start, 0], b_o)

@@ -9,13 +9,14 @@ bytes in a row.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.portable.backward import RAGGED, packed_rows, store_tile, sums_of
+from attnlib.kernels.common.tile_access import VARLEN_ROWS, store_tile
+from attnlib.kernels.common.varlen_rows import first_sums, row_of
 
 
 @triton.jit(do_not_specialize=["H", "B", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
-def attention_backward_dq(
+def attention_backward_postprocess(
     desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D), in blocks of 64 rows and BLOCK_D columns
-    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32, packed as in `sums_of`
+    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32, packed as in `first_sums`
     cu_q,  # (B + 1), None unless packed
     sm_scale,
     H, B,
@@ -33,11 +34,11 @@ def attention_backward_dq(
         at = (i_bh // H, i_bh % H)
     else:
         padded_row = row
-        row, end, S_q = packed_rows(padded_row, cu_q, B, PADDING)
+        row, end, S_q = row_of(padded_row, cu_q, B, PADDING)
         if row >= S_q:
             return
-        place = sums_of(row, padded_row - row, S_q, i_bh, H, PADDING)
-        at = (end, i_bh, RAGGED - S_q)
+        place = first_sums(row, padded_row - row, S_q, i_bh, H, PADDING)
+        at = (end, i_bh, VARLEN_ROWS - S_q)
     b_sums = tl.load(sums_ptr + place * BLOCK_D + tl.arange(0, 64 * BLOCK_D))
     # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
     b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))

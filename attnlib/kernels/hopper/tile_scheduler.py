@@ -7,7 +7,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-RAGGED = gl.constexpr(1 << 30)  # as in `launch`
+VARLEN_ROWS = gl.constexpr(1 << 30)  # as in `signature`
 
 
 class Work(NamedTuple):
@@ -174,7 +174,7 @@ def of_keys(i_b, i_h, work, plan: gl.constexpr):
     i_kv, _ = divide(i_h, work.GROUP)
     if plan.packed:
         seq = sequence(i_b, work, plan)
-        return seq.end_k, i_kv, RAGGED - seq.S_k
+        return seq.end_k, i_kv, VARLEN_ROWS - seq.S_k
     else:
         return i_b, i_kv
 
@@ -183,7 +183,7 @@ def of_keys(i_b, i_h, work, plan: gl.constexpr):
 def of_queries(i_b, i_h, seq, plan: gl.constexpr):
     """Where a descriptor finds the rows of a head, or its output."""
     if plan.packed:
-        return seq.end_q, i_h, RAGGED - seq.S_q
+        return seq.end_q, i_h, VARLEN_ROWS - seq.S_q
     else:
         return i_b, i_h
 
@@ -194,4 +194,4 @@ def coordinates(at, row, column):
     if len(at) == 2:
         return at[0], at[1], row, column
     else:
-        return RAGGED, at[0], at[1], at[2] + row, column
+        return VARLEN_ROWS, at[0], at[1], at[2] + row, column

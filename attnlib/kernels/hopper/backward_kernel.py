@@ -9,7 +9,7 @@ that see them, one query head of the group after the other. Everything is transp
 
 so that P^T and dS^T are first operands in registers as they come. dS^T also goes to shared memory, where both
 warpgroups read it to form dQ = dS K, each a half: of the queries where BLOCK_M is 128, else of the columns.
-dQ is added to a buffer in global memory, in float32, as it lies in registers; see `hopper_backward_passes`.
+dQ is added to a buffer in global memory, in float32, as it lies in registers; see `postprocess`.
 
     The order of a step
 
@@ -48,7 +48,7 @@ had waited for its own dQ(j-2), the last to read this buffer, before it said tha
     Windows and packed sequences
 
 A band with a left bound ends the queries that see a key, so a program visits the blocks between its first and
-its last one (`hopper_backward_tiles`). There may be none: then nobody copies or waits, and the consumers
+its last one (`backward_tiles`). There may be none: then nobody copies or waits, and the consumers
 store zeros. Packed sequences are read as in `hopper`. Their blocks of keys are counted through, with one to
 spare for each sequence, so that a program finds its sequence by a search, and few have no keys: these end at
 once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks of queries.
@@ -69,7 +69,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.forward import _accumulator
+from attnlib.kernels.hopper.forward_kernel import _accumulator
 
 LSE2 = gl.constexpr(0)  # places in desc_rows
 DELTA = gl.constexpr(1)
@@ -475,7 +475,7 @@ def attention_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
     desc_rows,  # (2, B * H, num_m * BLOCK_M), packed (2, H, ...), float32: LSE2, and delta
-    dq_ptr,  # float32, see hopper_backward_passes
+    dq_ptr,  # float32, see postprocess
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
     S_q, S_k,  # of packed sequences the longest

@@ -1,0 +1,30 @@
+"""Where kernels run: the interpreter or a GPU, and which one."""
+
+from functools import cache
+
+import torch
+
+
+@cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def capability(device: int) -> tuple[int, int]:
+    """CUDA compute capability of a device, such as (9, 0)."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def num_sms(device: int) -> int:
+    """Streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def current_stream(device: int) -> int:
+    """The handle of PyTorch's current stream, without an object around it; Triton reads it so too."""
+    return torch._C._cuda_getCurrentRawStream(device)

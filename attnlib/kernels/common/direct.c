@@ -1,0 +1,210 @@
+/* Launch compiled kernels, one after the other, with one call from Python.
+
+   A launch is described once, by `attnlib.kernels.common.direct.pack`, as a block of bytes: a header, the
+   kernel's parameters in order, and its TMA descriptors. What changes from call to call is the stream and the
+   addresses of the tensors. So a launch encodes the descriptors, puts the addresses where they belong, and
+   calls the driver; Python binds no argument. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "cuda.h"
+
+enum { MAX_PARAMS = 192, MAX_MAPS = 12, MAX_TENSORS = 24 };
+enum { IMMEDIATE = 0, ADDRESS = 1, TENSOR_MAP = 2 };
+
+typedef struct {
+  uint64_t function;
+  uint32_t grid[3];
+  uint32_t threads;
+  uint32_t shared_bytes;
+  uint32_t params;
+  uint32_t maps;
+  uint32_t padding[2];
+} Header;
+
+typedef struct {
+  uint32_t kind;
+  uint32_t index; /* of the tensor or of the map */
+  uint64_t value; /* of an immediate, its bytes from the lowest on; of an address, the offset in bytes */
+} Param;
+
+typedef struct {
+  uint32_t tensor, dtype, rank, swizzle;
+  uint32_t box[5];
+  uint32_t padding;
+  uint64_t offset;     /* in bytes from the tensor's address */
+  uint64_t shape[5];   /* innermost first, in elements */
+  uint64_t strides[5]; /* of all but the innermost, in bytes */
+} Map;
+
+static CUresult (*encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                          const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                          CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+static CUresult (*launch_kernel)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                 unsigned, CUstream, void **, void **);
+static CUresult (*error_string)(CUresult, const char **);
+static CUresult (*current_context)(CUcontext *);
+static CUresult (*set_context)(CUcontext);
+static CUresult (*retain_context)(CUcontext *, CUdevice);
+static PyObject *data_ptr; /* the name of the method */
+
+static PyObject *failed(const char *what, CUresult result) {
+  const char *reason = NULL;
+  if (error_string) error_string(result, &reason);
+  return PyErr_Format(PyExc_RuntimeError, "%s failed: %s (CUDA error %d)", what, reason ? reason : "unknown",
+                      (int)result);
+}
+
+static void *symbol(void *library, const char *name) {
+  void *found = dlsym(library, name);
+  if (!found) PyErr_Format(PyExc_ImportError, "the CUDA driver has no function %s", name);
+  return found;
+}
+
+/* load(path): the driver's library. */
+static PyObject *load(PyObject *self, PyObject *path) {
+  const char *name = PyUnicode_AsUTF8(path);
+  if (!name) return NULL;
+  void *library = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
+  if (!library) return PyErr_Format(PyExc_ImportError, "%s can't be opened: %s", name, dlerror());
+  if (!(encode = symbol(library, "cuTensorMapEncodeTiled"))) return NULL;
+  if (!(launch_kernel = symbol(library, "cuLaunchKernel"))) return NULL;
+  if (!(error_string = symbol(library, "cuGetErrorString"))) return NULL;
+  if (!(current_context = symbol(library, "cuCtxGetCurrent"))) return NULL;
+  if (!(set_context = symbol(library, "cuCtxSetCurrent"))) return NULL;
+  if (!(retain_context = symbol(library, "cuDevicePrimaryCtxRetain"))) return NULL;
+  Py_RETURN_NONE;
+}
+
+/* 0 where the thread has a context, or has got the device's; a thread of Python's begins without one. */
+static CUresult ensure_context(uint32_t device) {
+  CUcontext context = NULL;
+  CUresult result = current_context(&context);
+  if (result == CUDA_SUCCESS && context) return result;
+  result = retain_context(&context, (CUdevice)device);
+  return result == CUDA_SUCCESS ? set_context(context) : result;
+}
+
+/* How many addresses, or -1 with an error set. */
+static Py_ssize_t addresses_of(PyObject *tensors, uint64_t *addresses) {
+  if (!PyTuple_Check(tensors) || PyTuple_GET_SIZE(tensors) > MAX_TENSORS) {
+    PyErr_Format(PyExc_TypeError, "tensors: expected a tuple of at most %d, got %R", MAX_TENSORS, tensors);
+    return -1;
+  }
+  Py_ssize_t count = PyTuple_GET_SIZE(tensors);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
+    addresses[i] = 0;
+    if (tensor == Py_None) continue;
+    PyObject *address = PyObject_CallMethodNoArgs(tensor, data_ptr);
+    if (!address) return -1;
+    addresses[i] = PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+    if (PyErr_Occurred()) return -1;
+  }
+  return count;
+}
+
+/* Bytes of the description of one kernel; 0 with an error set where it is damaged. */
+static size_t launch_one(const char *bytes, size_t left, CUstream stream, const uint64_t *addresses,
+                         uint32_t tensors) {
+  static const cuuint32_t every_element[5] = {1, 1, 1, 1, 1};
+  Header header;
+  size_t size = sizeof header;
+  if (left >= size) {
+    memcpy(&header, bytes, sizeof header);
+    size += (size_t)header.params * sizeof(Param) + (size_t)header.maps * sizeof(Map);
+  }
+  if (left < size || header.params > MAX_PARAMS || header.maps > MAX_MAPS) {
+    PyErr_SetString(PyExc_ValueError, "launch: the description is damaged");
+    return 0;
+  }
+  const Param *params = (const Param *)(bytes + sizeof header);
+  const Map *given = (const Map *)(params + header.params);
+  CUtensorMap maps[MAX_MAPS];
+  uint64_t pointers[MAX_PARAMS];
+  void *values[MAX_PARAMS];
+  for (uint32_t i = 0; i < header.maps; ++i) {
+    const Map *map = given + i;
+    if (map->tensor >= tensors) {
+      PyErr_Format(PyExc_TypeError, "tensors: expected more than %d", (int)tensors);
+      return 0;
+    }
+    CUresult result = encode(
+        &maps[i], (CUtensorMapDataType)map->dtype, map->rank, (void *)(addresses[map->tensor] + map->offset),
+        (const cuuint64_t *)map->shape, (const cuuint64_t *)map->strides, map->box, every_element,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, (CUtensorMapSwizzle)map->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+      failed("cuTensorMapEncodeTiled", result);
+      return 0;
+    }
+  }
+  for (uint32_t i = 0; i < header.params; ++i) {
+    const Param *param = params + i;
+    if (param->kind == TENSOR_MAP && param->index < header.maps) {
+      values[i] = &maps[param->index];
+    } else if (param->kind == ADDRESS && param->index < tensors) {
+      uint64_t address = addresses[param->index];
+      pointers[i] = address ? address + param->value : 0;
+      values[i] = &pointers[i];
+    } else if (param->kind == IMMEDIATE) {
+      values[i] = (void *)&param->value;
+    } else {
+      PyErr_Format(PyExc_TypeError, "tensors: expected more than %d", (int)tensors);
+      return 0;
+    }
+  }
+  CUresult result = launch_kernel((CUfunction)header.function, header.grid[0], header.grid[1], header.grid[2],
+                                  header.threads, 1, 1, header.shared_bytes, stream, values, NULL);
+  if (result != CUDA_SUCCESS) {
+    failed("cuLaunchKernel", result);
+    return 0;
+  }
+  return size;
+}
+
+/* launch(descriptions, device, stream, tensors): all of them, in order. */
+static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  if (count != 4 || !PyBytes_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "launch: expected bytes, a device, a stream and a tuple of tensors");
+    return NULL;
+  }
+  if (!launch_kernel) {
+    PyErr_SetString(PyExc_RuntimeError, "launch: the CUDA driver is not loaded");
+    return NULL;
+  }
+  long device = PyLong_AsLong(args[1]);
+  uint64_t stream = PyLong_AsUnsignedLongLong(args[2]);
+  if (PyErr_Occurred()) return NULL;
+  uint64_t addresses[MAX_TENSORS];
+  Py_ssize_t tensors = addresses_of(args[3], addresses);
+  if (tensors < 0) return NULL;
+  CUresult result = ensure_context((uint32_t)device);
+  if (result != CUDA_SUCCESS) return failed("setting the CUDA context", result);
+  const char *bytes = PyBytes_AS_STRING(args[0]);
+  size_t left = (size_t)PyBytes_GET_SIZE(args[0]);
+  while (left) {
+    size_t size = launch_one(bytes, left, (CUstream)stream, addresses, (uint32_t)tensors);
+    if (!size) return NULL;
+    bytes += size;
+    left -= size;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"load", load, METH_O, "load(path): open the CUDA driver's library."},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "launch(descriptions, device, stream, tensors)"},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "attnlib_direct", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit_attnlib_direct(void) {
+  data_ptr = PyUnicode_InternFromString("data_ptr");
+  return data_ptr ? PyModule_Create(&module) : NULL;
+}

@@ -1,0 +1,114 @@
+"""The shortest way from Python to the driver: one call in C for each launch of a compiled kernel.
+
+`compiled[grid](...)` of Triton binds and checks each argument at every call, some eighty of them for a kernel
+with seven descriptors. Here a launch is packed into bytes once, and `direct.c` does the rest. It is compiled
+by what Triton compiles its own launchers with, when the first kernel is.
+"""
+
+import struct
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+TRITON = "3.6."
+"""The version whose way of passing parameters to a kernel is known here."""
+DRIVER = "libcuda.so.1"
+
+_HEADER, _PARAM, _MAP = struct.Struct("<Q7I12x"), struct.Struct("<II8s"), struct.Struct("<4I5I4x11Q")
+_IMMEDIATE, _ADDRESS, _TENSOR_MAP = range(3)
+_SCALARS = {"i1": "<?7x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q", "fp32": "<f4x"}
+"""Type of a scalar parameter -> how it lies in 8 bytes."""
+
+
+class Place(NamedTuple):
+    """Where a tensor that a kernel gets will be: the number of one of those given, and bytes from its
+    start."""
+
+    tensor: int
+    offset: int = 0
+
+
+def pack(
+    compiled: Any, grid: tuple[int, int, int], places: Mapping[str, Place], values: Mapping[str, Any]
+) -> bytes | None:
+    """A launch as `direct.c` takes it; None where only Triton's own way will do.
+
+    compiled: a kernel of Triton; places: of its parameters that are tensors; values: of the others by name,
+    and of a descriptor its (shape, strides).
+    """
+    metadata = compiled.metadata
+    # Before anything of `run` is asked for, the kernel is loaded.
+    run = compiled.run
+    forms = list(metadata.tensordesc_meta or [])
+    if None in forms or metadata.num_ctas != 1:
+        return None
+    if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid or run.launch_pdl:
+        return None
+    params, maps = [], []
+    for name, kind in compiled.src.signature.items():
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            shape, strides = values[name]
+            params.append((_TENSOR_MAP, len(maps), 0, "i64"))
+            maps.append(_map(places[name], forms[len(maps)], shape, strides))
+            params += [(_IMMEDIATE, 0, n, "i32") for n in shape]
+            params += [(_IMMEDIATE, 0, n, "i64") for n in strides]
+        elif kind.startswith("*"):
+            params.append((_ADDRESS, places[name].tensor, places[name].offset, "i64"))
+        elif kind in _SCALARS:
+            params.append((_IMMEDIATE, 0, values[name], kind))
+        else:
+            return None
+    params += [(_IMMEDIATE, 0, 0, "i64")] * 2  # scratch memory, of which there is none
+    threads = 32 * metadata.num_warps
+    header = _HEADER.pack(compiled.function, *grid, threads, metadata.shared, len(params), len(maps))
+    packed = [
+        _PARAM.pack(kind, index, struct.pack(_SCALARS[form], value)) for kind, index, value, form in params
+    ]
+    return b"".join([header, *packed, *maps])
+
+
+def _map(place: Place, form: Mapping, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """A TMA descriptor but for its address; `form` is what Triton says of it."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    def inwards(numbers) -> list[int]:
+        """From the innermost dimension on, filled up to five."""
+        return [*reversed(numbers), 0, 0, 0, 0, 0][:5]
+
+    dtype = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]]
+    steps = [stride * form["elem_size"] for stride in strides[:-1]]
+    return _MAP.pack(
+        place.tensor, dtype, len(shape), form["swizzle"], *inwards(form["block_size"]),
+        place.offset, *inwards(shape), *inwards(steps),
+    )  # fmt: skip
+
+
+@cache
+def launcher() -> ModuleType | None:
+    """The module of `direct.c`; None where it can't be had, and launches go Triton's way."""
+    import triton
+
+    if not triton.__version__.startswith(TRITON):
+        return None
+    try:
+        module = build()
+        module.load(DRIVER)
+    except Exception as error:
+        warnings.warn(f"attnlib: launches take longer, because {error}", RuntimeWarning, stacklevel=2)
+        return None
+    return module
+
+
+def build() -> ModuleType:
+    """Compile `direct.c`, or take it from Triton's cache."""
+    import triton.backends.nvidia
+    from triton.runtime.build import compile_module_from_src
+
+    headers = Path(triton.backends.nvidia.__path__[0]) / "include"
+    source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
+    return compile_module_from_src(source, "attnlib_direct", include_dirs=[str(headers)])

@@ -1,0 +1,69 @@
+"""Launch what every backward pass begins with, and the memory that it fills."""
+
+from typing import NamedTuple
+
+from attnlib.kernels.common.descriptors import Window
+from attnlib.kernels.common.launcher import Descriptor, Launch, Part
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.common.tiles import block_d
+
+KERNEL = "attnlib.kernels.common.preprocess.attention_backward_preprocess"
+ROWS = 64
+"""Rows of a block, at most."""
+
+
+class Preprocess(NamedTuple):
+    """The launch that computes the LSE in base 2 and delta of every row, and the memory that it fills: part
+    of a buffer of float32 of so many `elements`, at the end of which are (2, heads, padded) for the two,
+    `padded` being rows padded to whole tiles. Before them may be sums of dQ, as many rows of `sums_width`
+    columns."""
+
+    launch: Launch
+    heads: int
+    padded: int
+    sums_width: int
+
+    @property
+    def rows(self) -> Part:
+        return Part("buffer", self.heads * self.padded * self.sums_width)
+
+    @property
+    def elements(self) -> int:
+        return self.rows.start + 2 * self.heads * self.padded
+
+    def descriptor(self, block_m: int, layout=None) -> Descriptor:
+        """Of one of the two, for tiles of `block_m` rows."""
+        window = (2, self.heads, self.padded), (self.heads * self.padded, self.padded, 1)
+        return Descriptor(self.rows, window, (1, 1, block_m), layout)
+
+
+def preprocess(
+    call: Signature, d_out: Window, out: Window, padding: int, sums_width: int = 0
+) -> Preprocess:
+    """Rows are kept padded to a multiple of `padding`, so that tiles of that many read them without a mask.
+    With a `sums_width` the launch also sets so many float32 for each of these rows to 0."""
+    B, H, _, S_q, _ = call.dimensions()
+    rows, width = min(ROWS, padding), block_d(call.head_dim)
+    # Varlen sequence b begins with tile cu_seqlens_q[b] // padding + b, whatever the lengths are.
+    heads, tiles = (H, call.q[0] // padding + B) if call.varlen else (B * H, -(-S_q // padding))
+    padded = tiles * padding
+    block = (*((1, 1, 1) if call.varlen else (1, 1)), rows, width)
+    memory = Preprocess(None, heads, padded, sums_width)
+    launch = Launch(
+        KERNEL,
+        (heads * padded // rows, 1, 1),
+        descriptors={
+            "desc_o": Descriptor(Part("out"), out, block),
+            "desc_do": Descriptor(Part("d_out"), d_out, block),
+        },
+        pointers={
+            "lse_ptr": Part("lse"),
+            "rows_ptr": memory.rows,
+            "sums_ptr": Part("buffer" if sums_width else "none"),
+            "cu_q": Part("cu_q"),
+        },
+        scalars={"S_q": S_q, "T_q": call.q[0] if call.varlen else None, "H": H, "B": B, "padded": padded},
+        constants={"BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width},
+        options={"num_warps": 4},
+    )
+    return memory._replace(launch=launch)

@@ -1,0 +1,61 @@
+"""What every backward pass begins with: delta = rowsum(dO * O), and the LSE in base 2, for rows padded to
+whole tiles. Chapter 20 derives both."""
+
+import triton
+import triton.language as tl
+
+from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
+from attnlib.kernels.common.varlen_rows import first_sums, row_of
+
+LSE2 = tl.constexpr(0)  # places in rows_ptr
+DELTA = tl.constexpr(1)
+
+
+@triton.jit(do_not_specialize=["S_q", "T_q", "H", "B", "padded"])
+def attention_backward_preprocess(
+    desc_o, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D)
+    lse_ptr,  # (B, H, S_q), or varlen (H, T_q); natural logarithm
+    rows_ptr,  # (2, B * H, padded), or varlen (2, H, padded)
+    sums_ptr,  # (B * H, padded, SUMS_D), or varlen as in `first_sums`; None without SUMS_D
+    cu_q,  # (B + 1), None for a batch
+    S_q,
+    T_q,  # None for a batch
+    H, B,
+    padded,  # rows of a head in rows_ptr, a multiple of PADDING
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    PADDING: tl.constexpr,  # the rows of a sequence are padded to a multiple of this
+    SUMS_D: tl.constexpr,  # columns of sums_ptr
+):  # fmt: skip
+    """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
+    Grid: (blocks * heads,), B * H heads or, packed, H."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    num_m = padded // BLOCK_M
+    head = tl.program_id(0) // num_m
+    start = tl.program_id(0) % num_m * BLOCK_M
+    place = head.to(tl.int64) * padded + start
+    if cu_q is None:
+        at = (head // H, head % H)
+        heads = B * H
+        place_of_sums = place
+        lse_ptr += head.to(tl.int64) * S_q
+    else:
+        padded_row = start
+        start, end, S_q = row_of(padded_row, cu_q, B, PADDING)
+        if start >= tl.cdiv(S_q, PADDING) * PADDING:
+            return
+        place_of_sums = first_sums(start, padded_row - start, S_q, head, H, PADDING)
+        at = (end, head, VARLEN_ROWS - S_q)
+        heads = H
+        lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
+    if SUMS_D:
+        o_s = place_of_sums * SUMS_D + tl.arange(0, BLOCK_M * SUMS_D)  # [BLOCK_M * SUMS_D]
+        tl.store(sums_ptr + o_s, tl.zeros([BLOCK_M * SUMS_D], tl.float32))
+    o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
+    b_lse = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
+    b_lse2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
+    rows_ptr += place + tl.arange(0, BLOCK_M)
+    tl.store(rows_ptr + LSE2 * heads.to(tl.int64) * padded, b_lse2)
+    tl.store(rows_ptr + DELTA * heads.to(tl.int64) * padded, b_delta)

@@ -1,0 +1,88 @@
+"""A call of attention without its addresses and numbers: what the choice of a kernel, its configuration and
+its launches depend on."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnlib.params import MaskWindow, Params
+
+LOG2_E = 1.4426950408889634
+VARLEN_ROWS = 1 << 30  # rows of varlen sequences, at most; see `descriptors.varlen_window`
+PREPARED = 1024
+"""Signatures whose launches stay prepared: lengths may change from call to call without an end."""
+
+
+class Lengths(NamedTuple):
+    """What of varlen sequences a launch depends on: their number, and the longest lengths."""
+
+    sequences: int
+    max_q: int
+    max_k: int
+
+
+class Signature(NamedTuple):
+    """Shapes, strides, dtype, device and options of a call.
+
+    q, k: the shapes (B, H, S_q, D) and (B, H_kv, S_k, D), varlen (T_q, H, D) and (T_k, H_kv, D). strides: of
+    q, k and v; of the backward pass those of d_out and out as well. device: a CUDA device's index, -1 for a
+    CPU.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    device: int
+    window: MaskWindow
+    sm_scale: float
+    lengths: Lengths | None
+    return_lse: bool
+    config: Any
+
+    @property
+    def varlen(self) -> bool:
+        return self.lengths is not None
+
+    @property
+    def head_dim(self) -> int:
+        return self.q[-1]
+
+    def dimensions(self) -> tuple[int, int, int, int, int]:
+        """(B, H, H_kv, S_q, S_k); of varlen sequences their number and the longest lengths."""
+        if self.lengths is None:
+            return self.q[0], self.q[1], self.k[1], self.q[2], self.k[2]
+        if max(self.q[0], self.k[0]) > VARLEN_ROWS:
+            raise ValueError(
+                f"q, k: expected at most 2^30 rows and keys of varlen sequences, got {self.q[0]} and "
+                f"{self.k[0]}"
+            )
+        return self.lengths.sequences, self.q[1], self.k[1], self.lengths.max_q, self.lengths.max_k
+
+
+def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.Tensor) -> Signature:
+    """The signature of a call; `strided` are the tensors whose strides it has."""
+    window, sm_scale, varlen, return_lse, _, _, config, _ = params
+    lengths = None
+    if varlen is not None:
+        lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
+    strides = tuple([x.stride() for x in strided])
+    return Signature(
+        q.shape, k.shape, strides, q.dtype, q.get_device(), window, sm_scale, lengths, return_lse, config
+    )
+
+
+def mean_keys(S_q: int, S_k: int, window: MaskWindow) -> int:
+    """Keys that a query sees on average, about: exactly without a left bound."""
+    left, right = window
+    seen = S_k
+    if right is not None:
+        seen -= max(0, min(S_q, S_k) - right) // 2
+    return seen if left is None else min(seen, left + 1 + (seen if right is None else right))
+
+
+def exp2_scale(sm_scale: float) -> float:
+    """What the kernels multiply scores with before exp2: |sm_scale| * log2(e), positive. Zero would turn a
+    masked score, -inf, into NaN; the smallest normal float32 leaves every weight at 1 as long as products of
+    queries and keys are below 2^100."""
+    return max(abs(sm_scale) * LOG2_E, 2.0**-126)
