@@ -3,15 +3,18 @@ expected and what came."""
 
 import weakref
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 
 Implementation = Literal["hopper", "triton", "reference"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST_SCALE = 1e26
+"""Of `sm_scale`: 256 products of the largest float16 numbers, times this, times log2(e) are finite in float32."""
+
 _NO_STRIDES = "expected a dense tensor (layout torch.strided), got"
 
 
@@ -19,7 +22,7 @@ def check(q, k, v, causal, window, sm_scale, return_lse, deterministic, impl, sy
     """Arguments of `attention`. TypeError or ValueError if one is wrong. symbols: sizes may be no numbers."""
     _check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4)
     (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
-    _check_options(causal, window, sm_scale, return_lse, deterministic, impl)
+    _check_options(causal, window, sm_scale, return_lse, deterministic, impl, symbols)
 
 
 def check_varlen(
@@ -37,10 +40,9 @@ def check_varlen(
         )
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt):
-            raise TypeError(f"{name}: expected an int, got {type(longest).__name__}")
-        if longest < 0:
-            raise ValueError(f"{name}: expected 0 or more, got {longest}")
-    _check_options(causal, window, sm_scale, return_lse, deterministic, impl)
+            raise TypeError(f"{name}: expected an int, got {_type(longest)}")
+        check_longest(name, longest, symbols)
+    _check_options(causal, window, sm_scale, return_lse, deterministic, impl, symbols)
 
 
 def check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
@@ -63,6 +65,13 @@ def check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) 
                 f"max_seqlen_{side}: expected at least {found}, the longest sequence in cu_seqlens_{side}, "
                 f"got {longest}"
             )
+
+
+def check_longest(name: str, longest: int, symbols: bool = False) -> None:
+    """The value of `max_seqlen_*`. ValueError if it is wrong. symbols: it may be no number yet."""
+    wrong = longest < 0
+    if _certain(wrong) if symbols else wrong:
+        raise ValueError(f"{name}: expected 0 or more, got {longest}")
 
 
 # ---------------------------------------------------------------- tensors
@@ -93,7 +102,7 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
     """The same one by one, with an error for each."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{name}: expected a torch.Tensor, got {_type(tensor)}")
         if tensor.is_nested:
             raise TypeError(f"{name}: {_NO_STRIDES} a nested tensor; attention_varlen takes packed sequences")
         if tensor.layout is not torch.strided:
@@ -112,6 +121,10 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
     """(B, H, S, D) each, or (T, H, D)."""
     *batch, heads, _, head_dim = q if len(q) == 4 else (q[1], q[0], q[2])
+    if isinstance(head_dim, torch.Tensor):  # as torch.jit.trace has it, and it alone
+        raise NotImplementedError(
+            "attention under torch.jit.trace: not supported; use torch.export or torch.compile"
+        )
     kv_heads = k[1]
     for name, shape in (("k", k), ("v", v)):
         if batch and shape[0] != batch[0]:
@@ -131,38 +144,97 @@ def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
 _check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from call to call without an end
 
 
+def check_tangents(*tensors: torch.Tensor) -> None:
+    """RuntimeError if forward-mode differentiation looks at one of the tensors: nobody would compute the
+    result's tangent, and without one the result counts as a constant."""
+    find = super(torch.autograd.Function, _Refusal).apply  # without the part that is for `torch.func`
+    if not torch._C._are_functorch_transforms_active():
+        find(*tensors)
+        return
+    with enable_single_level_autograd_function():
+        find(*tensors)
+
+
+class _Refusal(torch.autograd.Function):
+    """Autograd finds tangents where `torch.autograd.forward_ad.unpack_dual` can't: inside of an operator."""
+
+    @staticmethod
+    def forward(ctx, *tensors) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        no_forward_derivative()
+
+
+def no_forward_derivative() -> NoReturn:
+    """What forward-mode differentiation gets."""
+    raise RuntimeError(
+        "attnlib.attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, "
+        "torch.autograd.forward_ad); it has a backward pass (torch.func.grad, vjp, jacrev)"
+    )
+
+
 # ---------------------------------------------------------------- options
 
 
-def _check_options(causal, window, sm_scale, return_lse, deterministic, impl) -> None:
+def _check_options(causal, window, sm_scale, return_lse, deterministic, impl, symbols) -> None:
     if causal is not True and causal is not False:
-        raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+        raise TypeError(f"causal: expected a bool, got {_type(causal)}")
     if window is not None:
         _check_window(window)
     if sm_scale is not None:
-        if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
-            raise TypeError(f"sm_scale: expected a number or None, got {type(sm_scale).__name__}")
-        if not abs(sm_scale) <= _LARGEST:
-            raise ValueError(f"sm_scale: expected a number finite in float32, got {sm_scale}")
+        check_scale(sm_scale, symbols)
     if return_lse is not True and return_lse is not False:
-        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
+        raise TypeError(f"return_lse: expected a bool, got {_type(return_lse)}")
     if deterministic is not True and deterministic is not False:
-        raise TypeError(f"deterministic: expected a bool, got {type(deterministic).__name__}")
-    if impl not in (None, "hopper", "triton", "reference"):
-        raise ValueError(f"impl: expected 'hopper', 'triton', 'reference' or None, got {impl!r}")
+        raise TypeError(f"deterministic: expected a bool, got {_type(deterministic)}")
+    if impl is not None:
+        if not isinstance(impl, str):
+            raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {_type(impl)}")
+        if impl not in ("hopper", "triton", "reference"):
+            raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")
+
+
+_IMPLEMENTATIONS = "expected 'hopper', 'triton', 'reference' or None"
+
+
+def check_scale(sm_scale, symbols: bool = False) -> None:
+    """`sm_scale`, not None. TypeError or ValueError if it is wrong. symbols: it may be no number yet."""
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float | torch.SymFloat):
+        raise TypeError(f"sm_scale: expected a number or None, got {_type(sm_scale)}")
+    wrong = abs(sm_scale) > LARGEST_SCALE
+    if (_certain(wrong) if symbols else wrong) or sm_scale != sm_scale:
+        raise ValueError(f"sm_scale: expected a number from -1e26 to 1e26, got {sm_scale}")
 
 
 def _check_window(window) -> None:
     if not isinstance(window, tuple | list):
-        raise TypeError(f"window: expected None or a pair of ints (left, right), got {type(window).__name__}")
+        raise TypeError(f"window: expected None or a pair of ints (left, right), got {_type(window)}")
     if len(window) != 2:
         raise ValueError(f"window: expected a pair (left, right), got {len(window)} values")
     for bound in window:
         if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
-            kind = type(bound).__name__
-            raise TypeError(f"window: expected a pair of ints (left, right), got {kind} in it")
+            raise TypeError(f"window: expected a pair of ints (left, right), got {_type(bound)} in it")
         if bound < -1:
             raise ValueError(f"window: expected ints from 0 on, or -1 for no bound, got {tuple(window)}")
+
+
+# ---------------------------------------------------------------- what messages and compilers need
+
+
+def _type(value) -> str:
+    """A type as one writes it: "int", "numpy.bool", "torch.Tensor"."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _certain(condition) -> bool:
+    """Whether a compiler knows already that the condition holds. It does not where a number is computed by
+    the graph itself, as by `item()`: the operators look at such a number when the graph runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 # ---------------------------------------------------------------- offsets of packed sequences
@@ -170,7 +242,7 @@ def _check_window(window) -> None:
 
 def _check_offsets_form(name: str, offsets, device: torch.device) -> None:
     if not isinstance(offsets, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(offsets).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {_type(offsets)}")
     if offsets.dtype != torch.int32:
         raise TypeError(f"{name}: expected dtype int32, got {offsets.dtype}")
     if offsets.layout is not torch.strided:

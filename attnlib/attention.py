@@ -71,7 +71,10 @@ def attention(
             2.1 on).
         window: (left, right): query i, at position p = i + Sk - Sq, attends to keys p - left .. p + right
             only. -1 is no bound on that side. With `causal` the right bound is 0.
-        sm_scale: factor on the scores, default 1/sqrt(D). Any number finite in float32.
+        sm_scale: factor on the scores, default 1/sqrt(D), from -1e26 to 1e26: within that, scores of finite
+            float16 q and k are finite in float32, in which they are computed. A score that is not, as larger
+            q and k can make it, counts as infinite. The backward pass computes the weights from the LSE, with
+            a relative error of about 1e-7 times the magnitude of the scores: beyond 1e4 it begins to matter.
         return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. No gradient
             flows through it.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
@@ -92,7 +95,8 @@ def attention(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, `window`, `sm_scale` or `impl` do not fit.
-        RuntimeError: a second derivative was asked for.
+        RuntimeError: a second or a forward-mode derivative was asked for.
+        NotImplementedError: `torch.jit.trace` looks on.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -105,8 +109,11 @@ def attention(
     seen = (_CAUSAL if causal else _DENSE) if window is None else band(causal, window)
     if symbols or not _plain(q, k, v):
         return _operator(q, k, v, None, seen, sm_scale, return_lse, deterministic, impl)
+    functorch = torch._C._are_functorch_transforms_active()
+    if functorch and _functionalized():
+        return _operator(q, k, v, None, seen, sm_scale, return_lse, deterministic, impl)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    if _differentiable(q, k, v):
+    if functorch or _differentiable(q, k, v):
         if impl == "hopper":  # an error now rather than in the backward pass
             dispatch.choose_backward(q, k, v, impl, None, deterministic)
         out, lse = Attention.apply(q, k, v, None, None, How(seen, scale, impl, deterministic))
@@ -200,10 +207,14 @@ def attention_varlen(
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if symbols or not _plain(q, k, v):
         return _operator(q, k, v, packed, seen, sm_scale, return_lse, deterministic, impl)
+    functorch = torch._C._are_functorch_transforms_active()
+    if functorch and _functionalized():
+        return _operator(q, k, v, packed, seen, sm_scale, return_lse, deterministic, impl)
     check_offsets(q, k, *packed)
-    packed = packed._replace(cu_seqlens_q=cu_seqlens_q.contiguous(), cu_seqlens_k=cu_seqlens_k.contiguous())
+    cu_seqlens_q, cu_seqlens_k = (x.resolve_neg().contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
+    packed = packed._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    if _differentiable(q, k, v):
+    if functorch or _differentiable(q, k, v):
         if impl == "hopper":
             dispatch.choose_backward(q, k, v, impl, packed, deterministic)
         how = How(seen, scale, impl, deterministic, packed[2:])
@@ -247,17 +258,28 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether autograd, or a transformation of `torch.func`, has to see the call."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return True
-    return torch._C._are_functorch_transforms_active()
+    """Whether autograd has to see the call."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _functionalized() -> bool:
+    """Whether `torch.func.functionalize` is among the transformations that look on: it has a rule for
+    operators and none for functions of autograd."""
+    kinds, kind = {level.key() for level in torch._C._functorch.get_interpreter_stack()}, _TransformType
+    if kind.Functionalize in kinds and not kinds.isdisjoint((kind.Grad, kind.Jvp)):
+        raise NotImplementedError(
+            "attention under torch.func.functionalize together with torch.func.grad, vjp or jvp: not "
+            "supported; leave functionalize out"
+        )
+    return kind.Functionalize in kinds
+
+
+_TransformType = torch._C._functorch.TransformType
 
 
 def _operator(q, k, v, packed: Packed | None, seen, sm_scale, return_lse, deterministic, impl):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
-    lse_needed = return_lse or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    )
+    lse_needed = return_lse or _differentiable(q, k, v)
     scale = None if sm_scale is None else float(sm_scale)
     options = (*(packed or (None, None, 0, 0)), *seen, scale, lse_needed, deterministic, impl)
     out, lse = operators.attention_forward(q, k, v, *options)

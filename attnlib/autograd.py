@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib import dispatch
-from attnlib.arguments import Implementation
+from attnlib.arguments import Implementation, no_forward_derivative
 from attnlib.band import Band, Packed
 
 
@@ -58,16 +58,13 @@ class Attention(_Function):
 
     @staticmethod
     def jvp(ctx, *_):
-        raise RuntimeError(
-            "attnlib.attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); it has a "
-            "backward pass (torch.func.grad, vjp, jacrev)"
-        )
+        no_forward_derivative()
 
     @staticmethod
     def vmap(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, how: How):
         size = info.batch_size
-        q, k, v = _folded(size, in_dims[:3], (q, k, v), how)
-        return _unfolded(size, Attention.apply(q, k, v, None, None, how)), (0, 0)
+        batch, (q, k, v) = _folded(size, in_dims[:3], (q, k, v), how)
+        return _unfolded(size, batch, Attention.apply(q, k, v, None, None, how)), (0, 0)
 
 
 class AttentionGradient(_Function):
@@ -95,8 +92,8 @@ class AttentionGradient(_Function):
     @staticmethod
     def vmap(info, in_dims, d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, how: How):
         size = info.batch_size
-        tensors = _folded(size, in_dims[:6], (d_out, q, k, v, out, lse), how)
-        return _unfolded(size, AttentionGradient.apply(*tensors, None, None, how)), (0, 0, 0)
+        batch, tensors = _folded(size, in_dims[:6], (d_out, q, k, v, out, lse), how)
+        return _unfolded(size, batch, AttentionGradient.apply(*tensors, None, None, how)), (0, 0, 0)
 
 
 def no_second_derivative() -> None:
@@ -107,19 +104,19 @@ def no_second_derivative() -> None:
     )
 
 
-def _folded(size: int, in_dims: tuple, tensors: tuple, how: How) -> list[torch.Tensor]:
-    """Tensors whose mapped dimension, of `torch.vmap`, became part of the batch."""
+def _folded(size: int, in_dims: tuple, tensors: tuple, how: How) -> tuple[int, list[torch.Tensor]]:
+    """The batch size, and tensors whose mapped dimension, of `torch.vmap`, became part of the batch."""
     if how.max_seqlens is not None:
         raise NotImplementedError(
             "attention_varlen under torch.vmap: not supported; pack the mapped sequences too, in one call"
         )
-    moved = (
+    moved = [
         x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(tensors, in_dims, strict=True)
-    )
-    return [x.flatten(0, 1) for x in moved]
+    ]
+    return moved[0].shape[1], [x.flatten(0, 1) for x in moved]
 
 
-def _unfolded(size: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    # Not -1: there may be no element to divide.
-    return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in tensors)
+def _unfolded(size: int, batch: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    # Not -1: there may be no element to divide, or nothing mapped.
+    return tuple(x.unflatten(0, (size, batch)) for x in tensors)

@@ -3,9 +3,10 @@
 import math
 
 import torch
+from torch.autograd import forward_ad
 
 from attnlib import launch, launch_backward, launch_hopper, launch_hopper_backward
-from attnlib.arguments import Implementation
+from attnlib.arguments import Implementation, check_tangents
 from attnlib.band import Band, Packed
 from attnlib.configs import tile_width
 
@@ -21,6 +22,10 @@ def forward(
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out, like q; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
+    if forward_ad._current_level >= 0:  # no function of PyTorch says so in as little time
+        check_tangents(q, k, v)
+    if q.is_neg() or k.is_neg() or v.is_neg():  # a sign that is not in memory, where kernels read
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
     kernel, _ = choose(q, k, v, impl, packed)
     if band.left is not None or band.right:
         band = tight(band, q, k, packed)
@@ -55,6 +60,9 @@ def backward(
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`."""
+    if forward_ad._current_level >= 0:
+        check_tangents(d_out, q, k, v)
+    d_out, q, k, v, out = (x.resolve_neg() for x in (d_out, q, k, v, out))
     if nothing_to_do(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if d_out.dtype != q.dtype:

@@ -117,8 +117,9 @@ def outputs(
 
 def exp2_scale(sm_scale: float) -> float:
     """What the kernels multiply scores with before exp2: |sm_scale| * log2(e), positive. Zero would turn a
-    masked score, -inf, into NaN; a factor as small as this one leaves every weight at exactly 1."""
-    return max(abs(sm_scale) * LOG2_E, 2.0**-100)
+    masked score, -inf, into NaN; the smallest normal float32 leaves every weight at 1 as long as products of
+    queries and keys are below 2^100."""
+    return max(abs(sm_scale) * LOG2_E, 2.0**-126)
 
 
 def forward(

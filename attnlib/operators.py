@@ -10,8 +10,10 @@ Both take checked arguments and do what `dispatch` does. `lse` is empty where it
 from __future__ import annotations
 
 import torch
+from torch._library.autograd import make_autograd_impl
 
 from attnlib import dispatch, flops, launch_hopper
+from attnlib.arguments import check_longest, check_scale, check_tangents
 from attnlib.autograd import no_second_derivative
 from attnlib.band import Band, Packed
 
@@ -24,7 +26,16 @@ _OPTIONS = (
 def _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Packed | None:
     if cu_seqlens_q is None:
         return None
+    check_longest("max_seqlen_q", max_seqlen_q)  # which the graph itself may have computed, like the scale
+    check_longest("max_seqlen_k", max_seqlen_k)
     return Packed(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+
+
+def _scale(q, sm_scale) -> float:
+    if sm_scale is None:
+        return q.shape[-1] ** -0.5
+    check_scale(sm_scale)
+    return sm_scale
 
 
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -51,7 +62,7 @@ def attention_forward(
 ):  # fmt: skip
     """(out, lse). `deterministic` says how the backward pass is to be computed."""
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scale = _scale(q, sm_scale)
     with launch_hopper.own_counters():
         out, found = dispatch.forward(q, k, v, Band(left, right), scale, lse, packed, impl)
     return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
@@ -102,7 +113,7 @@ def attention_backward(
 ):  # fmt: skip
     """(dq, dk, dv)."""
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scale = _scale(q, sm_scale)
     gradients = dispatch.backward(
         d_out, q, k, v, out, lse, Band(left, right), scale, packed, deterministic, impl
     )
@@ -115,6 +126,29 @@ def _backward_fake(d_out, q, k, v, *_, **__):
 
 
 attention_backward.register_autograd(lambda ctx, *_: no_second_derivative())
+
+
+# ---------------------------------------------------------------- forward-mode differentiation
+
+_library = torch.library.Library("attnlib", "IMPL")
+_DEVICES = "CPU", "CUDA", "Meta", "XPU", "MPS", "HPU", "PrivateUse1"
+
+
+def _refuse_tangents(operator) -> None:
+    """PyTorch drops the tangents of a custom operator's arguments without a word. Here they are an error, in
+    front of what PyTorch has made of `register_autograd`."""
+    differentiable = make_autograd_impl(operator._opoverload, operator)
+
+    def refuse(keys, *args, **options):
+        check_tangents(*(x for x in args if isinstance(x, torch.Tensor)))
+        return differentiable(keys, *args, **options)
+
+    for device in _DEVICES:
+        _library.impl(operator._opoverload, refuse, f"Autograd{device}", with_keyset=True)
+
+
+_refuse_tangents(attention_forward)
+_refuse_tangents(attention_backward)
 
 
 flops.register_when_counted()
