@@ -13,7 +13,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 LARGEST_SCALE = 1e26
-"""Of `sm_scale`: 256 products of the largest float16 numbers, times this, times log2(e) are finite in float32."""
+"""Of `sm_scale`: 256 products of largest float16 numbers, times this, times log2(e) are finite in float32."""
 
 _NO_STRIDES = "expected a dense tensor (layout torch.strided), got"
 
@@ -68,7 +68,8 @@ def check_offsets(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) 
 
 
 def check_longest(name: str, longest: int, symbols: bool = False) -> None:
-    """The value of `max_seqlen_*`. ValueError if it is wrong. symbols: it may be no number yet."""
+    """The value of `max_seqlen_*`. ValueError if it is wrong. symbols: it may be no number yet; the operator
+    looks at it again, when the graph runs."""
     wrong = longest < 0
     if _certain(wrong) if symbols else wrong:
         raise ValueError(f"{name}: expected 0 or more, got {longest}")
@@ -182,9 +183,9 @@ def _check_options(causal, window, sm_scale, return_lse, deterministic, impl, sy
     if causal is not True and causal is not False:
         raise TypeError(f"causal: expected a bool, got {_type(causal)}")
     if window is not None:
-        _check_window(window)
+        _check_window(window, symbols)
     if sm_scale is not None:
-        check_scale(sm_scale, symbols)
+        _check_scale(sm_scale, symbols)
     if return_lse is not True and return_lse is not False:
         raise TypeError(f"return_lse: expected a bool, got {_type(return_lse)}")
     if deterministic is not True and deterministic is not False:
@@ -199,16 +200,15 @@ def _check_options(causal, window, sm_scale, return_lse, deterministic, impl, sy
 _IMPLEMENTATIONS = "expected 'hopper', 'triton', 'reference' or None"
 
 
-def check_scale(sm_scale, symbols: bool = False) -> None:
-    """`sm_scale`, not None. TypeError or ValueError if it is wrong. symbols: it may be no number yet."""
+def _check_scale(sm_scale, symbols: bool) -> None:
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float | torch.SymFloat):
         raise TypeError(f"sm_scale: expected a number or None, got {_type(sm_scale)}")
-    wrong = abs(sm_scale) > LARGEST_SCALE
-    if (_certain(wrong) if symbols else wrong) or sm_scale != sm_scale:
+    right = abs(sm_scale) <= LARGEST_SCALE
+    if not (_certain(right) if symbols else right):
         raise ValueError(f"sm_scale: expected a number from -1e26 to 1e26, got {sm_scale}")
 
 
-def _check_window(window) -> None:
+def _check_window(window, symbols: bool) -> None:
     if not isinstance(window, tuple | list):
         raise TypeError(f"window: expected None or a pair of ints (left, right), got {_type(window)}")
     if len(window) != 2:
@@ -216,7 +216,8 @@ def _check_window(window) -> None:
     for bound in window:
         if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
             raise TypeError(f"window: expected a pair of ints (left, right), got {_type(bound)} in it")
-        if bound < -1:
+        right = bound >= -1
+        if not (_certain(right) if symbols else right):
             raise ValueError(f"window: expected ints from 0 on, or -1 for no bound, got {tuple(window)}")
 
 
@@ -230,8 +231,8 @@ def _type(value) -> str:
 
 
 def _certain(condition) -> bool:
-    """Whether a compiler knows already that the condition holds. It does not where a number is computed by
-    the graph itself, as by `item()`: the operators look at such a number when the graph runs."""
+    """Whether a compiler knows that the condition holds. It does not where the graph itself computes a
+    number, as by `item()`."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)

@@ -13,7 +13,7 @@ import torch
 from torch._library.autograd import make_autograd_impl
 
 from attnlib import dispatch, flops, launch_hopper
-from attnlib.arguments import check_longest, check_scale, check_tangents
+from attnlib.arguments import check_longest, check_tangents
 from attnlib.autograd import no_second_derivative
 from attnlib.band import Band, Packed
 
@@ -26,16 +26,9 @@ _OPTIONS = (
 def _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Packed | None:
     if cu_seqlens_q is None:
         return None
-    check_longest("max_seqlen_q", max_seqlen_q)  # which the graph itself may have computed, like the scale
+    check_longest("max_seqlen_q", max_seqlen_q)  # which the graph itself may have computed
     check_longest("max_seqlen_k", max_seqlen_k)
     return Packed(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
-
-
-def _scale(q, sm_scale) -> float:
-    if sm_scale is None:
-        return q.shape[-1] ** -0.5
-    check_scale(sm_scale)
-    return sm_scale
 
 
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -62,7 +55,7 @@ def attention_forward(
 ):  # fmt: skip
     """(out, lse). `deterministic` says how the backward pass is to be computed."""
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = _scale(q, sm_scale)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     with launch_hopper.own_counters():
         out, found = dispatch.forward(q, k, v, Band(left, right), scale, lse, packed, impl)
     return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
@@ -113,7 +106,7 @@ def attention_backward(
 ):  # fmt: skip
     """(dq, dk, dv)."""
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = _scale(q, sm_scale)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     gradients = dispatch.backward(
         d_out, q, k, v, out, lse, Band(left, right), scale, packed, deterministic, impl
     )

@@ -398,7 +398,8 @@ def test_vmap_over_nothing(device):
     assert out.shape == (0, 2, 4, 8, 16) and lse.shape == (0, 2, 4, 8)
     dq = torch.vmap(torch.func.grad(lambda q: attention(q, k, k).sum()))(nothing)
     assert dq.shape == nothing.shape
-    jacobian = torch.func.jacrev(lambda q: attention(q, k, k)[:, :, :0])(torch.randn(2, 4, 8, 16, device=device))
+    q = torch.randn(2, 4, 8, 16, device=device)
+    jacobian = torch.func.jacrev(lambda q: attention(q, k, k)[:, :, :0])(q)
     assert jacobian.shape == (2, 4, 0, 16, 2, 4, 8, 16)
 
 
@@ -408,10 +409,14 @@ def test_functionalize(device):
     q, k, v = torch.randn(3, 1, 2, 8, 16, device=device)
     offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
     expected = attention(q, k, v, causal=True)
-    call = functionalize(lambda *x: attention(*x, causal=True))
+
+    def plain(*x):
+        return attention(*x, causal=True)
+
+    call = functionalize(plain)
     assert torch.equal(call(q, k, v), expected)
     assert torch.equal(torch.vmap(call)(q[None], k[None], v[None])[0], expected)
-    assert torch.equal(functionalize(torch.vmap(lambda q: attention(q, k, v, causal=True)))(q[None])[0], expected)
+    assert torch.equal(functionalize(torch.vmap(plain))(q[None], k[None], v[None])[0], expected)
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     found = functionalize(lambda *x: attention_varlen(*x, 8, 8, causal=True))(*packed, offsets, offsets)
     torch.testing.assert_close(found.transpose(0, 1)[None], expected)
