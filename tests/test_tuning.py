@@ -57,7 +57,8 @@ def test_environment_variable_names_the_cache(tmp_path, monkeypatch):
 
 
 DAMAGE = ["", "{", "[]", "null", '{"schema": 1}', '{"schema": 0, "best": "Tile(block_m=128, num_warps=4)"}',
-          '{"schema": 1, "best": "Tile(block_m=7, num_warps=1)"}', '{"schema": 1, "best": []}']
+          '{"schema": 1, "best": "Tile(block_m=7, num_warps=1)"}', '{"schema": 1, "best": []}',
+          pytest.param("[" * 200_000, id="deep")]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
