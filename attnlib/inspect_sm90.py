@@ -366,8 +366,8 @@ def _read(path: Path) -> Stats | None:
 def _main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m attnlib.inspect_sm90",
-        description="Compile kernels for sm_90a, a JSON list of jobs (see Job) on standard input, into the cache "
-        "that compile_all reads.",
+        description="Compile kernels for sm_90a into the cache that `compile_all` reads. Standard input is a "
+        "JSON list of jobs, see `Job`.",
     )
     parser.parse_args()
     for fields in json.load(sys.stdin):

@@ -227,7 +227,7 @@ def read(path: Path) -> dict[str, Any]:
     for name, entry in tables.items():
         rows = entry.get("rows") if isinstance(entry, dict) else None
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise RecordError(f"{path}: expected a list of objects as rows of table {name!r}, got {rows!r:.60}")
+            raise RecordError(f"{path}: expected objects as rows of table {name!r}, got {rows!r:.60}")
         _check_origin(f"{path}: table {name!r}", {**record, **entry})
     return record
 

@@ -142,7 +142,7 @@ def damaged(**changes):
         ('{"schema": 2}', "expected schema 1, got 2"),
         (damaged(tables=None), "expected an object as 'tables', got None"),
         (damaged(tables=[]), "expected an object as 'tables', got \\[\\]"),
-        (damaged(tables={"speed": None}), "expected a list of objects as rows of table 'speed', got None"),
+        (damaged(tables={"speed": None}), "expected objects as rows of table 'speed', got None"),
         (damaged(tables={"speed": {"rows": [1]}}), "as rows of table 'speed', got \\[1\\]"),
         (damaged(tables={"speed": {"rows": [], "date": 1}}), "'speed': expected a string as 'date', got 1"),
         (damaged(gpu=None), "expected an object with a 'name' as 'gpu', got None"),
