@@ -1,11 +1,15 @@
-import torch, time, statistics, sys
-import attnlib
-from attnlib import attention, dispatch
-from attnlib.params import band
-from attnlib.kernels.hopper import launch_backward as LB, launch as LH
-from attnlib.kernels.portable import launch_backward as PB
-from torch.nn.attention import sdpa_kernel, SDPBackend
+import statistics
+import time
+
+import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnlib import attention, dispatch
+from attnlib.kernels.hopper import launch_backward as LB
+from attnlib.kernels.portable import launch_backward as PB
+from attnlib.params import band
+
 dev='cuda'
 CALLS=[('B1 S777 H48 D128 dense',1,48,777,128,False),('B2 S2048 H16 D128 causal',2,16,2048,128,True),('B3 S1777 H20 D64 causal',3,20,1777,64,True),('B1 S300 H24 D128 causal',1,24,300,128,True)]
 def loop(fn,n=300,reps=7):
@@ -45,7 +49,7 @@ for name,B,H,S,D,c in CALLS:
     raw=lambda: dispatch.backward(do,qd,kd,vd,od,ld,band(c,None),D**-.5)
     # kernels alone: graph
     gr=torch.cuda.CUDAGraph()
-    with torch.cuda.graph(gr): 
+    with torch.cuda.graph(gr):
         for _ in range(10): raw()
     for _ in range(3): gr.replay()
     torch.cuda.synchronize(); t=time.perf_counter()
@@ -57,7 +61,9 @@ for name,B,H,S,D,c in CALLS:
     with torch.autograd.set_multithreading_enabled(False):
         print('   single thread: ours',loop(g),'cudnn',loop(gc),'nop',loop(gn),flush=True)
 # pieces, last call
-import cProfile,pstats
+import cProfile
+import pstats
+
 p=cProfile.Profile()
 for _ in range(20): raw()
 torch.cuda.synchronize()
@@ -69,11 +75,13 @@ print('empty_strided',host(lambda: torch.empty_strided(q.shape,q.stride(),dtype=
 print('empty 1d',host(lambda: torch.empty(1000000,dtype=torch.float32,device=q.device),1000))
 print('cur stream',host(lambda: torch._C._cuda_getCurrentRawStream(0),1000),'current_device',host(lambda: torch.cuda.current_device(),1000),'deterministic',host(torch.are_deterministic_algorithms_enabled,1000))
 import triton
+
 fill=triton.runtime.driver.active.utils.fill_tma_descriptor
 (L,plan)=next(iter(LB._compiled.values())) if isinstance(next(iter(LB._compiled.values())),tuple) else [x for x in LB._compiled.values() if isinstance(x,tuple)][0]
 md=L.compiled.metadata.tensordesc_meta
 print(md[0])
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
 d=md[0]; form=(d["swizzle"],d["elem_size"],TMA_DTYPE_DEVICE_TO_HOST[d["elem_type"]],d["block_size"])
 sh=tuple(q.shape); st=tuple(q.stride())
 print('fill_tma',host(lambda: fill(q.data_ptr(),*form,sh,st,0),1000))
@@ -85,6 +93,8 @@ at=call.layouts
 print('rows launch',host(lambda: PB.run(call.rows_launch,0,(od,do),(at.out,at.d_out),(ld,rows,sums,None)),200))
 # 12-layer step
 import torch.nn as nn
+
+
 class Layer(nn.Module):
     def __init__(s,d,h,att): super().__init__(); s.n1=nn.LayerNorm(d); s.qkv=nn.Linear(d,3*d,bias=False); s.o=nn.Linear(d,d,bias=False); s.n2=nn.LayerNorm(d); s.f=nn.Sequential(nn.Linear(d,4*d),nn.GELU(),nn.Linear(4*d,d)); s.h=h; s.att=att
     def forward(s,x):

@@ -1,13 +1,17 @@
-import torch, time, statistics, sys
-import attnlib
-from attnlib import attention, attention_varlen, dispatch
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnlib import attention, dispatch
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.shapes import Shape
 from attnlib.dispatch import Saved
 from attnlib.params import Params, mask_window
-from torch.nn.attention import sdpa_kernel, SDPBackend
-import torch.nn.functional as F
-from attnlib.bench.oracle import Oracle, make_inputs
-from attnlib.bench.gradient_oracle import GradientOracle
-from attnlib.bench.shapes import Shape
+
 dev='cuda'
 # correctness, several calls each (first = triton's way, then direct)
 for dt in ('float16','bfloat16'):
@@ -24,6 +28,7 @@ for dt in ('float16','bfloat16'):
             dq,dk,dv=torch.autograd.grad(o,a,do)
             for n,vd in g.judge(dq,dk,dv).items(): vd.raise_if_bad(f'{impl} {n} {D} {c} {S} {rep}')
 from attnlib.kernels.common import direct, launcher
+
 print('correct; direct launcher:',direct.launcher(), 'kernels', {k:len(v) for k,v in launcher.compiled_kernels().items()})
 CALLS=[('B1 S777 H48 D128 dense',1,48,777,128,False),('B2 S2048 H16 D128 causal',2,16,2048,128,True),('B3 S1777 H20 D64 causal',3,20,1777,64,True),('B1 S300 H24 D128 causal',1,24,300,128,True)]
 def loop1(fn,n=200):
@@ -31,7 +36,7 @@ def loop1(fn,n=200):
     for _ in range(n): fn()
     torch.cuda.synchronize(); return (time.perf_counter()-t)/n*1e6
 def loops(fns,reps=9,n=200):
-    for f in fns: 
+    for f in fns:
         for _ in range(30): f()
     out=[[] for _ in fns]
     for _ in range(reps):
@@ -57,13 +62,17 @@ for name,B,H,S,D,c in CALLS:
     fw=lambda: attention(qd,kd,vd,causal=c)
     print(name,'| ours, cudnn, raw:',loops([g,gc,raw]),'| host raw',host(raw),'fwd host',host(fw),flush=True)
     with torch.autograd.set_multithreading_enabled(False): print('   single thread ours, cudnn:',loops([g,gc]),flush=True)
-import cProfile,pstats
+import cProfile
+import pstats
+
 p=cProfile.Profile()
 torch.cuda.synchronize(); p.enable()
 for _ in range(300): raw()
 p.disable(); torch.cuda.synchronize()
 pstats.Stats(p).sort_stats('tottime').print_stats(14)
 import torch.nn as nn
+
+
 class Layer(nn.Module):
     def __init__(s,d,h,att): super().__init__(); s.n1=nn.LayerNorm(d); s.qkv=nn.Linear(d,3*d,bias=False); s.o=nn.Linear(d,d,bias=False); s.n2=nn.LayerNorm(d); s.f=nn.Sequential(nn.Linear(d,4*d),nn.GELU(),nn.Linear(4*d,d)); s.h=h; s.att=att
     def forward(s,x):

@@ -1,17 +1,23 @@
-import torch, time, statistics, cProfile, pstats
-import attnlib
-from attnlib import attention, dispatch, autograd
+import cProfile
+import pstats
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnlib import attention, autograd, dispatch
 from attnlib.dispatch import Saved
 from attnlib.params import Params, mask_window
-from torch.nn.attention import sdpa_kernel, SDPBackend
-import torch.nn.functional as F
+
 dev='cuda'
 def loop1(fn,n=200):
     torch.cuda.synchronize(); t=time.perf_counter()
     for _ in range(n): fn()
     torch.cuda.synchronize(); return (time.perf_counter()-t)/n*1e6
 def loops(fns,reps=9,n=200):
-    for f in fns: 
+    for f in fns:
         for _ in range(30): f()
     out=[[] for _ in fns]
     for _ in range(reps):

@@ -188,8 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = (args.batch, args.nheads, args.seqlen, args.headdim)
     if args.all == any(size is not None for size in sizes) or (not args.all and None in sizes):
         parser.error("give either --all or --batch, --seqlen, --nheads and --headdim")
-    if args.rep < 1:
-        parser.error(f"--rep: expected at least 1, got {args.rep}")
+    least = {"batch": 1, "seqlen": 1, "nheads": 1, "headdim": 1, "warmup": 0, "rep": 1}
+    for name, value in ((name, getattr(args, name)) for name in least):
+        if value is not None and value < least[name]:
+            parser.error(f"--{name}: expected at least {least[name]}, got {value}")
     if not torch.cuda.is_available():
         print("attnlib.task: the benchmark needs a CUDA GPU", file=sys.stderr)
         return 2

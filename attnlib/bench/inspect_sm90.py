@@ -8,6 +8,7 @@ process. Results are kept in the system's temporary folder: the second run of a 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -181,11 +182,13 @@ def compile_all(jobs: Iterable[Job]) -> list[Stats]:
 
     Returns one Stats per job, in order. Raises RuntimeError naming the kernel if one does not compile.
     """
-    jobs = list(jobs)
-    missing = {job._key(): job for job in jobs if not _cache_file(job).exists()}
+    jobs = [(_cache_file(job), job) for job in jobs]
+    found = {path: _read(path) for path, _ in jobs}
+    missing = {path: job for path, job in jobs if found[path] is None}
     if missing:
         _run_child(list(missing.values()))
-    return [_read(_cache_file(job)) for job in jobs]
+        found |= {path: _read(path) for path in missing}
+    return [found[path] for path, _ in jobs]
 
 
 def _run_child(jobs: list[Job]) -> None:
@@ -349,14 +352,24 @@ def _cache_file(job: Job) -> Path:
     return Path(tempfile.gettempdir()) / f"attnlib-sm90-{os.getuid()}" / f"{job._key()}.json"
 
 
-def _read(path: Path) -> Stats:
-    fields = json.loads(path.read_text())
-    fields |= {name: tuple(fields[name]) for name in ("loops", "listing", "warnings")}
-    fields["loop_listings"] = tuple(tuple(texts) for texts in fields["loop_listings"])
-    return Stats(**fields)
+def _read(path: Path) -> Stats | None:
+    """What is in the cache; None where that is nothing, or no Stats: then it is compiled again."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields |= {name: tuple(fields[name]) for name in ("loops", "listing", "warnings")}
+        fields["loop_listings"] = tuple(tuple(texts) for texts in fields["loop_listings"])
+        return Stats(**fields)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m attnlib.inspect_sm90",
+        description="Compile kernels for sm_90a into the cache that `compile_all` reads. Standard input is a "
+        "JSON list of jobs, see `Job`.",
+    )
+    parser.parse_args()
     for fields in json.load(sys.stdin):
         job = Job(**fields)
         path = _cache_file(job)

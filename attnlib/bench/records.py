@@ -206,18 +206,38 @@ def write_json(path: Path, value: Any) -> None:
             raise
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A record; RecordError when the file is missing, is no JSON or has another schema."""
+def read(path: Path) -> dict[str, Any]:
+    """A record; RecordError when the file is missing, can't be read, is no JSON, has another schema, or lacks
+    what every record has."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(f"no record {path}: run the notebook on a CUDA GPU, or set ATTNLIB_DATA") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise RecordError(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not even text, or too deep
         raise RecordError(f"{path} is not JSON: {error}") from None
     schema = record.get("schema") if isinstance(record, dict) else None
     if schema != SCHEMA:
         raise RecordError(f"{path}: expected schema {SCHEMA}, got {schema!r}")
+    _check_origin(str(path), record)
+    tables = record.get("tables")
+    if not isinstance(tables, dict):
+        raise RecordError(f"{path}: expected an object as 'tables', got {tables!r:.60}")
+    for name, entry in tables.items():
+        rows = entry.get("rows") if isinstance(entry, dict) else None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise RecordError(f"{path}: expected objects as rows of table {name!r}, got {rows!r:.60}")
+        _check_origin(f"{path}: table {name!r}", {**record, **entry})
     return record
+
+
+def _check_origin(where: str, entry: dict[str, Any]) -> None:
+    gpu, date = entry.get("gpu"), entry.get("date")
+    if not isinstance(gpu, dict) or not isinstance(gpu.get("name"), str):
+        raise RecordError(f"{where}: expected an object with a 'name' as 'gpu', got {gpu!r:.60}")
+    if not isinstance(date, str):
+        raise RecordError(f"{where}: expected a string as 'date', got {date!r:.60}")
 
 
 def _merged(old: dict[str, Any] | None, new_header: dict[str, Any], notebook: str) -> dict[str, Any]:
@@ -227,7 +247,7 @@ def _merged(old: dict[str, Any] | None, new_header: dict[str, Any], notebook: st
     measuring one table again never changes what is said of the others.
     """
     record: dict[str, Any] = {"schema": SCHEMA, "notebook": notebook, **new_header, "tables": {}}
-    for name, entry in (old or {}).get("tables", {}).items():
+    for name, entry in (old or {"tables": {}})["tables"].items():
         differing = {key: old[key] for key in _HEADER if key in old and old[key] != new_header[key]}
         record["tables"][name] = {**differing, **entry}
     return record
@@ -251,7 +271,7 @@ def table(
 
     path = _path(gpu_slug(torch.cuda.get_device_name()), notebook)
     path.parent.mkdir(parents=True, exist_ok=True)  # now: fail before measuring, not after it
-    old = _read(path) if path.exists() else None
+    old = read(path) if path.exists() else None
     rows = produce()
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise TypeError(f"produce: expected a list of dicts, got {type(rows).__name__}")
@@ -268,12 +288,12 @@ def load(notebook: str, name: str, gpu: str | None = None) -> Table:
     if gpu is None:
         own = _own_gpu()
         if own is not None and own != REFERENCE_GPU and _path(own, notebook).exists():
-            if name in _read(_path(own, notebook)).get("tables", {}):
+            if name in read(_path(own, notebook))["tables"]:
                 return load(notebook, name, own)
         gpu = REFERENCE_GPU
     path = _path(gpu, notebook)
-    record = _read(path)
-    tables = record.get("tables", {})
+    record = read(path)
+    tables = record["tables"]
     if name not in tables:
         raise RecordError(f"{path} has no table {name!r}; tables: {', '.join(sorted(tables)) or 'none'}")
     entry = {**record, **tables[name]}

@@ -21,12 +21,15 @@ def cells_tagged(notebook: Path, tag: str) -> list[str]:
         raise FileNotFoundError(
             f"notebook: expected the file {notebook.name} in {notebook.parent.name}/, found none"
         )
-    content = json.loads(notebook.read_text(encoding="utf-8"))
-    return [
-        "".join(cell["source"])
-        for cell in content["cells"]
-        if cell["cell_type"] == "code" and tag in cell.get("metadata", {}).get("tags", [])
-    ]
+    try:
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        return [
+            "".join(cell["source"])
+            for cell in content["cells"]
+            if cell["cell_type"] == "code" and tag in cell.get("metadata", {}).get("tags", [])
+        ]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{notebook}: expected a notebook, got {type(error).__name__}: {error}") from error
 
 
 def kernel_source(notebook: Path) -> str:
@@ -48,7 +51,7 @@ def load_source(name: str, source: str) -> ModuleType:
     if module_name in sys.modules:
         return sys.modules[module_name]
     path = _cache_dir() / digest / f"{name}.py"
-    if not path.exists() or path.read_text(encoding="utf-8") != source:
+    if not path.exists() or path.read_bytes() != source.encode():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -146,7 +146,7 @@ def _read(path: Path) -> dict:
     """The stored choice, or {} where none can be read."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # missing, not text, not JSON, or too deep
         return {}
     return stored if isinstance(stored, dict) and stored.get("schema") == SCHEMA else {}
 

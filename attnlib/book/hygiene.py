@@ -56,9 +56,15 @@ class Notebook:
 
     @classmethod
     def read(cls, path: Path) -> "Notebook":
-        """Read a file; ValueError if it is not JSON."""
+        """Read a file; ValueError if it is not JSON with a list of cells."""
         text = path.read_text(encoding="utf-8")
-        return cls(path.stem, text, json.loads(text))
+        try:
+            content = json.loads(text)
+        except RecursionError as error:
+            raise ValueError(f"JSON in more levels than can be read: {error}") from None
+        if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
+            raise ValueError("expected a list of 'cells'")
+        return cls(path.stem, text, content)
 
     @property
     def cells(self) -> list[dict]:

@@ -7,7 +7,6 @@ happen first.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -102,11 +101,10 @@ def _recorded(notebook: str) -> str:
     from attnlib.bench import records
 
     path = records.data_dir() / records.REFERENCE_GPU / f"{notebook}.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return f"{record['gpu']['name']}, {record['date']}"
-    except FileNotFoundError:
+    if not path.exists():
         return f"{records.REFERENCE_GPU} (nothing recorded for this notebook yet)"
+    record = records.read(path)
+    return f"{record['gpu']['name']}, {record['date']}"
 
 
 def current() -> str:

@@ -39,6 +39,7 @@ GOOD_VARLEN = {
 }  # fmt: skip
 
 DENSE = "expected a dense tensor (layout torch.strided), got"
+NUMPY_BOOL = f"numpy.{numpy.bool_.__name__}"  # "bool" from NumPy 2 on
 NESTED = f"{DENSE} a nested tensor; attention_varlen takes packed sequences"
 
 
@@ -54,7 +55,7 @@ def quantized(*shape):
 TENSORS = [
     ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
     ({"k": [[1.0]]}, TypeError, "k: expected a torch.Tensor, got list"),
-    ({"v": numpy.zeros((2, 2, 8, 16))}, TypeError, "v: expected a torch.Tensor, got ndarray"),
+    ({"v": numpy.zeros((2, 2, 8, 16))}, TypeError, "v: expected a torch.Tensor, got numpy.ndarray"),
     ({"q": nested(torch.strided)}, TypeError, f"q: {NESTED}"),
     ({"k": nested(torch.jagged)}, TypeError, f"k: {NESTED}"),
     ({"v": nested(torch.strided)}, TypeError, f"v: {NESTED}"),
@@ -103,6 +104,14 @@ DENSE_TENSORS = [
 OPTIONS = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
     ({"causal": None}, TypeError, "causal: expected a bool, got NoneType"),
+    ({"causal": numpy.bool_(True)}, TypeError, f"causal: expected a bool, got {NUMPY_BOOL}"),
+    ({"causal": zeros(2)}, TypeError, "causal: expected a bool, got torch.Tensor"),
+    ({"window": numpy.array([3, 2])}, TypeError,
+     "window: expected None or a pair of ints (left, right), got numpy.ndarray"),
+    ({"window": (numpy.int64(3), 2)}, TypeError,
+     "window: expected a pair of ints (left, right), got numpy.int64 in it"),
+    ({"window": (3, zeros(2))}, TypeError,
+     "window: expected a pair of ints (left, right), got torch.Tensor in it"),
     ({"window": 128}, TypeError, "window: expected None or a pair of ints (left, right), got int"),
     ({"window": "ab"}, TypeError, "window: expected None or a pair of ints (left, right), got str"),
     ({"window": (1, 2, 3)}, ValueError, "window: expected a pair (left, right), got 3 values"),
@@ -115,18 +124,30 @@ OPTIONS = [
     ({"sm_scale": "0.1"}, TypeError, "sm_scale: expected a number or None, got str"),
     ({"sm_scale": True}, TypeError, "sm_scale: expected a number or None, got bool"),
     ({"sm_scale": 1j}, TypeError, "sm_scale: expected a number or None, got complex"),
-    ({"sm_scale": zeros(1)}, TypeError, "sm_scale: expected a number or None, got Tensor"),
-    ({"sm_scale": math.nan}, ValueError, "sm_scale: expected a number finite in float32, got nan"),
-    ({"sm_scale": -math.inf}, ValueError, "sm_scale: expected a number finite in float32, got -inf"),
-    ({"sm_scale": 1e39}, ValueError, "sm_scale: expected a number finite in float32, got 1e+39"),
-    ({"sm_scale": 10**400}, ValueError, f"sm_scale: expected a number finite in float32, got 1{'0' * 400}"),
+    ({"sm_scale": zeros(1)}, TypeError, "sm_scale: expected a number or None, got torch.Tensor"),
+    ({"sm_scale": numpy.float32(0.1)}, TypeError, "sm_scale: expected a number or None, got numpy.float32"),
+    ({"sm_scale": numpy.ones(2)}, TypeError, "sm_scale: expected a number or None, got numpy.ndarray"),
+    *(
+        ({"sm_scale": scale}, ValueError, f"sm_scale: expected a number from -1e26 to 1e26, got {scale}")
+        for scale in (math.nan, -math.inf, 1.1e26, -1e38, 1e39, 10**400)
+    ),
     ({"return_lse": "yes"}, TypeError, "return_lse: expected a bool, got str"),
     ({"return_lse": 0}, TypeError, "return_lse: expected a bool, got int"),
+    ({"return_lse": numpy.bool_(True)}, TypeError, f"return_lse: expected a bool, got {NUMPY_BOOL}"),
+    ({"deterministic": numpy.bool_(True)}, TypeError, f"deterministic: expected a bool, got {NUMPY_BOOL}"),
     ({"deterministic": 1}, TypeError, "deterministic: expected a bool, got int"),
     ({"deterministic": None}, TypeError, "deterministic: expected a bool, got NoneType"),
     ({"impl": "flash"}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got 'flash'"),
     ({"impl": "Triton"}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got 'Triton'"),
-    ({"impl": True}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got True"),
+    *(
+        ({"impl": impl}, TypeError, f"impl: expected 'hopper', 'triton', 'reference' or None, got {kind}")
+        for impl, kind in (
+            (True, "bool"),
+            (["triton"], "list"),
+            (numpy.array(["triton", "hopper"]), "numpy.ndarray"),
+            (zeros(2), "torch.Tensor"),
+        )
+    ),
 ]  # fmt: skip
 PACKED_TENSORS = [
     ({"q": zeros(1, 4, 8, 16)}, ValueError, "q: expected 3 dimensions (T, H, D), got shape (1, 4, 8, 16)"),
@@ -150,6 +171,7 @@ SEQUENCES = [
         for name, side in (("cu_seqlens_q", "q"), ("cu_seqlens_k", "k"))
         for row in [
             ({name: [0, 8]}, TypeError, f"{name}: expected a torch.Tensor, got list"),
+            ({name: numpy.array([0, 8])}, TypeError, f"{name}: expected a torch.Tensor, got numpy.ndarray"),
             ({name: offsets(0, 3, 8, dtype=torch.int64)}, TypeError,
              f"{name}: expected dtype int32, got torch.int64"),
             ({name: offsets(0, 3, 8, dtype=torch.float32)}, TypeError,
@@ -188,7 +210,9 @@ SEQUENCES = [
             ({name: 8.0}, TypeError, f"{name}: expected an int, got float"),
             ({name: None}, TypeError, f"{name}: expected an int, got NoneType"),
             ({name: True}, TypeError, f"{name}: expected an int, got bool"),
-            ({name: torch.tensor(8)}, TypeError, f"{name}: expected an int, got Tensor"),
+            ({name: numpy.int64(8)}, TypeError, f"{name}: expected an int, got numpy.int64"),
+            ({name: numpy.array([8, 8])}, TypeError, f"{name}: expected an int, got numpy.ndarray"),
+            ({name: torch.tensor(8)}, TypeError, f"{name}: expected an int, got torch.Tensor"),
             ({name: -1}, ValueError, f"{name}: expected 0 or more, got -1"),
         ]
     ),

@@ -121,6 +121,27 @@ def test_scale_zero_is_the_mean_of_the_visible_values(impl, device):
     torch.testing.assert_close(lse, visible.float().log().expand(1, 1, 80), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("sm_scale", [1e26, -1e26])
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_the_largest_scale_and_the_largest_float16(impl, sm_scale, device):
+    """Scores stay finite, so every row is the mean of the values with the largest one."""
+    q = torch.full((1, 1, 20, 256), 65504.0, dtype=torch.float16, device=device)
+    k, v = torch.randn(2, 1, 1, 40, 256, device=device).half()
+    k[:, :, 7] = 65504.0 if sm_scale > 0 else -65504.0
+    out, lse = attention(q, k, v, sm_scale=sm_scale, return_lse=True, impl=impl)
+    assert torch.equal(out, v[:, :, 7:8].expand_as(out)) and lse.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_the_smallest_scales(impl, device):
+    """Products that are as large as the scale is small."""
+    q, k, v = make_inputs(Shape(1, 1, 20, 16, dtype="float32"), device=device)
+    expected = attention(q, k, v, sm_scale=0.5, impl="reference")
+    for exponent in (30, 60, 62):
+        found = attention(q * 2.0**exponent, k * 2.0**exponent, v, sm_scale=0.5 * 4.0**-exponent, impl=impl)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("sm_scale", [None, -0.1])
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_rows_with_nothing_to_attend_to(impl, sm_scale, device):

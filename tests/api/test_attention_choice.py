@@ -9,7 +9,7 @@ from cases import INTERPRETER_REMARKS
 from attnlib import attention, explain
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.portable import forward_kernel, launch
+from attnlib.kernels.portable import launch
 from attnlib.kernels.reference import dense as reference
 
 pytestmark = INTERPRETER_REMARKS

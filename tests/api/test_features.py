@@ -25,7 +25,6 @@ from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.paths import ROOT
 from attnlib.bench.shapes import Shape
 from attnlib.dispatch import choose_backward
-from attnlib.kernels.portable import backward_kernels
 from attnlib.kernels.portable.configs_backward import backward_config
 
 PAGE = ROOT / "notebooks" / "features.md"

@@ -145,6 +145,19 @@ def test_cli_rejects_bad_arguments(arguments):
     assert status.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [*((name, value, 1) for name in ("batch", "seqlen", "nheads", "headdim") for value in (0, -1)),
+     ("rep", 0, 1), ("warmup", -1, 0)],
+)  # fmt: skip
+def test_cli_names_a_number_that_is_too_small(option, value, least, capsys):
+    sizes = {"batch": 1, "seqlen": 64, "nheads": 1, "headdim": 64} | {option: value}
+    with pytest.raises(SystemExit) as status:
+        task.main([word for name, size in sizes.items() for word in (f"--{name}", str(size))])
+    assert status.value.code == 2
+    assert f"--{option}: expected at least {least}, got {value}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("bad", "status"), [(None, 0), ("d128", 1)])
 def test_cli_table_and_exit_status(monkeypatch, capsys, bad, status):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

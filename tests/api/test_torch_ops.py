@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -126,6 +127,56 @@ def test_packed_sequences_compiled(device):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(found, expected, strict=True))
 
 
+def test_a_longest_sequence_computed_in_the_graph(device):
+    def call(q, k, v, cu_q, cu_k, add=0):
+        longest_q, longest_k = ((x.diff().max() + add).item() for x in (cu_q, cu_k))
+        return attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, causal=True)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, fullgraph=True, backend=BACKEND)
+        arguments = packed(device)[:-2]
+        assert torch.equal(compiled(*arguments), call(*arguments))
+        with pytest.raises(ValueError, match="^max_seqlen_q: expected 0 or more, got -87"):
+            compiled(*arguments, -100)
+
+
+def test_a_scale_or_a_window_computed_in_the_graph(device):
+    """An operator takes no such scale, and what -1 means for a window is known before: errors by name.
+    Without fullgraph the graph ends before the call."""
+    q, k, v = small(device=device)
+    scale = torch.tensor(0.5)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        call = torch.compile(lambda q, scale: attention(q, k, v, sm_scale=scale.item()), backend=BACKEND)
+        assert torch.equal(call(q, scale), attention(q, k, v, sm_scale=0.5))
+        torch.compiler.reset()
+        call = torch.compile(call, backend=BACKEND, fullgraph=True)
+        with pytest.raises(Exception, match="sm_scale: expected a number from -1e26 to 1e26, got"):
+            call(q, scale)
+        torch.compiler.reset()
+        call = torch.compile(
+            lambda q, x: attention(q, k, v, window=(x.sum().item(), 0)), backend=BACKEND, fullgraph=True
+        )
+        with pytest.raises(Exception, match="window: expected ints from 0 on, or -1 for no bound, got"):
+            call(q, torch.tensor([1, 2]))
+
+
+def test_a_longest_sequence_computed_in_an_exported_graph(device):
+    class Packed(torch.nn.Module):
+        def forward(self, q, k, v, cu_q, cu_k):
+            return attention_varlen(q, k, v, cu_q, cu_k, cu_q.diff().max().item(), cu_k.diff().max().item())
+
+    arguments = packed(device)
+    exported = torch.export.export(Packed(), arguments[:-2])
+    assert torch.equal(exported.module()(*arguments[:-2]), attention_varlen(*arguments))
+
+
+def test_jit_trace_says_what_to_use(device):
+    with pytest.raises(NotImplementedError, match="^attention under torch.jit.trace: not supported; use"):
+        torch.jit.trace(lambda *x: attention(*x), small(device=device))
+    with pytest.raises(NotImplementedError, match="torch.jit.trace"):
+        torch.jit.trace(lambda *x: attention_varlen(*x, 13, 30), packed(device)[:-2])
+
+
 def test_autocast_compiled(device):
     inputs = small(dtype="float32", device=device)
 
@@ -142,6 +193,35 @@ def test_wrong_arguments_are_named_when_compiled(device):
     compiled = torch.compile(lambda *x: attention(*x), backend="eager")
     with pytest.raises(Exception, match="k: expected head dimension 16 as q has, got 8"):
         compiled(q, k[..., :8], v[..., :8])
+
+
+def test_tangents_are_an_error_for_the_operators_too(device):
+    """PyTorch drops those of custom operators."""
+    q, k, v = small(dtype="float32", device=device)
+    out, lse = OPERATORS.attention_forward(q, k, v)
+    compiled = torch.compile(attention, fullgraph=True, backend=BACKEND)
+    compiled(q, k, v)
+    error = pytest.raises(RuntimeError, match="no forward-mode derivative")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with error:
+            OPERATORS.attention_forward(dual, k, v)
+        with error:
+            OPERATORS.attention_backward(dual, q, k, v, out, lse)
+        with error:
+            compiled(dual, k, v)
+        with error, FlopCounterMode(display=False):
+            attention(dual, k, v)
+        with error:
+            attention(*(x.to("meta") for x in (dual, k, v)))
+    for backend in ("eager", BACKEND):
+        torch.compiler.reset()
+        jvp = torch.compile(
+            lambda q: torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,)),
+            fullgraph=True, backend=backend,
+        )  # fmt: skip
+        with error:
+            jvp(q)
 
 
 def test_a_second_derivative_of_an_operator_is_an_error(device):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -328,6 +329,100 @@ def test_what_torch_func_cannot_do_says_so(device):
     q = torch.randn(1, 2, 8, 16, device=device)
     with pytest.raises(RuntimeError, match="no forward-mode derivative .*jvp"):
         torch.func.jvp(lambda q: attention(q, q, q), (q,), (q,))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["constant", "leaf"])
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
+def test_a_tangent_is_never_dropped(context, which, needs_grad, device):
+    """Without an error the result would count as a constant."""
+    inputs = list(torch.randn(3, 1, 2, 8, 16, device=device))
+    offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    with forward_ad.dual_level(), context():
+        attention(*inputs)  # no tangent, no error
+        x = inputs[which].requires_grad_(needs_grad)
+        inputs[which] = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            attention(*inputs)
+        packed = [x[0].transpose(0, 1) for x in inputs]
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            attention_varlen(*packed, offsets, offsets, 8, 8)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            torch.vmap(lambda x: attention(x, *inputs[1:]))(inputs[0][None])
+    with forward_ad.dual_level(), torch.inference_mode():  # which switches tangents off, says PyTorch
+        assert forward_ad.unpack_dual(attention(*inputs)).tangent is None
+
+
+def test_a_tangent_of_the_gradient_of_the_output_is_never_dropped(device):
+    q, k, v = leaves(*torch.randn(3, 1, 2, 8, 16, device=device))
+    out = attention(q, k, v)
+    with forward_ad.dual_level():
+        d_out = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            torch.autograd.grad(out, q, d_out)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_sign_that_is_not_in_memory(impl, device):
+    """PyTorch negates lazily: `x.conj().imag` has the memory of `x.imag`."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 20, 16, dtype=torch.complex64, device=device).conj().imag for _ in range(3)]
+    assert all(x.is_neg() for x in inputs)
+    plain = [x.resolve_neg() for x in inputs]
+    d_out = torch._neg_view(torch.randn(1, 2, 20, 16, device=device))
+    for found, expected in (
+        (attention(*inputs, impl=impl), attention(*plain, impl=impl)),
+        (torch.vmap(lambda q: attention(q, *plain[1:], impl=impl))(inputs[0][None])[0],
+         attention(*plain, impl=impl)),
+    ):  # fmt: skip
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    pairs = []
+    for x, y in ((inputs, d_out), (plain, d_out.resolve_neg())):
+        x = [z.detach().requires_grad_() for z in x]
+        pairs.append(torch.autograd.grad(attention(*x, impl=impl), x, y))
+    for found, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    packed = [[x[0].transpose(0, 1) for x in tensors] for tensors in (inputs, plain)]
+    offsets = torch.tensor([0, 5, 20], dtype=torch.int32, device=device)
+    negated = torch._neg_view(-offsets)
+    torch.testing.assert_close(
+        attention_varlen(*packed[0], negated, negated, 15, 15, impl=impl),
+        attention_varlen(*packed[1], offsets, offsets, 15, 15, impl=impl),
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
+
+
+def test_vmap_over_nothing(device):
+    k = torch.randn(2, 2, 8, 16, device=device)
+    nothing = torch.randn(0, 2, 4, 8, 16, device=device)
+    out, lse = torch.vmap(lambda q: attention(q, k, k, return_lse=True))(nothing)
+    assert out.shape == (0, 2, 4, 8, 16) and lse.shape == (0, 2, 4, 8)
+    dq = torch.vmap(torch.func.grad(lambda q: attention(q, k, k).sum()))(nothing)
+    assert dq.shape == nothing.shape
+    q = torch.randn(2, 4, 8, 16, device=device)
+    jacobian = torch.func.jacrev(lambda q: attention(q, k, k)[:, :, :0])(q)
+    assert jacobian.shape == (2, 4, 0, 16, 2, 4, 8, 16)
+
+
+def test_functionalize(device):
+    from torch.func import functionalize, grad
+
+    q, k, v = torch.randn(3, 1, 2, 8, 16, device=device)
+    offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    expected = attention(q, k, v, causal=True)
+
+    def plain(*x):
+        return attention(*x, causal=True)
+
+    call = functionalize(plain)
+    assert torch.equal(call(q, k, v), expected)
+    assert torch.equal(torch.vmap(call)(q[None], k[None], v[None])[0], expected)
+    assert torch.equal(functionalize(torch.vmap(plain))(q[None], k[None], v[None])[0], expected)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    found = functionalize(lambda *x: attention_varlen(*x, 8, 8, causal=True))(*packed, offsets, offsets)
+    torch.testing.assert_close(found.transpose(0, 1)[None], expected)
+    with pytest.raises(NotImplementedError, match="functionalize together with torch.func.grad"):
+        functionalize(grad(lambda q: attention(q, k, v).sum()))(q)
 
 
 def test_a_small_step_goes_downhill(device):

@@ -12,7 +12,7 @@ from forward_mutations import NOT_FINITE, WRONG_VALUES, Mutation, use_source  # 
 
 from attnlib.bench.oracle import Oracle
 from attnlib.bench.shapes import DTYPES
-from attnlib.kernels.portable import forward_kernel, launch
+from attnlib.kernels.portable import launch
 from attnlib.kernels.portable.configs import ForwardConfig
 from attnlib.params import Packed, band
 

@@ -126,24 +126,47 @@ def test_what_was_not_recorded_is_an_error(data, monkeypatch):
         records.load("00_test", "speed", gpu="nvidia-b200")
 
 
+def damaged(**changes):
+    """A record, of which something is changed."""
+    origin = {"gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
+    return json.dumps({"schema": 1, **origin, "tables": {"speed": {"rows": []}}, **changes})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        ("\0\xff\xfe", "is not JSON"),
+        pytest.param("[" * 200_000, "is not JSON: .*recursion", id="deep"),
         ("[]", "expected schema 1, got None"),
         ('{"schema": 2}', "expected schema 1, got 2"),
+        (damaged(tables=None), "expected an object as 'tables', got None"),
+        (damaged(tables=[]), "expected an object as 'tables', got \\[\\]"),
+        (damaged(tables={"speed": None}), "expected objects as rows of table 'speed', got None"),
+        (damaged(tables={"speed": {"rows": [1]}}), "as rows of table 'speed', got \\[1\\]"),
+        (damaged(tables={"speed": {"rows": [], "date": 1}}), "'speed': expected a string as 'date', got 1"),
+        (damaged(gpu=None), "expected an object with a 'name' as 'gpu', got None"),
+        (damaged(gpu={}), "expected an object with a 'name' as 'gpu', got {}"),
+        (damaged(date=None), "expected a string as 'date', got None"),
     ],
 )
 def test_a_file_that_is_no_record_is_an_error_and_is_not_overwritten(data, monkeypatch, text, message):
     path = data / "nvidia-h200" / "00_test.json"
     path.parent.mkdir()
-    path.write_text(text)
-    with pytest.raises(RecordError, match=message):
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(RecordError, match=f"{path}.*{message}"):
         records.load("00_test", "speed")
     pretend_gpu(monkeypatch)
     with pytest.raises(RecordError, match=message):
         records.table("00_test", "speed", never)  # found before the time of measuring is spent
-    assert path.read_text() == text
+    assert path.read_text(encoding="latin-1") == text
+
+
+def test_a_folder_is_no_record(data):
+    path = data / "nvidia-h200" / "00_test.json"
+    path.mkdir(parents=True)
+    with pytest.raises(RecordError, match=f"^{path} can't be read: Is a directory"):
+        records.load("00_test", "speed")
 
 
 def test_select_and_one():

@@ -65,6 +65,7 @@ DAMAGE = [
     '{"schema": 0, "best": "Tile(block_m=128, num_warps=4)"}',
     '{"schema": 1, "best": "Tile(block_m=7, num_warps=1)"}',
     '{"schema": 1, "best": []}',
+    pytest.param("[" * 200_000, id="deep"),
 ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnlib.bench import ladder, names, sources, tables
+from attnlib.bench import ladder, names, records, sources, tables
 from attnlib.bench.paths import ROOT
 from attnlib.book import chapters, lesson
 
@@ -86,6 +86,24 @@ def test_kernel_file_is_private_and_outside_of_the_repository(book):
     assert path.is_relative_to(book / "cache")
     assert path.parent.parent.stat().st_mode & 0o077 == 0
     assert [p.name for p in path.parent.iterdir() if p.suffix == ".part"] == []
+
+
+def test_a_damaged_kernel_file_is_written_again(book):
+    """By a crash, or by somebody else's program."""
+    path = Path(lesson.load_kernel("03_online_softmax").__file__)
+    for name in [name for name in sys.modules if name.startswith("attnlib_kernel_03_online_softmax")]:
+        del sys.modules[name]
+    path.write_bytes(b"\xff\xfe\0")
+    assert Path(lesson.load_kernel("03_online_softmax").__file__) == path
+    assert path.read_text() == KERNEL
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"{", b"[" * 99_999, b"[]", b'{"cells": null}', b'{"cells": [1]}'])
+def test_a_file_that_is_no_notebook(tmp_path, text):
+    path = tmp_path / "01_naive.ipynb"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=f"^{path}: expected a notebook, got "):
+        sources.kernel_source(path)
 
 
 def test_same_source_is_the_same_module_and_an_edit_is_a_new_one(book):
@@ -278,6 +296,10 @@ def test_begin_says_what_is_replayed(capsys, tmp_path, monkeypatch):
     lesson.begin("03_online_softmax")
     out = capsys.readouterr().out
     assert lesson.current() == "03_online_softmax" and out.count("\n") == 1
+    (tmp_path / "nvidia-h200").mkdir()
+    (tmp_path / "nvidia-h200" / "03_online_softmax.json").write_text("{}")
+    with pytest.raises(records.RecordError, match="03_online_softmax.json: expected schema 1, got None"):
+        lesson.begin("03_online_softmax")
     assert "nothing recorded" in out and torch.__version__.split("+")[0] in out
 
 

@@ -23,10 +23,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels.hopper import backward_kernel as kernels
-from attnlib.kernels.hopper import postprocess
 from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
-from attnlib.kernels.portable import backward_kernels, launch_backward
+from attnlib.kernels.portable import launch_backward
 from attnlib.kernels.portable.launch import Lengths
 
 KINDS = {

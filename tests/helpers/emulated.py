@@ -25,8 +25,8 @@ from attnlib.kernels.hopper import (
 from attnlib.kernels.hopper import launch as launch_hopper
 from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
 from attnlib.kernels.hopper.configs import HopperConfig
-from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.params import Packed, band
 
 ORDERS = "eager", "late", "random"

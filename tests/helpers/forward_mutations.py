@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from attnlib.kernels.portable import forward_kernel, launch
+from attnlib.kernels.portable import launch
 
 WRONG_VALUES = r"max error .* \(budget .*\), RMS error"
 NOT_FINITE = r"values are not finite"

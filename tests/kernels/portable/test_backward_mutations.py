@@ -11,7 +11,7 @@ from backward_cases import CASES, check_backward
 from cases import INTERPRETER_REMARKS
 
 from attnlib import kernels
-from attnlib.kernels.portable import backward_kernels, launch_backward
+from attnlib.kernels.portable import launch_backward
 
 pytestmark = INTERPRETER_REMARKS
 

@@ -8,8 +8,6 @@ import pytest
 from cases import CASES, INTERPRETER_REMARKS, check_forward
 from forward_mutations import NOT_FINITE, WRONG_LSE, WRONG_VALUES, Mutation, use_source  # noqa: F401  (a fixture)
 
-from attnlib.kernels.portable import forward_kernel
-
 pytestmark = INTERPRETER_REMARKS
 
 # None may reach memory that is not its own: descriptors drop what lies outside of their tensor, the LSE is

@@ -1,0 +1,45 @@
+"""The cache of `attnlib.bench.inspect_sm90`: what is damaged is compiled again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from attnlib.bench import inspect_sm90
+
+KERNEL = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def double(x, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+"""
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\0", b"", b"null", b"{}", b"[1]", b"[" * 200_000])
+def test_what_is_damaged_is_not_there(damage, tmp_path):
+    (tmp_path / "stats.json").write_bytes(damage)
+    assert inspect_sm90._read(tmp_path / "stats.json") is None
+
+
+def test_a_damaged_cache_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_sm90.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "double.py").write_text(KERNEL)
+    call = str(tmp_path / "double.py"), "double", {"x": "*fp32", "n": "i32"}, {"BLOCK": 128}
+    first = inspect_sm90.compile(*call)
+    (cached,) = (tmp_path).glob("attnlib-sm90-*/*.json")
+    whole = cached.read_bytes()
+    cached.write_bytes(b"\xff\xfe\0")
+    assert inspect_sm90.compile(*call) == first
+    assert cached.read_bytes() == whole
+
+
+def test_help():
+    command = [sys.executable, "-m", "attnlib.bench.inspect_sm90", "--help"]
+    shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    assert "usage: python -m attnlib.bench.inspect_sm90" in shown.stdout and not shown.stderr
