@@ -70,9 +70,17 @@ class Attention(_Function):
         return _unfolded(size, batch, Attention.apply(q, k, v, None, None, asked)), (0, 0)
 
 
-class PlainAttention(_Function):
+_living = torch._C._functorch.unwrap_if_dead
+"""The tensor within one that a transformation of `torch.func` left behind when it ended."""
+
+
+class PlainAttention(torch.autograd.Function):
     """The same where no transformation of `torch.func` sees the call: autograd has less to do then. Returns
     out alone unless the LSE is asked for."""
+
+    @classmethod
+    def apply(cls, q, k, v, *rest):
+        return super(torch.autograd.Function, cls).apply(_living(q), _living(k), _living(v), *rest)
 
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, asked: Asked, return_lse: bool):
