@@ -85,7 +85,7 @@ def test_kernel_file_is_private_and_outside_of_the_repository(book):
     assert path.read_text() == KERNEL
     assert path.is_relative_to(book / "cache")
     assert path.parent.parent.stat().st_mode & 0o077 == 0
-    assert [p.name for p in path.parent.iterdir() if p.suffix == ".part"] == []
+    assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
 
 
 def test_same_source_is_the_same_module_and_an_edit_is_a_new_one(book):
