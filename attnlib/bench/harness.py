@@ -281,9 +281,3 @@ def measure(
     )
     rows = [table.one(shape, impl=impl) for shape in shapes for impl in implementations]
     return dataclasses.replace(table, rows=rows)
-
-
-if __name__ == "__main__":
-    from attnlib.bench.__main__ import main
-
-    sys.exit(main())

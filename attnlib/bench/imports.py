@@ -6,8 +6,11 @@ import ast
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from attnlib.bench.paths import ROOT
+
+Node = TypeVar("Node")
 
 
 @functools.cache
@@ -51,10 +54,10 @@ def imported_files(file: Path, text: str | None = None, root: Path = ROOT) -> se
     return {found for name in names if (found := file_of(name, root)) is not None}
 
 
-def reach(start: Iterable[Path], direct: Callable[[Path], Iterable[Path]] = imported_files) -> set[Path]:
-    """All files that `direct` leads to from `start`, in any number of steps. A file of `start` is among them
-    only where the way leads back to it."""
-    seen: set[Path] = set()
+def reach(start: Iterable[Node], direct: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """All that `direct` leads to from `start`, in any number of steps. What is in `start` is among it only
+    where the way leads back."""
+    seen: set[Node] = set()
     todo = list(start)
     while todo:
         new = set(direct(todo.pop())) - seen
