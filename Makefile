@@ -84,7 +84,7 @@ $(VENV)/installed: pyproject.toml constraints.txt | linux
 use-python: | linux
 	@"$(PY)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "PYTHON=$(PY): attnlib needs Python 3.11 or newer, this is $$("$(PY)" --version 2>&1)" >&2; exit 1; }
-	@"$(PY)" -c 'import torch, triton, nbclient, nbconvert, matplotlib, seaborn' || { \
+	@"$(PY)" -c 'import torch, triton, nbclient, nbconvert, matplotlib, pandas, seaborn' || { \
 	    echo "PYTHON=$(PY) is used as it is, and lacks a package. Complete it with" >&2; \
 	    echo "    $(PY) -m pip install -c constraints.txt -e '.[book,dev]'" >&2; \
 	    echo "or leave PYTHON unset: then make sets up $(VENV) itself." >&2; exit 1; }
