@@ -128,7 +128,7 @@ def device() -> str:
 
 def kernel_source(step: str) -> str:
     """The source of the one cell tagged `kernel` in notebook `step`."""
-    return sources.kernel_source(sources.notebook_of(step))
+    return sources.kernel_source(notebooks_dir() / f"{step}.ipynb")
 
 
 def load_kernel(step: str) -> ModuleType:
