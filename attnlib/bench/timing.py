@@ -78,15 +78,8 @@ def samples_ms(
 
 def summarize(samples: Sequence[float]) -> Timing:
     """Median and percentiles (linear interpolation) of samples in ms."""
-    ordered = sorted(samples)
-
-    def quantile(q: float) -> float:
-        place = q * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return Timing(quantile(0.5), quantile(0.2), quantile(0.8))
+    places = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    return Timing(*torch.tensor(samples, dtype=torch.float64).quantile(places).tolist())
 
 
 def time_ms(fn: Callable[[], Any], rep_ms: float = 50, warmup_ms: float = 25, cold: bool = True) -> Timing:

@@ -287,7 +287,7 @@ def test_processes_share_a_cache(method, tmp_path):
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * count
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".*"))
     for seed in range(3):
         _tune(tmp_path, seed)
     for path in tmp_path.iterdir():
@@ -302,7 +302,7 @@ def test_a_process_that_dies_while_it_writes(tmp_path):
         _tune(tmp_path, 0)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.json"))
+    assert list(tmp_path.glob(".*")) and not list(tmp_path.glob("*.json"))
     assert _tune(tmp_path, 0) == "candidate 0"
     assert len(list(tmp_path.glob("*.json"))) == 1
 

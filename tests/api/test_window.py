@@ -157,8 +157,7 @@ def test_a_planted_bug_is_caught(call, use_source, device):
     source = inspect.getsource(forward)
     use_source(source)
     check_window(shape, window, device=device, config=TWO_LOOPS)
-    assert source.count(mutation.right) == 1, f"expected once in {forward.__name__}: {mutation.right}"
-    use_source(source.replace(mutation.right, mutation.wrong))
+    use_source(mutation.of(source))
     with pytest.raises(AssertionError, match=f"is wrong: .*{mutation.verdict}"):
         check_window(shape, window, device=device, config=TWO_LOOPS)
 

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from mutations import Mutation
 
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
@@ -87,12 +88,10 @@ def on_the_cpu(
     assert counter.item() == 0, "the counter of tiles is not set back"
 
 
-def mutate(module: ModuleType, edits: list[tuple[str, str]]) -> dict[str, ModuleType]:
-    """The modules of kernels whose code changes with edits of one of them, each of text that occurs once."""
-    source = inspect.getsource(module)
-    for right, wrong in edits:
-        assert source.count(right) == 1, f"expected once in {module.__name__}: {right}"
-        source = source.replace(right, wrong)
+def mutate(mutation: Mutation) -> dict[str, ModuleType]:
+    """The modules of kernels whose code changes with that of the mutation's module."""
+    module = mutation.module
+    source = mutation.of(inspect.getsource(module))
     mutant = sources.load_source("mutant", source)
     found = {name: mutant for name, owner in KERNELS.items() if owner is module}
     for name, owner in KERNELS.items():
