@@ -213,7 +213,7 @@ def gluon_descriptor(tile: Iterable[int], dtype: str = "fp16") -> str:
     return f"tensordesc<{dtype}{tile},{gl.NVMMASharedLayout.get_default_for(tile, element)!r}>"
 
 
-def _compile_here(job: Job) -> Stats:
+def compile_here(job: Job) -> Stats:
     """Compile in this process, which must not be in interpreter mode."""
     import triton
     from triton import knobs
@@ -362,7 +362,7 @@ def _main() -> None:
         path = _cache_file(job)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(dataclasses.asdict(_compile_here(job))))
+        draft.write_text(json.dumps(dataclasses.asdict(compile_here(job))))
         draft.replace(path)  # atomic: another notebook may be reading
 
 

@@ -117,17 +117,18 @@ def color_of(impl: str) -> str:
     step = number(impl)
     if step is None:
         return COLORS["muted"]
-    if step < GLUON_FROM:
-        return shade((step - 1) / (GLUON_FROM - 2))
-    return matplotlib.colors.to_hex(_INDIGOS((step - GLUON_FROM) / (len(STEPS) - GLUON_FROM)))
+    gluon = step >= GLUON_FROM
+    part = [number(name) for name, _ in STEPS if (number(name) >= GLUON_FROM) == gluon]
+    share = min(1.0, sum(other < step for other in part) / (len(part) - 1))
+    return matplotlib.colors.to_hex(_INDIGOS(share)) if gluon else shade(share)
 
 
 def marker_of(impl: str) -> str:
     """The marker of an implementation; steps have one each, too."""
     if impl in MARKERS:
         return MARKERS[impl]
-    step = number(impl)
-    return "." if step is None else _STEP_MARKERS[step % len(_STEP_MARKERS)]
+    steps = [name for name, _ in STEPS]
+    return _STEP_MARKERS[steps.index(impl)] if impl in steps else "."
 
 
 def dash_of(impl: str) -> tuple | str:

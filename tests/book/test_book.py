@@ -375,12 +375,12 @@ def record(tmp_path, monkeypatch):
     shape = {"batch": 4, "heads": 32, "seqlen": 4096, "head_dim": 64, "causal": True, "dtype": "float16"}
     rows = [
         {"impl": impl, **shape, "status": "ok", "ms": 100 / t, "tflops": t, "max_error": 1e-3}
-        for impl, t in (("07_production", 398.0), ("fa3", 437.0))
+        for impl, t in (("08_production", 398.0), ("fa3", 437.0))
     ]
     head = {"schema": records.SCHEMA, "gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
-    path = tmp_path / records.REFERENCE_GPU / "12_record.json"
+    path = tmp_path / records.REFERENCE_GPU / "19_record.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(head | {"notebook": "12_record", "tables": {"ladder": {"rows": rows}}}))
+    path.write_text(json.dumps(head | {"notebook": "19_record", "tables": {"ladder": {"rows": rows}}}))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -392,7 +392,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     text = readme.read_text()
     assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /ladder -->\nafter\n")
     assert (
-        re.search(r"\| 07 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
+        re.search(r"\| 08 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
         and "*NVIDIA H200, 2026-11-21*" in text
     )
     assert "replayed" not in text and "old" not in text

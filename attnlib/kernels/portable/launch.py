@@ -2,7 +2,7 @@
 
 `kernel[grid](...)` of Triton binds and hashes every argument at every call, which takes longer than all the
 rest. The compiled kernel that it returns launches without that. So the first call of a kind goes the long
-way, and later ones go straight to what it compiled (notebook 07 has the times). What follows from the shapes
+way, and later ones go straight to what it compiled (notebook 08 has the times). What follows from the shapes
 alone is computed once for each.
 """
 

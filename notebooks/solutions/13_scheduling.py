@@ -1,4 +1,4 @@
-"""Solutions of chapter 11."""
+"""Solutions of chapter 13."""
 
 
 def snake(jobs, workers):

@@ -1,4 +1,4 @@
-"""Solutions of chapter 10."""
+"""Solutions of chapter 12."""
 
 
 def overlaps(listing):

@@ -1,4 +1,4 @@
-"""Checks of the exercises of chapter 10."""
+"""Checks of the exercises of chapter 12."""
 
 import random
 from itertools import product

@@ -1,4 +1,4 @@
-"""Solutions of chapter 07."""
+"""Solutions of chapter 08."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Solutions of chapter 08."""
+"""Solutions of chapter 10."""
 
 
 def byte_of(row, column, rows, D):

@@ -1,4 +1,4 @@
-"""Solutions of chapter 12."""
+"""Solutions of chapter 19."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Checks of the exercises of chapter 13."""
+"""Checks of the exercises of chapter 20."""
 
 import numpy as np
 

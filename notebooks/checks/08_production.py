@@ -1,4 +1,4 @@
-"""Checks of the exercises of chapter 07."""
+"""Checks of the exercises of chapter 08."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Checks of the exercises of chapter 12."""
+"""Checks of the exercises of chapter 19."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Checks of the exercises of chapter 11."""
+"""Checks of the exercises of chapter 13."""
 
 import heapq
 import math

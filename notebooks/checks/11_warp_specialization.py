@@ -1,4 +1,4 @@
-"""Checks of the exercises of chapter 09."""
+"""Checks of the exercises of chapter 11."""
 
 
 def check_place(place):

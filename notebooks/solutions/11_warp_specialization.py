@@ -1,4 +1,4 @@
-"""Solutions of chapter 09."""
+"""Solutions of chapter 11."""
 
 
 def place(i, stages):

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of chapter 13."""
+"""Solutions of the exercises of chapter 20."""
 
 import numpy as np
 
