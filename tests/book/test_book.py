@@ -14,6 +14,14 @@ from attnlib.book import build, execution, hygiene, plotting
 
 HOME, TEMP = "/" + "home/me", "/" + "tmp"  # in two parts: no path of a machine in this file either
 
+BOX = """\
+| | |
+|---|---|
+| **Prerequisites** | chapter 02 |
+| **What changes** | one pass |
+| **Needs** | nothing |
+| **Runs for** | a second |"""
+
 KERNEL = """\
 import triton
 import triton.language as tl
@@ -54,16 +62,18 @@ def figure(**metadata) -> dict:
 def good() -> dict:
     """A notebook that breaks no rule."""
     cells = [
-        markdown("title", "# 03 Online softmax\n\nHalf of the work: 1/2, see https://example.org/home/page"),
+        markdown("title", f"# 03 Online softmax\n\n{BOX}\n\nHalf: 1/2, see https://example.org/home/page"),
         code(
             "begin",
             'from attnlib.book import lesson\n\nlesson.begin("03_online_softmax")',
+            ("hide-input",),
             outputs=(stream("a GPU\n"),),
         ),
         code("kernel", KERNEL, ("kernel",)),
         code(
             "figure",
             "plotting.publish(f, 'ladder', 'bars')",
+            ("hide-input",),
             outputs=(figure(filename="ladder", alt="bars"),),
         ),
         code("merge", "def merge(a, b):\n    raise NotImplementedError", ("exercise",)),
@@ -152,6 +162,18 @@ PLANTED = [
         lambda nb: cell(nb, "kernel")["metadata"].update(execution={"iopub": "now"}),
     ),
     ("no_noise", "widget state", lambda nb: nb["metadata"].update(widgets={})),
+    (
+        "box",
+        "What changes, Needs, Runs for, got none",
+        lambda nb: cell(nb, "title").update(source="# 03 Online softmax\n\n> **Needs:** nothing"),
+    ),
+    (
+        "box",
+        "got Prerequisites, What changes, Runs for",
+        lambda nb: cell(nb, "title").update(
+            source="# 03 x\n\n" + BOX.replace("| **Needs** | nothing |\n", "")
+        ),
+    ),
     ("title", "the title '# 03 ...'", lambda nb: cell(nb, "title").update(source="# Online softmax")),
     (
         "begins",
@@ -205,6 +227,26 @@ PLANTED = [
     ("kernel_cell", "not Python", lambda nb: cell(nb, "kernel").update(source=KERNEL + "def\n")),
     ("exercises", "at least 2", lambda nb: cell(nb, "merge")["metadata"].pop("tags")),
     ("exercises", "lesson.check", lambda nb: cell(nb, "merge-check").update(source="merge(1, 2)")),
+    (
+        "folded_plumbing",
+        "the tag 'hide-input' on a cell that calls plotting.publish",
+        lambda nb: cell(nb, "figure")["metadata"].pop("tags"),
+    ),
+    (
+        "folded_plumbing",
+        "the tag 'hide-input' on a cell that calls lesson.begin",
+        lambda nb: cell(nb, "begin")["metadata"].update(tags=["remove-cell"]),
+    ),
+    (
+        "folded_plumbing",
+        "no tag 'hide-input' on a cell tagged 'kernel'",
+        lambda nb: cell(nb, "kernel")["metadata"]["tags"].append("hide-input"),
+    ),
+    (
+        "folded_plumbing",
+        "no tag 'hide-input' on a cell tagged 'exercise'",
+        lambda nb: cell(nb, "merge")["metadata"]["tags"].append("hide-input"),
+    ),
 ]
 
 

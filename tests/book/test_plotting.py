@@ -73,6 +73,12 @@ POINTS = [
 ]
 
 
+SAMPLES = {
+    "D = 64": {"64x64": [1.0, 1.1, 0.9, 1.3], "128x64": [1.2, 1.25, 1.2, 1.6]},
+    "D = 128": {"a": [1.0, 2.0]},
+}
+
+
 @pytest.fixture(scope="module")
 def charts(ladder, lengths, cloud) -> dict[str, Figure]:
     n, m = np.mgrid[:6, :6]
@@ -85,6 +91,7 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
         "sweep-both": plotting.sweep_chart(lengths),
         "roofline": plotting.roofline_chart(POINTS, H200, measured, (64, 128, 256), source=LABEL),
         "error": plotting.error_chart(ladder),
+        "samples": plotting.samples_chart(SAMPLES, "time over the shortest median", source=LABEL),
         "cloud": plotting.cloud_chart(cloud, limits={"255 registers": 255}),
         "cloud-shared": plotting.cloud_chart(cloud, x="shared_bytes"),
         "tiles": plotting.tile_map({"one loop": tiles, "two loops": tiles}),
@@ -98,7 +105,8 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
 
 
 CHARTS = [
-    *("ladder", "sweep", "sweep-both", "roofline", "error", "cloud", "cloud-shared", "tiles", "bars", "lines")
+    *("ladder", "sweep", "sweep-both", "roofline", "error", "samples"),
+    *("cloud", "cloud-shared", "tiles", "bars", "lines"),
 ]
 
 
@@ -266,6 +274,51 @@ def test_ladder_shows_every_number_and_the_lines_of_the_rivals(charts):
         assert shown.count(f"{40 * (i + 1)}") >= 3
     assert shown.count("peak 989") == 3
     assert "05 Two-pass causal" in shown
+
+
+def crossings(figure: Figure) -> list[str]:
+    """Texts in axes that a vertical line crosses where no bar covers it."""
+    figure.draw_without_rendering()
+    found = []
+    for ax in figure.axes:
+        lines = [line for line in ax.lines if len(set(line.get_xdata())) == 1]
+        for text in (t for t in ax.texts if t.get_text()):
+            box = matplotlib.text.Text.get_window_extent(text)
+            bars = [bar.get_window_extent() for bar in ax.patches if bar.get_width()]
+            if any(bar.x0 <= box.x0 and box.x1 <= bar.x1 and bar.y0 <= box.y0 + 1 for bar in bars
+                   if bar.y0 < (box.y0 + box.y1) / 2 < bar.y1):  # fmt: skip
+                continue
+            for line in lines:
+                (x, _), (_, y0), (_, y1) = (
+                    line.get_transform().transform(point)
+                    for point in (
+                        (line.get_xdata()[0], 0),
+                        (0, min(line.get_ydata())),
+                        (0, max(line.get_ydata())),
+                    )
+                )
+                low, high = sorted((y0, y1))
+                if box.x0 < x < box.x1 and low < box.y1 and box.y0 < high:
+                    found.append(text.get_text())
+    return found
+
+
+@pytest.mark.parametrize("rivals", [(640.0, 680.0), (60.0, 200.0), (95.0, 130.0), (300.0, 330.0)])
+def test_no_line_crosses_a_value_of_the_ladder(ladder, rivals):
+    speeds = dict(zip(("cudnn", "fa3"), rivals, strict=True))
+    rows = [row(r["impl"], s, speeds.get(r["impl"], r["tflops"]))
+            for s in TASK.values() for r in ladder.rows if r["head_dim"] == s.head_dim]  # fmt: skip
+    figure = plotting.ladder_chart(rows, mark="05_two_pass_causal")
+    assert crossings(figure) == []
+    drawn = {line.get_xdata()[0] for line in figure.axes[0].lines if len(set(line.get_xdata())) == 1}
+    assert drawn >= set(rivals), "the lines of the rivals are there"
+
+
+def test_a_line_across_a_value_is_seen(ladder):
+    figure = plotting.ladder_chart(ladder)
+    ax = figure.axes[0]
+    ax.plot([120, 120], [-0.5, 0.5], zorder=1)  # the first bar ends at 40, its value stands beside it
+    assert crossings(figure) == ["40"]
 
 
 def test_ladder_says_what_is_not_there(ladder):
