@@ -15,10 +15,11 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from attnlib.bench.paths import ROOT
+from attnlib.bench.paths import NOTEBOOKS, ROOT
+from attnlib.book import hygiene
 
 SITE = ROOT / "build" / "html"
-CHAPTERS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+CHAPTERS = sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
 pytestmark = pytest.mark.skipif(not (SITE / "index.html").exists(), reason="no build/html: make html")
 
@@ -148,6 +149,18 @@ def test_images_have_alternative_text():
             if not re.search(r'\balt="[^"]', tag) and "logo" not in tag:
                 bare.add(f"{path.relative_to(SITE)}: {tag[:90]}")
     assert not bare
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_plumbing_is_folded_and_kernels_are_not(name):
+    """Each cell tagged `hide-input` is a fold of its page, and no other cell is."""
+    tags = [hygiene.tags(c) for c in hygiene.Notebook.read(NOTEBOOKS / f"{name}.ipynb").code]
+    cells = re.findall(r'<div class="cell[^"]*docutils container">', (SITE / f"{name}.html").read_text())
+    assert len(cells) == len(tags)
+    assert ["tag_hide-input" in cell for cell in cells] == [hygiene.FOLDED in found for found in tags]
+    text = (SITE / f"{name}.html").read_text(encoding="utf-8")
+    folds = re.findall(r'<details class="hide above-input">\s*<summary', text)
+    assert len(folds) == sum(hygiene.FOLDED in found for found in tags) > 0
 
 
 def test_search_index_knows_online_softmax():
