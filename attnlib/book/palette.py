@@ -37,6 +37,7 @@ COLORS: dict[str, str] = {
     "roof": "#222222",
     "measured": "#777777",
     "muted": "#777777",
+    "grid": "#DDDDDD",
     "faded": "#8FBEDC",
 }
 MARKERS: dict[str, str] = {
@@ -78,7 +79,7 @@ PRINT: dict[str, object] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#444444",
-    "grid.color": "#DDDDDD",
+    "grid.color": COLORS["grid"],
     "grid.linewidth": 0.5,
     "xtick.bottom": True,
     "xtick.major.width": 0.6,

@@ -3,9 +3,9 @@
     python tests/browser/check_pages.py [--screens] [build/html]
 
 Checks that math is rendered, images are loaded, no page scrolls sideways, no code cell does on a laptop,
-nothing is asked for on the network, no script fails, and that the search finds "online softmax" in chapter 03. With --screens,
-screenshots go to build/screens, which takes longer than all else. Exit status 1 when something is wrong or
-there is no Chromium.
+nothing is asked for on the network, no script fails, and that the search finds "online softmax" in chapter
+03. With --screens, screenshots go to build/screens, which takes longer than all else. Exit status 1 when
+something is wrong or there is no Chromium.
 """
 
 from __future__ import annotations
