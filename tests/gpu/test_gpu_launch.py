@@ -171,7 +171,7 @@ def test_host_time_of_a_launch(monkeypatch):
         launch._compiled.clear()
         return attention(q, k, v, causal=True, impl="triton")
 
-    # How long depends on the host's processor (chapter 07 has the time beside one H200), so this compares
+    # How long depends on the host's processor (chapter 08 has the time beside one H200), so this compares
     # with Triton's own way. Others may run on this machine too: the best of five is what the call takes, not
     # what they take.
     direct = min(timing.host_us(lambda: attention(q, k, v, causal=True, impl="triton")) for _ in range(5))

@@ -10,7 +10,7 @@ from cases import INTERPRETER_REMARKS
 from mutations import Mutation, load
 
 from attnlib.kernels import portable
-from attnlib.kernels.portable import backward, launch_backward
+from attnlib.kernels.portable import backward_kernels, launch_backward
 
 pytestmark = INTERPRETER_REMARKS
 
