@@ -18,8 +18,8 @@ Inside of a compiled graph the values of a mask can't be read, so padding is com
 sequences per row; more, or holes under a window, fail when the graph runs.
 
 ValueError, which names the argument or the model's class, for everything else: masks and biases of a model's
-own, chunks, attention sinks, soft caps, dropout, attention weights as a result, static and paged caches, models
-that don't support "sdpa", and every argument that attnlib does not know.
+own, chunks, attention sinks, soft caps, dropout, attention weights as a result, static and paged caches,
+models that don't support "sdpa", and every argument that attnlib does not know.
 """
 
 from __future__ import annotations

@@ -113,12 +113,13 @@ def _fitting(mask: Mask, sizes: tuple[int, int], is_causal: bool | None) -> Mask
     """The mask, if it was made for these sizes and says what the layer says."""
     if sizes != (mask.q_length, mask.kv_length):
         raise ValueError(
-            f"attention_mask: expected one for {sizes[0]} queries and {sizes[1]} keys, got one that the model "
-            f"({mask.config}) made for {mask.q_length} and {mask.kv_length}. Use attn_implementation='sdpa'"
+            f"attention_mask: expected one for {sizes[0]} queries and {sizes[1]} keys, got what the model "
+            f"({mask.config}) made for {mask.q_length} and {mask.kv_length}. Use 'sdpa'"
         )
     if is_causal is not None and sizes[0] > 1 and bool(is_causal) != mask.causal:
         raise ValueError(
-            f"is_causal: expected {mask.causal}, as the mask of the model ({mask.config}) has it, got {is_causal}"
+            f"is_causal: expected {mask.causal}, as the mask of the model ({mask.config}) has it, got "
+            f"{is_causal}"
         )
     return mask
 
@@ -143,10 +144,11 @@ def _from_arguments(
             )
     if sliding_window is not None and not causal:
         raise ValueError(f"sliding_window: expected None without a causal mask, got {sliding_window}")
-    if causal and sizes[0] > 1 and sizes[0] != sizes[1] and attention_mask is None or causal and sizes[0] > sizes[1]:
+    rows, keys = sizes
+    if causal and (rows > keys or (attention_mask is None and 1 < rows < keys)):
         raise ValueError(
-            "attention_mask: expected the model's own for causal attention of different lengths, got none for "
-            f"{sizes[0]} queries and {sizes[1]} keys; is_causal=False for cross-attention"
+            "attention_mask: expected the model's own for causal attention of different lengths, got none "
+            f"for {rows} queries and {keys} keys; is_causal=False for cross-attention"
         )
     window = None if sliding_window is None else (sliding_window - 1, 0)  # transformers counts the own key
     return masks.make(*sizes, q_offset=sizes[1] - sizes[0], causal=causal, window=window, kept=attention_mask)
@@ -171,8 +173,8 @@ def _told(lengths: tuple, query: torch.Tensor, mask: Mask) -> Layout:
 
 
 _seen: weakref.WeakKeyDictionary[Mask, tuple] = weakref.WeakKeyDictionary()
-"""Mask -> (a reference to position_ids, their version, the layout): all layers of a model get the same tensor,
-and to read it waits for a GPU."""
+"""Mask -> (a reference to position_ids, their version, the layout): all layers of a model get the same
+tensor, and to read it waits for a GPU."""
 
 
 def _with_positions(position_ids: torch.Tensor, batch: int, mask: Mask) -> Layout | None:
@@ -206,8 +208,8 @@ def _looked_at(position_ids: torch.Tensor, mask: Mask) -> Layout | None:
     if mask.q_offset:
         require(
             (sequences[:, -1:] == 0).all() & (position_ids[:, :1] >= mask.q_offset).all(),
-            f"position_ids: expected positions that go on behind the {mask.q_offset} tokens in the cache, got "
-            "packed sequences; attnlib can't know which of them the cache holds",
+            f"position_ids: expected positions that go on behind the {mask.q_offset} tokens in the cache, "
+            "got packed sequences; attnlib can't know which of them the cache holds",
         )
         return None
     begins = sequences.diff(dim=1, prepend=sequences[:, :1]) > 0

@@ -73,8 +73,8 @@ def require(condition: torch.Tensor, message: str) -> None:
 
 
 def without_padding(kept: torch.Tensor, q_length: int, queries_are_last_tokens: bool) -> Layout:
-    """The tokens that `kept`, bool (B, Sk), keeps: a sequence per row. In a graph, whose shapes are fixed, the
-    padding of a row makes a second sequence.
+    """The tokens that `kept`, bool (B, Sk), keeps: a sequence per row. In a graph, whose shapes are fixed,
+    the padding of a row makes a second sequence.
 
     queries_are_last_tokens: self-attention, so a query may be padding too. Otherwise all queries attend to
     the keys that are kept."""
@@ -140,6 +140,6 @@ def packed(sequences: torch.Tensor) -> Layout | None:
 
 
 def numbered(position_ids: torch.Tensor) -> torch.Tensor:
-    """(B, S) int64: which packed sequence of its row a token belongs to. One begins wherever a position is not
-    one more than the position before, as transformers has it."""
+    """(B, S) int64: which packed sequence of its row a token belongs to. One begins wherever a position is
+    not one more than the position before, as transformers has it."""
     return (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(1)

@@ -157,8 +157,7 @@ def _both(a: Rule | None, b: Rule | None) -> Rule | None:
     if a is None or b is None or (a.sequences is not None and b.sequences is not None):
         return None
     left, right = (
-        min((x for x in bounds if x is not None), default=None)
-        for bounds in zip(a[:2], b[:2], strict=True)
+        min((x for x in bounds if x is not None), default=None) for bounds in zip(a[:2], b[:2], strict=True)
     )
     return Rule(left, right, b.sequences if a.sequences is None else a.sequences, a.remapped or b.remapped)
 

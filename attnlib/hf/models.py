@@ -36,8 +36,8 @@ def check_model(model: type[PreTrainedModel]) -> None:
         )
     if not _calls_the_interface(model):
         raise ValueError(
-            f"attn_implementation: expected a model that calls transformers' AttentionInterface for {NAME!r}, "
-            f"got {model.__name__}, which computes attention itself. Use attn_implementation='sdpa'"
+            "attn_implementation: expected a model that calls transformers' AttentionInterface for "
+            f"{NAME!r}, got {model.__name__}, which computes attention itself. Use attn_implementation='sdpa'"
         )
 
 

@@ -1,5 +1,5 @@
-"""Masks as models of transformers ask for them: cross-attention, packed rows, holes, windows. What is computed
-is what "sdpa" computes; the rest is an error that names the argument."""
+"""Masks as models of transformers ask for them: cross-attention, packed rows, holes, windows. What is
+computed is what "sdpa" computes; the rest is an error that names the argument."""
 
 from __future__ import annotations
 
@@ -80,6 +80,28 @@ def test_an_encoder_with_padding_and_its_decoder(device):
             close(*(model(ids, **inputs).logits for model in models))
 
 
+def test_a_decoder_made_of_an_encoder(device):
+    """Its encoder's padding is not that of its own text."""
+    small = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"intermediate_size": 32, "initializer_range": 0.3}
+    ids, mask = tokens(2, 11, device), torch.ones(2, 11, dtype=torch.long, device=device)
+    mask[1, 6:] = 0
+    models = []
+    for name in ("attnlib", "sdpa"):
+        torch.manual_seed(0)
+        decoder = transformers.BertConfig(**small, is_decoder=True, add_cross_attention=True)
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+            transformers.BertConfig(**small), decoder, decoder_start_token_id=1, pad_token_id=0
+        )
+        config._attn_implementation = name
+        models.append(transformers.EncoderDecoderModel(config).to(device).eval())
+    assert models[0].decoder.config._attn_implementation == "attnlib"
+    for length in (4, 14):
+        inputs = {"attention_mask": mask, "decoder_input_ids": tokens(2, length, device, seed=1)}
+        with torch.no_grad():
+            close(*(model(ids, **inputs).logits for model in models))
+
+
 # ---------------------------------------------------------------- packed rows
 
 
@@ -121,7 +143,9 @@ def test_a_cache_of_packed_rows_is_not_continued(device):
     with torch.no_grad():
         cache = model(tokens(1, 7, device), position_ids=packed).past_key_values
         position = torch.tensor([[4]], device=device)
-        with pytest.raises(ValueError, match="^position_ids: expected positions that go on behind the 7 tokens"):
+        with pytest.raises(
+            ValueError, match="^position_ids: expected positions that go on behind the 7 tokens"
+        ):
             model(tokens(1, 1, device), position_ids=position, past_key_values=cache)
 
 
@@ -137,8 +161,12 @@ def test_packed_rows_beside_an_attention_mask(ones, device):
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
     mask = torch.ones_like(position_ids)
     mask[0, -1] = int(ones)
-    with pytest.raises(ValueError, match="^position_ids: expected positions that go up in each row beside an att"):
-        logits("llama", "attnlib", device, tokens(1, 7, device), position_ids=position_ids, attention_mask=mask)
+    with pytest.raises(
+        ValueError, match="^position_ids: expected positions that go up in each row beside an att"
+    ):
+        logits(
+            "llama", "attnlib", device, tokens(1, 7, device), position_ids=position_ids, attention_mask=mask
+        )
 
 
 def test_cu_seq_lens(device):
@@ -187,7 +215,9 @@ def test_holes_under_a_window(device):
     """Without its hole a row's tokens would come closer to each other."""
     ids, mask = tokens(2, 17, device), torch.ones(2, 17, dtype=torch.long, device=device)
     mask[0, 6:9] = 0
-    with pytest.raises(ValueError, match=r"^attention_mask: expected padding at the ends .* sliding window \(6, 0\)"):
+    with pytest.raises(
+        ValueError, match=r"^attention_mask: expected padding at the ends .* sliding window \(6, 0\)"
+    ):
         logits("sliding window", "attnlib", device, ids, attention_mask=mask)
 
 
@@ -221,7 +251,9 @@ def test_masks_that_are_not_known():
 
     blocks = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 4, dtype=torch.long)))
     for function in (blocks, lambda batch, head, query, key: key <= query):
-        with pytest.raises(ValueError, match="^mask_function: expected a causal, full or sliding-window mask"):
+        with pytest.raises(
+            ValueError, match="^mask_function: expected a causal, full or sliding-window mask"
+        ):
             asked(function, 4)
 
 
@@ -243,7 +275,11 @@ def test_a_mask_of_ones_own(device):
 
 def test_layers_are_asked_whether_they_are_causal():
     q, k, v = torch.randn(3, 1, 2, 6, 16)
-    for layer, override, causal in ((ENCODER, None, False), (SimpleNamespace(), None, True), (DECODER, False, False)):
+    for layer, override, causal in (
+        (ENCODER, None, False),
+        (SimpleNamespace(), None, True),
+        (DECODER, False, False),
+    ):
         found, weights = attnlib.hf.attention_forward(layer, q, k, v, None, scaling=0.3, is_causal=override)
         assert weights is None
         expected = attnlib.attention(q, k, v, causal=causal, sm_scale=0.3)
@@ -262,9 +298,13 @@ def test_a_mask_made_for_other_lengths():
     from transformers.masking_utils import causal_mask_function
 
     q = torch.zeros(1, 1, 4, 16)
-    with pytest.raises(ValueError, match="^attention_mask: expected one for 4 queries and 4 keys, got one .* 5"):
+    with pytest.raises(
+        ValueError, match="^attention_mask: expected one for 4 queries and 4 keys, got what .* 5"
+    ):
         attnlib.hf.attention_forward(DECODER, q, q, q, asked(causal_mask_function, 5))
-    with pytest.raises(ValueError, match="^attention_mask: expected the model's own for causal attention of diff"):
+    with pytest.raises(
+        ValueError, match="^attention_mask: expected the model's own for causal attention of diff"
+    ):
         attnlib.hf.attention_forward(DECODER, q, q[:, :, :2], q[:, :, :2], None)
 
 
@@ -276,7 +316,9 @@ def test_a_model_that_computes_with_the_mask():
         lambda: mask[:, :, :4], lambda: mask.shape, lambda: ~mask, lambda: mask + 1, lambda: 1 + mask,
         lambda: torch.where(mask, 0.0, 1.0), lambda: torch.ones(4) * mask,
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="^attention_mask: expected a model that hands its mask on .*LlamaC"):
+        with pytest.raises(
+            ValueError, match="^attention_mask: expected a model that hands its mask on .*LlamaC"
+        ):
             use()
 
 

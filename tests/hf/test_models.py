@@ -18,6 +18,7 @@ import attnlib.hf  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
+
 @pytest.fixture(autouse=True, scope="module")
 def registered():
     attnlib.hf.register()

@@ -16,8 +16,9 @@ import attnlib.hf  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 WITHOUT_SDPA = [
-    "BloomForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "XGLMForCausalLM", "TrOCRForCausalLM",
-    "RoFormerForCausalLM", "RemBertForCausalLM", "MegatronBertForCausalLM", "BlipTextLMHeadModel", "LEDModel",
+    "BloomForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "XGLMForCausalLM",
+    "TrOCRForCausalLM", "RoFormerForCausalLM", "RemBertForCausalLM",
+    "MegatronBertForCausalLM", "BlipTextLMHeadModel", "LEDModel",
     "MvpModel", "SplinterModel", "NllbMoeModel", "PegasusXModel", "BigBirdPegasusModel", "Gemma2ForCausalLM",
     "GptOssForCausalLM",
 ]  # fmt: skip
@@ -45,13 +46,19 @@ def test_models_that_do_not_support_sdpa(name):
     chosen = model_class(name)
     config = chosen.config_class()
     config._attn_implementation = attnlib.hf.NAME
-    with torch.device("meta"), pytest.raises(ValueError, match=f"^attn_implementation: expected .* got {name}"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=f"^attn_implementation: expected .* got {name}"),
+    ):
         chosen(config)
 
 
 def test_models_that_compute_attention_themselves():
     config = transformers.FalconConfig(attn_implementation=attnlib.hf.NAME)
-    with torch.device("meta"), pytest.raises(ValueError, match="^attn_implementation: .* got FalconForCausalLM"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match="^attn_implementation: .* got FalconForCausalLM"),
+    ):
         transformers.FalconForCausalLM(config)
 
 
@@ -101,7 +108,9 @@ def test_what_a_kernel_would_have_to_know(name):
     layer = SimpleNamespace(is_causal=True)
     with pytest.raises(ValueError, match=f"^{name}: expected None, attnlib does not support it, got 3"):
         attnlib.hf.attention_forward(layer, q, q, q, None, **{name: 3})
-    with pytest.raises(ValueError, match=f"^{name}: expected None, attnlib does not support it, got a Tensor"):
+    with pytest.raises(
+        ValueError, match=f"^{name}: expected None, attnlib does not support it, got a Tensor"
+    ):
         attnlib.hf.attention_forward(layer, q, q, q, None, **{name: q})
     for nothing in (None, False):
         attnlib.hf.attention_forward(layer, q, q, q, None, **{name: nothing})
@@ -112,7 +121,9 @@ def test_what_changes_nothing():
     layer = SimpleNamespace(is_causal=True)
     said = {"use_cache": True, "cache_position": torch.arange(4), "output_hidden_states": True}
     plain, _ = attnlib.hf.attention_forward(layer, q, q, q, None)
-    assert torch.equal(plain, attnlib.hf.attention_forward(layer, q, q, q, None, deterministic=True, **said)[0])
+    assert torch.equal(
+        plain, attnlib.hf.attention_forward(layer, q, q, q, None, deterministic=True, **said)[0]
+    )
 
 
 def test_dropout(device):

@@ -45,7 +45,7 @@ class Architecture:
 
 
 def architectures() -> list[Architecture]:
-    """Those that take text alone. Of models that also see or hear transformers lists the text part by itself."""
+    """Those that take text alone. Of models that also see or hear, transformers lists the text part too."""
     found = []
     for role, table in ROLES.items():
         for model_type, classes in table.items():
@@ -67,70 +67,91 @@ def _is_text(model_type: str, model_class: type) -> bool:
     return model_class.main_input_name == "input_ids" and model_type not in _NOT_TEXT
 
 
-_NOT_TEXT = {
-    **dict.fromkeys(("fuyu", "layoutlmv2", "layoutlmv3", "perceiver"), "also takes images"),
-    **dict.fromkeys(("musicgen", "musicgen_melody", "moshi", "whisper", "seamless_m4t", "seamless_m4t_v2"), "audio"),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts from another model's hidden states"),
-    **dict.fromkeys(("nemo_speechlm", "trocr", "t5gemma2"), "also takes other inputs"),
-    "encoder-decoder": "made of two of the others",
-}  # fmt: skip
-"""Model types in transformers' tables of text models that need something besides text, and what."""
+_NOT_TEXT = (
+    *("fuyu", "layoutlmv2", "layoutlmv3", "perceiver", "t5gemma2", "trocr"),  # images
+    *("musicgen", "musicgen_melody", "moshi", "whisper", "seamless_m4t", "seamless_m4t_v2", "nemo_speechlm"),
+    *("gemma4_assistant", "gemma4_unified_assistant"),  # hidden states of another model
+    "encoder-decoder",  # made of two of the others
+)
+"""Model types in transformers' tables of text models that need something besides text."""
 
 
 # ---------------------------------------------------------------- configurations
 
 _HIDDEN, _HEADS, _LAYERS = 64, 4, 2
-_SMALL = {
-    "vocab_size": 97,
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size"), _HIDDEN),
-    **dict.fromkeys(("word_embed_proj_dim", "pooler_hidden_size", "embedding_dim", "lru_width"), _HIDDEN),
-    **dict.fromkeys(("true_hidden_size", "intra_bottleneck_size", "input_embedding_size"), _HIDDEN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "attention_heads"), _HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_query_groups"), 2),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _LAYERS),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), _LAYERS),
-    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_dim", "dff"), 96),
-    **dict.fromkeys(("hidden_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"), 96),
-    **dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "expert_ffn_hidden_size"), 96),
-    **dict.fromkeys(("shared_intermediate_size", "dense_intermediate_size", "prediction_head_size"), 96),
-    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 96),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "attention_head_size", "attention_head_dim"), 16),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), 16),
-    **dict.fromkeys(("index_head_dim", "gated_norm_rank"), 16),
-    **dict.fromkeys(("index_n_heads",), 2),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_ssm"), 16),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
-    **dict.fromkeys(("vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"), 97),
-    **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.2),
-    **dict.fromkeys(("num_nextn_predict_layers", "num_kv_shared_layers"), 0),
-    "hidden_size_global": _HIDDEN,
-    "qk_head_dim": 32,
-    "rotary_dim": 16,
-    "hidden_size_per_layer_input": 16,
-    "type_vocab_size": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "scale_embedding": False,
-    "vocab_size_per_layer": 97,
-}  # fmt: skip
+_SIZES = (
+    (
+        _HIDDEN,
+        """
+        hidden_size d_model n_embd dim emb_dim embedding_size word_embed_proj_dim pooler_hidden_size
+        embedding_dim lru_width true_hidden_size intra_bottleneck_size input_embedding_size
+        hidden_size_global""",
+    ),
+    (
+        _HEADS,
+        """
+        num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
+        attention_heads linear_num_key_heads linear_num_value_heads linear_num_heads""",
+    ),
+    (
+        _LAYERS,
+        """
+        num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
+        num_encoder_layers""",
+    ),
+    (
+        96,
+        """
+        intermediate_size encoder_ffn_dim decoder_ffn_dim d_ff ffn_dim dff hidden_dim n_inner
+        ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size intermediate_size_mlp
+        expert_ffn_hidden_size shared_intermediate_size dense_intermediate_size prediction_head_size
+        shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
+    ),
+    (97, "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size"),
+    (128, "max_position_embeddings n_positions n_ctx max_seq_len"),
+    (32, "qk_head_dim"),
+    (
+        16,
+        """
+        head_dim d_kv kv_channels attention_head_size attention_head_dim qk_rope_head_dim qk_nope_head_dim
+        v_head_dim kv_lora_rank q_lora_rank index_head_dim gated_norm_rank mamba_d_state state_size
+        ssm_state_size mamba_d_ssm linear_key_head_dim linear_value_head_dim linear_head_dim rotary_dim
+        hidden_size_per_layer_input""",
+    ),
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
+    (
+        2,
+        """
+        num_key_value_heads num_kv_heads num_query_groups num_experts_per_tok num_experts_per_token moe_topk
+        moe_k index_n_heads type_vocab_size eos_token_id""",
+    ),
+    (
+        1,
+        """
+        n_group topk_group num_expert_group n_shared_experts num_shared_experts first_k_dense_replace
+        num_dense_layers moe_layer_start_index bos_token_id decoder_start_token_id""",
+    ),
+    (0, "pad_token_id num_nextn_predict_layers num_kv_shared_layers"),
+    (0.2, "initializer_range init_std initializer_factor"),
+    (None, "forced_bos_token_id forced_eos_token_id"),
+    (False, "scale_embedding"),
+)
+_SMALL = {name: size for size, names in _SIZES for name in names.split()}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LINEAR = ["linear_attention"]
 _HEADS_ALIKE = {"num_key_value_heads": _HEADS}
 _BY_TYPE: dict[str, dict] = {
     **dict.fromkeys(
         (
-            *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"),
+            *(
+                "axk1",
+                "axk2",
+                "bailing_hybrid",
+                "deepseek_v2",
+                "deepseek_v3",
+                "deepseek_v32",
+                "glm4_moe_lite",
+            ),
             *("glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "youtu", "esmc", "dots3_note_text"),
         ),
         _HEADS_ALIKE,
@@ -152,7 +173,10 @@ _BY_TYPE: dict[str, dict] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 5, "layers_block_type": [*_LINEAR, *_LINEAR, "hybrid", *_LINEAR, "hybrid"]},
+    "zamba": {
+        "num_hidden_layers": 5,
+        "layers_block_type": [*_LINEAR, *_LINEAR, "hybrid", *_LINEAR, "hybrid"],
+    },
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": [*_LINEAR, "hybrid", *_LINEAR, "hybrid"]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "zaya": {"num_experts_per_tok": 1},

@@ -22,9 +22,9 @@ Results = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """compute: (model, device, whether it is the truth) -> what is compared. roles: what
-    models it is for. window: whether it is about a window that is shorter than the text. tokens: what is compared
-    has to be identical. alone: the same of each packed sequence by itself."""
+    """compute: (model, device, whether it is the truth) -> what is compared. roles: what models it is for.
+    window: whether it is about a window that is shorter than the text. tokens: what is compared has to be
+    identical. alone: the same of each packed sequence by itself."""
 
     name: str
     compute: Callable
@@ -111,7 +111,12 @@ def sequences_alone(model, device, truth) -> Results:
     rows = []
     for row, place in zip(ids(device), positions(device), strict=True):
         cut = int((place == 0).nonzero()[1])
-        parts = [result_of(model(input_ids=part[None], use_cache=False)) for part in (row[:cut], row[cut:])]
+        parts = []
+        for part in (row[:cut], row[cut:]):
+            place = torch.arange(len(part), device=device)[
+                None
+            ]  # some models count from elsewhere on their own
+            parts.append(result_of(model(input_ids=part[None], position_ids=place, use_cache=False)))
         rows.append(torch.cat(parts, 1))
     return {"logits": torch.cat(rows)}
 
@@ -215,8 +220,8 @@ CASES = [
 
 EQUAL, NOT_FOR_IT = "equal", "–"
 ALONE, ONE = "equal to each sequence alone", "one sequence, as eager"
-"""Of packed rows that "eager" takes for one sequence, because the model does not hand position_ids to its mask,
-or there is a cache: attnlib computes them as they are, if the model hands position_ids to its attention."""
+"""Of packed rows that "eager" takes for one sequence, because the model does not hand position_ids to its
+mask, or there is a cache. attnlib computes them as they are if the model's attention gets position_ids."""
 
 REFUSED, WRONG, ELSE = "refused: ", "WRONG: ", "not in transformers: "
 
@@ -232,8 +237,9 @@ DISAGREEMENT = 1e-3
 
 
 def verdict(architecture: Architecture, case: Case, device: str = "cpu") -> str:
-    """EQUAL: within the error budget of what transformers computes in float64, or the same tokens. REFUSED and the
-    name of the argument. ELSE and why, if "eager" or "sdpa" can't do it either. WRONG and how, otherwise."""
+    """EQUAL: within the error budget of what transformers computes in float64, or the same tokens. ALONE or
+    ONE: see there. REFUSED and the name of the argument. ELSE and why, if "eager" or "sdpa" can't do it too.
+    WRONG and how, otherwise."""
     if not case.applies(architecture):
         return NOT_FOR_IT
 
@@ -249,8 +255,8 @@ def verdict(architecture: Architecture, case: Case, device: str = "cpu") -> str:
     try:
         eager = truth = run("eager")
         if not case.tokens:
-            # "eager" computes the softmax in float32 whatever its inputs are: the truth is that of "sdpa", and
-            # where they do not agree, "eager" alone counts.
+            # "eager" computes the softmax in float32 whatever its inputs are: the truth is that of "sdpa",
+            # and where they do not agree, "eager" alone counts.
             truth = run("sdpa", torch.float64)
             budget = 2 * max(_error(eager, truth), _error(run("sdpa"), truth))
             if not budget <= DISAGREEMENT:
@@ -293,7 +299,10 @@ def _error(found: Results, truth: Results) -> float:
         return float("inf")
     sizes = {name: float(x.abs().max()) for name, x in truth.items() if x.numel()}
     least = 1e-2 * max(sizes.values())
-    errors = (float((found[name].double() - truth[name]).abs().max()) / max(sizes[name], least) for name in sizes)
+    errors = (
+        float((found[name].double() - truth[name]).abs().max()) / max(size, least)
+        for name, size in sizes.items()
+    )
     return max(errors, key=lambda error: (error != error, error))  # NaN is the largest
 
 
