@@ -56,7 +56,9 @@ def _taken(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
 
 def values_known(tensor: torch.Tensor) -> bool:
     """Whether Python may ask for the values: no compiler, exporter or CUDA graph records the call."""
-    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

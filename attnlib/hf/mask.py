@@ -42,6 +42,13 @@ class Mask:
             moved = Layout(*(x.to(*args, **kwargs) if torch.is_tensor(x) else x for x in self.layout))
         return replace(self, kept=None if self.kept is None else self.kept.to(*args, **kwargs), layout=moved)
 
+    def __eq__(self, other) -> bool:
+        if isinstance(other, torch.Tensor | bool | int | float):
+            raise ValueError(self._is_no_tensor("=="))
+        return self is other
+
+    __hash__ = object.__hash__
+
     def __getattr__(self, name: str):
         if not name.startswith("__") and hasattr(torch.Tensor, name):
             raise ValueError(self._is_no_tensor(name))

@@ -314,7 +314,8 @@ def test_a_model_that_computes_with_the_mask():
     mask = asked(causal_mask_function, 4, config=transformers.LlamaConfig(**SMALL))
     for use in (
         lambda: mask[:, :, :4], lambda: mask.shape, lambda: ~mask, lambda: mask + 1, lambda: 1 + mask,
-        lambda: torch.where(mask, 0.0, 1.0), lambda: torch.ones(4) * mask,
+        lambda: mask == 0, lambda: mask != 1.0, lambda: torch.where(mask, 0.0, 1.0),
+        lambda: torch.ones(4) * mask,
     ):  # fmt: skip
         with pytest.raises(
             ValueError, match="^attention_mask: expected a model that hands its mask on .*LlamaC"

@@ -145,25 +145,25 @@ Every text architecture of transformers {transformers}, tiny and with random wei
 `attn_implementation="attnlib"` beside `"eager"` and `"sdpa"` (torch {torch}; {device}).
 `python tests/hf/walk.py` writes this page anew; on a GPU it runs the kernels.
 
-{number} architectures claim to support `"sdpa"`. The other {others} are refused when the model is made, by the
-name of its class: {refused}.
+{number} architectures claim to support `"sdpa"`. The other {others} are refused when the model is made, by
+the name of its class: {refused}.
 
 A cell says what came out:
 
-- **=** the same as `"eager"`: the same tokens, or logits and gradients within the error budget (twice the error
-  that `"eager"` and `"sdpa"` have against float64, and a rounding).
+- **=** the same as `"eager"`: the same tokens, or logits and gradients within the error budget (twice the
+  error that `"eager"` and `"sdpa"` have against float64, and a rounding).
 - **a**, **b**, … refused with a `ValueError` that names the argument:
   {letters}.
 - **s** equal to each packed sequence computed alone. `"eager"` takes the row for one sequence, because the
   model does not tell its mask of `position_ids`, or because there is a cache.
-- **1** one sequence, as `"eager"` has it: this model hands `position_ids` to neither its mask nor its attention
-  when there is a cache.
+- **1** one sequence, as `"eager"` has it: this model hands `position_ids` to neither its mask nor its
+  attention when there is a cache.
 - **×** this model does not do that with `"eager"` or `"sdpa"` either, or not in so small a size.
 - **!** wrong. There are {wrong} of these.
 - An empty cell: the case is not for this architecture.
 
-Windows: a sliding window of 5 tokens in a text of 17; in the cases without the word it is 64. Holes: tokens in
-the middle of a row that the attention_mask hides. Compiled: `torch.compile(model, fullgraph=True)`.
+Windows: a sliding window of 5 tokens in a text of 17; in the cases without the word it is 64. Holes: tokens
+in the middle of a row that the attention_mask hides. Compiled: `torch.compile(model, fullgraph=True)`.
 """
 
 
