@@ -459,7 +459,7 @@ def without_a_gpu(device) -> str:
 @row("attn_implementation in transformers")
 def transformers(device) -> str:
     pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
-    from test_hf import build, tokens
+    from small_models import build, tokens
 
     attnlib.hf.register()
     ids = tokens(1, 9, device)
