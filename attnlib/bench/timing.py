@@ -151,9 +151,10 @@ def launched_kernels() -> Iterator[list[Any]]:
 
     Kernels that do not go through `triton.jit` (cuDNN's, FA3's, those of torch.compile) are not seen.
     """
-    from triton import knobs
     from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
+
+    from attnlib.kernels.common.launcher import through_triton
 
     kernels: list[Any] = []
     run, launch = JITFunction.run, CompiledKernel.__getitem__
@@ -169,15 +170,11 @@ def launched_kernels() -> Iterator[list[Any]]:
         kernels.append(self)
         return launch(self, grid)
 
-    def listener(metadata: Any) -> None:
-        """Does nothing; but launches that somebody listens to take Triton's own way, see `launcher`."""
-
     JITFunction.run, CompiledKernel.__getitem__ = recording, recording_launch
-    knobs.runtime.launch_enter_hook.add(listener)
     try:
-        yield kernels
+        with through_triton():
+            yield kernels
     finally:
-        knobs.runtime.launch_enter_hook.remove(listener)
         JITFunction.run, CompiledKernel.__getitem__ = run, launch
 
 
