@@ -120,7 +120,7 @@ def _commit() -> str | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PACKAGE), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
 
     if named := os.environ.get("ATTNLIB_COMMIT"):
         return named

@@ -49,6 +49,7 @@ def execute(
     client = NotebookClient(
         notebook,
         timeout=timeout,
+        startup_timeout=600,  # on a busy machine importing takes its time
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,

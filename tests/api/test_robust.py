@@ -285,7 +285,7 @@ def test_processes_share_a_cache(method, tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(600)
     assert [process.exitcode for process in processes] == [0] * count
     assert not list(tmp_path.glob(".*"))
     for seed in range(3):
