@@ -7,7 +7,7 @@ file."""
 import json
 import os
 import re
-import time
+import resource
 from pathlib import Path
 
 import matplotlib
@@ -18,22 +18,30 @@ from attnlib.book import build, execution, lesson
 FIGURES = build.ROOT / "figures"
 CHAPTERS = sorted(build.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 NAMES = [path.stem for path in CHAPTERS]
-MINUTES = 4
+MINUTES = 10
+"""Of processor time, for all notebooks together."""
 
 
 @pytest.fixture(scope="session")
 def replayed(tmp_path_factory):
-    """(folder of the executed copies, name -> result, seconds for all)."""
+    """(folder of the executed copies, name -> result, seconds of processor time for all)."""
     out = tmp_path_factory.mktemp("replay")
     os.environ["ATTNLIB_PAPER"] = "1"
-    start = time.monotonic()
+    start = processor_seconds()
     try:
-        results = execution.execute_all(
-            CHAPTERS, lambda path: out / path.name, replay=True, jobs=build.default_jobs(), timeout=120
+        results = execution.execute_all(  # a cell may compile, on a loaded machine
+            CHAPTERS, lambda path: out / path.name, replay=True, jobs=build.default_jobs(), timeout=600
         )
     finally:
         del os.environ["ATTNLIB_PAPER"]
-    return out, {result.notebook: result for result in results}, time.monotonic() - start
+    return out, {result.notebook: result for result in results}, processor_seconds() - start
+
+
+def processor_seconds() -> float:
+    """Seconds that child processes which have ended spent on processors; other jobs of the machine do not
+    count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +80,7 @@ def test_replay_writes_nothing_to_stderr(name, replayed):
 
 def test_replay_is_fast(replayed):
     _, _, seconds = replayed
-    assert seconds < 60 * MINUTES
+    assert 10 < seconds < 60 * MINUTES
 
 
 @pytest.mark.parametrize("name", NAMES)
