@@ -28,6 +28,7 @@ def forward(
     the grid is beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+        params = params._replace(plan=None)  # which has the strides of what is cast
         out, lse = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), lse
     if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
