@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
+from families import forget_launches, fresh_launches  # noqa: F401  (a fixture)
 
-from attnlib.kernels.portable import launch
+from attnlib.kernels.portable import forward_kernel
 
 WRONG_VALUES = r"max error .* \(budget .*\), RMS error"
 NOT_FINITE = r"values are not finite"
@@ -31,13 +32,13 @@ class Mutation:
 
 
 @pytest.fixture
-def use_source(tmp_path, monkeypatch):
+def use_source(tmp_path, monkeypatch, fresh_launches):  # noqa: F811
     """A function that makes attention() launch the kernel of the given source text."""
 
     def use(source: str) -> None:
         module = load(source, tmp_path)
-        monkeypatch.setattr(forward, "attention_forward", module.attention_forward)
-        monkeypatch.setattr(launch, "_compiled", {})  # what was compiled from another source
+        monkeypatch.setattr(forward_kernel, "attention_forward", module.attention_forward)
+        forget_launches()  # of what was compiled from another source
 
     return use
 
