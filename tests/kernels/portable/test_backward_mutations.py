@@ -9,12 +9,17 @@ from dataclasses import dataclass
 import pytest
 from backward_cases import CASES, check_backward
 from cases import INTERPRETER_REMARKS
+from families import fresh_launches  # noqa: F401  (a fixture)
 
-from attnlib import kernels
-from attnlib.kernels.portable import launch_backward
+from attnlib.kernels.common import preprocess
+from attnlib.kernels.portable import backward_kernels
 
 pytestmark = INTERPRETER_REMARKS
 
+KERNELS = {
+    preprocess: ("attention_backward_preprocess",),
+    backward_kernels: ("attention_backward_dkdv", "attention_backward_dq"),
+}
 CAUSAL = "B1 H1 S129 D64 causal fp16"
 
 
@@ -56,16 +61,19 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.bug)
-def test_is_caught(mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(backward)
-    assert mutation.right in source, "the kernel has changed; change the mutation with it"
+def test_is_caught(
+    mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
+) -> None:
+    modules = [x for x in (backward_kernels, preprocess) if mutation.right in inspect.getsource(x)]
+    assert len(modules) == 1, "the kernels have changed; change the mutation with them"
+    [module] = modules
     file = tmp_path / "mutant.py"
-    file.write_text(source.replace(mutation.right, mutation.wrong))
+    file.write_text(inspect.getsource(module).replace(mutation.right, mutation.wrong))
     spec = importlib.util.spec_from_file_location("mutant", file)
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
-    monkeypatch.setattr(kernels, "backward", mutant)
-    monkeypatch.setattr(launch_backward, "_compiled", {})
+    for name in KERNELS[module]:
+        monkeypatch.setattr(module, name, getattr(mutant, name))
     case = CASES[mutation.caught_by]
     wrong = rf"is wrong: {mutation.gradient}: max error"
     with pytest.raises(AssertionError, match=wrong):
