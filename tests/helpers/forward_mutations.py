@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from families import forget_launches, fresh_launches  # noqa: F401  (a fixture)
 from mutations import Mutation, load
 
-from attnlib.kernels.portable import launch
+from attnlib.kernels.portable import forward_kernel
 
 __all__ = ["NOT_FINITE", "WRONG_LSE", "WRONG_VALUES", "Mutation", "use_source"]
 
@@ -15,12 +16,12 @@ WRONG_LSE = r"LSE: max error"
 
 
 @pytest.fixture
-def use_source(tmp_path, monkeypatch):
+def use_source(tmp_path, monkeypatch, fresh_launches):  # noqa: F811
     """A function that makes attention() launch the kernel of the given source text."""
 
     def use(source: str) -> None:
         module = load(source, tmp_path)
-        monkeypatch.setattr(forward, "attention_forward", module.attention_forward)
-        monkeypatch.setattr(launch, "_compiled", {})  # what was compiled from another source
+        monkeypatch.setattr(forward_kernel, "attention_forward", module.attention_forward)
+        forget_launches()  # of what was compiled from another source
 
     return use

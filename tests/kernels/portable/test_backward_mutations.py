@@ -7,13 +7,18 @@ import inspect
 import pytest
 from backward_cases import CASES, check_backward
 from cases import INTERPRETER_REMARKS
+from families import fresh_launches  # noqa: F401  (a fixture)
 from mutations import Mutation, load
 
-from attnlib.kernels import portable
-from attnlib.kernels.portable import backward_kernels, launch_backward
+from attnlib.kernels.common import preprocess
+from attnlib.kernels.portable import backward_kernels
 
 pytestmark = INTERPRETER_REMARKS
 
+KERNELS = {
+    preprocess: ("attention_backward_preprocess",),
+    backward_kernels: ("attention_backward_dkdv", "attention_backward_dq"),
+}
 CAUSAL = "B1 H1 S129 D64 causal fp16"
 
 
@@ -44,10 +49,15 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
-def test_is_caught(mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = load(mutation.of(inspect.getsource(backward)), tmp_path)
-    monkeypatch.setattr(portable, "backward", mutant)
-    monkeypatch.setattr(launch_backward, "_compiled", {})  # what was compiled from another source
+def test_is_caught(
+    mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
+) -> None:
+    modules = [x for x in (backward_kernels, preprocess) if mutation.right in inspect.getsource(x)]
+    assert len(modules) == 1, "the kernels have changed; change the mutation with them"
+    [module] = modules
+    mutant = load(mutation.of(inspect.getsource(module)), tmp_path)
+    for name in KERNELS[module]:
+        monkeypatch.setattr(module, name, getattr(mutant, name))
     wrong = rf"is wrong: {mutation.verdict}: max error"
     with pytest.raises(AssertionError, match=wrong):
         check_backward(CASES[mutation.caught_by], device)
