@@ -9,14 +9,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import families
 import torch
 
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import INPUTS, make_inputs
 from attnlib.bench.shapes import DTYPES, Shape
-from attnlib.kernels.portable import launch_backward
+from attnlib.kernels import portable
 from attnlib.kernels.reference.gradients import visible
-from attnlib.params import Band, band
+from attnlib.params import MaskWindow, Params, mask_window
 
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -38,7 +39,12 @@ class BackwardCase:
         return f"{self.shape.label}{kind}{scale}{window}"
 
 
-def exact_forward(q, k, v, bounds: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def portable_backward(*arguments) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) of (d_out, q, k, v, out, lse, params), by the portable kernels."""
+    return families.backward(portable, *arguments)
+
+
+def exact_forward(q, k, v, bounds: MaskWindow, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(out in the dtype of q, LSE in float32), computed in fp64: what a backward is given."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
@@ -48,18 +54,18 @@ def exact_forward(q, k, v, bounds: Band, scale: float) -> tuple[torch.Tensor, to
     return (p @ values).to(q.dtype), torch.logsumexp(scores, -1).float()
 
 
-def check_backward(case: BackwardCase, device: str, run: Backward = launch_backward.backward) -> None:
+def check_backward(case: BackwardCase, device: str, run: Backward = portable_backward) -> None:
     """AssertionError unless all gradients are within the error budget and no input changed."""
     shape = case.shape
     q, k, v = make_inputs(shape, case.kind, device=device)
     generator = torch.Generator(device).manual_seed(1)
     d_out = torch.randn(q.shape, generator=generator, device=device).to(q.dtype)
-    bounds = band(shape.causal, case.window)
+    bounds = mask_window(shape.causal, case.window)
     scale = shape.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     out, lse = exact_forward(q, k, v, bounds, scale)
     given = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     before = {name: tensor.clone() for name, tensor in given.items()}
-    gradients = run(d_out, q, k, v, out, lse, bounds, scale)
+    gradients = run(d_out, q, k, v, out, lse, Params(bounds, scale))
     oracle = GradientOracle(d_out, q, k, v, shape.causal, case.window, case.sm_scale)
     for verdict in oracle.judge(*gradients).values():
         verdict.raise_if_bad(case.label)

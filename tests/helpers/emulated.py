@@ -8,20 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
+import families
 import pytest
 import torch
 
-from attnlib import dispatch
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
 from attnlib.kernels import hopper
-from attnlib.kernels.common import device, launcher
+from attnlib.kernels.common import device
 from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     forward_kernel,
     launch,
-    launch_backward,
     support,
 )
 from attnlib.kernels.hopper.configs import HopperConfig
@@ -84,20 +83,12 @@ def on_the_cpu(
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
         patch.setattr(launch, "_counter", lambda index: counter)
-        forget_launches()
+        families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:
             yield kernels
         finally:
-            forget_launches()
+            families.forget_launches()
     assert counter.item() == 0, "the counter of tiles is not set back"
-
-
-def forget_launches() -> None:
-    """All that is kept from call to call, which is right for one machine and one set of kernels only."""
-    dispatch._roads.clear()
-    launcher._compiled.clear()
-    launch.prepare.cache_clear()
-    launch_backward.prepare.cache_clear()
 
 
 def mutate(module: ModuleType, edits: list[tuple[str, str]]) -> dict[str, ModuleType]:
@@ -150,12 +141,10 @@ class Call:
             shapes = [(T_q, self.H, self.D)] + [(T_k, self.H_kv, self.D)] * 2
         return [torch.randn(shape, generator=rng).to(self.dtype) for shape in (*shapes, shapes[0])]
 
-    def params(self, q: torch.Tensor, k: torch.Tensor, backward: bool = False) -> Params:
-        """What the call asks for besides its tensors; where it names no configuration, the chosen one."""
-        window = mask_window(self.causal, self.window)
-        params = Params(window, self.scale, self._varlen(), self.return_lse)
-        config = None if backward else self.config
-        return params._replace(config=config or hopper.configuration(q, k, params, backward))
+    def params(self, backward: bool = False) -> Params:
+        """What the call asks for besides its tensors."""
+        window, config = mask_window(self.causal, self.window), None if backward else self.config
+        return Params(window, self.scale, self._varlen(), self.return_lse, config=config)
 
     def _varlen(self) -> Varlen | None:
         if not self.varlen:
@@ -170,7 +159,7 @@ def check_forward(call: Call, order: str = "random", seed: int = 0, **where) -> 
     """AssertionError for a wrong result; returns what ran."""
     q, k, v, _ = call.tensors()
     with on_the_cpu(order, seed, **where) as kernels:
-        out, lse = hopper.forward(q, k, v, call.params(q, k))
+        out, lse = families.forward(hopper, q, k, v, call.params())
     assert (lse is not None) == call.return_lse
     close = {"rtol": 1e-2, "atol": 1e-2} if call.dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
     for found, found_lse, *one in _sequences(call, out, lse, q, k, v):
@@ -216,7 +205,7 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
         own_out.copy_(found[0])
         own_lse.copy_(found[1])
     with on_the_cpu(order, seed, **where) as kernels:
-        gradients = hopper.backward(d_out, q, k, v, out, lse, call.params(q, k, backward=True))
+        gradients = families.backward(hopper, d_out, q, k, v, out, lse, call.params(backward=True))
     close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
     inputs, outputs = _sequences(call, d_out, lse, q, k, v), _sequences(call, d_out, lse, *gradients)
     for (own_d_out, _, *one), (_, _, *found) in zip(inputs, outputs, strict=True):

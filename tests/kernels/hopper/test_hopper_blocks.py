@@ -11,8 +11,10 @@ from collections import Counter
 from itertools import product
 from typing import NamedTuple
 
+import families
 import pytest
 import torch
+from families import fresh_launches  # noqa: F401
 
 from attnlib.kernels import hopper
 from attnlib.kernels.common import device
@@ -113,7 +115,7 @@ def test_a_window_costs_its_width():
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, fresh_launches):  # noqa: F811
     """The arguments of launches, by the names that the kernel has for them, on a GPU that is not there."""
     calls, names = [], set(forward_kernel.attention_forward_hopper.arg_names)
     counter = torch.zeros(1, dtype=torch.int32)
@@ -126,17 +128,14 @@ def launched(monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
     monkeypatch.setattr(launch, "_counter", lambda index: counter)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a CPU tensor
-    launch.prepare.cache_clear()
     yield calls
-    launch.prepare.cache_clear()
     for call in calls:
         assert call["counter_ptr"] is counter
         assert names <= set(call) and set(call) - names == {"grid", "num_warps", "maxnreg"}
 
 
 def forward(q, k, window, varlen=None):
-    params = Params(window, 0.1, varlen, return_lse=True)
-    return hopper.forward(q, k, k, params._replace(config=hopper.configuration(q, k, params)))
+    return families.forward(hopper, q, k, k, Params(window, 0.1, varlen, return_lse=True))
 
 
 def test_what_a_window_launches(launched):

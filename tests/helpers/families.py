@@ -1,0 +1,49 @@
+"""Run the kernels of one family as `dispatch` does, in the configuration of `params` or in the family's."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from attnlib import dispatch
+from attnlib.kernels import hopper, portable
+from attnlib.kernels.common import launcher
+from attnlib.params import Params
+
+
+def forward(
+    family: ModuleType, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) of a family of `attnlib.kernels`."""
+    return family.forward(q, k, v, configured(family, q, k, params))
+
+
+def backward(family: ModuleType, d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) of a family of `attnlib.kernels`."""
+    return family.backward(d_out, q, k, v, out, lse, configured(family, q, k, params, backward=True))
+
+
+def configured(family: ModuleType, q, k, params: Params, backward: bool = False) -> Params:
+    """The same with the family's configuration for the call, unless `params` has one."""
+    if params.config is not None:
+        return params
+    return params._replace(config=family.configuration(q, k, params, backward))
+
+
+def forget_launches() -> None:
+    """Empty every cache of choices, launches and compiled kernels. The next call decides anew."""
+    dispatch._roads.clear()
+    launcher._compiled.clear()
+    for family in (portable, hopper):
+        family.launch.prepare.cache_clear()
+        family.launch_backward.prepare.cache_clear()
+
+
+@pytest.fixture
+def fresh_launches():
+    """For tests that replace a kernel, a limit or a device: no cache of other tests, and none left to them."""
+    forget_launches()
+    yield
+    forget_launches()
