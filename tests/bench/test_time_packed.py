@@ -8,7 +8,7 @@ import torch
 from time_packed import Case  # noqa: E402
 
 from attnlib.kernels.reference.gradients import visible
-from attnlib.params import band
+from attnlib.params import mask_window
 
 SMALL = {
     "batch": Case("equal", (40, 40), 16, 2, False),
@@ -34,7 +34,7 @@ def test_labels():
 @pytest.mark.parametrize("name", SMALL)
 def test_flops_are_those_of_the_pairs_that_see_each_other(name):
     case = SMALL[name]
-    bounds = band(case.causal, None if case.width is None else (case.width - 1, 0))
+    bounds = mask_window(case.causal, None if case.width is None else (case.width - 1, 0))
     pairs = sum(int(visible(n, n, bounds).sum()) for n in case.lengths)
     assert time_packed.products(case) == 4 * case.heads * case.head_dim * pairs
 

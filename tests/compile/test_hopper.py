@@ -10,15 +10,16 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
 import pytest
+import torch
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
-from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels.hopper import launch
 from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
 
 # What a call asks for: causal, blocks to mask, rows of a tile end in different blocks (None: where a tile is
 # not as tall as a block is wide), negative scale, LSE; and what else: a right bound that is not 0, a left
-# one, packed sequences.
+# one, varlen sequences.
 KINDS = {
     "causal": (True, 1, None, False, False),
     "causal, LSE": (True, 1, None, False, True),
@@ -30,18 +31,19 @@ KINDS = {
     "idle": (False, 0, True, False, False),  # warpgroups of the last tile that have no rows
     "idle, tail, LSE": (False, 1, True, False, True),
     "left": (False, 0, False, False, False, "left"),
-    "band, shifted, LSE": (True, 2, True, True, True, "left", "shifted"),
+    "left, shifted, LSE": (True, 2, True, True, True, "left", "shifted"),
     "right": (True, 1, None, False, True, "shifted"),
-    "packed, causal, LSE": (True, 2, True, False, True, "packed"),
-    "packed, dense, LSE": (False, 1, True, False, True, "packed"),
-    "packed, all, LSE": (True, 2, True, True, True, "packed", "left", "shifted"),
+    "varlen, causal, LSE": (True, 2, True, False, True, "varlen"),
+    "varlen, dense, LSE": (False, 1, True, False, True, "varlen"),
+    "varlen, all, LSE": (True, 2, True, True, True, "varlen", "left", "shifted"),
 }
-BFLOAT16 = ("causal", "packed, causal, LSE")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BFLOAT16 = ("causal", "varlen, causal, LSE")
 """As many registers, other conversions."""
-FEW_ROWS_KINDS = ("causal", "shifted, negative, LSE", "dense", "idle, tail, LSE", "left", "packed, all, LSE")
+FEW_ROWS_KINDS = ("causal", "shifted, negative, LSE", "dense", "idle, tail, LSE", "left", "varlen, all, LSE")
 LONG_KINDS = (
     "causal", "causal, LSE", "causal, negative", "shifted, negative, LSE", "dense", "tail, LSE", "left",
-    "packed, dense, LSE", "packed, all, LSE",
+    "varlen, dense, LSE", "varlen, all, LSE",
 )  # fmt: skip
 WIDE_KINDS = [kind for kind in KINDS if kind not in ("causal, negative", "idle", "left", "right")]
 """At D = 128 and 256: what is left out is part of another kind, and compiled at D = 64."""
@@ -61,7 +63,7 @@ CASES = [
 ]
 HGMMA = {"64": 64, "64 long": 72, "64 few rows": 48, "128": 64, "256": 80}
 """Products in the code of all consumers: first block, loop, last values."""
-SPILLS = {("256", "packed, all, LSE"): 2}
+SPILLS = {("256", "varlen, all, LSE"): 2}
 """A word that the producer stores and loads once in a tile. In all other code there are none."""
 
 
@@ -70,28 +72,29 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from attnlib.kernels.hopper.forward_kernel import Plan, attention_forward_hopper
+    from attnlib.kernels.hopper.forward_kernel import attention_forward_hopper
 
     name, kind, dtype = case
     width, config = int(name.split()[0]), CONFIGS[name]
     causal, masked, skip, flip, lse, *others = KINDS[kind]
     if skip is None:
         skip = config.block_n != 64 * config.warpgroups
-    others = dict.fromkeys(others, True)
-    plan = launch_hopper.make_plan(Plan, width, causal, masked, skip, flip, lse, config, **others)
-    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype]
+    varlen = "varlen" in others
+    plan = launch.make_plan(
+        width, causal, masked, skip, flip, lse, config,
+        shifted="shifted" in others, left="left" in others, packed=varlen,
+    )  # fmt: skip
     types = {"counter_ptr": "*i32", "qk_scale": "fp32", "lse_ptr": "*fp32"}
-    packed = "packed" in others
-    types |= {"cu_q": "*i32", "cu_k": "*i32"} if packed else {}
-    absent = {"lse_ptr": lse, "cu_q": packed, "cu_k": packed, "T_q": packed, "B": packed}
+    types |= {"cu_q": "*i32", "cu_k": "*i32"} if varlen else {}
+    absent = {"lse_ptr": lse, "cu_q": varlen, "cu_k": varlen, "T_q": varlen, "B": varlen}
     absent |= {"left": "left" in others, "right": "shifted" in others}
     absent = [name for name, there in absent.items() if not there]
-    for tensor, block in zip("qkvo", launch_hopper.blocks(width, config, packed), strict=True):
-        layout = gl.NVMMASharedLayout.get_default_for(block, element)
-        types[f"desc_{tensor}"] = f"tensordesc<{dtype}{block},{layout!r}>"
+    # What is described does not depend on the window of a tensor.
+    descriptors = launch.descriptors((None,) * 4, width, config, DTYPES[dtype], varlen)
+    for name, descriptor in descriptors.items():
+        types[name] = f"tensordesc<{dtype}{list(descriptor.block)},{descriptor.layout!r}>"
     names = attention_forward_hopper.arg_names
     signature = {name: types.get(name, "i32") for name in names}
     signature |= dict.fromkeys([*absent, "plan"], "constexpr")

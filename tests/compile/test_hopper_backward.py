@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,16 +18,22 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
-from attnlib.kernels.hopper import backward_kernel as kernels
-from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.kernels.common import preprocess as preprocess_kernel
+from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
+from attnlib.kernels.common.launcher import Launch
+from attnlib.kernels.common.signature import Lengths, Signature
+from attnlib.kernels.hopper import (
+    backward_kernel,
+    backward_wide_kernel,
+    launch_backward,
+    postprocess,
+)
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
-from attnlib.kernels.portable import launch_backward
-from attnlib.kernels.portable.launch import Lengths
+from attnlib.params import MaskWindow
 
 KINDS = {
     "causal": (True, False),
@@ -34,11 +41,11 @@ KINDS = {
     "tail": (False, True),
     "window": (True, False, False, True),
     "both sides": (True, True, True, True),
-    "packed": (True, False, False, False, True),
-    "packed dense": (False, True, False, False, True),
-    "packed window": (True, True, True, True, True),
+    "varlen": (True, False, False, False, True),
+    "varlen dense": (False, True, False, False, True),
+    "varlen window": (True, True, True, True, True),
 }
-"""What a plan calls causal, tail, shifted, left, packed."""
+"""What a plan calls causal, tail, shifted, left, varlen."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = 64, 128, 256
 CASES = list(product(WIDTHS, KINDS, ["fp16"])) + list(product(WIDTHS, ["causal"], ["bf16"]))
@@ -63,6 +70,16 @@ LOADS = {64: 10, 128: 9, 256: 1}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
+def call_of(width: int, dtype: str, varlen: bool) -> tuple[Signature, Preprocess]:
+    """A call of this kind, and what its backward pass begins with."""
+    shape = (500, 4, width) if varlen else (3, 4, 200, width)
+    lengths, config = Lengths(3, 200, 200) if varlen else None, hopper_backward_config(width)
+    strides = torch.empty(shape, device="meta").stride()
+    window = MaskWindow(None, None)
+    call = Signature(shape, shape, (strides,) * 5, DTYPES[dtype], 0, window, 1.0, lengths, False, config)
+    return call, preprocess(call, (shape, strides), (shape, strides), config.block_m, width)
+
+
 @gluon.jit
 def _one_block(block, m, m_start, gap):
     return m_start
@@ -72,22 +89,25 @@ def compile_case(case: tuple[int, str, str], planted: bool = False) -> tuple[Sta
     """In a child process, so that cases share the cores: the compiled kernel in numbers, and for each place
     in a loop that adds to dQ whether its address changes from step to step."""
     if planted:
-        kernels._before = _one_block
+        backward_kernel._before = _one_block
     width, kind, dtype = case
     config = hopper_backward_config(width)
     causal, tail, *asked = KINDS[kind]
-    packed = len(asked) == 3 and asked[2]
-    plan, kernel = launch_hopper_backward.kernel_for(width, causal, tail, config, *asked)
+    shifted, left, varlen = (*asked, False, False, False)[:3]
+    plan = launch_backward.make_plan(width, causal, tail, config, shifted, left, varlen)
+    kernel = backward_kernel.attention_backward_hopper
+    if width > 128:
+        kernel = backward_wide_kernel.attention_backward_hopper_wide
     types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
-    blocks = launch_hopper_backward.blocks_of(width, config, packed)
-    for tensor, block in zip(("q", "k", "v", "do", "dk", "dv", "rows"), blocks, strict=True):
-        layout = launch_hopper_backward.shared_layout(gl, block, DTYPES[dtype])
-        held = "fp32" if tensor == "rows" else dtype
-        types[f"desc_{tensor}"] = f"tensordesc<{held}{block},{layout!r}>"
+    call, rows = call_of(width, dtype, varlen)
+    # What is described does not depend on the window of a tensor.
+    for name, descriptor in launch_backward.descriptors((None,) * 6, rows, width, call).items():
+        held = "fp32" if name == "desc_rows" else dtype
+        types[name] = f"tensordesc<{held}{list(descriptor.block)},{descriptor.layout!r}>"
     names = kernel.arg_names
     signature = {name: types.get(name, "i32") for name in names} | {"plan": "constexpr"}
-    asked += [False] * (3 - len(asked))
-    for wanted, given in zip(asked, (("right",), ("left",), ("cu_q", "cu_k", "B")), strict=True):
+    optional = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
+    for given, wanted in optional.items():
         kinds = {name: "*i32" if name.startswith("cu") else "i32" for name in given}
         signature |= kinds if wanted else dict.fromkeys(given, "constexpr")
     constants = {(i,): None for i, name in enumerate(names) if signature[name] == "constexpr"}
@@ -177,44 +197,43 @@ def test_the_program_fits_its_registers(compiled) -> None:
     assert kept <= 4 * config.max_registers
 
 
-@pytest.mark.parametrize(("dtype", "packed"), [("fp16", False), ("bf16", False), ("fp16", True)])
+@pytest.mark.parametrize(("dtype", "varlen"), [("fp16", False), ("bf16", False), ("fp16", True)])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_conversion_of_dq(width: int, dtype: str, packed: bool) -> None:
+def test_postprocess(width: int, dtype: str, varlen: bool) -> None:
     """16 bytes a load, and rows leave through TMA."""
-    signature = {
-        "desc_dq": f"tensordesc<{dtype}[1, 1, 64, {width}]>", "sums_ptr": "*fp32:16", "sm_scale": "fp32",
-        "H": "i32", "B": "i32", "num_m": "i32", "tiles": "i32",
-    }  # fmt: skip
-    constants = {"BLOCK_D": width, "PADDING": hopper_backward_config(width).block_m, "cu_q": None}
-    if packed:
-        signature |= {"desc_dq": f"tensordesc<{dtype}[1, 1, 1, 64, {width}]>", "cu_q": "*i32"}
-        del constants["cu_q"]
-    job = Job(hopper_backward_passes.__file__, "attention_backward_dq", signature, constants, width // 16)
-    (stats,) = inspect_sm90.compile_all([job])
+    call, rows = call_of(width, dtype, varlen)
+    launch = launch_backward._postprocess(call, (call.q, call.strides[0]), rows, width)
+    (stats,) = inspect_sm90.compile_all([job(postprocess, launch, call)])
     loads = Counter("LDG.E.128" in text for text in stats.listing if "LDG" in text)
-    assert loads == ({True: 8, False: 3} if packed else {True: 8}), "and offsets of sequences"
+    assert loads == ({True: 8, False: 3} if varlen else {True: 8}), "and offsets of sequences"
     assert stats.opcodes["UTMASTG"] == 1 and not stats.opcodes.get("STG")
     assert stats.spills == 0 and stats.ctas_per_sm * width // 16 >= 48, "warps to hide the latency of memory"
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_sums_of_dq_are_set_to_zero(width: int, packed: bool) -> None:
+def test_sums_of_dq_are_set_to_zero(width: int, varlen: bool) -> None:
     """16 bytes a store, in the pass that computes delta."""
-    padding = hopper_backward_config(width).block_m
-    lengths = Lengths(3, 200, 200) if packed else None
-    shape = torch.Size((500, 4, width) if packed else (3, 4, 200, width))
-    launch, _, _ = launch_backward.rows_launch(shape, torch.float16, 0, lengths, padding, width)
-    names = backward.attention_backward_rows.arg_names
-    pointers = {"lse_ptr": "*fp32:16", "rows_ptr": "*fp32:16", "sums_ptr": "*fp32:16", "cu_q": "*i32:16"}
-    descriptors = (f"tensordesc<fp16{list(block)}>" for block in launch.blocks)
-    signature = dict(zip(names, descriptors, strict=False)) | pointers
-    signature |= {name: "i32" for name in ("S_q", "T_q", "H", "B", "padded")}
-    constants = dict(zip(names[-len(launch.constants) :], launch.constants, strict=True))
-    if not packed:
-        constants |= {"cu_q": None, "T_q": None}
-        del signature["cu_q"], signature["T_q"]
-    (stats,) = inspect_sm90.compile_all([Job(backward.__file__, launch.kernel, signature, constants, 4)])
+    call, rows = call_of(width, "fp16", varlen)
+    (stats,) = inspect_sm90.compile_all([job(preprocess_kernel, rows.launch, call)])
     stores = Counter("STG.E.128" in text for text in stats.listing if "STG" in text)
-    assert stores[True] == launch.constants[0] * width // (4 * 128), "four columns of a row for each thread"
+    block_m = rows.launch.constants["BLOCK_M"]
+    assert stores[True] == block_m * width // (4 * 128), "four columns of a row for each thread"
     assert stores[False] == 2 and stats.spills == 0, "lse2 and delta"
+
+
+def job(module: ModuleType, launch: Launch, call: Signature) -> Job:
+    """A launch of plain Triton as the compiler gets it, with pointers to what PyTorch allocates."""
+    name = launch.kernel.rpartition(".")[2]
+    params = {param.name: param for param in getattr(module, name).params}
+    dtype = {kind: name for name, kind in DTYPES.items()}[call.dtype]
+    types = {place: f"tensordesc<{dtype}{list(d.block)}>" for place, d in launch.descriptors.items()}
+    for place in launch.pointers:
+        aligned = "" if params[place].do_not_specialize_on_alignment else ":16"
+        types[place] = ("*i32" if place == "cu_q" else "*fp32") + aligned
+    types |= {place: "fp32" if isinstance(x, float) else "i32" for place, x in launch.scalars.items()}
+    absent = [place for place, value in launch.scalars.items() if value is None]
+    absent += [] if call.varlen else ["cu_q"]
+    signature = {place: types[place] for place in params if place in types and place not in absent}
+    constants = dict.fromkeys(absent) | launch.constants
+    return Job(module.__file__, name, signature, constants, launch.options["num_warps"])

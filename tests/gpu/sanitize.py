@@ -89,7 +89,8 @@ def run_calls(part: int, parts: int) -> None:
 
     from attnlib import attention, attention_varlen
     from attnlib.bench.oracle import make_inputs
-    from attnlib.kernels.hopper import launch as launch_hopper
+    from attnlib.kernels import hopper
+    from attnlib.params import Params, mask_window
 
     done = 0
     for impl, shape, window, packed in islice(calls(), part, None, parts):
@@ -103,7 +104,7 @@ def run_calls(part: int, parts: int) -> None:
         if packed:
             cu = torch.tensor([0, 65, 65, shape.seqlen], dtype=torch.int32).cuda()
             out, lse = attention_varlen(q, k, v, cu, cu, shape.seqlen - 65, shape.seqlen - 65, **how)
-        elif impl == "hopper" and launch_hopper.unsupported(q, k, v):
+        elif impl == "hopper" and hopper.unsupported(q, k, v, Params(mask_window(shape.causal, window), 1.0)):
             continue
         else:
             out, lse = attention(q, k, v, **how)

@@ -17,13 +17,15 @@ import torch
 from cases import Case, check_forward, judge_forward
 from layouts import LAYOUTS
 
-from attnlib import attention, explain
+from attnlib import attention, dispatch, explain
 from attnlib.bench import timing
 from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
 from attnlib.bench.shapes import TASK, Shape
-from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels import hopper
+from attnlib.kernels.common import launcher
+from attnlib.kernels.hopper import launch
 from attnlib.kernels.hopper.configs import LONG, TALL, HopperConfig
-from attnlib.params import band
+from attnlib.params import Params, mask_window
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -36,14 +38,14 @@ DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 @contextlib.contextmanager
 def tiles(config: HopperConfig) -> Iterator[None]:
     """A configuration that small calls would not get."""
-    chosen = launch_hopper.configuration
-    launch_hopper.configuration = lambda *_: config
-    launch_hopper._prepare.cache_clear()
+    chosen = hopper.configuration
+    hopper.configuration = lambda *_: config
+    dispatch._roads.clear()
     try:
         yield
     finally:
-        launch_hopper.configuration = chosen
-        launch_hopper._prepare.cache_clear()
+        hopper.configuration = chosen
+        dispatch._roads.clear()
 
 
 def check(shape: Shape, kind: str = "normal", sm_scale: float | None = None) -> None:
@@ -227,7 +229,7 @@ def test_ten_thousand_launches_on_two_streams():
                     wrong[side] += (out != want[i][0]).any() | (lse != want[i][1]).any()
         wait(streams, 60)
     assert sum(count.item() for count in wrong) == 0
-    assert not any(counter.item() for counter in launch_hopper._counters.values()), "a counter is not at 0"
+    assert not any(counter.item() for counter in launch._counters.values()), "a counter is not at 0"
 
 
 @DIMS
@@ -266,13 +268,13 @@ def test_cuda_graphs(head_dim):
 def test_one_launch_that_is_seen(head_dim):
     """The recorder of launches sees Gluon's too, compiled now or before."""
     q, k, v = make_inputs(Shape(1, 8, 1024, head_dim), device="cuda")
-    launch_hopper._compiled.clear()
+    launcher._compiled.clear()
     for _ in range(2):
         with timing.launched_kernels() as kernels:
             call(q, k, v)
         assert [kernel.name for kernel in kernels] == ["attention_forward_hopper"]
         found = timing.resources(kernels)
-        config = launch_hopper.configuration(q.shape, k.shape, band(True, None), 0)
+        config = hopper.configuration(q, k, Params(mask_window(True, None), head_dim**-0.5))
         assert found["registers"] == config.max_registers
         assert found["spills"] == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import draws
+import families
 import pytest
 import torch
 from backward_cases import BackwardCase, check_backward, exact_forward
@@ -14,8 +15,8 @@ from layouts import LAYOUTS
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
-from attnlib.params import band
+from attnlib.kernels import hopper
+from attnlib.params import Params, mask_window
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -25,15 +26,20 @@ MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"]
 DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
+def backward(*arguments):
+    """(dq, dk, dv) of (d_out, q, k, v, out, lse, params)."""
+    return families.backward(hopper, *arguments)
+
+
 def check(shape: Shape, sm_scale: float | None = None, window: tuple[int, int] | None = None) -> None:
     case = BackwardCase(shape, sm_scale=sm_scale, window=window)
-    check_backward(case, "cuda", launch_hopper_backward.backward)
+    check_backward(case, "cuda", backward)
 
 
 def arguments(shape: Shape, seed: int = 0) -> tuple:
     q, k, v = make_inputs(shape, seed=seed, device="cuda")
-    bounds, scale = band(shape.causal, None), shape.head_dim**-0.5
-    return torch.randn_like(q), q, k, v, *exact_forward(q, k, v, bounds, scale), bounds, scale
+    window, scale = mask_window(shape.causal, None), shape.head_dim**-0.5
+    return torch.randn_like(q), q, k, v, *exact_forward(q, k, v, window, scale), Params(window, scale)
 
 
 @MASKS
@@ -71,7 +77,7 @@ def test_windows(window, head_dim):
 @DIMS
 @pytest.mark.parametrize("window", [None, (100, 0), (64, 33), (-1, 9)], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_packed_sequences(dtype, window, head_dim):
+def test_varlen_sequences(dtype, window, head_dim):
     """Empty ones, ones without keys, and neighbors of all lengths; forward and backward."""
     lengths = ((0, 0), (1, 1), (17, 17), (129, 129), (0, 5), (5, 0), (300, 500), (700, 300), (1000, 1000))
     for causal in (True, False):
@@ -85,8 +91,8 @@ def test_packed_sequences(dtype, window, head_dim):
 @DIMS
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.__name__.strip("_"))
 def test_layouts(layout, head_dim):
-    d_out, q, k, v, out, lse, bounds, scale = arguments(Shape(1, 4, 300, head_dim, heads_kv=2))
-    found = launch_hopper_backward.backward(*(layout(x) for x in (d_out, q, k, v, out)), lse, bounds, scale)
+    d_out, q, k, v, out, lse, params = arguments(Shape(1, 4, 300, head_dim, heads_kv=2))
+    found = backward(*(layout(x) for x in (d_out, q, k, v, out)), lse, params)
     for verdict in GradientOracle(d_out, q, k, v, causal=True).judge(*found).values():
         verdict.raise_if_bad(layout.__name__)
 
@@ -101,11 +107,11 @@ MIXED = [
 def test_two_hundred_launches():
     """dk and dv have the same bits each time, dq up to the order of a sum."""
     calls = [arguments(shape) for shape in MIXED]
-    want = [launch_hopper_backward.backward(*call) for call in calls]
+    want = [backward(*call) for call in calls]
     rng, wrong = random.Random(0), torch.zeros((), device="cuda")
     for _ in range(200):
         i = rng.randrange(len(calls))
-        dq, dk, dv = launch_hopper_backward.backward(*calls[i])
+        dq, dk, dv = backward(*calls[i])
         wrong += (dk != want[i][1]).any() | (dv != want[i][2]).any()
         wrong += ((dq - want[i][0]).abs().max() > 0.01 * want[i][0].abs().max()).float()
     assert wrong.item() == 0
@@ -116,11 +122,11 @@ def test_cuda_graph(head_dim):
     """Captured once, replayed on other numbers: the sums of dQ begin at 0 each time."""
     shape = Shape(1, 4, 500, head_dim)
     call = arguments(shape)
-    launch_hopper_backward.backward(*call)  # compiles, which a capture does not allow
+    backward(*call)  # compiles, which a capture does not allow
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = launch_hopper_backward.backward(*call)
+        found = backward(*call)
     for seed in (1, 2):
         for old, new in zip(call[:6], arguments(shape, seed)[:6], strict=True):
             old.copy_(new)

@@ -25,19 +25,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from attnlib import dispatch  # noqa: E402
 from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.backward import FLOPS  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
-from attnlib.kernels.hopper import launch as launch_hopper  # noqa: E402
-from attnlib.kernels.hopper import launch_backward as launch_hopper_backward  # noqa: E402
-from attnlib.kernels.portable import launch, launch_backward  # noqa: E402
-from attnlib.params import Packed, band  # noqa: E402
+from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
-LAUNCHERS = {
-    "hopper": (launch_hopper.forward, launch_hopper_backward.backward),
-    "triton": (launch.forward, launch_backward.backward),
-}
+LAUNCHERS = dict.fromkeys(("hopper", "triton"), (dispatch.forward, dispatch.backward))
+"""Kernel -> its forward and its backward pass."""
 HEADS = {64: 32, 128: 16, 256: 8}
 """Head dimension -> heads, as in the shapes of the task."""
 TOKENS = 16384
@@ -92,7 +88,7 @@ class Inputs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     d_out: torch.Tensor
-    packed: Packed | None
+    varlen: Varlen | None
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
@@ -103,22 +99,20 @@ def make_inputs(case: Case, device: str) -> Inputs:
     if not case.packed:
         return Inputs(*made, None)
     ends = torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
-    return Inputs(*made, Packed(ends, ends, longest, longest))
+    return Inputs(*made, Varlen(ends, ends, longest, longest))
 
 
 def passes(case: Case, inputs: Inputs, kernel: str) -> dict[str, Callable[[], Any]]:
     """Forward and backward of a call, judged before they are returned. AssertionError if one is wrong."""
     forward, backward = LAUNCHERS[kernel]
-    q, k, v, d_out, packed = inputs
-    bounds = band(case.causal, None if case.width is None else (case.width - 1, 0))
-    scale = case.head_dim**-0.5
-    out, lse = forward(q, k, v, bounds, scale, True, packed)
-    gradients = backward(d_out, q, k, v, out, lse, bounds, scale, packed)
+    q, k, v, d_out, varlen = inputs
+    window = mask_window(case.causal, None if case.width is None else (case.width - 1, 0))
+    params = Params(window, case.head_dim**-0.5, varlen, impl=kernel)
+    out, lse = forward(q, k, v, params._replace(return_lse=True))
+    saved = dispatch.Saved(q, k, v, out, lse)
+    gradients = backward(d_out, saved, params)
     judge(case, inputs, out, gradients)
-    return {
-        "forward": lambda: forward(q, k, v, bounds, scale, False, packed),
-        "backward": lambda: backward(d_out, q, k, v, out, lse, bounds, scale, packed),
-    }
+    return {"forward": lambda: forward(q, k, v, params), "backward": lambda: backward(d_out, saved, params)}
 
 
 def judge(case: Case, inputs: Inputs, out: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> None:

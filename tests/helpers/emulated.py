@@ -8,33 +8,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
+import families
 import pytest
 import torch
 from mutations import Mutation
 
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
+from attnlib.kernels import hopper
+from attnlib.kernels.common import device
 from attnlib.kernels.hopper import (
-    backward as hopper_backward,
+    backward_kernel,
+    backward_wide_kernel,
+    forward_kernel,
+    launch,
+    support,
 )
-from attnlib.kernels.hopper import (
-    backward_wide as hopper_backward_wide,
-)
-from attnlib.kernels.hopper import (
-    forward as hopper,
-)
-from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
 from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
-from attnlib.params import Packed, band
+from attnlib.params import Params, Varlen, mask_window
 
 ORDERS = "eager", "late", "random"
 KERNELS = {
-    "attention_forward_hopper": hopper,
-    "attention_backward_hopper": hopper_backward,
-    "attention_backward_hopper_wide": hopper_backward_wide,
+    "attention_forward_hopper": forward_kernel,
+    "attention_backward_hopper": backward_kernel,
+    "attention_backward_hopper_wide": backward_wide_kernel,
 }
 
 
@@ -45,7 +44,8 @@ class Recorded(Emulated):
         launch = super().__getitem__(grid)
 
         def record(*args, **kwargs) -> None:
-            tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "base", None) for x in args]
+            given = (*args, *kwargs.values())
+            tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "base", None) for x in given]
             self._tensors = [x for x in tensors if x is not None]
             self._before = [x.clone() for x in self._tensors]
             launch(*args, **kwargs)
@@ -80,11 +80,15 @@ def on_the_cpu(
             kernel = getattr((mutants or KERNELS).get(name, module), name)
             kernels[name] = Recorded(kernel, order, seed, sms)
             patch.setattr(module, name, kernels[name])
-        patch.setattr(launch_hopper, "unsupported_here", lambda q: None)
+        patch.setattr(support, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
-        patch.setattr(launch_hopper, "_num_sms", lambda device: sms)
-        patch.setattr(launch_hopper, "_counter", lambda device: counter)
-        yield kernels
+        patch.setattr(device, "num_sms", lambda index: sms)
+        patch.setattr(launch, "_counter", lambda index: counter)
+        families.forget_launches()  # they are those of other kernels, and of so many SMs
+        try:
+            yield kernels
+        finally:
+            families.forget_launches()
     assert counter.item() == 0, "the counter of tiles is not set back"
 
 
@@ -107,7 +111,7 @@ def mutate(mutation: Mutation) -> dict[str, ModuleType]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of attention. `packed`: lengths of queries and keys of its sequences, instead of S_q and S_k."""
+    """A call of attention. `varlen`: lengths of queries and keys of its sequences, instead of S_q and S_k."""
 
     D: int
     H: int = 2
@@ -119,7 +123,7 @@ class Call:
     dtype: torch.dtype = torch.float16
     sm_scale: float | None = None
     window: tuple[int | None, int | None] | None = None
-    packed: tuple[tuple[int, int], ...] = ()
+    varlen: tuple[tuple[int, int], ...] = ()
     return_lse: bool = True
     config: HopperConfig | None = None
 
@@ -131,20 +135,30 @@ class Call:
         """q, k, v, d_out of normal numbers."""
         rng = torch.Generator().manual_seed(0)
         shapes = [(self.B, self.H, self.S_q, self.D)] + [(self.B, self.H_kv, self.S_k, self.D)] * 2
-        if self.packed:
-            T_q, T_k = map(sum, zip(*self.packed, strict=True))
+        if self.varlen:
+            T_q, T_k = map(sum, zip(*self.varlen, strict=True))
             shapes = [(T_q, self.H, self.D)] + [(T_k, self.H_kv, self.D)] * 2
         return [torch.randn(shape, generator=rng).to(self.dtype) for shape in (*shapes, shapes[0])]
+
+    def params(self, backward: bool = False) -> Params:
+        """What the call asks for besides its tensors."""
+        window, config = mask_window(self.causal, self.window), None if backward else self.config
+        return Params(window, self.scale, self._varlen(), self.return_lse, config=config)
+
+    def _varlen(self) -> Varlen | None:
+        if not self.varlen:
+            return None
+        ends = torch.tensor(self.varlen).cumsum(0).int().T
+        cu_q, cu_k = (torch.cat([torch.zeros(1, dtype=torch.int32), x]) for x in ends)
+        longest_q, longest_k = (max(x) for x in zip(*self.varlen, strict=True))
+        return Varlen(cu_q, cu_k, longest_q, longest_k)
 
 
 def check_forward(call: Call, order: str = "random", seed: int = 0, **where) -> Recorded:
     """AssertionError for a wrong result; returns what ran."""
     q, k, v, _ = call.tensors()
     with on_the_cpu(order, seed, **where) as kernels:
-        out, lse = launch_hopper.forward(
-            q, k, v, band(call.causal, call.window), call.scale, call.return_lse,
-            _packed(call) if call.packed else None, call.config,
-        )  # fmt: skip
+        out, lse = families.forward(hopper, q, k, v, call.params())
     assert (lse is not None) == call.return_lse
     close = {"rtol": 1e-2, "atol": 1e-2} if call.dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
     for found, found_lse, *one in _sequences(call, out, lse, q, k, v):
@@ -161,20 +175,13 @@ def check_forward(call: Call, order: str = "random", seed: int = 0, **where) -> 
     return kernels["attention_forward_hopper"]
 
 
-def _packed(call: Call) -> Packed:
-    ends = torch.tensor(call.packed).cumsum(0).int().T
-    cu_q, cu_k = (torch.cat([torch.zeros(1, dtype=torch.int32), x]) for x in ends)
-    longest_q, longest_k = (max(x) for x in zip(*call.packed, strict=True))
-    return Packed(cu_q, cu_k, longest_q, longest_k)
-
-
 def _sequences(call: Call, out, lse, q, k, v) -> Iterator[tuple]:
-    """out, lse, q, k, v of each sequence as a batch of one; of what is not packed, as they are."""
-    if not call.packed:
+    """out, lse, q, k, v of each sequence as a batch of one; of a batch, all as they are."""
+    if not call.varlen:
         yield out, lse, q, k, v
         return
     at_q = at_k = 0
-    for S_q, S_k in call.packed:
+    for S_q, S_k in call.varlen:
         if S_q:
             here, keys = slice(at_q, at_q + S_q), slice(at_k, at_k + S_k)
             own = None if lse is None else lse[:, here][None]
@@ -190,17 +197,14 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
     q, k, v, d_out = call.tensors()
     options = {"causal": call.causal, "sm_scale": call.scale, "window": call.window}
     out, lse = torch.zeros_like(q), torch.empty(q.shape[:-1])
-    if call.packed:
+    if call.varlen:
         lse = lse.T.contiguous()  # (H, T_q)
     for own_out, own_lse, *one in _sequences(call, out, lse, q, k, v):
         found = attention_fp64(*one, **options)
         own_out.copy_(found[0])
         own_lse.copy_(found[1])
     with on_the_cpu(order, seed, **where) as kernels:
-        gradients = launch_hopper_backward.backward(
-            d_out, q, k, v, out, lse, band(call.causal, call.window), call.scale,
-            _packed(call) if call.packed else None,
-        )  # fmt: skip
+        gradients = families.backward(hopper, d_out, q, k, v, out, lse, call.params(backward=True))
     close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
     inputs, outputs = _sequences(call, d_out, lse, q, k, v), _sequences(call, d_out, lse, *gradients)
     for (own_d_out, _, *one), (_, _, *found) in zip(inputs, outputs, strict=True):

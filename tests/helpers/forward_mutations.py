@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from families import forget_launches, fresh_launches  # noqa: F401  (a fixture)
+from families import forget_launches
 from mutations import Mutation, load
 
 from attnlib.kernels.portable import forward_kernel
@@ -16,7 +16,7 @@ WRONG_LSE = r"LSE: max error"
 
 
 @pytest.fixture
-def use_source(tmp_path, monkeypatch, fresh_launches):  # noqa: F811
+def use_source(tmp_path, monkeypatch):
     """A function that makes attention() launch the kernel of the given source text."""
 
     def use(source: str) -> None:
@@ -24,4 +24,5 @@ def use_source(tmp_path, monkeypatch, fresh_launches):  # noqa: F811
         monkeypatch.setattr(forward_kernel, "attention_forward", module.attention_forward)
         forget_launches()  # of what was compiled from another source
 
-    return use
+    yield use
+    forget_launches()

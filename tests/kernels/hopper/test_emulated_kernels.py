@@ -53,11 +53,11 @@ FORWARD = {
     "window of one key": Call(64, 1, 1, 150, 150, causal=True, window=(0, 0)),
     "window over few rows": Call(64, 1, 1, 150, 300, window=(90, -1), config=FEW_ROWS),
     "window in tiles of 192 rows": Call(64, 1, 1, 200, 300, window=(100, -1), config=LONG),
-    "packed": Call(64, 2, 1, packed=((40, 70), (0, 5), (300, 90), (1, 300))),
-    "packed, dense": Call(128, 1, 1, packed=((40, 70), (150, 0), (130, 129)), causal=False),
-    "packed, 256 columns": Call(256, 1, 1, packed=((70, 70), (100, 130))),
-    "packed, tiles of 192 rows": Call(64, 2, 1, packed=((40, 70), (300, 290)), causal=False, config=LONG),
-    "packed, a window": Call(64, 1, 1, packed=((140, 170), (200, 90)), window=(50, -1), config=FEW_ROWS),
+    "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
+    "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False),
+    "varlen, 256 columns": Call(256, 1, 1, varlen=((70, 70), (100, 130))),
+    "varlen, tiles of 192 rows": Call(64, 2, 1, varlen=((40, 70), (300, 290)), causal=False, config=LONG),
+    "varlen, a window": Call(64, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1), config=FEW_ROWS),
 }
 
 
@@ -100,9 +100,9 @@ BACKWARD = {
     "window, 256 columns": Call(256, 2, 1, 100, 230, causal=False, window=(30, 20)),
     "keys that nobody sees": Call(64, 1, 1, 100, 400, window=(30, -1)),
     "keys that nobody sees, 256 columns": Call(256, 1, 1, 60, 200, window=(30, -1)),
-    "packed": Call(64, 2, 1, packed=((40, 70), (300, 90), (1, 200))),
-    "packed, dense": Call(128, 1, 1, packed=((40, 170), (150, 70)), causal=False),
-    "packed, 256 columns": Call(256, 2, 1, packed=((40, 70), (150, 90))),
+    "varlen": Call(64, 2, 1, varlen=((40, 70), (300, 90), (1, 200))),
+    "varlen, dense": Call(128, 1, 1, varlen=((40, 170), (150, 70)), causal=False),
+    "varlen, 256 columns": Call(256, 2, 1, varlen=((40, 70), (150, 90))),
 }
 
 
@@ -114,14 +114,14 @@ def test_backward_calls(name: str) -> None:
 # ---------------------------------------------------------------- what nobody waits for
 
 
-@pytest.mark.parametrize("name", ["no LSE", "many tiles", "packed", "window"])
+@pytest.mark.parametrize("name", ["no LSE", "many tiles", "varlen", "window"])
 def test_forward_leaves_releases(name: str) -> None:
     """compute-sanitizer's synccheck stops at a phase that nobody waits for if another one follows."""
     for report in check_forward(FORWARD[name], "late").reports:
         assert all("_free" in barrier for _, barrier, _ in report.unwaited)
 
 
-@pytest.mark.parametrize("name", ["grouped heads, batches", "packed", "window, 256 columns"])
+@pytest.mark.parametrize("name", ["grouped heads, batches", "varlen", "window, 256 columns"])
 def test_backward_waits_for_every_phase(name: str) -> None:
     assert all(report.unwaited == () for report in check_backward(BACKWARD[name], "late").reports)
 
@@ -133,18 +133,18 @@ TINY = {
     "joint": Call(64, 2, 1, 60, 130, config=HopperConfig(64, 4, 2, 64, joint=True)),
     "apart": Call(64, 2, 1, 70, 130, config=PLAIN),
     "named": Call(64, 2, 1, 70, 130, config=replace(PLAIN, named=True, late_wait=True, q_columns=32)),
-    "packed": Call(64, 1, 1, packed=((20, 130), (0, 5), (70, 100)), config=PLAIN),
+    "varlen": Call(64, 1, 1, varlen=((20, 130), (0, 5), (70, 100)), config=PLAIN),
     "window": Call(64, 2, 1, 70, 150, window=(60, -1), config=PLAIN),
     "backward, 64 columns": Call(64, 3, 1, 30, 40),
     "backward, 128 columns": Call(128, 1, 1, 150, 40, causal=False),
     "backward, 256 columns": Call(256, 1, 1, 150, 40, causal=False),
-    "backward, packed": Call(64, 2, 1, packed=((30, 40), (140, 20))),
+    "backward, varlen": Call(64, 2, 1, varlen=((30, 40), (140, 20))),
     "backward, a window": Call(256, 1, 1, 150, 70, window=(50, -1)),
 }
 
 
 RUNS = dict.fromkeys(TINY, 40)
-RUNS |= {"backward, 256 columns": 60, "backward, packed": 20, "backward, a window": 20}
+RUNS |= {"backward, 256 columns": 60, "backward, varlen": 20, "backward, a window": 20}
 
 
 @pytest.mark.parametrize("kind", TINY)

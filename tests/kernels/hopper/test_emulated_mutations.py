@@ -11,18 +11,8 @@ from emulated import Call, check_backward, check_forward, mutate
 from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.hopper import (
-    backward as hopper_backward,
-)
-from attnlib.kernels.hopper import (
-    backward_wide as hopper_backward_wide,
-)
-from attnlib.kernels.hopper import (
-    forward as hopper,
-)
-from attnlib.kernels.hopper import (
-    ring as hopper_ring,
-)
+from attnlib.kernels.hopper import backward_kernel, backward_wide_kernel, forward_kernel
+from attnlib.kernels.hopper import ring as ring_module
 from attnlib.kernels.hopper.configs import HopperConfig
 
 pytestmark = INTERPRETER_REMARKS
@@ -40,8 +30,8 @@ FORWARD = {
     # One warpgroup skips a block, and the tile ends in its slot.
     "skipped": Call(64, 3, 1, 128, 192, config=APART),
     "one tile": Call(64, 1, 1, 100, 300, config=APART),
-    "packed": Call(64, 2, 1, packed=((40, 70), (150, 90), (10, 200)), config=JOINT),
-    "packed, a program without rows": Call(64, 1, 1, packed=((64, 70), (0, 70)), config=JOINT),
+    "varlen": Call(64, 2, 1, varlen=((40, 70), (150, 90), (10, 200)), config=JOINT),
+    "varlen, a program without rows": Call(64, 1, 1, varlen=((64, 70), (0, 70)), config=JOINT),
 }
 # Five blocks of queries, or four heads of one each.
 BACKWARD = {
@@ -52,21 +42,21 @@ RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
 
 
 def forward(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
-    return Mutation(bug, *edit, call, verdict, more, hopper)
+    return Mutation(bug, *edit, call, verdict, more, forward_kernel)
 
 
 def ring(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
-    return Mutation(bug, *edit, call, verdict, more, hopper_ring)
+    return Mutation(bug, *edit, call, verdict, more, ring_module)
 
 
 def backward(
     bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
 ) -> Mutation:
-    return Mutation(bug, *edit, call, verdict, more, hopper_backward)
+    return Mutation(bug, *edit, call, verdict, more, backward_kernel)
 
 
 def wide(bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
-    return Mutation(bug, *edit, "256", verdict, more, hopper_backward_wide)
+    return Mutation(bug, *edit, "256", verdict, more, backward_wide_kernel)
 
 
 def without(line: str, before: str = "", after: str = "") -> tuple[str, str]:
@@ -116,9 +106,9 @@ MUTATIONS = [
             without("        mbarrier.arrive(mem.q_free.index(WG), count=1)\n")),
     forward("Q is filled without asking", "joint", f"{TAKEN}|{COUNT}",
             without("            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)\n")),
-    forward("two tiles are told under one number", "packed", f"{OVERWRITTEN}|{COUNT}",
+    forward("two tiles are told under one number", "varlen", f"{OVERWRITTEN}|{COUNT}",
             ("_tell(mem, turn, number", "_tell(mem, turn - 1, number")),
-    forward("keys for a tile that is not there", "packed, a program without rows",
+    forward("keys for a tile that is not there", "varlen, a program without rows",
             r"Race: the program ends, and nobody has waited for a copy into k\[0\]",
             ("    if number < end:\n        _copy_k(desc_k, mem, 0,",
              "    if True:\n        _copy_k(desc_k, mem, 0,")),
@@ -130,7 +120,7 @@ MUTATIONS = [
             without("        wait_v(mem, c, plan)\n", "", "        o_token")),
     forward("Q is not waited for", "joint", TAKEN,
             without("        mbarrier.wait(mem.q_full.index(WG), turn & 1)\n")),
-    forward("the first tile is not waited for", "packed", f"{STORED}|{OVERWRITTEN}",
+    forward("the first tile is not waited for", "varlen", f"{STORED}|{OVERWRITTEN}",
             without("    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)\n")),
     forward("S is used with both products in flight", "joint",
             "Race: a product is used with 2 outstanding, it among them",
@@ -263,7 +253,7 @@ MUTATIONS = [
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    of_forward = mutation.module in (hopper, hopper_ring)
+    of_forward = mutation.module in (forward_kernel, ring_module)
     check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
     try:
         check(calls[mutation.caught_by], order, seed, mutants=mutants)

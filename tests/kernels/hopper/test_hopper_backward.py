@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.kernels import hopper
+from attnlib.kernels.common.launch_preprocess import preprocess
+from attnlib.kernels.common.launcher import Launches
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.hopper import launch_backward, support
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
-from attnlib.params import band
+from attnlib.params import MaskWindow, Params
 
 SCALE = 0.3
 
@@ -32,14 +36,16 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
         pytest.skip("the conversion runs in the interpreter")
     more = torch.full((1, 2, 134, 48), 7.0)
     dq = more[:, :, 2:132, 4:44]
-    shape = torch.Size((1, 2, 130, 40))
-    strides = (more.stride(),) * 5
-    call = launch_hopper_backward._prepare(
-        shape, shape, strides, torch.float32, -1, band(True, None), SCALE, None, None
+    shape, config = (1, 2, 130, 40), hopper_backward_config(40)
+    window = shape, more.stride()
+    call = Signature(
+        shape, shape, (more.stride(),) * 5, torch.float32, -1, MaskWindow(None, 0), SCALE, None, False, config
     )
-    call = call._replace(layouts=call.layouts._replace(dq=(tuple(shape), more.stride())))
-    sums = torch.arange(call.sums, dtype=torch.float32)
-    launch_hopper_backward._convert(sums, dq, None, call)
+    rows = preprocess(call, window, window, config.block_m, 64)
+    sums = torch.arange(rows.elements, dtype=torch.float32)
+    launches = [launch_backward._postprocess(call, window, rows, 64)]
+    Launches(launches, -1, ("buffer", "dq", "cu_q"))(sums, dq, None)
+    sums = sums[: rows.rows.start]
     blocks = sums.numpy().reshape(2, -1, 64 * 64) * np.float32(SCALE)
     for h, i in ((0, 0), (1, 1), (1, 2)):
         rows = dq[0, h, 64 * i : 64 * i + 64].numpy()
@@ -55,24 +61,33 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
 def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width: int, clocks: int) -> None:
     config = hopper_backward_config(width)
     for causal, left in product((False, True), repeat=2):
-        plan, _ = launch_hopper_backward.kernel_for(width, causal, True, config, left=left)
+        plan = launch_backward.make_plan(width, causal, True, config, left=left)
         assert plan.delay.value == (0 if causal or left else clocks)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "deterministic", "reason"),
     [
-        (264, False, "needs a head dimension of at most 256 for the backward pass; q has 264"),
         (64, True, "adds up dq in an order that changes; deterministic=True is asked for"),
+        (256, True, "adds up dq in an order that changes; deterministic=True is asked for"),
         (256, False, None),
     ],
 )
 def test_what_it_cannot_run(head_dim, deterministic, reason, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_hopper_backward.launch_hopper, "unsupported_here", lambda q: None)
+    monkeypatch.setattr(support, "unsupported_here", lambda q: None)
     q = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
-    assert launch_hopper_backward.unsupported(q, deterministic) == reason
+    params = Params(MaskWindow(None, None), SCALE, deterministic=deterministic)
+    assert hopper.unsupported(q, q, q, params, backward=True) == reason
+
+
+@pytest.mark.parametrize("head_dim", [0, 264])
+def test_a_head_dimension_out_of_range_has_no_configuration(head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"^head_dim: expected 1 to 256, got {head_dim}$"):
+        hopper_backward_config(head_dim)
 
 
 def test_a_cpu_is_refused_as_by_the_forward() -> None:
     q = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
-    assert launch_hopper_backward.unsupported(q) == "needs CUDA tensors; q is on cpu"
+    params = Params(MaskWindow(None, None), SCALE)
+    for backward in (False, True):
+        assert hopper.unsupported(q, q, q, params, backward) == "needs CUDA tensors; q is on cpu"

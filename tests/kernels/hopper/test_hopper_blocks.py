@@ -1,8 +1,8 @@
 """Which blocks of keys the Hopper kernel visits and masks: its formulas on the CPU, since Gluon has no
 interpreter; and what its launcher gives it.
 
-`visits` follows `_top`, `_low` and `_consume` of attnlib/kernels/hopper/forward_kernel.py; `bug` plants a
-mistake.
+`visits` follows `top` and `first_block` of tile_scheduler.py and `_consume` of forward_kernel.py, both in
+attnlib/kernels/hopper; `bug` plants a mistake.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections import Counter
 from itertools import product
 from typing import NamedTuple
 
+import families
 import pytest
 import torch
+from families import fresh_launches  # noqa: F401
 
-from attnlib.kernels.hopper import launch as launch_hopper
+from attnlib.kernels import hopper
+from attnlib.kernels.common import device
+from attnlib.kernels.hopper import forward_kernel, launch
 from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
-from attnlib.kernels.portable.launch import clipped
-from attnlib.params import Band, Packed
+from attnlib.params import MaskWindow, Params, Varlen
 
 LENGTHS = [(512, 512), (130, 130), (512, 576), (300, 900), (700, 200), (1, 400), (257, 300), (64, 0)]
 BOUNDS = [None, 0, 1, 63, 64, 70, 200, 10**5]
@@ -35,10 +38,10 @@ class Visit(NamedTuple):
     guarded: bool  # rows may have seen no key before
 
 
-def visits(S_q, S_k, left, right, config, packed, bug=""):
+def visits(S_q, S_k, left, right, config, varlen, bug=""):
     masked, skip = (1 if right is None else 2, True)
-    if not packed:
-        masked, skip = launch_hopper._masks(right, S_q, S_k, config)
+    if not varlen:
+        masked, skip = launch._masks(right, S_q, S_k, config)
     block_m, block_n, shift = 64 * config.warpgroups, config.block_n, S_k - S_q
 
     def top(end):
@@ -62,16 +65,16 @@ def visits(S_q, S_k, left, right, config, packed, bug=""):
                 yield Visit(row, key, i, mask, masked == 2)
 
 
-def check(S_q, S_k, left, right, config, packed, bug=""):
+def check(S_q, S_k, left, right, config, varlen, bug=""):
     """AssertionError unless rows see all that they should, and no block without a mask that one misses."""
-    left, right = clipped(Band(left, right), S_q, S_k)
+    left, right = MaskWindow(left, right).clipped(S_q, S_k)
     call, seen = f"{S_q}x{S_k} {left, right}", Counter()
     bounds = {}
     for i in range(S_q):
         place = i + S_k - S_q
         low = 0 if left is None else max(place - left, 0)
         bounds[i] = low, S_k - 1 if right is None else min(place + right, S_k - 1)
-    for visit in visits(S_q, S_k, left, right, config, packed, bug):
+    for visit in visits(S_q, S_k, left, right, config, varlen, bug):
         for i in range(visit.row, min(visit.row + 64, S_q)):
             low, high = bounds[i]
             key, end = visit.key, visit.key + config.block_n - 1
@@ -84,12 +87,12 @@ def check(S_q, S_k, left, right, config, packed, bug=""):
         assert seen[i] == max(0, high - low + 1), f"{call} row {i}: sees {seen[i]} of {low}..{high}"
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rows_see_their_keys(name, packed):
+def test_rows_see_their_keys(name, varlen):
     for (S_q, S_k), left, right in product(LENGTHS, BOUNDS, BOUNDS):
-        if S_k or packed:
-            check(S_q, S_k, left, right, CONFIGS[name], packed)
+        if S_k or varlen:
+            check(S_q, S_k, left, right, CONFIGS[name], varlen)
 
 
 @pytest.mark.parametrize(
@@ -112,31 +115,33 @@ def test_a_window_costs_its_width():
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, fresh_launches):  # noqa: F811
     """The arguments of launches, by the names that the kernel has for them, on a GPU that is not there."""
-    from attnlib.kernels.hopper import forward_kernel as hopper
-
-    names, calls = hopper.attention_forward_hopper.arg_names, []
+    calls, names = [], set(forward_kernel.attention_forward_hopper.arg_names)
+    counter = torch.zeros(1, dtype=torch.int32)
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: calls.append({"grid": grid} | dict(zip(names, args, strict=True)))
+            return lambda **given: calls.append({"grid": grid} | given)
 
-    monkeypatch.setattr(hopper, "attention_forward_hopper", Kernel())
-    monkeypatch.setattr(launch_hopper, "Launcher", lambda kernel: kernel)
-    monkeypatch.setattr(launch_hopper, "_compiled", {})
-    monkeypatch.setattr(launch_hopper, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(launch_hopper, "_counter", lambda device: "counter")
+    monkeypatch.setattr(forward_kernel, "attention_forward_hopper", Kernel())
+    monkeypatch.setattr(device, "num_sms", lambda index: 132)
+    monkeypatch.setattr(launch, "_counter", lambda index: counter)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a CPU tensor
-    launch_hopper._prepare.cache_clear()
     yield calls
-    launch_hopper._prepare.cache_clear()
+    for call in calls:
+        assert call["counter_ptr"] is counter
+        assert names <= set(call) and set(call) - names == {"grid", "num_warps", "maxnreg"}
+
+
+def forward(q, k, window, varlen=None):
+    return families.forward(hopper, q, k, k, Params(window, 0.1, varlen, return_lse=True))
 
 
 def test_what_a_window_launches(launched):
     q, k = (torch.zeros(2, 4, rows, 128, dtype=torch.float16) for rows in (300, 400))
-    for seen in [Band(None, 0), Band(70, 0), Band(10**6, 10**6), Band(None, 5)]:
-        launch_hopper.forward(q, k, k, seen, 0.1, True)
+    for window in [(None, 0), (70, 0), (10**6, 10**6), (None, 5)]:
+        forward(q, k, MaskWindow(*window))
     asked = [[call["plan"].causal, call["plan"].left, call["plan"].shifted] for call in launched]
     assert [[flag.value for flag in flags] for flags in asked] == [
         [True, False, False], [True, True, False], [True, True, True], [True, False, True],
@@ -146,22 +151,22 @@ def test_what_a_window_launches(launched):
     for call in launched:
         assert call["cu_q"] is call["cu_k"] is call["T_q"] is None
         assert (call["S_q"], call["S_k"], call["H"], call["tiles"]) == (300, 400, 4, 3 * 8)
-        assert call["counter_ptr"] == "counter" and call["desc_q"].shape == [2, 4, 300, 128]
+        assert call["desc_q"].shape == [2, 4, 300, 128]
 
 
-def test_what_packed_sequences_launch(launched):
+def test_what_varlen_sequences_launch(launched):
     q, k = (torch.zeros(rows, heads, 64, dtype=torch.float16) for rows, heads in ((900, 4), (1000, 2)))
-    packed = Packed(*torch.zeros(2, 6, dtype=torch.int32), 700, 800)
-    for seen in (Band(None, 0), Band(None, None)):
-        out, lse = launch_hopper.forward(q, k, k, seen, 0.1, True, packed)
+    varlen = Varlen(*torch.zeros(2, 6, dtype=torch.int32), 700, 800)
+    for window in (MaskWindow(None, 0), MaskWindow(None, None)):
+        out, lse = forward(q, k, window, varlen)
         assert out.shape == q.shape and lse.shape == (4, 900)
     causal, dense = launched
     assert (causal["plan"].masked.value, dense["plan"].masked.value) == (2, 1)
     for call in launched:
         assert call["plan"].packed.value and call["plan"].skip.value
-        assert call["cu_q"] is packed.cu_seqlens_q and call["cu_k"] is packed.cu_seqlens_k
+        assert call["cu_q"] is varlen.cu_seqlens_q and call["cu_k"] is varlen.cu_seqlens_k
         assert (call["S_q"], call["S_k"], call["T_q"], call["HEADS"], call["GROUP"]) == (700, 800, 900, 20, 2)
         blocks = 900 // call["plan"].block_m.value + 5  # at most: each sequence may end with a part of one
-        assert (call["B"], call["tiles"], call["grid"]) == (5, 4 * blocks, (min(4 * blocks, 132),))
+        assert (call["B"], call["tiles"], call["grid"]) == (5, 4 * blocks, (min(4 * blocks, 132), 1, 1))
         assert call["desc_q"].shape == [2**30 + 1, 901, 4, 2**30, 64]
         assert call["desc_k"].block_shape == [1, 1, 1, call["plan"].block_n.value, 64]

@@ -1,4 +1,4 @@
-"""How a program finds its packed sequence. Forward the row blocks are counted, backward the blocks of all are
+"""How a program finds its varlen sequence. Forward the row blocks are counted, backward the blocks of all are
 counted through with one to spare for each sequence.
 
 Every block that a sequence needs has to be its own, whatever the lengths are; what is left over is nobody's.
@@ -19,14 +19,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.emulator import run
-from attnlib.kernels.hopper import backward_tiles
-from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper import launch_backward as launch_hopper_backward
+from attnlib.kernels.common.varlen_rows import row_of
+from attnlib.kernels.hopper import backward_tiles, launch, launch_backward
 from attnlib.kernels.hopper import tile_scheduler as tiling
 from attnlib.kernels.hopper.configs import TALL
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
-from attnlib.kernels.hopper.forward_kernel import Plan
-from attnlib.kernels.portable.backward_kernels import packed_rows
 
 pytestmark = INTERPRETER_REMARKS
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 127, 128, 129, 300, 1000]), min_size=1, max_size=20)
@@ -76,7 +73,7 @@ def places(found, cu, B, H, SECTION, plan: gl.constexpr):
 )
 def test_every_tile_is_located_once(lengths: list[int], heads: tuple[int, int], programs: int) -> None:
     """By programs that draw every so many of them, with one section of heads or two; the last rows first."""
-    plan = launch_hopper.make_plan(Plan, 64, False, 1, True, False, False, TALL, packed=True)
+    plan = launch.make_plan(64, False, 1, True, False, False, TALL, packed=True)
     H, section = heads
     cu = offsets(lengths)
     wanted = {
@@ -93,7 +90,7 @@ def test_every_tile_is_located_once(lengths: list[int], heads: tuple[int, int], 
 def found_owners(lengths: list[int], width: int, numbers: list[int]) -> list[list[int]]:
     """What the backward kernel for `width` columns finds for blocks of these numbers."""
     config = hopper_backward_config(width)
-    plan, _ = launch_hopper_backward.kernel_for(width, True, False, config, packed=True)
+    plan = launch_backward.make_plan(width, True, False, config, packed=True)
     found = torch.full((len(numbers), 2), -1, dtype=torch.int32)
     blocks = sum(lengths) // config.block_n + len(lengths)
     given = torch.tensor(numbers).int()
@@ -129,7 +126,7 @@ def test_many_sequences_have_their_blocks(count: int) -> None:
 def rows(found, numbers, count, cu, B, BLOCK: tl.constexpr):
     """What is found for the first row of each of `count` blocks."""
     for i in range(count):
-        place, end, length = packed_rows(tl.load(numbers + i) * BLOCK, cu, B, BLOCK)
+        place, end, length = row_of(tl.load(numbers + i) * BLOCK, cu, B, BLOCK)
         tl.store(found + 3 * i, place)
         tl.store(found + 3 * i + 1, end)
         tl.store(found + 3 * i + 2, length)
