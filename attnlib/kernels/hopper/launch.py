@@ -101,28 +101,27 @@ def plan_of(call: Signature):
     """The kernel's constants for a call."""
     _, _, _, S_q, S_k = call.dimensions()
     left, right = call.window.clipped(S_q, S_k)
-    masked, skip = (1 if right is None else 2, True) if call.varlen else _masks(right, S_q, S_k, call.config)
+    blocks, skip = (1 if right is None else 2, True) if call.varlen else _masks(right, S_q, S_k, call.config)
+    mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
+    mask |= {"blocks": blocks, "skip": skip}
     return make_plan(
-        tile_width(call.head_dim), right is not None, masked, skip, call.sm_scale < 0, call.return_lse,
-        call.config, bool(right), left is not None, call.varlen,
-    )  # fmt: skip
+        tile_width(call.head_dim), call.config, mask, call.sm_scale < 0, call.return_lse, call.varlen
+    )
 
 
-@lru_cache(PREPARED)
 def make_plan(
-    width: int, causal: bool, masked: int, skip: bool, flip: bool, store_lse: bool, config: HopperConfig,
-    shifted: bool = False, left: bool = False, packed: bool = False,
-):  # fmt: skip
-    """The kernel's constants."""
-    from attnlib.kernels.hopper.forward_kernel import Plan
+    width: int, config: HopperConfig, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool
+):
+    """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
+    from attnlib.kernels.hopper.plan import ForwardMask, ForwardPlan, Pipeline, Registers
 
-    return Plan(
-        d=width, causal=causal, masked=masked, skip=skip, flip=flip, store_lse=store_lse,
-        block_n=config.block_n, warpgroups=config.warpgroups, stages=config.stages,
-        q_columns=config.q_columns, o_columns=config.o_columns, late_wait=config.late_wait, pin=config.pin,
-        tree=config.tree, joint=config.joint, named=config.named,
-        consumer_registers=config.consumer_registers, producer_registers=config.producer_registers,
-        shifted=shifted, left=left, packed=packed,
+    return ForwardPlan(
+        d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
+        tree=config.tree, flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
+        pipeline=Pipeline(
+            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin
+        ),
+        registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip
 
 
