@@ -82,10 +82,9 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     if skip is None:
         skip = config.block_n != 64 * config.warpgroups
     varlen = "varlen" in others
-    plan = launch.make_plan(
-        width, causal, masked, skip, flip, lse, config,
-        shifted="shifted" in others, left="left" in others, packed=varlen,
-    )  # fmt: skip
+    mask = {"causal": causal, "shifted": "shifted" in others, "left": "left" in others}
+    mask |= {"blocks": masked, "skip": skip}
+    plan = launch.make_plan(width, config, mask, flip, lse, varlen)
     types = {"counter_ptr": "*i32", "qk_scale": "fp32", "lse_ptr": "*fp32"}
     types |= {"cu_q": "*i32", "cu_k": "*i32"} if varlen else {}
     absent = {"lse_ptr": lse, "cu_q": varlen, "cu_k": varlen, "T_q": varlen, "B": varlen}

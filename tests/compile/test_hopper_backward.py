@@ -94,7 +94,8 @@ def compile_case(case: tuple[int, str, str], planted: bool = False) -> tuple[Sta
     config = hopper_backward_config(width)
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
-    plan = launch_backward.make_plan(width, causal, tail, config, shifted, left, varlen)
+    mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
+    plan = launch_backward.make_plan(width, config, mask, varlen)
     kernel = backward_kernel.attention_backward_hopper
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide

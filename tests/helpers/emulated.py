@@ -83,7 +83,7 @@ def on_the_cpu(
         patch.setattr(support, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
-        patch.setattr(launch, "_counter", lambda index: counter)
+        patch.setattr(launch, "counter", lambda index: counter)
         families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:
             yield kernels

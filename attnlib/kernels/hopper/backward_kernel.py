@@ -54,7 +54,6 @@ spare for each sequence, so that a program finds its sequence by a search, and f
 once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks of queries.
 """
 
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -68,73 +67,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.forward_kernel import _accumulator
+from attnlib.kernels.hopper.backward_shared import (
+    DO_FREE,
+    NUMBERS,
+    Q_FREE,
+    STAGES,
+    add_dq,
+    opaque_zero,
+    parity_of,
+    produce,
+    release,
+    slot_of,
+)
 
-LSE2 = gl.constexpr(0)  # places in desc_rows
-DELTA = gl.constexpr(1)
-STAGES = gl.constexpr(2)  # blocks of Q and of dO in shared memory; a power of two
-# Of the hardware's 16 barriers Triton leaves these alone here.
-Q_FREE = gl.constexpr(8)
-DO_FREE = gl.constexpr(10)
-DS_FULL = gl.constexpr(12)
+DS_FULL = gl.constexpr(12)  # of the named barriers; Q_FREE and DO_FREE are 8 to 11
 
 
 # ---------------------------------------------------------------- what is passed around
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything fixed at compile time: what the call asks for, and how it is computed.
-
-    Attributes:
-        d: columns of a tile, the head dimension or more: 64 or 128.
-        causal: the keys of a query end on a diagonal: query i sees none after i + S_k - S_q, or `right` more.
-        tail: S_k may be no multiple of 128, and no diagonal cuts the keys beyond it off.
-
-    The others are those of `configs_backward_hopper.HopperBackwardConfig`, and
-
-        shifted: there is a `right` that is not 0.
-        left: query i sees no key before i + S_k - S_q - `left`.
-        packed: the sequences are packed.
-    """
-
-    d: int
-    causal: bool
-    tail: bool
-    block_m: int
-    half_p: bool
-    stagger: int
-    consumer_registers: int
-    producer_registers: int
-    shifted: bool = False
-    left: bool = False
-    packed: bool = False
-
-    def __post_init__(self):
-        # The compiler wants its constants wrapped.
-        for field in fields(self):
-            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
-
-    block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
-    # Keys may be seen by no query.
-    sparse = property(lambda self: gl.constexpr(self.left.value or self.packed.value))
-
-    # Clocks by which the second consumer begins later.
-    delay = property(
-        lambda self: gl.constexpr(0 if self.causal.value or self.left.value else self.stagger.value)
-    )
-
-    # Halves of dQ that the two consumers form: of the queries, or of the columns.
-    by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
-    dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
-
-    # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d], of half of dQ [64, dq_columns].
-    s_layout = property(lambda self: _accumulator(self.block_m.value))
-    d_layout = property(lambda self: _accumulator(self.d.value))
-    dq_layout = property(lambda self: _accumulator(self.dq_columns.value))
-    # P^T and dS^T as first operands of a product, in registers.
-    p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.d_layout.value, 2)))
 
 
 class Memory(NamedTuple):
@@ -157,123 +108,26 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _slot(j):
-    return j & (STAGES - 1)
-
-
-@gluon.jit
-def _parity(j):
-    return (j // STAGES) & 1
-
-
-@gluon.constexpr_function
-def _barrier_asm(operation, threads):
-    return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def _named_barrier(operation: gl.constexpr, number, threads: gl.constexpr):
-    gl.inline_asm_elementwise(
-        _barrier_asm(operation, threads), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _release(first: gl.constexpr, j):
-    """This consumer needs Q, or dO, of block j no more."""
-    _named_barrier("arrive", first + _slot(j), 288)
-
-
-@gluon.jit
-def _acquire(first: gl.constexpr, j):
-    """Both consumers have released what lies where block j goes."""
-    if j >= STAGES:
-        _named_barrier("sync", first + _slot(j), 288)
-
-
-@gluon.jit
 def _tell_ds(j, WG: gl.constexpr):
-    _named_barrier("arrive", DS_FULL + 2 * WG + (j & 1), 256)
+    named_barrier("arrive", DS_FULL + 2 * WG + (j & 1), 256)
 
 
 @gluon.jit
 def _await_ds(j, WG: gl.constexpr):
     """The other consumer has written its dS of block j; there is none of block -1."""
     if j >= 0:
-        _named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
-
-
-# ---------------------------------------------------------------- producer
-
-
-@gluon.jit
-def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
-    tile = tiling.locate(gl.program_id(0), work, plan)
-    if tiling.seen(tile, plan):
-        _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan)
-
-
-@gluon.jit
-def _copy_keys(desc, tile, bar, buffers, work, plan: gl.constexpr):
-    """Of K or V, 64 rows into each buffer."""
-    parts: gl.constexpr = plan.block_n // 64
-    at = tiling.keys(tile, work, plan)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    for w in gl.static_range(parts):
-        tma.async_copy_global_to_shared(
-            desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers.index(w)
-        )
-
-
-@gluon.jit
-def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.constexpr):
-    at_q = tiling.queries(tile, work, plan)
-    n = (tile.m_end - tile.m_start) * work.GROUP
-    q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
-    do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
-    _copy_keys(desc_k, tile, mem.k_full, mem.k, work, plan)
-    m = tile.m_start
-    g = 0
-    for j in range(n):
-        slot = _slot(j)
-        bar = mem.q_full.index(slot)
-        _acquire(Q_FREE, j)
-        mbarrier.expect(bar, q_bytes)
-        place = tiling.coordinates(at_q, g, m * plan.block_m)
-        tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
-        tma.async_copy_global_to_shared(
-            desc_rows, tiling.rows(tile, LSE2, g, m, work, plan), bar, mem.lse.index(slot)
-        )
-        if j == 0:
-            _copy_keys(desc_v, tile, mem.v_full, mem.v, work, plan)
-        bar = mem.do_full.index(slot)
-        _acquire(DO_FREE, j)
-        mbarrier.expect(bar, do_bytes)
-        tma.async_copy_global_to_shared(desc_do, place, bar, mem.do.index(slot))
-        tma.async_copy_global_to_shared(
-            desc_rows, tiling.rows(tile, DELTA, g, m, work, plan), bar, mem.delta.index(slot)
-        )
-        m += 1
-        if m == tile.m_end:
-            m = tile.m_start
-            g += 1
+        named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
 
 
 # ---------------------------------------------------------------- consumer
 
 
 @gluon.jit
-def _zero(j):
-    """0, though the compiler doesn't know. Added to the number of a buffer that is the same in all steps, it
-    keeps the addresses of its parts from being computed before the loop, dozens of registers."""
-    return j >> 30
-
-
-@gluon.jit
 def _issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
     """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
     zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    return warpgroup_mma(matrix(a, WG + _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    a = matrix(a, WG + opaque_zero(j))
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -282,7 +136,7 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
     for w in gl.static_range(2):
         ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
-        k = matrix(mem.k, w + _zero(j + 1))  # [64, D]; j is -1 or more
+        k = matrix(mem.k, w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
         if plan.by_rows:
             ds = ds.slice(WG * 64, 64, 1)
         else:
@@ -298,50 +152,12 @@ def _write_ds(mem, ds_half, j, WG: gl.constexpr):
     _tell_ds(j, WG)
 
 
-@gluon.constexpr_function
-def _add_asm(n):
-    """All n elements of a thread; n // 4 outputs of four bytes each that nobody reads."""
-    outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
-    lines = [
-        "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",
-        f"setp.eq.b32 q, ${wanted}, 0;",
-        "@q bra DONE;",
-        "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;",
-        f"add.s64 a, a, ${pointer};",
-    ]
-    for i in range(0, n, 4):
-        four = ", ".join(f"${values + i + k}" for k in range(4))
-        lines.append(f"red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
-    lines.append("DONE:")
-    lines += [f"mov.b32 ${outputs + i}, 0;" for i in range(n // 4)]
-    return " ".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def _add_constraints(n):
-    return ",".join(["=r"] * (n // 4) + ["f"] * n + ["l"] * n + ["r"] * n)
-
-
 @gluon.jit
 def _before(block, m, m_start, gap):
     """The block of queries of the step before: the one before this, or the last of the head before."""
     # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
     # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
     return block - 1 - gl.where(m == m_start, gap, 0)
-
-
-@gluon.jit
-def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
-    """Add [64, DQ_COLUMNS] to this consumer's half of a block, of [BLOCK_M / 64, D / 8, 512] in
-    memory, as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the
-    128 threads follow each other. Without `wanted`, do nothing."""
-    n: gl.constexpr = plan.dq_columns // 2  # elements of dq in a thread
-    offset = block.to(gl.int64) * (plan.block_m * plan.d) + WG * 64 * plan.dq_columns
-    address = (dq_ptr + offset).to(gl.int64)
-    gl.inline_asm_elementwise(
-        _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
-        is_pure=False, pack=n,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -411,12 +227,12 @@ def _visit(
     if WG * plan.delay > 0:
         _begin_later(n, plan)
     for j in range(n):
-        slot = _slot(j)
+        slot = slot_of(j)
         q = matrix(mem.q, slot)  # [BLOCK_M, D]
         do = matrix(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
-        mbarrier.wait(mem.do_full.index(slot), _parity(j))
+        mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         dp_token = _issue_scores(mem.v, do, j, WG, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
@@ -433,18 +249,18 @@ def _visit(
         _await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
-        _release(DO_FREE, j)
+        release(DO_FREE, j)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
-        next_slot = _slot(j + 1)
+        next_slot = slot_of(j + 1)
         if j + 1 < n:
-            mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
         s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
         _write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
-        _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
+        add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
-        _release(Q_FREE, j)
+        release(Q_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
         block += 1
@@ -458,16 +274,13 @@ def _visit(
     at = tiling.keys(tile, work, plan)
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), at, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
+    add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
     tma.store_wait(0)
     _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), at, row)
     tma.store_wait(0)
 
 
 # ---------------------------------------------------------------- kernel
-
-
-NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
@@ -493,7 +306,7 @@ def attention_backward_hopper(
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
     module docstring."""
     i_b = 0
-    if plan.packed:
+    if plan.varlen:
         # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
         # different in each thread, and with it the addresses of a step.
         i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
@@ -523,5 +336,5 @@ def attention_backward_hopper(
     gl.warp_specialize([
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-    ], [4, 1], [plan.consumer_registers, plan.producer_registers])
+        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+    ], [4, 1], [plan.registers.consumer, plan.registers.producer])

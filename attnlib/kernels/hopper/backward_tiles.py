@@ -78,7 +78,7 @@ def locate(tile, work, plan: gl.constexpr):
     # The first keys, which causal most queries see, come first.
     i_n, head = by_sections(tile, work.num_n, work.HEADS_KV, work.SECTION)
     S_q, S_k, end_q, end_k, m_end = work.S_q, work.S_k, 0, 0, work.num_m
-    if plan.packed:
+    if plan.varlen:
         i_b = work.i_b
         head += i_b * (work.H // work.GROUP)
         start_k = gl.load(work.cu_k + i_b)
@@ -91,12 +91,12 @@ def locate(tile, work, plan: gl.constexpr):
     start = i_n * plan.block_n
     # Query i stands at i + S_k - S_q among the keys.
     m_start = 0
-    if plan.causal:
+    if plan.mask.causal:
         before = start + S_q - S_k
-        if plan.shifted:
+        if plan.mask.shifted:
             before -= work.right
         m_start = gl.maximum(before, 0) // plan.block_m
-    if plan.left:
+    if plan.mask.left:
         after = start + plan.block_n + S_q - S_k + work.left
         m_end = gl.minimum(m_end, gl.cdiv(gl.maximum(after, 0), plan.block_m))
     if plan.sparse:
@@ -127,7 +127,7 @@ def _split(tile, work):
 def queries(tile, work, plan: gl.constexpr):
     """Where a descriptor finds the rows of the first head that shares the keys; see `coordinates`."""
     i_b, i_kv = _split(tile, work)
-    if plan.packed:
+    if plan.varlen:
         return tile.end_q, i_kv * work.GROUP, VARLEN_ROWS - tile.S_q
     else:
         return i_b, i_kv * work.GROUP
@@ -137,7 +137,7 @@ def queries(tile, work, plan: gl.constexpr):
 def keys(tile, work, plan: gl.constexpr):
     """Where a descriptor finds the keys, the values, and their gradients."""
     i_b, i_kv = _split(tile, work)
-    if plan.packed:
+    if plan.varlen:
         return tile.end_k, i_kv, VARLEN_ROWS - tile.S_k
     else:
         return i_b, i_kv
@@ -162,7 +162,7 @@ def _first_rows(i_b, tile, plan: gl.constexpr):
 def rows(tile, which, g, m, work, plan: gl.constexpr):
     """Where a descriptor finds LSE2 or delta of a block of queries."""
     i_b, i_kv = _split(tile, work)
-    if plan.packed:
+    if plan.varlen:
         return which, i_kv * work.GROUP + g, (_first_rows(i_b, tile, plan) + m) * plan.block_m
     else:
         return which, i_b * work.H + i_kv * work.GROUP + g, m * plan.block_m
@@ -173,7 +173,7 @@ def first_sums(tile, work, plan: gl.constexpr):
     """The block of sums of dQ, over all heads, that the first block of queries adds to; packed as in
     `varlen_rows.first_sums`."""
     i_b, i_kv = _split(tile, work)
-    if plan.packed:
+    if plan.varlen:
         num_m = gl.cdiv(tile.S_q, plan.block_m)
         return _first_rows(i_b, tile, plan) * work.H + i_kv * work.GROUP * num_m + tile.m_start
     else:
@@ -183,7 +183,7 @@ def first_sums(tile, work, plan: gl.constexpr):
 @gluon.jit
 def gap(tile, work, plan: gl.constexpr):
     """Blocks of sums between the last one of a head and the first one of the next, that are not visited."""
-    num_m = gl.cdiv(tile.S_q, plan.block_m) if plan.packed else work.num_m
+    num_m = gl.cdiv(tile.S_q, plan.block_m) if plan.varlen else work.num_m
     return num_m - (tile.m_end - tile.m_start)
 
 
@@ -194,23 +194,23 @@ def gap(tile, work, plan: gl.constexpr):
 def visible(p, row, m, tile, work, plan: gl.constexpr):
     """P^T [64, BLOCK_M] of the keys from `row` on and the queries of block m, 0 where a query does not see a
     key."""
-    if plan.causal or plan.left:
+    if plan.mask.causal or plan.mask.left:
         first = row - tile.S_k + tile.S_q - m * plan.block_m  # the first key's place among these queries
         last = first
-        if plan.shifted:
+        if plan.mask.shifted:
             first -= work.right  # the query that it is the last key of
         hides = first > -64
-        if plan.left:
+        if plan.mask.left:
             last += work.left  # the query that it is the first key of
-            if plan.causal:
+            if plan.mask.causal:
                 hides = hides | (last < plan.block_m - 1)
             else:
                 hides = last < plan.block_m - 1
-        if plan.tail:
+        if plan.mask.tail:
             hides = hides | (row + 64 > tile.S_k)
         if hides:
             p = _mask(p, first, last, tile.S_k - row, plan)
-    elif plan.tail:
+    elif plan.mask.tail:
         if row + 64 > tile.S_k:
             p = _mask(p, 0, 0, tile.S_k - row, plan)
     return p
@@ -221,20 +221,20 @@ def _mask(p, first, last, keys_left, plan: gl.constexpr):
     o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))  # [64]
     o_q = gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))  # [BLOCK_M]
     # A thread has columns 8 i, 8 i + 1 plus one of 0, 2, 4, 6: taken to the left, the rest is constants.
-    if plan.causal:
+    if plan.mask.causal:
         place = o_k + first  # [64] the first query that sees each key
-        if plan.tail:
+        if plan.mask.tail:
             place = gl.where(o_k < keys_left, place, HIDDEN)
         place = place[:, None] - (o_q & 6)[None, :]  # [64, BLOCK_M]
-        if plan.left:
+        if plan.mask.left:
             # Counted without a sign, queries before the first one are too far, too.
             after = ((o_q & ~6)[None, :] - place).to(gl.uint32)  # [64, BLOCK_M]
             seen = after <= (last - first).to(gl.uint32)
         else:
             seen = place <= (o_q & ~6)[None, :]
-    elif plan.left:
+    elif plan.mask.left:
         place = o_k + last  # [64] the last query that sees each key
-        if plan.tail:
+        if plan.mask.tail:
             place = gl.where(o_k < keys_left, place, -HIDDEN)
         seen = place[:, None] - (o_q & 6)[None, :] >= (o_q & ~6)[None, :]
     else:

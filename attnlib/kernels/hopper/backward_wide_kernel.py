@@ -34,7 +34,6 @@ reuse: 0 writes P of j+2 after it has waited for Q of j+2, which was filled afte
 after it had read P of j. For the same reason 0 can't arrive twice at P_FULL before 1 has come once.
 """
 
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -48,21 +47,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_kernel import (
+from attnlib.kernels.hopper.backward_shared import (
     DO_FREE,
     NUMBERS,
     Q_FREE,
     STAGES,
-    _add_dq,
-    _named_barrier,
-    _parity,
-    _produce,
-    _release,
-    _slot,
-    _zero,
+    add_dq,
+    opaque_zero,
+    parity_of,
+    produce,
+    release,
+    slot_of,
 )
-from attnlib.kernels.hopper.forward_kernel import _accumulator
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
 END = gl.constexpr(5)
@@ -72,49 +70,6 @@ DS_FULL = gl.constexpr(14)
 
 
 # ---------------------------------------------------------------- what is passed around
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything fixed at compile time: what the call asks for, and how it is computed.
-
-    Attributes:
-        d: columns of a tile, the head dimension or more: 256.
-        tail: S_k may be no multiple of 64, and no diagonal cuts the keys beyond it off.
-
-    The others are as in `hopper_backward.Plan`.
-    """
-
-    d: int
-    causal: bool
-    tail: bool
-    block_m: int
-    consumer_registers: int
-    dq_registers: int
-    producer_registers: int
-    shifted: bool = False
-    left: bool = False
-    packed: bool = False
-
-    def __post_init__(self):
-        # The compiler wants its constants wrapped.
-        for field in fields(self):
-            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
-
-    block_n = gl.constexpr(64)  # keys of a program
-    # They may be seen by no query.
-    sparse = property(lambda self: gl.constexpr(self.left.value or self.packed.value))
-
-    # dK, dV and dQ are formed by halves of their columns. ptxas refuses a product of 256 columns: it wants
-    # its registers to be there before they are shared out anew (C7602).
-    dq_columns = property(lambda self: gl.constexpr(self.d.value // 2))
-
-    # Accumulators: of S^T and dP^T [64, block_m], of a half of dK, dV and dQ [64, d / 2].
-    s_layout = property(lambda self: _accumulator(self.block_m.value))
-    d_layout = property(lambda self: _accumulator(self.dq_columns.value))
-    dq_layout = property(lambda self: self.d_layout)
-    # P^T and dS^T as first operands of a product, in registers.
-    p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.d_layout.value, 2)))
 
 
 class Memory(NamedTuple):
@@ -141,7 +96,7 @@ class Memory(NamedTuple):
 def _issue_scores(a, b, j, plan: gl.constexpr):
     """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
     zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    return warpgroup_mma(matrix(a, _zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(matrix(a, opaque_zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -199,30 +154,30 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     dv_left = _zeros(plan)
     dv_right = _zeros(plan)
     for j in range(n):
-        slot = _slot(j)
+        slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
         p = tiling.visible(p, tile.start, m, tile, work, plan)
         p_half = p.to(dtype)  # [64, BLOCK_M]
         mem.p.index(slot).store(p_half)
-        _named_barrier("arrive", P_FULL + slot, 256)
-        _release(Q_FREE, j)
+        named_barrier("arrive", P_FULL + slot, 256)
+        release(Q_FREE, j)
 
         # dV, then S of the block after.
-        mbarrier.wait(mem.do_full.index(slot), _parity(j))
+        mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         do = matrix(mem.do, slot)  # [BLOCK_M, D]
         dv_left, dv_right = warpgroup_mma_wait(0, deps=_issue_update(p_half, do, dv_left, dv_right, plan))
-        next_slot = _slot(j + 1)
+        next_slot = slot_of(j + 1)
         if j + 1 < n:
-            mbarrier.wait(mem.q_full.index(next_slot), _parity(j + 1))
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
         s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, plan)
-        _release(DO_FREE, j)
+        release(DO_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
         m += 1
         if m == tile.m_end:
             m = tile.m_start
 
-    _named_barrier("sync", END, 256)
+    named_barrier("sync", END, 256)
     _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), tile, work, plan)
 
 
@@ -247,31 +202,31 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     dk_left = _zeros(plan)
     dk_right = _zeros(plan)
     for j in range(n):
-        slot = _slot(j)
+        slot = slot_of(j)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        _named_barrier("sync", P_FULL + slot, 256)
+        named_barrier("sync", P_FULL + slot, 256)
         p = mem.p.index(slot).load(plan.s_layout).to(gl.float32)  # [64, BLOCK_M]
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # dK, then dP of the block after.
-        mbarrier.wait(mem.q_full.index(slot), _parity(j))
+        mbarrier.wait(mem.q_full.index(slot), parity_of(j))
         q = matrix(mem.q, slot)  # [BLOCK_M, D]
         tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
         if j >= STAGES:
-            _named_barrier("sync", DS_FREE + slot, 256)
+            named_barrier("sync", DS_FREE + slot, 256)
         mem.ds.index(slot).store(ds_half)
         fence_async_shared()
-        _named_barrier("arrive", DS_FULL + slot, 256)
-        _release(DO_FREE, j)
+        named_barrier("arrive", DS_FULL + slot, 256)
+        release(DO_FREE, j)
         dk_left, dk_right = warpgroup_mma_wait(0, deps=tokens)
-        next_slot = _slot(j + 1)
+        next_slot = slot_of(j + 1)
         if j + 1 < n:
-            mbarrier.wait(mem.do_full.index(next_slot), _parity(j + 1))
+            mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
         dp_token = _issue_scores(mem.v, matrix(mem.do, next_slot), j, plan)
-        _release(Q_FREE, j)
+        release(Q_FREE, j)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
-    _named_barrier("arrive", END, 256)
+    named_barrier("arrive", END, 256)
     # Nobody else reads V.
     dk_left = (dk_left * sm_scale).to(dtype)
     dk_right = (dk_right * sm_scale).to(dtype)
@@ -294,18 +249,18 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
     m = tile.m_start
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
-        slot = _slot(j)
-        _named_barrier("sync", DS_FULL + slot, 256)
+        slot = slot_of(j)
+        named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
         for half in gl.static_range(2):
-            k = matrix(mem.k, _zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
+            k = matrix(mem.k, opaque_zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
             dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, DQ_COLUMNS]
             if half == 1:
-                _named_barrier("arrive", DS_FREE + slot, 256)
+                named_barrier("arrive", DS_FREE + slot, 256)
             # Behind a branch, for all that the compiler knows; else it starts the next product before the
             # additions, and there are no registers for both.
-            _add_dq(dq_ptr, block, dq, _zero(j) == 0, half, plan)
+            add_dq(dq_ptr, block, dq, opaque_zero(j) == 0, half, plan)
         block += 1
         m += 1
         if m == tile.m_end:
@@ -340,7 +295,7 @@ def attention_backward_hopper_wide(
     module docstring."""
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     i_b = 0
-    if plan.packed:
+    if plan.varlen:
         # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
         # different in each thread, and with it the addresses of a step.
         i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
@@ -368,5 +323,5 @@ def attention_backward_hopper_wide(
         (_values, (desc_dv, mem, qk_scale, work, plan)),
         (_keys, (desc_dk, mem, sm_scale, work, plan)),
         (_queries, (dq_ptr, mem, work, plan)),
-        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-    ], [4, 4, 1], [plan.consumer_registers, plan.dq_registers, plan.producer_registers])
+        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+    ], [4, 4, 1], [plan.registers.consumer, plan.registers.dq, plan.registers.producer])

@@ -56,7 +56,6 @@ by counting on from the one before, 32 sequences at a time; it tells the consume
 sequence.
 """
 
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -76,70 +75,15 @@ from attnlib.kernels.hopper.ring import acquire, release, slot, wait_k, wait_v
 
 LN2 = gl.constexpr(0.6931471805599453)
 
+# What the producer tells of a tile, word by word.
+FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
+BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
+OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of the tile before
+LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
+LENGTH_K = gl.constexpr(5)
+
 
 # ---------------------------------------------------------------- what is passed around
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything fixed at compile time: what the call asks for, and how it is computed.
-
-    Attributes:
-        d: columns of a tile, the head dimension or more: 64, 128 or 256.
-        causal: the keys of a row end on a diagonal: query i sees none after i + S_k - S_q, or `right` more.
-        masked: blocks at the end of a row that need a mask: 0, 1 or 2.
-        skip: the warpgroups of one tile may visit different numbers of blocks.
-        flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
-        store_lse: write the LSE.
-        shifted: there is a `right` that is not 0.
-        left: query i sees no key before i + S_k - S_q - `left`.
-        packed: the sequences are packed.
-
-    The others are those of `configs.HopperConfig`.
-    """
-
-    d: int
-    causal: bool
-    masked: int
-    skip: bool
-    flip: bool
-    store_lse: bool
-    block_n: int
-    warpgroups: int
-    stages: int
-    q_columns: int
-    o_columns: int
-    late_wait: bool
-    pin: bool
-    tree: bool
-    joint: bool
-    named: bool
-    consumer_registers: int
-    producer_registers: int
-    shifted: bool = False
-    left: bool = False
-    packed: bool = False
-
-    def __post_init__(self):
-        # The compiler wants its constants wrapped.
-        for field in fields(self):
-            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
-
-    block_m = property(lambda self: gl.constexpr(64 * self.warpgroups.value))
-    words = property(lambda self: gl.constexpr(6 if self.packed.value else 4))  # told of a tile
-
-    # Accumulators: of Q K^T [64, block_n], of P V [64, d].
-    s_layout = property(lambda self: _accumulator(self.block_n.value))
-    o_layout = property(lambda self: _accumulator(self.d.value))
-    # P and part of Q as first operands of a product, in registers.
-    p_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.o_layout.value, 2)))
-    q_layout = property(lambda self: gl.constexpr(gl.DotOperandLayout(0, self.s_layout.value, 2)))
-    # A value per row [64].
-    row_layout = property(lambda self: gl.constexpr(gl.SliceLayout(1, self.s_layout.value)))
-
-
-def _accumulator(columns):
-    return gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
 
 
 class Memory(NamedTuple):
@@ -165,7 +109,7 @@ class Memory(NamedTuple):
 def _copy_k(desc_k, mem, c, at, block, VALUES: gl.constexpr, plan: gl.constexpr):
     """VALUES: the slot gets values, too, as large as the keys."""
     bar = mem.k_full.index(slot(c, plan))
-    mbarrier.expect(bar, (2 if VALUES and plan.joint else 1) * desc_k.block_type.nbytes)
+    mbarrier.expect(bar, (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes)
     tma.async_copy_global_to_shared(
         desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(slot(c, plan))
     )
@@ -187,7 +131,7 @@ def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr
     for i in range(begin, end):
         acquire(mem, c + i, plan)
         _copy_k(desc_k, mem, c + i, at, top - 1 - i, True, plan)
-        _copy_v(desc_v, mem, c + i, at, top - i, not plan.joint, plan)
+        _copy_v(desc_v, mem, c + i, at, top - i, not plan.pipeline.joint, plan)
 
 
 @gluon.jit
@@ -210,8 +154,8 @@ def _drawn(asked, counter_ptr, end):
 def _tell(mem, number, last, row, i_b, top, before, work, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
-    words = (gl.where(last, -1, row), top) + before
-    if plan.packed:
+    words = (gl.where(last, -1, row), top) + before  # in the order of their names
+    if plan.varlen:
         seq = tiling.sequence(i_b, work, plan)
         words = words + (seq.S_q, seq.S_k)
     for w in gl.static_range(plan.words):
@@ -231,7 +175,7 @@ def _produce(given, plan: gl.constexpr):
     if number < end:
         _copy_k(desc_k, mem, 0, at_k, top - 1, False, plan)
     _tell(mem, 0, number >= end, row, i_b, top, (0, 0), work, plan)
-    if not plan.joint:
+    if not plan.pipeline.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
@@ -239,7 +183,7 @@ def _produce(given, plan: gl.constexpr):
         seq = tiling.sequence(i_b, work, plan)
         low = tiling.first_block(row, seq, work, plan)
         at_q = tiling.of_queries(i_b, i_h, seq, plan)
-        for w in gl.static_range(plan.warpgroups):
+        for w in gl.static_range(plan.pipeline.warpgroups):
             mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
             mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -262,7 +206,7 @@ def _produce(given, plan: gl.constexpr):
         if number < end:
             at_k = tiling.of_keys(i_b, i_h, work, plan)
             _copy_k(desc_k, mem, c, at_k, top - 1, True, plan)
-            _copy_v(desc_v, mem, c, at_v, low, not plan.joint, plan)
+            _copy_v(desc_v, mem, c, at_v, low, not plan.pipeline.joint, plan)
         else:
             _copy_v(desc_v, mem, c, at_v, low, True, plan)
 
@@ -309,32 +253,32 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
     p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
     """
     dtype: gl.constexpr = mem.v.dtype
-    MASKED: gl.constexpr = plan.masked == 2  # a row may have seen no key in the block before
+    MASKED: gl.constexpr = plan.mask.blocks == 2  # a row may have seen no key in the block before
     wait_k(mem, c, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
-    if not plan.joint:
+    if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
-    if MASKED or plan.left:
+    if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
     shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
-    if plan.late_wait:
+    if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
         left = softmax.weights(left, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, left)
-        if plan.pin:
+        if plan.pipeline.pin:
             sums = softmax.pin(sums)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
         right = softmax.weights(right, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, right)
         p = softmax.whole(left.to(dtype), right.to(dtype))
     else:
-        if plan.pin:
+        if plan.pipeline.pin:
             shift = softmax.pin(shift)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
         weights = softmax.weights(s, shift, qk_scale, MASKED)
@@ -369,12 +313,12 @@ def _told(mem, number, plan: gl.constexpr):
     """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
     b = number & 1
     mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
-    return _word(mem, number, 0, plan)
+    return _word(mem, number, FIRST_ROW, plan)
 
 
 @gluon.jit
 def _word(mem, number, w, plan: gl.constexpr):
-    """First row, blocks, two coordinates of the output before; packed also the lengths S_q and S_k."""
+    """Word w of what the producer told."""
     lanes = mem.next_tile.index((number & 1) * plan.words + w)
     return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
@@ -383,17 +327,19 @@ def _word(mem, number, w, plan: gl.constexpr):
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
-    if not plan.joint:
+    if not plan.pipeline.joint:
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
         mbarrier.wait(mem.v_full.index(0), 0)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     first_row = _told(mem, 0, plan)
     while first_row >= 0:
-        top = _word(mem, turn, 1, plan)
+        top = _word(mem, turn, BLOCKS, plan)
         seq = tiling.Sequence(work.S_q, work.S_k, 0, 0)
-        if plan.packed:
-            seq = tiling.Sequence(_word(mem, turn, 4, plan), _word(mem, turn, 5, plan), 0, 0)
+        if plan.varlen:
+            seq = tiling.Sequence(
+                _word(mem, turn, LENGTH_Q, plan), _word(mem, turn, LENGTH_K, plan), 0, 0
+            )
         low = tiling.first_block(first_row, seq, work, plan)
         row = first_row + WG * 64
         end = c + (top - low)  # slot of the next tile's first keys, and of this tile's last values
@@ -406,14 +352,14 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             q_left = matrix(mem.q, WG).slice(0, plan.q_columns, 1)
             q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
 
-        if plan.skip:  # blocks that other warpgroups' rows see and these do not
+        if plan.mask.skip:  # blocks that other warpgroups' rows see and these do not
             own = tiling.top(row + 64, seq, work, plan) - low
             own = gl.where(row < seq.S_q, own, 1)  # no rows at all: one block, for nobody
             start = end - own
             first = (low + own - 1) * plan.block_n
             for i in range(c, start):
                 wait_k(mem, i, plan)
-                if not plan.joint:
+                if not plan.pipeline.joint:
                     if i > c:
                         wait_v(mem, i, plan)
                 release(mem, i, plan)
@@ -422,21 +368,21 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # of the tile before.
         wait_k(mem, start, plan)
         s_token = _issue_scores(q_registers, mem, start, WG, plan)
-        if plan.skip:
-            if not plan.joint:
+        if plan.mask.skip:
+            if not plan.pipeline.joint:
                 if start > c:
                     wait_v(mem, start, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         release(mem, start, plan)
         if plan.flip:
             s = -s
-        if plan.causal or plan.left:
+        if plan.mask.causal or plan.mask.left:
             s = softmax.mask(s, row, first, seq, work, plan)
-        elif plan.masked:
+        elif plan.mask.blocks:
             if first + plan.block_n > seq.S_k:
                 s = softmax.mask(s, row, first, seq, work, plan)
         shift = softmax.row_max(s, plan) * qk_scale  # [64]
-        weights = softmax.weights(s, shift, qk_scale, plan.masked > 0)
+        weights = softmax.weights(s, shift, qk_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
@@ -449,10 +395,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         for i in range(start, end):
             key = first - plan.block_n
             masked = (i == start) & crossed
-            if plan.left:
+            if plan.mask.left:
                 key = (low + end - 1 - i) * plan.block_n
                 masked = key < row + 63 + seq.S_k - seq.S_q - work.left
-                if plan.masked == 2:
+                if plan.mask.blocks == 2:
                     masked = masked | ((i == start) & crossed)
             p, acc, shift, sums = _step(
                 q_registers, p, acc, shift, sums, row, key, i, masked, mem, qk_scale, seq, work,
@@ -467,8 +413,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         turn += 1
         first_row = _told(mem, turn, plan)
-        at = _word(mem, turn, 2, plan), _word(mem, turn, 3, plan)  # of this tile
-        if plan.packed:
+        at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
+        if plan.varlen:
             at = at + (tiling.VARLEN_ROWS - seq.S_q,)
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
@@ -477,7 +423,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
             lse = (shift + gl.log2(row_sums)) * LN2
             lse = gl.where(empty, float("-inf"), lse)
-            if plan.packed:
+            if plan.varlen:
                 place = at[1].to(gl.int64) * work.T_q + (at[0] - seq.S_q)
             else:
                 place = (at[0] * work.H + at[1]).to(gl.int64) * seq.S_q
@@ -513,35 +459,35 @@ def attention_forward_hopper(
     T_q=None, B=None,  # rows of all packed sequences, and how many these are
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, packed 5; see the module docstring."""
-    k_full = barriers(plan.stages, 1)
+    k_full = barriers(plan.pipeline.stages, 1)
     v_full = k_full
-    if not plan.joint:
-        v_full = barriers(plan.stages, 1)
+    if not plan.pipeline.joint:
+        v_full = barriers(plan.pipeline.stages, 1)
     mem = Memory(
-        buffers(desc_q, plan.warpgroups),
-        buffers(desc_k, plan.stages),
-        buffers(desc_v, plan.stages),
-        buffers(desc_o, plan.warpgroups),
+        buffers(desc_q, plan.pipeline.warpgroups),
+        buffers(desc_k, plan.pipeline.stages),
+        buffers(desc_v, plan.pipeline.stages),
+        buffers(desc_o, plan.pipeline.warpgroups),
         gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(plan.warpgroups, 1),  # q_full
-        barriers(plan.warpgroups, 1),  # q_free
+        barriers(plan.pipeline.warpgroups, 1),  # q_full
+        barriers(plan.pipeline.warpgroups, 1),  # q_free
         k_full,
         v_full,
-        barriers(plan.stages, plan.warpgroups),  # kv_free
+        barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
         barriers(2, 1),  # drawn
     )
     fence_async_shared()
     work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B)
     given = desc_o, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
-    regs: gl.constexpr = plan.consumer_registers
-    few: gl.constexpr = plan.producer_registers
+    regs: gl.constexpr = plan.registers.consumer
+    few: gl.constexpr = plan.registers.producer
     # A consumer's number is a constant, so each has code of its own.
-    if plan.warpgroups == 2:
+    if plan.pipeline.warpgroups == 2:
         gl.warp_specialize([
             (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (producer_given, plan)),
         ], [4, 1], [regs, few])
-    elif plan.warpgroups == 3:
+    elif plan.pipeline.warpgroups == 3:
         gl.warp_specialize([
             (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_consume, (given, 2, plan)),
             (_produce, (producer_given, plan)),

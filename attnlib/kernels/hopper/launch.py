@@ -1,14 +1,12 @@
 """Launch the Hopper forward kernel."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from attnlib.kernels.common import device
+from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
@@ -19,9 +17,6 @@ from attnlib.params import Params
 
 TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k"
 KERNEL = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
-
-_counters: dict[tuple[int, int], torch.Tensor] = {}
-"""(device, stream) -> the counter that its launches draw tiles from; 0 between launches."""
 
 
 def forward(
@@ -40,7 +35,7 @@ def forward(
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
-    plan.launches(q, k, v, out, lse, _counter(index), cu_q, cu_k)
+    plan.launches(q, k, v, out, lse, counter(index), cu_q, cu_k)
     return out, lse
 
 
@@ -101,28 +96,27 @@ def plan_of(call: Signature):
     """The kernel's constants for a call."""
     _, _, _, S_q, S_k = call.dimensions()
     left, right = call.window.clipped(S_q, S_k)
-    masked, skip = (1 if right is None else 2, True) if call.varlen else _masks(right, S_q, S_k, call.config)
+    blocks, skip = (1 if right is None else 2, True) if call.varlen else _masks(right, S_q, S_k, call.config)
+    mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
+    mask |= {"blocks": blocks, "skip": skip}
     return make_plan(
-        tile_width(call.head_dim), right is not None, masked, skip, call.sm_scale < 0, call.return_lse,
-        call.config, bool(right), left is not None, call.varlen,
-    )  # fmt: skip
+        tile_width(call.head_dim), call.config, mask, call.sm_scale < 0, call.return_lse, call.varlen
+    )
 
 
-@lru_cache(PREPARED)
 def make_plan(
-    width: int, causal: bool, masked: int, skip: bool, flip: bool, store_lse: bool, config: HopperConfig,
-    shifted: bool = False, left: bool = False, packed: bool = False,
-):  # fmt: skip
-    """The kernel's constants."""
-    from attnlib.kernels.hopper.forward_kernel import Plan
+    width: int, config: HopperConfig, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool
+):
+    """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
+    from attnlib.kernels.hopper.plan import ForwardMask, ForwardPlan, Pipeline, Registers
 
-    return Plan(
-        d=width, causal=causal, masked=masked, skip=skip, flip=flip, store_lse=store_lse,
-        block_n=config.block_n, warpgroups=config.warpgroups, stages=config.stages,
-        q_columns=config.q_columns, o_columns=config.o_columns, late_wait=config.late_wait, pin=config.pin,
-        tree=config.tree, joint=config.joint, named=config.named,
-        consumer_registers=config.consumer_registers, producer_registers=config.producer_registers,
-        shifted=shifted, left=left, packed=packed,
+    return ForwardPlan(
+        d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
+        tree=config.tree, flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
+        pipeline=Pipeline(
+            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin
+        ),
+        registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip
 
 
@@ -154,37 +148,3 @@ def _masks(right: int | None, S_q: int, S_k: int, config: HopperConfig) -> tuple
     # The diagonal enters a block at a corner of 64 rows, or crosses from one block to the next within them.
     diagonal, block_m = S_k - S_q + right, 64 * config.warpgroups
     return 1 + (diagonal % 64 != 0), not (block_m == config.block_n and diagonal % block_m == 0)
-
-
-class _Thread(threading.local):
-    own_counters = False
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def own_counters() -> Iterator[None]:
-    """Launches leave no tensor behind. For code that a compiler may run to prepare a CUDA graph: it counts
-    what is allocated meanwhile, and takes what stays for a leak."""
-    before, _thread.own_counters = _thread.own_counters, True
-    try:
-        yield
-    finally:
-        _thread.own_counters = before
-
-
-def _counter(index: int) -> torch.Tensor:
-    """An int32 that is 0, for one launch after another on a device.
-
-    Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
-    0 by the graph: nobody knows on which streams, beside which launches, a graph will be replayed. And so has
-    one within `own_counters`.
-    """
-    if _thread.own_counters or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    key = index, device.current_stream(index)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    return found

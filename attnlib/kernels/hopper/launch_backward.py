@@ -1,6 +1,5 @@
 """Launch the Hopper backward kernel, what goes before it, and what makes dQ of its sums."""
 
-from dataclasses import fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -93,10 +92,8 @@ def prepare(call: Signature) -> Plan | None:
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
     left, right = call.window.clipped(S_q, S_k)
-    plan = make_plan(
-        width, right is not None, right != 0 and (call.varlen or S_k % config.block_n != 0), config,
-        bool(right), left is not None, call.varlen,
-    )  # fmt: skip
+    mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
+    mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
     launch = Launch(
         WIDE_KERNEL if width > 128 else KERNEL,
         (programs, 1, 1),
@@ -117,26 +114,30 @@ def prepare(call: Signature) -> Plan | None:
             "left": left,
             "B": B if call.varlen else None,
         },
-        constants={"plan": plan},
+        constants={"plan": make_plan(width, config, mask, call.varlen)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, _postprocess(call, dq.window, first, width)]
     return Plan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
-@lru_cache(PREPARED)
-def make_plan(
-    width: int, causal: bool, tail: bool, config: HopperBackwardConfig,
-    shifted: bool = False, left: bool = False, packed: bool = False,
-):  # fmt: skip
-    """The kernel's constants."""
+def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], varlen: bool):
+    """The kernel's constants; `mask` are those of `plan.BackwardMask`."""
+    from attnlib.kernels.hopper.plan import (
+        BackwardMask,
+        BackwardPlan,
+        Registers,
+        WideBackwardPlan,
+        WideRegisters,
+    )
+
+    kept = config.consumer_registers, config.producer_registers
     if width > 128:
-        from attnlib.kernels.hopper.backward_wide_kernel import Plan
-    else:
-        from attnlib.kernels.hopper.backward_kernel import Plan
-    names = [field.name for field in fields(Plan) if hasattr(config, field.name)]
-    chosen = {name: getattr(config, name) for name in names}
-    return Plan(width, causal, tail, **chosen, shifted=shifted, left=left, packed=packed)
+        registers = WideRegisters(*kept, config.dq_registers)
+        return WideBackwardPlan(width, config.block_m, varlen, BackwardMask(**mask), registers)
+    return BackwardPlan(
+        width, config.block_m, config.half_p, config.stagger, varlen, BackwardMask(**mask), Registers(*kept)
+    )
 
 
 def descriptors(

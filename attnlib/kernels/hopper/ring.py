@@ -7,7 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-NAMED_BARRIER = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
+from attnlib.kernels.common.named_barrier import named_barrier
+
+KV_FREE = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
 
 
 @gluon.constexpr_function
@@ -18,26 +20,18 @@ def _log2(n):
 @gluon.jit
 def slot(c, plan: gl.constexpr):
     """Where block c of the ring is in memory."""
-    return c & (plan.stages - 1)
+    return c & (plan.pipeline.stages - 1)
 
 
 @gluon.jit
 def _parity(c, plan: gl.constexpr):
-    return (c >> _log2(plan.stages)) & 1
-
-
-@gluon.constexpr_function
-def _barrier_asm(operation, threads):
-    return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
+    return (c >> _log2(plan.pipeline.stages)) & 1
 
 
 @gluon.jit
-def _named_barrier(operation: gl.constexpr, c, plan: gl.constexpr):
-    threads: gl.constexpr = 32 + 128 * plan.warpgroups
-    gl.inline_asm_elementwise(
-        _barrier_asm(operation, threads), "=r,r", [NAMED_BARRIER + slot(c, plan)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )
+def _kv_free(operation: gl.constexpr, c, plan: gl.constexpr):
+    threads: gl.constexpr = 32 + 128 * plan.pipeline.warpgroups  # of the producer and all consumers
+    named_barrier(operation, KV_FREE + slot(c, plan), threads)
 
 
 @gluon.jit
@@ -55,8 +49,8 @@ def wait_v(mem, c, plan: gl.constexpr):
 @gluon.jit
 def release(mem, c, plan: gl.constexpr):
     """A consumer needs slot c no more."""
-    if plan.named:
-        _named_barrier("arrive", c, plan)
+    if plan.pipeline.named:
+        _kv_free("arrive", c, plan)
     else:
         mbarrier.arrive(mem.kv_free.index(slot(c, plan)), count=1)
 
@@ -64,8 +58,8 @@ def release(mem, c, plan: gl.constexpr):
 @gluon.jit
 def acquire(mem, c, plan: gl.constexpr):
     """The producer may fill slot c: all consumers have released c - STAGES."""
-    if plan.named:
-        if c >= plan.stages:
-            _named_barrier("sync", c, plan)
+    if plan.pipeline.named:
+        if c >= plan.pipeline.stages:
+            _kv_free("sync", c, plan)
     else:
         mbarrier.wait(mem.kv_free.index(slot(c, plan)), _parity(c, plan) ^ 1)

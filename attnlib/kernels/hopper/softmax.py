@@ -42,14 +42,14 @@ def mask(s, row, first, seq, work, plan: gl.constexpr):
     # Bits 1 and 2 of a column are those of the thread, the others are known to the compiler. Taken to the
     # other side of a comparison they leave it with a constant, instead of a register for each column.
     of_thread, o_n = o_n & 6, o_n & -7
-    if plan.causal:  # the last key that each row sees [64]
+    if plan.mask.causal:  # the last key that each row sees [64]
         last = o_m + (tiling.on_diagonal(row, seq, work, plan) - first)
-        if plan.shifted:
+        if plan.mask.shifted:
             last = gl.minimum(last, seq.S_k - 1 - first)
     else:
         last = gl.full([64], seq.S_k - 1 - first, gl.int32, plan.row_layout)
     after = last[:, None] - of_thread  # [64, BLOCK_N], a number for each row of a thread
-    if plan.left:
+    if plan.mask.left:
         # Keys before the last one, counted without a sign: those after it are too many, too.
         earlier = last - (o_m + (row + seq.S_k - seq.S_q - work.left - first))  # [64]
         seen = (after - o_n).to(gl.uint32) <= earlier.to(gl.uint32)[:, None]

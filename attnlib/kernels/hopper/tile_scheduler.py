@@ -49,7 +49,7 @@ def divide(n, d):
 def on_diagonal(i, seq, work, plan: gl.constexpr):
     """The key at which the diagonal ends the keys of query i."""
     place = i + seq.S_k - seq.S_q
-    if plan.shifted:
+    if plan.mask.shifted:
         place += work.right
     return place
 
@@ -57,7 +57,7 @@ def on_diagonal(i, seq, work, plan: gl.constexpr):
 @gluon.jit
 def sequence(i_b, work, plan: gl.constexpr):
     """The sequence of a batch, or the packed one of this number."""
-    if plan.packed:
+    if plan.varlen:
         end_q = gl.load(work.cu_q + i_b + 1)
         end_k = gl.load(work.cu_k + i_b + 1)
         S_q = end_q - gl.load(work.cu_q + i_b)
@@ -71,7 +71,7 @@ def sequence(i_b, work, plan: gl.constexpr):
 def top(end, seq, work, plan: gl.constexpr):
     """Blocks up to the last one that the rows before `end` see; one, all masked, where they see none."""
     visible = seq.S_k
-    if plan.causal:
+    if plan.mask.causal:
         visible = gl.minimum(gl.maximum(on_diagonal(end, seq, work, plan), 0), seq.S_k)
     return gl.maximum(gl.cdiv(visible, plan.block_n), 1)
 
@@ -111,7 +111,7 @@ def _row_blocks(group, work, plan: gl.constexpr):
 @gluon.jit
 def row_blocks(work, plan: gl.constexpr):
     """Row blocks of a head, in all packed sequences together."""
-    if plan.packed:
+    if plan.varlen:
         blocks = 0
         for group in range(gl.cdiv(work.B, 32)):
             blocks += gl.sum(_row_blocks(group, work, plan), 0)
@@ -123,7 +123,7 @@ def row_blocks(work, plan: gl.constexpr):
 @gluon.jit
 def tiles(blocks, work, plan: gl.constexpr):
     """How many there are; `blocks` is what `row_blocks` found."""
-    return blocks * work.H if plan.packed else work.tiles
+    return blocks * work.H if plan.varlen else work.tiles
 
 
 @gluon.jit
@@ -133,7 +133,7 @@ def locate(number, blocks, cursor, work, plan: gl.constexpr):
     there are before it; (0, 0) at first. The numbers that a program draws grow, so it goes on from where it
     was, but for a new section of heads."""
     number = gl.maximum(gl.minimum(number, tiles(blocks, work, plan) - 1), 0)  # none left: any
-    if plan.packed:
+    if plan.varlen:
         place, i_h = by_sections(number, gl.maximum(blocks, 1), work.H, work.SECTION)
         group, before = cursor
         group, before = gl.where(place < before, 0, group), gl.where(place < before, 0, before)
@@ -162,7 +162,7 @@ def locate(number, blocks, cursor, work, plan: gl.constexpr):
 @gluon.jit
 def first_block(row, seq, work, plan: gl.constexpr):
     """The first block that a row of the tile from `row` on sees."""
-    if plan.left:
+    if plan.mask.left:
         return gl.maximum(row + seq.S_k - seq.S_q - work.left, 0) // plan.block_n
     else:
         return 0
@@ -172,7 +172,7 @@ def first_block(row, seq, work, plan: gl.constexpr):
 def of_keys(i_b, i_h, work, plan: gl.constexpr):
     """Where a descriptor finds the keys of a query head; see `coordinates`."""
     i_kv, _ = divide(i_h, work.GROUP)
-    if plan.packed:
+    if plan.varlen:
         seq = sequence(i_b, work, plan)
         return seq.end_k, i_kv, VARLEN_ROWS - seq.S_k
     else:
@@ -182,7 +182,7 @@ def of_keys(i_b, i_h, work, plan: gl.constexpr):
 @gluon.jit
 def of_queries(i_b, i_h, seq, plan: gl.constexpr):
     """Where a descriptor finds the rows of a head, or its output."""
-    if plan.packed:
+    if plan.varlen:
         return seq.end_q, i_h, VARLEN_ROWS - seq.S_q
     else:
         return i_b, i_h

@@ -61,7 +61,8 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
 def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width: int, clocks: int) -> None:
     config = hopper_backward_config(width)
     for causal, left in product((False, True), repeat=2):
-        plan = launch_backward.make_plan(width, causal, True, config, left=left)
+        mask = {"causal": causal, "shifted": False, "left": left, "tail": True}
+        plan = launch_backward.make_plan(width, config, mask, varlen=False)
         assert plan.delay.value == (0 if causal or left else clocks)
 
 

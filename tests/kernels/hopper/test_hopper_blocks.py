@@ -126,7 +126,7 @@ def launched(monkeypatch, fresh_launches):  # noqa: F811
 
     monkeypatch.setattr(forward_kernel, "attention_forward_hopper", Kernel())
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
-    monkeypatch.setattr(launch, "_counter", lambda index: counter)
+    monkeypatch.setattr(launch, "counter", lambda index: counter)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a CPU tensor
     yield calls
     for call in calls:
@@ -142,7 +142,7 @@ def test_what_a_window_launches(launched):
     q, k = (torch.zeros(2, 4, rows, 128, dtype=torch.float16) for rows in (300, 400))
     for window in [(None, 0), (70, 0), (10**6, 10**6), (None, 5)]:
         forward(q, k, MaskWindow(*window))
-    asked = [[call["plan"].causal, call["plan"].left, call["plan"].shifted] for call in launched]
+    asked = [[mask.causal, mask.left, mask.shifted] for mask in (call["plan"].mask for call in launched)]
     assert [[flag.value for flag in flags] for flags in asked] == [
         [True, False, False], [True, True, False], [True, True, True], [True, False, True],
     ]  # fmt: skip
@@ -161,9 +161,9 @@ def test_what_varlen_sequences_launch(launched):
         out, lse = forward(q, k, window, varlen)
         assert out.shape == q.shape and lse.shape == (4, 900)
     causal, dense = launched
-    assert (causal["plan"].masked.value, dense["plan"].masked.value) == (2, 1)
+    assert (causal["plan"].mask.blocks.value, dense["plan"].mask.blocks.value) == (2, 1)
     for call in launched:
-        assert call["plan"].packed.value and call["plan"].skip.value
+        assert call["plan"].varlen.value and call["plan"].mask.skip.value
         assert call["cu_q"] is varlen.cu_seqlens_q and call["cu_k"] is varlen.cu_seqlens_k
         assert (call["S_q"], call["S_k"], call["T_q"], call["HEADS"], call["GROUP"]) == (700, 800, 900, 20, 2)
         blocks = 900 // call["plan"].block_m.value + 5  # at most: each sequence may end with a part of one

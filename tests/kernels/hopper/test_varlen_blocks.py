@@ -73,7 +73,8 @@ def places(found, cu, B, H, SECTION, plan: gl.constexpr):
 )
 def test_every_tile_is_located_once(lengths: list[int], heads: tuple[int, int], programs: int) -> None:
     """By programs that draw every so many of them, with one section of heads or two; the last rows first."""
-    plan = launch.make_plan(64, False, 1, True, False, False, TALL, packed=True)
+    mask = {"causal": False, "shifted": False, "left": False, "blocks": 1, "skip": True}
+    plan = launch.make_plan(64, TALL, mask, flip=False, store_lse=False, varlen=True)
     H, section = heads
     cu = offsets(lengths)
     wanted = {
@@ -90,7 +91,8 @@ def test_every_tile_is_located_once(lengths: list[int], heads: tuple[int, int], 
 def found_owners(lengths: list[int], width: int, numbers: list[int]) -> list[list[int]]:
     """What the backward kernel for `width` columns finds for blocks of these numbers."""
     config = hopper_backward_config(width)
-    plan = launch_backward.make_plan(width, True, False, config, packed=True)
+    mask = {"causal": True, "shifted": False, "left": False, "tail": False}
+    plan = launch_backward.make_plan(width, config, mask, varlen=True)
     found = torch.full((len(numbers), 2), -1, dtype=torch.int32)
     blocks = sum(lengths) // config.block_n + len(lengths)
     given = torch.tensor(numbers).int()

@@ -1,0 +1,189 @@
+"""What the Hopper kernels are compiled for: all constants of a kernel in one object, its plan."""
+
+from dataclasses import dataclass
+
+from triton.experimental.gluon import language as gl
+
+from attnlib.kernels.common.constants import Constants
+from attnlib.kernels.common.layouts import accumulator, first_operand
+
+# ---------------------------------------------------------------- both passes
+
+
+@dataclass(frozen=True)
+class Mask(Constants):
+    """Which bounds the mask window has.
+
+    Attributes:
+        causal: the keys of a query end on a diagonal: query i sees none after i + S_k - S_q, or `right` more.
+        shifted: there is a `right` that is not 0.
+        left: query i sees no key before i + S_k - S_q - `left`.
+    """
+
+    causal: bool
+    shifted: bool
+    left: bool
+
+
+# ---------------------------------------------------------------- forward
+
+
+@dataclass(frozen=True)
+class ForwardMask(Mask):
+    """And where the forward kernel needs a mask.
+
+    Attributes:
+        blocks: blocks at the end of a row that need one: 0, 1 or 2.
+        skip: the warpgroups of one tile may visit different numbers of blocks.
+    """
+
+    blocks: int
+    skip: bool
+
+
+@dataclass(frozen=True)
+class Pipeline(Constants):
+    """How the work of a program is divided, and what runs beside what; fields as in `HopperConfig`."""
+
+    warpgroups: int
+    stages: int
+    joint: bool
+    named: bool
+    late_wait: bool
+    pin: bool
+
+
+@dataclass(frozen=True)
+class Registers(Constants):
+    """Registers of a thread, after the program has shared them out anew."""
+
+    consumer: int
+    producer: int
+
+
+@dataclass(frozen=True)
+class ForwardPlan(Constants):
+    """Everything that the forward kernel is compiled for: what the call asks for, and how it is computed.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 64, 128 or 256.
+        flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
+        store_lse: write the LSE.
+        varlen: sequences of different lengths lie one after the other.
+        block_n, q_columns, o_columns, tree: as in `HopperConfig`.
+    """
+
+    d: int
+    block_n: int
+    q_columns: int
+    o_columns: int
+    tree: bool
+    flip: bool
+    store_lse: bool
+    varlen: bool
+    mask: ForwardMask
+    pipeline: Pipeline
+    registers: Registers
+
+    block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
+    words = property(lambda self: gl.constexpr(6 if self.varlen.value else 4))  # told of a tile
+
+    # Accumulators: of Q K^T [64, block_n], of P V [64, d].
+    s_layout = property(lambda self: accumulator(self.block_n.value))
+    o_layout = property(lambda self: accumulator(self.d.value))
+    # P and part of Q as first operands of a product, in registers.
+    p_layout = property(lambda self: first_operand(self.o_layout))
+    q_layout = property(lambda self: first_operand(self.s_layout))
+    # A value per row [64].
+    row_layout = property(lambda self: gl.constexpr(gl.SliceLayout(1, self.s_layout.value)))
+
+
+# ---------------------------------------------------------------- backward
+
+
+@dataclass(frozen=True)
+class BackwardMask(Mask):
+    """And whether the backward kernels need a mask for the last keys.
+
+    Attributes:
+        tail: S_k may be no multiple of `block_n`, and no diagonal cuts the keys beyond it off.
+    """
+
+    tail: bool
+
+
+@dataclass(frozen=True)
+class BackwardPlan(Constants):
+    """Everything that the backward kernel is compiled for: what the call asks for, and how it is computed.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 64 or 128.
+        varlen: sequences of different lengths lie one after the other.
+        block_m, half_p, stagger: as in `HopperBackwardConfig`.
+    """
+
+    d: int
+    block_m: int
+    half_p: bool
+    stagger: int
+    varlen: bool
+    mask: BackwardMask
+    registers: Registers
+
+    block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
+    # Keys may be seen by no query.
+    sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
+
+    # Clocks by which the second consumer begins later.
+    delay = property(
+        lambda self: gl.constexpr(0 if self.mask.causal.value or self.mask.left.value else self.stagger.value)
+    )
+
+    # Halves of dQ that the two consumers form: of the queries, or of the columns.
+    by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
+    dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
+
+    # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d], of half of dQ [64, dq_columns].
+    s_layout = property(lambda self: accumulator(self.block_m.value))
+    d_layout = property(lambda self: accumulator(self.d.value))
+    dq_layout = property(lambda self: accumulator(self.dq_columns.value))
+    # P^T and dS^T as first operands of a product, in registers.
+    p_layout = property(lambda self: first_operand(self.d_layout))
+
+
+@dataclass(frozen=True)
+class WideRegisters(Registers):
+    """The wide backward kernel has a warpgroup for dQ."""
+
+    dq: int
+
+
+@dataclass(frozen=True)
+class WideBackwardPlan(Constants):
+    """The same for the wide backward kernel.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 256.
+        varlen, block_m: as in `BackwardPlan`.
+    """
+
+    d: int
+    block_m: int
+    varlen: bool
+    mask: BackwardMask
+    registers: WideRegisters
+
+    block_n = gl.constexpr(64)  # keys of a program
+    # They may be seen by no query.
+    sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
+
+    # dK, dV and dQ are formed by halves of their columns. ptxas refuses a product of 256 columns: it wants
+    # its registers to be there before they are shared out anew (C7602).
+    dq_columns = property(lambda self: gl.constexpr(self.d.value // 2))
+
+    # Accumulators: of S^T and dP^T [64, block_m], of a half of dK, dV and dQ [64, d / 2].
+    s_layout = property(lambda self: accumulator(self.block_m.value))
+    d_layout = property(lambda self: accumulator(self.dq_columns.value))
+    dq_layout = property(lambda self: self.d_layout)
+    # P^T and dS^T as first operands of a product, in registers.
+    p_layout = property(lambda self: first_operand(self.d_layout))
