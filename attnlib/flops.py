@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from importlib.abc import MetaPathFinder
 
 import torch
@@ -44,15 +45,20 @@ class _Watch(MetaPathFinder):
         return spec
 
 
-def forward_flops(
-    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    left=None, right=None, *_, **__,
-) -> int:  # fmt: skip
+def forward_flops(q, k, v, *options, **named) -> int:
     """4 * H * D * Sq * Sk of each sequence. As for PyTorch's own attention, a causal mask halves nothing
     here; a window of left + right + 1 keys does count, because work grows with it."""
-    pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right)
-    heads = q.shape[1]
-    return 4 * heads * q.shape[-1] * pairs
+    given = dict(zip(_OPTIONS, options, strict=False)) | named
+    left, right = given.get("left"), given.get("right")
+    width = None if left is None or right is None else left + right + 1
+    pairs = sum(
+        rows * (keys if width is None else min(keys, width)) for rows, keys in _lengths(q, k, given)
+    )
+    return 4 * q.shape[1] * q.shape[-1] * pairs
+
+
+_OPTIONS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "left", "right"
+"""Of the operators, in their order."""
 
 
 def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
@@ -60,14 +66,12 @@ def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
     return forward_flops(q, k, v, *options, **named) * 5 // 2
 
 
-def _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right) -> int:
-    """Pairs of a query and a key in all sequences of a batch."""
+def _lengths(q, k, given: dict) -> Iterable[tuple[int, int]]:
+    """(Sq, Sk) of each sequence of a batch."""
+    cu_seqlens_q, cu_seqlens_k = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     if cu_seqlens_q is None:
-        lengths = [(q.shape[2], k.shape[2])] * q.shape[0]
-    elif cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
-        lengths = [(max_seqlen_q, max_seqlen_k)] * (len(cu_seqlens_q) - 1)  # lengths that nobody knows
-    else:
-        lengths = zip(*(x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
-    if left is None or right is None:
-        return sum(rows * keys for rows, keys in lengths)
-    return sum(rows * min(keys, left + right + 1) for rows, keys in lengths)
+        return [(q.shape[2], k.shape[2])] * q.shape[0]
+    if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
+        longest = given.get("max_seqlen_q", 0), given.get("max_seqlen_k", 0)
+        return [longest] * (len(cu_seqlens_q) - 1)  # lengths that nobody knows
+    return zip(*(x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)

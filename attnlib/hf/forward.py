@@ -151,7 +151,7 @@ def _from_arguments(
             f"for {rows} queries and {keys} keys; is_causal=False for cross-attention"
         )
     window = None if sliding_window is None else (sliding_window - 1, 0)  # transformers counts the own key
-    return masks.make(*sizes, q_offset=sizes[1] - sizes[0], causal=causal, window=window, kept=attention_mask)
+    return masks.settled(Mask(rows, keys, keys - rows, causal, window, attention_mask))
 
 
 # ---------------------------------------------------------------- packed sequences

@@ -81,29 +81,21 @@ for _name in (
     setattr(Mask, f"__{_name}__", _refusal(f"__{_name}__"))
 
 
-def make(
-    q_length: int,
-    kv_length: int,
-    *,
-    q_offset: int = 0,
-    causal: bool,
-    window: tuple[int, int] | None = None,
-    kept: torch.Tensor | None = None,
-    layout: Layout | None = None,
-    config: str = "",
-) -> Mask:
-    """A mask, with the layout that its padding asks for. ValueError if holes and a window come together."""
+def settled(mask: Mask) -> Mask:
+    """The mask without a window that hides nothing, and with the layout that its padding asks for. ValueError
+    if holes and a window come together."""
+    window, layout, kept = mask.window, mask.layout, mask.kept
     if window is not None:
-        left, right = (-1 if bound >= kv_length - 1 else bound for bound in window)
-        window = None if left == -1 and (causal or right == -1) else (left, right)
+        left, right = (-1 if bound >= mask.kv_length - 1 else bound for bound in window)
+        window = None if left == -1 and (mask.causal or right == -1) else (left, right)
     if kept is not None and not (values_known(kept) and bool(kept.all())):
         if window is not None:
             # Without the tokens in a hole those on its two sides would come closer to each other.
             require(
                 without_holes(kept),
                 "attention_mask: expected padding at the ends of a row only beside a sliding window "
-                f"{window} that is shorter than the {kv_length} keys, got a row with a hole. "
+                f"{window} that is shorter than the {mask.kv_length} keys, got a row with a hole. "
                 "Use attn_implementation='sdpa'",
             )
-        layout = without_padding(kept, q_length, causal or window is not None)
-    return Mask(q_length, kv_length, q_offset, causal, window, kept, layout, config)
+        layout = without_padding(kept, mask.q_length, mask.causal or window is not None)
+    return replace(mask, window=window, layout=layout)

@@ -16,6 +16,7 @@ from attnlib.hf.forward import check_unknown
 from attnlib.hf.layout import packed
 from attnlib.hf.models import check_config
 
+__all__ = ["attention_mask"]  # which transformers calls
 _CAUSAL = masking_utils.causal_mask_function
 _FULL = masking_utils.bidirectional_mask_function
 
@@ -72,12 +73,9 @@ def attention_mask(
             raise ValueError(
                 f"attention_mask: expected {kv_length} tokens from {kv_offset} on, got shape {got}"
             )
-    return mask.make(
-        q_length, kv_length,
-        q_offset=0 if isinstance(q_offset, torch.Tensor) else q_offset,
-        causal=causal, window=window, kept=kept, config=name,
-        layout=None if found.sequences is None else packed(found.sequences),
-    )  # fmt: skip
+    offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
+    layout = None if found.sequences is None else packed(found.sequences)
+    return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, name))
 
 
 def _check_cache(q_length: int, kv_length: int, q_offset, kv_offset: int) -> None:
