@@ -27,7 +27,7 @@ _counters: dict[tuple[int, int], torch.Tensor] = {}
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run `hopper.forward.attention_forward_hopper` on a call that it supports, no argument empty.
+    """Run `forward_kernel.attention_forward_hopper` on a call that it supports, no argument empty.
 
     q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). With `params.varlen` q: (Tq, H, D); k, v: (Tk, Hkv, D), of which
     single sequences may be empty. Returns (out, lse); lse is None unless it was asked for. ValueError if a
@@ -177,7 +177,7 @@ def _counter(index: int) -> torch.Tensor:
     """An int32 that is 0, for one launch after another on a device.
 
     Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
-    0 by the graph: nobody knows on which streams, beside which launches, a graph will be replayed. And so has
+    0 by the graph: a graph may be replayed on any stream, beside any launches. And so has
     one within `own_counters`.
     """
     if _thread.own_counters or torch.cuda.is_current_stream_capturing():
