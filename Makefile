@@ -24,6 +24,9 @@ else
   READY := $(VENV)/installed
 endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# A run starts some hundred Python processes; each compiles what it imports unless the first one may keep the bytecode.
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
+unexport PYTHONDONTWRITEBYTECODE
 
 say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
 can_measure = $(PY) -c 'import sys; from attnlib.bench.records import can_measure; sys.exit(not can_measure())'
@@ -42,8 +45,15 @@ book: $(READY)  ## execute the notebooks (GPU: measure, else replay), write the 
 	    $(MAKE) replay figures html; fi
 	@echo; echo "The book: build/html/index.html"
 
+PARTS := lint hygiene unit compile redraw docs site
+
 test: $(READY)  ## every check; GPU tests too where a CUDA GPU is
-	@$(MAKE) lint hygiene unit compile redraw docs site
+	@part=0; for name in $(PARTS); do \
+	    part=$$((part + 1)); begin=$$SECONDS; \
+	    printf '\n\033[1m== part %s of %s: %s\033[0m\n' $$part $(words $(PARTS)) $$name; \
+	    $(MAKE) $$name || { echo "make test: part $$part of $(words $(PARTS)), $$name, failed; alone: make $$name" >&2; exit 1; }; \
+	    echo "part $$part of $(words $(PARTS)), $$name, passed in $$((SECONDS - begin)) s"; \
+	done
 	@echo; echo "make test: everything passed"
 
 # ---------------------------------------------------------------- set-up
@@ -74,7 +84,7 @@ $(VENV)/installed: pyproject.toml constraints.txt | linux
 use-python: | linux
 	@"$(PY)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "PYTHON=$(PY): attnlib needs Python 3.11 or newer, this is $$("$(PY)" --version 2>&1)" >&2; exit 1; }
-	@"$(PY)" -c 'import torch, triton, nbclient, nbconvert, matplotlib, seaborn' || { \
+	@"$(PY)" -c 'import torch, triton, nbclient, nbconvert, matplotlib, pandas, seaborn' || { \
 	    echo "PYTHON=$(PY) is used as it is, and lacks a package. Complete it with" >&2; \
 	    echo "    $(PY) -m pip install -c constraints.txt -e '.[book,dev]'" >&2; \
 	    echo "or leave PYTHON unset: then make sets up $(VENV) itself." >&2; exit 1; }

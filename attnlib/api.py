@@ -10,7 +10,7 @@ import torch
 
 from attnlib import dispatch, torch_ops
 from attnlib.arguments import Options, check, check_offsets, check_varlen
-from attnlib.autograd import Asked, Attention
+from attnlib.autograd import Asked, Attention, PlainAttention
 from attnlib.dispatch import Choice
 from attnlib.params import Implementation, Params, Varlen, mask_window
 
@@ -211,15 +211,15 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
     causal, window, sm_scale, return_lse, deterministic, impl = options
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     seen = mask_window(causal, window)
-    if functorch or _differentiable(q, k, v):
-        params = Params(seen, scale, varlen, True, deterministic, impl)
-        if impl == "hopper":  # an error now rather than in the backward pass
-            dispatch.resolve(q, k, v, params, backward=True)
-        asked = Asked(params._replace(varlen=None), lengths)
-        out, lse = Attention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
-    else:
-        params = Params(seen, scale, varlen, return_lse, deterministic, impl)
-        out, lse = dispatch.forward(q, k, v, params)
+    if not functorch and not _differentiable(q, k, v):
+        out, lse = dispatch.forward(q, k, v, Params(seen, scale, varlen, return_lse, deterministic, impl))
+        return (out, lse) if return_lse else out
+    if impl == "hopper":  # an error now rather than in the backward pass
+        dispatch.resolve(q, k, v, Params(seen, scale, varlen, True, deterministic, impl), backward=True)
+    asked = Asked(Params(seen, scale, None, True, deterministic, impl), lengths)
+    if not functorch:
+        return PlainAttention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, return_lse)
+    out, lse = Attention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
     return (out, lse) if return_lse else out
 
 

@@ -89,8 +89,10 @@ class _Road:
 
     def resolved(self, params: Params) -> Params:
         """What a call asks for, with what was decided for it."""
-        if self._call is not None:
-            self.plan, self._call = self.family.prepare(self._call, self.backward), None
+        call = self._call
+        if call is not None:  # another thread may do the same meanwhile; the results are equal
+            self.plan = self.family.prepare(call, self.backward)
+            self._call = None
         _, sm_scale, varlen, return_lse, deterministic, impl, _, _ = params
         choice = self.choice
         return Params(

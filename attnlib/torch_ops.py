@@ -16,7 +16,7 @@ from attnlib import dispatch, flops
 from attnlib.arguments import check_longest, check_tangents
 from attnlib.autograd import no_second_derivative
 from attnlib.dispatch import Saved
-from attnlib.kernels.hopper.launch import own_counters
+from attnlib.kernels.common.counters import own_counters
 from attnlib.params import MaskWindow, Params, Varlen
 
 _OPTIONS = (

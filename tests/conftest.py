@@ -66,26 +66,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _poisoned_empty() -> object:
-    """Fill what torch.empty and its relatives return with NaN: skipping an element can't pass by luck."""
-    import torch
+    """What torch.empty and its relatives return is NaN: skipping an element can't pass by luck."""
+    from attnlib.bench.oracle import poisoned_empty
 
-    def poisoned(allocate):
-        def empty(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            with torch.no_grad():  # a leaf that requires grad may not be written to otherwise
-                return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        return empty
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in [
-            (torch, "empty"),
-            (torch, "empty_like"),
-            (torch, "empty_strided"),
-            (torch.Tensor, "new_empty"),
-            (torch.Tensor, "new_empty_strided"),
-        ]:
-            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+    with poisoned_empty():
         yield
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from attnlib.bench import harness, peers, records, roofline, timing
+from attnlib.bench import harness, peers, records, roofline
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.harness import Attention, Run
 from attnlib.bench.oracle import Budget, Verdict, make_inputs, poisoned_empty
@@ -140,24 +139,13 @@ def collect(
     kind: str = "normal",
 ) -> list[dict[str, Any]]:
     """Measure on this GPU; one row for each shape and implementation, see `measure`. Stores nothing."""
-    timing.need_gpu()
-    harness.check_names(implementations)
-    if rounds < 1:
-        raise ValueError(f"rounds: expected at least 1, got {rounds}")
-    shapes, rows = list(shapes), []
-    with harness.progress(len(shapes) * len(implementations) * (rounds + 1)) as advance:
-        for shape in shapes:
-            q, k, v = make_inputs(shape, kind, device=harness._DEVICE)
-            d_out = make_gradient(shape, device=harness._DEVICE)
-            oracle = Judge(d_out, q, k, v, shape.causal) if gate else None
-            runs = [BackwardRun(impl, shape) for impl in implementations]
-            for run in runs:
-                run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], d_out, q, k, v))
-                run.attempt(functools.partial(run.gate, oracle))
-                advance(run.row["impl"])
-            harness.time_rounds(runs, oracle, rounds, rep_ms, warmup_ms, advance)
-            rows += [run.row for run in runs]
-    return rows
+
+    def start(shape: Shape) -> tuple[tuple[Tensor, ...], Judge | None]:
+        q, k, v = make_inputs(shape, kind, device=harness.DEVICE)
+        tensors = make_gradient(shape, device=harness.DEVICE), q, k, v
+        return tensors, Judge(*tensors, shape.causal) if gate else None
+
+    return harness.collect_runs(BackwardRun, start, implementations, shapes, rounds, rep_ms, warmup_ms)
 
 
 def measure(

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,57 +22,36 @@ DEFAULT_IMPLS = "attnlib,flash,cudnn,flex,fa3,tutorial"
 ROUNDS, PEERS_ROUNDS = 5, 8
 
 
+COLUMNS = {
+    "ms": ("ms", "{:.4f}"),
+    "spread": ("p20-p80", "{}"),
+    "tflops": ("TFLOP/s", "{:.1f}"),
+    "max_error": ("max err", "{:.1e}"),
+    "budget_max": ("budget", "{:.1e}"),
+    "registers": ("regs", "{:.0f}"),
+    "spills": ("spills", "{:.0f}"),
+    "sm_mhz": ("MHz", "{:.0f}"),
+    "watts": ("W", "{:.0f}"),
+    "remark": ("", "{}"),
+}
+"""Key of a row -> its header and format in the table of `format_rows`."""
+
+
 def format_rows(rows: Iterable[Mapping[str, Any]]) -> str:
     """Rows of `collect` as a text table."""
-    columns = (
-        "shape",
-        "impl",
-        "ms",
-        "p20-p80",
-        "TFLOP/s",
-        "max err",
-        "budget",
-        "regs",
-        "spills",
-        "MHz",
-        "W",
-        "",
-    )
-    lines = [columns]
+    import pandas as pd
+
+    shown = []
     for row in rows:
-
-        def show(key: str, form: str, row: Mapping[str, Any] = row) -> str:
-            return "-" if row.get(key) is None else format(row[key], form)
-
-        spread = "-" if row.get("ms") is None else f"{row['ms_p20']:.4f}-{row['ms_p80']:.4f}"
-        status = "" if row["status"] == "ok" else f"{row['status']}: {row.get('reason', '')}".rstrip(": ")
-        lines.append(
-            (
-                Shape.of_row(row).label,
-                row["impl"],
-                show("ms", ".4f"),
-                spread,
-                show("tflops", ".1f"),
-                show("max_error", ".1e"),
-                show("budget_max", ".1e"),
-                show("registers", "d"),
-                show("spills", "d"),
-                show("sm_mhz", ".0f"),
-                show("watts", ".0f"),
-                status,
-            )
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) - 1)]
-    return "\n".join(
-        "  ".join(
-            [
-                cell.ljust(w) if i < 2 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(line, widths, strict=False))
-            ]
-            + [line[-1]]
-        ).rstrip()
-        for line in lines
-    )
+        timed = row.get("ms") is not None
+        remark = "" if row["status"] == "ok" else f"{row['status']}: {row.get('reason', '')}".rstrip(": ")
+        spread = f"{row['ms_p20']:.4f}-{row['ms_p80']:.4f}" if timed else None
+        shown.append({**row, "shape": Shape.of_row(row).label, "spread": spread, "remark": remark})
+    frame = pd.DataFrame(shown).set_index(["shape", "impl"]).reindex(columns=list(COLUMNS))
+    for key, (_, form) in COLUMNS.items():
+        frame[key] = frame[key].map(form.format, na_action="ignore")
+    frame.columns = [head for head, _ in COLUMNS.values()]
+    return frame.to_string(na_rep="-", sparsify=False)
 
 
 def format_ladders(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -157,7 +137,8 @@ def _portable(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Status 0; 1 when attnlib is wrong or failed; 2 without a GPU or for bad arguments."""
+    """The command line. Status 0; 1 when attnlib is wrong or failed; 2 for bad arguments, or without a GPU or
+    pandas."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.list:
@@ -171,6 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = _shapes_of(args, parser)
     if args.peers:
         shapes += [dataclasses.replace(shape, causal=False) for shape in shapes]
+    if find_spec("pandas") is None:
+        print("attnlib.bench: its tables need pandas: pip install pandas", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print(
             "attnlib.bench: timing needs a CUDA GPU; recorded measurements are in figures/data",

@@ -48,7 +48,7 @@ __all__ = [
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], torch.Tensor]
 """f(q, k, v, causal, sm_scale) -> out; q and out are (B, H, S, D), k and v (B, H_kv, Sk, D)."""
 
-_DEVICE = "cuda"
+DEVICE = "cuda"
 
 
 class Run:
@@ -179,6 +179,25 @@ def collect(
     kind: str = "normal",
 ) -> list[dict[str, Any]]:
     """Measure on this GPU; one row for each shape and implementation, see `measure`. Stores nothing."""
+
+    def start(shape: Shape) -> tuple[tuple[torch.Tensor, ...], Oracle | None]:
+        tensors = make_inputs(shape, kind, device=DEVICE)
+        return tensors, Oracle(*tensors, shape.causal) if gate else None
+
+    return collect_runs(Run, start, implementations, shapes, rounds, rep_ms, warmup_ms)
+
+
+def collect_runs(
+    run_type: type[Run],
+    start: Callable[[Shape], tuple[tuple[torch.Tensor, ...], Any]],
+    implementations: Mapping[str, Attention | None],
+    shapes: Iterable[Shape],
+    rounds: int,
+    rep_ms: float,
+    warmup_ms: float,
+) -> list[dict[str, Any]]:
+    """Rows of a run of each implementation on each shape; `start` gives a shape's tensors and its oracle, or
+    None where outputs are not judged."""
     timing.need_gpu()
     check_names(implementations)
     if rounds < 1:
@@ -187,11 +206,10 @@ def collect(
     rows: list[dict[str, Any]] = []
     with progress(len(shapes) * len(implementations) * (rounds + 1)) as advance:
         for shape in shapes:
-            q, k, v = make_inputs(shape, kind, device=_DEVICE)
-            oracle = Oracle(q, k, v, shape.causal) if gate else None
-            runs = [Run(impl, shape) for impl in implementations]
+            tensors, oracle = start(shape)
+            runs = [run_type(impl, shape) for impl in implementations]
             for run in runs:
-                run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], q, k, v))
+                run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], *tensors))
                 run.attempt(functools.partial(run.gate, oracle))
                 advance(run.row["impl"])
             time_rounds(runs, oracle, rounds, rep_ms, warmup_ms, advance)
@@ -281,9 +299,3 @@ def measure(
     )
     rows = [table.one(shape, impl=impl) for shape in shapes for impl in implementations]
     return dataclasses.replace(table, rows=rows)
-
-
-if __name__ == "__main__":
-    from attnlib.bench.__main__ import main
-
-    sys.exit(main())

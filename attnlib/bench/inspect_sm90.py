@@ -3,7 +3,9 @@
 Works with and without a GPU: Triton's wheel carries ptxas, cuobjdump and nvdisasm, and a target can be named
 by hand. Each batch of kernels is compiled in one child process, because a kernel that Triton's interpreter
 has taken over (TRITON_INTERPRET=1, as in a notebook on a machine without a GPU) can't be compiled in the same
-process. Results are kept in the system's temporary folder: the second run of a notebook costs nothing.
+process. Results are kept in the system's temporary folder, so that a second run of a notebook compiles
+nothing. The name of a result is a hash of the kernel's text, of all files and kernel cells that it builds on,
+and of what it was compiled with.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ import io
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench import sources
+from attnlib.bench import imports, sass, sources
+from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
 
 # Limits of sm_90, from the tables "Technical Specifications per Compute Capability" and "Throughput of Native
@@ -38,8 +41,10 @@ _TENSOR_FLOP = 4096  # dense fp16 FLOP per clock and SM
 _MUFU_CLOCKS = 8  # 32 lanes at 16 results per clock and SM, a quarter of them for each scheduler
 _ALU_CLOCKS = 2  # compares, selects, min and max, integer adds, logic, conversions: 64 per clock and SM
 _ALU = "ISETP FSETP FSEL SEL FMNMX VIMNMX IADD3 VIADD LEA LOP3 PLOP3 SHF F2FP".split()
-_TENSOR_CORE = ("HGMMA", "HMMA")  # Hopper's warpgroup instruction, and the older one Triton falls back to
-_VERSION = 6  # part of the cache key: raise it when the meaning of Stats changes
+KERNEL_SECONDS = 600
+"""How long one kernel may take to compile; usual are 0.5 to 2 s, tens of them on a busy machine."""
+
+_VERSION = 7  # part of the cache key: raise it when the meaning of Stats changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +72,26 @@ class Job:
     num_stages: int = 3
     max_registers: int | None = None
 
-    def _key(self) -> str:
-        text = Path(self.kernel_file).read_text()
-        steps = re.findall(r'load_step\("(\w+)"\)', text)  # kernel cells that this one builds on
-        fields = [_VERSION, text, *map(_step_source, steps), sys.version_info[:2], _triton_version()]
-        if "from attnlib.kernels" in text:  # a kernel made of functions in more than one file
-            fields += [path.read_text() for path in sorted(Path(self.kernel_file).parent.glob("*.py"))]
+    def key(self) -> str:
+        """Name of its result in the cache: a hash of all that the result depends on."""
+        file = Path(self.kernel_file)
+        others = imports.reach([file], _builds_on) - {file}
+        fields = [_VERSION, sys.version_info[:2], _triton_version()]
+        fields += [_text(file), sorted((other.name, _text(other)) for other in others)]
         fields += [self.kernel_name, self.signature, self.constexprs, self.num_warps, self.num_stages]
         fields += [self.max_registers]
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _builds_on(file: Path) -> set[Path]:
+    """What a kernel's file is made of besides itself: files of this project that it imports, and notebooks
+    whose kernel cells it loads. Of a notebook, its kernel cell counts."""
+    steps = re.findall(r'load_step\("(\w+)"\)', _text(file))
+    return imports.imported_files(file, _text(file), ROOT) | {sources.notebook_of(step) for step in steps}
+
+
+def _text(file: Path) -> str:
+    return sources.kernel_source(file) if file.suffix == ".ipynb" else file.read_text(encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +104,8 @@ class Stats:
     loop that the compiler could prove to run once is no loop and is not listed. Opcodes are cut at the first
     dot, except MUFU, whose second part says which function (MUFU.EX2). The counts are per warp: one
     instruction works on 32 lanes. loop_listings: the instructions of each of `loops` as text, in program
-    order; listing: those of the whole kernel. warnings: what ptxas
-    remarked, such as "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized ...".
+    order; listing: those of the whole kernel. warnings: what ptxas remarked, such as "(C7510) Potential
+    Performance Loss: wgmma.mma_async instructions are serialized ...".
     """
 
     registers: int
@@ -113,7 +129,7 @@ class Stats:
         "wait n" waits until at most n batches of HGMMA are unfinished; other instructions are left out."""
         runs: list[list] = []
         for text in self.loop_listings[loop]:
-            opcode = _opcode(text)
+            opcode = sass.opcode(text)
             name = {"HGMMA": "HGMMA", "HMMA": "HMMA", "MUFU.EX2": "EX2"}.get(opcode)
             if opcode == "WARPGROUP" and "DEPBAR" in text:
                 name = f"wait {int(text.split(',')[-1], 16)}"
@@ -180,28 +196,52 @@ def compile(
 def compile_all(jobs: Iterable[Job]) -> list[Stats]:
     """Compile several kernels in one child process (its start-up costs seconds, a kernel 0.5 to 2 s).
 
-    Returns one Stats per job, in order. Raises RuntimeError naming the kernel if one does not compile.
+    Returns one Stats per job, in order. Raises RuntimeError naming the kernel if one does not compile, or if
+    it takes more than `KERNEL_SECONDS`.
     """
-    jobs = [(_cache_file(job), job) for job in jobs]
-    found = {path: _read(path) for path, _ in jobs}
-    missing = {path: job for path, job in jobs if found[path] is None}
+    files = [(_cache_file(job), job) for job in jobs]
+    found = {file: _read(file) for file, _ in files}
+    missing = {file: job for file, job in files if found[file] is None}
     if missing:
-        _run_child(list(missing.values()))
-        found |= {path: _read(path) for path in missing}
-    return [found[path] for path, _ in jobs]
+        _compile_in_child(list(missing.values()))
+        found |= {file: _read(file) for file in missing}
+    return [found[file] for file, _ in files]
 
 
-def _run_child(jobs: list[Job]) -> None:
+def _compile_in_child(jobs: list[Job]) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    request = json.dumps([dataclasses.asdict(job) for job in jobs])
-    child = subprocess.run(
-        [sys.executable, "-m", __name__], input=request, capture_output=True, text=True, env=env, timeout=600
-    )
-    if child.returncode != 0:
-        tail = "\n".join((child.stderr or child.stdout).strip().splitlines()[-15:])
-        names = ", ".join(sorted({job.kernel_name for job in jobs}))
-        raise RuntimeError(f"compiling {names} for sm_90 failed:\n{tail}")
+    command = [sys.executable, "-m", __name__]
+    with tempfile.TemporaryFile("w+") as request, tempfile.TemporaryFile("w+") as errors:
+        json.dump([dataclasses.asdict(job) for job in jobs], request)
+        request.seek(0)
+        finished, status = _follow(command, KERNEL_SECONDS, stdin=request, stderr=errors, env=env)
+        if status == 0:
+            return
+        errors.seek(0)
+        tail = "\n".join(errors.read().strip().splitlines()[-15:])
+    name, count = jobs[min(finished, len(jobs) - 1)].kernel_name, f"after {finished} of {len(jobs)} kernels"
+    what = f"took more than {KERNEL_SECONDS} s" if status is None else "failed"
+    raise RuntimeError(f"compiling {name} for sm_90 {what} ({count}):\n{tail}")
+
+
+def _follow(command: list[str], seconds: float, **options: Any) -> tuple[int, int | None]:
+    """Run a command that writes one byte to its standard output for each piece of work that it finishes.
+
+    `seconds` limits the time of one piece, not of all: on a busy machine every piece is slow, and a command
+    that makes progress is not ended. Returns the number of finished pieces and the exit status, which is None
+    where a piece took longer and the command was killed. options: of `subprocess.Popen`.
+    """
+    finished, ended = 0, False
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, **options) as child:
+        try:
+            while not ended and select.select([child.stdout], [], [], seconds)[0]:
+                marks = child.stdout.read(4096)
+                finished, ended = finished + len(marks), not marks
+        finally:
+            if not ended:
+                child.kill()
+    return finished, child.returncode if ended else None
 
 
 def gluon_descriptor(tile: Iterable[int], dtype: str = "fp16") -> str:
@@ -216,8 +256,9 @@ def gluon_descriptor(tile: Iterable[int], dtype: str = "fp16") -> str:
     return f"tensordesc<{dtype}{tile},{gl.NVMMASharedLayout.get_default_for(tile, element)!r}>"
 
 
-def _compile_here(job: Job) -> Stats:
-    """Compile in this process, which must not be in interpreter mode."""
+def compile_here(job: Job) -> Stats:
+    """Compile one kernel in this process, which must not be in Triton's interpreter mode; no cache is used.
+    ValueError for an argument of the kernel that the job has no type and no value for."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -255,77 +296,15 @@ def _compile_here(job: Job) -> Stats:
 
 def stats_of(compiled: Any, log: str) -> Stats:
     """Stats of a kernel that Triton compiled; `log`: what ptxas said, under knobs.nvidia.dump_ptxas_log."""
-    resources, sass = _disassemble(compiled.asm["cubin"])
-    opcodes, loops, loop_listings, listing = read_sass(sass)
+    resources, text = sass.disassemble(compiled.asm["cubin"])
     return Stats(
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
         spills=int(re.search(r"STACK:(\d+)", resources)[1]) // 4,
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
-        opcodes=opcodes,
-        loops=loops,
-        loop_listings=loop_listings,
-        listing=listing,
         warnings=tuple(re.findall(r"\(C\d+\).*|(?<=warning : ).*", log)),
+        **sass.read_sass(text)._asdict(),
     )
-
-
-def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """(resource usage, SASS) of a cubin, from the tools in Triton's wheel."""
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-
-        def tool(program: str, *options: str) -> str:
-            command = [program, *options, str(path)]
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-        return (
-            tool(knobs.nvidia.cuobjdump.path, "--dump-resource-usage"),
-            tool(knobs.nvidia.nvdisasm.path, "-c"),
-        )
-
-
-def read_sass(
-    sass: str,
-) -> tuple[dict[str, int], tuple[dict[str, int], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """(opcodes, loops, loop_listings, listing) of the text that `nvdisasm -c` prints, as in `Stats`.
-
-    A loop is a branch back to an earlier label; it is innermost if it holds no other loop of the kind. Behind
-    the kernel's EXIT stand the slow paths, such as waiting for a barrier, which branch back and are no loops.
-    """
-    listing: list[str] = []
-    labels: dict[str, int] = {}
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label[1]] = len(listing)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+([^;]*?)\s*;", line):
-            listing.append(instruction[1])
-    opcodes = [_opcode(text) for text in listing]
-    branches = [(at, re.search(r"\.L_\w+", listing[at])) for at, op in enumerate(opcodes) if op == "BRA"]
-    spans = {(labels[to[0]], at) for at, to in branches if to and labels.get(to[0], at + 1) <= at}
-    spans = {span for span in spans if "EXIT" not in listing[span[0] : span[1]]}
-    hot = [span for span in spans if any(op in _TENSOR_CORE for op in opcodes[span[0] : span[1] + 1])]
-    inner = [a for a in hot if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in hot)]
-    loops = tuple(_count(opcodes[start : end + 1]) for start, end in sorted(inner))
-    texts = tuple(_without_padding(listing[start : end + 1]) for start, end in sorted(inner))
-    return _count(opcodes), loops, texts, _without_padding(listing)
-
-
-def _without_padding(listing: list[str]) -> tuple[str, ...]:
-    return tuple(text for text in listing if text != "NOP")
-
-
-def _opcode(text: str) -> str:
-    parts = re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")  # without the predicate
-    return ".".join(parts[:2]) if parts[0] == "MUFU" else parts[0]
-
-
-def _count(opcodes: list[str]) -> dict[str, int]:
-    counts = Counter(op for op in opcodes if op != "NOP")  # padding behind the last instruction
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _import_file(path: str):
@@ -344,12 +323,10 @@ def _triton_version() -> str:
     return version("triton")
 
 
-def _step_source(step: str) -> str:
-    return sources.kernel_source(sources.notebooks_dir() / f"{step}.ipynb")
-
-
 def _cache_file(job: Job) -> Path:
-    return Path(tempfile.gettempdir()) / f"attnlib-sm90-{os.getuid()}" / f"{job._key()}.json"
+    folder = Path(tempfile.gettempdir()) / f"attnlib-sm90-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{job.key()}.json"
 
 
 def _read(path: Path) -> Stats | None:
@@ -364,19 +341,19 @@ def _read(path: Path) -> Stats | None:
 
 
 def _main() -> None:
+    """The child: jobs come through standard input, results go to the cache. See `_follow` for its output."""
     parser = argparse.ArgumentParser(
-        prog="python -m attnlib.inspect_sm90",
+        prog="python -m attnlib.bench.inspect_sm90",
         description="Compile kernels for sm_90a into the cache that `compile_all` reads. Standard input is a "
         "JSON list of jobs, see `Job`.",
     )
     parser.parse_args()
+    progress = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel's file prints is no progress
     for fields in json.load(sys.stdin):
         job = Job(**fields)
-        path = _cache_file(job)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(dataclasses.asdict(_compile_here(job))))
-        draft.replace(path)  # atomic: another notebook may be reading
+        write_atomically(_cache_file(job), json.dumps(dataclasses.asdict(compile_here(job))))
+        os.write(progress, b".")
 
 
 if __name__ == "__main__":

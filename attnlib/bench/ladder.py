@@ -2,11 +2,14 @@
 charts share it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import harmonic_mean
 
 from attnlib.bench import names
 from attnlib.bench.names import PEERS, number
 from attnlib.bench.roofline import H200
 from attnlib.bench.shapes import TASK
+
+__all__ = ["TENSOR_PEAK", "YARDSTICKS", "harmonic_mean", "ladder_rows", "measured", "order", "task_rows"]
 
 TENSOR_PEAK = H200.tensor_tflops_fp16
 """Dense fp16 TFLOP/s of H100 SXM and H200 by their datasheets: the 100% of the peak column."""
@@ -37,27 +40,12 @@ def task_rows(rows: Iterable[dict], head_dim: int, causal: bool = True) -> dict[
     """Implementation -> its row at the task's shape for `head_dim`, or at the longest sequence where that
     is not there."""
     wanted = {(s.batch, s.heads, s.seqlen) for s in TASK.values() if s.head_dim == head_dim}
-    chosen: dict[str, dict] = {}
-    for row in rows:
-        if row["head_dim"] != head_dim or bool(row.get("causal", True)) != causal:
-            continue
-        old = chosen.get(row["impl"])
-        rank = ((row.get("batch"), row.get("heads"), row["seqlen"]) in wanted, row["seqlen"])
-        if old is None or rank > (
-            (old.get("batch"), old.get("heads"), old["seqlen"]) in wanted,
-            old["seqlen"],
-        ):
-            chosen[row["impl"]] = row
-    return chosen
 
+    def rank(row: dict) -> tuple[bool, int]:
+        return (row.get("batch"), row.get("heads"), row["seqlen"]) in wanted, row["seqlen"]
 
-def harmonic_mean(values: Iterable[float]) -> float:
-    """Harmonic mean: the rate of doing the same work once at each of several rates. Fails on an empty
-    list."""
-    values = list(values)
-    if not values:
-        raise ValueError("harmonic_mean: values: expected at least one number, got none")
-    return len(values) / sum(1 / v for v in values)
+    found = [r for r in rows if r["head_dim"] == head_dim and bool(r.get("causal", True)) == causal]
+    return {row["impl"]: row for row in sorted(reversed(found), key=rank)}  # the last of each has the most
 
 
 def _join(parts: Iterable[str]) -> str:

@@ -201,7 +201,8 @@ def poisoned_empty() -> Iterator[None]:
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
             x = allocate(*args, **kwargs)
-            return x.fill_(math.nan) if x.is_floating_point() else x
+            with torch.no_grad():  # a leaf that requires grad may not be written to otherwise
+                return x.fill_(math.nan) if x.is_floating_point() else x
 
         return wrapper
 

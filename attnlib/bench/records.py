@@ -14,13 +14,13 @@ import math
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnlib.bench import power
+from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import FIGURES, PACKAGE
 from attnlib.bench.shapes import Shape
 
@@ -120,7 +120,7 @@ def _commit() -> str | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PACKAGE), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
 
     if named := os.environ.get("ATTNLIB_COMMIT"):
         return named
@@ -190,20 +190,8 @@ def encode(value: Any, depth: int = 1) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write to a temporary file and rename it, so that a reader or a crash never sees half of a record."""
-    text = encode(value) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.chmod(file.name, 0o644)  # a temporary file is private, a record is not
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    """Write a record to `path` in one step, see `files.write_atomically`."""
+    write_atomically(path, encode(value) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

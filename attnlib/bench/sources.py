@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import NOTEBOOKS
 
 
@@ -52,11 +53,7 @@ def load_source(name: str, source: str) -> ModuleType:
         return sys.modules[module_name]
     path = _cache_dir() / digest / f"{name}.py"
     if not path.exists() or path.read_bytes() != source.encode():
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(source)
-        os.replace(partial, path)  # atomic: two notebooks may do this at once
+        write_atomically(path, source)
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
@@ -76,10 +73,15 @@ def notebooks_dir() -> Path:
     return NOTEBOOKS
 
 
+def notebook_of(step: str) -> Path:
+    """The file of the notebook `step`, such as "03_online_softmax"."""
+    return notebooks_dir() / f"{step}.ipynb"
+
+
 def load_step(step: str) -> ModuleType:
     """The kernel cell of notebook `step` as a module. Kernel cells that build on those of earlier chapters
     import them with it."""
-    return load_source(step, kernel_source(notebooks_dir() / f"{step}.ipynb"))
+    return load_source(step, kernel_source(notebook_of(step)))
 
 
 def _cache_dir() -> Path:

@@ -43,7 +43,7 @@ def sustained_rows(
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     rows: list[dict[str, Any]] = []
     for shape in shapes:
-        q, k, v = make_inputs(shape, kind, device=harness._DEVICE)
+        q, k, v = make_inputs(shape, kind, device=harness.DEVICE)
         oracle = Oracle(q, k, v, shape.causal)
         runs = [Run(impl, shape) for impl in implementations]
         found = {impl: _Found([], []) for impl in implementations}

@@ -78,15 +78,8 @@ def samples_ms(
 
 def summarize(samples: Sequence[float]) -> Timing:
     """Median and percentiles (linear interpolation) of samples in ms."""
-    ordered = sorted(samples)
-
-    def quantile(q: float) -> float:
-        place = q * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return Timing(quantile(0.5), quantile(0.2), quantile(0.8))
+    places = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    return Timing(*torch.tensor(samples, dtype=torch.float64).quantile(places).tolist())
 
 
 def time_ms(fn: Callable[[], Any], rep_ms: float = 50, warmup_ms: float = 25, cold: bool = True) -> Timing:
@@ -158,9 +151,10 @@ def launched_kernels() -> Iterator[list[Any]]:
 
     Kernels that do not go through `triton.jit` (cuDNN's, FA3's, those of torch.compile) are not seen.
     """
-    from triton import knobs
     from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
+
+    from attnlib.kernels.common.launcher import through_triton
 
     kernels: list[Any] = []
     run, launch = JITFunction.run, CompiledKernel.__getitem__
@@ -176,15 +170,11 @@ def launched_kernels() -> Iterator[list[Any]]:
         kernels.append(self)
         return launch(self, grid)
 
-    def listener(metadata: Any) -> None:
-        """Does nothing; but launches that somebody listens to take Triton's own way, see `launcher`."""
-
     JITFunction.run, CompiledKernel.__getitem__ = recording, recording_launch
-    knobs.runtime.launch_enter_hook.add(listener)
     try:
-        yield kernels
+        with through_triton():
+            yield kernels
     finally:
-        knobs.runtime.launch_enter_hook.remove(listener)
         JITFunction.run, CompiledKernel.__getitem__ = run, launch
 
 

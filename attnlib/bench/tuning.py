@@ -11,18 +11,20 @@ Notebook 06 shows each of the three. Nothing here needs triton or a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import random
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
+
+from attnlib.bench.files import write_atomically
 
 Config = TypeVar("Config")
 Key = Mapping[str, str | int | bool]
@@ -152,14 +154,6 @@ def _read(path: Path) -> dict:
 
 
 def _write(path: Path, choice: dict) -> None:
-    """Write beside the target and rename: a reader sees the old file or the new one, never half of one."""
-    draft = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(choice, file, indent=1, sort_keys=True)
-        os.replace(draft, path)
-    except OSError:  # for example a read-only home folder: tune again next time
-        if draft is not None:
-            Path(draft).unlink(missing_ok=True)
+    """Keep the choice where the folder can be written to; where it can't, the next call tunes again."""
+    with contextlib.suppress(OSError):
+        write_atomically(path, json.dumps(choice, indent=1, sort_keys=True))

@@ -21,7 +21,7 @@ from attnlib.book import hygiene
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
 MARKERS = ("<!-- ladder -->", "<!-- /ladder -->")
-LADDER = ("12_record", "ladder")
+LADDER = ("19_record", "ladder")
 """Notebook and table of the record that README shows."""
 
 

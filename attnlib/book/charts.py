@@ -7,6 +7,7 @@ The roofline is in roofline_chart.py, configurations and tiles are in maps.py; `
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -14,10 +15,25 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from attnlib.bench.ladder import TENSOR_PEAK, measured, order, task_rows
 from attnlib.bench.names import is_ours
 from attnlib.book.labels import HALO, label_ends, provenance
-from attnlib.book.palette import COLORS, COLUMN, OURS, WIDE, color_of, dash_of, label_of, marker_of, style
+from attnlib.book.palette import (
+    COLORS,
+    COLUMN,
+    OURS,
+    WIDE,
+    color_of,
+    dash_of,
+    ink_on,
+    label_of,
+    marker_of,
+    style,
+)
 
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 """Ticks of a logarithmic axis as plain numbers."""
+
+
+ROOM = 0.19
+"""Width of a value and its distance from the bar's end, as a share of a panel of the ladder chart."""
 
 
 def rows_of(table: object) -> list[dict]:
@@ -56,8 +72,8 @@ def ladder_chart(
     causal: bool = True,
     peak: float = TENSOR_PEAK,
 ) -> Figure:
-    """A bar for each step and peer, a panel for each head dimension; FA3, cuDNN and the datasheet peak
-    across.
+    """A bar for each step and peer with its value, a panel for each head dimension; FA3, cuDNN and the
+    datasheet peak across, without crossing a value.
 
     Whiskers run from the 20th to the 80th percentile. `mark` is the step of the chapter: dark, its name bold.
     """
@@ -69,13 +85,11 @@ def ladder_chart(
     for ax, d in zip(axes[0], dims, strict=True):
         ax.axvline(peak, color=COLORS["roof"], lw=0.8, ls=":")
         ax.text(peak, -0.62, f"peak {peak:.0f}", ha="right", va="bottom", fontsize=6, color=COLORS["roof"])
+        ax.set(title=f"D = {d}", xlim=(0, peak * 1.03), ylim=(max(at.values()) + 0.6, -0.65))
+        beside = {y: _ladder_bar(ax, y, impl, cells[d].get(impl), mark) for impl, y in at.items()}
         for rival in ("cudnn", "fa3"):
             if measured(cells[d].get(rival)):
-                x = cells[d][rival]["tflops"]
-                ax.plot([x, x], [-0.5, at[rival]], color=color_of(rival), lw=1, ls=dash_of(rival), zorder=1)
-        for impl, y in at.items():
-            _ladder_bar(ax, y, impl, cells[d].get(impl), mark)
-        ax.set(title=f"D = {d}", xlim=(0, peak * 1.03), ylim=(max(at.values()) + 0.6, -0.65))
+                _reference_line(ax, rival, cells[d][rival]["tflops"], at[rival], beside)
         ax.set_xticks([0, 400, 800])
     _name_lines(axes[0], at, mark)
     axes[0][len(dims) // 2].set_xlabel("TFLOP/s" + ("" if causal else ", dense"))
@@ -105,18 +119,44 @@ def _band(row: dict) -> tuple[float, float]:
     return row["tflops"] * ms / (row.get("ms_p80") or ms), row["tflops"] * ms / (row.get("ms_p20") or ms)
 
 
-def _ladder_bar(ax: Axes, y: float, impl: str, row: dict | None, mark: str | None) -> None:
+def _ladder_bar(
+    ax: Axes, y: float, impl: str, row: dict | None, mark: str | None
+) -> tuple[float, float] | None:
+    """A bar with its value inside its end, or beside it where the bar is too short: then the range of x that
+    the text covers is returned."""
+    room = ROOM * ax.get_xlim()[1]
     if not measured(row):
         status = (row or {}).get("status", "not measured")
         ax.text(12, y, status, va="center", fontsize=6, style="italic", color=COLORS["muted"], bbox=HALO)
-        return
+        return 0.0, room * len(status) / 4
     faded = is_ours(impl) and mark not in (None, impl)
     color = COLORS["faded"] if faded else OURS if is_ours(impl) else color_of(impl)
     slow, fast = _band(row)
     ax.barh(y, row["tflops"], height=0.7, color=color, zorder=2)
-    ax.plot([slow, fast], [y, y], color="#111111", lw=0.9, zorder=3)
+    ax.plot([slow, fast], [y, y], color="#111111", lw=0.9, zorder=3, solid_capstyle="butt")
     text = f"{row['tflops']:.0f}" if row["tflops"] >= 10 else f"{row['tflops']:.1f}"
-    _value(ax, max(fast, row["tflops"]), y, text, bold=impl == mark)
+    if min(slow, row["tflops"]) < room:
+        end = max(fast, row["tflops"])
+        _value(ax, end, y, text, bold=impl == mark)
+        return end, end + room
+    look = {"fontsize": 6.5, "fontweight": "bold" if impl == mark else "normal", "color": ink_on(color)}
+    place = {"textcoords": "offset points", "ha": "right", "va": "center_baseline"}
+    ax.annotate(text, (min(slow, row["tflops"]), y), (-3, 0), zorder=4, **place, **look)
+    return None
+
+
+def _reference_line(
+    ax: Axes, rival: str, x: float, end: float, beside: Mapping[float, tuple[float, float] | None]
+) -> None:
+    """A vertical line at x from the top to height `end`, with a gap at each text beside a bar that it would
+    cross. Bars cover the line."""
+    start = -0.5
+    crossed = [y for y, text in sorted(beside.items()) if y < end and text and text[0] <= x <= text[1]]
+    for y in [*crossed, None]:
+        stop = end if y is None else y - 0.5
+        if stop > start:
+            ax.plot([x, x], [start, stop], color=color_of(rival), lw=1, ls=dash_of(rival), zorder=1)
+        start = start if y is None else y + 0.5
 
 
 def _value(ax: Axes, x: float, y: float, text: str, bold: bool) -> None:
@@ -305,4 +345,36 @@ def line_chart(
     ax.set(xlabel=xlabel, ylabel=ylabel)
     provenance(figure, source)
     label_ends(ax, ends)
+    return figure
+
+
+def samples_chart(
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    xlabel: str,
+    source: str = "",
+    line: float | None = 1.0,
+    width: float = WIDE,
+) -> Figure:
+    """Repeated measurements as they are: a point for each, their median, and a line between the quartiles.
+
+    panels: title -> name -> samples, in this order from the top; names may differ from panel to panel.
+    line: a reference value across.
+    """
+    counts = [len(samples) for samples in panels.values()]
+    figure, axes = new_figure(
+        width, 0.6 + 0.2 * len(panels) + 0.15 * sum(counts), len(panels), sharex=True, height_ratios=counts
+    )
+    for ax, (title, samples) in zip(axes[:, 0], panels.items(), strict=True):
+        names = [name for name, values in samples.items() for _ in values]
+        place = {"x": [value for values in samples.values() for value in values], "y": names, "ax": ax}
+        sns.stripplot(**place, color=OURS, jitter=False, size=3, alpha=0.6)  # jitter is drawn at random
+        middle = {"estimator": "median", "errorbar": ("pi", 50), "linestyle": "none", "marker": "|"}
+        sns.pointplot(**place, **middle, color="#111111", markersize=7, err_kws={"linewidth": 0.9})
+        if line is not None:
+            ax.axvline(line, color=COLORS["roof"], lw=0.8, ls=":", zorder=0)
+        ax.set(xlabel="", ylabel="")
+        ax.set_title(title, loc="left")
+        ax.tick_params(axis="y", length=0)
+    axes[-1, 0].set_xlabel(xlabel)
+    provenance(figure, source)
     return figure

@@ -11,6 +11,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
 
 SHOWN_LINES = 4
@@ -48,6 +49,7 @@ def execute(
     client = NotebookClient(
         notebook,
         timeout=timeout,
+        startup_timeout=600,  # on a busy machine importing takes its time
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
@@ -70,7 +72,7 @@ def execute(
         failure = describe(path.stem, cell, f"{type(error).__name__}: {error}")
     clean(notebook)
     where = (failed or target) if failure else target
-    write(notebook, where)
+    write_atomically(where, nbformat.writes(notebook) + "\n")
     return Result(path.stem, time.monotonic() - start, where, failure)
 
 
@@ -93,14 +95,6 @@ def clean(notebook: nbformat.NotebookNode) -> None:
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-
-
-def write(notebook: nbformat.NotebookNode, path: Path) -> None:
-    """Write a notebook in one step: readers see the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".ipynb.part")
-    nbformat.write(notebook, partial)
-    os.replace(partial, path)
 
 
 def execute_all(

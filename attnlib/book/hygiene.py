@@ -25,6 +25,16 @@ MAX_BACKWARD_CELL_LINES = 185
 MAX_BACKWARD_LINES = 120
 """The same for a backward pass, which has three kernels, and a launcher that takes both ways."""
 EXERCISES = 2
+BOX = ("Prerequisites", "What changes", "Needs", "Runs for")
+"""Rows of the table under a chapter's title."""
+FOLDED = "hide-input"
+"""Tag of a code cell whose source the HTML book folds; its output stays."""
+OPEN = {"kernel", "variant", "exercise"}
+"""Tags of code cells that are there to be read."""
+PLUMBING = re.compile(
+    r"\blesson\.(?:begin|measure|measure_backward|table|ladder|show_table|say)\(|\bplotting\.publish\("
+)
+"""What only a cell does that sets up, measures, tabulates or draws."""
 
 MACHINE_PATH = re.compile(
     r"(?<![\w.:/<)-])(?:/(?:work|tmp|root|home|Users|mnt|workspace|opt|var|usr)/[\w.-]|[A-Z]:\\\\?\w|file://)"
@@ -209,6 +219,18 @@ def title(nb: Notebook) -> Found:
         yield _id(first), f"expected the title '# {nb.number} ...' in a first Markdown cell"
 
 
+def box(nb: Notebook) -> Found:
+    """The first cell has the box of a chapter: a table that says what it builds on, changes, needs, and how
+    long it runs."""
+    text = source(nb.cells[0]) if nb.cells else ""
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| \S", text, re.MULTILINE)
+    if rows != list(BOX):
+        yield (
+            _id(nb.cells[0]) if nb.cells else "",
+            f"expected a table with the rows {', '.join(BOX)}, got {', '.join(rows) or 'none'}",
+        )
+
+
 def begins(nb: Notebook) -> Found:
     """The first code cell calls lesson.begin with the name of the notebook."""
     if not nb.code or f'lesson.begin("{nb.name}")' not in source(nb.code[0]):
@@ -297,6 +319,18 @@ def exercises(nb: Notebook) -> Found:
             yield _id(nb.code[i]), "expected lesson.check(...) in the code cell after the stub"
 
 
+def folded_plumbing(nb: Notebook) -> Found:
+    """Cells that set up, measure, tabulate or draw are folded; kernels, their variants and exercises are
+    open."""
+    for cell in nb.code:
+        folded, is_open = FOLDED in tags(cell), OPEN & set(tags(cell))
+        if is_open and folded:
+            yield _id(cell), f"expected no tag {FOLDED!r} on a cell tagged {', '.join(sorted(is_open))!r}"
+        found = PLUMBING.search(source(cell))
+        if found and not is_open and not folded:
+            yield _id(cell), f"expected the tag {FOLDED!r} on a cell that calls {found.group()[:-1]}"
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -310,11 +344,13 @@ RULES: dict[str, Rule] = {
         no_embedded_images,
         no_noise,
         title,
+        box,
         begins,
         sizes,
         named_figures,
         kernel_cell,
         exercises,
+        folded_plumbing,
     )
 }
 

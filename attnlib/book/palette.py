@@ -1,13 +1,13 @@
 """What a color, a marker and a line style mean, the same in every figure of the book.
 
 Blue is ours, light for the first steps and dark for the last of each part of the book; indigo where they are
-written in Gluon. Every peer has one color of the Okabe-Ito
-set, which readers with a color vision deficiency can tell apart; a marker and a dash pattern say the same
-once more, for print in gray. Roofs and other limits of the hardware are gray or black."""
+written in Gluon. Every peer has a color of its own, where possible one of seaborn's palette for readers with
+a color vision deficiency; a marker and a dash pattern say the same once more, for print in gray. Roofs and
+other limits of the hardware are gray or black."""
 
 import matplotlib
 import matplotlib.colors
-import matplotlib.style
+import seaborn as sns
 
 from attnlib.bench.names import number
 from attnlib.book.chapters import GLUON_FROM, STEPS, label
@@ -17,15 +17,22 @@ COLUMN = 3.25
 WIDE = 5.5
 """Width in inches of a figure over the full text width."""
 
-OURS = "#0072B2"
+_BLIND = dict(
+    zip(
+        ("blue", "orange", "green", "vermilion", "purple", "brown", "pink", "gray", "yellow", "sky"),
+        sns.color_palette("colorblind").as_hex(),
+        strict=True,
+    )
+)
+OURS = _BLIND["blue"]
 COLORS: dict[str, str] = {
     "ours": OURS,
     "attnlib": OURS,
-    "fa3": "#D55E00",
-    "cudnn": "#009E73",
-    "flash": "#E69F00",
-    "tutorial": "#CC79A7",
-    "flex": "#5E3C99",
+    "fa3": _BLIND["vermilion"],
+    "cudnn": _BLIND["green"],
+    "flash": _BLIND["orange"],
+    "tutorial": _BLIND["purple"],
+    "flex": "#5E3C99",  # the palette's other colors are too light for a line on white, or too near to these
     "math": "#6B4C1E",
     "roof": "#222222",
     "measured": "#777777",
@@ -55,11 +62,11 @@ DASHES: dict[str, tuple | str] = {
 }
 
 _STEP_MARKERS = ["p", "*", "d", ">", "h", "<", "o", "8", "H", "1", "2", "3"]  # none of a peer's
-_INDIGOS = matplotlib.colors.LinearSegmentedColormap.from_list("Gluon", ["#8E94E0", "#23237E"])
-_BLUES = matplotlib.colors.LinearSegmentedColormap.from_list("ours", ["#64A2CF", OURS, "#00395A"])
+_INDIGOS = sns.blend_palette(["#8E94E0", "#23237E"], as_cmap=True)
+_BLUES = sns.blend_palette(["#64A2CF", OURS, "#00395A"], as_cmap=True)
 
-STYLE: dict[str, object] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same glyphs on every machine
+FONT = "DejaVu Sans"  # comes with matplotlib: the same glyphs on every machine
+PRINT: dict[str, object] = {
     "font.size": 8.0,
     "axes.titlesize": 8.0,
     "axes.titleweight": "bold",
@@ -71,37 +78,37 @@ STYLE: dict[str, object] = {
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
     "axes.edgecolor": "#444444",
     "grid.color": COLORS["grid"],
     "grid.linewidth": 0.5,
+    "xtick.bottom": True,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
+    "xtick.major.size": 3.0,
+    "ytick.major.size": 3.0,
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
     "hatch.linewidth": 0.6,
+    "patch.linewidth": 0.6,
+    "patch.force_edgecolor": False,  # a bar ends at its value
     "figure.figsize": (COLUMN, 2.2),
     "figure.dpi": 100,
     "figure.constrained_layout.use": True,  # keeps the width exact, which savefig.bbox="tight" would not
-    "savefig.bbox": None,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
     "pdf.fonttype": 42,
     "ps.fonttype": 42,
     "svg.fonttype": "path",
     "svg.hashsalt": "attnlib",  # without it the ids in an SVG differ from run to run
-    "text.usetex": False,
 }
+"""What the size of a printed figure asks for beyond seaborn's theme, and what makes files reproducible."""
 
 
 def style() -> None:
-    """Set matplotlib's rcParams to the book's: 8 pt at final size, exact width, embedded fonts,
-    reproducible files."""
+    """Set seaborn's theme for papers on a white grid, at the book's print size: 8 pt at final size, exact
+    width, embedded fonts, reproducible files. Settings made before are lost."""
     matplotlib.rcdefaults()
-    matplotlib.rcParams.update(STYLE)
+    sns.set_theme(context="paper", style="whitegrid", palette="colorblind", font=FONT, rc=PRINT)
 
 
 def label_of(impl: str) -> str:
@@ -117,17 +124,18 @@ def color_of(impl: str) -> str:
     step = number(impl)
     if step is None:
         return COLORS["muted"]
-    if step < GLUON_FROM:
-        return shade((step - 1) / (GLUON_FROM - 2))
-    return matplotlib.colors.to_hex(_INDIGOS((step - GLUON_FROM) / (len(STEPS) - GLUON_FROM)))
+    gluon = step >= GLUON_FROM
+    part = [number(name) for name, _ in STEPS if (number(name) >= GLUON_FROM) == gluon]
+    share = min(1.0, sum(other < step for other in part) / (len(part) - 1))
+    return matplotlib.colors.to_hex(_INDIGOS(share)) if gluon else shade(share)
 
 
 def marker_of(impl: str) -> str:
     """The marker of an implementation; steps have one each, too."""
     if impl in MARKERS:
         return MARKERS[impl]
-    step = number(impl)
-    return "." if step is None else _STEP_MARKERS[step % len(_STEP_MARKERS)]
+    steps = [name for name, _ in STEPS]
+    return _STEP_MARKERS[steps.index(impl)] if impl in steps else "."
 
 
 def dash_of(impl: str) -> tuple | str:

@@ -18,6 +18,7 @@ from attnlib.book.charts import (
     line_chart,
     new_figure,
     rows_of,
+    samples_chart,
     source_of,
     sweep_chart,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "publish",
     "roofline_chart",
     "rows_of",
+    "samples_chart",
     "shade",
     "source_of",
     "spread",

@@ -8,15 +8,19 @@ from typing import get_args
 import pytest
 import torch
 from cases import CASES, INTERPRETER_REMARKS, Case, check_forward, judge_forward
+from families import forget_launches, forward, fresh_launches  # noqa: F401  (a fixture)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib import attention
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
+from attnlib.kernels import portable
+from attnlib.kernels.common.descriptors import readable
+from attnlib.kernels.common.signature import signature
 from attnlib.kernels.portable import launch
 from attnlib.kernels.portable.configs import ForwardConfig, Order, forward_config
-from attnlib.params import Band, band
+from attnlib.params import MaskWindow, Params, mask_window
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -49,14 +53,15 @@ OTHER_CONFIGS = [
     ForwardConfig(32, 16, num_warps=4, num_stages=1, q_in_registers=True),
 ]
 ORDERS = get_args(Order)
-CAUSAL = Band(None, 0)
+CAUSAL = MaskWindow(None, 0)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
 @pytest.mark.parametrize("config", OTHER_CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}")
 def test_result_does_not_depend_on_the_configuration(config, causal, device):
     q, k, v = make_inputs(Shape(1, 4, 140, 64, heads_kv=2, seqlen_k=129), device=device)
-    out, lse = launch.forward(q, k, v, band(causal, None), 0.125, True, config=config)
+    params = Params(mask_window(causal, None), 0.125, return_lse=True, config=config)
+    out, lse = forward(portable, q, k, v, params)
     judge_forward(out, lse, Oracle(q, k, v, causal), repr(config))
 
 
@@ -71,25 +76,26 @@ def test_every_order_of_the_loop(order, tile, sm_scale, causal, device):
     for queries, keys in LENGTHS:
         q, k, v = make_inputs(Shape(1, 2, queries, 32, heads_kv=1, seqlen_k=keys), device=device)
         config = ForwardConfig(*tile, 4, 2, order=order, q_in_registers=order != "one loop")
-        out, lse = launch.forward(q, k, v, band(causal, None), sm_scale, True, config=config)
+        params = Params(mask_window(causal, None), sm_scale, return_lse=True, config=config)
+        out, lse = forward(portable, q, k, v, params)
         judge_forward(out, lse, Oracle(q, k, v, causal, sm_scale), f"{queries}x{keys}")
 
 
 @pytest.mark.parametrize("section", [1, 3])
-def test_more_heads_than_a_grid_has_rows(section, monkeypatch, device):
+def test_more_heads_than_a_grid_has_rows(section, monkeypatch, fresh_launches, device):
     """Where the second or the third dimension of the grid is too short, there is only the first."""
     q, k, v = make_inputs(Shape(2, 12, 70, 16, heads_kv=6), device=device)
     config = ForwardConfig(64, 32, 4, 2, heads_per_section=section)
-    expected = launch.forward(q, k, v, CAUSAL, 0.125, True, config=config)
+    params = Params(CAUSAL, 0.125, return_lse=True, config=config)
+    expected = forward(portable, q, k, v, params)
+    call = signature(params, q, k, q, k, v)
+    [launched] = launch.prepare(call).launches.launches
+    assert launched.grid == (2 * section, 12 // section, 2)
     monkeypatch.setattr(launch, "GRID_YZ", 1)
-    launch._prepare.cache_clear()
-    try:
-        found = launch.forward(q, k, v, CAUSAL, 0.125, True, config=config)
-        shape = q.shape, k.shape, q.stride(), k.stride(), v.stride()
-        call = launch._prepare(*shape, q.dtype, q.get_device(), CAUSAL, 0.125, True, None, config)
-    finally:
-        launch._prepare.cache_clear()
-    assert call.grid == (2 * 2 * 12, 1, 1)
+    forget_launches()
+    found = forward(portable, q, k, v, params)
+    [launched] = launch.prepare(call).launches.launches
+    assert launched.grid == (2 * 2 * 12, 1, 1)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     judge_forward(*found, Oracle(q, k, v, True, 0.125), "one dimension")
 
@@ -186,7 +192,7 @@ def bshd(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def packed(x):
+def projected(x):
     """One of three in a (B, S, 3, H, D) buffer."""
     buffer = torch.full((x.shape[0], x.shape[2], 3, x.shape[1], x.shape[3]), 7.0).to(x)
     buffer[:, :, 1] = x.transpose(1, 2)
@@ -219,7 +225,7 @@ def column_major(x):
     ("layout", "in_place"),  # in place: a descriptor can express it; else the input is copied
     [
         pytest.param(bshd, True, id="bshd"),
-        pytest.param(packed, True, id="packed"),
+        pytest.param(projected, True, id="projected"),
         pytest.param(in_a_cache, True, id="in a cache"),
         pytest.param(wider_head, True, id="wider head"),
         pytest.param(lambda x: wider_head(x, before=1, after=7), False, id="address not a multiple of 16"),
@@ -234,7 +240,7 @@ def test_layout_changes_nothing(layout, in_place, device):
     strided = [layout(x) for x in contiguous]
     for x, y in zip(strided, contiguous, strict=True):
         assert torch.equal(x, y) and not x.is_contiguous()
-        assert (launch.readable(x).data_ptr() == x.data_ptr()) == in_place
+        assert (readable(x).data_ptr() == x.data_ptr()) == in_place
     got = attention(*strided, causal=True, return_lse=True, impl="triton")
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 

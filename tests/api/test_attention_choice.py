@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from families import forget_launches, fresh_launches  # noqa: F401  (a fixture)
 
 from attnlib import attention, explain
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.portable import launch
-from attnlib.kernels.reference import dense as reference
+from attnlib.kernels import reference
+from attnlib.kernels.common import device as devices
+from attnlib.kernels.portable import forward_kernel
 
 pytestmark = INTERPRETER_REMARKS
 IMPLEMENTATIONS = ["triton", "reference", None]
 
 
-def test_more_programs_than_a_grid_holds(monkeypatch):
-    monkeypatch.setattr(launch, "interpreted", lambda: True)
+def test_more_programs_than_a_grid_holds(monkeypatch, fresh_launches):
+    monkeypatch.setattr(devices, "interpreted", lambda: True)
     q = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(2**16, 2**15, 1, 8)  # takes no memory
     with pytest.raises(ValueError) as raised:
         attention(q, q, q, impl="triton")
@@ -60,13 +62,15 @@ class Broken:
 
 @pytest.mark.parametrize(
     ("owner", "name", "user"),
-    [(forward, "attention_forward", "triton"), (reference, "attention_fp64", "reference")],
+    [(forward_kernel, "attention_forward", "triton"), (reference, "attention_fp64", "reference")],
 )
-def test_a_failure_is_not_covered_up_by_another_implementation(owner, name, user, monkeypatch, device):
+def test_a_failure_is_not_covered_up_by_another_implementation(
+    owner, name, user, monkeypatch, fresh_launches, device
+):
     q, k, v = make_inputs(Shape(1, 1, 8, 16), device=device)
     users = {user, None} if explain(q, k, v).kernel == user else {user}
     monkeypatch.setattr(owner, name, Broken())
-    monkeypatch.setattr(launch, "_compiled", {})  # nor is a kernel used that was compiled before
+    forget_launches()  # nor is a kernel used that was compiled before
     for impl in IMPLEMENTATIONS:
         if impl in users:
             with pytest.raises(RuntimeError, match="broken"):
@@ -76,10 +80,10 @@ def test_a_failure_is_not_covered_up_by_another_implementation(owner, name, user
 
 
 @pytest.mark.parametrize("seqlen", [8, 0])
-def test_triton_on_a_cpu_without_the_interpreter(seqlen, monkeypatch):
+def test_triton_on_a_cpu_without_the_interpreter(seqlen, monkeypatch, fresh_launches):
     """Asked for by name: an error, even where there is nothing to compute. Not asked for: the reference."""
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    monkeypatch.setattr(forward, "attention_forward", Broken())
+    monkeypatch.setattr(devices, "interpreted", lambda: False)
+    monkeypatch.setattr(forward_kernel, "attention_forward", Broken())
     q, k, v = torch.randn(3, 1, 1, seqlen, 16)
     with pytest.raises(ValueError) as raised:
         attention(q, k, v, impl="triton")

@@ -9,15 +9,20 @@ import pytest
 import torch
 import triton
 from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
+from families import configured, forget_launches, fresh_launches  # noqa: F401  (a fixture)
 
-from attnlib import attention, dispatch, explain
+from attnlib import attention, explain
 from attnlib.api import Choice
+from attnlib.dispatch import resolve
+from attnlib.kernels import hopper, portable
+from attnlib.kernels.common import device as devices
+from attnlib.kernels.common.signature import mean_keys
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
-from attnlib.kernels.portable import launch
+from attnlib.kernels.hopper import support
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
 from attnlib.kernels.portable.configs import forward_config
-from attnlib.params import Band, Packed, band
+from attnlib.params import MaskWindow, Params, Varlen, mask_window
 
 
 @pytest.fixture
@@ -26,15 +31,31 @@ def launched(monkeypatch):
     names = []
 
     def stand_in(name):
-        def forward(q, k, v, band, scale, return_lse, packed):
+        def forward(q, k, v, params):
             names.append(name)
             return torch.empty(0), torch.empty(0)
 
         return forward
 
-    monkeypatch.setattr(launch, "forward", stand_in("triton"))
-    monkeypatch.setattr(launch_hopper, "forward", stand_in("hopper"))
+    monkeypatch.setattr(portable, "forward", stand_in("triton"))
+    monkeypatch.setattr(hopper, "forward", stand_in("hopper"))
     return names
+
+
+DENSE = MaskWindow(None, None)
+
+
+def chosen_for(call, varlen, impl=None, deterministic=False, backward=True):
+    """(kernel, reason)."""
+    params = Params(DENSE, 0.125, varlen, deterministic=deterministic, impl=impl)
+    choice = resolve(*call, params, backward)
+    return choice.kernel, choice.reason
+
+
+def lengths_of(rows, keys):
+    """One varlen sequence, of whose offsets nobody reads the values."""
+    offsets = torch.zeros(2, dtype=torch.int32)
+    return Varlen(offsets, offsets, rows, keys)
 
 
 LAYOUT = (
@@ -73,13 +94,13 @@ def test_the_choice_and_its_reason(name, gpu, launched):
         reason = "compute capability 9.x, a half precision, layouts that TMA can read"
         rows, keys = q.shape[2], k.shape[2]
         config = hopper_config(head_dim, rows, q.shape[0] * q.shape[1], keys=keys)
-        assert choice == Choice("hopper", config, reason)
-        assert explain(q, k, v, impl="hopper") == Choice("hopper", config, "asked for")
+        assert choice == Choice("hopper", config, reason, DENSE)
+        assert explain(q, k, v, impl="hopper") == Choice("hopper", config, "asked for", DENSE)
         attention(q, k, v, impl="hopper")
         assert launched == ["hopper", "hopper"]
     else:
         config = forward_config(head_dim, dtype, arch, keys=k.shape[2])
-        assert choice == Choice("triton", config, f"hopper {lacks}")
+        assert choice == Choice("triton", config, f"hopper {lacks}", DENSE)
         for call in (attention, explain):
             with pytest.raises(ValueError) as raised:
                 call(q, k, v, impl="hopper")
@@ -94,28 +115,28 @@ def test_the_choice_and_its_reason(name, gpu, launched):
 BACKWARD = {
     "narrow": (64, False, None),
     "wide": (256, False, None),
-    "too wide": (264, False, "needs a head dimension of at most 256 for"),
     "deterministic": (64, True, "adds up dq in an order that changes"),
 }
 
 
-@pytest.mark.parametrize("packed", [None, Packed(None, None, 264, 264)], ids=["batch", "packed"])
+@pytest.mark.parametrize("varlen", [None, lengths_of(264, 264)], ids=["batch", "varlen"])
 @pytest.mark.parametrize("name", BACKWARD)
-def test_the_choice_of_the_backward_pass(name, packed, gpu):
+def test_the_choice_of_the_backward_pass(name, varlen, gpu):
     head_dim, deterministic, lacks = BACKWARD[name]
-    q = tensor(1, 1, 264, head_dim) if packed is None else tensor(264, 1, head_dim)
-    kernel, reason = dispatch.choose_backward(q, q, q, None, packed, deterministic)
+    q = tensor(1, 1, 264, head_dim) if varlen is None else tensor(264, 1, head_dim)
+    call = q, q, q
+    kernel, reason = chosen_for(call, varlen, None, deterministic)
     if lacks is None:
         assert kernel == "hopper"
-        assert dispatch.choose_backward(q, q, q, "hopper", packed, deterministic)[0] == "hopper"
+        assert chosen_for(call, varlen, "hopper", deterministic) == ("hopper", "asked for")
     else:
         assert kernel == "triton" and reason.startswith(f"hopper {lacks}")
         with pytest.raises(ValueError, match=f"^impl: 'hopper' {lacks}.*; leave impl out"):
-            dispatch.choose_backward(q, q, q, "hopper", packed, deterministic)
+            chosen_for(call, varlen, "hopper", deterministic)
     for impl in ("triton", "reference"):
-        assert dispatch.choose_backward(q, q, q, impl, packed, deterministic) == (impl, "asked for")
+        assert chosen_for(call, varlen, impl, deterministic) == (impl, "asked for")
     gpu(8)
-    assert dispatch.choose_backward(q, q, q, None, packed, deterministic)[0] == "triton"
+    assert chosen_for(call, varlen, None, deterministic)[0] == "triton"
 
 
 @pytest.mark.parametrize(
@@ -137,31 +158,32 @@ def test_short_sequences_are_for_the_portable_kernels(rows, keys, head_dim, forw
     q, k = tensor(1, 1, rows, head_dim), tensor(1, 1, keys, head_dim)
     tokens = tensor(260, 1, head_dim)
     limits = 64, 256 if head_dim <= 64 else 128
-    for call, lengths in (((q, k, k), None), ((tokens,) * 3, Packed(None, None, rows, keys))):
-        chosen = dispatch.choose(*call, None, lengths), dispatch.choose_backward(*call, None, lengths)
+    for call, varlen in (((q, k, k), None), ((tokens,) * 3, lengths_of(rows, keys))):
+        chosen = [chosen_for(call, varlen, backward=x) for x in (False, True)]
         for (kernel, reason), expected, limit in zip(chosen, (forward, backward), limits, strict=True):
             assert kernel == expected
             assert ("at most" in reason) == (expected == "triton")
             assert expected == "hopper" or f"slower for sequences of at most {limit} rows and keys" in reason
-        assert dispatch.choose(*call, "hopper", lengths) == ("hopper", "asked for")
-        assert dispatch.choose_backward(*call, "hopper", lengths) == ("hopper", "asked for")
+        for x in (False, True):
+            assert chosen_for(call, varlen, "hopper", backward=x) == ("hopper", "asked for")
 
 
-def test_hopper_by_name_where_there_is_no_gpu(monkeypatch):
+def test_hopper_by_name_where_there_is_no_gpu(monkeypatch, fresh_launches):
     q = torch.zeros(1, 1, 8, 64)
     with pytest.raises(ValueError) as raised:
         attention(q, q, q, impl="hopper")
     assert str(raised.value) == "impl: 'hopper' needs CUDA tensors; q is on cpu"
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(devices, "interpreted", lambda: False)
     assert explain(q, q, q).kernel == "reference"
     assert explain(q, q, q).configuration is None
-    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    monkeypatch.setattr(devices, "interpreted", lambda: True)
+    forget_launches()
     assert explain(q, q, q).reason == "hopper needs CUDA tensors; q is on cpu"
     assert explain(q, q, q).kernel == "triton"
 
 
 def test_kernels_in_the_interpreter_on_a_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(launch_hopper, "interpreted", lambda: True)
+    monkeypatch.setattr(devices, "interpreted", lambda: True)
     q = tensor(1, 1, 8, 64)
     with pytest.raises(ValueError, match="^impl: 'hopper' needs compiled kernels; TRITON_INTERPRET=1 is set"):
         attention(q, q, q, impl="hopper")
@@ -169,13 +191,13 @@ def test_kernels_in_the_interpreter_on_a_gpu(gpu, monkeypatch):
 
 
 def test_another_triton_has_another_gluon(monkeypatch):
-    launch_hopper._gluon_amiss.cache_clear()
+    support._gluon_amiss.cache_clear()
     monkeypatch.setattr(triton, "__version__", "3.7.1")
-    assert launch_hopper._gluon_amiss() == "needs the Gluon of triton 3.6.x; this is triton 3.7.1"
-    launch_hopper._gluon_amiss.cache_clear()
+    assert support._gluon_amiss() == "needs the Gluon of triton 3.6.x; this is triton 3.7.1"
+    support._gluon_amiss.cache_clear()
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert launch_hopper._gluon_amiss() is None
-    launch_hopper._gluon_amiss.cache_clear()
+    assert support._gluon_amiss() is None
+    support._gluon_amiss.cache_clear()
 
 
 def test_explain_reads_well_and_is_frozen(gpu):
@@ -214,7 +236,7 @@ def shared_bytes(config, width):
 def test_hopper_configurations_fit(head_dim):
     config, width = hopper_config(head_dim), max(64, block_d(head_dim))
     assert config == hopper_config(width)
-    for tile in (TALL, LONG, FEW_ROWS) if width == 64 else (config,):
+    for tile in (M256N64, M192N128, M128N128) if width == 64 else (config,):
         fits(tile, width)
 
 
@@ -265,35 +287,41 @@ def test_masks_where_the_diagonal_runs():
 
 def chosen(*shapes, causal):
     """Tiles at D = 64 of calls with 32 heads: (batch, rows) each."""
-    bounds = band(causal, None)
-    return [hopper_config(64, S, 32 * B, 132, S, launch.mean_keys(S, S, bounds)) for B, S in shapes]
+    bounds = mask_window(causal, None)
+    return [hopper_config(64, S, 32 * B, 132, S, mean_keys(S, S, bounds)) for B, S in shapes]
 
 
 def test_the_tile_that_leaves_no_sm_idle():
     """At D = 64: what was fastest on an H200 (docs/lab/hopper.md)."""
     waves = (1, 512), (1, 1024), (1, 1536), (1, 2048), (16, 1024), (8, 2048), (1, 65536)
-    assert chosen(*waves, causal=False) == [FEW_ROWS, TALL, LONG, TALL, TALL, LONG, LONG]
-    assert chosen(*waves, causal=True) == [FEW_ROWS, FEW_ROWS, LONG, TALL, TALL, TALL, LONG]
+    assert chosen(*waves, causal=False) == [M128N128, M256N64, M192N128, M256N64, M256N64, M192N128, M192N128]
+    assert chosen(*waves, causal=True) == [M128N128, M128N128, M192N128, M256N64, M256N64, M256N64, M192N128]
     # One row more than whole tiles of 256 rows: a tile nearly empty.
-    assert chosen((4, 4096), (4, 4097), causal=True) == [TALL, LONG]
-    assert chosen((128, 128), (64, 256), causal=True) == [FEW_ROWS, TALL]
+    assert chosen((4, 4096), (4, 4097), causal=True) == [M256N64, M192N128]
+    assert chosen((128, 128), (64, 256), causal=True) == [M128N128, M256N64]
 
 
-def test_tiles_of_windows_and_packed_sequences(monkeypatch):
-    """Windows: small where tall ones would not give every SM one, or be half empty. Packed: as a batch."""
-    assert hopper_config(64, rows=512, heads=32) == FEW_ROWS
-    assert hopper_config(64, rows=256, heads=132) == FEW_ROWS
-    assert hopper_config(64, rows=257, heads=67) == TALL
-    assert hopper_config(64, rows=512, heads=32, sms=60) == TALL
-    assert hopper_config(40, rows=1, heads=1) == FEW_ROWS
-    monkeypatch.setattr(launch_hopper, "_num_sms", lambda device: 132)
-    q, packed = torch.Size((1, 32, 16384, 64)), torch.Size((16384, 32, 64))
-    for left, right, tile in ((None, None, LONG), (None, 0, LONG), (100, 0, TALL), (None, 5, TALL)):
-        assert launch_hopper.configuration(q, q, Band(left, right), 0) == tile
-    for count, longest, right, tile in ((2, 8192, 0, LONG), (4, 4096, 0, TALL), (4, 4096, None, LONG)):
-        lengths = launch.Lengths(count, longest, longest)
-        assert launch_hopper.configuration(packed, packed, Band(None, right), 0, lengths) == tile
-        assert launch_hopper.configuration(packed, packed, Band(9, 0), 0, lengths) == TALL
+def test_tiles_of_windows_and_varlen_sequences(gpu):
+    """Windows: small where tall ones would not give every SM one, or be half empty. Varlen: as a batch."""
+    assert hopper_config(64, rows=512, heads=32) == M128N128
+    assert hopper_config(64, rows=256, heads=132) == M128N128
+    assert hopper_config(64, rows=257, heads=67) == M256N64
+    assert hopper_config(64, rows=512, heads=32, sms=60) == M256N64
+    assert hopper_config(40, rows=1, heads=1) == M128N128
+
+    def configuration(q, left, right, varlen=None):
+        return configured(hopper, q, q, Params(MaskWindow(left, right), 0.125, varlen)).config
+
+    q, tokens = tensor(1, 32, 16384, 64, strides=(0, 0, 0, 1)), tensor(16384, 32, 64, strides=(0, 0, 1))
+    bounds = (None, None, M192N128), (None, 0, M192N128), (100, 0, M256N64), (None, 5, M256N64)
+    for left, right, tile in bounds:
+        assert configuration(q, left, right) == tile
+    sequences = (2, 8192, 0, M192N128), (4, 4096, 0, M256N64), (4, 4096, None, M192N128)
+    for count, longest, right, tile in sequences:
+        offsets = torch.zeros(count + 1, dtype=torch.int32)
+        varlen = Varlen(offsets, offsets, longest, longest)
+        assert configuration(tokens, None, right, varlen) == tile
+        assert configuration(tokens, 9, 0, varlen) == M256N64
 
 
 def test_other_head_dimensions_have_one_tile():

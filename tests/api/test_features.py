@@ -24,8 +24,11 @@ from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.paths import ROOT
 from attnlib.bench.shapes import Shape
-from attnlib.dispatch import choose_backward
+from attnlib.dispatch import resolve
+from attnlib.kernels.common import preprocess
+from attnlib.kernels.portable import backward_kernels
 from attnlib.kernels.portable.configs_backward import backward_config
+from attnlib.params import MaskWindow, Params
 
 PAGE = ROOT / "notebooks" / "features.md"
 API = (ROOT / "notebooks" / "api.md").read_text()
@@ -345,11 +348,13 @@ def deterministic(device, request) -> str:
     pairs = zip(*(gradients(device, deterministic=True) for _ in range(2)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     # Alone that says little in the interpreter: no sum of the portable kernels is left to chance.
-    assert "atomic_" not in inspect.getsource(backward)
+    for module in (backward_kernels, preprocess):
+        assert "atomic_" not in inspect.getsource(module)
     assert "def test_deterministic_gradients_have_the_same_bits_in_a_hundred_runs(" in GPU_TESTS
     request.getfixturevalue("gpu")  # and the Hopper kernel, whose dQ is one, is left out
     inputs = [tensor(1, 1, 300, 64) for _ in range(3)]
-    chosen = [choose_backward(*inputs, None, deterministic=x)[0] for x in (False, True)]
+    asked = [Params(MaskWindow(None, None), 0.125, deterministic=x) for x in (False, True)]
+    chosen = [resolve(*inputs, params, backward=True).kernel for params in asked]
     assert chosen == ["hopper", "triton"]
     return "yes"
 
@@ -459,7 +464,7 @@ def without_a_gpu(device) -> str:
 @row("attn_implementation in transformers")
 def transformers(device) -> str:
     pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
-    from test_hf import build, tokens
+    from small_models import build, tokens
 
     attnlib.hf.register()
     ids = tokens(1, 9, device)

@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from families import forget_launches, forward
 
 from attnlib import attention, attention_varlen
 from attnlib.bench import tuning
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.portable import launch
+from attnlib.kernels import portable
 from attnlib.kernels.portable.configs import ForwardConfig
 from attnlib.kernels.reference.dense import attention_fp64
-from attnlib.params import band
+from attnlib.params import MaskWindow, Params, mask_window
 
 pytestmark = INTERPRETER_REMARKS
 MASKS = {
@@ -65,8 +66,7 @@ def test_threads_get_the_same(device):
         pytest.skip("Triton's interpreter patches the language while it runs a kernel: one thread at a time")
     shapes = [Shape(1, 2, 50 + 7 * n, 16, causal=n % 2 == 0) for n in range(8)]
     inputs = [make_inputs(shape, seed=n, device=device) for n, shape in enumerate(shapes)]
-    launch._compiled.clear()
-    launch._prepare.cache_clear()
+    forget_launches()
     for _ in range(3):
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda n: step(inputs[n], causal=n % 2 == 0), range(8)))
@@ -94,9 +94,9 @@ def test_threads_by_the_reference():
 
 
 class Guards:
-    """Memory for tensors, each between two bands of a known pattern."""
+    """Memory for tensors, each between two margins of a known pattern."""
 
-    BAND, PATTERN = 4096, 0x5A
+    MARGIN, PATTERN = 4096, 0x5A
 
     def __init__(self, monkeypatch):
         self.buffers = []
@@ -109,10 +109,10 @@ class Guards:
             elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
             size = 0 if 0 in shape else elements * dtype.itemsize
             room = -(-size // 256) * 256
-            buffer = plain.empty(self.BAND * 2 + room, dtype=torch.uint8, device=device)
+            buffer = plain.empty(self.MARGIN * 2 + room, dtype=torch.uint8, device=device)
             buffer.fill_(self.PATTERN)
             self.buffers.append((buffer, size))
-            storage = buffer[self.BAND : self.BAND + size].view(dtype)
+            storage = buffer[self.MARGIN : self.MARGIN + size].view(dtype)
             return storage.as_strided(shape, strides)
 
         def empty(*shape, dtype=None, device=None, **others):
@@ -130,8 +130,8 @@ class Guards:
 
     def check(self):
         for buffer, size in self.buffers:
-            end = self.BAND + size
-            assert (buffer[: self.BAND] == self.PATTERN).all(), "written before a tensor"
+            end = self.MARGIN + size
+            assert (buffer[: self.MARGIN] == self.PATTERN).all(), "written before a tensor"
             assert (buffer[end:] == self.PATTERN).all(), "written behind a tensor"
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_written_beside_the_outputs(shape, options, monkeypatch, devi
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True)), "an input was written to"
 
 
-def test_nothing_is_written_beside_packed_outputs(monkeypatch, device):
+def test_nothing_is_written_beside_varlen_outputs(monkeypatch, device):
     q, k = torch.randn(41, 2, 24, device=device).half(), torch.randn(60, 2, 24, device=device).half()
     ends = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 7, 41], [0, 30, 31, 60])]
     arguments = (q, k, k, *ends, 34, 30)
@@ -176,7 +176,7 @@ def test_guards_see_a_write(where, monkeypatch):
     tensor.fill_(1)
     guards.check()
     buffer, size = guards.buffers[0]
-    buffer[guards.BAND + (size if where == "end" else where)] = 0
+    buffer[guards.MARGIN + (size if where == "end" else where)] = 0
     with pytest.raises(AssertionError, match="written behind" if where == "end" else "written before"):
         guards.check()
 
@@ -184,7 +184,7 @@ def test_guards_see_a_write(where, monkeypatch):
 # ---------------------------------------------------------------- what is not finite
 
 
-def rows_of(mask_of, keys, seqlen, total):
+def rows_of(mask_of: MaskWindow, keys, seqlen, total):
     """Rows that see one of the keys."""
     left, right = mask_of
     place = torch.arange(seqlen) + total - seqlen
@@ -213,7 +213,7 @@ def test_not_finite_in_q_and_k(impl, value, options, device):
     k[0, 0, 70, 0] = k[0, 0, 128, 7] = value
     out, lse = attention(q, k, v, impl=impl, return_lse=True, **options)
     truth, truth_lse = attention_fp64(q, k, v, **options)
-    touched = rows_of(band(options.get("causal", False), options.get("window")), (70, 128), S, K)
+    touched = rows_of(mask_window(options.get("causal", False), options.get("window")), (70, 128), S, K)
     touched[5] = True
     touched = touched.to(device)
     results = zip((out, lse), (truth, truth_lse), clean, strict=True)
@@ -234,11 +234,12 @@ def test_not_finite_in_v(value, options, device):
     S = 200
     q, k, v = make_inputs(Shape(1, 1, S, 16), device=device)
     config = ForwardConfig(32, 32, 4, 2)
-    seen = band(options.get("causal", False), options.get("window"))
-    clean, clean_lse = launch.forward(q, k, v, seen, 0.25, True, config=config)
+    seen = mask_window(options.get("causal", False), options.get("window"))
+    params = Params(seen, 0.25, return_lse=True, config=config)
+    clean, clean_lse = forward(portable, q, k, v, params)
     v = v.clone()
     v[0, 0, 100, 3] = value
-    out, lse = launch.forward(q, k, v, seen, 0.25, True, config=config)
+    out, lse = forward(portable, q, k, v, params)
     truth, _ = attention_fp64(q, k, v, sm_scale=0.25, **options)
     touched = rows_of(seen, (100,), S, S).to(device)
     assert torch.equal(lse, clean_lse)  # the weights do not know of the values
@@ -285,9 +286,9 @@ def test_processes_share_a_cache(method, tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(600)
     assert [process.exitcode for process in processes] == [0] * count
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".*"))
     for seed in range(3):
         _tune(tmp_path, seed)
     for path in tmp_path.iterdir():
@@ -302,7 +303,7 @@ def test_a_process_that_dies_while_it_writes(tmp_path):
         _tune(tmp_path, 0)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.json"))
+    assert list(tmp_path.glob(".*")) and not list(tmp_path.glob("*.json"))
     assert _tune(tmp_path, 0) == "candidate 0"
     assert len(list(tmp_path.glob("*.json"))) == 1
 

@@ -37,7 +37,7 @@ def offsets(*values, device="cpu"):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def packed(device, dtype=torch.float16):
+def varlen(device, dtype=torch.float16):
     q = torch.randn(20, 4, 16, device=device, dtype=dtype)
     k, v = torch.randn(2, 30, 2, 16, device=device, dtype=dtype)
     return q, k, v, offsets(0, 7, 20, device=device), offsets(0, 30, 30, device=device), 13, 30
@@ -113,12 +113,12 @@ def test_options_are_part_of_the_graph(device):
         assert torch.equal(compiled(*inputs), attention(*inputs, **options))
 
 
-def test_packed_sequences_compiled(device):
+def test_varlen_sequences_compiled(device):
     def call(q, k, v, cu_q, cu_k, longest_q, longest_k):
         return attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, causal=True)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=BACKEND)
-    q, k, v, *sequences = packed(device)
+    q, k, v, *sequences = varlen(device)
     found, expected = leaves(q, k, v), leaves(q, k, v)
     outs = compiled(*found, *sequences), call(*expected, *sequences)
     assert torch.equal(*outs)
@@ -134,7 +134,7 @@ def test_a_longest_sequence_computed_in_the_graph(device):
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(call, fullgraph=True, backend=BACKEND)
-        arguments = packed(device)[:-2]
+        arguments = varlen(device)[:-2]
         assert torch.equal(compiled(*arguments), call(*arguments))
         with pytest.raises(ValueError, match="^max_seqlen_q: expected 0 or more, got -87"):
             compiled(*arguments, -100)
@@ -161,12 +161,12 @@ def test_a_scale_or_a_window_computed_in_the_graph(device):
 
 
 def test_a_longest_sequence_computed_in_an_exported_graph(device):
-    class Packed(torch.nn.Module):
+    class VarlenModule(torch.nn.Module):
         def forward(self, q, k, v, cu_q, cu_k):
             return attention_varlen(q, k, v, cu_q, cu_k, cu_q.diff().max().item(), cu_k.diff().max().item())
 
-    arguments = packed(device)
-    exported = torch.export.export(Packed(), arguments[:-2])
+    arguments = varlen(device)
+    exported = torch.export.export(VarlenModule(), arguments[:-2])
     assert torch.equal(exported.module()(*arguments[:-2]), attention_varlen(*arguments))
 
 
@@ -174,7 +174,7 @@ def test_jit_trace_says_what_to_use(device):
     with pytest.raises(NotImplementedError, match="^attention under torch.jit.trace: not supported; use"):
         torch.jit.trace(lambda *x: attention(*x), small(device=device))
     with pytest.raises(NotImplementedError, match="torch.jit.trace"):
-        torch.jit.trace(lambda *x: attention_varlen(*x, 13, 30), packed(device)[:-2])
+        torch.jit.trace(lambda *x: attention_varlen(*x, 13, 30), varlen(device)[:-2])
 
 
 def test_autocast_compiled(device):
@@ -314,8 +314,8 @@ def test_opcheck_backward(layout, device):
     torch.library.opcheck(OPERATORS.attention_backward.default, arguments, {"right": 0})
 
 
-def test_opcheck_packed(device):
-    q, k, v, *sequences = packed(device)
+def test_opcheck_varlen(device):
+    q, k, v, *sequences = varlen(device)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(OPERATORS.attention_forward.default, (*inputs, *sequences), {"left": 3, "right": 0})
 
@@ -405,12 +405,12 @@ def test_flops_are_counted_as_for_pytorchs_own_attention(causal):
     assert flops(step) == own * 7 // 2  # 2 products forward, 5 backward
 
 
-def test_flops_of_grouped_heads_windows_and_packed_sequences(device):
+def test_flops_of_grouped_heads_windows_and_varlen_sequences(device):
     q, k, v = small(20, 50, device=device)
     assert flops(lambda: attention(q, k, v)) == 4 * 4 * 20 * 50 * 16
     assert flops(lambda: attention(q, k, v, causal=True, window=(7, 0))) == 4 * 4 * 20 * 8 * 16
     assert flops(lambda: attention(q, k, v, window=(7, -1))) == 4 * 4 * 20 * 50 * 16
-    arguments = packed(device)
+    arguments = varlen(device)
     pairs = 7 * 30 + 13 * 0
     assert flops(lambda: attention_varlen(*arguments)) == 4 * 4 * pairs * 16
 
@@ -468,6 +468,6 @@ def test_plain_calls_go_past_the_operator(monkeypatch, device):
     inputs = leaves(*small(device=device))
     attention(*inputs).sum().backward()
     attention(*inputs, impl="reference")
-    attention_varlen(*packed(device))
+    attention_varlen(*varlen(device))
     with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="broken"):
         attention(*inputs)

@@ -15,7 +15,7 @@ from attnlib import attention, attention_varlen
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.portable import launch
+from attnlib.kernels import portable
 
 pytestmark = INTERPRETER_REMARKS
 IMPLEMENTATIONS = ["triton", "reference", None]
@@ -145,12 +145,12 @@ def test_a_gradient_without_memory_of_its_own(device):
     judge(torch.ones_like(inputs[0]), inputs, [x.grad for x in leaf], "sum")
 
 
-# ---------------------------------------------------------------- packed sequences
+# ---------------------------------------------------------------- varlen sequences
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (4, 0)}], ids=str)
-def test_packed_sequences_have_the_gradients_of_each(options, impl, device):
+def test_varlen_sequences_have_the_gradients_of_each(options, impl, device):
     torch.manual_seed(0)
     lengths_q, lengths_k = [3, 0, 20, 1, 5], [7, 4, 20, 30, 0]
     make = {"device": device, "dtype": torch.float16}
@@ -201,8 +201,8 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(context, monkeypatch, devic
     inputs = leaves(*make_inputs(Shape(1, 1, 20, 16), device=device))
     expected = attention(*inputs).detach()
     asked = []
-    forward = launch.forward
-    monkeypatch.setattr(launch, "forward", lambda *a, **k: asked.append(a[5]) or forward(*a, **k))
+    forward = portable.forward
+    monkeypatch.setattr(portable, "forward", lambda *a: asked.append(a[3].return_lse) or forward(*a))
     with context():
         out = attention(*inputs, impl="triton")
     assert torch.equal(out, expected) and not out.requires_grad and out.grad_fn is None
@@ -248,11 +248,9 @@ def test_checkpoint(reentrant, device):
 
 @pytest.mark.parametrize("switch", ["argument", "torch"])
 def test_deterministic_reaches_the_launcher(switch, monkeypatch, device):
-    from attnlib.kernels.portable import launch_backward
-
     asked = []
-    backward = launch_backward.backward
-    monkeypatch.setattr(launch_backward, "backward", lambda *a: asked.append(a[9]) or backward(*a))
+    backward = portable.backward
+    monkeypatch.setattr(portable, "backward", lambda *a: asked.append(a[6].deterministic) or backward(*a))
     inputs = make_inputs(Shape(1, 1, 20, 16), device=device)
     if switch == "argument":
         gradients(inputs, impl="triton", deterministic=True)
@@ -344,9 +342,9 @@ def test_a_tangent_is_never_dropped(context, which, needs_grad, device):
         inputs[which] = forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(RuntimeError, match="no forward-mode derivative"):
             attention(*inputs)
-        packed = [x[0].transpose(0, 1) for x in inputs]
+        tokens = [x[0].transpose(0, 1) for x in inputs]
         with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-            attention_varlen(*packed, offsets, offsets, 8, 8)
+            attention_varlen(*tokens, offsets, offsets, 8, 8)
         with pytest.raises(RuntimeError, match="no forward-mode derivative"):
             torch.vmap(lambda x: attention(x, *inputs[1:]))(inputs[0][None])
     with forward_ad.dual_level(), torch.inference_mode():  # which switches tangents off, says PyTorch
@@ -382,12 +380,12 @@ def test_a_sign_that_is_not_in_memory(impl, device):
         pairs.append(torch.autograd.grad(attention(*x, impl=impl), x, y))
     for found, expected in zip(*pairs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    packed = [[x[0].transpose(0, 1) for x in tensors] for tensors in (inputs, plain)]
+    tokens = [[x[0].transpose(0, 1) for x in tensors] for tensors in (inputs, plain)]
     offsets = torch.tensor([0, 5, 20], dtype=torch.int32, device=device)
     negated = torch._neg_view(-offsets)
     torch.testing.assert_close(
-        attention_varlen(*packed[0], negated, negated, 15, 15, impl=impl),
-        attention_varlen(*packed[1], offsets, offsets, 15, 15, impl=impl),
+        attention_varlen(*tokens[0], negated, negated, 15, 15, impl=impl),
+        attention_varlen(*tokens[1], offsets, offsets, 15, 15, impl=impl),
         rtol=1e-5, atol=1e-5,
     )  # fmt: skip
 
@@ -418,8 +416,8 @@ def test_functionalize(device):
     assert torch.equal(call(q, k, v), expected)
     assert torch.equal(torch.vmap(call)(q[None], k[None], v[None])[0], expected)
     assert torch.equal(functionalize(torch.vmap(plain))(q[None], k[None], v[None])[0], expected)
-    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    found = functionalize(lambda *x: attention_varlen(*x, 8, 8, causal=True))(*packed, offsets, offsets)
+    tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
+    found = functionalize(lambda *x: attention_varlen(*x, 8, 8, causal=True))(*tokens, offsets, offsets)
     torch.testing.assert_close(found.transpose(0, 1)[None], expected)
     with pytest.raises(NotImplementedError, match="functionalize together with torch.func.grad"):
         functionalize(grad(lambda q: attention(q, k, v).sum()))(q)

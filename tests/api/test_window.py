@@ -7,13 +7,16 @@ import inspect
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS, judge_forward
+from families import configured, forward
 from forward_mutations import NOT_FINITE, WRONG_VALUES, Mutation, use_source  # noqa: F401  (a fixture)
 
 from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
 from attnlib.bench.shapes import DTYPES, Shape
-from attnlib.kernels.portable import launch
+from attnlib.kernels import portable
+from attnlib.kernels.common.signature import mean_keys
+from attnlib.kernels.portable import forward_kernel
 from attnlib.kernels.portable.configs import ForwardConfig
-from attnlib.params import Band, band
+from attnlib.params import MaskWindow, Params, mask_window
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -26,7 +29,8 @@ LENGTHS = [(128, 128), (129, 129), (70, 192), (200, 17), (64, 192), (1, 100), (1
 def check_window(shape, window, *, causal=False, kind="normal", sm_scale=0.125, device="cpu", config=None):
     """AssertionError unless a call's output and LSE are what the oracle says."""
     q, k, v = make_inputs(shape, kind, device=device)
-    out, lse = launch.forward(q, k, v, band(causal, window), sm_scale, True, config=config)
+    params = Params(mask_window(causal, window), sm_scale, return_lse=True, config=config)
+    out, lse = forward(portable, q, k, v, params)
     oracle = Oracle(q, k, v, causal, sm_scale, window=window)
     judge_forward(out, lse, oracle, f"{shape.label} window {window}")
 
@@ -75,9 +79,10 @@ def test_a_long_sequence_has_tiles_without_a_mask(device):
 def test_a_window_that_holds_all_keys_is_none(device):
     """The same values, up to the order of the tiles."""
     q, k, v = make_inputs(Shape(1, 2, 150, 64, dtype="float32"), device=device)
-    for bounds, wide in [(Band(None, 0), Band(149, 0)), (Band(None, None), Band(149, 149))]:
-        out, lse = launch.forward(q, k, v, bounds, 0.125, True)
-        again = launch.forward(q, k, v, wide, 0.125, True)
+    for bounds, wide in [(MaskWindow(None, 0), MaskWindow(149, 0)), (MaskWindow(None, None), MaskWindow(149,
+    149))]:
+        out, lse = forward(portable, q, k, v, Params(bounds, 0.125, return_lse=True))
+        again = forward(portable, q, k, v, Params(wide, 0.125, return_lse=True))
         torch.testing.assert_close(again[0], out, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(again[1], lse, rtol=1e-5, atol=1e-6)
 
@@ -95,7 +100,7 @@ def loads(monkeypatch, shape, seen, config):
     q, k, v = make_inputs(shape, device="cpu")
     with monkeypatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_descriptor_load", counting)
-        launch.forward(q, k, v, seen, 0.125, False, config=config)
+        forward(portable, q, k, v, Params(seen, 0.125, config=config))
     return count[0] - -(-shape.seqlen // config.block_m)  # without those of Q
 
 
@@ -107,9 +112,9 @@ def test_no_tile_outside_of_the_window_is_visited(order, monkeypatch):
     # A block of rows sees 2 tiles with a window of 64 or fewer, 3 with one of 65 to 128; the first ones see
     # less.
     for left, tiles in [(0, 10), (1, 19), (64, 19), (65, 27), (128, 27), (639, 55), (10**6, 55)]:
-        assert loads(monkeypatch, shape, Band(left, 0), config) == 2 * tiles
-    assert loads(monkeypatch, shape, Band(64, 64), config) == 2 * (10 + 9 + 9)
-    assert loads(monkeypatch, shape, Band(None, 64), config) == 2 * (55 + 9)
+        assert loads(monkeypatch, shape, MaskWindow(left, 0), config) == 2 * tiles
+    assert loads(monkeypatch, shape, MaskWindow(64, 64), config) == 2 * (10 + 9 + 9)
+    assert loads(monkeypatch, shape, MaskWindow(None, 64), config) == 2 * (55 + 9)
 
 
 MUTATIONS = {
@@ -154,28 +159,31 @@ TWO_LOOPS = ForwardConfig(64, 32, 4, 2, order="two loops")
 @pytest.mark.parametrize("call", MUTATIONS, ids=lambda call: MUTATIONS[call].bug)
 def test_a_planted_bug_is_caught(call, use_source, device):
     (shape, window), mutation = call, MUTATIONS[call]
-    source = inspect.getsource(forward)
+    source = inspect.getsource(forward_kernel)
     use_source(source)
     check_window(shape, window, device=device, config=TWO_LOOPS)
-    assert source.count(mutation.right) == 1, f"expected once in {forward.__name__}: {mutation.right}"
-    use_source(source.replace(mutation.right, mutation.wrong))
+    use_source(mutation.of(source))
     with pytest.raises(AssertionError, match=f"is wrong: .*{mutation.verdict}"):
         check_window(shape, window, device=device, config=TWO_LOOPS)
 
 
+def configuration(q, seen):
+    return configured(portable, q, q, Params(seen, 0.125)).config
+
+
 def test_the_keys_that_a_query_sees_choose_the_configuration():
     q = torch.zeros(1, 1, 8192, 128, dtype=torch.float16, device="meta")
-    narrow = launch.mean_keys(8192, 8192, Band(256, 0))
-    assert narrow == 257 and launch.mean_keys(8192, 8192, Band(256, 10)) == 267
-    assert launch.mean_keys(8192, 8192, Band(None, 0)) == launch.mean_keys(8192, 8192, Band(8191, 0)) == 4096
-    for dense in (Band(None, None), Band(None, 100)):
-        assert launch.mean_keys(100, 8192, dense) == 8192
-    assert launch.mean_keys(8192, 100, Band(50, None)) == 100
+    narrow = mean_keys(8192, 8192, MaskWindow(256, 0))
+    assert narrow == 257 and mean_keys(8192, 8192, MaskWindow(256, 10)) == 267
+    assert mean_keys(8192, 8192, MaskWindow(None, 0)) == mean_keys(8192, 8192, MaskWindow(8191, 0)) == 4096
+    for dense in (MaskWindow(None, None), MaskWindow(None, 100)):
+        assert mean_keys(100, 8192, dense) == 8192
+    assert mean_keys(8192, 100, MaskWindow(50, None)) == 100
     if not torch.cuda.is_available():
-        assert launch.configuration(q, q, Band(256, 0)).order == "one loop"
-        assert launch.configuration(q, q, Band(2048, 0)).order == "two loops"
-        assert launch.configuration(q, q, Band(None, 0)) == launch.configuration(q, q, band(True, None))
+        assert configuration(q, MaskWindow(256, 0)).order == "one loop"
+        assert configuration(q, MaskWindow(2048, 0)).order == "two loops"
+        assert configuration(q, MaskWindow(None, 0)) == configuration(q, mask_window(True, None))
     q = torch.zeros(1, 1, 8192, 64, dtype=torch.float16, device="meta")
     if not torch.cuda.is_available():
-        assert launch.configuration(q, q, Band(None, 0)).order == "late"
-        assert launch.configuration(q, q, Band(2048, 0)).order == "two loops"
+        assert configuration(q, MaskWindow(None, 0)).order == "late"
+        assert configuration(q, MaskWindow(2048, 0)).order == "two loops"

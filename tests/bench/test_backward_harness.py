@@ -132,11 +132,11 @@ def test_the_judge_of_parts_is_the_oracle_of_the_whole(monkeypatch):
 
 
 def test_measure_stores_and_replays(gpu, monkeypatch):
-    monkeypatch.setattr(lesson, "_current", "13_backward")
+    monkeypatch.setattr(lesson, "_current", "20_backward")
     options = {"rounds": 1, "rep_ms": 2}
     table = lesson.measure_backward("backward", {"13_x": good}, [SHAPE], **options)
     assert not table.replayed and table.one(SHAPE, impl="13_x")["status"] == "ok"
-    path = records.data_dir() / "nvidia-h200" / "13_backward.json"
+    path = records.data_dir() / "nvidia-h200" / "20_backward.json"
     assert "2.5" in json.loads(path.read_text())["method"]["flops"]
     monkeypatch.setenv("ATTNLIB_REPLAY", "1")
     again = lesson.measure_backward("backward", {"13_x": good}, [SHAPE], **options)

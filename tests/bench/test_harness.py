@@ -433,6 +433,34 @@ def test_cli_without_a_gpu(monkeypatch, capsys):
     assert "needs a CUDA GPU" in listed and len(listed.splitlines()) == len(peers.PEERS)
 
 
+def test_cli_without_pandas(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert cli.main([]) == 2
+    assert "need pandas" in capsys.readouterr().err
+    assert cli.main(["--list"]) == 0
+
+
+def test_the_table_has_a_line_for_each_row_and_a_dash_for_what_was_not_measured():
+    rows = [
+        {"impl": "ours", **SHAPE.to_dict(), "status": "ok", "ms": 1.23456, "ms_p20": 1.2, "ms_p80": 1.3}
+        | {
+            "tflops": 512.34,
+            "max_error": 1e-3,
+            "budget_max": 2e-3,
+            "registers": 168,
+            "spills": 0,
+            "watts": None,
+        },
+        {"impl": "fa3", **SHAPE.to_dict(), "status": "not installed", "reason": "no ATTNLIB_FA3"},
+    ]
+    head, _, ours, peer = cli.format_rows(rows).splitlines()
+    assert head.split() == ["ms", "p20-p80", "TFLOP/s", "max", "err", "budget", "regs", "spills", "MHz", "W"]
+    shape = SHAPE.label.split()
+    numbers = ["1.2346", "1.2000-1.3000", "512.3", "1.0e-03", "2.0e-03", "168", "0", "-", "-"]
+    assert ours.split() == [*shape, "ours", *numbers]
+    assert peer.split() == [*shape, "fa3", *["-"] * 9, "not", "installed:", "no", "ATTNLIB_FA3"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

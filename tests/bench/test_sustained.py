@@ -29,7 +29,7 @@ def wrong(q, k, v, causal, sm_scale):
 def gpu(monkeypatch):
     """A machine whose GPU is the CPU; `order` tells which function was run back to back, and for how long."""
     order = []
-    monkeypatch.setattr(harness, "_DEVICE", "cpu")
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)

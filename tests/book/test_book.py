@@ -14,6 +14,14 @@ from attnlib.book import build, execution, hygiene, plotting
 
 HOME, TEMP = "/" + "home/me", "/" + "tmp"  # in two parts: no path of a machine in this file either
 
+BOX = """\
+| | |
+|---|---|
+| **Prerequisites** | chapter 02 |
+| **What changes** | one pass |
+| **Needs** | nothing |
+| **Runs for** | a second |"""
+
 KERNEL = """\
 import triton
 import triton.language as tl
@@ -54,16 +62,18 @@ def figure(**metadata) -> dict:
 def good() -> dict:
     """A notebook that breaks no rule."""
     cells = [
-        markdown("title", "# 03 Online softmax\n\nHalf of the work: 1/2, see https://example.org/home/page"),
+        markdown("title", f"# 03 Online softmax\n\n{BOX}\n\nHalf: 1/2, see https://example.org/home/page"),
         code(
             "begin",
             'from attnlib.book import lesson\n\nlesson.begin("03_online_softmax")',
+            ("hide-input",),
             outputs=(stream("a GPU\n"),),
         ),
         code("kernel", KERNEL, ("kernel",)),
         code(
             "figure",
             "plotting.publish(f, 'ladder', 'bars')",
+            ("hide-input",),
             outputs=(figure(filename="ladder", alt="bars"),),
         ),
         code("merge", "def merge(a, b):\n    raise NotImplementedError", ("exercise",)),
@@ -152,6 +162,18 @@ PLANTED = [
         lambda nb: cell(nb, "kernel")["metadata"].update(execution={"iopub": "now"}),
     ),
     ("no_noise", "widget state", lambda nb: nb["metadata"].update(widgets={})),
+    (
+        "box",
+        "What changes, Needs, Runs for, got none",
+        lambda nb: cell(nb, "title").update(source="# 03 Online softmax\n\n> **Needs:** nothing"),
+    ),
+    (
+        "box",
+        "got Prerequisites, What changes, Runs for",
+        lambda nb: cell(nb, "title").update(
+            source="# 03 x\n\n" + BOX.replace("| **Needs** | nothing |\n", "")
+        ),
+    ),
     ("title", "the title '# 03 ...'", lambda nb: cell(nb, "title").update(source="# Online softmax")),
     (
         "begins",
@@ -205,6 +227,26 @@ PLANTED = [
     ("kernel_cell", "not Python", lambda nb: cell(nb, "kernel").update(source=KERNEL + "def\n")),
     ("exercises", "at least 2", lambda nb: cell(nb, "merge")["metadata"].pop("tags")),
     ("exercises", "lesson.check", lambda nb: cell(nb, "merge-check").update(source="merge(1, 2)")),
+    (
+        "folded_plumbing",
+        "the tag 'hide-input' on a cell that calls plotting.publish",
+        lambda nb: cell(nb, "figure")["metadata"].pop("tags"),
+    ),
+    (
+        "folded_plumbing",
+        "the tag 'hide-input' on a cell that calls lesson.begin",
+        lambda nb: cell(nb, "begin")["metadata"].update(tags=["remove-cell"]),
+    ),
+    (
+        "folded_plumbing",
+        "no tag 'hide-input' on a cell tagged 'kernel'",
+        lambda nb: cell(nb, "kernel")["metadata"]["tags"].append("hide-input"),
+    ),
+    (
+        "folded_plumbing",
+        "no tag 'hide-input' on a cell tagged 'exercise'",
+        lambda nb: cell(nb, "merge")["metadata"]["tags"].append("hide-input"),
+    ),
 ]
 
 
@@ -375,12 +417,12 @@ def record(tmp_path, monkeypatch):
     shape = {"batch": 4, "heads": 32, "seqlen": 4096, "head_dim": 64, "causal": True, "dtype": "float16"}
     rows = [
         {"impl": impl, **shape, "status": "ok", "ms": 100 / t, "tflops": t, "max_error": 1e-3}
-        for impl, t in (("07_production", 398.0), ("fa3", 437.0))
+        for impl, t in (("08_production", 398.0), ("fa3", 437.0))
     ]
     head = {"schema": records.SCHEMA, "gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
-    path = tmp_path / records.REFERENCE_GPU / "12_record.json"
+    path = tmp_path / records.REFERENCE_GPU / "19_record.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(head | {"notebook": "12_record", "tables": {"ladder": {"rows": rows}}}))
+    path.write_text(json.dumps(head | {"notebook": "19_record", "tables": {"ladder": {"rows": rows}}}))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -392,7 +434,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     text = readme.read_text()
     assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /ladder -->\nafter\n")
     assert (
-        re.search(r"\| 07 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
+        re.search(r"\| 08 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
         and "*NVIDIA H200, 2026-11-21*" in text
     )
     assert "replayed" not in text and "old" not in text

@@ -1,4 +1,4 @@
-"""The kernels of chapter 13 against dense gradients in fp64, in the interpreter."""
+"""The kernels of chapter 20 against dense gradients in fp64, in the interpreter."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.book import lesson
 
-STEP = "13_backward"
+STEP = "20_backward"
 WAYS = ("ONE_PASS", "PASSES")
 
 

@@ -1,4 +1,4 @@
-"""The kernels of chapters 08 to 11, as their notebooks have them, in the emulator."""
+"""The kernels of chapters 10 to 13, as their notebooks have them, in the emulator."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from attnlib.kernels.reference.dense import attention_fp64
 CHAPTERS = [step for step, _ in STEPS if number(step) >= GLUON_FROM]
 # Variants that the chapters measure.
 OPTIONS = {
-    "08_tma_wgmma": [{"block_n": 64}],
-    "09_warp_specialization": [{"stages": 2}, {"stages": 3}],
-    "10_overlap": [{"late": False}, {"pin": True}, {"pingpong": True}, {"late": False, "pingpong": True}],
-    "11_scheduling": [{"schedule": "grid"}, {"schedule": "static"}, {"section": 3}],
+    "10_tma_wgmma": [{"block_n": 64}],
+    "11_warp_specialization": [{"stages": 2}, {"stages": 3}],
+    "12_overlap": [{"late": False}, {"pin": True}, {"pingpong": True}, {"late": False, "pingpong": True}],
+    "13_scheduling": [{"schedule": "grid"}, {"schedule": "static"}, {"section": 3}],
 }
 
 
@@ -73,7 +73,7 @@ def test_chapter_options(step: str, options: dict, attention) -> None:
 def test_clocks_of_chapter_09(attention) -> None:
     """For each of two consumers and each tile of keys five stamps, one after the other."""
     trace = torch.full((2 * 2 * 5,), -1, dtype=torch.int32)
-    check(attention("09_warp_specialization"), 1, 3, 256, 64, False, trace=trace)
+    check(attention("11_warp_specialization"), 1, 3, 256, 64, False, trace=trace)
     stamps = trace.view(2, 10).long() & 0xFFFFFFFF
     assert bool(((stamps[:, 1:] - stamps[:, :-1]) % 2**32 < 2**31).all()), "time goes on"
 
@@ -81,7 +81,7 @@ def test_clocks_of_chapter_09(attention) -> None:
 def test_clocks_of_chapter_11(attention) -> None:
     """For each job and consumer a beginning and an end: 24 bits of time, 8 of the SM's number."""
     trace = torch.full((2 * 3 * 4,), -1, dtype=torch.int32)
-    check(attention("11_scheduling"), 1, 3, 256, 64, True, trace=trace)
+    check(attention("13_scheduling"), 1, 3, 256, 64, True, trace=trace)
     times, sms = (trace.long() & 0xFFFFFFFF) >> 8, trace & 255
     assert bool((sms == 0).all())
     begin, end = times.view(6, 2, 2).unbind(-1)

@@ -85,7 +85,7 @@ def test_kernel_file_is_private_and_outside_of_the_repository(book):
     assert path.read_text() == KERNEL
     assert path.is_relative_to(book / "cache")
     assert path.parent.parent.stat().st_mode & 0o077 == 0
-    assert [p.name for p in path.parent.iterdir() if p.suffix == ".part"] == []
+    assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
 
 
 def test_a_damaged_kernel_file_is_written_again(book):
@@ -234,7 +234,7 @@ def test_ladder_bolds_the_chapter(shown, monkeypatch):
 
 def test_harmonic_mean():
     assert ladder.harmonic_mean([100.0, 300.0]) == pytest.approx(150.0)
-    with pytest.raises(ValueError, match="at least one number"):
+    with pytest.raises(ValueError, match="at least one"):
         ladder.harmonic_mean([])
 
 

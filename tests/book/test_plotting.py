@@ -16,7 +16,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from attnlib.bench.names import PEERS
+from attnlib.bench.names import PEERS, number
 from attnlib.bench.paths import ROOT
 from attnlib.bench.roofline import H200
 from attnlib.bench.shapes import TASK, sweep
@@ -50,7 +50,7 @@ def ladder() -> Table:
 @pytest.fixture(scope="module")
 def lengths() -> Table:
     shapes = [s for d in (64, 128) for c in (True, False) for s in sweep(d, causal=c)]
-    impls = enumerate(("03_online_softmax", "07_production", "cudnn", "fa3"), start=4)
+    impls = enumerate(("03_online_softmax", "08_production", "cudnn", "fa3"), start=4)
     return Table([row(impl, s, 50.0 * i + s.seqlen / 500) for i, impl in impls for s in shapes])
 
 
@@ -73,6 +73,12 @@ POINTS = [
 ]
 
 
+SAMPLES = {
+    "D = 64": {"64x64": [1.0, 1.1, 0.9, 1.3], "128x64": [1.2, 1.25, 1.2, 1.6]},
+    "D = 128": {"a": [1.0, 2.0]},
+}
+
+
 @pytest.fixture(scope="module")
 def charts(ladder, lengths, cloud) -> dict[str, Figure]:
     n, m = np.mgrid[:6, :6]
@@ -81,10 +87,11 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
     line = ([512, 1024, 2048], [1.0, 2.0, 4.0])
     return {
         "ladder": plotting.ladder_chart(ladder, mark="05_two_pass_causal"),
-        "sweep": plotting.sweep_chart(lengths, causal=True, mark="07_production"),
+        "sweep": plotting.sweep_chart(lengths, causal=True, mark="08_production"),
         "sweep-both": plotting.sweep_chart(lengths),
         "roofline": plotting.roofline_chart(POINTS, H200, measured, (64, 128, 256), source=LABEL),
         "error": plotting.error_chart(ladder),
+        "samples": plotting.samples_chart(SAMPLES, "time over the shortest median", source=LABEL),
         "cloud": plotting.cloud_chart(cloud, limits={"255 registers": 255}),
         "cloud-shared": plotting.cloud_chart(cloud, x="shared_bytes"),
         "tiles": plotting.tile_map({"one loop": tiles, "two loops": tiles}),
@@ -98,7 +105,8 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
 
 
 CHARTS = [
-    *("ladder", "sweep", "sweep-both", "roofline", "error", "cloud", "cloud-shared", "tiles", "bars", "lines")
+    *("ladder", "sweep", "sweep-both", "roofline", "error", "samples"),
+    *("cloud", "cloud-shared", "tiles", "bars", "lines"),
 ]
 
 
@@ -268,6 +276,51 @@ def test_ladder_shows_every_number_and_the_lines_of_the_rivals(charts):
     assert "05 Two-pass causal" in shown
 
 
+def crossings(figure: Figure) -> list[str]:
+    """Texts in axes that a vertical line crosses where no bar covers it."""
+    figure.draw_without_rendering()
+    found = []
+    for ax in figure.axes:
+        lines = [line for line in ax.lines if len(set(line.get_xdata())) == 1]
+        for text in (t for t in ax.texts if t.get_text()):
+            box = matplotlib.text.Text.get_window_extent(text)
+            bars = [bar.get_window_extent() for bar in ax.patches if bar.get_width()]
+            if any(bar.x0 <= box.x0 and box.x1 <= bar.x1 and bar.y0 <= box.y0 + 1 for bar in bars
+                   if bar.y0 < (box.y0 + box.y1) / 2 < bar.y1):  # fmt: skip
+                continue
+            for line in lines:
+                (x, _), (_, y0), (_, y1) = (
+                    line.get_transform().transform(point)
+                    for point in (
+                        (line.get_xdata()[0], 0),
+                        (0, min(line.get_ydata())),
+                        (0, max(line.get_ydata())),
+                    )
+                )
+                low, high = sorted((y0, y1))
+                if box.x0 < x < box.x1 and low < box.y1 and box.y0 < high:
+                    found.append(text.get_text())
+    return found
+
+
+@pytest.mark.parametrize("rivals", [(640.0, 680.0), (60.0, 200.0), (95.0, 130.0), (300.0, 330.0)])
+def test_no_line_crosses_a_value_of_the_ladder(ladder, rivals):
+    speeds = dict(zip(("cudnn", "fa3"), rivals, strict=True))
+    rows = [row(r["impl"], s, speeds.get(r["impl"], r["tflops"]))
+            for s in TASK.values() for r in ladder.rows if r["head_dim"] == s.head_dim]  # fmt: skip
+    figure = plotting.ladder_chart(rows, mark="05_two_pass_causal")
+    assert crossings(figure) == []
+    drawn = {line.get_xdata()[0] for line in figure.axes[0].lines if len(set(line.get_xdata())) == 1}
+    assert drawn >= set(rivals), "the lines of the rivals are there"
+
+
+def test_a_line_across_a_value_is_seen(ladder):
+    figure = plotting.ladder_chart(ladder)
+    ax = figure.axes[0]
+    ax.plot([120, 120], [-0.5, 0.5], zorder=1)  # the first bar ends at 40, its value stands beside it
+    assert crossings(figure) == ["40"]
+
+
 def test_ladder_says_what_is_not_there(ladder):
     rows = [r for r in ladder.rows if r["impl"] != "fa3"]
     rows += [{"impl": "fa3", **s.to_dict(), "status": "not installed"} for s in TASK.values()]
@@ -275,7 +328,7 @@ def test_ladder_says_what_is_not_there(ladder):
 
 
 def test_sweep_labels_each_line_once_a_row(charts):
-    for name in ("07 Production kernel", "cuDNN", "FA3"):
+    for name in ("08 Production kernel", "cuDNN", "FA3"):
         assert texts(charts["sweep"]).count(name) == 1
         assert texts(charts["sweep-both"]).count(name) == 2
 
@@ -316,9 +369,10 @@ def test_gray_print_tells_lines_apart():
     """By marker and dash pattern where the color is gone; the blues of the steps go from light to dark."""
     looks = [(palette.marker_of(peer), str(palette.dash_of(peer))) for peer in [*PEERS, "ours"]]
     assert len({marker for marker, _ in looks}) == len(looks) == len({dash for _, dash in looks})
-    grays = [palette.luminance(palette.color_of(step)) for step, _ in STEPS]
-    for part in (grays[: GLUON_FROM - 1], grays[GLUON_FROM - 1 :]):
-        assert part == sorted(part, reverse=True)
+    gluon = [step for step, _ in STEPS if number(step) >= GLUON_FROM]
+    for part in ([step for step, _ in STEPS if step not in gluon], gluon):
+        grays = [palette.luminance(palette.color_of(step)) for step in part]
+        assert len(grays) > 1 and grays == sorted(grays, reverse=True)
     assert len({palette.marker_of(step) for step, _ in STEPS}) == len(STEPS)
 
 

@@ -7,7 +7,7 @@ file."""
 import json
 import os
 import re
-import time
+import resource
 from pathlib import Path
 
 import matplotlib
@@ -18,22 +18,29 @@ from attnlib.book import build, execution, lesson
 FIGURES = build.ROOT / "figures"
 CHAPTERS = sorted(build.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 NAMES = [path.stem for path in CHAPTERS]
-MINUTES = 4
+CPU_MINUTES = 8
+"""What a replay may take of all cores together: time on the clock says as much of what else runs here."""
+
+
+def cpu_seconds() -> float:
+    """Of the child processes that have ended, user and system."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.fixture(scope="session")
 def replayed(tmp_path_factory):
-    """(folder of the executed copies, name -> result, seconds for all)."""
+    """(folder of the executed copies, name -> result, CPU seconds of all)."""
     out = tmp_path_factory.mktemp("replay")
     os.environ["ATTNLIB_PAPER"] = "1"
-    start = time.monotonic()
+    before = cpu_seconds()
     try:
         results = execution.execute_all(
-            CHAPTERS, lambda path: out / path.name, replay=True, jobs=build.default_jobs(), timeout=120
+            CHAPTERS, lambda path: out / path.name, replay=True, jobs=build.default_jobs(), timeout=900
         )
     finally:
         del os.environ["ATTNLIB_PAPER"]
-    return out, {result.notebook: result for result in results}, time.monotonic() - start
+    return out, {result.notebook: result for result in results}, cpu_seconds() - before
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +79,7 @@ def test_replay_writes_nothing_to_stderr(name, replayed):
 
 def test_replay_is_fast(replayed):
     _, _, seconds = replayed
-    assert seconds < 60 * MINUTES
+    assert 0 < seconds < 60 * CPU_MINUTES
 
 
 @pytest.mark.parametrize("name", NAMES)

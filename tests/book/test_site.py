@@ -15,10 +15,11 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from attnlib.bench.paths import ROOT
+from attnlib.bench.paths import NOTEBOOKS, ROOT
+from attnlib.book import hygiene
 
 SITE = ROOT / "build" / "html"
-CHAPTERS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+CHAPTERS = sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
 pytestmark = pytest.mark.skipif(not (SITE / "index.html").exists(), reason="no build/html: make html")
 
@@ -148,6 +149,16 @@ def test_images_have_alternative_text():
             if not re.search(r'\balt="[^"]', tag) and "logo" not in tag:
                 bare.add(f"{path.relative_to(SITE)}: {tag[:90]}")
     assert not bare
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_plumbing_is_folded_and_kernels_are_not(name):
+    """Each cell tagged `hide-input` is a fold of its page, and no other cell is."""
+    tags = [hygiene.tags(c) for c in hygiene.Notebook.read(NOTEBOOKS / f"{name}.ipynb").code]
+    text = (SITE / f"{name}.html").read_text(encoding="utf-8")
+    cells = re.split(r'<div class="cell (?:tag_\S+ )*docutils container">', text)[1:]
+    folds = ['<details class="admonition hide above-input">' in cell for cell in cells]
+    assert folds == [hygiene.FOLDED in found for found in tags]
 
 
 def test_search_index_knows_online_softmax():

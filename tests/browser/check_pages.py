@@ -2,10 +2,10 @@
 
     python tests/browser/check_pages.py [--screens] [build/html]
 
-Checks that math is rendered, images are loaded, no page scrolls sideways, nothing is asked for on the
-network, no script fails, and that the search finds "online softmax" in chapter 03. With --screens,
-screenshots go to build/screens, which takes longer than all else. Exit status 1 when something is wrong or
-there is no Chromium.
+Checks that math is rendered, images are loaded, no page scrolls sideways, no code cell does on a laptop,
+nothing is asked for on the network, no script fails, and that the search finds "online softmax" in chapter
+03. With --screens, screenshots go to build/screens, which takes longer than all else. Exit status 1 when
+something is wrong or there is no Chromium.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from chromium import BrowserError, Tab, find
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTHS = (390, 1280)
+PHONE, LAPTOP = 390, 1280
+WIDTHS = (PHONE, LAPTOP)
 
 # MathJax's start-up promise settles when the first typesetting is done; images are given the time to arrive.
 SETTLED = """(async () => {
@@ -50,6 +51,17 @@ PROBLEMS = """(() => {
   return problems;
 })()"""
 
+# Folded cells are opened first: what is not laid out has no width.
+WIDE_CODE = """(() => {
+  document.querySelectorAll('main details').forEach(details => { details.open = true; });
+  return [...document.querySelectorAll('main div.cell_input pre')]
+    .filter(code => code.scrollWidth > code.clientWidth)
+    .map(code => {
+      const longest = code.textContent.split('\\n').reduce((a, b) => a.length > b.length ? a : b);
+      return `code is ${code.scrollWidth} px wide in ${code.clientWidth} px: ${longest.trim().slice(0, 80)}`;
+    });
+})()"""
+
 HITS = "[...document.querySelectorAll('#search-results li a')].map(link => link.getAttribute('href'))"
 
 
@@ -62,19 +74,19 @@ def check(tab: Tab, page: Path, width: int, screens: Path | None) -> list[str]:
     problems += [f"script failed: {error[:200]}" for error in tab.errors()]
     if screens:
         tab.screenshots(screens / f"{page.stem}-{width}")
-    return problems
+    return problems + (tab.evaluate(WIDE_CODE) if width == LAPTOP else [])
 
 
 def check_search(tab: Tab, site: Path, screens: Path | None) -> list[str]:
     """What is wrong with the search."""
-    tab.open((site / "search.html").as_uri() + "?q=online+softmax", WIDTHS[1])
+    tab.open((site / "search.html").as_uri() + "?q=online+softmax", LAPTOP)
     try:
         tab.wait(f"{HITS}.length > 0", "results of the search for 'online softmax'")
     except BrowserError as error:
         return [str(error)]
     hits = tab.evaluate(HITS)
     if screens:
-        tab.screenshots(screens / f"search-results-{WIDTHS[1]}")
+        tab.screenshots(screens / f"search-results-{LAPTOP}")
     found = any("03_online_softmax" in hit for hit in hits[:5])
     return [] if found else [f"search finds {hits[:5]}, not chapter 03"]
 

@@ -54,7 +54,7 @@ def attempt(kernel: str, case: tuple) -> Outcome:
 
             from attnlib.bench import inspect_sm90
 
-            stats = inspect_sm90._compile_here(test_production.job(*case))
+            stats = inspect_sm90.compile_here(test_production.job(*case))
         else:
             import test_hopper
 

@@ -21,13 +21,14 @@ from attnlib.bench.inspect_sm90 import Job, gluon_descriptor
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
-def jobs_of(module: ModuleType, call: Callable[[], object]) -> list[Job]:
-    """The kernels of `module` that `call()` launches, in order, as the launcher would compile them."""
+def jobs_of(modules: ModuleType | tuple[ModuleType, ...], call: Callable[[], object]) -> list[Job]:
+    """The kernels of these modules that `call()` launches, in order, as the launcher would compile them."""
     jobs: list[Job] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, kernel in vars(module).items():
-            if isinstance(kernel, JITFunction):
-                patch.setitem(vars(module), name, _Recorder(module.__file__, kernel, jobs))
+        for module in modules if isinstance(modules, tuple) else (modules,):
+            for name, kernel in vars(module).items():
+                if isinstance(kernel, JITFunction):
+                    patch.setitem(vars(module), name, _Recorder(module.__file__, kernel, jobs))
         call()
     return jobs
 

@@ -11,25 +11,26 @@ from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.kernels import portable
+from attnlib.kernels.common import preprocess
 from attnlib.kernels.portable import backward_kernels as kernels
-from attnlib.kernels.portable import launch_backward
 from attnlib.kernels.portable.configs_backward import backward_config
-from attnlib.params import Band, Packed
+from attnlib.params import MaskWindow, Params, Varlen
 
-BANDS = {"causal": Band(None, 0), "dense": Band(None, None), "window": Band(100, 20)}
-LENGTHS = {"whole": (256, 256), "tail": (250, 250), "packed": (250, 250)}
+WINDOWS = {"causal": MaskWindow(None, 0), "dense": MaskWindow(None, None), "window": MaskWindow(100, 20)}
+LENGTHS = {"whole": (256, 256), "tail": (250, 250), "varlen": (250, 250)}
 CASES = [
     *product((64, 128, 256), ("float16",), ("causal",), ("whole",)),  # its mask hides a tail
     *product((64, 128, 256), ("float16",), ("dense", "window"), ("tail",)),
-    *product((64, 128, 256), ("float16",), ("window",), ("packed",)),
-    *product((128,), ("float16",), ("causal", "dense"), ("packed",)),
+    *product((64, 128, 256), ("float16",), ("window",), ("varlen",)),
+    *product((128,), ("float16",), ("causal", "dense"), ("varlen",)),
     *product((64, 128, 256), ("float32",), ("causal",), ("tail",)),
     (128, "bfloat16", "causal", "whole"),
     (128, "float16", "dense", "whole"),
 ]
 SPILLS = {64: 16, 128: 40, 256: 70}
-"""4-byte words of a thread that may spill. Dense calls, and at D = 64 all but packed windows,
-spill none, or 6 (dense, packed, D = 256). With two query heads a key head, as here, a loop more holds
+"""4-byte words of a thread that may spill. Dense calls, and at D = 64 all but varlen windows,
+spill none, or 6 (dense, varlen, D = 256). With two query heads a key head, as here, a loop more holds
 registers than with one."""
 SPILLS_FLOAT32 = 1000  # exact products on the CUDA cores: a thread reads whole rows of both operands
 
@@ -39,16 +40,14 @@ def jobs(head_dim: int, dtype: str, mask: str, lengths: str) -> list[inspect_sm9
     q = torch.zeros(1, 2, queries, head_dim, dtype=getattr(torch, dtype))
     k = torch.zeros(1, 1, keys, head_dim, dtype=q.dtype)
     lse = torch.zeros(1, 2, queries)
-    packed = None
-    if lengths == "packed":
+    varlen = None
+    if lengths == "varlen":
         q, k, lse = q[0].transpose(0, 1), k[0].transpose(0, 1), lse[0]
         cu = torch.tensor([0, 100, queries], dtype=torch.int32)
-        packed = Packed(cu, cu, 150, 150)
+        varlen = Varlen(cu, cu, 150, 150)
     config = backward_config(head_dim, dtype, (9, 0))
-    return jobs_of(
-        kernels,
-        lambda: launch_backward.backward(q, q, k, k, q, lse, BANDS[mask], 0.1, packed, config=config),
-    )
+    params = Params(WINDOWS[mask], 0.1, varlen, config=config)
+    return jobs_of((preprocess, kernels), lambda: portable.backward(q, q, k, k, q, lse, params))
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +68,14 @@ def test_compiles_well(compiled: dict[tuple, dict[str, Stats]], case: tuple) -> 
     assert len(compiled[case]) == (4 if head_dim == 256 and dtype != "float32" else 3)
     for name, stats in compiled[case].items():
         print(f"{name}: {stats.registers} registers, {stats.spills} words spilled")
-        free = mask == "dense" or (head_dim == 64 and lengths != "packed")
+        free = mask == "dense" or (head_dim == 64 and lengths != "varlen")
         allowed = SPILLS_FLOAT32 if dtype == "float32" else 6 if free else SPILLS[head_dim]
         assert stats.spills <= allowed, name
         assert stats.warnings == (), f"{name}: wgmma serialized?"
         assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0, name
         assert stats.opcodes.get("UTMALDG"), f"{name}: no TMA"
         assert not stats.opcodes.get("HMMA"), f"{name}: a product without the warpgroup instruction"
-        products = "rows" not in name and dtype != "float32"
+        products = "preprocess" not in name and dtype != "float32"
         assert bool(stats.opcodes.get("HGMMA")) == products, name
         assert not any(re.match("ATOM|RED(?!UX)", text) for text in stats.opcodes), f"{name}: atomics"
 
@@ -85,7 +84,7 @@ def test_compiles_well(compiled: dict[tuple, dict[str, Stats]], case: tuple) -> 
 def test_long_loop_has_no_mask(compiled: dict[tuple, dict[str, Stats]], head_dim: int) -> None:
     """A mask is one select for each score of a thread; the loop with the fewest is the one without."""
     for name, stats in compiled[head_dim, "float16", "causal", "whole"].items():
-        if "rows" not in name:
+        if "preprocess" not in name:
             selects = [loop.get("FSEL", 0) + loop.get("SEL", 0) for loop in stats.loops]
             exponentials = [loop["MUFU.EX2"] for loop in stats.loops]
             assert len(selects) == 2, name

@@ -1,4 +1,4 @@
-"""The kernels of chapter 13 compiled for sm_90, as its launcher does."""
+"""The kernels of chapter 20 compiled for sm_90, as its launcher does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnlib.bench import inspect_sm90, sources
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT
 from attnlib.bench.paths import NOTEBOOKS
 
-NOTEBOOK = NOTEBOOKS / "13_backward.ipynb"
+NOTEBOOK = NOTEBOOKS / "20_backward.ipynb"
 CASES = list(product((64, 128, 256), ("ONE_PASS", "PASSES"), (True, False)))
 SPILLS = {(128, "ONE_PASS"), (256, "ONE_PASS"), (256, "PASSES")}
 """Where the accumulators do not fit the registers, which the chapter says and measures."""
@@ -21,7 +21,7 @@ MMA_SYNC = {(256, "ONE_PASS")}
 
 
 def jobs(head_dim: int, way: str, causal: bool) -> list:
-    module = sources.load_source("13_backward", sources.kernel_source(NOTEBOOK))
+    module = sources.load_source("20_backward", sources.kernel_source(NOTEBOOK))
     q = torch.zeros(1, 1, 4096, head_dim, dtype=torch.float16)
     steps, _ = module.launches(
         q, q, q, q, q, torch.zeros(1, 1, 4096), causal, 0.1, getattr(module, way)[head_dim]

@@ -10,10 +10,10 @@ from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.kernels import portable
 from attnlib.kernels.portable import forward_kernel as kernels
-from attnlib.kernels.portable import launch
 from attnlib.kernels.portable.configs import ForwardConfig, forward_config
-from attnlib.params import Packed, band
+from attnlib.params import Params, Varlen, mask_window
 
 # (Sq, Sk): a partial key tile at the end, and a diagonal that misses the corners of the tiles, compile to
 # other code than whole tiles do.
@@ -36,31 +36,31 @@ FEW = [
     for lengths, lse, sm_scale in [("tail", "lse", 0.1), ("whole", "", 0.1), ("shifted", "lse", -0.1)]
     if dtype == "float16" or lengths == "tail"
 ]
-# (left, right) of a window and its sequences: packed, or the lengths of one; few keys: one more of either.
-BANDS = {
-    "left": ((512, -1), "tail"), "band": ((512, 0), "shifted"), "wide band": ((512, 64), "shifted-tail"),
-    "packed": (None, "packed"), "packed band": ((512, 0), "packed"),
+# (left, right) of a window and its sequences: varlen, or the lengths of one; few keys: one more of either.
+WINDOWS = {
+    "left": ((512, -1), "tail"), "window": ((512, 0), "shifted"), "wide window": ((512, 64), "shifted-tail"),
+    "varlen": (None, "varlen"), "varlen window": ((512, 0), "varlen"),
 }  # fmt: skip
-BANDED = [
-    (d, dtype, mask, band, lse)
+WINDOWED = [
+    (d, dtype, mask, window, lse)
     for d in (64, 128, 256)
-    for dtype, mask, band, lse in [
-        ("float16", "dense", "left", "lse"), ("float16", "causal", "band", "lse"),
-        ("float16", "dense", "wide band", "lse"), ("bfloat16", "dense", "wide band", "lse"),
-        ("float16", "causal", "packed", "lse"), ("float16", "dense", "packed", "lse"),
-        ("float16", "causal", "packed band", "lse"), ("float16", "causal", "packed band", ""),
+    for dtype, mask, window, lse in [
+        ("float16", "dense", "left", "lse"), ("float16", "causal", "window", "lse"),
+        ("float16", "dense", "wide window", "lse"), ("bfloat16", "dense", "wide window", "lse"),
+        ("float16", "causal", "varlen", "lse"), ("float16", "dense", "varlen", "lse"),
+        ("float16", "causal", "varlen window", "lse"), ("float16", "causal", "varlen window", ""),
     ]
 ]  # fmt: skip
-BANDED += [
-    (d, "float16", mask, band, "lse", -0.1, 512)
+WINDOWED += [
+    (d, "float16", mask, window, "lse", -0.1, 512)
     for d in (64, 128, 256)
-    for mask, band in (("causal", "band"), ("causal", "packed"), ("dense", "packed band"))
+    for mask, window in (("causal", "window"), ("causal", "varlen"), ("dense", "varlen window"))
 ]
-FULL_BANDED = [(d, "float32", "causal", band, "lse") for d in (64, 128, 256) for band in ("band", "packed")]
+FULL_WINDOWED = [(d, "float32", "causal", window, "lse") for d in (64, 128, 256) for window in ("window", "varlen")]
 SPILLS_FLOAT32 = {64: 0, 128: 0, 256: 80}
 """4-byte words of a thread that may spill: at D = 256 no tile is small enough, and 72 do."""
-SPILLS_PACKED = 2
-"""The same in half precision for packed sequences, outside of the loops: where they begin is known late. All
+SPILLS_VARLEN = 2
+"""The same in half precision for varlen sequences, outside of the loops: where they begin is known late. All
 other calls have none."""
 
 
@@ -70,18 +70,19 @@ def job(
 ) -> Job:  # fmt: skip
     """The kernel that a call of `attention` would launch on a Hopper GPU: with these lengths, but in the
     configuration for `many` keys."""
-    window, lengths = BANDS.get(lengths, (None, lengths))
-    dtype, packed = getattr(torch, dtype), None
-    if lengths == "packed":
+    window, lengths = WINDOWS.get(lengths, (None, lengths))
+    dtype, varlen = getattr(torch, dtype), None
+    if lengths == "varlen":
         q, k = torch.zeros(300, 2, head_dim, dtype=dtype), torch.zeros(400, 1, head_dim, dtype=dtype)
-        packed = Packed(*torch.zeros(2, 5, dtype=torch.int32), many, many)
+        varlen = Varlen(*torch.zeros(2, 5, dtype=torch.int32), many, many)
     else:
         queries, keys = (LENGTHS | OTHER_LENGTHS)[lengths]
         q = torch.zeros(1, 2, queries, head_dim, dtype=dtype)
         k = torch.zeros(1, 1, keys, head_dim, dtype=dtype)
     config = config or forward_config(head_dim, str(dtype).removeprefix("torch."), (9, 0), many)
-    seen = band(mask == "causal", window)
-    [found] = jobs_of(kernels, lambda: launch.forward(q, k, k, seen, sm_scale, lse == "lse", packed, config))
+    seen = mask_window(mask == "causal", window)
+    params = Params(seen, sm_scale, varlen, return_lse=lse == "lse", config=config)
+    [found] = jobs_of(kernels, lambda: portable.forward(q, k, k, params))
     return found
 
 
@@ -92,22 +93,22 @@ def name(case: tuple) -> str:
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, Stats]:
     """All at once: the compiler's start-up costs more than a kernel."""
-    cases = HALF + FULL + NEGATIVE + EMPTY + FEW + BANDED + FULL_BANDED
+    cases = HALF + FULL + NEGATIVE + EMPTY + FEW + WINDOWED + FULL_WINDOWED
     return dict(zip(cases, inspect_sm90.compile_all(job(*case) for case in cases), strict=True))
 
 
-@pytest.mark.parametrize("case", HALF + NEGATIVE + EMPTY + FEW + BANDED, ids=name)
+@pytest.mark.parametrize("case", HALF + NEGATIVE + EMPTY + FEW + WINDOWED, ids=name)
 def test_half_precision(compiled: dict[tuple, Stats], case: tuple) -> None:
     stats = compiled[case]
     assert stats.opcodes.get("HGMMA"), "no warpgroup product"
     assert not stats.opcodes.get("HMMA"), "a product without the warpgroup instruction"
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
-    assert stats.spills <= (SPILLS_PACKED if case[3] == "packed" else 0)
+    assert stats.spills <= (SPILLS_VARLEN if case[3] == "varlen" else 0)
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0
 
 
-@pytest.mark.parametrize("case", FULL + FULL_BANDED, ids=name)
+@pytest.mark.parametrize("case", FULL + FULL_WINDOWED, ids=name)
 def test_float32(compiled: dict[tuple, Stats], case: tuple) -> None:
     """Exact products: no tensor core has them in float32."""
     stats = compiled[case]
@@ -119,7 +120,7 @@ def test_float32(compiled: dict[tuple, Stats], case: tuple) -> None:
 
 def test_four_programs_share_an_sm(compiled: dict[tuple, Stats]) -> None:
     """Why D = 64 has its bound of 128 registers: with a few more, there are three."""
-    assert {compiled[case].ctas_per_sm for case in HALF + BANDED if case[0] == 64} == {4}
+    assert {compiled[case].ctas_per_sm for case in HALF + WINDOWED if case[0] == 64} == {4}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -167,7 +167,7 @@ def test_host_time_of_a_launch(monkeypatch):
         monkeypatch.setattr(torch, name, getattr(torch._C._VariableFunctions, name))
     q, k, v = make_inputs(Shape(1, 16, 512, 128), device="cuda")
 
-    # How long depends on the host's processor (chapter 07 has the time beside one H200), so this compares
+    # How long depends on the host's processor (chapter 08 has the time beside one H200), so this compares
     # with Triton's own way. Others may run on this machine too: the best of five is what the call takes, not
     # what they take.
     def host_us():

@@ -11,6 +11,7 @@ from types import ModuleType
 import families
 import pytest
 import torch
+from mutations import Mutation
 
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
@@ -82,7 +83,7 @@ def on_the_cpu(
         patch.setattr(support, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
-        patch.setattr(launch, "_counter", lambda index: counter)
+        patch.setattr(launch, "counter", lambda index: counter)
         families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:
             yield kernels
@@ -91,12 +92,10 @@ def on_the_cpu(
     assert counter.item() == 0, "the counter of tiles is not set back"
 
 
-def mutate(module: ModuleType, edits: list[tuple[str, str]]) -> dict[str, ModuleType]:
-    """The modules of kernels whose code changes with edits of one of them, each of text that occurs once."""
-    source = inspect.getsource(module)
-    for right, wrong in edits:
-        assert source.count(right) == 1, f"expected once in {module.__name__}: {right}"
-        source = source.replace(right, wrong)
+def mutate(mutation: Mutation) -> dict[str, ModuleType]:
+    """The modules of kernels whose code changes with that of the mutation's module."""
+    module = mutation.module
+    source = mutation.of(inspect.getsource(module))
     mutant = sources.load_source("mutant", source)
     found = {name: mutant for name, owner in KERNELS.items() if owner is module}
     for name, owner in KERNELS.items():

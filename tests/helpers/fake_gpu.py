@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import forget_launches, fresh_launches  # noqa: F401  (a fixture)
 
-from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.portable import launch
+from attnlib.kernels.common import device
+from attnlib.kernels.hopper import support
 
 
 class OnGpu(torch.Tensor):
@@ -14,6 +15,9 @@ class OnGpu(torch.Tensor):
 
     is_cuda = property(lambda self: True)
     device = property(lambda self: torch.device("cuda", 0))
+
+    def get_device(self) -> int:
+        return 0
 
 
 def tensor(*shape, dtype=torch.float16, strides=None):
@@ -23,16 +27,15 @@ def tensor(*shape, dtype=torch.float16, strides=None):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, fresh_launches):  # noqa: F811
     """A Hopper GPU, as far as the choice can tell; a call of `gpu` makes it another one."""
 
     def is_a(major, minor=0):
-        monkeypatch.setattr(launch_hopper, "capability", lambda index: (major, minor))
-        monkeypatch.setattr(launch, "capability", lambda index: (major, minor))
+        forget_launches()
+        monkeypatch.setattr(device, "capability", lambda index: (major, minor))
 
-    for module in (launch, launch_hopper):
-        monkeypatch.setattr(module, "interpreted", lambda: False)
-    monkeypatch.setattr(launch_hopper, "_gluon_amiss", lambda: None)
-    monkeypatch.setattr(launch_hopper, "_num_sms", lambda index: 132)
+    monkeypatch.setattr(device, "interpreted", lambda: False)
+    monkeypatch.setattr(device, "num_sms", lambda index: 132)
+    monkeypatch.setattr(support, "_gluon_amiss", lambda: None)
     is_a(9)
     return is_a

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
-from types import ModuleType
-
 import pytest
+from families import forget_launches
+from mutations import Mutation, load
 
-from attnlib.kernels.portable import launch
+from attnlib.kernels.portable import forward_kernel
+
+__all__ = ["NOT_FINITE", "WRONG_LSE", "WRONG_VALUES", "Mutation", "use_source"]
 
 WRONG_VALUES = r"max error .* \(budget .*\), RMS error"
 NOT_FINITE = r"values are not finite"
 WRONG_LSE = r"LSE: max error"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A bug: what it does to the source, the case that notices, and what the verdict is.
-
-    The verdict is a regular expression: a mutant that fails for another reason, such as a broken edit that no
-    longer runs, proves nothing about the checks.
-    """
-
-    bug: str
-    right: str
-    wrong: str
-    caught_by: str
-    verdict: str
 
 
 @pytest.fixture
@@ -36,17 +21,8 @@ def use_source(tmp_path, monkeypatch):
 
     def use(source: str) -> None:
         module = load(source, tmp_path)
-        monkeypatch.setattr(forward, "attention_forward", module.attention_forward)
-        monkeypatch.setattr(launch, "_compiled", {})  # what was compiled from another source
+        monkeypatch.setattr(forward_kernel, "attention_forward", module.attention_forward)
+        forget_launches()  # of what was compiled from another source
 
-    return use
-
-
-def load(source: str, folder) -> ModuleType:
-    """Triton reads the text of a kernel from its file, so the source has to be in one."""
-    path = folder / "mutated_forward.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("mutated_forward", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    yield use
+    forget_launches()

@@ -15,7 +15,7 @@ def gpu(monkeypatch, tmp_path):
     """A machine whose GPU is the CPU: every call is timed, and takes as long as `gpu[name]` says."""
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     monkeypatch.delenv("ATTNLIB_REPLAY", raising=False)
-    monkeypatch.setattr(harness, "_DEVICE", "cpu")
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
     monkeypatch.setattr(power, "_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "NVIDIA H200")

@@ -1,14 +1,12 @@
 """Launch the Hopper forward kernel."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from attnlib.kernels.common import device
+from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
@@ -19,9 +17,6 @@ from attnlib.params import Params
 
 TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k"
 KERNEL = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
-
-_counters: dict[tuple[int, int], torch.Tensor] = {}
-"""(device, stream) -> the counter that its launches draw tiles from; 0 between launches."""
 
 
 def forward(
@@ -40,7 +35,7 @@ def forward(
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
-    plan.launches(q, k, v, out, lse, _counter(index), cu_q, cu_k)
+    plan.launches(q, k, v, out, lse, counter(index), cu_q, cu_k)
     return out, lse
 
 
@@ -153,37 +148,3 @@ def _masks(right: int | None, S_q: int, S_k: int, config: HopperConfig) -> tuple
     # The diagonal enters a block at a corner of 64 rows, or crosses from one block to the next within them.
     diagonal, block_m = S_k - S_q + right, 64 * config.warpgroups
     return 1 + (diagonal % 64 != 0), not (block_m == config.block_n and diagonal % block_m == 0)
-
-
-class _Thread(threading.local):
-    own_counters = False
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def own_counters() -> Iterator[None]:
-    """Launches leave no tensor behind. For code that a compiler may run to prepare a CUDA graph: it counts
-    what is allocated meanwhile, and takes what stays for a leak."""
-    before, _thread.own_counters = _thread.own_counters, True
-    try:
-        yield
-    finally:
-        _thread.own_counters = before
-
-
-def _counter(index: int) -> torch.Tensor:
-    """An int32 that is 0, for one launch after another on a device.
-
-    Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
-    0 by the graph: a graph may be replayed on any stream, beside any launches. And so has
-    one within `own_counters`.
-    """
-    if _thread.own_counters or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    key = index, device.current_stream(index)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    return found

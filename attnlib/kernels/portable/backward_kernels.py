@@ -5,7 +5,7 @@ Nothing of size S_q x S_k was kept: P is computed again, tile by tile, from Q, K
     P = exp(sm_scale * Q K^T - LSE),  dP = dO V^T,  delta = rowsum(dO * O),  dS = P * (dP - delta)
 
 the gradients are dV = P^T dO, dK = sm_scale * dS^T Q, dQ = sm_scale * dS K. Three kernels, no atomics, so
-that the same inputs give the same bits (notebook 13):
+that the same inputs give the same bits (notebook 20):
 
 - `attention_backward_preprocess`: delta, and the LSE in base 2, for rows padded to whole tiles.
 - `attention_backward_dkdv`: dK and dV. A program owns a block of keys and visits the queries that see it, of

@@ -34,7 +34,7 @@ class ForwardConfig:
     max_registers: int | None = None
 
 
-# Found by measurement on an H200, causal fp16 at 16384 tokens (notebook 07 shows neighbors of each,
+# Found by measurement on an H200, causal fp16 at 16384 tokens (notebook 08 shows neighbors of each,
 # docs/lab/plain-triton-forward.md what lost).
 _HOPPER = {
     # 128 registers let four programs share an SM; a few more, and there are three.

@@ -1,6 +1,6 @@
 """Exact attention, forward, in plain `triton.language`: for any GPU that Triton knows, and its interpreter.
 
-One program computes one block of BLOCK_M query rows of one head, in one of three orders (notebook 07):
+One program computes one block of BLOCK_M query rows of one head, in one of three orders (notebook 08):
 
 - "two loops": keys upwards, first the tiles that every row sees whole, without a mask, then the others.
 - "one loop": keys upwards, a mask in every tile. More instructions; but where a program has few tiles, the

@@ -28,6 +28,7 @@ def forward(
     the grid is beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+        params = params._replace(plan=None)  # which has the strides of what is cast
         out, lse = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), lse
     if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
@@ -35,9 +36,9 @@ def forward(
             return forward(q, k, v, params)
     plan = params.plan
     if plan is None:
+        plan = prepare(signature(params, q, k, q, k, v))  # an error before anything is copied
         if not (describable(q) and describable(k) and describable(v)):
             return forward(*(readable(tensor) for tensor in (q, k, v)), params)
-        plan = prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
     plan.launches(q, k, v, out, lse, cu_q, cu_k)
@@ -53,10 +54,7 @@ class Plan(NamedTuple):
 
 @lru_cache(PREPARED)
 def prepare(call: Signature) -> Plan | None:
-    """None if an input has to be copied."""
-    windows = given(call, call.q, call.k, call.k)
-    if windows is None:
-        return None
+    """None if an input has to be copied. ValueError if the call is too large."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config = call.config if call.window.left is None else upwards(call.config)
     width = block_d(call.head_dim)
@@ -67,6 +65,9 @@ def prepare(call: Signature) -> Plan | None:
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
         )
+    windows = given(call, call.q, call.k, call.k)
+    if windows is None:
+        return None
     left, right = call.window.clipped(S_q, S_k)
     section = max(n for n in range(1, config.heads_per_section + 1) if H % n == 0)
     grid = (blocks * section, H // section, B)

@@ -37,6 +37,7 @@ def backward(
     to run.
     """
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+        params = params._replace(plan=None)  # which has the strides of what is cast
         found = backward(*(x.float() for x in (d_out, q, k, v, out)), lse, params)
         return tuple(x.bfloat16() for x in found)
     if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
 from cases import INTERPRETER_REMARKS
 from emulated import Call, check_backward, check_forward, mutate
+from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.hopper import backward_kernel, backward_shared, backward_wide_kernel, forward_kernel
@@ -41,41 +41,28 @@ BACKWARD = {
 RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """A bug: edits of a kernel's text, the call that shows it, and what is said of it (a regular expression).
-
-    A mutant that fails for another reason, such as an edit that no longer runs, proves nothing.
-    """
-
-    bug: str
-    module: ModuleType
-    call: str
-    verdict: str
-    edits: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        return f"{self.module.__name__.rpartition('.')[2]}: {self.bug}"
+def forward(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, forward_kernel)
 
 
-def forward(bug: str, call: str, verdict: str, *edits: tuple[str, str]) -> Mutation:
-    return Mutation(bug, forward_kernel, call, verdict, edits)
+def ring(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, ring_module)
 
 
-def ring(bug: str, call: str, verdict: str, *edits: tuple[str, str]) -> Mutation:
-    return Mutation(bug, ring_module, call, verdict, edits)
+def backward(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_kernel)
 
 
-def backward(bug: str, verdict: str, *edits: tuple[str, str], call: str = "128") -> Mutation:
-    return Mutation(bug, backward_kernel, call, verdict, edits)
+def shared(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_shared)
 
 
-def shared(bug: str, verdict: str, *edits: tuple[str, str], call: str = "128") -> Mutation:
-    return Mutation(bug, backward_shared, call, verdict, edits)
-
-
-def wide(bug: str, verdict: str, *edits: tuple[str, str]) -> Mutation:
-    return Mutation(bug, backward_wide_kernel, "256", verdict, edits)
+def wide(bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, "256", verdict, more, backward_wide_kernel)
 
 
 def without(line: str, before: str = "", after: str = "") -> tuple[str, str]:
@@ -276,7 +263,7 @@ def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, s
     of_forward = mutation.module in (forward_kernel, ring_module)
     check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
     try:
-        check(calls[mutation.call], order, seed, mutants=mutants)
+        check(calls[mutation.caught_by], order, seed, mutants=mutants)
     except (Race, Deadlock, AssertionError, IndexError) as found:
         return f"{type(found).__name__}: {found}"
     return ""
@@ -284,7 +271,7 @@ def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, s
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_planted_bug_is_found(mutation: Mutation) -> None:
-    mutants = mutate(mutation.module, mutation.edits)
+    mutants = mutate(mutation)
     for order, seed in RUNS:
         said = run(mutation, mutants, order, seed)
         if said:
@@ -294,7 +281,7 @@ def test_a_planted_bug_is_found(mutation: Mutation) -> None:
     pytest.fail(f"{len(RUNS)} runs did not reveal: {mutation.bug}")
 
 
-@pytest.mark.parametrize("call", sorted({(m.module.__name__, m.call) for m in MUTATIONS}), ids=str)
+@pytest.mark.parametrize("call", sorted({(m.module.__name__, m.caught_by) for m in MUTATIONS}), ids=str)
 def test_the_kernel_without_a_bug_passes_the_same_way(call: tuple[str, str]) -> None:
-    mutation = next(m for m in MUTATIONS if (m.module.__name__, m.call) == call)
+    mutation = next(m for m in MUTATIONS if (m.module.__name__, m.caught_by) == call)
     assert run(mutation, None, "random", 0) == ""

@@ -125,9 +125,10 @@ def test_many_sequences_have_their_blocks(count: int) -> None:
 
 
 @triton.jit
-def rows(found, cu, B, blocks, BLOCK: tl.constexpr):
-    for i in range(blocks):
-        place, end, length = row_of(i * BLOCK, cu, B, BLOCK)
+def rows(found, numbers, count, cu, B, BLOCK: tl.constexpr):
+    """What is found for the first row of each of `count` blocks."""
+    for i in range(count):
+        place, end, length = row_of(tl.load(numbers + i) * BLOCK, cu, B, BLOCK)
         tl.store(found + 3 * i, place)
         tl.store(found + 3 * i + 1, end)
         tl.store(found + 3 * i + 2, length)
@@ -139,8 +140,8 @@ def test_every_row_has_its_sequence(count: int, padding: int, device: str) -> No
     """In the order of LSE2, delta and the sums of dQ, where the rows of each sequence are padded."""
     rng = random.Random(count)
     lengths = [rng.choice([0, 1, 30, 127, 128, 129, 500][: 7 if count < 100 else 3]) for _ in range(count)]
-    cu, blocks = offsets(lengths, device), sum(lengths) // padding + len(lengths)
-    found = torch.full((blocks, 3), -1, dtype=torch.int32, device=device)
-    rows[(1,)](found, cu, len(lengths), blocks, padding)
-    for i, b, row in needed(lengths, padding):
-        assert found[i].tolist() == [row, cu[b + 1].item(), lengths[b]]
+    blocks, cu = needed(lengths, padding), offsets(lengths, device)
+    numbers = torch.tensor([i for i, _, _ in blocks], dtype=torch.int32, device=device)
+    found = torch.full((len(blocks), 3), -1, dtype=torch.int32, device=device)
+    rows[(1,)](found, numbers, len(blocks), cu, len(lengths), padding)
+    assert found.tolist() == [[row, cu[b + 1].item(), lengths[b]] for _, b, row in blocks]

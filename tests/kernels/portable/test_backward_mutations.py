@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-from dataclasses import dataclass
 
 import pytest
 from backward_cases import CASES, check_backward
 from cases import INTERPRETER_REMARKS
+from families import fresh_launches  # noqa: F401  (a fixture)
+from mutations import Mutation, load
 
-from attnlib import kernels
-from attnlib.kernels.portable import launch_backward
+from attnlib.kernels.common import preprocess
+from attnlib.kernels.portable import backward_kernels
 
 pytestmark = INTERPRETER_REMARKS
 
+KERNELS = {
+    preprocess: ("attention_backward_preprocess",),
+    backward_kernels: ("attention_backward_dkdv", "attention_backward_dq"),
+}
 CAUSAL = "B1 H1 S129 D64 causal fp16"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A bug: what it does to the source, the case that notices, and the gradients that are wrong."""
-
-    bug: str
-    right: str
-    wrong: str
-    caught_by: str
-    gradient: str
 
 
 MUTATIONS = [
@@ -55,18 +48,16 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.bug)
-def test_is_caught(mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(backward)
-    assert mutation.right in source, "the kernel has changed; change the mutation with it"
-    file = tmp_path / "mutant.py"
-    file.write_text(source.replace(mutation.right, mutation.wrong))
-    spec = importlib.util.spec_from_file_location("mutant", file)
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
-    monkeypatch.setattr(kernels, "backward", mutant)
-    monkeypatch.setattr(launch_backward, "_compiled", {})
-    case = CASES[mutation.caught_by]
-    wrong = rf"is wrong: {mutation.gradient}: max error"
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_is_caught(
+    mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
+) -> None:
+    modules = [x for x in (backward_kernels, preprocess) if mutation.right in inspect.getsource(x)]
+    assert len(modules) == 1, "the kernels have changed; change the mutation with them"
+    [module] = modules
+    mutant = load(mutation.of(inspect.getsource(module)), tmp_path)
+    for name in KERNELS[module]:
+        monkeypatch.setattr(module, name, getattr(mutant, name))
+    wrong = rf"is wrong: {mutation.verdict}: max error"
     with pytest.raises(AssertionError, match=wrong):
-        check_backward(case, device)
+        check_backward(CASES[mutation.caught_by], device)

@@ -1,4 +1,4 @@
-"""Gradients of packed sequences: those of each sequence alone, and nothing of its neighbors."""
+"""Gradients of varlen sequences: those of each sequence alone, and nothing of its neighbors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from backward_cases import exact_forward
+from backward_cases import exact_forward, portable_backward
 from cases import INTERPRETER_REMARKS
 
 from attnlib.bench.gradient_oracle import GradientOracle
-from attnlib.kernels.portable import launch_backward
-from attnlib.params import Packed, band
+from attnlib.params import Params, Varlen, mask_window
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -22,10 +21,10 @@ LENGTHS = {
 }
 
 
-def packed_of(lengths: list[tuple[int, int]], device: str) -> Packed:
+def varlen_of(lengths: list[tuple[int, int]], device: str) -> Varlen:
     sums = [[0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*lengths, strict=True)]
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in sums)
-    return Packed(cu_q, cu_k, max(q for q, _ in lengths), max(k for _, k in lengths))
+    return Varlen(cu_q, cu_k, max(q for q, _ in lengths), max(k for _, k in lengths))
 
 
 def one(x: torch.Tensor, first: int, end: int) -> torch.Tensor:
@@ -48,8 +47,8 @@ def one(x: torch.Tensor, first: int, end: int) -> torch.Tensor:
 def test_each_sequence_is_alone(lengths, causal, window, head_dim, dtype, poison, device: str) -> None:
     """`poison`: every second sequence is NaN throughout, and the others don't notice."""
     heads, kv_heads = 2, 1
-    packed = packed_of(lengths, device)
-    bounds, scale = band(causal, window), head_dim**-0.5
+    varlen = varlen_of(lengths, device)
+    bounds, scale = mask_window(causal, window), head_dim**-0.5
     tokens = [sum(side) for side in zip(*lengths, strict=True)]
     generator = torch.Generator(device).manual_seed(0)
 
@@ -59,14 +58,14 @@ def test_each_sequence_is_alone(lengths, causal, window, head_dim, dtype, poison
     q, d_out = randn(tokens[0], heads, head_dim), randn(tokens[0], heads, head_dim)
     k, v = randn(tokens[1], kv_heads, head_dim), randn(tokens[1], kv_heads, head_dim)
     out, lse = torch.zeros_like(q), torch.full((heads, tokens[0]), -math.inf, device=device)
-    spans = list(zip(packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist(), strict=True))
+    spans = list(zip(varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist(), strict=True))
     spans = [(*a, *b) for a, b in zip(spans[:-1], spans[1:], strict=True)]
     for number, (q0, k0, q1, k1) in enumerate(spans):
         if poison and number % 2:
             q[q0:q1], k[k0:k1], v[k0:k1], d_out[q0:q1] = (math.nan,) * 4
         b_out, b_lse = exact_forward(one(q, q0, q1), one(k, k0, k1), one(v, k0, k1), bounds, scale)
         out[q0:q1], lse[:, q0:q1] = b_out[0].transpose(0, 1), b_lse[0]
-    dq, dk, dv = launch_backward.backward(d_out, q, k, v, out, lse, bounds, scale, packed)
+    dq, dk, dv = portable_backward(d_out, q, k, v, out, lse, Params(bounds, scale, varlen))
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     for number, (q0, k0, q1, k1) in enumerate(spans):
         if poison and number % 2:
@@ -78,7 +77,7 @@ def test_each_sequence_is_alone(lengths, causal, window, head_dim, dtype, poison
 
 
 def test_padded_rows_do_not_overlap() -> None:
-    """The first padded row of a sequence, whatever the lengths before it: kernels.backward._padded_start."""
+    """The first padded row of a sequence, whatever the lengths before it: `varlen_rows.padded_start`."""
     generator = torch.Generator().manual_seed(0)
     for i in range(200):
         padding = (32, 64, 128)[i % 3]

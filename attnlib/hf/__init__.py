@@ -1,0 +1,41 @@
+"""attnlib as an attention implementation of Hugging Face transformers (an optional extra: attnlib[hf]).
+
+    import attnlib.hf
+
+    attnlib.hf.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnlib")
+
+Computed: causal, full and sliding-window attention, one-sided or two-sided; cross-attention; grouped heads;
+values with a head dimension of their own (filled up with zeros); training; a cache that grows; batches padded
+on the left, on the right, or with holes (not under a window that is shorter than the text), of which only the
+tokens are computed; packed sequences, told by `position_ids` that begin anew inside a row, or by
+`cu_seq_lens_q` and its kin; `torch.compile` in one graph, and `torch.export`.
+
+An attention_mask, where there is one, decides what is attended to. `position_ids` say it where there is none,
+with a cache that is still empty too, if the model hands them to its attention (its "sdpa" ignores them then).
+
+Inside of a compiled graph the values of a mask can't be read, so padding is computed too, and up to 64 packed
+sequences per row; more, or holes under a window, fail when the graph runs.
+
+ValueError, which names the argument or the model's class, for everything else: masks and biases of a model's
+own, chunks, attention sinks, soft caps, dropout, attention weights as a result, static and paged caches,
+models that don't support "sdpa", and every argument that attnlib does not know.
+"""
+
+from __future__ import annotations
+
+from attnlib.hf.forward import NAME, attention_forward
+
+__all__ = ["NAME", "attention_forward", "register"]
+
+
+def register() -> None:
+    """Make attn_implementation="attnlib" known to transformers. A second call changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from attnlib.hf.mask_functions import attention_mask
+    from attnlib.hf.models import check_when_chosen
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+    check_when_chosen()

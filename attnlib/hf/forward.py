@@ -1,0 +1,221 @@
+"""What a model's attention layer calls: `attention` or `attention_varlen`, as the mask says."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from attnlib import attention
+from attnlib.hf import mask as masks
+from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
+from attnlib.hf.mask import Mask
+
+NAME = "attnlib"
+
+_SAY_NOTHING = frozenset(
+    (
+        *("cache_position", "use_cache", "past_key_values", "position_embeddings", "num_items_in_batch"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "labels", "logits_to_keep"),
+    )
+)
+"""Arguments that models hand on to attention, and that change nothing of what it computes."""
+
+
+def check_unknown(others: dict) -> None:
+    """ValueError for an argument that may ask for what attnlib does not compute."""
+    for name, value in others.items():
+        if name not in _SAY_NOTHING and value is not None and value is not False:
+            kind = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+            raise ValueError(f"{name}: expected None, attnlib does not support it, got {kind}")
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | torch.Tensor | None = None,
+    max_length_k: int | torch.Tensor | None = None,
+    deterministic: bool | None = None,
+    **others,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, as transformers calls it.
+
+    Args:
+        query: (B, H, Sq, D).
+        key: (B, Hkv, Sk, D).
+        value: (B, Hkv, Sk, Dv).
+        attention_mask: the `Mask` that the model got from attnlib; or bool (B, Sk), False for keys that are
+            padding; or None, which leaves it to `is_causal`, or else to the module's attribute of that name.
+        dropout: 0.
+        scaling: factor on the scores, default 1/sqrt(D).
+        sliding_window: how many keys a query sees, its own too; looked at if `attention_mask` is no `Mask`.
+        position_ids: (B, Sq) or (1, Sq), looked at if there is no padding mask: packed sequences begin anew.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences in a batch of one, as
+            `attention_varlen` has them; all four or none.
+        deterministic: as in `attention`.
+
+    Returns:
+        ((B, Sq, H, Dv), None).
+
+    Raises:
+        ValueError: by the name of an argument that asks for something else.
+    """
+    check_unknown(others)
+    if dropout:
+        raise ValueError(f"dropout: expected 0, attnlib has no dropout in attention, got {dropout}")
+    sizes = query.shape[2], key.shape[2]
+    if isinstance(attention_mask, Mask):
+        mask = _fitting(attention_mask, sizes, is_causal)
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = _from_arguments(attention_mask, query.shape[0], sizes, bool(causal), sliding_window)
+    lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    if any(x is not None for x in lengths):
+        layout = _told(lengths, query, mask)
+    else:
+        layout = mask.layout
+        if position_ids is not None and mask.causal:
+            layout = _with_positions(position_ids, query.shape[0], mask)
+    options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
+    query, key, value, scaling, value_dim = _same_head_dim(query, key, value, scaling)
+    if layout is None:
+        out = attention(query, key, value, sm_scale=scaling, **options).transpose(1, 2)
+    else:
+        out = attend(query, key, value, layout, sm_scale=scaling, **options)
+    return out[..., :value_dim].contiguous(), None
+
+
+def _same_head_dim(query, key, value, scaling) -> tuple:
+    """Queries, keys and values filled up with zeros to one head dimension; the scale; Dv."""
+    own, other = query.shape[-1], value.shape[-1]
+    if own == other:
+        return query, key, value, scaling, other
+    width = max(own, other)
+    query, key, value = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    return query, key, value, own**-0.5 if scaling is None else scaling, other
+
+
+# ---------------------------------------------------------------- the mask
+
+
+def _fitting(mask: Mask, sizes: tuple[int, int], is_causal: bool | None) -> Mask:
+    """The mask, if it was made for these sizes and says what the layer says."""
+    if sizes != (mask.q_length, mask.kv_length):
+        raise ValueError(
+            f"attention_mask: expected one for {sizes[0]} queries and {sizes[1]} keys, got what the model "
+            f"({mask.config}) made for {mask.q_length} and {mask.kv_length}. Use 'sdpa'"
+        )
+    if is_causal is not None and sizes[0] > 1 and bool(is_causal) != mask.causal:
+        raise ValueError(
+            f"is_causal: expected {mask.causal}, as the mask of the model ({mask.config}) has it, got "
+            f"{is_causal}"
+        )
+    return mask
+
+
+def _from_arguments(
+    attention_mask: torch.Tensor | None,
+    batch: int,
+    sizes: tuple[int, int],
+    causal: bool,
+    sliding_window: int | None,
+) -> Mask:
+    """The mask of a layer that got none from attnlib."""
+    if attention_mask is not None:
+        is_tensor = isinstance(attention_mask, torch.Tensor)
+        form = type(attention_mask).__name__
+        if is_tensor:
+            form = f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
+        if not is_tensor or attention_mask.dtype != torch.bool or attention_mask.shape != (batch, sizes[1]):
+            raise ValueError(
+                "attention_mask: expected None or the padding of tokens, bool (B, S) = "
+                f"{(batch, sizes[1])}, which attnlib can leave out; got {form}"
+            )
+    if sliding_window is not None and not causal:
+        raise ValueError(f"sliding_window: expected None without a causal mask, got {sliding_window}")
+    rows, keys = sizes
+    if causal and (rows > keys or (attention_mask is None and 1 < rows < keys)):
+        raise ValueError(
+            "attention_mask: expected the model's own for causal attention of different lengths, got none "
+            f"for {rows} queries and {keys} keys; is_causal=False for cross-attention"
+        )
+    window = None if sliding_window is None else (sliding_window - 1, 0)  # transformers counts the own key
+    return masks.make(*sizes, q_offset=sizes[1] - sizes[0], causal=causal, window=window, kept=attention_mask)
+
+
+# ---------------------------------------------------------------- packed sequences
+
+
+def _told(lengths: tuple, query: torch.Tensor, mask: Mask) -> Layout:
+    """The sequences that cu_seq_lens_q and its kin say."""
+    names = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+    for name, value in zip(names, lengths, strict=True):
+        if value is None:
+            raise ValueError(f"{name}: expected all of {', '.join(names)} or none, got None")
+    if query.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q: expected a batch of one beside it, got {query.shape[0]}")
+    if mask.kept is not None and mask.layout is not None:
+        raise ValueError("attention_mask: expected no padding beside cu_seq_lens_q, got some")
+    offsets = (x.to(query.device, torch.int32) for x in lengths[:2])
+    longest = (int(x) if isinstance(x, torch.Tensor) else x for x in lengths[2:])
+    return Layout(None, None, *offsets, *longest)
+
+
+_seen: weakref.WeakKeyDictionary[Mask, tuple] = weakref.WeakKeyDictionary()
+"""Mask -> (a reference to position_ids, their version, the layout): all layers of a model get the same
+tensor, and to read it waits for a GPU."""
+
+
+def _with_positions(position_ids: torch.Tensor, batch: int, mask: Mask) -> Layout | None:
+    """The mask's layout, or that of packed sequences which only the positions tell of."""
+    fits = position_ids.dim() == 2 and position_ids.shape[1] == mask.q_length
+    if not fits or position_ids.shape[0] not in (1, batch) or (mask.layout is not None and mask.kept is None):
+        return mask.layout
+    if not values_known(position_ids):
+        return _looked_at(position_ids.expand(batch, -1), mask)
+    version = None if position_ids.is_inference() else position_ids._version
+    reference, *known = _seen.get(mask, (lambda: None, None, None))
+    if reference() is position_ids and known[0] == version:
+        return known[1]
+    layout = _looked_at(position_ids.expand(batch, -1), mask)
+    _seen[mask] = weakref.ref(position_ids), version, layout
+    return layout
+
+
+def _looked_at(position_ids: torch.Tensor, mask: Mask) -> Layout | None:
+    if mask.kept is not None:
+        kept = mask.kept[:, mask.kv_length - mask.q_length :]
+        position = position_ids.masked_fill(~kept, -1)
+        before = torch.nn.functional.pad(position.cummax(1).values[:, :-1], (1, 0), value=-1)
+        require(
+            (~kept | (position > before)).all(),
+            "position_ids: expected positions that go up in each row beside an attention_mask, got packed "
+            "sequences; leave attention_mask out, or position_ids",
+        )
+        return mask.layout
+    sequences = numbered(position_ids)
+    if mask.q_offset:
+        require(
+            (sequences[:, -1:] == 0).all() & (position_ids[:, :1] >= mask.q_offset).all(),
+            f"position_ids: expected positions that go on behind the {mask.q_offset} tokens in the cache, "
+            "got packed sequences; attnlib can't know which of them the cache holds",
+        )
+        return None
+    begins = sequences.diff(dim=1, prepend=sequences[:, :1]) > 0
+    require(
+        (~begins | (position_ids == 0)).all(),
+        "position_ids: expected packed sequences that begin at 0, got one that begins elsewhere; "
+        "cu_seq_lens_q and its kin can tell what is meant",
+    )
+    return packed(sequences)

@@ -1,0 +1,200 @@
+"""The masks that transformers asks for, read from its mask functions. What is not known is refused.
+
+transformers describes a mask by a function of indices, (batch, head, query, key) -> bool, made of a few parts
+that it joins. attnlib never evaluates one for all pairs; it looks which parts there are."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from transformers import masking_utils
+
+from attnlib.hf import mask
+from attnlib.hf.forward import check_unknown
+from attnlib.hf.layout import packed
+from attnlib.hf.models import check_config
+
+_CAUSAL = masking_utils.causal_mask_function
+_FULL = masking_utils.bidirectional_mask_function
+
+
+def attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=_CAUSAL,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    config=None,
+    batch_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    **others,
+) -> mask.Mask:
+    """What transformers calls once for each kind of mask in a forward pass of the model.
+
+    ValueError if the model's class does not support "sdpa", or asks for a mask that `causal` and `window` of
+    `attention`, padding and packed sequences do not give.
+    """
+    check_unknown(others)
+    name = "" if config is None else type(config).__name__
+    if not torch.compiler.is_dynamo_compiling():
+        check_config(type(config))
+        found = _read(mask_function, kv_offset + kv_length)
+    else:
+        plain = attention_mask is not None or allow_is_causal_skip or q_length != kv_length
+        two_sided = allow_is_bidirectional_skip is not None
+        known = None if use_vmap else _window(config, local_size)
+        found = _deduced(mask_function, known, two_sided, None if plain else (batch_size, q_length, device))
+    if found is None or (found.remapped and found.sequences is None):
+        got = getattr(mask_function, "__qualname__", type(mask_function).__name__)
+        raise ValueError(
+            "mask_function: expected a causal, full or sliding-window mask, of packed sequences or not, got "
+            f"{got} from a model with a {name}. Use attn_implementation='sdpa'"
+        )
+    causal, window = found.right == 0, None
+    if found.left is not None or found.right:
+        window = (-1 if found.left is None else found.left, -1 if found.right is None else found.right)
+    if causal or window is not None:
+        _check_cache(q_length, kv_length, q_offset, kv_offset)
+    kept = None
+    if attention_mask is not None:
+        kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        if kept.shape[1] != kv_length:
+            got = tuple(attention_mask.shape)
+            raise ValueError(
+                f"attention_mask: expected {kv_length} tokens from {kv_offset} on, got shape {got}"
+            )
+    return mask.make(
+        q_length, kv_length,
+        q_offset=0 if isinstance(q_offset, torch.Tensor) else q_offset,
+        causal=causal, window=window, kept=kept, config=name,
+        layout=None if found.sequences is None else packed(found.sequences),
+    )  # fmt: skip
+
+
+def _check_cache(q_length: int, kv_length: int, q_offset, kv_offset: int) -> None:
+    """ValueError unless the last query is at the position of the last key."""
+    static = isinstance(q_offset, torch.Tensor)
+    if static or q_offset + q_length != kv_offset + kv_length:
+        first = "a position" if static else q_offset
+        raise ValueError(
+            f"past_key_values: expected a cache that ends with the newest token, got {kv_length} keys from "
+            f"{kv_offset} on for {q_length} queries from {first} on; static caches need "
+            "attn_implementation='sdpa'"
+        )
+
+
+# ---------------------------------------------------------------- parts of a mask function
+
+
+class Rule(NamedTuple):
+    """Query i attends to keys i - left .. i + right, None for no bound, of its sequence.
+
+    sequences: (B, S), the number of each token's sequence; None: rows are not packed.
+    remapped: whether positions are counted from the beginning of a sequence, which differ as indices do.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    sequences: torch.Tensor | None = None
+    remapped: bool = False
+
+
+def _code(factory: str, *arguments):
+    """The code of the functions that a factory of transformers makes; None where a version has no such."""
+    made = getattr(masking_utils, factory, None)
+    return None if made is None else made(*arguments).__code__
+
+
+_ALL_OF = _code("and_masks", _CAUSAL)
+_LEFT = _code("sliding_window_overlay", 1)
+_TWO_SIDED = _code("sliding_window_bidirectional_overlay", 1)
+_CHUNKED = _code("chunked_overlay", 1, None)
+_PACKED = _code("packed_sequence_mask_function", None)
+_REMAPPED = _code("remap_positions_for_packed_sequence", _CAUSAL, None)
+
+
+def _read(function, length: int) -> Rule | None:
+    """The rule of a mask function for positions below `length`; None if it has a part that is not known."""
+    if function is _CAUSAL:
+        return Rule(right=0)
+    if function is _FULL:
+        return Rule()
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    if code is _ALL_OF:
+        return reduce(_both, (_read(part, length) for part in _captured(function, "mask_functions")))
+    if code is _LEFT:
+        return Rule(left=_captured(function, "sliding_window") - 1)
+    if code is _TWO_SIDED:
+        size = _captured(function, "sliding_window")
+        return Rule(left=size, right=size)
+    if code is _CHUNKED and length <= _captured(function, "chunk_size"):  # one chunk
+        return Rule()
+    if code is _PACKED:
+        return Rule(sequences=_captured(function, "packed_sequence_mask"))
+    if code is _REMAPPED:
+        inner = _read(_captured(function, "mask_function"), length)
+        return None if inner is None else inner._replace(remapped=True)
+    return None
+
+
+def _captured(function, name: str):
+    """A variable that a function took along from where it was made."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def _both(a: Rule | None, b: Rule | None) -> Rule | None:
+    if a is None or b is None or (a.sequences is not None and b.sequences is not None):
+        return None
+    left, right = (
+        min((x for x in bounds if x is not None), default=None) for bounds in zip(a[:2], b[:2], strict=True)
+    )
+    return Rule(left, right, b.sequences if a.sequences is None else a.sequences, a.remapped or b.remapped)
+
+
+# ---------------------------------------------------------------- under torch.compile
+
+# Dynamo can't read what a function took along. But a function that joins parts, and comes from none of the
+# caller's (`use_vmap`), is one of transformers' own few, and the other arguments tell which.
+
+
+def _window(config, local_size: int | None) -> int | None:
+    """How many tokens transformers' window is long; 0 if there is none; None if it may be a chunk."""
+    if local_size is None:
+        return 0
+    if getattr(config, "sliding_window", None) != local_size:
+        return None
+    return None if getattr(config, "attention_chunk_size", None) == local_size else local_size
+
+
+def _deduced(function, window: int | None, two_sided: bool, rows: tuple | None) -> Rule | None:
+    """The rule of a mask function.
+
+    window: 0 for none, None for not known. rows: (B, S, device) if the rows may be packed."""
+    if function is _CAUSAL:
+        return Rule(right=0)
+    if function is _FULL:
+        return Rule()
+    if window is None or function.__code__ is not _ALL_OF:
+        return None
+    if two_sided:
+        return Rule(left=window, right=window) if window else None
+    left = window - 1 if window else None
+    if rows is None:
+        return Rule(left, 0) if window else None
+    batch, length, device = rows
+    row = torch.arange(batch, device=device)[:, None]
+    token = torch.arange(length, device=device)[None]
+    # A token sees the one before it unless a sequence begins.
+    begins = ~function(row, torch.zeros_like(row), token, (token - 1).clamp(min=0))
+    return Rule(left, 0, (begins & (token > 0)).cumsum(1))

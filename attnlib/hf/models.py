@@ -1,0 +1,66 @@
+"""Models whose attention is not what transformers' interface of attention describes, refused by name."""
+
+from __future__ import annotations
+
+from functools import lru_cache, wraps
+
+from transformers import PreTrainedModel
+
+from attnlib.hf.forward import NAME
+
+
+def check_when_chosen() -> None:
+    """From now on transformers asks `check_model` wherever a model is to use attnlib: when it is made, and in
+    `set_attn_implementation`. It has no hook for that, so the method that refuses "sdpa" is wrapped."""
+    choose = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(choose, "attnlib_wraps"):
+        return
+
+    @wraps(choose)
+    def checked(self, requested_attention, *args, **kwargs):
+        if requested_attention == NAME:
+            check_model(type(self))
+        return choose(self, requested_attention, *args, **kwargs)
+
+    checked.attnlib_wraps = choose
+    PreTrainedModel.get_correct_attn_implementation = checked
+
+
+def check_model(model: type[PreTrainedModel]) -> None:
+    """ValueError for a class of models that would not call attnlib, or not say all that it has to know: one
+    that does not support "sdpa", or whose code computes attention without transformers' interface."""
+    if not model._supports_sdpa:
+        raise ValueError(
+            f"attn_implementation: expected a model that supports 'sdpa' for {NAME!r}, got {model.__name__}, "
+            "which does not. Use attn_implementation='eager'"
+        )
+    if not _calls_the_interface(model):
+        raise ValueError(
+            "attn_implementation: expected a model that calls transformers' AttentionInterface for "
+            f"{NAME!r}, got {model.__name__}, which computes attention itself. Use attn_implementation='sdpa'"
+        )
+
+
+def _calls_the_interface(model: type[PreTrainedModel]) -> bool:
+    """Whether the source of its module, or of a class that it inherits from, does. A model of models, and one
+    from a script or a notebook, may have its attention elsewhere."""
+    if getattr(model.config_class, "sub_configs", None) or model.__module__ == "__main__":
+        return True
+    classes = (c for c in model.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel)
+    return any(c._can_set_attn_implementation() for c in classes)
+
+
+@lru_cache
+def check_config(config: type) -> None:
+    """The same for the models of a configuration, none of which supports "sdpa": for a configuration on which
+    somebody set `_attn_implementation` without asking the model."""
+    models = [model for model in _below(PreTrainedModel) if model.config_class is config]
+    if models and not any(model._supports_sdpa for model in models):
+        check_model(models[-1])
+
+
+def _below(cls: type) -> list[type]:
+    found = []
+    for child in cls.__subclasses__():
+        found += [child, *_below(child)]
+    return found

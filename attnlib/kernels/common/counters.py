@@ -1,0 +1,46 @@
+"""Counters in global memory from which the programs of a persistent kernel draw their tiles."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from attnlib.kernels.common import device
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+"""(device, stream) -> the counter that its launches draw from; 0 between launches."""
+
+
+class _Thread(threading.local):
+    own_counters = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def own_counters() -> Iterator[None]:
+    """Launches leave no tensor behind. For code that a compiler may run to prepare a CUDA graph: it counts
+    what is allocated meanwhile, and takes what stays for a leak."""
+    before, _thread.own_counters = _thread.own_counters, True
+    try:
+        yield
+    finally:
+        _thread.own_counters = before
+
+
+def counter(index: int) -> torch.Tensor:
+    """An int32 that is 0, for one launch after another on a device.
+
+    Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
+    0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
+    `own_counters`.
+    """
+    if _thread.own_counters or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+    key = index, device.current_stream(index)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+    return found

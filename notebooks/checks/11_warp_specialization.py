@@ -1,0 +1,71 @@
+"""Checks of the exercises of chapter 11."""
+
+
+def check_place(place):
+    """Slots and parities of a ring: a wait must last until its completion, and no longer."""
+    for stages in (1, 2, 3, 4, 5):
+        full, free = [0] * stages, [0] * stages  # how often each barrier has completed
+        for i in range(6 * stages + 1):
+            case = f"tile {i}, {stages} slots"
+            slot, full_parity, free_parity = place(i, stages)
+            assert slot == i % stages, f"{case}: tiles take slots in turn; expected {i % stages}, got {slot}"
+            assert full_parity in (0, 1) and free_parity in (0, 1), f"{case}: a parity is 0 or 1"
+            hint = "before the slot was ever used nobody will release it" if free[slot] == 0 else ""
+            assert free[slot] % 2 != free_parity, (
+                f"{case}: the slot is free, but the producer would wait for parity {free_parity}; {hint}"
+            )
+            assert full[slot] % 2 == full_parity, (
+                f"{case}: the copy has not landed, but a consumer would pass with parity {full_parity}"
+            )
+            full[slot] += 1  # the copy lands
+            later = place(i + stages, stages)[2]
+            assert free[slot] % 2 == later, (
+                f"tile {i + stages}, {stages} slots: tile {i} is still there, but the producer would pass"
+            )
+            free[slot] += 1  # both consumers have read it
+
+
+def check_registers(registers):
+    """Start and share for several numbers of consumers and producers of several sizes."""
+    expected = {
+        (2, 24): (168, 240),
+        (3, 24): (128, 160),
+        (4, 24): (96, 112),
+        (3, 32): (128, 160),
+        (2, 40): (168, 232),
+        (4, 40): (96, 104),
+        (5, 24): (80, 88),
+        (7, 24): (64, 64),
+    }
+    for (consumers, producer), want in expected.items():
+        got = tuple(registers(consumers, producer))
+        case = f"{consumers} consumers, producer with {producer}"
+        hint = " (of each thread's share, in steps of 8: rounded down)"
+        assert got[0] == want[0], f"{case}: expected {want[0]} at the start, got {got[0]}{hint}"
+        total = consumers * got[1] + producer
+        assert total <= (consumers + 1) * want[0], (
+            f"{case}: {consumers} x {got[1]} + {producer} is more than the {(consumers + 1) * want[0]} "
+            "that the CTA got at the start, for one thread of each warpgroup"
+        )
+        assert got[1] == want[1], f"{case}: expected {want[1]} for a consumer's thread, got {got[1]}"
+
+
+_VERDICTS = {
+    "no V barrier": ("wrong data", "that K has landed says nothing of V: each copy lands when it likes"),
+    "V first": ("fine", "each buffer still has its two barriers, and the consumers wait for each by itself"),
+    "one for both": ("wrong data", "two arrivals complete the barrier, whoever they come from"),
+    "lazy consumer": ("fine", "the slots are not filled again after the last tile"),
+    "late release": ("fine", "it costs time, but what is released is released after it was read"),
+    "K two ahead": ("deadlock", "who waits for whom? Follow the slot of the first K from tile 0 to tile 2"),
+    "parity of the tile": ("wrong data", "tile 1 is the first in slot 1: what does a wait for parity 1 say?"),
+}
+
+
+def check_verdict(verdict):
+    """What can happen after each of the seven changes."""
+    for change, (want, hint) in _VERDICTS.items():
+        got = verdict(change)
+        assert got in ("fine", "deadlock", "wrong data"), (
+            f"{change}: expected 'fine', 'deadlock' or 'wrong data', got {got!r}"
+        )
+        assert got == want, f"{change}: not {got!r}. {hint[0].upper()}{hint[1:]}"

@@ -1,0 +1,63 @@
+"""Checks of the exercises of chapter 13."""
+
+import heapq
+import math
+
+
+def check_snake(snake):
+    """Each job once, each round to and fro, for whole and short rounds."""
+    for jobs, workers in ((12, 4), (10, 4), (3, 5), (1024, 132), (7, 1)):
+        case = f"{jobs} jobs, {workers} workers"
+        got = [list(mine) for mine in snake(jobs, workers)]
+        assert len(got) == workers, f"{case}: expected {workers} lists, got {len(got)}"
+        everything = sorted(job for mine in got for job in mine)
+        once = everything == list(range(jobs))
+        assert once, f"{case}: each job must occur exactly once, got {everything[:20]}"
+        for worker, mine in enumerate(got):
+            for turn, job in enumerate(mine):
+                at = worker if turn % 2 == 0 else workers - 1 - worker
+                want = turn * workers + at
+                assert job == want, f"{case}: worker {worker}, round {turn}: expected job {want}, got {job}"
+
+
+def check_section_heads(section_heads):
+    """The widest section that fits and divides the heads."""
+    mib = 1 << 20
+    cases = (
+        (8192, 128, 32, 16 * mib),
+        (8192, 128, 12, 32 * mib),
+        (4096, 64, 128, 16 * mib),
+        (16384, 256, 8, 16 * mib),
+        (16384, 256, 8, 8 * mib),
+        (1000, 128, 7, 3 * mib),
+        (512, 64, 5, 64 * mib),
+        (4096, 128, 40, 47 * mib),
+    )
+    for seqlen, head_dim, heads, budget in cases:
+        fitting = [h for h in range(1, heads + 1) if heads % h == 0 and 4 * h * seqlen * head_dim <= budget]
+        want = max(fitting, default=1)
+        got = section_heads(seqlen, head_dim, heads, budget)
+        case = f"S = {seqlen}, D = {head_dim}, {heads} heads, {budget / mib:g} MiB"
+        assert got == want, f"{case}: expected {want} heads, got {got}"
+
+
+def _makespan(times, lead, workers):
+    free = [(0.0, 0.0, worker) for worker in range(workers)]
+    for time in times:
+        _, start, worker = heapq.heappop(free)
+        heapq.heappush(free, (max(start, start + time - lead), start + time, worker))
+    return max(end for _, end, _ in free)
+
+
+def check_bad_for_early(bad_for_early):
+    """Lengths on which drawing early ends at least 1.5 times as late as drawing late."""
+    for workers in (2, 3, 8, 132):
+        times = [float(time) for time in bad_for_early(workers)]
+        assert times, f"{workers} workers: expected at least one job, got none"
+        assert len(times) <= 4 * workers, f"{workers} workers: at most {4 * workers} jobs, got {len(times)}"
+        good = all(math.isfinite(time) and time > 0 for time in times)
+        assert good, f"{workers} workers: expected positive lengths, got {times[:10]}"
+        early, late = (_makespan(times, lead, workers) for lead in (math.inf, 0.0))
+        assert early >= 1.5 * late, (
+            f"{workers} workers: early ends at {early:g}, late at {late:g}, which is {early / late:.2f} times"
+        )

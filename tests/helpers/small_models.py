@@ -1,0 +1,33 @@
+"""Small models of transformers with random weights, the same ones whatever computes their attention."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "one key head for each": ("Llama", {"num_key_value_heads": 4}),
+    "sliding window": ("Mistral", {"sliding_window": 7}),
+    "a window beyond the text": ("Mistral", {"sliding_window": 64}),
+}
+
+
+def build(name: str, implementation: str, device: str, dtype: torch.dtype = torch.float32):
+    family, config = FAMILIES[name]
+    torch.manual_seed(0)
+    settings = getattr(transformers, f"{family}Config")(**SMALL | config, attn_implementation=implementation)
+    model = getattr(transformers, f"{family}ForCausalLM")(settings).to(device, dtype)
+    assert model.config._attn_implementation == implementation
+    return model
+
+
+def tokens(batch: int, length: int, device: str, seed: int = 0) -> torch.Tensor:
+    """(batch, length), none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, SMALL["vocab_size"], (batch, length), generator=generator).to(device)

@@ -1,0 +1,121 @@
+"""Models under torch.compile in one graph and torch.export: what "sdpa" computes there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+
+transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
+
+from small_models import build, tokens  # noqa: E402
+
+import attnlib.hf  # noqa: E402
+
+pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+LENGTH, ROOM = 11, 4
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Fewer packed sequences than a graph has room for: the interpreter visits them all."""
+    monkeypatch.setattr("attnlib.hf.layout.MAX_PACKED", ROOM)
+    attnlib.hf.register()
+    torch._dynamo.reset()
+
+
+def inputs(kind: str, device: str) -> dict:
+    ids = tokens(2, LENGTH, device)
+    if kind == "packed":
+        rows = [torch.cat([torch.arange(n), torch.arange(LENGTH - n)]) for n in (4, 9)]
+        return {"input_ids": ids, "position_ids": torch.stack(rows).to(device), "use_cache": False}
+    if kind == "no mask":
+        return {"input_ids": ids}
+    if kind == "no mask, no cache":
+        return {"input_ids": ids, "use_cache": False}
+    mask = torch.ones_like(ids)
+    if kind == "left":
+        mask[1, :4] = 0
+    elif kind == "right":
+        mask[0, -3:] = 0
+    elif kind == "holes":
+        mask[1, 5:7] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def close(found, expected, given):
+    if "attention_mask" in given:
+        real = given["attention_mask"].bool()
+        found, expected = found[real], expected[real]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["no mask", "no mask, no cache", "ones", "left", "right", "packed"])
+@pytest.mark.parametrize("name", ["llama", "sliding window"])
+def test_one_graph(name, kind, device):
+    given = inputs(kind, device)
+    with torch.no_grad():
+        expected = build(name, "sdpa", device)(**given).logits
+        compiled = torch.compile(build(name, "attnlib", device), fullgraph=True, backend="eager")
+        close(compiled(**given).logits, expected, given)
+
+
+def test_holes_in_one_graph(device):
+    """Without a window they are computed; under one the graph fails when it meets them, and not before."""
+    given = inputs("holes", device)
+    with torch.no_grad():
+        compiled = torch.compile(build("llama", "attnlib", device), fullgraph=True, backend="eager")
+        close(compiled(**given).logits, build("llama", "sdpa", device)(**given).logits, given)
+        if device == "cuda":
+            return  # a failed assertion there ends the process
+        compiled = torch.compile(build("sliding window", "attnlib", device), fullgraph=True, backend="eager")
+        compiled(**inputs("left", device))
+        with pytest.raises(RuntimeError, match="attention_mask: expected padding at the ends of a row only"):
+            compiled(**given)
+
+
+def test_a_training_step_in_one_graph(device):
+    given, steps = inputs("right", device), []
+    for implementation in ("attnlib", "sdpa"):
+        model = build("llama", implementation, device)
+        call = (
+            torch.compile(model, fullgraph=True, backend="aot_eager")
+            if implementation == "attnlib"
+            else model
+        )
+        logits = call(**given).logits
+        logits[given["attention_mask"].bool()].square().mean().backward()
+        steps.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-5)
+
+
+def test_lengths_that_change(device):
+    compiled = torch.compile(build("llama", "attnlib", device), fullgraph=True, backend="eager", dynamic=True)
+    plain = build("llama", "sdpa", device)
+    with torch.no_grad():
+        for length in (7, 11):
+            ids = tokens(2, length, device)
+            mask = torch.ones_like(ids)
+            mask[0, :2] = 0
+            given = {"input_ids": ids, "attention_mask": mask}
+            close(compiled(**given).logits, plain(**given).logits, given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a failed assertion on a GPU ends the process")
+def test_more_packed_sequences_than_a_graph_has_room_for(device):
+    ids = tokens(1, ROOM + 1, device)
+    compiled = torch.compile(build("llama", "attnlib", device), fullgraph=True, backend="eager")
+    position_ids = torch.zeros_like(ids)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"position_ids: expected at most {ROOM} packed"):
+        compiled(ids, position_ids=position_ids, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["no mask, no cache", "left"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict, kind, device):
+    given = inputs(kind, device) | {"use_cache": False}
+    with torch.no_grad():
+        exported = torch.export.export(build("llama", "attnlib", device), (), given, strict=strict)
+        expected = build("llama", "sdpa", device)(**given).logits
+        close(exported.module()(**given).logits, expected, given)
+    assert "attnlib.attention_forward" in str(exported.graph)

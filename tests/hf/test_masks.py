@@ -1,0 +1,338 @@
+"""Masks as models of transformers ask for them: cross-attention, packed rows, holes, windows. What is
+computed is what "sdpa" computes; the rest is an error that names the argument."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+
+transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
+
+from small_models import SMALL, build, tokens  # noqa: E402
+
+import attnlib.hf  # noqa: E402
+
+pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+ENCODER, DECODER = SimpleNamespace(is_causal=False), SimpleNamespace(is_causal=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    attnlib.hf.register()
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def logits(name, implementation, device, ids, **inputs):
+    return build(name, implementation, device)(ids, **inputs).logits
+
+
+def asked(mask_function, length, **inputs):
+    """What attnlib answers when transformers asks for a mask."""
+    from attnlib.hf.mask_functions import attention_mask
+
+    form = {"q_length": length, "kv_length": length, "mask_function": mask_function}
+    return attention_mask(**form | inputs)
+
+
+# ---------------------------------------------------------------- cross-attention
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 8])
+def test_cross_attention_of_padded_keys(rows, device):
+    """Queries are not taken for the keys' last tokens: each of them sees all keys that are kept."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 2, rows, 16, generator=generator).to(device)
+    k, v = torch.randn(2, 3, 2, 5, 16, generator=generator).to(device)
+    kept = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [1, 0, 1, 1, 0]], dtype=torch.bool, device=device)
+    found, _ = attnlib.hf.attention_forward(ENCODER, q, k, v, kept)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept[:, None, None])
+    close(found, expected.transpose(1, 2))
+
+
+def test_queries_without_any_key(device):
+    q, k = torch.randn(2, 2, 3, 16, device=device), torch.randn(2, 2, 5, 16, device=device)
+    kept = torch.tensor([[True] * 5, [False] * 5], device=device)
+    found, _ = attnlib.hf.attention_forward(ENCODER, q, k, k, kept)
+    assert found.isfinite().all() and not found[1].any()
+
+
+def test_an_encoder_with_padding_and_its_decoder(device):
+    ids, mask = tokens(2, 11, device), torch.ones(2, 11, dtype=torch.long, device=device)
+    mask[1, 6:] = 0
+    config = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32}
+    config |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config |= {"vocab_size": 97, "init_std": 0.3, "max_position_embeddings": 32, "forced_eos_token_id": None}
+    models = []
+    for name in ("attnlib", "sdpa"):
+        torch.manual_seed(0)
+        settings = transformers.BartConfig(**config, attn_implementation=name)
+        models.append(transformers.BartForConditionalGeneration(settings).to(device).eval())
+    for length in (4, 14):
+        inputs = {"attention_mask": mask, "decoder_input_ids": tokens(2, length, device, seed=1)}
+        with torch.no_grad():
+            close(*(model(ids, **inputs).logits for model in models))
+
+
+def test_a_decoder_made_of_an_encoder(device):
+    """Its encoder's padding is not that of its own text."""
+    small = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"intermediate_size": 32, "initializer_range": 0.3}
+    ids, mask = tokens(2, 11, device), torch.ones(2, 11, dtype=torch.long, device=device)
+    mask[1, 6:] = 0
+    models = []
+    for name in ("attnlib", "sdpa"):
+        torch.manual_seed(0)
+        decoder = transformers.BertConfig(**small, is_decoder=True, add_cross_attention=True)
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+            transformers.BertConfig(**small), decoder, decoder_start_token_id=1, pad_token_id=0
+        )
+        config._attn_implementation = name
+        models.append(transformers.EncoderDecoderModel(config).to(device).eval())
+    assert models[0].decoder.config._attn_implementation == "attnlib"
+    for length in (4, 14):
+        inputs = {"attention_mask": mask, "decoder_input_ids": tokens(2, length, device, seed=1)}
+        with torch.no_grad():
+            close(*(model(ids, **inputs).logits for model in models))
+
+
+# ---------------------------------------------------------------- packed rows
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["", "with an empty cache"])
+@pytest.mark.parametrize("name", ["llama", "sliding window"])
+def test_packed_position_ids(name, cache, device):
+    """A row's second sequence may begin anywhere, in any row; "sdpa" knows of it only without a cache."""
+    ids = tokens(3, 17, device)
+    rows = [torch.cat([torch.arange(n), torch.arange(17 - n)]) for n in (0, 7, 15)]
+    position_ids = torch.stack(rows).to(device)
+    found = logits(name, "attnlib", device, ids, position_ids=position_ids, use_cache=cache)
+    close(found, logits(name, "sdpa", device, ids, position_ids=position_ids, use_cache=False))
+    whole = logits(name, "sdpa", device, ids)
+    close(found[0], whole[0])
+    assert (found[1:, -1] - whole[1:, -1]).abs().max() > 0.1
+
+
+def test_one_row_of_positions_for_all(device):
+    ids, row = tokens(2, 9, device), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]], device=device)
+    found = logits("llama", "attnlib", device, ids, position_ids=row)
+    close(found, logits("llama", "sdpa", device, ids, position_ids=row, use_cache=False))
+
+
+def test_gradients_of_packed_rows(device):
+    ids = tokens(2, 9, device)
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1]], device=device)
+    grads = []
+    for implementation in ("attnlib", "sdpa"):
+        model = build("llama", implementation, device)
+        model(ids, position_ids=position_ids, use_cache=False).logits.square().mean().backward()
+        grads.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    close(*grads)
+
+
+def test_a_cache_of_packed_rows_is_not_continued(device):
+    """Which of its sequences a token goes on with can't be known."""
+    model = build("llama", "attnlib", device)
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
+    with torch.no_grad():
+        cache = model(tokens(1, 7, device), position_ids=packed).past_key_values
+        position = torch.tensor([[4]], device=device)
+        with pytest.raises(
+            ValueError, match="^position_ids: expected positions that go on behind the 7 tokens"
+        ):
+            model(tokens(1, 1, device), position_ids=position, past_key_values=cache)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_positions_that_do_not_begin_at_0(cache, device):
+    position_ids = torch.tensor([[0, 1, 2, 5, 6, 7, 8]], device=device)
+    with pytest.raises(ValueError, match="^position_ids: expected packed sequences that begin at 0"):
+        logits("llama", "attnlib", device, tokens(1, 7, device), position_ids=position_ids)
+
+
+@pytest.mark.parametrize("ones", [True, False])
+def test_packed_rows_beside_an_attention_mask(ones, device):
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
+    mask = torch.ones_like(position_ids)
+    mask[0, -1] = int(ones)
+    with pytest.raises(
+        ValueError, match="^position_ids: expected positions that go up in each row beside an att"
+    ):
+        logits(
+            "llama", "attnlib", device, tokens(1, 7, device), position_ids=position_ids, attention_mask=mask
+        )
+
+
+def test_cu_seq_lens(device):
+    """Three sequences in a batch of one, as their offsets tell."""
+    ends = torch.tensor([0, 4, 5, 12], device=device)
+    q, k, v = torch.randn(3, 1, 2, 12, 16, device=device)
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": torch.tensor(7)}
+    for layer in (DECODER, ENCODER):
+        found, _ = attnlib.hf.attention_forward(layer, q, k, v, None, **told)
+        for begin, end in zip(ends, ends[1:], strict=False):
+            one = (x[:, :, begin:end] for x in (q, k, v))
+            expected = attnlib.attention(*one, causal=layer.is_causal)
+            close(found[:, begin:end], expected.transpose(1, 2))
+
+
+def test_cu_seq_lens_through_a_model(device):
+    ids, ends = tokens(1, 9, device), torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=device)
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    found = logits("llama", "attnlib", device, ids, position_ids=position_ids, **told)
+    close(found, logits("llama", "sdpa", device, ids, position_ids=position_ids, use_cache=False))
+
+
+def test_cu_seq_lens_that_lack_something():
+    q, ends = torch.zeros(2, 1, 4, 16), torch.tensor([0, 4], dtype=torch.int32)
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 4, "max_length_k": 4}
+    with pytest.raises(ValueError, match="^cu_seq_lens_q: expected a batch of one beside it, got 2"):
+        attnlib.hf.attention_forward(DECODER, q, q, q, None, **told)
+    for name in told:
+        with pytest.raises(ValueError, match=f"^{name}: expected all of cu_seq_lens_q, .* or none, got None"):
+            attnlib.hf.attention_forward(DECODER, q[:1], q[:1], q[:1], None, **told | {name: None})
+
+
+# ---------------------------------------------------------------- holes and windows
+
+
+@pytest.mark.parametrize("name", ["llama", "a window beyond the text"])
+def test_holes(name, device):
+    ids, mask = tokens(2, 17, device), torch.ones(2, 17, dtype=torch.long, device=device)
+    mask[0, 6:9] = mask[1, :3] = mask[1, 10] = 0
+    found, expected = (logits(name, x, device, ids, attention_mask=mask) for x in ("attnlib", "sdpa"))
+    close(found[mask.bool()], expected[mask.bool()])
+
+
+def test_holes_under_a_window(device):
+    """Without its hole a row's tokens would come closer to each other."""
+    ids, mask = tokens(2, 17, device), torch.ones(2, 17, dtype=torch.long, device=device)
+    mask[0, 6:9] = 0
+    with pytest.raises(
+        ValueError, match=r"^attention_mask: expected padding at the ends .* sliding window \(6, 0\)"
+    ):
+        logits("sliding window", "attnlib", device, ids, attention_mask=mask)
+
+
+def test_two_sided_windows(device):
+    from transformers.masking_utils import sliding_window_bidirectional_mask_function
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 12, 16, generator=generator).to(device)
+    kept = torch.ones(2, 12, dtype=torch.bool, device=device)
+    kept[1, 8:] = False
+    mask = asked(sliding_window_bidirectional_mask_function(3), 12, attention_mask=kept)
+    found, _ = attnlib.hf.attention_forward(DECODER, q, k, v, mask)  # the mask counts, not the layer
+    near = (torch.arange(12)[:, None] - torch.arange(12)).abs() <= 3
+    allowed = near.to(device) & kept[:, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2)
+    close(found[kept], expected[kept])
+
+
+def test_chunks():
+    """One chunk is no bound; of several none is computed."""
+    from transformers.masking_utils import chunked_causal_mask_function
+
+    chunked = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
+    assert asked(chunked, 8, local_size=8).causal
+    with pytest.raises(ValueError, match="^mask_function: expected a causal, full or sliding-window mask"):
+        asked(chunked, 9, local_size=8)
+
+
+def test_masks_that_are_not_known():
+    from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
+
+    blocks = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 4, dtype=torch.long)))
+    for function in (blocks, lambda batch, head, query, key: key <= query):
+        with pytest.raises(
+            ValueError, match="^mask_function: expected a causal, full or sliding-window mask"
+        ):
+            asked(function, 4)
+
+
+def test_a_static_cache(device):
+    model = build("llama", "attnlib", device)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="^past_key_values: expected a cache that ends with the newest"):
+        model(tokens(1, 7, device), past_key_values=cache)
+
+
+def test_a_mask_of_ones_own(device):
+    mask = torch.ones(1, 1, 7, 7, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match=r"^attention_mask: expected None or the padding .* \(1, 1, 7, 7\)"):
+        logits("llama", "attnlib", device, tokens(1, 7, device), attention_mask=mask)
+
+
+# ---------------------------------------------------------------- what a layer is given
+
+
+def test_layers_are_asked_whether_they_are_causal():
+    q, k, v = torch.randn(3, 1, 2, 6, 16)
+    for layer, override, causal in (
+        (ENCODER, None, False),
+        (SimpleNamespace(), None, True),
+        (DECODER, False, False),
+    ):
+        found, weights = attnlib.hf.attention_forward(layer, q, k, v, None, scaling=0.3, is_causal=override)
+        assert weights is None
+        expected = attnlib.attention(q, k, v, causal=causal, sm_scale=0.3)
+        assert torch.equal(found, expected.transpose(1, 2)) and found.is_contiguous()
+
+
+def test_a_layer_that_contradicts_the_mask():
+    from transformers.masking_utils import causal_mask_function
+
+    q = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match="^is_causal: expected True, as the mask of the model"):
+        attnlib.hf.attention_forward(DECODER, q, q, q, asked(causal_mask_function, 4), is_causal=False)
+
+
+def test_a_mask_made_for_other_lengths():
+    from transformers.masking_utils import causal_mask_function
+
+    q = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(
+        ValueError, match="^attention_mask: expected one for 4 queries and 4 keys, got what .* 5"
+    ):
+        attnlib.hf.attention_forward(DECODER, q, q, q, asked(causal_mask_function, 5))
+    with pytest.raises(
+        ValueError, match="^attention_mask: expected the model's own for causal attention of diff"
+    ):
+        attnlib.hf.attention_forward(DECODER, q, q[:, :, :2], q[:, :, :2], None)
+
+
+def test_a_model_that_computes_with_the_mask():
+    from transformers.masking_utils import causal_mask_function
+
+    mask = asked(causal_mask_function, 4, config=transformers.LlamaConfig(**SMALL))
+    for use in (
+        lambda: mask[:, :, :4], lambda: mask.shape, lambda: ~mask, lambda: mask + 1, lambda: 1 + mask,
+        lambda: mask == 0, lambda: mask != 1.0, lambda: torch.where(mask, 0.0, 1.0),
+        lambda: torch.ones(4) * mask,
+    ):  # fmt: skip
+        with pytest.raises(
+            ValueError, match="^attention_mask: expected a model that hands its mask on .*LlamaC"
+        ):
+            use()
+
+
+def test_values_with_a_head_dimension_of_their_own(device):
+    q, k = torch.randn(2, 1, 2, 6, 24, device=device)
+    for width in (16, 32):
+        v = torch.randn(1, 2, 6, width, device=device)
+        found, _ = attnlib.hf.attention_forward(DECODER, q, k, v, None)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        close(found, expected.transpose(1, 2))
+
+
+def test_a_window_that_looks_both_ways():
+    q = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match="^sliding_window: expected None without a causal mask, got 2"):
+        attnlib.hf.attention_forward(ENCODER, q, q, q, None, sliding_window=2)
