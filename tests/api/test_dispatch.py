@@ -20,7 +20,7 @@ from attnlib.kernels.common.signature import mean_keys
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.hopper import launch as launch_hopper
 from attnlib.kernels.hopper import support
-from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
 from attnlib.kernels.portable.configs import forward_config
 from attnlib.params import MaskWindow, Params, Varlen, mask_window
 
@@ -236,7 +236,7 @@ def shared_bytes(config, width):
 def test_hopper_configurations_fit(head_dim):
     config, width = hopper_config(head_dim), max(64, block_d(head_dim))
     assert config == hopper_config(width)
-    for tile in (TALL, LONG, FEW_ROWS) if width == 64 else (config,):
+    for tile in (M256N64, M192N128, M128N128) if width == 64 else (config,):
         fits(tile, width)
 
 
@@ -294,32 +294,34 @@ def chosen(*shapes, causal):
 def test_the_tile_that_leaves_no_sm_idle():
     """At D = 64: what was fastest on an H200 (docs/lab/hopper.md)."""
     waves = (1, 512), (1, 1024), (1, 1536), (1, 2048), (16, 1024), (8, 2048), (1, 65536)
-    assert chosen(*waves, causal=False) == [FEW_ROWS, TALL, LONG, TALL, TALL, LONG, LONG]
-    assert chosen(*waves, causal=True) == [FEW_ROWS, FEW_ROWS, LONG, TALL, TALL, TALL, LONG]
+    assert chosen(*waves, causal=False) == [M128N128, M256N64, M192N128, M256N64, M256N64, M192N128, M192N128]
+    assert chosen(*waves, causal=True) == [M128N128, M128N128, M192N128, M256N64, M256N64, M256N64, M192N128]
     # One row more than whole tiles of 256 rows: a tile nearly empty.
-    assert chosen((4, 4096), (4, 4097), causal=True) == [TALL, LONG]
-    assert chosen((128, 128), (64, 256), causal=True) == [FEW_ROWS, TALL]
+    assert chosen((4, 4096), (4, 4097), causal=True) == [M256N64, M192N128]
+    assert chosen((128, 128), (64, 256), causal=True) == [M128N128, M256N64]
 
 
 def test_tiles_of_windows_and_varlen_sequences(gpu):
     """Windows: small where tall ones would not give every SM one, or be half empty. Varlen: as a batch."""
-    assert hopper_config(64, rows=512, heads=32) == FEW_ROWS
-    assert hopper_config(64, rows=256, heads=132) == FEW_ROWS
-    assert hopper_config(64, rows=257, heads=67) == TALL
-    assert hopper_config(64, rows=512, heads=32, sms=60) == TALL
-    assert hopper_config(40, rows=1, heads=1) == FEW_ROWS
+    assert hopper_config(64, rows=512, heads=32) == M128N128
+    assert hopper_config(64, rows=256, heads=132) == M128N128
+    assert hopper_config(64, rows=257, heads=67) == M256N64
+    assert hopper_config(64, rows=512, heads=32, sms=60) == M256N64
+    assert hopper_config(40, rows=1, heads=1) == M128N128
 
     def configuration(q, left, right, varlen=None):
         return configured(hopper, q, q, Params(MaskWindow(left, right), 0.125, varlen)).config
 
     q, tokens = tensor(1, 32, 16384, 64, strides=(0, 0, 0, 1)), tensor(16384, 32, 64, strides=(0, 0, 1))
-    for left, right, tile in ((None, None, LONG), (None, 0, LONG), (100, 0, TALL), (None, 5, TALL)):
+    bounds = (None, None, M192N128), (None, 0, M192N128), (100, 0, M256N64), (None, 5, M256N64)
+    for left, right, tile in bounds:
         assert configuration(q, left, right) == tile
-    for count, longest, right, tile in ((2, 8192, 0, LONG), (4, 4096, 0, TALL), (4, 4096, None, LONG)):
+    sequences = (2, 8192, 0, M192N128), (4, 4096, 0, M256N64), (4, 4096, None, M192N128)
+    for count, longest, right, tile in sequences:
         offsets = torch.zeros(count + 1, dtype=torch.int32)
         varlen = Varlen(offsets, offsets, longest, longest)
         assert configuration(tokens, None, right, varlen) == tile
-        assert configuration(tokens, 9, 0, varlen) == TALL
+        assert configuration(tokens, 9, 0, varlen) == M256N64
 
 
 def test_other_head_dimensions_have_one_tile():

@@ -15,7 +15,7 @@ import torch
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.kernels.hopper import launch
-from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
 
 # What a call asks for: causal, blocks to mask, rows of a tile end in different blocks (None: where a tile is
 # not as tall as a block is wide), negative scale, LSE; and what else: a right bound that is not 0, a left
@@ -40,28 +40,28 @@ KINDS = {
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BFLOAT16 = ("causal", "varlen, causal, LSE")
 """As many registers, other conversions."""
-FEW_ROWS_KINDS = ("causal", "shifted, negative, LSE", "dense", "idle, tail, LSE", "left", "varlen, all, LSE")
-LONG_KINDS = (
+M128N128_KINDS = ("causal", "shifted, negative, LSE", "dense", "idle, tail, LSE", "left", "varlen, all, LSE")
+M192N128_KINDS = (
     "causal", "causal, LSE", "causal, negative", "shifted, negative, LSE", "dense", "tail, LSE", "left",
     "varlen, dense, LSE", "varlen, all, LSE",
 )  # fmt: skip
 WIDE_KINDS = [kind for kind in KINDS if kind not in ("causal, negative", "idle", "left", "right")]
 """At D = 128 and 256: what is left out is part of another kind, and compiled at D = 64."""
 CONFIGS = {
-    "64": TALL,
-    "64 long": LONG,
-    "64 few rows": FEW_ROWS,
+    "64": M256N64,
+    "64 M192N128": M192N128,
+    "64 M128N128": M128N128,
     "128": hopper_config(128),
     "256": hopper_config(256),
 }
 CASES = [
     *product(("64",), KINDS, ("fp16",)),
     *product(("128", "256"), WIDE_KINDS, ("fp16",)),
-    *product(("64 long",), LONG_KINDS, ("fp16",)),
-    *product(("64 few rows",), FEW_ROWS_KINDS, ("fp16",)),
+    *product(("64 M192N128",), M192N128_KINDS, ("fp16",)),
+    *product(("64 M128N128",), M128N128_KINDS, ("fp16",)),
     *product(("64", "128", "256"), BFLOAT16, ("bf16",)),
 ]
-HGMMA = {"64": 64, "64 long": 72, "64 few rows": 48, "128": 64, "256": 80}
+HGMMA = {"64": 64, "64 M192N128": 72, "64 M128N128": 48, "128": 64, "256": 80}
 """Products in the code of all consumers: first block, loop, last values."""
 SPILLS = {("256", "varlen, all, LSE"): 2}
 """A word that the producer stores and loads once in a tile. In all other code there are none."""

@@ -23,7 +23,7 @@ from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
 from attnlib.bench.shapes import TASK, Shape
 from attnlib.kernels import hopper
 from attnlib.kernels.common import counters, launcher
-from attnlib.kernels.hopper.configs import LONG, TALL, HopperConfig
+from attnlib.kernels.hopper.configs import M192N128, M256N64, HopperConfig
 from attnlib.params import Params, mask_window
 
 pytestmark = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def tiles(config: HopperConfig) -> Iterator[None]:
 
 def check(shape: Shape, kind: str = "normal", sm_scale: float | None = None) -> None:
     check_forward(Case(shape, kind, sm_scale), "cuda", impl="hopper")
-    for config in (TALL, LONG) if shape.head_dim <= 64 else ():
+    for config in (M256N64, M192N128) if shape.head_dim <= 64 else ():
         with tiles(config):
             check_forward(Case(shape, kind, sm_scale), "cuda", impl="hopper")
 
@@ -81,7 +81,7 @@ def _compile(kind: tuple[Shape, float | None, bool]) -> None:
     shape, scale, lse = kind
     tensors = make_inputs(shape, device="cuda")
     attention(*tensors, causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper")
-    for config in (TALL, LONG) if shape.head_dim <= 64 else ():
+    for config in (M256N64, M192N128) if shape.head_dim <= 64 else ():
         with tiles(config):
             attention(*tensors, causal=shape.causal, sm_scale=scale, return_lse=lse, impl="hopper")
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import FAMILIES
 from attnlib.kernels.common import counters
-from attnlib.kernels.hopper.configs import LONG, TALL
+from attnlib.kernels.hopper.configs import M192N128, M256N64
 from attnlib.params import Params, Varlen, mask_window
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -33,7 +33,7 @@ def forward(impl, q, k, v, params):
 
 def configs(impl, head_dim):
     """Those to try: None, and at D = 64 the tiles that small calls do not get."""
-    return [None, TALL, LONG] if impl == "hopper" and head_dim <= 64 else [None]
+    return [None, M256N64, M192N128] if impl == "hopper" and head_dim <= 64 else [None]
 
 
 def check_window(impl, shape, window, kind="normal", sm_scale=None):

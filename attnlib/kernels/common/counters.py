@@ -34,8 +34,8 @@ def counter(index: int) -> torch.Tensor:
     """An int32 that is 0, for one launch after another on a device.
 
     Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
-    0 by the graph: nobody knows on which streams, beside which launches, a graph will be replayed. And so has
-    one within `own_counters`.
+    0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
+    `own_counters`.
     """
     if _thread.own_counters or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")

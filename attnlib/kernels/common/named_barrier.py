@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def _barrier_asm(operation, threads):
-    # For instance "bar.sync $1, 288; mov.b32 $0, 0;". An asm of Triton has a result, here a 0 for nobody.
+    # For instance "bar.sync $1, 288; mov.b32 $0, 0;", whose result is not used: Triton wants one.
     return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
 
 

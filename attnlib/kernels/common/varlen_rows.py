@@ -23,7 +23,11 @@ def padded_start(start, i_b, PADDING: tl.constexpr):
 
 @triton.jit
 def row_of(row, cu, B, PADDING: tl.constexpr):
-    """Row `row` of all that lie in desc_rows: (its place in its sequence, the end of that, its length)."""
+    """Row `row` of all that lie in desc_rows: (its place in its sequence, the end of that, its length).
+
+    `hopper.backward_tiles.owner` has the same search in Gluon: neither language can call the other's
+    functions.
+    """
     # A search with many arms: among up to WIDTH sequences it waits for one load, a bisection for many.
     stride = 1
     while stride * WIDTH < B:

@@ -1,5 +1,8 @@
 """Exact attention, backward, for Hopper (sm_90a) in Gluon: dK and dV of a block of keys, dQ added up.
 
+Chapter 20 derives the backward pass, and what is summed where; asynchronous products and barriers are those
+of chapters 10 to 12.
+
 One program per 128 keys of a key/value head: a producer warp that starts copies, and two consumer warpgroups
 of 64 keys each. A consumer keeps dK and dV of its keys in registers and visits the blocks of BLOCK_M queries
 that see them, one query head of the group after the other. Everything is transposed, keys are rows:
@@ -27,8 +30,8 @@ written its dS: the two need not march in step.
 The two consumers do the same, and in step with each other they want the tensor cores at the same time and the
 exponential units at the same time. Where that lasts, the second one begins later (`_begin_later`).
 
-Step 0 has no dQ to form, and the last no S to start. They do it all the same, with whatever lies in shared
-memory, and nobody looks at the result: that costs less than code for them.
+Step 0 has no dQ to form, and the last step no S to start. Both compute it all the same, from whatever lies in
+shared memory, and the result is not used: that costs less than code of their own for these two steps.
 
     Who waits for what
 
@@ -42,16 +45,17 @@ memory, and nobody looks at the result: that costs less than code for them.
 
 The slot and the buffer of block j are j & 1. The last three are the hardware's named barriers, which have no
 parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
-barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1), and the other
-had waited for its own dQ(j-2), the last to read this buffer, before it said that this is there.
+barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1). Before the other
+arrived for that, it had waited for its own dQ(j-2), the last product that reads this buffer.
 
-    Windows and packed sequences
+    Windows and varlen sequences
 
-A band with a left bound ends the queries that see a key, so a program visits the blocks between its first and
-its last one (`backward_tiles`). There may be none: then nobody copies or waits, and the consumers
-store zeros. Packed sequences are read as in `hopper`. Their blocks of keys are counted through, with one to
-spare for each sequence, so that a program finds its sequence by a search, and few have no keys: these end at
-once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks of queries.
+A window with a left bound ends the queries that see a key, so a program visits the blocks between its first
+and its last one (`backward_tiles`). There may be none: then there is no copy and no wait, and the consumers
+store zeros. Varlen sequences are read as in `forward_kernel`. Their blocks of keys are counted through, with
+one to spare for each sequence, so that a program finds its sequence by a search. The few programs without
+keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
+of queries.
 """
 
 from typing import NamedTuple
@@ -91,7 +95,7 @@ DS_FULL = gl.constexpr(12)  # of the named barriers; Q_FREE and DO_FREE are 8 to
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: gl.shared_memory_descriptor  # [2, 1, 1, 64, d], packed with one more 1, as the others
+    k: gl.shared_memory_descriptor  # [2, 1, 1, 64, d], varlen with one more 1, as the others
     v: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
@@ -287,23 +291,23 @@ def _visit(
 def attention_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, num_m * BLOCK_M), packed (2, H, ...), float32: LSE2, and delta
+    desc_rows,  # (2, B * H, num_m * BLOCK_M), varlen (2, H, ...), float32: LSE2, and delta
     dq_ptr,  # float32, see postprocess
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
-    S_q, S_k,  # of packed sequences the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
-    HEADS_KV,  # B * H_kv, packed H_kv
+    HEADS_KV,  # B * H_kv, varlen H_kv
     SECTION,  # key/value heads that advance together
-    num_m,  # query blocks of a head, unless packed
-    num_n,  # key blocks of a head, packed of all sequences
+    num_m,  # query blocks of a head, of a batch
+    num_n,  # key blocks of a head, varlen of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
-    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
-    B=None,  # packed sequences
+    cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
+    B=None,  # varlen sequences
 ):
-    """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
+    """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
     i_b = 0
     if plan.varlen:

@@ -1,5 +1,5 @@
 """What the two Hopper backward kernels have in common: the producer, the slots of Q and dO, the sum of dQ.
-Chapter 20 teaches it; the protocol is in the docstrings of the kernels.
+Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
 
 `mem` is the `Memory` of either kernel, `plan` its plan.
 """
@@ -109,14 +109,26 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
 
 @gluon.jit
 def opaque_zero(j):
-    """0, though the compiler doesn't know. Added to the number of a buffer that is the same in all steps, it
-    keeps the addresses of its parts from being computed before the loop, dozens of registers."""
+    """0, which the compiler can't know; j is not negative. It is added to the number of a buffer that is the
+    same in all steps: otherwise the addresses of the buffer's parts are computed before the loop and take
+    dozens of registers."""
     return j >> 30
 
 
+# The expansion for four elements of a thread, _add_asm(4). $0 is a result of four bytes that is not used, $1
+# to $4 are the elements, $5 is the address (of which every element has a copy), $9 says whether to add.
+#
+#     { .reg .pred q; .reg .b32 t; .reg .b64 a;
+#     setp.eq.b32 q, $9, 0;
+#     @q bra DONE;
+#     mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;
+#     add.s64 a, a, $5;
+#     red.global.add.v4.f32 [a + 0], {$1, $2, $3, $4};
+#     DONE:
+#     mov.b32 $0, 0; }
 @gluon.constexpr_function
 def _add_asm(n):
-    """All n elements of a thread; n // 4 outputs of four bytes each that nobody reads."""
+    """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",

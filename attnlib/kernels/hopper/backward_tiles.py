@@ -1,6 +1,6 @@
 """What a program of the Hopper backward kernels works on: a block of keys of one head, the sequence that they
-belong to, the blocks of queries that see them, and what in a block is hidden. `plan` is that of
-`hopper_backward` or `hopper_backward_wide`.
+belong to, the blocks of queries that see them, and what in a block is hidden. Chapter 20 derives the
+backward pass. `plan` is a `plan.BackwardPlan` or a `plan.WideBackwardPlan`.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Work(NamedTuple):
     left: gl.tensor
     cu_q: gl.tensor
     cu_k: gl.tensor
-    i_b: gl.tensor  # packed: the sequence of this program
+    i_b: gl.tensor  # varlen: the sequence of this program
 
 
 class Tile(NamedTuple):
@@ -41,15 +41,18 @@ class Tile(NamedTuple):
     m_end: gl.tensor
     S_q: gl.tensor
     S_k: gl.tensor
-    end_q: gl.tensor  # of the packed sequence
+    end_q: gl.tensor  # of the varlen sequence
     end_k: gl.tensor
 
 
 @gluon.jit
 def owner(block, cu, B, BLOCK: gl.constexpr):
-    """The packed sequence that a block is of. The blocks of all are counted through: the first one of
-    sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are."""
-    # As in `varlen_rows.row_of`; each warp finds it by itself.
+    """The varlen sequence that a block is of. The blocks of all are counted through: the first one of
+    sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are.
+
+    `varlen_rows.row_of` has the same search in plain Triton: neither language can call the other's functions.
+    """
+    # Each warp finds it by itself.
     arms = gl.arange(0, ARMS, layout=gl.BlockedLayout([ARMS // 32], [32], [4], [0]))  # [ARMS]
     stride = 1
     while stride * ARMS < B:
@@ -65,7 +68,7 @@ def owner(block, cu, B, BLOCK: gl.constexpr):
 
 @gluon.jit
 def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
-    """The packed sequence of a program's keys, and whether there are any: each has a block to spare."""
+    """The varlen sequence of a program's keys, and whether there are any: each has a block to spare."""
     i_n, _ = by_sections(tile, num_n, HEADS_KV, SECTION)
     i_b = owner(i_n, cu_k, B, plan.block_n)
     start = gl.load(cu_k + i_b)
@@ -154,7 +157,7 @@ def coordinates(at, g, row):
 
 @gluon.jit
 def _first_rows(i_b, tile, plan: gl.constexpr):
-    """The first block of rows of a packed sequence where each has blocks of its own."""
+    """The first block of rows of a varlen sequence where each has blocks of its own."""
     return (tile.end_q - tile.S_q) // plan.block_m + i_b
 
 
@@ -170,7 +173,7 @@ def rows(tile, which, g, m, work, plan: gl.constexpr):
 
 @gluon.jit
 def first_sums(tile, work, plan: gl.constexpr):
-    """The block of sums of dQ, over all heads, that the first block of queries adds to; packed as in
+    """The block of sums of dQ, over all heads, that the first block of queries adds to; varlen as in
     `varlen_rows.first_sums`."""
     i_b, i_kv = _split(tile, work)
     if plan.varlen:

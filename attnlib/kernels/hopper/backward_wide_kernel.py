@@ -1,20 +1,22 @@
 """Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 136 to 256 columns.
 
+Chapter 20 derives the backward pass, and why registers end at D = 256.
+
 One program per 64 keys of a key/value head. dK and dV of 64 keys and 256 columns are 128 registers of a
 thread each, so no warpgroup can keep both, and the five products are divided otherwise than in
-`hopper_backward`. Keys are rows here too; a step is a block of 64 queries:
+`backward_kernel`. Keys are rows here too; a step is a block of 64 queries:
 
     warpgroup 0    S^T = K Q^T,   P^T = 2**(S^T * qk_scale - LSE2),   dV += P^T dO
     warpgroup 1    dP^T = V dO^T, dS^T = P^T * (dP^T - delta),        dK += dS^T Q
     warpgroup 2    dQ = dS K, 128 columns after the other, added to memory
 
-P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them
-has two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
-products of the one while the other computes P or dS, and the additions, in a warpgroup of their own, hold up
-nobody. A warpgroup waits for its dV, or dK, before it starts the next S, or dP: with both in flight ptxas
-finds the registers too few, those before they are shared out anew (C7512), and all products wait for each
-other. The last step starts an S and a dP that there are no queries for, on whatever lies in shared memory;
-nobody looks at them.
+P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them has
+two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
+products of one warpgroup while another computes P or dS, and no product waits for the additions, which are in
+a warpgroup of their own. A warpgroup waits for its dV, or dK, before it starts the next S, or dP: with both
+in flight ptxas finds the registers too few, those before they are shared out anew (C7512), and all products
+wait for each other. The last step starts an S and a dP for queries that are not there, from whatever lies in
+shared memory; their results are not used.
 
     Who waits for what
 
@@ -75,7 +77,7 @@ DS_FULL = gl.constexpr(14)
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d], packed with one more 1, as the others
+    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d], varlen with one more 1, as the others
     v: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
@@ -258,8 +260,8 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
             dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, DQ_COLUMNS]
             if half == 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
-            # Behind a branch, for all that the compiler knows; else it starts the next product before the
-            # additions, and there are no registers for both.
+            # The condition is always true, which the compiler does not know. Without a branch around the
+            # additions it starts the next product before them, and there are no registers for both.
             add_dq(dq_ptr, block, dq, opaque_zero(j) == 0, half, plan)
         block += 1
         m += 1
@@ -275,23 +277,23 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
 def attention_backward_hopper_wide(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, num_m * BLOCK_M), packed (2, H, ...), float32: LSE2, and delta
+    desc_rows,  # (2, B * H, num_m * BLOCK_M), varlen (2, H, ...), float32: LSE2, and delta
     dq_ptr,  # float32, see postprocess
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
-    S_q, S_k,  # of packed sequences the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
-    HEADS_KV,  # B * H_kv, packed H_kv
+    HEADS_KV,  # B * H_kv, varlen H_kv
     SECTION,  # key/value heads that advance together
-    num_m,  # query blocks of a head, unless packed
-    num_n,  # key blocks of a head, packed of all sequences
+    num_m,  # query blocks of a head, of a batch
+    num_n,  # key blocks of a head, varlen of all sequences
     plan: gl.constexpr,
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
-    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
-    B=None,  # packed sequences
+    cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
+    B=None,  # varlen sequences
 ):
-    """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, packed 5; see the
+    """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     i_b = 0

@@ -7,7 +7,7 @@ from attnlib.kernels.common.tiles import tile_width
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """How `kernels.hopper.attention_forward_hopper` is compiled and launched.
+    """How `forward_kernel.attention_forward_hopper` is compiled and launched.
 
     Attributes:
         block_n: keys of one step.
@@ -57,11 +57,11 @@ class HopperConfig:
 # have elsewhere, three have registers for blocks of 128 keys, and two make the smallest tile.
 # The first two have in common:
 _MANY = {"pin": True, "tree": True, "joint": True, "producer_registers": 32}
-TALL = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
-LONG = HopperConfig(128, 3, 4, 64, consumer_registers=160, max_registers=128, **_MANY)
-FEW_ROWS = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True)
+M256N64 = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
+M192N128 = HopperConfig(128, 3, 4, 64, consumer_registers=160, max_registers=128, **_MANY)
+M128N128 = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True)
 _WARP_SPECIALIZED = {
-    64: TALL,
+    64: M256N64,
     128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
     256: HopperConfig(64, 2, 2, 128, q_columns=128, tree=True, named=True),
 }
@@ -69,7 +69,7 @@ _FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
 FEW_KEYS = 2048
 """Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
 with 8192 there is no difference, and with still smaller sections long tiles come last."""
-_PACE = {TALL: (525, 60), LONG: (555, 170), FEW_ROWS: (474, 150)}
+_PACE = {M256N64: (525, 60), M192N128: (555, 170), M128N128: (474, 150)}
 """TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 46
 measured shapes, of all of which `busiest` finds the fastest tile: the middle of the numbers that do."""
 
@@ -106,7 +106,7 @@ def hopper_config(
         rows: query rows S_q of a head; None: more than enough for every SM.
         heads: B * H, over all batches.
         sms: streaming multiprocessors of the GPU.
-        keys: S_k; None for windows, which TALL computes fastest unless they are thousands of keys wide.
+        keys: S_k; None for windows, which M256N64 computes fastest unless they are thousands of keys wide.
         seen: keys that a row sees on average; None: all.
 
     Raises:
@@ -120,7 +120,7 @@ def hopper_config(
     if head_dim > 64 or rows is None:
         return _WARP_SPECIALIZED[width]
     if keys is None:
-        tiles = -(-rows // (64 * TALL.warpgroups)) * heads
-        return FEW_ROWS if tiles <= sms or rows <= 64 * FEW_ROWS.warpgroups else TALL
+        tiles = -(-rows // (64 * M256N64.warpgroups)) * heads
+        return M128N128 if tiles <= sms or rows <= 64 * M128N128.warpgroups else M256N64
     seen = keys if seen is None else seen
     return min(_PACE, key=lambda tile: busiest(tile, rows, keys, seen, heads, sms))

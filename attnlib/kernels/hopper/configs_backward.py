@@ -7,7 +7,7 @@ from attnlib.kernels.common.tiles import tile_width
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """How the kernel of `kernels.hopper_backward`, beyond 128 of `hopper_backward_wide`, is compiled.
+    """How the kernel of `backward_kernel`, beyond 128 columns of `backward_wide_kernel`, is compiled.
 
     Attributes:
         block_m: queries of one step, 64 or 128.

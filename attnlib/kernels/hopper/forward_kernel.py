@@ -1,5 +1,7 @@
 """Exact attention, forward, for Hopper (sm_90a) in Gluon: TMA, warp specialization, asynchronous wgmma.
 
+Chapters 10 to 13 build this kernel step by step, chapter 19 measures what the package has beyond them.
+
 One persistent program per SM: W consumer warpgroups of 64 query rows each, and one producer warp that does
 nothing but start copies. A tile is 64 W query rows of one head; keys are visited from the last visible block
 down to key 0, so that the block on the diagonal comes first and the long loop has no mask. In that loop the
@@ -34,23 +36,24 @@ which half is missing: there are no values for the first slot of all and no keys
 
 The producer tells the consumers of each tile, the n-th of a program as number n: its first row, -1 after the
 last tile, how many blocks it sees, and where the output of tile n-1 goes. So only the producer divides, and
-consumers keep no place of their output through the loop. next_tile has two places, number n in n & 1, and
-needs no barrier for their reuse: before the producer tells of n+1, it has waited for q_free of tile n-1,
-which every consumer gives after it has read for the last time what was told as number n-1. Each word has a
-place for each lane of the producer, because a store is one of all lanes; only the first is read, the word of
-the lane that arrives at the barrier.
+consumers need no registers for the place of their output during the loop. next_tile has two places, number n
+in n & 1. Their reuse needs no barrier: before the producer tells of n+1 it has waited for q_free of tile n-1,
+at which a consumer arrives after its last read of what was told as number n-1. A store is one of all 32 lanes
+of the producer, so each word has a place for each lane. Consumers read that of the first lane, which is also
+the one that arrives at the barrier.
 
-The producer asks a counter in global memory for the number of its next tile three blocks before the end of
-this one, and needs the answer one block before: late, because an early draw is a queue of one tile per SM,
-and leaves some with a long tile at the end, but not so late that anybody waits for it. The last draw of a
-launch sets the counter back to 0. Tiles are numbered so that long ones come first.
+The producer draws the number of its next tile from a counter in global memory three blocks before the end of
+this tile, and uses it one block before the end. A program that draws early reserves a tile that an idle one
+could compute, and the launch ends later; two blocks are enough to hide the latency of the draw. The last draw
+of a launch sets the counter back to 0. Tiles are numbered so that long ones come first.
 
-    Windows and packed sequences
+    Windows and varlen sequences
 
-With a left bound a tile ends at the first block that one of its rows sees. All its warpgroups go down to
-there, over blocks that may be masked whole: the protocol knows of no left bound.
+With a left bound a tile ends at the first block that one of its rows sees. All its warpgroups visit all
+blocks down to that one, some of which may be hidden from all their rows, so the protocol above stays the
+same.
 
-Packed sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
+Varlen sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
 any sequence (`descriptors.varlen_window`). Each producer counts their row blocks once, and finds a drawn one
 by counting on from the one before, 32 sequences at a time; it tells the consumers the lengths of its
 sequence.
@@ -89,7 +92,7 @@ LENGTH_K = gl.constexpr(5)
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    q: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, d], packed with one more 1, as the others
+    q: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, d], varlen with one more 1, as the others
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, o_columns]
@@ -107,7 +110,7 @@ class Memory(NamedTuple):
 
 @gluon.jit
 def _copy_k(desc_k, mem, c, at, block, VALUES: gl.constexpr, plan: gl.constexpr):
-    """VALUES: the slot gets values, too, as large as the keys."""
+    """Start to copy the keys of `block` to slot c. VALUES: its values follow, as many bytes as the keys."""
     bar = mem.k_full.index(slot(c, plan))
     mbarrier.expect(bar, (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes)
     tma.async_copy_global_to_shared(
@@ -136,7 +139,7 @@ def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr
 
 @gluon.jit
 def _draw(counter_ptr):
-    """Ask for a number; `_drawn` waits for it."""
+    """Start to draw a number from the counter; `_drawn` waits for it."""
     lane = tiling.lanes()
     return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
 
@@ -144,7 +147,8 @@ def _draw(counter_ptr):
 @gluon.jit
 def _drawn(asked, counter_ptr, end):
     number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
-    # The first draws are the programs' numbers, and every program draws once in vain.
+    # A program's first tile is its own number, the drawn ones follow. Each program's last draw finds no tile,
+    # so there are as many draws as tiles.
     if number == end - 1:
         gl.store(counter_ptr, 0)
     return number + gl.num_programs(0)
@@ -354,7 +358,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
         if plan.mask.skip:  # blocks that other warpgroups' rows see and these do not
             own = tiling.top(row + 64, seq, work, plan) - low
-            own = gl.where(row < seq.S_q, own, 1)  # no rows at all: one block, for nobody
+            own = gl.where(row < seq.S_q, own, 1)  # no rows at all: one block, whose result is not stored
             start = end - own
             first = (low + own - 1) * plan.block_n
             for i in range(c, start):
@@ -443,22 +447,22 @@ NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_forward_hopper(
     desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
-    lse_ptr,  # (B, H, S_q), packed (H, T_q)
+    lse_ptr,  # (B, H, S_q), varlen (H, T_q)
     counter_ptr,  # one int32, 0 before and after a launch
     qk_scale,  # |sm_scale| * log2(e), positive
-    S_q, S_k,  # of packed sequences the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS,  # B * H
     SECTION,  # heads that advance together
     num_m,  # row blocks of a head
-    tiles,  # num_m * HEADS; of packed sequences the kernel counts them
+    tiles,  # num_m * HEADS; of varlen sequences the kernel counts them
     plan: gl.constexpr,
     right=None, left=None,  # keys that a row sees after and before its place, where `plan` has them
-    cu_q=None, cu_k=None,  # where packed sequences begin and end (B + 1)
-    T_q=None, B=None,  # rows of all packed sequences, and how many these are
+    cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
+    T_q=None, B=None,  # rows of all varlen sequences, and how many these are
 ):
-    """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, packed 5; see the module docstring."""
+    """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     k_full = barriers(plan.pipeline.stages, 1)
     v_full = k_full
     if not plan.pipeline.joint:

@@ -22,7 +22,7 @@ KERNEL = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run `hopper.forward.attention_forward_hopper` on a call that it supports, no argument empty.
+    """Run `forward_kernel.attention_forward_hopper` on a call that it supports, no argument empty.
 
     q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). With `params.varlen` q: (Tq, H, D); k, v: (Tk, Hkv, D), of which
     single sequences may be empty. Returns (out, lse); lse is None unless it was asked for. ValueError if a

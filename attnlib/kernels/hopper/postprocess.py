@@ -1,6 +1,7 @@
 """What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q.
+Chapter 20 derives the backward pass.
 
-`hopper_backward` adds to dQ in float32 as an accumulator of wgmma lies in the registers of a warpgroup: of 64
+`backward_kernel` adds to dQ in float32 as an accumulator of wgmma lies in the registers of a warpgroup: of 64
 rows and 8 columns thread t has rows 16 (t / 32) + t % 32 / 4 and that plus 8, columns 2 (t % 4) and that plus
 1, and its four values are 16 bytes in memory. So an addition needs no shared memory, and a warp writes 512
 bytes in a row.
@@ -15,15 +16,15 @@ from attnlib.kernels.common.varlen_rows import first_sums, row_of
 
 @triton.jit(do_not_specialize=["H", "B", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
 def attention_backward_postprocess(
-    desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D), in blocks of 64 rows and BLOCK_D columns
-    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32, packed as in `first_sums`
-    cu_q,  # (B + 1), None unless packed
+    desc_dq,  # (B, H, S_q, D), or varlen (T_q, H, D), in blocks of 64 rows and BLOCK_D columns
+    sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32, varlen as in `first_sums`
+    cu_q,  # (B + 1), None for a batch
     sm_scale,
     H, B,
-    num_m,  # blocks of 64 rows of a head in memory, unless packed
-    tiles,  # and those of them that have a row of S_q, packed all
+    num_m,  # blocks of 64 rows of a head in memory, of a batch
+    tiles,  # and those of them that have a row of S_q, varlen all
     BLOCK_D: tl.constexpr,
-    PADDING: tl.constexpr,  # the rows of a packed sequence are padded to a multiple of this
+    PADDING: tl.constexpr,  # the rows of a varlen sequence are padded to a multiple of this
 ):  # fmt: skip
     """dq = sm_scale * sums. Grid: (tiles * heads,)."""
     i_bh = tl.program_id(0) // tiles

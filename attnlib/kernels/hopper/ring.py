@@ -1,6 +1,8 @@
-"""The ring of key and value blocks of the forward Hopper kernel: who waits for a slot, and who gives it back.
+"""The ring of key and value blocks of the forward Hopper kernel: who waits for a slot, and who releases it.
+Chapter 11 teaches it.
 
-`mem` is `hopper.Memory`, `plan` is `hopper.Plan`; the protocol is in the docstring of `hopper`.
+`mem` is `forward_kernel.Memory`, `plan` a `plan.ForwardPlan`; the protocol is in the docstring of
+`forward_kernel`.
 """
 
 from triton.experimental import gluon
@@ -9,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common.named_barrier import named_barrier
 
-KV_FREE = gl.constexpr(8)  # the first of the hardware's 16 that Triton leaves alone here
+KV_FREE = gl.constexpr(8)  # the first of the named barriers that Triton does not use in this kernel
 
 
 @gluon.constexpr_function

@@ -1,6 +1,7 @@
-"""What a consumer of the Hopper kernel does in registers: mask, maxima, exponentials, sums, rescaling.
+"""What a consumer of the forward Hopper kernel does in registers: mask, maxima, exponentials, sums,
+rescaling. Chapter 12 runs it beside the products, chapter 19 measures its parts.
 
-No memory, no barrier, no wait: those are in `hopper`. `plan` is `hopper.Plan`.
+No memory, no barrier, no wait: those are in `forward_kernel`. `plan` is a `plan.ForwardPlan`.
 """
 
 from triton.experimental import gluon
@@ -28,8 +29,8 @@ def row_max(s, plan: gl.constexpr):
 
 @gluon.jit
 def row_sum(p):
-    """[64, N] -> [64, 4]: the four threads that share a row add up what each of them has. They meet only at
-    the end of the tile, so that no block pays for a shuffle."""
+    """[64, N] -> [64, 4]: each of the four threads that share a row sums what it has. The four sums are added
+    at the end of the tile, so that no block needs a shuffle."""
     N: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([64, N // 8, 4, 2]), 3), 1)
 
@@ -72,6 +73,14 @@ def _any_in_warp(flag):
     return gl.inline_asm_elementwise(asm, "=r,=r,r,r", [flag], dtype=gl.int32, is_pure=False, pack=2)
 
 
+# The expansion for four elements of a thread, _branch_asm(4). $0 to $3 are the results, $4 to $7 the elements
+# of acc, $8 to $11 the factors; $12 says whether to multiply.
+#
+#     { .reg .pred q; setp.ne.b32 q, $12, 0;
+#     mov.b32 $0, $4;mov.b32 $1, $5;mov.b32 $2, $6;mov.b32 $3, $7;
+#     @!q bra DONE;
+#     mul.f32 $0, $0, $8;mul.f32 $1, $1, $9;mul.f32 $2, $2, $10;mul.f32 $3, $3, $11;
+#     DONE: }
 @gluon.constexpr_function
 def _branch_asm(n):
     keep = "".join(f"mov.b32 ${i}, ${n + i};" for i in range(n))
@@ -132,8 +141,9 @@ def weights(s, shift, qk_scale, MASKED: gl.constexpr):
 
 @gluon.jit
 def pin(x):
-    """x, and a side effect that depends on it but only happens to NaN, where it is harmless (a profiler's
-    event): ptxas would otherwise move a wait for the tensor cores up, above what was to run beside them."""
+    """x, with a side effect that ptxas can't move: a harmless one (a profiler's event), and only if x is NaN.
+    Without it ptxas moves the wait for the tensor cores that follows up, above the work that computes x and
+    is to run beside them."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred q; setp.nan.f32 q, $1, $1; @q pmevent 0; mov.b32 $0, $1; }", "=f,f", [x],
         dtype=gl.float32, is_pure=False, pack=1,

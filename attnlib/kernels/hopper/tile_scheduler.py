@@ -1,5 +1,6 @@
-"""What a tile of the Hopper kernel is: its rows and head, the sequence that these belong to, the blocks of
-keys that they see, and where descriptors find them. `plan` is `hopper.Plan`.
+"""What a tile of the forward Hopper kernel is: its rows and head, the sequence that these belong to, the
+blocks of keys that they see, and where descriptors find them. Chapter 13 teaches it. `plan` is a
+`plan.ForwardPlan`.
 """
 
 from typing import NamedTuple
@@ -7,7 +8,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-VARLEN_ROWS = gl.constexpr(1 << 30)  # as in `signature`
+from attnlib.kernels.common import signature
+
+VARLEN_ROWS = gl.constexpr(signature.VARLEN_ROWS)
 
 
 class Work(NamedTuple):
@@ -30,7 +33,7 @@ class Work(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """What a tile belongs to: its lengths, and where its rows and keys end if it is packed."""
+    """What a tile belongs to: its lengths, and where its rows and keys end if it is varlen."""
 
     S_q: gl.tensor
     S_k: gl.tensor
@@ -56,7 +59,7 @@ def on_diagonal(i, seq, work, plan: gl.constexpr):
 
 @gluon.jit
 def sequence(i_b, work, plan: gl.constexpr):
-    """The sequence of a batch, or the packed one of this number."""
+    """The sequence of a batch, or the varlen one of this number."""
     if plan.varlen:
         end_q = gl.load(work.cu_q + i_b + 1)
         end_k = gl.load(work.cu_k + i_b + 1)
@@ -101,7 +104,7 @@ def lanes():
 
 @gluon.jit
 def _row_blocks(group, work, plan: gl.constexpr):
-    """How many row blocks 32 packed sequences have [32]: groups and lanes count from the last sequence on."""
+    """How many row blocks 32 varlen sequences have [32]: groups and lanes count from the last sequence on."""
     i_b = work.B - 1 - 32 * group - lanes()
     at = work.cu_q + gl.maximum(i_b, 0)
     rows = gl.load(at + 1) - gl.load(at)
@@ -110,7 +113,7 @@ def _row_blocks(group, work, plan: gl.constexpr):
 
 @gluon.jit
 def row_blocks(work, plan: gl.constexpr):
-    """Row blocks of a head, in all packed sequences together."""
+    """Row blocks of a head, in all varlen sequences together."""
     if plan.varlen:
         blocks = 0
         for group in range(gl.cdiv(work.B, 32)):
@@ -128,7 +131,7 @@ def tiles(blocks, work, plan: gl.constexpr):
 
 @gluon.jit
 def locate(number, blocks, cursor, work, plan: gl.constexpr):
-    """(first row, batch or packed sequence, query head, blocks of keys up to the last one in sight, cursor)
+    """(first row, batch or varlen sequence, query head, blocks of keys up to the last one in sight, cursor)
     of a tile. The cursor is where the next one is looked for: a group of sequences, and how many row blocks
     there are before it; (0, 0) at first. The numbers that a program draws grow, so it goes on from where it
     was, but for a new section of heads."""

@@ -9,7 +9,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 from emulated import ORDERS, Call, check_backward, check_forward
 
-from attnlib.kernels.hopper.configs import LONG, HopperConfig, hopper_config
+from attnlib.kernels.hopper.configs import M128N128, M192N128, HopperConfig
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -30,7 +30,6 @@ def test_backward(D: int, causal: bool, order: str) -> None:
 
 # ---------------------------------------------------------------- what a call may ask for
 
-FEW_ROWS = hopper_config(64, 64)
 PLAIN = HopperConfig(64, 2, 2, 64)
 FORWARD = {
     "grouped heads, batches": Call(64, 4, 2, 70, 90, B=2),
@@ -45,19 +44,19 @@ FORWARD = {
     "many tiles": Call(64, 6, 2, 300, 150),
     "a head dimension between the widths": Call(40, 2, 1, 150, 170),
     "a head dimension of 200": Call(200, 1, 1, 100, 150),
-    "nobody shares a tile's keys": Call(64, 3, 1, 129, 129, config=FEW_ROWS),
+    "nobody shares a tile's keys": Call(64, 3, 1, 129, 129, config=M128N128),
     "window": Call(64, 2, 1, 200, 300, causal=True, window=(100, -1)),
     "window on both sides": Call(128, 1, 1, 200, 300, causal=False, window=(70, 33)),
     "window on the right": Call(64, 1, 1, 200, 300, causal=False, window=(-1, 40)),
     "window on the left": Call(256, 1, 1, 100, 300, causal=False, window=(70, -1)),
     "window of one key": Call(64, 1, 1, 150, 150, causal=True, window=(0, 0)),
-    "window over few rows": Call(64, 1, 1, 150, 300, window=(90, -1), config=FEW_ROWS),
-    "window in tiles of 192 rows": Call(64, 1, 1, 200, 300, window=(100, -1), config=LONG),
+    "window over few rows": Call(64, 1, 1, 150, 300, window=(90, -1), config=M128N128),
+    "window in tiles of 192 rows": Call(64, 1, 1, 200, 300, window=(100, -1), config=M192N128),
     "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
     "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False),
     "varlen, 256 columns": Call(256, 1, 1, varlen=((70, 70), (100, 130))),
-    "varlen, tiles of 192 rows": Call(64, 2, 1, varlen=((40, 70), (300, 290)), causal=False, config=LONG),
-    "varlen, a window": Call(64, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1), config=FEW_ROWS),
+    "varlen, tiles of 192 rows": Call(64, 2, 1, varlen=((40, 70), (300, 290)), causal=False, config=M192N128),
+    "varlen, a window": Call(64, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1), config=M128N128),
 }
 
 

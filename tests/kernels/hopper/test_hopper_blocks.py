@@ -19,13 +19,15 @@ from families import fresh_launches  # noqa: F401
 from attnlib.kernels import hopper
 from attnlib.kernels.common import device
 from attnlib.kernels.hopper import forward_kernel, launch
-from attnlib.kernels.hopper.configs import FEW_ROWS, LONG, TALL, hopper_config
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
 from attnlib.params import MaskWindow, Params, Varlen
 
 LENGTHS = [(512, 512), (130, 130), (512, 576), (300, 900), (700, 200), (1, 400), (257, 300), (64, 0)]
 BOUNDS = [None, 0, 1, 63, 64, 70, 200, 10**5]
-CONFIGS = {"64": TALL, "64 long": LONG, "few rows": FEW_ROWS, "128": hopper_config(128),
-           "256": hopper_config(256)}  # fmt: skip
+CONFIGS = {
+    "64": M256N64, "64 M192N128": M192N128, "64 M128N128": M128N128,
+    "128": hopper_config(128), "256": hopper_config(256),
+}  # fmt: skip
 
 
 class Visit(NamedTuple):

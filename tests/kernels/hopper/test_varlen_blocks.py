@@ -22,7 +22,7 @@ from attnlib.emulator import run
 from attnlib.kernels.common.varlen_rows import row_of
 from attnlib.kernels.hopper import backward_tiles, launch, launch_backward
 from attnlib.kernels.hopper import tile_scheduler as tiling
-from attnlib.kernels.hopper.configs import TALL
+from attnlib.kernels.hopper.configs import M256N64
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
@@ -74,7 +74,7 @@ def places(found, cu, B, H, SECTION, plan: gl.constexpr):
 def test_every_tile_is_located_once(lengths: list[int], heads: tuple[int, int], programs: int) -> None:
     """By programs that draw every so many of them, with one section of heads or two; the last rows first."""
     mask = {"causal": False, "shifted": False, "left": False, "blocks": 1, "skip": True}
-    plan = launch.make_plan(64, TALL, mask, flip=False, store_lse=False, varlen=True)
+    plan = launch.make_plan(64, M256N64, mask, flip=False, store_lse=False, varlen=True)
     H, section = heads
     cu = offsets(lengths)
     wanted = {
