@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
-from families import forget_launches, fresh_launches  # noqa: F401  (a fixture)
+from families import forget_launches
 
 from attnlib.kernels.portable import forward_kernel
 
@@ -32,7 +32,7 @@ class Mutation:
 
 
 @pytest.fixture
-def use_source(tmp_path, monkeypatch, fresh_launches):  # noqa: F811
+def use_source(tmp_path, monkeypatch):
     """A function that makes attention() launch the kernel of the given source text."""
 
     def use(source: str) -> None:
@@ -40,7 +40,8 @@ def use_source(tmp_path, monkeypatch, fresh_launches):  # noqa: F811
         monkeypatch.setattr(forward_kernel, "attention_forward", module.attention_forward)
         forget_launches()  # of what was compiled from another source
 
-    return use
+    yield use
+    forget_launches()
 
 
 def load(source: str, folder) -> ModuleType:
