@@ -27,7 +27,7 @@ def attention_backward_preprocess(
     SUMS_D: tl.constexpr,  # columns of sums_ptr
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
-    Grid: (blocks * heads,), B * H heads or, packed, H."""
+    Grid: (blocks * heads,), B * H heads or, varlen, H."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     num_m = padded // BLOCK_M
     head = tl.program_id(0) // num_m

@@ -5,7 +5,7 @@ Nothing of size S_q x S_k was kept: P is computed again, tile by tile, from Q, K
     P = exp(sm_scale * Q K^T - LSE),  dP = dO V^T,  delta = rowsum(dO * O),  dS = P * (dP - delta)
 
 the gradients are dV = P^T dO, dK = sm_scale * dS^T Q, dQ = sm_scale * dS K. Three kernels, no atomics, so
-that the same inputs give the same bits (notebook 13):
+that the same inputs give the same bits (chapter 20):
 
 - `attention_backward_preprocess`: delta, and the LSE in base 2, for rows padded to whole tiles.
 - `attention_backward_dkdv`: dK and dV. A program owns a block of keys and visits the queries that see it, of
@@ -15,7 +15,7 @@ that the same inputs give the same bits (notebook 13):
 - `attention_backward_dq`: dQ. A program owns a block of queries and visits the keys they see.
 
 Padding rows have an LSE of +inf, and so has a row with nothing to attend to: P is 0 there, without a mask.
-Packed sequences are read and written as the forward does it, see `kernels.forward`; of lse2 and delta each
+Varlen sequences are read and written as the forward does it, see `forward_kernel`; of lse2 and delta each
 sequence has its own rows, padded to whole tiles.
 """
 
@@ -29,7 +29,7 @@ from attnlib.kernels.common.varlen_rows import padded_start, sequence
 
 @triton.jit
 def _load_rows(desc_rows, which, at, row, BLOCK_M: tl.constexpr):
-    """`at`: (batch * head, 0), or of packed sequences (head, the first row of this one)."""
+    """`at`: (batch * head, 0), or of varlen sequences (head, the first row of this one)."""
     # Through a descriptor, though it is a vector: TMA writes it to shared memory once, while every thread of
     # a plain load would fetch the quarter of it that its columns need.
     return desc_rows.load([which, at[0], at[1] + row]).reshape([BLOCK_M])  # [BLOCK_M]
@@ -92,19 +92,19 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, 
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H_kv", "right", "left"])
 def attention_backward_dkdv(
-    desc_q, desc_do,  # (B, H, S_q, D), or packed (T_q, H, D)
-    desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D), or packed (T_k, H_kv, D)
-    desc_rows,  # (2, B * H, padded), or packed (2, H, padded): lse2 and delta
-    cu_q, cu_k,  # (B + 1), None unless packed
+    desc_q, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D)
+    desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D), or varlen (T_k, H_kv, D)
+    desc_rows,  # (2, B * H, padded), or varlen (2, H, padded): lse2 and delta
+    cu_q, cu_k,  # (B + 1), None for a batch
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
-    S_q, S_k,  # packed: the longest
+    S_q, S_k,  # of varlen sequences the longest
     H_kv,  # key/value heads
-    right, left,  # bounds of the band
+    right, left,  # bounds of the mask window
     GROUP: tl.constexpr,  # query heads that share one key/value head
     PADDING: tl.constexpr,  # of rows in desc_rows
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
+    RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the window has such a bound
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,  # which of the two to compute
     FLIP: tl.constexpr,  # sm_scale is negative
     SECTION: tl.constexpr,  # heads that advance together, so that their queries stay in L2
@@ -202,19 +202,19 @@ def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H", "right", "left"])
 def attention_backward_dq(
-    desc_q, desc_do, desc_dq,  # (B, H, S_q, D), or packed (T_q, H, D)
-    desc_k, desc_v,  # (B, H_kv, S_k, D), or packed (T_k, H_kv, D)
-    desc_rows,  # (2, B * H, padded), or packed (2, H, padded): lse2 and delta
-    cu_q, cu_k,  # (B + 1), None unless packed
+    desc_q, desc_do, desc_dq,  # (B, H, S_q, D), or varlen (T_q, H, D)
+    desc_k, desc_v,  # (B, H_kv, S_k, D), or varlen (T_k, H_kv, D)
+    desc_rows,  # (2, B * H, padded), or varlen (2, H, padded): lse2 and delta
+    cu_q, cu_k,  # (B + 1), None for a batch
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
-    S_q, S_k,  # packed: the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
-    right, left,  # bounds of the band
+    right, left,  # bounds of the mask window
     GROUP: tl.constexpr,  # query heads that share one key/value head
     PADDING: tl.constexpr,  # of rows in desc_rows
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the band has such a bound
+    RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the window has such a bound
     TAIL: tl.constexpr,  # S_k may be no multiple of BLOCK_N, and the right bound may not hide what is past it
     FLIP: tl.constexpr,  # sm_scale is negative
     SECTION: tl.constexpr,  # heads that advance together, so that their keys and values stay in L2

@@ -1,6 +1,6 @@
 """Exact attention, forward, in plain `triton.language`: for any GPU that Triton knows, and its interpreter.
 
-One program computes one block of BLOCK_M query rows of one head, in one of three orders (notebook 07):
+One program computes one block of BLOCK_M query rows of one head, in one of three orders (chapter 08):
 
 - "two loops": keys upwards, first the tiles that every row sees whole, without a mask, then the others.
 - "one loop": keys upwards, a mask in every tile. More instructions; but where a program has few tiles, the
@@ -9,13 +9,13 @@ One program computes one block of BLOCK_M query rows of one head, in one of thre
   issued after the next tile's Q K^T and before that tile's softmax, which does not depend on it, so that the
   tensor cores work while the exponentials are taken. P lives longer, which takes registers.
 
-A row sees a band of the keys: up to `right` after its own place, from `left` before it. Tiles outside of the
-band of a block are not visited; those on its edges get a mask. With a left edge the order is "two loops", its
-second loop over the tiles of both edges, or "one loop".
+A row sees a window of the keys: from `left` before its own position to `right` after it. Tiles outside of
+the window of a block are not visited; those on its edges get a mask. With a left edge the order is "two
+loops", whose second loop visits the tiles of both edges, or "one loop".
 
-Packed sequences lie one after the other in tensors (T, H, D). Their descriptors have two dimensions more,
+Varlen sequences lie one after the other in tensors (T, H, D). Their descriptors have two dimensions more,
 with which the hardware checks bounds at the end of any sequence: it loads zeros from beyond it, and stores
-nothing there. See `launch.ragged`.
+nothing there. See `descriptors.varlen_window`.
 """
 
 import triton
@@ -108,10 +108,10 @@ def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at, first
 )
 def attention_forward(
     desc_q, desc_k, desc_v, desc_o, lse_ptr,
-    cu_q, cu_k,  # where packed sequences begin and end [B + 1]; None unless they are packed
+    cu_q, cu_k,  # where varlen sequences begin and end [B + 1]; None for a batch
     qk_scale,  # |sm_scale| * log2(e), positive
-    S_q, S_k,  # of packed sequences the longest
-    T_q,  # rows of all packed sequences
+    S_q, S_k,  # of varlen sequences the longest
+    T_q,  # rows of all varlen sequences
     H,  # query heads
     left, right,  # keys that a row sees before and after its place; None for no left bound, and for right = 0
     GROUP: tl.constexpr,  # query heads that share one key/value head
@@ -129,7 +129,7 @@ def attention_forward(
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = softmax(sm_scale * Q K^T) V over descriptors of shape (B, H, S, D), or those of packed sequences;
+    """out = softmax(sm_scale * Q K^T) V over descriptors of shape (B, H, S, D), or those of varlen sequences;
     see the module docstring.
 
     Grid: (row blocks * SECTION, H / SECTION, B); FLAT, where y or z would pass 65535: their product.

@@ -201,7 +201,7 @@ def attention_varlen_fp64(
     window: tuple[int, int] | None = None,
     sm_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_fp64` of packed sequences, one after the other.
+    """`attention_fp64` of varlen sequences, one after the other.
 
     q is (Tq, H, D), k and v are (Tk, H_kv, D); rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q belong to
     sequence b, and likewise keys. Returns out (Tq, H, D) and LSE (H, Tq), both fp64. Rows of a sequence
@@ -216,7 +216,7 @@ def attention_varlen_fp64(
 
 
 def attention_varlen_math(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments) -> torch.Tensor:
-    """`attention_math` of packed sequences."""
+    """`attention_math` of varlen sequences."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, _, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
         out[rows] = attention_math(*parts, **arguments)[0].transpose(0, 1)
