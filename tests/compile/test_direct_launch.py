@@ -3,6 +3,7 @@ short way gives the driver what Triton's way gives it. The driver only writes do
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -145,6 +146,26 @@ def test_both_ways_give_the_driver_the_same(case, sm_90, triton_way, called):
     finally:
         knobs.runtime.launch_enter_hook.remove(_listen)
     assert reached() == found and triton_way == compiled * 2
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_no_number_is_compiled_in(case, sm_90, monkeypatch):
+    """A kernel that was compiled for one signature runs others: Triton must not look at numbers whether they
+    are 1 or multiples of 16, nor take them for more than 32 bits."""
+    family, direction, call = case
+    family, (make, head_dim, options), found = FAMILIES[family], CALLS[call], []
+    monkeypatch.setattr(Launches, "__call__", lambda launches, *tensors: found.append(launches))
+    run(family, direction, *make(100, 130, head_dim, **options))
+    for launch in found[0].launches:
+        module, _, name = launch.kernel.rpartition(".")
+        kernel = getattr(importlib.import_module(module), name)
+        params = {param.name: param for param in kernel.params}
+        assert {*launch.descriptors, *launch.pointers, *launch.scalars, *launch.constants} == set(params)
+        assert all(params[name].is_constexpr == (name in launch.constants) for name in params)
+        for name, value in launch.scalars.items():
+            general = params[name].do_not_specialize or isinstance(value, float)
+            assert general, f"{launch.kernel}: {name} is specialized"
+            assert value is None or isinstance(value, float) or -(2**31) <= value < 2**31
 
 
 def _listen(metadata) -> None:
