@@ -127,8 +127,8 @@ def test_descriptors(name, cuda):
     kernel = Kernel(cuda, {"before": "i32", "desc": f"tensordesc<{kind}>", "after": "*fp32"}, [meta])
     dtype = torch.float32 if meta["elem_size"] == 4 else torch.float16
     buffer = torch.zeros(20000, dtype=dtype)
-    # Triton checks strides in elements of an object; here it is one without its checks of a size.
-    descriptor = SimpleNamespace(base=buffer[start:], shape=list(shape), strides=list(strides), padding="zero")
+    block = meta["block_size"]
+    descriptor = TensorDescriptor(buffer[start:], list(shape), list(strides), block)
     expected = kernel.by_triton({"before": 3, "desc": descriptor, "after": buffer})
     places = {"desc": Place(1, start * dtype.itemsize), "after": Place(1)}
     found = kernel.directly(places, {"before": 3, "desc": (shape, strides)}, (None, buffer))
@@ -153,7 +153,8 @@ def test_any_signature(seed, cuda):
     signature, forms, arguments, places, values = {}, [], {}, {}, {}
     limits = {"i32": 2**31, "i64": 2**63}
     for n in range(rng.randint(5, 25)):
-        name, kind = f"argument_{n}", rng.choice(["tensordesc", "*fp32", "none", "fp32", "constexpr", *limits])
+        kind = rng.choice(["tensordesc", "*fp32", "none", "fp32", "constexpr", *limits])
+        name = f"argument_{n}"
         if kind == "tensordesc":
             rank, columns = rng.randint(2, 5), rng.choice((16, 64))
             shape = [rng.randint(1, 9) for _ in range(rank - 1)] + [columns]
@@ -291,7 +292,10 @@ def test_counts_beyond_what_a_launch_may_have(at, cuda):
     assert not cuda.driver.launches()
 
 
-@pytest.mark.parametrize(("code", "reason"), [(700, "an illegal memory access was encountered"), (1, "unknown")])
+ERRORS = [(700, "an illegal memory access was encountered"), (1, "unknown")]
+
+
+@pytest.mark.parametrize(("code", "reason"), ERRORS)
 @pytest.mark.parametrize("function", ["cuTensorMapEncodeTiled", "cuLaunchKernel"])
 def test_an_error_of_the_driver(function, code, reason, cuda):
     packed = packed_pointer(cuda)
