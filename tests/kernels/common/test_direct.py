@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import struct
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import triton
 from fake_driver import STREAM, Encoded, cuda  # noqa: F401  (a fixture)
 from triton.backends.nvidia import driver as nvidia
+from triton.runtime.build import compile_module_from_src
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnlib.kernels.common import direct
@@ -178,6 +180,42 @@ def test_any_signature(seed, cuda):
             signature[name], arguments[name], values[name] = kind, value, value
     kernel = Kernel(cuda, signature, forms, num_warps=rng.choice((4, 8, 12)), shared=rng.randint(0, 232448))
     assert kernel.directly(places, values, (buffer, None, other)) == kernel.by_triton(arguments)
+
+
+FAULTS = {
+    "an absent tensor is an offset": ("address ? address + param->value : 0", "address + param->value"),
+    "a part of a buffer begins with the buffer": ("address + param->value : 0", "address : 0"),
+    "a descriptor's begins so too": ("addresses[map->tensor] + map->offset", "addresses[map->tensor]"),
+    "the grid is turned": ("header.grid[1], header.grid[2]", "header.grid[2], header.grid[1]"),
+    "no shared memory": ("header.threads, 1, 1, header.shared_bytes", "header.threads, 1, 1, 0"),
+    "another promotion": ("PROMOTION_L2_128B", "PROMOTION_NONE"),
+    "no swizzling": ("(CUtensorMapSwizzle)map->swizzle", "CU_TENSOR_MAP_SWIZZLE_NONE"),
+    "numbers begin with their upper half": ("(void *)&param->value", "(char *)&param->value + 4"),
+    "the stream is the default one": ("shared_bytes, stream, values", "shared_bytes, 0, values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(fault, cuda):
+    """What is compared above differs if `direct.c` is wrong."""
+    source, (right, wrong) = Path(direct.__file__).with_suffix(".c").read_text(), FAULTS[fault]
+    assert source.count(right) == 1, f"expected once in direct.c: {right}"
+    kernel = Kernel(
+        cuda, {"desc": "tensordesc<fp16[16, 16]>", "later": "*fp32", "absent": "*fp32", "n": "i32"},
+        [form(16, 16)],
+    )  # fmt: skip
+    half, full = torch.zeros(300, dtype=torch.float16), torch.zeros(20)
+    window, values = ((16, 16), (16, 1)), {"n": -5}
+    descriptor = TensorDescriptor(half[16:], *map(list, window), [16, 16])
+    expected = kernel.by_triton({"desc": descriptor, "later": full[3:], "absent": None} | values)
+    places = {"desc": Place(0, 32), "later": Place(1, 12), "absent": Place(2, 12)}
+    arguments = places, values | {"desc": window}, (half, full, None)
+    assert kernel.directly(*arguments) == expected
+    headers = Path(nvidia.dirname) / "include"
+    broken = source.replace(right, wrong)
+    cuda.direct = compile_module_from_src(broken, "attnlib_direct", include_dirs=[str(headers)])
+    cuda.direct.load(str(cuda.driver.path))
+    assert kernel.directly(*arguments) != expected
 
 
 @pytest.mark.parametrize(
