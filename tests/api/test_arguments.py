@@ -12,6 +12,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 
 from attnlib import arguments, attention, attention_varlen, explain
+from attnlib.params import Varlen
 
 pytestmark = [
     *INTERPRETER_REMARKS,
@@ -301,7 +302,7 @@ def reads(monkeypatch):
 
 def check(cu_seqlens, tokens=8, longest=5):
     q = torch.zeros(tokens, 1, 8)
-    arguments.check_offsets(q, q, cu_seqlens, cu_seqlens, longest, longest)
+    arguments.check_offsets(q, q, Varlen(cu_seqlens, cu_seqlens, longest, longest))
 
 
 def on_gpu(*values):

@@ -245,6 +245,16 @@ def test_layout_changes_nothing(layout, in_place, device):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_slice_in_every_dtype(dtype, device):
+    """bfloat16 is cast in the interpreter, which leaves the strides of a slice behind."""
+    contiguous = make_inputs(Shape(1, 2, 40, 16, dtype=dtype), device=device)
+    want = attention(*contiguous, causal=True, return_lse=True, impl="triton")
+    for layout in (wider_head, in_a_cache):
+        got = attention(*map(layout, contiguous), causal=True, return_lse=True, impl="triton")
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_expanded_inputs(device):
     """Key/value heads and batches that are one in memory, as `expand` makes them: stride 0."""
     q, k, v = make_inputs(Shape(2, 4, 40, 64, heads_kv=1), device=device)

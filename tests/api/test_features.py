@@ -28,7 +28,7 @@ from attnlib.dispatch import resolve
 from attnlib.kernels.common import preprocess
 from attnlib.kernels.portable import backward_kernels
 from attnlib.kernels.portable.configs_backward import backward_config
-from attnlib.params import MaskWindow, Params
+from attnlib.params import MaskWindow, Params, Varlen
 
 PAGE = ROOT / "notebooks" / "features.md"
 API = (ROOT / "notebooks" / "api.md").read_text()
@@ -424,9 +424,9 @@ def cuda_graphs(monkeypatch) -> str:
         ends = torch.empty(2, dtype=torch.int32, device="cuda")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with pytest.raises(RuntimeError):
-            arguments.check_offsets(q, q, ends, ends, 8, 8)
+            arguments.check_offsets(q, q, Varlen(ends, ends, 8, 8))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        arguments.check_offsets(q, q, ends, ends, 8, 8)
+        arguments.check_offsets(q, q, Varlen(ends, ends, 8, 8))
     for name in ("test_a_graph_of_forward_and_backward", "test_a_graph_of_packed_sequences"):
         assert f"def {name}(" in GPU_TESTS
     return "yes"

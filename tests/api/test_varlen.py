@@ -30,7 +30,9 @@ LENGTHS = {
     "cross": [(1, 129), (129, 1), (17, 64), (64, 17), (5, 0), (0, 5), (100, 140)],
     "one": [(33, 90)],
 }
-WINDOWS = [(False, None), (True, None), (False, (20, 0)), (False, (64, 7)), (True, (40, -1)), (False, (-1, 9))]
+WINDOWS = [
+    (False, None), (True, None), (False, (20, 0)), (False, (64, 7)), (True, (40, -1)), (False, (-1, 9))
+]  # fmt: skip
 
 
 CAUSAL = Params(MaskWindow(None, 0), 0.2, return_lse=True)
@@ -194,8 +196,8 @@ MUTATIONS = [
              "end_k - tl.load(cu_k + tl.maximum(i_b - 1, 0))", "", WRONG_VALUES),
     Mutation("the diagonal is that of the longest sequence",
              "shift = S_k - S_q", "shift = tl.load(cu_k + 1) - tl.load(cu_q + 1)", "", WRONG_VALUES),
-    Mutation("rows are stored one too far", "VARLEN_ROWS - S_q + start, 0]", "VARLEN_ROWS - S_q + start + 1, 0]", "",
-             NOT_FINITE),
+    Mutation("rows are stored one too far", "VARLEN_ROWS - S_q + start, 0]",
+             "VARLEN_ROWS - S_q + start + 1, 0]", "", NOT_FINITE),
     Mutation("the LSE of every sequence is that of the first", "T_q + (end_q - S_q)", "T_q", "", "LSE: "),
 ]  # fmt: skip
 THREE = [(70, 70), (33, 100), (140, 150)]

@@ -79,10 +79,9 @@ def test_a_long_sequence_has_tiles_without_a_mask(device):
 def test_a_window_that_holds_all_keys_is_none(device):
     """The same values, up to the order of the tiles."""
     q, k, v = make_inputs(Shape(1, 2, 150, 64, dtype="float32"), device=device)
-    for bounds, wide in [(MaskWindow(None, 0), MaskWindow(149, 0)), (MaskWindow(None, None), MaskWindow(149,
-    149))]:
-        out, lse = forward(portable, q, k, v, Params(bounds, 0.125, return_lse=True))
-        again = forward(portable, q, k, v, Params(wide, 0.125, return_lse=True))
+    for bounds, wide in [((None, 0), (149, 0)), ((None, None), (149, 149))]:
+        out, lse = forward(portable, q, k, v, Params(MaskWindow(*bounds), 0.125, return_lse=True))
+        again = forward(portable, q, k, v, Params(MaskWindow(*wide), 0.125, return_lse=True))
         torch.testing.assert_close(again[0], out, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(again[1], lse, rtol=1e-5, atol=1e-6)
 

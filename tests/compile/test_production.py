@@ -56,7 +56,9 @@ WINDOWED += [
     for d in (64, 128, 256)
     for mask, window in (("causal", "window"), ("causal", "varlen"), ("dense", "varlen window"))
 ]
-FULL_WINDOWED = [(d, "float32", "causal", window, "lse") for d in (64, 128, 256) for window in ("window", "varlen")]
+FULL_WINDOWED = [
+    (d, "float32", "causal", window, "lse") for d, window in product((64, 128, 256), ("window", "varlen"))
+]
 SPILLS_FLOAT32 = {64: 0, 128: 0, 256: 80}
 """4-byte words of a thread that may spill: at D = 256 no tile is small enough, and 72 do."""
 SPILLS_VARLEN = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import forget_launches, fresh_launches  # noqa: F401  (a fixture)
+from families import forget_launches
 
 from attnlib.kernels.common import device
 from attnlib.kernels.hopper import support
@@ -27,7 +27,7 @@ def tensor(*shape, dtype=torch.float16, strides=None):
 
 
 @pytest.fixture
-def gpu(monkeypatch, fresh_launches):  # noqa: F811
+def gpu(monkeypatch):
     """A Hopper GPU, as far as the choice can tell; a call of `gpu` makes it another one."""
 
     def is_a(major, minor=0):
@@ -38,4 +38,5 @@ def gpu(monkeypatch, fresh_launches):  # noqa: F811
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
     monkeypatch.setattr(support, "_gluon_amiss", lambda: None)
     is_a(9)
-    return is_a
+    yield is_a
+    forget_launches()

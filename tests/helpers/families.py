@@ -43,8 +43,7 @@ def forget_launches() -> None:
 
 @pytest.fixture
 def fresh_launches():
-    """For tests that replace a kernel, a limit or a device: no cache of other tests, and none left to
-    them."""
+    """For tests that replace a kernel, a limit or a device: caches begin and end empty."""
     forget_launches()
     yield
     forget_launches()

@@ -185,6 +185,22 @@ def through_triton() -> Iterator[None]:
         hook.remove(listener)
 
 
+@contextmanager
+def replaced(kernel: str, function: Any) -> Iterator[None]:
+    """What is prepared within it runs `function`, compiled apart, in the place of a kernel that a `Launch` names:
+    for ablations. What was prepared before stays as it is."""
+    global _compiled
+    module, _, name = kernel.rpartition(".")
+    owner, before = importlib.import_module(module), _compiled
+    original, _compiled = getattr(owner, name), {}
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+        _compiled = before
+
+
 def _observed() -> bool:
     """Whether a profiler has asked to hear of launches."""
     runtime = _triton_knobs().runtime

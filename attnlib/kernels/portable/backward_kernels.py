@@ -5,7 +5,7 @@ Nothing of size S_q x S_k was kept: P is computed again, tile by tile, from Q, K
     P = exp(sm_scale * Q K^T - LSE),  dP = dO V^T,  delta = rowsum(dO * O),  dS = P * (dP - delta)
 
 the gradients are dV = P^T dO, dK = sm_scale * dS^T Q, dQ = sm_scale * dS K. Three kernels, no atomics, so
-that the same inputs give the same bits (notebook 20):
+that the same inputs give the same bits (chapter 20):
 
 - `attention_backward_preprocess`: delta, and the LSE in base 2, for rows padded to whole tiles.
 - `attention_backward_dkdv`: dK and dV. A program owns a block of keys and visits the queries that see it, of
@@ -15,7 +15,7 @@ that the same inputs give the same bits (notebook 20):
 - `attention_backward_dq`: dQ. A program owns a block of queries and visits the keys they see.
 
 Padding rows have an LSE of +inf, and so has a row with nothing to attend to: P is 0 there, without a mask.
-Varlen sequences are read and written as the forward does it, see `kernels.forward`; of lse2 and delta each
+Varlen sequences are read and written as the forward does it, see `forward_kernel`; of lse2 and delta each
 sequence has its own rows, padded to whole tiles.
 """
 
@@ -98,7 +98,7 @@ def attention_backward_dkdv(
     cu_q, cu_k,  # (B + 1), None for a batch
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
-    S_q, S_k,  # varlen: the longest
+    S_q, S_k,  # of varlen sequences the longest
     H_kv,  # key/value heads
     right, left,  # bounds of the mask window
     GROUP: tl.constexpr,  # query heads that share one key/value head
@@ -208,7 +208,7 @@ def attention_backward_dq(
     cu_q, cu_k,  # (B + 1), None for a batch
     qk_scale,  # |sm_scale| * log2(e), positive
     sm_scale,
-    S_q, S_k,  # varlen: the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
     right, left,  # bounds of the mask window
     GROUP: tl.constexpr,  # query heads that share one key/value head

@@ -10,7 +10,7 @@ Order = Literal["two loops", "one loop", "late"]
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How `kernels.forward.attention_forward` is compiled and launched.
+    """How `portable.forward_kernel.attention_forward` is compiled and launched.
 
     Attributes:
         block_m: query rows of one program.
@@ -34,7 +34,7 @@ class ForwardConfig:
     max_registers: int | None = None
 
 
-# Found by measurement on an H200, causal fp16 at 16384 tokens (notebook 08 shows neighbors of each,
+# Found by measurement on an H200, causal fp16 at 16384 tokens (chapter 08 shows neighbors of each,
 # docs/lab/plain-triton-forward.md what lost).
 _HOPPER = {
     # 128 registers let four programs share an SM; a few more, and there are three.

@@ -36,10 +36,10 @@ class BackwardConfig:
     """Tiles of the two large kernels.
 
     Attributes:
-        keys: of `attention_backward_keys`, whose programs own `block_n` keys; for dK alone if `values` is
+        keys: of `attention_backward_dkdv`, whose programs own `block_n` keys; for dK alone if `values` is
             given.
-        queries: of `attention_backward_queries`, whose programs own `block_m` queries.
-        values: of a second run of `attention_backward_keys`, for dV; None: dK and dV in one run.
+        queries: of `attention_backward_dq`, whose programs own `block_m` queries.
+        values: of a second run of `attention_backward_dkdv`, for dV; None: dK and dV in one run.
     """
 
     keys: Tile

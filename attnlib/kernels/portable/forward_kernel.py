@@ -1,6 +1,6 @@
 """Exact attention, forward, in plain `triton.language`: for any GPU that Triton knows, and its interpreter.
 
-One program computes one block of BLOCK_M query rows of one head, in one of three orders (notebook 08):
+One program computes one block of BLOCK_M query rows of one head, in one of three orders (chapter 08):
 
 - "two loops": keys upwards, first the tiles that every row sees whole, without a mask, then the others.
 - "one loop": keys upwards, a mask in every tile. More instructions; but where a program has few tiles, the
@@ -9,13 +9,13 @@ One program computes one block of BLOCK_M query rows of one head, in one of thre
   issued after the next tile's Q K^T and before that tile's softmax, which does not depend on it, so that the
   tensor cores work while the exponentials are taken. P lives longer, which takes registers.
 
-A row sees a window of the keys: up to `right` after its own place, from `left` before it. Tiles outside of
+A row sees a window of the keys: from `left` before its own position to `right` after it. Tiles outside of
 the window of a block are not visited; those on its edges get a mask. With a left edge the order is "two
-loops", its second loop over the tiles of both edges, or "one loop".
+loops", whose second loop visits the tiles of both edges, or "one loop".
 
 Varlen sequences lie one after the other in tensors (T, H, D). Their descriptors have two dimensions more,
 with which the hardware checks bounds at the end of any sequence: it loads zeros from beyond it, and stores
-nothing there. See `launch.ragged`.
+nothing there. See `descriptors.varlen_window`.
 """
 
 import triton

@@ -20,7 +20,7 @@ KERNEL = "attnlib.kernels.portable.forward_kernel.attention_forward"
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run `forward.attention_forward` on valid arguments, none of them empty; see `attention`.
+    """Run `forward_kernel.attention_forward` on valid arguments, none of them empty; see `attention`.
 
     q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). With `params.varlen` q: (Tq, H, D); k, v: (Tk, Hkv, D), of which
     single sequences may be empty. The order of `params.config` is replaced by one that can have a left edge,

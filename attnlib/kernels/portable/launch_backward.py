@@ -29,7 +29,7 @@ def backward(
     lse: torch.Tensor,
     params: Params,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of attention, the kernels of `portable.backward`, on valid arguments, none of them empty.
+    """Gradients of attention by the kernels of `backward_kernels`, on valid arguments, none of them empty.
 
     d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous, as `forward`
     returned it. With `params.varlen` d_out, q, out: (Tq, H, D); k, v: (Tk, Hkv, D); lse: (H, Tq).

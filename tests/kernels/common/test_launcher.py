@@ -1,99 +1,221 @@
-"""The short way to launch a compiled kernel gives the driver what Triton's own way gives it."""
+"""A kernel goes Triton's way once for each kind of launch, and from then on the short way; always Triton's
+where a profiler listens, or the short way can't be had."""
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
 import torch
-import triton
 from triton import knobs
-from triton.backends.nvidia import driver as nvidia
-from triton.compiler import CompiledKernel
 
 from attnlib.bench import timing
-from attnlib.kernels.common import launcher
-from attnlib.kernels.common.launcher import Launcher
+from attnlib.kernels.common import direct, launcher
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 
-META = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [1, 1, 64, 64], "fp4_padded": False}
-SIGNATURE = {"q": "tensordesc<fp16[1, 1, 64, 64]>", "k": "tensordesc<fp16[1, 1, 64, 64]>", "n": "i32"}
+MODULE = "a_module_of_kernels"
+NAMES = "x", "out", "offsets"
 
 
 class Compiled:
-    """A compiled kernel of Triton whose function in C is `calls.append`."""
+    """Stands for what Triton compiled."""
 
-    launch_metadata = CompiledKernel.launch_metadata
 
-    def __init__(self, calls: list, meta=META, scratch: int = 0) -> None:
-        self.name, self.src, self.function, self.packed_metadata = "kernel", None, 77, (4, 1, 1000)
-        self.metadata = types.SimpleNamespace(tensordesc_meta=[meta, meta])
-        self.run = types.SimpleNamespace(
-            launch=nvidia.wrap_handle_tensordesc(lambda *args: calls.append(args), SIGNATURE, [meta, meta]),
-            launch_cooperative_grid=0, launch_pdl=0, global_scratch_size=scratch, profile_scratch_size=0,
-        )  # fmt: skip
-        self.gone_through_triton = 0
+class World:
+    """A kernel of Triton, and the short way: both write down their launches."""
 
-    def _init_handles(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self.by_triton: list[dict] = []
+        self.directly: list[tuple] = []
+        self.packed: list[tuple] = []
+        self.compiles, self.can_pack = True, True
 
     def __getitem__(self, grid):
-        """Triton's launch, of which CudaLauncher.__call__ is a part."""
-        self.gone_through_triton += 1
+        def run(**arguments):
+            self.by_triton.append({"grid": grid, **arguments})
+            return Compiled() if self.compiles else None
 
-        def run(x, y, z, stream, function, *rest):
-            self.run.launch(x, y, z, stream, function, 0, 0, None, None, *rest)
+        return run
 
-        stand_in = types.SimpleNamespace(**vars(self) | {"run": run}, _init_handles=self._init_handles)
-        stand_in.launch_metadata = lambda *args: CompiledKernel.launch_metadata(stand_in, *args)
-        return CompiledKernel.__getitem__(stand_in, grid)
+    def pack(self, compiled, grid, places, values):
+        assert isinstance(compiled, Compiled)
+        self.packed.append((grid, dict(places), dict(values)))
+        return bytes([len(self.packed)]) if self.can_pack else None
+
+    def launch(self, *arguments):
+        self.directly.append(arguments)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return len(self.by_triton), len(self.directly)
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """What reaches the function in C, launch after launch, on a GPU that is not there."""
-    utils = types.SimpleNamespace(fill_tma_descriptor=lambda *args: ("map", *map(_plain, args)))
-    stream = {"get_current_stream": lambda device: 5, "get_current_device": lambda: 0}
-    monkeypatch.setattr(triton.runtime.driver, "_active", types.SimpleNamespace(utils=utils, **stream))
-    monkeypatch.setattr(launcher, "current_stream", lambda device: 5)
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    return []
+def world(monkeypatch):
+    found = World()
+    module = types.ModuleType(MODULE)
+    module.kernel = module.other = found
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "current_stream", lambda device: 40 + device)
+    monkeypatch.setattr(direct, "pack", found.pack)
+    monkeypatch.setattr(direct, "launcher", lambda: found)
+    return found
 
 
-def _plain(value):
-    return list(value) if isinstance(value, list | tuple) else value
+def launches(rows=4, device=0, kernel="kernel", block=16, **changed) -> Launches:
+    """One launch; `changed` are its constants."""
+    launch = Launch(
+        f"{MODULE}.{kernel}",
+        (rows, 1, 1),
+        descriptors={"desc_x": Descriptor(Part("x"), ((rows, 16), (16, 1)), (block, 16))},
+        pointers={"out_ptr": Part("out", 3), "cu": Part("offsets")},
+        scalars={"rows": rows, "left": None, "scale": 0.5},
+        constants={"BLOCK": block, "FLIP": False} | changed,
+        options={"num_warps": 4},
+    )
+    return Launches([launch], device, NAMES)
 
 
-def launch(compiled) -> None:
-    q, k = torch.zeros(1, 2, 64, 64, dtype=torch.float16), torch.zeros(1, 1, 96, 64, dtype=torch.float16)
-    launch.kept = q, k
-    windows = (tuple(q.shape), q.stride()), (tuple(k.shape), k.stride())
-    Launcher(compiled).launch((12, 1, 1), 0, (q, k), windows, (64,))
+X, OUT = torch.zeros(64, 16, dtype=torch.float16), torch.zeros(10)
 
 
-def addresses_aside(call: tuple) -> list:
-    base, hooks, arguments = call[:10], call[10:13], call[13:]
-    assert len(hooks) == 3
-    return [*base, *[a[:1] + a[2:] if isinstance(a, tuple) else a for a in arguments]]
+def test_the_second_call_takes_the_short_way(world):
+    call = launches()
+    for _ in range(3):
+        call(X, OUT, None)
+    assert world.counts == (1, 2) and len(world.packed) == 1
+    [arguments] = world.by_triton
+    assert arguments["grid"] == (4, 1, 1) and arguments["num_warps"] == 4 and arguments["BLOCK"] == 16
+    assert arguments["out_ptr"].data_ptr() == OUT[3:].data_ptr() and arguments["cu"] is None
+    assert arguments["rows"] == 4 and arguments["left"] is None and arguments["scale"] == 0.5
+    descriptor = arguments["desc_x"]
+    assert descriptor.base is X and descriptor.shape == [4, 16] and descriptor.strides == [16, 1]
+    grid, places, values = world.packed[0]
+    assert grid == (4, 1, 1)
+    assert places == {"desc_x": (0, 0), "out_ptr": (1, 12), "cu": (2, 0)}
+    assert values == {"desc_x": ((4, 16), (16, 1)), "rows": 4, "left": None, "scale": 0.5}
+    assert all(arguments == (b"\x01", 0, 40, (X, OUT, None)) for arguments in world.directly)
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the launcher of triton 3.6")
-def test_what_reaches_the_driver_is_what_triton_passes(calls, monkeypatch):
-    compiled = Compiled(calls)
-    launch(compiled)
-    assert compiled.gone_through_triton == 0
-    monkeypatch.setattr(triton, "__version__", "3.7.1")
-    launch(compiled)
-    assert compiled.gone_through_triton == 1
-    short, own = calls
-    assert addresses_aside(short) == addresses_aside(own)
-    assert short[10:13] == (None, None, None), "no hooks"
-    assert short[13] == ("map", short[13][1], 3, 2, nvidia.TMA_DTYPE_DEVICE_TO_HOST[8], [1, 1, 64, 64],
-                         [1, 2, 64, 64], [8192, 4096, 64, 1], 0)  # fmt: skip
+def test_a_second_signature_of_a_known_kind_never_goes_tritons_way(world):
+    """Lengths and scales change from call to call: the compiled code is the same."""
+    launches(4)(X, OUT, None)
+    for rows in (5, 6):
+        call = launches(rows)
+        call(X, OUT, None)
+        call(X, OUT, None)
+    assert world.counts == (1, 4)
+    assert [grid[0] for grid, _, _ in world.packed] == [4, 5, 6]
+    assert [values["rows"] for _, _, values in world.packed] == [4, 5, 6]
+    assert [arguments[0] for arguments in world.directly] == [b"\x02", b"\x02", b"\x03", b"\x03"]
+
+
+OTHERS = {
+    "constant": ({"FLIP": True}, X, OUT, None),
+    "block": ({"block": 32}, X, OUT, None),
+    "kernel": ({"kernel": "other"}, X, OUT, None),
+    "device": ({"device": 1}, X, OUT, None),
+    "dtype of a descriptor": ({}, X.bfloat16(), OUT, None),
+    "dtype of a pointer": ({}, X, OUT.int(), None),
+    "a tensor where there was none": ({}, X, OUT, OUT.int()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_kind_is_compiled(name, world):
+    changed, *tensors = OTHERS[name]
+    launches()(X, OUT, None)
+    launches(**changed)(*tensors)
+    assert world.counts == (2, 0)
+    launches(7)(X, OUT, None)
+    launches(7, **changed)(*tensors)
+    assert world.counts == (2, 2)
+
+
+def test_a_number_where_there_was_none_is_another_kind(world):
+    first, second = launches(), launches()
+    second.launches[0].scalars["left"] = 3
+    first(X, OUT, None)
+    second(X, OUT, None)
+    assert world.counts == (2, 0)
+
+
+def test_compiled_options_are_part_of_the_kind(world):
+    first, second = launches(), launches()
+    second.launches[0].options["maxnreg"] = 128
+    first(X, OUT, None)
+    second(X, OUT, None)
+    assert world.counts == (2, 0)
+
+
+def test_several_kernels_are_one_short_launch(world):
+    call = Launches([*launches().launches, *launches(kernel="other").launches], 2, NAMES)
+    call(X, OUT, None)
+    assert world.counts == (2, 0)
+    call(X, OUT, None)
+    assert world.directly == [(b"\x01\x02", 2, 42, (X, OUT, None))]
+    # One that is known, before one that is not: in order.
+    mixed = Launches([*launches().launches, *launches(FLIP=True).launches], 2, NAMES)
+    mixed(X, OUT, None)
+    assert world.counts == (3, 2)
+
+
+def test_compiled_kernels_are_named(world):
+    launches()(X, OUT, None)
+    launches(FLIP=True)(X, OUT, None)
+    launches(kernel="other")(X, OUT, None)
+    found = launcher.compiled_kernels()
+    assert {name: len(kernels) for name, kernels in found.items()} == {"kernel": 2, "other": 1}
+    assert all(isinstance(kernel, Compiled) for kernel in found["kernel"])
+
+
+def test_the_tensors_of_a_call_are_counted(world):
+    with pytest.raises(ValueError):
+        launches()(X, OUT)
+    assert world.counts == (0, 0)
+
+
+# ---------------------------------------------------------------- always Triton's way
+
+
+def test_in_the_interpreter(world):
+    """Nothing is compiled there."""
+    world.compiles = False
+    call = launches()
+    for _ in range(3):
+        call(X, OUT, None)
+    assert world.counts == (3, 0) and not world.packed and not launcher._compiled
+
+
+def test_without_the_short_way(world, monkeypatch):
+    """No compiler, no driver, another Triton: see test_direct."""
+    monkeypatch.setattr(direct, "launcher", lambda: None)
+    call = launches()
+    for _ in range(3):
+        call(X, OUT, None)
+    launches(5)(X, OUT, None)
+    assert world.counts == (4, 0) and not world.packed
+
+
+def test_kernels_that_need_more(world):
+    """Scratch memory, descriptors that are none of TMA: `direct.pack` has nothing to say."""
+    world.can_pack = False
+    call = launches()
+    for _ in range(3):
+        call(X, OUT, None)
+    assert world.counts == (3, 0)
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profiler_hears_of_every_launch(calls, hook):
-    compiled = Compiled(calls)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_profiler_hears_of_every_launch(hook, known, world):
+    call = launches()
+    if known:
+        call(X, OUT, None)
+        call(X, OUT, None)
+    before = world.counts
 
     def listener(metadata):
         pass
@@ -101,25 +223,21 @@ def test_a_profiler_hears_of_every_launch(calls, hook):
     chain = getattr(knobs.runtime, hook)
     chain.add(listener)
     try:
-        launch(compiled)
+        call(X, OUT, None)
+        call(X, OUT, None)
+        launches(9)(X, OUT, None)
     finally:
         chain.remove(listener)
-    assert compiled.gone_through_triton == 1
-    launch(compiled)
-    assert compiled.gone_through_triton == 1
+    assert world.counts == (before[0] + 3, before[1])
+    call(X, OUT, None)
+    assert world.counts == (before[0] + 3, before[1] + 1)
 
 
-def test_recorded_launches_take_tritons_way(calls):
-    compiled = Compiled(calls)
+def test_recorded_launches_take_tritons_way(world):
+    call = launches()
+    call(X, OUT, None)
     with timing.launched_kernels():
-        launch(compiled)
-    assert compiled.gone_through_triton == 1
-    launch(compiled)
-    assert compiled.gone_through_triton == 1
-
-
-@pytest.mark.parametrize("other", [{"meta": None}, {"scratch": 128}])
-def test_kernels_that_need_more_take_tritons_way(calls, other):
-    compiled = Compiled(calls, **other)
-    launch(compiled)
-    assert compiled.gone_through_triton == 1
+        call(X, OUT, None)
+    assert world.counts == (2, 0)
+    call(X, OUT, None)
+    assert world.counts == (2, 1)

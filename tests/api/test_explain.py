@@ -1,0 +1,159 @@
+"""`explain` says what runs: the kernel and the configuration that a call's launch really has."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from draws import LAYOUTS, as_it_is, columns_apart, misaligned, part_of_more, rows_before_heads
+from fake_gpu import OnGpu, gpu  # noqa: F401  (a fixture)
+from families import fresh_launches  # noqa: F401  (a fixture)
+
+from attnlib import attention, explain
+from attnlib.kernels import FAMILIES
+from attnlib.kernels.common import device as devices
+from attnlib.kernels.common.descriptors import readable
+from attnlib.kernels.common.signature import signature
+
+LENGTHS = (1, 17, 64, 65, 128, 129, 257, 300, 640)
+WINDOWS = (None, None, (4095, 0), (127, 0), (126, 0), (-1, 7), (30, -1), (5000, 5000), (0, 0), (64, 64))
+MACHINES = {"hopper": (9, 0), "ampere": (8, 0), "blackwell": (10, 0), "interpreter": None}
+DRAWS = {"hopper": 500, "ampere": 100, "blackwell": 100, "interpreter": 500}
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request, monkeypatch, fresh_launches):
+    """(name, whether tensors are on its GPU) of a machine, as far as the choice can tell."""
+    arch = MACHINES[request.param]
+    if arch is None:
+        monkeypatch.setattr(devices, "interpreted", lambda: True)
+    else:
+        request.getfixturevalue("gpu")(*arch)
+    return request.param, arch is not None
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Family by family, the params that its `forward` is called with. Nothing is computed."""
+    calls = []
+
+    def stand_in(name):
+        def forward(q, k, v, params):
+            calls.append((name, params))
+            return q, None
+
+        return forward
+
+    for name, family in FAMILIES.items():
+        monkeypatch.setattr(family, "forward", stand_in(name))
+    return calls
+
+
+def draw(rng: random.Random, on_gpu: bool) -> tuple[tuple[torch.Tensor, ...], dict]:
+    """(q, k, v) and the options of a call."""
+    kv_heads, head_dim = rng.choice((1, 2)), rng.choice((8, 64, 64, 72, 128, 128, 256))
+    rows = rng.choice(LENGTHS)
+    keys = rows if rng.random() < 0.6 else rng.choice(LENGTHS)
+    dtype = rng.choice((torch.float16, torch.float16, torch.bfloat16, torch.float32))
+    layouts = (as_it_is, as_it_is, as_it_is, rows_before_heads, part_of_more, misaligned, columns_apart)
+    assert set(layouts) <= set(LAYOUTS)
+    batch, group = rng.choice((1, 2)), rng.choice((1, 3))
+    shapes = [(batch, heads, n, head_dim) for heads, n in ((kv_heads * group, rows), *[(kv_heads, keys)] * 2)]
+    tensors = (rng.choice(layouts)(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+    tensors = tuple(x.as_subclass(OnGpu) if on_gpu else x for x in tensors)
+    return tensors, {
+        "causal": rng.random() < 0.5,
+        "window": rng.choice(WINDOWS),
+        "sm_scale": rng.choice((None, 0.3, -0.3)),
+        "return_lse": rng.random() < 0.5,
+        "deterministic": rng.random() < 0.2,
+        "impl": rng.choice((None, None, None, "hopper", "triton", "reference")),
+    }
+
+
+def launched(name: str, tensors: tuple[torch.Tensor, ...], params):
+    """The launch of a call that a family's `forward` gets; None if it has none."""
+    if name == "reference":
+        assert params.plan is None
+        return None
+    plan = params.plan
+    if plan is None:  # an input is copied first
+        q, k, v = map(readable, tensors)
+        plan = FAMILIES[name].prepare(signature(params, q, k, q, k, v))
+    [launch] = plan.launches.launches
+    return launch
+
+
+def agrees(choice, name: str, launch) -> bool:
+    """Whether a launch is compiled as `explain` says."""
+    config = choice.configuration
+    if name == "reference":
+        return config is None
+    rows, keys = (launch.descriptors[tensor].block[-2] for tensor in ("desc_q", "desc_k"))
+    if name == "hopper":
+        return (64, config.block_n) == (rows, keys) and launch.options["maxnreg"] == config.max_registers
+    constants, options = launch.constants, launch.options
+    return (rows, keys) == (config.block_m, config.block_n) and all(
+        (
+            constants["ORDER"] == config.order,
+            constants["Q_IN_REGISTERS"] == config.q_in_registers,
+            constants["BLOCK_M"] == config.block_m,
+            constants["BLOCK_N"] == config.block_n,
+            constants["NUM_STAGES"] == options["num_stages"] == config.num_stages,
+            options["num_warps"] == config.num_warps,
+            options.get("maxnreg") == config.max_registers,
+        )
+    )
+
+
+def test_what_explain_says_is_what_runs(machine, ran):
+    name, on_gpu = machine
+    rng, seen = random.Random(f"explain {name}"), Counter()
+    for _ in range(DRAWS[name]):
+        tensors, options = draw(rng, on_gpu)
+        call = f"{[(tuple(x.shape), x.stride(), x.dtype) for x in tensors]} {options}"
+        try:
+            choice = explain(*tensors, **options)
+        except ValueError as error:
+            with pytest.raises(ValueError) as raised:
+                attention(*tensors, **options)
+            assert str(raised.value) == str(error) and str(error).startswith("impl: 'hopper' "), call
+            seen["refused"] += 1
+            continue
+        attention(*tensors, **options)
+        kernel, params = ran.pop()
+        assert not ran, call
+        launch = launched(kernel, tensors, params)
+        assert (kernel, params.config, params.window) == (choice.kernel, choice.configuration, choice.window)
+        assert agrees(choice, kernel, launch), f"{call}: {choice}, but {launch}"
+        seen[kernel] += 1
+        if kernel == "triton":
+            seen[params.config.order] += 1
+    expected = {"triton", "reference", "refused", "late", "two loops"} | ({name} & {"hopper"})
+    assert all(seen[what] >= 5 for what in expected), seen
+
+
+@pytest.mark.parametrize("window", [(4095, 0), (127, 0), None], ids=str)
+def test_a_bound_that_no_row_reaches_changes_nothing(window, ran, monkeypatch, fresh_launches):
+    """At D = 64 the fastest order has no form with a left bound, and needs none here."""
+    monkeypatch.setattr(devices, "interpreted", lambda: True)
+    q = torch.zeros(1, 2, 128, 64, dtype=torch.float16)
+    choice = explain(q, q, q, causal=True, window=window, impl="triton")
+    attention(q, q, q, causal=True, window=window, impl="triton")
+    [(kernel, params)] = ran
+    assert choice.configuration == params.config and kernel == "triton"
+    assert launched(kernel, (q, q, q), params).constants["ORDER"] == choice.configuration.order == "late"
+    narrower = explain(q, q, q, causal=True, window=(126, 0), impl="triton")
+    assert narrower.configuration.order == "two loops"
+
+
+def test_a_launch_that_differs_is_noticed(ran, monkeypatch, fresh_launches):
+    """What `explain` used to say of this call: the configuration for the window as it was given."""
+    monkeypatch.setattr(devices, "interpreted", lambda: True)
+    q = torch.zeros(1, 2, 128, 64, dtype=torch.float16)
+    attention(q, q, q, window=(4095, 0), impl="triton")
+    [(kernel, params)] = ran
+    wrong = explain(q, q, q, window=(126, 0), impl="triton")
+    assert not agrees(wrong, kernel, launched(kernel, (q, q, q), params))

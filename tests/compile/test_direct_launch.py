@@ -1,0 +1,172 @@
+"""The package's kernels, compiled for sm_90 by Triton as at their first call, and launched both ways: the
+short way gives the driver what Triton's way gives it. The driver only writes down what it gets."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import families
+import pytest
+import torch
+import triton
+from fake_driver import STREAM, cuda  # noqa: F401  (a fixture)
+from triton import knobs
+
+from attnlib.kernels import hopper, portable
+from attnlib.kernels.common import device, direct
+from attnlib.kernels.common.launcher import Launch, Launches
+from attnlib.params import MaskWindow, Params, Varlen
+
+pytestmark = pytest.mark.skipif(
+    not triton.__version__.startswith(direct.TRITON), reason="the launcher of another Triton"
+)
+CAUSAL, LEFT = MaskWindow(None, 0), MaskWindow(30, 7)
+SIZES = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8}
+
+
+def sizes_of(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel, as the assembler is told."""
+    entry = re.search(r"\.visible \.entry \w+\((.*?)\)", ptx, flags=re.S)[1]
+    found = re.findall(r"\.param(?: \.align \d+)? \.(\w+)[^\[,\n]*(?:\[(\d+)\])?", entry)
+    return [SIZES[kind] * int(count or 1) for kind, count in found]
+
+
+@pytest.fixture
+def sm_90(cuda, monkeypatch):
+    """A fake GPU that knows the parameters of the kernels that Triton loads."""
+
+    def read(module, function, name, files, hash) -> None:
+        [ptx] = [path for path in files.values() if str(path).endswith(".ptx")]
+        cuda.sizes = sizes_of(Path(ptx).read_text())
+
+    families.forget_launches()
+    knobs.runtime.kernel_load_start_hook.add(read)
+    monkeypatch.setattr(device, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(device, "num_sms", lambda index: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # where the tensors are
+    monkeypatch.setattr(hopper.launch, "_counter", lambda index: torch.zeros(1, dtype=torch.int32))
+    yield cuda
+    knobs.runtime.kernel_load_start_hook.remove(read)
+    families.forget_launches()
+
+
+def batch(rows: int, keys: int, head_dim: int, dtype=torch.float16):
+    """(q, k, v, params)."""
+    q = torch.zeros(2, 4, rows, head_dim, dtype=dtype)
+    k, v = torch.zeros(2, 2, 2, keys, head_dim, dtype=dtype)
+    return q, k, v, Params(CAUSAL, head_dim**-0.5, return_lse=True)
+
+
+def varlen(rows: int, keys: int, head_dim: int):
+    """The same of two sequences, one after the other."""
+    q = torch.zeros(rows, 4, head_dim, dtype=torch.float16)
+    k, v = torch.zeros(2, keys, 2, head_dim, dtype=torch.float16)
+    ends = [torch.tensor([0, 50, n], dtype=torch.int32) for n in (rows, keys)]
+    return q, k, v, Params(LEFT, -0.1, Varlen(*ends, rows - 50, keys - 50), return_lse=True)
+
+
+CALLS = {
+    "batch": (batch, 64, {}),
+    "float32": (batch, 64, {"dtype": torch.float32}),
+    "varlen": (varlen, 128, {}),
+}
+FAMILIES = {"portable": portable, "hopper": hopper}
+CASES = [
+    (family, direction, call)
+    for family in FAMILIES
+    for direction in ("forward", "backward")
+    for call in CALLS
+    if (family, call) != ("hopper", "float32")
+]
+
+
+@pytest.fixture
+def triton_way(monkeypatch):
+    """The launches that go Triton's way."""
+    found, through_triton = [], Launch.through_triton
+
+    def counting(launch, tensors):
+        found.append(launch.kernel)
+        return through_triton(launch, tensors)
+
+    monkeypatch.setattr(Launch, "through_triton", counting)
+    return found
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """(launches, tensors) of each call, so that it can be repeated with the same memory."""
+    found, call = [], Launches.__call__
+
+    def recording(launches, *tensors):
+        found.append((launches, tensors))
+        call(launches, *tensors)
+
+    monkeypatch.setattr(Launches, "__call__", recording)
+    return found
+
+
+def run(family, direction: str, q, k, v, params: Params) -> None:
+    if direction == "forward":
+        families.forward(family, q, k, v, params)
+    else:
+        lse = torch.zeros(q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0]))
+        families.backward(family, q, q, k, v, q, lse, params)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_both_ways_give_the_driver_the_same(case, sm_90, triton_way, called):
+    """The first call of a kind goes Triton's way, the second the short way; so does the first of another
+    signature of this kind, which a profiler then sends Triton's way for comparison."""
+    family, direction, call = case
+    family, (make, head_dim, options) = FAMILIES[family], CALLS[call]
+
+    def reached() -> list[dict]:
+        found = sm_90.driver.launches()
+        assert all(made.stream == STREAM and made.attributes == 0 for made in found)
+        return [made.described() for made in found]
+
+    run(family, direction, *make(100, 130, head_dim, **options))
+    expected, compiled = reached(), list(triton_way)
+    assert len(compiled) == len(expected) >= (1 if direction == "forward" else 3)
+    [(launches, tensors)] = called
+    launches(*tensors)
+    assert reached() == expected
+    assert triton_way == compiled, "the second call went Triton's way"
+
+    run(family, direction, *make(90, 170, head_dim, **options))
+    found = reached()
+    assert found != expected and triton_way == compiled, "a known kind went Triton's way"
+    launches, tensors = called[-1]
+    knobs.runtime.launch_enter_hook.add(_listen)
+    try:
+        launches(*tensors)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(_listen)
+    assert reached() == found and triton_way == compiled * 2
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_no_number_is_compiled_in(case, sm_90, monkeypatch):
+    """A kernel that was compiled for one signature runs others: Triton must not look at numbers whether they
+    are 1 or multiples of 16, nor take them for more than 32 bits."""
+    family, direction, call = case
+    family, (make, head_dim, options), found = FAMILIES[family], CALLS[call], []
+    monkeypatch.setattr(Launches, "__call__", lambda launches, *tensors: found.append(launches))
+    run(family, direction, *make(100, 130, head_dim, **options))
+    for launch in found[0].launches:
+        module, _, name = launch.kernel.rpartition(".")
+        kernel = getattr(importlib.import_module(module), name)
+        params = {param.name: param for param in kernel.params}
+        assert {*launch.descriptors, *launch.pointers, *launch.scalars, *launch.constants} == set(params)
+        assert all(params[name].is_constexpr == (name in launch.constants) for name in params)
+        for name, value in launch.scalars.items():
+            general = params[name].do_not_specialize or isinstance(value, float)
+            assert general, f"{launch.kernel}: {name} is specialized"
+            assert value is None or isinstance(value, float) or -(2**31) <= value < 2**31
+
+
+def _listen(metadata) -> None:
+    pass
