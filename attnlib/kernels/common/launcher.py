@@ -187,8 +187,8 @@ def through_triton() -> Iterator[None]:
 
 @contextmanager
 def replaced(kernel: str, function: Any) -> Iterator[None]:
-    """What is prepared within it runs `function`, compiled apart, in the place of a kernel that a `Launch` names:
-    for ablations. What was prepared before stays as it is."""
+    """What is prepared within it runs `function`, compiled apart, in the place of a kernel that a `Launch`
+    names: for ablations. What was prepared before stays as it is."""
     global _compiled
     module, _, name = kernel.rpartition(".")
     owner, before = importlib.import_module(module), _compiled
