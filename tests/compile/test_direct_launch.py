@@ -162,6 +162,8 @@ def test_no_number_is_compiled_in(case, sm_90, monkeypatch):
         params = {param.name: param for param in kernel.params}
         assert {*launch.descriptors, *launch.pointers, *launch.scalars, *launch.constants} == set(params)
         assert all(params[name].is_constexpr == (name in launch.constants) for name in params)
+        for name, part in launch.pointers.items():  # those that a caller gives lie where he likes
+            assert part.name not in ("cu_q", "cu_k") or params[name].do_not_specialize_on_alignment, name
         for name, value in launch.scalars.items():
             general = params[name].do_not_specialize or isinstance(value, float)
             assert general, f"{launch.kernel}: {name} is specialized"

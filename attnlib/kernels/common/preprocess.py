@@ -11,7 +11,9 @@ LSE2 = tl.constexpr(0)  # places in rows_ptr
 DELTA = tl.constexpr(1)
 
 
-@triton.jit(do_not_specialize=["S_q", "T_q", "H", "B", "padded"])
+@triton.jit(
+    do_not_specialize=["S_q", "T_q", "H", "B", "padded"], do_not_specialize_on_alignment=["lse_ptr", "cu_q"]
+)
 def attention_backward_preprocess(
     desc_o, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D)
     lse_ptr,  # (B, H, S_q), or varlen (H, T_q); natural logarithm

@@ -90,7 +90,10 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, 
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H_kv", "right", "left"])
+@triton.jit(
+    do_not_specialize=["S_q", "S_k", "H_kv", "right", "left"],
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def attention_backward_dkdv(
     desc_q, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D)
     desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D), or varlen (T_k, H_kv, D)
@@ -200,7 +203,10 @@ def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
     return b_dq
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H", "right", "left"])
+@triton.jit(
+    do_not_specialize=["S_q", "S_k", "H", "right", "left"],
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def attention_backward_dq(
     desc_q, desc_do, desc_dq,  # (B, H, S_q, D), or varlen (T_q, H, D)
     desc_k, desc_v,  # (B, H_kv, S_k, D), or varlen (T_k, H_kv, D)
