@@ -5,10 +5,9 @@ A family of exact attention is a module with
     unsupported(q, k, v, params, backward)    what it needs and the call does not have; None if it has all
     slower(q, k, params, backward)            why another one is faster for the call; None if none is
     configuration(q, k, params, backward)     how its kernels are compiled and launched for the call
-    prepare(call, backward)                   the launches of all calls with this signature; None if there
-                                              are none, or an input has to be copied first
-    forward(q, k, v, params)                  (out, lse)
-    backward(d_out, q, k, v, out, lse, params)    (dq, dk, dv)
+    prepare(call, backward)                   the launches of all calls with this signature, or None
+    forward(q, k, v, params)                              (out, lse)
+    backward(d_out, q, k, v, out, lse, params)            (dq, dk, dv)
     FITS                                      why it runs a call, if it is the first that can
 
 on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, whose `config` is what

@@ -61,6 +61,3 @@ def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     if head_dim < 1 or width not in _CHOSEN:
         raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
     return _CHOSEN[width]
-
-
-MAX_HEAD_DIM = max(_CHOSEN)

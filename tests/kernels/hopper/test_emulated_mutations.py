@@ -239,7 +239,7 @@ MUTATIONS = [
          ('named_barrier("sync", DS_FREE + slot, 256)', "pass")),
     wide("dS is released before dQ is done", f"{OVERWRITTEN}|{READING}",
          without('            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n',
-                 "", "            # Behind"),
+                 "", "            # The condition"),
          ("            dq = warpgroup_mma_wait(0, deps=(dq,))",
           '            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n'
           "            dq = warpgroup_mma_wait(0, deps=(dq,))")),
