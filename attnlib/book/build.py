@@ -1,9 +1,9 @@
-"""The book's workshop: execute the notebooks, write the figures and README's table, check what is committed.
+"""The book's workshop: execute the notebooks, write the figures and README's tables, check what is committed.
 
 python -m attnlib.book run [03 ...]      execute in place on a CUDA GPU: measure, rewrite outputs, records
 python -m attnlib.book replay [03 ...]   execute copies in build/notebooks, measurements replayed
 python -m attnlib.book figures           NAME.svg and NAME.pdf of each published figure, with nbconvert
-python -m attnlib.book readme            the table between README's ladder markers, from the records
+python -m attnlib.book readme            the tables between README's markers, from the records
 python -m attnlib.book check             notebook hygiene, and README against the records
 """
 
@@ -20,9 +20,8 @@ from attnlib.book import hygiene
 
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
-MARKERS = ("<!-- ladder -->", "<!-- /ladder -->")
-LADDER = ("19_record", "ladder")
-"""Notebook and table of the record that README shows."""
+LADDER, HOST = ("19_record", "ladder"), ("host_time", "backward")
+"""Records and tables that README shows."""
 
 
 def chapters(folder: Path, names: Sequence[str] = ()) -> list[Path]:
@@ -155,32 +154,52 @@ def ladder_table() -> str:
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
 
-def with_ladder(text: str) -> str:
-    """README's text with the present table between its markers; ValueError if there is not one of each."""
-    start, end = MARKERS
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"README: expected {start} and then {end}, once each")
-    pattern = re.escape(start) + r".*?" + re.escape(end)
-    return re.sub(pattern, lambda _: f"{start}\n{ladder_table()}\n{end}", text, flags=re.DOTALL)
+def host_table() -> str:
+    """README's table of what the host adds to a backward pass, from the record of `tests/gpu/time_host.py`."""
+    from attnlib.bench import records, tables
+
+    table = records.load(*HOST, gpu=records.REFERENCE_GPU)
+    columns = {
+        "call": "Backward pass through autograd, bf16", "kernels_us": "kernels alone, µs",
+        "attnlib_us": "attnlib, µs", "cudnn_us": "cuDNN, µs", "of_cudnn": "attnlib / cuDNN",
+    }  # fmt: skip
+    forms = {key: ".2f" if key == "of_cudnn" else ".0f" for key in columns if key != "call"}
+    return f"{tables.markdown(table.rows, columns, formats=forms)}\n\n*{table.gpu}, {table.date}*"
+
+
+SECTIONS = {"ladder": ladder_table, "host": host_table}
+"""What README shows between `<!-- name -->` and `<!-- /name -->`."""
+
+
+def with_sections(text: str) -> str:
+    """README's text with the present tables between their markers; ValueError unless there is one of each."""
+    for name, make in SECTIONS.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+            raise ValueError(f"README: expected {start} and then {end}, once each")
+        table = make()
+        pattern = re.escape(start) + r".*?" + re.escape(end)
+        text = re.sub(pattern, lambda _: f"{start}\n{table}\n{end}", text, flags=re.DOTALL)  # noqa: B023
+    return text
 
 
 def readme(path: Path = README) -> bool:
-    """Rewrite the table of README from the records; True if it was different."""
+    """Rewrite the tables of README from the records; True if one was different."""
     old = path.read_text(encoding="utf-8")
-    new = with_ladder(old)
+    new = with_sections(old)
     if new != old:
         path.write_text(new, encoding="utf-8")
     return new != old
 
 
 def check(names: Sequence[str] = (), folder: Path = NOTEBOOKS, path: Path = README) -> list[str]:
-    """What is wrong with the notebooks and README's table, one line each; empty if nothing is."""
+    """What is wrong with the notebooks and README's tables, one line each; empty if nothing is."""
     problems = [str(problem) for notebook in chapters(folder, names) for problem in hygiene.check(notebook)]
     if not names and path.exists():
         try:
             old = path.read_text(encoding="utf-8")
-            if with_ladder(old) != old:
-                problems.append("README: its table differs from the records: python -m attnlib.book readme")
+            if with_sections(old) != old:
+                problems.append("README: a table differs from the records: python -m attnlib.book readme")
         except (ValueError, LookupError) as error:
             problems.append(f"README: {error}")
     return problems

@@ -449,4 +449,4 @@ def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
 @pytest.mark.parametrize("text", ["", "<!-- ladder -->", "<!-- /ladder --><!-- ladder -->"])
 def test_readme_needs_its_markers(record, text):
     with pytest.raises(ValueError, match="README: expected <!-- ladder -->"):
-        build.with_ladder(text)
+        build.with_sections(text)

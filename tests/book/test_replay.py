@@ -168,7 +168,7 @@ def test_committed_and_replayed_outputs_have_the_same_figures(name, replayed):
 
 def test_readme_shows_the_table_of_the_records():
     text = build.README.read_text(encoding="utf-8")
-    assert build.with_ladder(text) == text, "python -m attnlib.book readme"
+    assert build.with_sections(text) == text, "python -m attnlib.book readme"
 
 
 def test_readme_shows_figures_that_exist():
