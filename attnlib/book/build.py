@@ -145,8 +145,7 @@ def published(notebook: Path) -> dict[str, bytes]:
 
 
 def ladder_table() -> str:
-    """README's table: the ladder of the last record, causal fp16 at the task's shapes, with its
-    provenance."""
+    """README's ladder: that of the last record, causal fp16 at the task's shapes, with its provenance."""
     from attnlib.bench import ladder, records, tables
 
     table = records.load(*LADDER, gpu=records.REFERENCE_GPU)
@@ -155,7 +154,7 @@ def ladder_table() -> str:
 
 
 def host_table() -> str:
-    """README's table of what the host adds to a backward pass, from the record of `tests/gpu/time_host.py`."""
+    """README's table of host time: backward passes in the record of `tests/gpu/time_host.py`."""
     from attnlib.bench import records, tables
 
     table = records.load(*HOST, gpu=records.REFERENCE_GPU)
