@@ -69,7 +69,7 @@ class Oracle:
         oracle = Oracle(q, k, v, causal=True)
         oracle.judge(attention(q, k, v, causal=True)).raise_if_bad("my kernel")
 
-    With cu_seqlens=(cu_seqlens_q, cu_seqlens_k) the input is packed sequences, see `attention_varlen_fp64`.
+    With cu_seqlens=(cu_seqlens_q, cu_seqlens_k) the input is varlen sequences, see `attention_varlen_fp64`.
 
     Attributes: `out` (B, H, Sq, D) and `lse` (B, H, Sq) in fp64, or (Tq, H, D) and (H, Tq), `budget`,
     `lse_tolerance` (absolute).

@@ -263,7 +263,7 @@ def sliding_window(device, monkeypatch) -> str:
     return "yes"
 
 
-@row("packed sequences of different lengths")
+@row("varlen: sequences of different lengths in one call")
 def packed_sequences(device) -> str:
     lengths = [0, 7, 30, 1]
     q, k, v = (x[0].transpose(0, 1) for x in make_inputs(Shape(1, 2, sum(lengths), 16), device=device))

@@ -413,7 +413,7 @@ def test_an_unknown_notebook_is_a_wrong_call(executed, capsys):
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """A record of the last chapter with one step and one peer."""
+    """A record of the last chapter with one step and one peer, and one of host times with one call."""
     shape = {"batch": 4, "heads": 32, "seqlen": 4096, "head_dim": 64, "causal": True, "dtype": "float16"}
     rows = [
         {"impl": impl, **shape, "status": "ok", "ms": 100 / t, "tflops": t, "max_error": 1e-3}
@@ -423,16 +423,29 @@ def record(tmp_path, monkeypatch):
     path = tmp_path / records.REFERENCE_GPU / "19_record.json"
     path.parent.mkdir()
     path.write_text(json.dumps(head | {"notebook": "19_record", "tables": {"ladder": {"rows": rows}}}))
+    call = {
+        "call": "backward 2x16x300x64",
+        "kernels_us": 23.4,
+        "attnlib_us": 106.2,
+        "cudnn_us": 89.6,
+        "of_cudnn": 1.18,
+    }
+    host = head | {"notebook": "host_time", "tables": {"backward": {"rows": [call]}}}
+    (path.parent / "host_time.json").write_text(json.dumps(host))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
 
 def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- ladder -->\nold\n<!-- /ladder -->\nafter\n")
+    readme.write_text(
+        "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- host -->\nold\n<!-- /host -->\nafter\n"
+    )
     assert build.readme(readme) and not build.readme(readme)
     text = readme.read_text()
-    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /ladder -->\nafter\n")
+    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /host -->\nafter\n")
+    assert "<!-- /ladder -->\nbetween\n<!-- host -->\n| " in text
+    assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
     assert (
         re.search(r"\| 08 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
         and "*NVIDIA H200, 2026-11-21*" in text
@@ -442,8 +455,8 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->")
-    assert any("README: its table differs" in p for p in build.check(folder=executed[1], path=readme))
+    readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n<!-- host -->\n<!-- /host -->")
+    assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 
 
 @pytest.mark.parametrize("text", ["", "<!-- ladder -->", "<!-- /ladder --><!-- ladder -->"])

@@ -46,7 +46,7 @@ def sm_90(cuda, monkeypatch):
     monkeypatch.setattr(device, "capability", lambda index: (9, 0))
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # where the tensors are
-    monkeypatch.setattr(hopper.launch, "_counter", lambda index: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(hopper.launch, "counter", lambda index: torch.zeros(1, dtype=torch.int32))
     yield cuda
     knobs.runtime.kernel_load_start_hook.remove(read)
     families.forget_launches()
