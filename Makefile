@@ -45,7 +45,8 @@ book: $(READY)  ## execute the notebooks (GPU: measure, else replay), write the 
 	    $(MAKE) replay figures html; fi
 	@echo; echo "The book: build/html/index.html"
 
-PARTS := lint hygiene unit compile redraw docs site
+# `site` builds the book, warnings as errors, and checks it.
+PARTS := lint hygiene unit compile redraw site
 
 test: $(READY)  ## every check; GPU tests too where a CUDA GPU is
 	@part=0; for name in $(PARTS); do \
@@ -133,8 +134,8 @@ hygiene: $(READY)  ## notebooks: execution order, errors, size, ids, paths; READ
 
 # Files of tests at a time: two, up to four where there are cores for them.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
-# Tests that time a launch want a GPU for themselves.
-side_by_side = $$($(can_measure) || echo "-n $(JOBS) --dist loadfile")
+# Tests that time a launch want a GPU for themselves. In their own order the long files do not come last and alone.
+side_by_side = $$($(can_measure) || echo "-n $(JOBS) --dist loadfile --no-loadscope-reorder")
 
 unit: $(READY)  ## the tests: on the GPU where there is one, else in Triton's interpreter
 	$(call say,tests)
