@@ -1,20 +1,19 @@
 """Launch the Hopper backward kernel, what goes before it, and what makes dQ of its sums."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from attnlib.kernels.common.descriptors import Made, Window, describable, given, made_like, readable
+from attnlib.kernels.common.backward_plan import TENSORS, BackwardPlan, gradients_like, run
+from attnlib.kernels.common.descriptors import Window, given
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
-from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, signature
+from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
 from attnlib.kernels.hopper.support import HALF
 from attnlib.params import Params
 
-TENSORS = "d_out q k v out lse buffer dq dk dv cu_q cu_k".split()
 KERNEL = "attnlib.kernels.hopper.backward_kernel.attention_backward_hopper"
 WIDE_KERNEL = "attnlib.kernels.hopper.backward_wide_kernel.attention_backward_hopper_wide"
 POSTPROCESS = "attnlib.kernels.hopper.postprocess.attention_backward_postprocess"
@@ -40,43 +39,17 @@ def backward(
     if index != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(index):
             return backward(d_out, q, k, v, out, lse, params)
-    plan = params.plan
-    if plan is None:
-        tensors = d_out, q, k, v, out
-        if not all(map(describable, tensors)):
-            d_out, q, k, v, out = map(readable, tensors)
-            return backward(d_out, q, k, v, out, lse, params)
-        plan = prepare(signature(params, q, k, *tensors))
-    dq, dk, dv = plan.dq.like(q), plan.dk.like(k), plan.dv.like(v)
-    buffer = torch.empty(plan.elements, dtype=torch.float32, device=q.device)
-    cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
-    plan.launches(d_out, q, k, v, out, lse, buffer, dq, dk, dv, cu_q, cu_k)
-    return dq, dk, dv
-
-
-class Plan(NamedTuple):
-    """The launches of a call, the elements of the buffer that they share, and the layouts of the
-    gradients."""
-
-    launches: Launches
-    elements: int
-    dq: Made
-    dk: Made
-    dv: Made
+    return run(prepare, (d_out, q, k, v, out), lse, params)
 
 
 @lru_cache(PREPARED)
-def prepare(call: Signature) -> Plan | None:
+def prepare(call: Signature) -> BackwardPlan | None:
     """None if an input has to be copied."""
     windows = given(call, call.q, call.q, call.k, call.k, call.q)
     if windows is None:
         return None
     d_out, q, k, v, out = windows
-    _, q_strides, k_strides, v_strides, _ = call.strides
-    dq, dk, dv = (
-        made_like(call, shape, strides)
-        for shape, strides in ((call.q, q_strides), (call.k, k_strides), (call.k, v_strides))
-    )
+    dq, dk, dv = gradients_like(call)
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
     width = tile_width(call.head_dim)
@@ -118,7 +91,7 @@ def prepare(call: Signature) -> Plan | None:
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, _postprocess(call, dq.window, first, width)]
-    return Plan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
+    return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
 def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], varlen: bool):

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import Made, Window, describable, given, made_like, readable
+from attnlib.kernels.common.backward_plan import TENSORS, BackwardPlan, gradients_like, run
+from attnlib.kernels.common.descriptors import Made, Window, given
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
-from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
+from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.portable.configs_backward import BackwardConfig, Tile
 from attnlib.params import Params
 
-TENSORS = "d_out q k v out lse buffer none dq dk dv cu_q cu_k".split()
 DKDV = "attnlib.kernels.portable.backward_kernels.attention_backward_dkdv"
 DQ = "attnlib.kernels.portable.backward_kernels.attention_backward_dq"
 
@@ -43,29 +43,7 @@ def backward(
     if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(q.get_device()):
             return backward(d_out, q, k, v, out, lse, params)
-    plan = params.plan
-    if plan is None:
-        tensors = d_out, q, k, v, out
-        if not all(map(describable, tensors)):
-            d_out, q, k, v, out = map(readable, tensors)
-            return backward(d_out, q, k, v, out, lse, params)
-        plan = prepare(signature(params, q, k, *tensors))
-    dq, dk, dv = plan.dq.like(q), plan.dk.like(k), plan.dv.like(v)
-    buffer = torch.empty(plan.elements, dtype=torch.float32, device=q.device)
-    cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
-    plan.launches(d_out, q, k, v, out, lse, buffer, None, dq, dk, dv, cu_q, cu_k)
-    return dq, dk, dv
-
-
-class Plan(NamedTuple):
-    """The launches of a call, the elements of the buffer that they share, and the layouts of its
-    gradients."""
-
-    launches: Launches
-    elements: int
-    dq: Made
-    dk: Made
-    dv: Made
+    return run(prepare, (d_out, q, k, v, out), lse, params)
 
 
 class Windows(NamedTuple):
@@ -79,17 +57,13 @@ class Windows(NamedTuple):
 
 
 @lru_cache(PREPARED)
-def prepare(call: Signature) -> Plan | None:
+def prepare(call: Signature) -> BackwardPlan | None:
     """None if an input has to be copied."""
     found = given(call, call.q, call.q, call.k, call.k, call.q)
     if found is None:
         return None
     at = Windows(*found)
-    _, q_strides, k_strides, v_strides, _ = call.strides
-    dq, dk, dv = (
-        made_like(call, shape, strides)
-        for shape, strides in ((call.q, q_strides), (call.k, k_strides), (call.k, v_strides))
-    )
+    dq, dk, dv = gradients_like(call)
     B, _, H_kv, S_q, S_k = call.dimensions()
     first = preprocess(call, at.d_out, at.out, padding_of(call.config))
     if max(first.launch.grid[0], first.padded, B * H_kv * S_k // 16, S_k) >= LIMIT:
@@ -100,7 +74,7 @@ def prepare(call: Signature) -> Plan | None:
     launches = [
         first.launch, *_dkdv_launches(call, at, dk, dv, first), _dq_launch(call, at, dq, first)
     ]  # fmt: skip
-    return Plan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
+    return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
 def padding_of(config: BackwardConfig) -> int:
