@@ -65,6 +65,15 @@ _FLOAT32 = {
 }
 
 
+def checked_width(head_dim: int, dtype: str) -> int:
+    """The tiles' width for a head dimension; ValueError unless the kernels know both."""
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ValueError(f"dtype: expected 'float16', 'bfloat16' or 'float32', got {dtype!r}")
+    return tile_width(head_dim)
+
+
 def forward_config(
     head_dim: int, dtype: str = "float16", arch: tuple[int, int] | None = (9, 0), keys: int = 1 << 30
 ) -> ForwardConfig:
@@ -79,11 +88,7 @@ def forward_config(
     Raises:
         ValueError: `head_dim` or `dtype` out of range.
     """
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise ValueError(f"dtype: expected 'float16', 'bfloat16' or 'float32', got {dtype!r}")
-    width = tile_width(head_dim)
+    width = checked_width(head_dim, dtype)
     if dtype == "float32":
         return _FLOAT32[width]
     if arch is None or arch[0] == 9:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.portable.configs import checked_width
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,7 @@ def backward_config(
     Raises:
         ValueError: `head_dim` or `dtype` out of range.
     """
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise ValueError(f"dtype: expected 'float16', 'bfloat16' or 'float32', got {dtype!r}")
-    width = tile_width(head_dim)
+    width = checked_width(head_dim, dtype)
     if dtype == "float32":
         return _FLOAT32[width]
     return (_HOPPER if arch is None or arch[0] == 9 else _PORTABLE)[width]
