@@ -42,3 +42,6 @@ BOOK = Setting("book", rounds=7)
 
 SWEEP = Setting("sweep", rounds=3)
 """Of sweeps over many shapes: the same windows, fewer of them."""
+
+WINDOW = Setting("window", rounds=1)
+"""One window, for a caller that makes rounds of its own."""

@@ -16,7 +16,6 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.backward import FLOPS  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
-from attnlib.bench.setting import BOOK  # noqa: E402
+from attnlib.bench.setting import WINDOW  # noqa: E402
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
 LAUNCHERS = dict.fromkeys(("hopper", "triton"), (dispatch.forward, dispatch.backward))
@@ -40,8 +39,6 @@ HEADS = {64: 32, 128: 16, 256: 8}
 """Head dimension -> heads, as in the shapes of the task."""
 TOKENS = 16384
 WIDTHS = 128, 256, 512, 1024, 2048, 4096, 8192
-WINDOW = replace(BOOK, rounds=1)
-"""Of one round, in which every call has one."""
 
 
 class Case(NamedTuple):
