@@ -21,19 +21,21 @@ from unittest import mock
 import numpy as np
 import torch
 
-from attnlib.api import attention
+from attnlib import api
 from attnlib.bench import harness, records, sources
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.bench.stamps import Span, Stamped, after, before, stamped
+from attnlib.bench.stamps import CLOCKS, Span, Stamped, after, before, stamped
 from attnlib.kernels.common import launcher
 
 __all__ = [
+    "CLOCKS",
     "Span",
     "Timeline",
     "after",
     "before",
     "clocks",
+    "cost",
     "method",
     "of_package",
     "of_step",
@@ -138,7 +140,12 @@ def of_package(kernel: str, spans: Sequence[Span], tiles: range) -> Timeline:
     copy = stamped(inspect.getsource(importlib.import_module(module)), spans, tiles)
     if copy.kernel != name:
         raise ValueError(f"kernel: expected the one that reaches all spans, {copy.kernel}, got {name}")
-    return Timeline(sources.load_source(f"{name}_stamped", copy.source), copy, tiles, attention, kernel)
+    return Timeline(sources.load_source(f"{name}_stamped", copy.source), copy, tiles, _attention, kernel)
+
+
+def _attention(q, k, v, causal=True, sm_scale=None, **options) -> torch.Tensor:
+    """The package's, with a chapter's arguments."""
+    return api.attention(q, k, v, causal=causal, sm_scale=sm_scale, **options)
 
 
 # ---------------------------------------------------------------- measuring
