@@ -51,3 +51,19 @@ def test_a_tally_counts_each_prediction_once():
     assert predictions.tally(places) == "2 of 5 inside, 2 outside, 1 open"
     places = ["inside", "noise not measured"]
     assert predictions.tally(places) == "1 of 2 inside, 0 outside, 1 noise not measured"
+
+
+def test_a_table_has_a_cell_for_each_prediction():
+    predicted = {"clocks": {64: (0.9, 1.0), 128: (0.9, 1.0)}, "bytes": {128: (2, 3)}}
+    found = {64: {"clocks": 0.95}, 128: {"clocks": 1.2, "bytes": 1.99}}
+    rows, words = predictions.rows_of(predicted, found, 1.02)
+    assert rows == [
+        {"what": "clocks", "D = 64": "0.95 (0.9 to 1): inside", "D = 128": "1.2 (0.9 to 1): above"},
+        {"what": "bytes", "D = 128": "1.99 (2 to 3): open"},
+    ]
+    assert words == ["inside", "above", "open"]
+
+
+def test_what_was_predicted_and_not_found_is_an_error():
+    with pytest.raises(KeyError, match="clocks"):
+        predictions.rows_of({"clocks": {64: (0.9, 1.0)}}, {64: {}}, 1.0)
