@@ -414,8 +414,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                 WG, plan,
             )  # fmt: skip
         if plan.q_columns > 0:
-            # Between the load of Q and the copy that overwrites it. With a product in flight, which would hide
-            # it, ptxas crashes.
+            # Between the load of Q and the copy that overwrites it. Where a product in flight would hide the
+            # fence, after the first Q K^T has begun, ptxas crashes.
             fence_async_shared()
         mbarrier.arrive(mem.q_free.index(WG), count=1)
 
