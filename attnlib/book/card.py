@@ -130,7 +130,7 @@ def _panel(ax: Axes, row: Mapping, before: Mapping | None, color: str) -> None:
     _warps(ax, _NOW, 0.66, waits_of(row))
     if before:
         _warps(ax, _BEFORE, 0.34, waits_of(before))
-    ax.set(xlim=(0, 138), ylim=(_BEFORE + 0.3 if before else _NOW + 0.5, -0.6))
+    ax.set(xlim=(0, 150), ylim=(_BEFORE + 0.3 if before else _NOW + 0.5, -0.6))
     ax.set_xticks([0, 50, 100])
     ax.axvline(100, ymin=0.0, color=COLORS["roof"], lw=0.6, ls=":", zorder=1)
     ax.grid(axis="y", visible=False)

@@ -45,6 +45,7 @@ __all__ = [
     "measure",
     "measure_backward",
     "notebooks_dir",
+    "profile",
     "profile_card",
     "road_chart",
     "say",
