@@ -1,10 +1,11 @@
 """When each warpgroup of a Gluon kernel does what, in clocks of its SM.
 
 A copy of the kernel with stamps (see `stamps`) runs in the kernel's place, and one CTA of the launch writes
-down its clock. The copy is slower than the kernel; `measure` says by how much, in the same table.
+down its clock. The copy is slower than the kernel; `rows` measures by how much, for the same table.
 
-Triton's own profiler, Proton, has stamps too. It keeps a clock for each scope in a ring of the shared memory,
-without the number of the tile, and needs the scopes in the kernel's source.
+Triton's own profiler, Proton, can stamp clocks too. It is not used here: its records have the scope's name
+but not the number of the tile, its scopes must stand in the kernel's source, and it asks for a GPU before it
+compiles, so that neither the emulator nor a compiler for sm_90 could check the copy.
 """
 
 from __future__ import annotations
