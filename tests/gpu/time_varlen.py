@@ -4,8 +4,8 @@
     python tests/gpu/time_varlen.py --dims 128  one head dimension
 
 fp16, causal but where it says dense. A time is the median over shuffled rounds of calls with a cold L2; a
-batch and the same rows as varlen sequences are in the same rounds. Before it is taken the call is judged against fp64: the last
-head of its last sequence, forward and gradients. Nothing wrong is timed.
+batch and the same rows as varlen sequences are in the same rounds. Before it is taken the call is judged
+against fp64: the last head of its last sequence, forward and gradients. Nothing wrong is timed.
 Status 0 when all calls were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
