@@ -47,7 +47,7 @@ def road_chart(table: object, direction: str = "forward") -> Figure:
         ax.set_title(title, fontsize=7)
         ax.set(xscale=scale, ylim=(max(at.values()) + 0.6, -0.6))
         if scale == "log":
-            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.xaxis.set_major_locator(LogLocator(numticks=4))
             ax.xaxis.set_major_formatter(PLAIN)
             ax.xaxis.set_minor_formatter(NullFormatter())
         else:
