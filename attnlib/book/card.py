@@ -54,9 +54,6 @@ DATA += ("l2_hit_pct", "occupancy_pct", "registers", "instructions_per_score")
 SHOWN = 0.11
 """A part of the lower bar has its percentage in it from this share on."""
 
-_ROOM = 7
-"""Width of a character of a value, in percent of the scale, some space included."""
-
 _NOW, _BEFORE = 8.35, 9.1  # heights of the two bars of warps, under those of the units
 
 
@@ -126,7 +123,7 @@ def _panel(ax: Axes, row: Mapping, before: Mapping | None, color: str) -> None:
         end = row[unit]
         if unit in changes:
             ax.plot([before[unit]] * 2, [y - 0.42, y + 0.42], color="#111111", lw=1.1, zorder=4)
-            if before[unit] < end + _ROOM * len(text):  # no room for the text between the bar and the mark
+            if before[unit] < end + 6 * len(text) + 9:  # no room for the text between the bar and the mark
                 end = max(end, before[unit])
         weight = "bold" if unit == most else "normal"
         ax.annotate(text, (end, y), (3, 0), textcoords="offset points", va="center_baseline",

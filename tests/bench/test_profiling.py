@@ -67,8 +67,8 @@ def test_one_launch_gives_the_fields_of_a_row():
     assert row["flops_per_l2_byte"] == pytest.approx(flops / 4e7)
     assert row["stalls"] == pytest.approx({"barrier": 0.5, "wait": 0.375, "selected": 0.125})
     assert list(row["stalls"]) == ["barrier", "wait", "selected"]
-    assert row["kernels"] == [{"name": "flash_forward", "launches": 1, "share": 1.0, "registers": 10,
-                               "shared_bytes": 10, "grid": "(132, 1, 1)", "block": "(128, 1, 1)"}]  # fmt: skip
+    launch = {"registers": 10, "shared_bytes": 10, "grid": "(132, 1, 1)", "block": "(128, 1, 1)"}
+    assert row["kernels"] == [{"name": "flash_forward", "launches": 1, "share": 1.0, **launch}]
 
 
 def test_every_field_of_the_record_is_there():
