@@ -30,6 +30,7 @@ from attnlib.bench.backward import FLOPS as BACKWARD_FLOPS
 from attnlib.bench.counters import NoCounters
 from attnlib.bench.paths import ROOT
 from attnlib.bench.profile_target import BACKWARD
+from attnlib.bench.setting import warming
 from attnlib.bench.shapes import TASK, Shape
 
 RECORD, TABLE = "profile", "counters"
@@ -237,12 +238,16 @@ def profile(
     """A row for each job: impl, the fields of the shape, pass, tool, status and reason as `bench.measure`
     has them, and where the status is "ok" the fields of `counters.fields_of`. A field that was not counted is
     None, and `note` says why.
+    In a process that warms the caches the jobs are compiled, and there are no rows.
 
     `need_counters`: NoCounters instead of rows without them. `keep`: a folder for ncu's own table and the
     notes of the processes. RuntimeError without a GPU."""
     timing.need_gpu()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        if warming():
+            compile_ahead(jobs, folder, COMPILE_SECONDS)
+            return []
         try:
             return with_counters(jobs, folder)
         except NoCounters as error:
