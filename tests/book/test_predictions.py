@@ -1,61 +1,74 @@
-"""The words for predictions: inside, outside, on the border, and what is no prediction at all."""
+"""Predictions: intervals, what lies inside, and what no interval may call a success."""
 
 import math
 
 import pytest
+from attnlib.bench.verdict import ABSENT, TIE, UNKNOWN, Verdict
 
+from attnlib.bench.shapes import TASK
 from attnlib.book import predictions
-from attnlib.book.predictions import judged
 
 
 @pytest.mark.parametrize(
-    ("value", "noise", "word"),
+    ("value", "said"),
+    [(0.9, "below"), (1.0, "inside"), (1.1, "inside"), (1.2, "above"), (None, "not measured"),
+     (math.nan, "not measured")],
+)  # fmt: skip
+def test_where(value, said):
+    assert predictions.where(value, (1.0, 1.1)) == said
+
+
+@pytest.mark.parametrize("interval", [(1.1, 1.0), (math.nan, 1.0)])
+def test_an_interval_has_a_least_and_a_most(interval):
+    with pytest.raises(ValueError, match="interval: expected least and most"):
+        predictions.where(1.0, interval)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "said"),
     [
-        (1.5, 1.0, "as predicted"),
-        (1.0, 1.0, "as predicted"),
-        (2.0, 1.0, "as predicted"),
-        (0.99, 1.0, "below"),
-        (2.01, 1.0, "above"),
-        (0.99, 1.02, "on the border"),
-        (1.01, 1.02, "on the border"),
-        (2.03, 1.02, "on the border"),
-        (1.96, 1.03, "on the border"),
-        (0.97, 1.02, "below"),
-        (2.05, 1.02, "above"),
-        (1.5, 1.02, "as predicted"),
-        (None, 1.0, "not measured"),
-        (math.nan, 1.0, "not measured"),
+        (1.005, 1.01, "tie"),  # though the interval holds it
+        (1.05, 1.01, "inside"),
+        (1.105, 1.01, "inside"),  # within the noise of the interval's end
+        (1.12, 1.01, "above"),
+        (0.9, 1.01, "below"),
+        (1.05, None, "noise not measured"),
+        (None, 1.01, "not measured"),
     ],
 )
-def test_a_value_near_a_border_is_neither_inside_nor_outside(value, noise, word):
-    assert judged("x", 1.0, value, 2.0, noise)["verdict"] == word
+def test_a_ratio_is_judged_with_the_noise_of_its_run(ratio, noise, said):
+    found = Verdict("new", "old", TASK["d64"], ratio, noise, noise, reason="failed")
+    assert predictions.where_ratio(found, (1.0, 1.1)) == said
 
 
-def test_a_row_shows_its_numbers():
-    row = judged("time", 1, 1.26, 1.5, digits=".1f")
-    assert row == {
-        "prediction": "time",
-        "expected": "1.0 to 1.5",
-        "measured": "1.3",
-        "verdict": "as predicted",
+def test_rows_before_and_after():
+    predicted = {
+        ("tensor pipe (%)", 64): (40.0, 50.0),
+        ("tensor pipe (%)", 128): (60, 70),
+        ("L2", 64): (0.5, 0.6),
     }
-    assert judged("length", 49152, 49152, 49152, digits="g")["expected"] == "49152"
-    assert judged("length", 1, None, 2)["measured"] == "–"
+    assert predictions.rows(predicted) == [
+        {"predicted": "tensor pipe (%)", "D = 64": "40 to 50", "D = 128": "60 to 70"},
+        {"predicted": "L2", "D = 64": "0.5 to 0.6", "D = 128": "–"},
+    ]
+    found = {("tensor pipe (%)", 64): 45.0, ("tensor pipe (%)", 128): 71.26, ("L2", 64): None}
+    first, second = predictions.rows(predicted, found)
+    assert first["D = 64"] == "40 to 50: 45, inside" and first["D = 128"] == "60 to 70: 71.3, above"
+    assert second["D = 64"] == "0.5 to 0.6: not measured"
+    assert predictions.tally(predicted, found) == (
+        "Of 3 predictions 1 is inside of its interval, 1 is above it, 1 was not measured"
+    )
 
 
-def test_bad_ranges_are_errors():
-    with pytest.raises(ValueError, match="judged: low: expected at most high"):
-        judged("x", 2, 1, 1)
-    with pytest.raises(ValueError, match="judged: noise: expected a factor of 1 or more, got 0.5"):
-        judged("x", 1, 1, 1, noise=0.5)
-    with pytest.raises(ValueError, match="noise"):
-        judged("x", 1, 1, 1, noise=math.nan)
+def test_the_summary_counts_each_word():
+    words = ["tie", "inside", "inside", "below", "tie", "noise not measured"]
+    assert predictions.summary(words) == (
+        "Of 6 predictions 2 are inside of their interval, 1 is below it, 2 are ties, "
+        "1 has a ratio whose noise was not measured"
+    )
+    assert set(predictions._SAID) >= {TIE, UNKNOWN, ABSENT}
 
 
-def test_show_counts_what_held(capsys):
-    predictions.show([judged("a", 1, 1, 1), judged("b", 1, 3, 2)], "One was bold.")
-    out = capsys.readouterr().out
-    assert "1 of 2 held; the others are in bold. One was bold." in out and "**above**" in out
-    predictions.show([judged("a", 1, 1, 1)], "One was bold.")
-    out = capsys.readouterr().out
-    assert "1 of 1 held." in out and "bold" not in out
+def test_nothing_found_must_be_said():
+    with pytest.raises(KeyError):
+        predictions.rows({("L2", 64): (0.5, 0.6)}, {})
