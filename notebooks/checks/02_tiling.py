@@ -60,5 +60,5 @@ def check_without_waits(answer: Callable[[dict], tuple[str, float]]) -> None:
         row |= {"time_us": 3000.0, "occupancy_pct": 99.0, "l2_hit_pct": 98.0}
         got = answer(row)
         assert got is not None and len(got) == 2, "return two things: the key and the microseconds"
-        assert got[0] == expected[0], f"expected {expected[0]!r}, got {got[0]!r} (hits and occupancy are no units)"
+        assert got[0] == expected[0], f"expected {expected[0]!r}, got {got[0]!r} (hits are no unit)"
         assert abs(got[1] - expected[1]) < 1e-6 * expected[1], f"expected {expected[1]} µs, got {got[1]}"
