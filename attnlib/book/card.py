@@ -78,10 +78,11 @@ def longest_wait(row: Mapping) -> tuple[str, float]:
 
 def first_stall(row: Mapping) -> str:
     """The most frequent wait of warps, by the name that Nsight Compute gives it."""
-    waits = [reason for reason in row.get("stalls") or () if reason not in ("selected", "not_selected")]
+    stalls = row.get("stalls") or {}
+    waits = {reason: share for reason, share in stalls.items() if reason not in ("selected", "not_selected")}
     if not waits:
         raise ValueError(f"row: expected one with stalls, got {row.get('impl')!r} without")
-    return waits[0].replace("_", " ")
+    return max(waits, key=waits.__getitem__).replace("_", " ")
 
 
 def busiest(row: Mapping) -> tuple[str, float]:
@@ -154,7 +155,7 @@ def _panel(ax: Axes, row: Mapping, before: Mapping | None, color: str) -> None:
     _warps(ax, _NOW, 0.66, waits_of(row))
     if before:
         _warps(ax, _BEFORE, 0.34, waits_of(before))
-    ax.set(xlim=(0, 138), ylim=(_BEFORE + 0.3 if before else _NOW + 0.5, -0.6))
+    ax.set(xlim=(0, 150), ylim=(_BEFORE + 0.3 if before else _NOW + 0.5, -0.6))
     ax.set_xticks([0, 50, 100])
     ax.axvline(100, ymin=0.0, color=COLORS["roof"], lw=0.6, ls=":", zorder=1)
     ax.grid(axis="y", visible=False)

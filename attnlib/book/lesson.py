@@ -51,6 +51,7 @@ __all__ = [
     "measure_backward",
     "measure_sustained",
     "notebooks_dir",
+    "profile",
     "profile_card",
     "road_chart",
     "say",

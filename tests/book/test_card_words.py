@@ -6,7 +6,7 @@ from attnlib.book import card
 from attnlib.book.words import by_head_dim
 
 ROW = {"impl": "x", "tensor_pct": 58.0, "xu_pct": 62.0, "issue_pct": None, "occupancy_pct": 99.0}
-ROW["stalls"] = {"selected": 0.3, "not_selected": 0.2, "short_scoreboard": 0.15, "barrier": 0.13}
+ROW["stalls"] = {"selected": 0.3, "not_selected": 0.2, "barrier": 0.13, "short_scoreboard": 0.15}
 ROW["stalls"] |= {"mio_throttle": 0.12, "wait": 0.1}
 
 
