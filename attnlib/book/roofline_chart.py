@@ -14,10 +14,10 @@ from attnlib.book.labels import label_ends, label_points, provenance
 from attnlib.book.palette import COLORS, OURS, WIDE, color_of, label_of, marker_of
 
 COUNTED = {
-    "counted_intensity": ("o", "DRAM bytes, counted"),
-    "l2_intensity": ("D", "L2 bytes, counted (no roof here)"),
+    "counted_intensity": ("o", 7, "DRAM bytes, counted"),
+    "l2_intensity": ("D", 4, "L2 bytes, counted (no roof here)"),
 }
-"""Key of a point -> its hollow mark, and what it stands for."""
+"""Key of a point -> its hollow mark, the size of it, and what it stands for."""
 
 
 def roofline_chart(
@@ -33,9 +33,7 @@ def roofline_chart(
     order.
 
     points: dicts with impl, intensity (FLOP per byte) and tflops, optionally a label ("" for none); points
-    with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none. Beside the
-    intensity of the model's bytes a point may have what the counters say, "counted_intensity" (bytes from
-    DRAM) and "l2_intensity" (bytes from L2): hollow marks on its height, see `lesson.counted_intensities`.
+    with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none.
     measured: a Hardware with the measured ceilings, or {"hbm_gbs": GB/s, "tensor_tflops": TFLOP/s, "mode":
     "burst" or "sustained"}; the chart says the mode, and needs it where a point lies above this roof.
     exp_head_dims: head dimensions whose exponential roof is drawn (see `roofline.exp_roof_tflops`).
@@ -118,17 +116,17 @@ def _name_slope(ax: Axes, gbs: float, text: str) -> None:
 def _counted(ax: Axes, points: Sequence[dict]) -> list[tuple[float, float]]:
     """Hollow marks at the intensities that were counted, joined to their point; returns where they are."""
     places = []
-    for key, (marker, name) in COUNTED.items():
+    for key, (marker, size, name) in COUNTED.items():
         found = [point for point in points if point.get(key)]
         for point in found:
             color = color_of(point.get("impl", "attnlib"))
             x, y = point[key], point["tflops"]
             ax.plot([point["intensity"], x], [y, y], color=color, lw=0.6, ls=":", zorder=2)
-            ax.plot(x, y, marker=marker, mfc="none", mec=color, mew=0.8, ms=7, ls="none", zorder=3)
+            ax.plot(x, y, marker=marker, mfc="none", mec=color, mew=0.8, ms=size, ls="none", zorder=3)
             places.append((x, y))
         if found:
             ax.plot(
-                [], [], marker=marker, mfc="none", mec=COLORS["roof"], mew=0.8, ms=7, ls="none", label=name
+                [], [], marker=marker, mfc="none", mec=COLORS["roof"], mew=0.8, ms=size, ls="none", label=name
             )
     if places:
         ax.plot([], [], marker="o", color=COLORS["roof"], ms=4, ls="none", label="bytes of the model")
