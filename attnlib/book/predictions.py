@@ -3,7 +3,13 @@
 An interval is (least, most). Of a counter it is a factor: its value in this step over the step before.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnlib.bench.verdict import Verdict
 
 Interval = tuple[float, float]
 
@@ -40,6 +46,14 @@ def place(value: float | None, interval: Interval, noise: float | None = None) -
         return ABSENT
     noise = noise or 1.0
     return BELOW if value * noise < least else ABOVE if value / noise > most else INSIDE
+
+
+def judged(found: Verdict, interval: Interval) -> str:
+    """`place` of a speedup within the noise of its run; the verdict's own word where that noise, or a time,
+    was not measured."""
+    if found.ratio is None or found.noise is None:
+        return found.word
+    return place(found.ratio, interval, found.noise)
 
 
 def text(interval: Interval) -> str:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from attnlib.bench.shapes import TASK
+from attnlib.bench.verdict import Verdict
 from attnlib.book import predictions
 
 
@@ -26,6 +28,20 @@ def test_place(value, noise, word):
 def test_place_names_a_reversed_interval():
     with pytest.raises(ValueError, match=r"interval: expected \(least, most\), got \(2, 1\)"):
         predictions.place(1.5, (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        ({"ratio": 1.08, "control": 1.02, "spread": 1.001}, "inside"),
+        ({"ratio": 1.07, "control": 1.02, "spread": 1.001}, "below"),
+        ({"ratio": 1.15}, "noise not measured"),  # an old record has no control row
+        ({"ratio": None, "reason": "not installed"}, "not measured"),
+    ],
+)
+def test_judged_takes_the_noise_of_the_run(found, word):
+    verdict = Verdict("new", "old", TASK["d64"], **found)
+    assert predictions.judged(verdict, (1.10, 1.20)) == word
 
 
 def test_table_has_a_line_for_each_counter():
