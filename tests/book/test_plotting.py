@@ -94,6 +94,7 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
         "samples": plotting.samples_chart(SAMPLES, "time over the shortest median", source=LABEL),
         "cloud": plotting.cloud_chart(cloud, limits={"255 registers": 255}),
         "cloud-shared": plotting.cloud_chart(cloud, x="shared_bytes"),
+        "cloud-accent": plotting.cloud_chart(cloud, accent=("64 rows", lambda row: row["BLOCK_M"] == 64)),
         "tiles": plotting.tile_map({"one loop": tiles, "two loops": tiles}),
         "bars": plotting.bar_chart(
             {"zeros": 760.0, "random": 672.0}, "TFLOP/s", {"datasheet": 989.0}, source=LABEL
@@ -106,7 +107,7 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
 
 CHARTS = [
     *("ladder", "sweep", "sweep-both", "roofline", "error", "samples"),
-    *("cloud", "cloud-shared", "tiles", "bars", "lines"),
+    *("cloud", "cloud-shared", "cloud-accent", "tiles", "bars", "lines"),
 ]
 
 
