@@ -1,87 +1,83 @@
-"""Predictions as intervals: written down before a measurement, shown as a table, held against what came.
+"""Predictions as intervals: shown before anything is measured, and held against what was.
 
-An interval is (least, most). Of a counter it is a factor: its value in this step over the step before.
+A prediction is a name, a head dimension and the interval in which the value is to lie. Its table has a row
+for each name and a column for each head dimension.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from attnlib.bench.verdict import Verdict
+from attnlib.bench import verdict
 
 Interval = tuple[float, float]
+Predicted = Mapping[tuple[str, int], Interval]
+"""(name, head dimension) -> least and most."""
 
-Expected = Mapping[str, Mapping[int, Interval]]
-"""Counter, a field of a profile's row such as "l2_bytes" -> head dimension -> factor to the step before."""
-
-NAMES = {
-    "instructions": "instructions",
-    "fma_instructions": "instructions on the FMA pipe",
-    "alu_instructions": "instructions on the ALU pipe",
-    "xu_instructions": "instructions on the exponential unit",
-    "issue_pct": "share of issue slots",
-    "tensor_pct": "share of the tensor pipe",
-    "xu_pct": "share of the exponential unit",
-    "alu_pct": "share of the ALU pipe",
-    "fma_pct": "share of the FMA pipe",
-    "occupancy_pct": "warps on an SM",
-    "l2_bytes": "bytes through L2",
-    "dram_read_bytes": "bytes read from HBM",
-}
-"""Field -> what a table calls it."""
-
-BELOW, INSIDE, ABOVE = "below", "inside", "above"
-ABSENT = "not measured"
+INSIDE, BELOW, ABOVE = "inside", "below", "above"
 
 
-def place(value: float | None, interval: Interval, noise: float | None = None) -> str:
-    """Where a measured ratio lies against a predicted interval: "below", "inside" or "above"; "not measured"
-    for None. noise widens the interval on both sides: 1.02 is two percent, None is no noise known."""
-    least, most = interval
-    if not least <= most:
-        raise ValueError(f"place: interval: expected (least, most), got {interval!r}")
-    if value is None:
-        return ABSENT
-    noise = noise or 1.0
-    return BELOW if value * noise < least else ABOVE if value / noise > most else INSIDE
+def where(value: float | None, interval: Interval) -> str:
+    """ "inside", "below" or "above" the interval; "not measured" for None and NaN."""
+    low, high = interval
+    if not low <= high:
+        raise ValueError(f"interval: expected least and most, got {interval}")
+    if value is None or math.isnan(value):
+        return verdict.ABSENT
+    return BELOW if value < low else ABOVE if value > high else INSIDE
 
 
-def judged(found: Verdict, interval: Interval) -> str:
-    """`place` of a speedup within the noise of its run; the verdict's own word where that noise, or a time,
-    was not measured."""
-    if found.ratio is None or found.noise is None:
+def where_ratio(found: verdict.Verdict, interval: Interval) -> str:
+    """The same for a measured ratio, with the noise of its run on both sides of the interval. A tie is a tie:
+    it is inside of no interval, and a ratio whose noise is unknown is said to be that."""
+    if found.word not in (verdict.FASTER, verdict.SLOWER):
         return found.word
-    return place(found.ratio, interval, found.noise)
+    low, high = interval
+    return where(found.ratio, (low / found.noise, high * found.noise))
 
 
-def text(interval: Interval) -> str:
-    """ "1.21 to 1.33", or "1.00" where both ends are the same to two digits."""
-    least, most = (f"{end:.2f}" for end in interval)
-    return least if least == most else f"{least} to {most}"
-
-
-def table(expected: Expected) -> list[dict[str, str]]:
-    """Rows of the table that shows predicted factors: a line a counter, a column a head dimension."""
+def rows(predicted: Predicted, found: Mapping[tuple[str, int], float | None] | None = None) -> list[dict]:
+    """The table of predictions: "45 to 53"; with `found`, what came of each, "45 to 53: 49.1, inside".
+    `found` says None where nothing was measured; a KeyError names what it does not have."""
+    names, dims = (list(dict.fromkeys(key[i] for key in predicted)) for i in (0, 1))
     return [
-        {"counter": NAMES.get(field, field)} | {f"D = {d}": text(found) for d, found in by_dim.items()}
-        for field, by_dim in expected.items()
+        {"predicted": name} | {f"D = {d}": _cell(predicted, found, name, d) for d in dims} for name in names
     ]
 
 
-def against(expected: Expected, before: Sequence[dict], after: Sequence[dict]) -> list[dict]:
-    """Predicted and counted factors: a row for each counter and head dimension.
+def _cell(predicted: Predicted, found: Mapping | None, name: str, d: int) -> str:
+    if (name, d) not in predicted:
+        return "–"
+    low, high = predicted[name, d]
+    text = f"{low:.3g} to {high:.3g}"
+    if found is None:
+        return text
+    value = found[name, d]
+    said = where(value, (low, high))
+    return f"{text}: {said}" if said == verdict.ABSENT else f"{text}: {value:.3g}, {said}"
 
-    before, after: rows of a profile with `head_dim`, of the step before and of this one. A counter that one
-    of the two does not have is "not measured".
-    """
-    old, new = ({row["head_dim"]: row for row in rows} for rows in (before, after))
-    rows = []
-    for field, by_dim in expected.items():
-        for d, interval in by_dim.items():
-            a, b = old.get(d, {}).get(field), new.get(d, {}).get(field)
-            factor = b / a if a and b is not None else None
-            row = {"counter": NAMES.get(field, field), "D": d, "predicted": text(interval), "before": a}
-            rows.append(row | {"after": b, "factor": factor, "counted is": place(factor, interval)})
-    return rows
+
+def tally(predicted: Predicted, found: Mapping[tuple[str, int], float | None]) -> str:
+    """`summary` of what `rows` says."""
+    return summary([where(found[key], interval) for key, interval in predicted.items()])
+
+
+def summary(words: Sequence[str]) -> str:
+    """How many predictions hold, from what `where` and `where_ratio` said of each: "Of 18 predictions 14 are
+    inside of their interval, 3 above it, 1 is a tie"."""
+    counts = Counter(words)
+    said = [f"{counts[word]} {are[counts[word] > 1]}" for word, are in _SAID.items() if counts[word]]
+    return f"Of {len(words)} predictions {', '.join(said)}"
+
+
+_SAID = {
+    INSIDE: ("is inside of its interval", "are inside of their interval"),
+    ABOVE: ("is above it", "are above it"),
+    BELOW: ("is below it", "are below it"),
+    verdict.TIE: ("is a tie", "are ties"),
+    verdict.UNKNOWN: ("has a ratio whose noise was not measured", "have ratios whose noise was not measured"),
+    verdict.ABSENT: ("was not measured", "were not measured"),
+}
+"""What can be said of a prediction -> of one, and of several."""

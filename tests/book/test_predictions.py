@@ -1,64 +1,74 @@
-"""Predictions as intervals."""
+"""Predictions: intervals, what lies inside, and what no interval may call a success."""
+
+import math
 
 import pytest
+from attnlib.bench.verdict import ABSENT, TIE, UNKNOWN, Verdict
 
 from attnlib.bench.shapes import TASK
-from attnlib.bench.verdict import Verdict
 from attnlib.book import predictions
 
 
 @pytest.mark.parametrize(
-    ("value", "noise", "word"),
-    [
-        (1.00, None, "below"),
-        (1.10, None, "inside"),
-        (1.20, None, "inside"),
-        (1.21, None, "above"),
-        (1.08, 1.02, "inside"),  # 1.08 x 1.02 reaches 1.10
-        (1.07, 1.02, "below"),
-        (1.22, 1.02, "inside"),
-        (1.23, 1.02, "above"),
-        (None, 1.02, "not measured"),
-    ],
-)
-def test_place(value, noise, word):
-    assert predictions.place(value, (1.10, 1.20), noise) == word
+    ("value", "said"),
+    [(0.9, "below"), (1.0, "inside"), (1.1, "inside"), (1.2, "above"), (None, "not measured"),
+     (math.nan, "not measured")],
+)  # fmt: skip
+def test_where(value, said):
+    assert predictions.where(value, (1.0, 1.1)) == said
 
 
-def test_place_names_a_reversed_interval():
-    with pytest.raises(ValueError, match=r"interval: expected \(least, most\), got \(2, 1\)"):
-        predictions.place(1.5, (2, 1))
+@pytest.mark.parametrize("interval", [(1.1, 1.0), (math.nan, 1.0)])
+def test_an_interval_has_a_least_and_a_most(interval):
+    with pytest.raises(ValueError, match="interval: expected least and most"):
+        predictions.where(1.0, interval)
 
 
 @pytest.mark.parametrize(
-    ("found", "word"),
+    ("ratio", "noise", "said"),
     [
-        ({"ratio": 1.08, "control": 1.02, "spread": 1.001}, "inside"),
-        ({"ratio": 1.07, "control": 1.02, "spread": 1.001}, "below"),
-        ({"ratio": 1.15}, "noise not measured"),  # an old record has no control row
-        ({"ratio": None, "reason": "not installed"}, "not measured"),
+        (1.005, 1.01, "tie"),  # though the interval holds it
+        (1.05, 1.01, "inside"),
+        (1.105, 1.01, "inside"),  # within the noise of the interval's end
+        (1.12, 1.01, "above"),
+        (0.9, 1.01, "below"),
+        (1.05, None, "noise not measured"),
+        (None, 1.01, "not measured"),
     ],
 )
-def test_judged_takes_the_noise_of_the_run(found, word):
-    verdict = Verdict("new", "old", TASK["d64"], **found)
-    assert predictions.judged(verdict, (1.10, 1.20)) == word
+def test_a_ratio_is_judged_with_the_noise_of_its_run(ratio, noise, said):
+    found = Verdict("new", "old", TASK["d64"], ratio, noise, noise, reason="failed")
+    assert predictions.where_ratio(found, (1.0, 1.1)) == said
 
 
-def test_table_has_a_line_for_each_counter():
-    rows = predictions.table({"l2_bytes": {64: (0.48, 0.54), 128: (1.0, 1.0)}, "new_field": {64: (1, 2)}})
-    assert rows == [
-        {"counter": "bytes through L2", "D = 64": "0.48 to 0.54", "D = 128": "1.00"},
-        {"counter": "new_field", "D = 64": "1.00 to 2.00"},
+def test_rows_before_and_after():
+    predicted = {
+        ("tensor pipe (%)", 64): (40.0, 50.0),
+        ("tensor pipe (%)", 128): (60, 70),
+        ("L2", 64): (0.5, 0.6),
+    }
+    assert predictions.rows(predicted) == [
+        {"predicted": "tensor pipe (%)", "D = 64": "40 to 50", "D = 128": "60 to 70"},
+        {"predicted": "L2", "D = 64": "0.5 to 0.6", "D = 128": "–"},
     ]
+    found = {("tensor pipe (%)", 64): 45.0, ("tensor pipe (%)", 128): 71.26, ("L2", 64): None}
+    first, second = predictions.rows(predicted, found)
+    assert first["D = 64"] == "40 to 50: 45, inside" and first["D = 128"] == "60 to 70: 71.3, above"
+    assert second["D = 64"] == "0.5 to 0.6: not measured"
+    assert predictions.tally(predicted, found) == (
+        "Of 3 predictions 1 is inside of its interval, 1 is above it, 1 was not measured"
+    )
 
 
-def test_against_divides_the_same_head_dimension():
-    expected = {"l2_bytes": {64: (0.48, 0.54), 128: (0.98, 1.02), 256: (1, 2)}}
-    before = [{"head_dim": 128, "l2_bytes": 100}, {"head_dim": 64, "l2_bytes": 400}]
-    after = [{"head_dim": 64, "l2_bytes": 200}, {"head_dim": 128, "l2_bytes": 110}]
-    rows = predictions.against(expected, before, after)
-    assert [(row["D"], row["factor"], row["counted is"]) for row in rows] == [
-        (64, 0.5, "inside"),
-        (128, 1.1, "above"),
-        (256, None, "not measured"),
-    ]
+def test_the_summary_counts_each_word():
+    words = ["tie", "inside", "inside", "below", "tie", "noise not measured"]
+    assert predictions.summary(words) == (
+        "Of 6 predictions 2 are inside of their interval, 1 is below it, 2 are ties, "
+        "1 has a ratio whose noise was not measured"
+    )
+    assert set(predictions._SAID) >= {TIE, UNKNOWN, ABSENT}
+
+
+def test_nothing_found_must_be_said():
+    with pytest.raises(KeyError):
+        predictions.rows({("L2", 64): (0.5, 0.6)}, {})
