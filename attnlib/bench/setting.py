@@ -3,7 +3,7 @@
 An H200 is limited by power. A window of calls that follows other work starts at the clock that work left, and
 after some ten milliseconds of its own the clock falls. Windows of different lengths, or with different
 neighbors, so give one kernel different speeds. Every window of this book is the same: a pause, in which the
-card cools down to idle power, a short warm-up, and a burst of calls that ends before the power limit acts.
+card rests at idle power, a short warm-up, and a burst of calls that ends before the power limit acts.
 What the card keeps up is measured apart, by `attnlib.bench.sustained`.
 """
 
@@ -19,7 +19,7 @@ class Setting:
 
     name: str
     rounds: int
-    pause_ms: float = 60.0
+    pause_ms: float = 25.0
     warmup_ms: float = 4.0
     rep_ms: float = 8.0
 
@@ -37,7 +37,7 @@ class Setting:
         return self.pause_ms + self.warmup_ms + self.rep_ms
 
 
-BOOK = Setting("book", rounds=7)
+BOOK = Setting("book", rounds=5)
 """Of every comparison that a chapter draws a conclusion from."""
 
 SWEEP = Setting("sweep", rounds=3)

@@ -22,7 +22,7 @@ from attnlib.bench import ladder as _ladder
 from attnlib.bench import sources, tables
 from attnlib.bench import verdict as _verdict
 from attnlib.bench.oracle import INPUTS, Oracle, Verdict, make_inputs
-from attnlib.bench.setting import BOOK, SWEEP
+from attnlib.bench.setting import BOOK, SWEEP, WINDOW
 from attnlib.bench.shapes import TASK, Shape
 from attnlib.bench.sources import notebooks_dir
 from attnlib.book.chapters import CHAPTERS, STEPS, label
@@ -35,6 +35,7 @@ __all__ = [
     "CHAPTERS",
     "STEPS",
     "SWEEP",
+    "WINDOW",
     "begin",
     "check",
     "checks",
