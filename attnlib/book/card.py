@@ -68,6 +68,15 @@ def waits_of(row: Mapping) -> dict[str, float]:
     return {name: sum(stalls.get(r, 0.0) for r in reasons) for name, (_, reasons) in WAITS.items()}
 
 
+def longest_waits(row: Mapping, most: int = 2) -> str:
+    """What the warps of a row wait for most, as part of a sentence: "a barrier (31% of their cycles), global
+    memory (20%)". Issuing, and being ready while another warp is chosen, are no waits."""
+    shares = {n: s for n, s in waits_of(row).items() if n not in ("issues", "is ready", "other")}
+    longest = sorted(shares, key=lambda name: -shares[name])[:most]
+    of_what = [" of their cycles", *[""] * most]
+    return ", ".join(f"{n} ({100 * shares[n]:.0f}%{what})" for n, what in zip(longest, of_what, strict=False))
+
+
 def profile_card(table: object, step: str, before: str | None = None, direction: str = "forward") -> Figure:
     """The card of an implementation, a panel for each head dimension that the rows have of it; thin marks are
     those of `before`, and the unit that changed most has its change beside it.
