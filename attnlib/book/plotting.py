@@ -40,6 +40,7 @@ from attnlib.book.palette import (
 )
 from attnlib.book.road_chart import road_chart
 from attnlib.book.roofline_chart import roofline_chart
+from attnlib.book.timeline_chart import timeline_chart
 
 __all__ = [
     "COLORS",
@@ -76,6 +77,7 @@ __all__ = [
     "style",
     "sweep_chart",
     "tile_map",
+    "timeline_chart",
 ]
 
 SCREEN = 128

@@ -81,19 +81,3 @@ _SAID = {
     verdict.ABSENT: ("was not measured", "were not measured"),
 }
 """What can be said of a prediction -> of one, and of several."""
-
-
-def factors(
-    counters: Mapping[str, str], before: str, after: str, head_dims: Sequence[int] = (64, 128, 256)
-) -> dict[tuple[str, int], float | None]:
-    """What the profiler's counters of a step are over those of another: (name, head dimension) -> factor, as
-    `rows` takes it. counters: name -> field of `lesson.counters`. None where one was not counted."""
-    from attnlib.book import lesson
-
-    found = {}
-    for d in head_dims:
-        old, new = (lesson.counters(step, d) for step in (before, after))
-        for name, field in counters.items():
-            known = old.get(field) and new.get(field) is not None
-            found[name, d] = new[field] / old[field] if known else None
-    return found

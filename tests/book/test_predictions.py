@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from profile_rows import profile_row, write_profile
 
 from attnlib.bench.shapes import TASK
 from attnlib.bench.verdict import ABSENT, TIE, UNKNOWN, Verdict
@@ -73,14 +72,3 @@ def test_the_summary_counts_each_word():
 def test_nothing_found_must_be_said():
     with pytest.raises(KeyError):
         predictions.rows({("L2", 64): (0.5, 0.6)}, {})
-
-
-def test_factors_are_of_the_same_head_dimension(tmp_path, monkeypatch):
-    monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
-    rows = [profile_row("03_online_softmax", shape, 0.2) for shape in TASK.values()]
-    rows += [profile_row("04_exp2", shape, 0.5) | {"l2_pct": None} for shape in TASK.values()]
-    write_profile(tmp_path, rows)
-    counters = {"tensor pipe": "tensor_pct", "L2": "l2_pct"}
-    found = predictions.factors(counters, "03_online_softmax", "04_exp2", (64, 128))
-    assert found == {(name, d): value for d in (64, 128) for name, value in
-                     (("tensor pipe", pytest.approx(2.5)), ("L2", None))}  # fmt: skip

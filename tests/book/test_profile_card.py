@@ -52,13 +52,6 @@ def test_waits_sum_up_reasons():
         card.waits_of({"stalls": {"unheard_of": 1.0}})
 
 
-def test_the_longest_waits_are_no_issuing():
-    stalls = {"selected": 0.4, "not_selected": 0.2, "barrier": 0.25, "wait": 0.1, "gmma": 0.05}
-    assert card.longest_waits({"stalls": stalls}) == "a barrier (25% of their cycles), a fixed latency (10%)"
-    assert card.longest_waits({"stalls": stalls}, most=1) == "a barrier (25% of their cycles)"
-    assert card.longest_waits({"stalls": {}}) == ""
-
-
 # ---------------------------------------------------------------- the card
 
 
