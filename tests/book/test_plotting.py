@@ -354,6 +354,15 @@ def test_spilled_configurations_are_hollow(charts, cloud):
     assert hollow == sum(r["spills"] > 0 for r in cloud.rows) > 0
 
 
+def test_the_accent_of_a_cloud_holds_its_rows_and_no_other(charts, cloud):
+    lines = [line for ax in charts["cloud-accent"].axes for line in ax.lines if line.get_marker() in list("o^X")]
+    marked = [line for line in lines if line.get_marker() == "X"]
+    rows = sum(r["BLOCK_M"] == 64 for r in cloud.rows)
+    assert sum(len(line.get_xdata()) for line in marked) == rows > 0
+    assert sum(len(line.get_xdata()) for line in lines) == len(cloud.rows)
+    assert not [line for ax in charts["cloud"].axes for line in ax.lines if line.get_marker() == "X"]
+
+
 def test_missing_head_dim_is_an_error(ladder):
     with pytest.raises(ValueError, match=r"head_dims: expected some of \[64, 128, 256\].*got \(96,\)"):
         plotting.ladder_chart(ladder, head_dims=(96,))
