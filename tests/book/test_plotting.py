@@ -355,7 +355,8 @@ def test_spilled_configurations_are_hollow(charts, cloud):
 
 
 def test_the_accent_of_a_cloud_holds_its_rows_and_no_other(charts, cloud):
-    lines = [line for ax in charts["cloud-accent"].axes for line in ax.lines if line.get_marker() in list("o^X")]
+    lines = [line for ax in charts["cloud-accent"].axes for line in ax.lines]
+    lines = [line for line in lines if line.get_marker() in list("o^X")]
     marked = [line for line in lines if line.get_marker() == "X"]
     rows = sum(r["BLOCK_M"] == 64 for r in cloud.rows)
     assert sum(len(line.get_xdata()) for line in marked) == rows > 0
