@@ -181,7 +181,7 @@ def no_stderr(nb: Notebook) -> Found:
 
 
 def small(nb: Notebook) -> Found:
-    """Smaller than 1 MB."""
+    """Smaller than 1.5 MB."""
     size = len(nb.text.encode())
     if size >= MAX_BYTES:
         yield "", f"expected less than {MAX_BYTES:,} bytes, got {size:,}"

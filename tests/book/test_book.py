@@ -135,8 +135,8 @@ PLANTED = [
     ),
     (
         "small",
-        "less than 1,000,000 bytes",
-        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * 10**6),
+        "less than 1,500,000 bytes",
+        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * 2 * 10**6),
     ),
     (
         "no_machine_paths",
