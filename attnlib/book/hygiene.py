@@ -13,7 +13,7 @@ from pathlib import Path
 from attnlib.book import claims
 from attnlib.book.chapters import STEPS
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 1_500_000
 MAX_CODE_CELLS = 28
 MAX_CELL_LINES = 45
 MAX_KERNEL_CELL_LINES = 100
