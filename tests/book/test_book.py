@@ -135,7 +135,7 @@ PLANTED = [
     ),
     (
         "small",
-        "less than 1,500,000 bytes",
+        "less than 1,800,000 bytes",
         lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * 2 * 10**6),
     ),
     (
