@@ -38,6 +38,7 @@ from attnlib.book.palette import (
     style,
 )
 from attnlib.book.roofline_chart import roofline_chart
+from attnlib.book.timeline_chart import timeline_chart
 
 __all__ = [
     "COLORS",
@@ -72,6 +73,7 @@ __all__ = [
     "style",
     "sweep_chart",
     "tile_map",
+    "timeline_chart",
 ]
 
 SCREEN = 128

@@ -1,0 +1,156 @@
+"""What each warpgroup of a kernel does when, over the clock of its SM."""
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from attnlib.bench.records import Table
+from attnlib.bench.timeline import under_way
+from attnlib.book.charts import new_figure
+from attnlib.book.labels import provenance
+from attnlib.book.palette import COLORS, WIDE, ink_on, shade
+
+PRODUCTS = "QK", "PV"
+"""Events in which the tensor cores have work."""
+EVENT_COLORS = {"QK": shade(0.6), "PV": shade(0.1), "softmax": COLORS["grid"]}
+_OTHERS = "#B8860B", "#7A5195", "#5B8C5A"  # of events that are no product, softmax or wait, in order
+_WAIT = "#111111"
+_SIZE = 6.5
+
+
+def timeline_chart(
+    table: Table,
+    panels: Mapping[int, tuple[int, int]],
+    names: Sequence[str] = (),
+    says: Mapping[str, str] | None = None,
+    titles: Mapping[int, str] | None = None,
+    width: float = WIDE,
+) -> Figure:
+    """A panel for each head dimension, a lane for each warpgroup; a second one where its events overlap. A
+    black line below is drawn where at least one product is in flight.
+
+    table: rows of `timeline.rows`. panels: head dimension -> (first, last) tile of the first warpgroup that
+    is shown. names: of the warpgroups, in order of their numbers. says: event -> what the chart calls it.
+    titles: head dimension -> what follows "D = 64: " above a panel.
+    """
+    says, titles = dict(says or {}), dict(titles or {})
+    rows = {d: [row for row in table.select(head_dim=d) if "begin" in row] for d in panels}
+    events = list(dict.fromkeys(row["event"] for found in rows.values() for row in found))
+    colors = event_colors(events)
+    lanes = {d: _lanes(found) for d, found in rows.items()}
+    height = 0.55 + sum(0.5 + 0.17 * (len(found) + 1) for found in lanes.values())
+    figure, axes = new_figure(width, height, len(panels), 1)
+    texts: dict[str, tuple] = {}
+    for ax, (d, (first, last)) in zip(axes[:, 0], panels.items(), strict=True):
+        low, high = _window(rows[d], first, last)
+        shown = [row for row in rows[d] if row["end"] > low and row["begin"] < high]
+        _draw(ax, shown, lanes[d], colors, low)
+        below = len(lanes[d]) + 0.1
+        for begin, end in under_way(shown, PRODUCTS):
+            ends = [max(begin, low) - low, min(end, high) - low]
+            ax.plot(ends, [below, below], color=_WAIT, lw=1.6, solid_capstyle="butt")
+        ax.set(xlim=(0, high - low), ylim=(below + 0.45, -0.55))
+        _name_lanes(ax, lanes[d], names, below if under_way(shown, PRODUCTS) else None)
+        ax.set_title(f"D = {d}" + (f": {titles[d]}" if d in titles else ""), loc="left", fontweight="normal")
+        ax.grid(visible=False)
+        for row in shown:
+            room = min(row["end"], high) - max(row["begin"], low)
+            share = room / (high - low)
+            if share > texts.get(row["event"], (0.0,))[0]:
+                middle = (min(row["end"], high) + max(row["begin"], low)) / 2 - low
+                texts[row["event"]] = share, ax, middle, lanes[d].index(_lane(row, lanes[d]))
+    axes[-1, 0].set_xlabel("clocks of the SM")
+    provenance(figure, table.label)
+    _label(figure, {event: texts[event] for event in events if event in texts}, colors, says)
+    return figure
+
+
+def event_colors(events: Sequence[str]) -> dict[str, str]:
+    """Of each event: products blue, the softmax light gray, waits black, others by their order."""
+    colors, others = dict(EVENT_COLORS), iter(_OTHERS)
+    for event in events:
+        if event not in colors:
+            colors[event] = _WAIT if event.startswith("wait") else next(others, COLORS["muted"])
+    return {event: colors[event] for event in events}
+
+
+Lane = tuple[int, frozenset[str]]
+"""A warpgroup, and events of it that never overlap."""
+
+
+def _lanes(rows: Sequence[Mapping]) -> list[Lane]:
+    found = []
+    for warpgroup in sorted({row["warpgroup"] for row in rows}):
+        own = [row for row in rows if row["warpgroup"] == warpgroup]
+        lanes: list[set[str]] = []
+        for event in sorted({row["event"] for row in own}, key=_rank):
+            room = (lane for lane in lanes if not _overlap(own, lane | {event}))
+            lane = next(room, None)
+            if lane is None:
+                lanes.append({event})
+            else:
+                lane.add(event)
+        found += [(warpgroup, frozenset(lane)) for lane in lanes]
+    return found
+
+
+def _rank(event: str) -> tuple[bool, str]:
+    """The order in which events take a lane: PV last, so that what overlaps goes below."""
+    return event == "PV", event
+
+
+def _overlap(rows: Sequence[Mapping], events: set[str]) -> bool:
+    spans = sorted((row["begin"], row["end"]) for row in rows if row["event"] in events)
+    return any(after[0] < before[1] for before, after in zip(spans, spans[1:], strict=False))
+
+
+def _lane(row: Mapping, lanes: Sequence[Lane]) -> Lane:
+    return next(lane for lane in lanes if lane[0] == row["warpgroup"] and row["event"] in lane[1])
+
+
+def _window(rows: Sequence[Mapping], first: int, last: int) -> tuple[int, int]:
+    """Clocks from the beginning of one tile to that of another, or to its end where it is the last."""
+    least = min(row["warpgroup"] for row in rows)
+    own = [row for row in rows if row["warpgroup"] == least]
+    tiles = {row["tile"] for row in own}
+    if first not in tiles or last not in tiles or first >= last:
+        raise ValueError(
+            f"panels: expected two tiles of {min(tiles)} to {max(tiles)} in order, got {first}, {last}"
+        )
+    return tuple(min(row["begin"] for row in own if row["tile"] == tile) for tile in (first, last))
+
+
+def _draw(ax: Axes, rows: Sequence[Mapping], lanes: Sequence[Lane], colors: Mapping[str, str], low: int):
+    for row in rows:
+        y, left, length = lanes.index(_lane(row, lanes)), row["begin"] - low, row["end"] - row["begin"]
+        ax.barh(y, length, left=left, height=0.8, color=colors[row["event"]], lw=0)
+        ax.vlines(left, y - 0.4, y + 0.4, color="white", lw=0.4)
+
+
+def _name_lanes(ax: Axes, lanes: Sequence[Lane], names: Sequence[str], below: float | None) -> None:
+    """Each warpgroup's name at its first lane, and that of the line below."""
+    numbers = [warpgroup for warpgroup, _ in lanes]
+    first = {warpgroup: numbers.index(warpgroup) for warpgroup in dict.fromkeys(numbers)}
+    texts = [names[w] if w < len(names) else f"warpgroup {w}" for w in first]
+    places = list(first.values())
+    if below is not None:
+        texts, places = [*texts, "in flight"], [*places, below]
+    ax.set(yticks=places, yticklabels=texts)
+    ax.tick_params(axis="y", length=0)
+
+
+def _label(figure: Figure, texts: Mapping[str, tuple], colors: Mapping[str, str], says: Mapping[str, str]):
+    """Write each event's name into its longest bar; where none has room for it, into a key above."""
+    figure.draw_without_rendering()  # settles the layout, so that widths are known
+    key = {}
+    for event, (share, ax, x, y) in texts.items():
+        name, color = says.get(event, event), colors[event]
+        text = ax.text(x, y, name, ha="center", va="center", fontsize=_SIZE, color=ink_on(color))
+        if text.get_window_extent().width > 0.9 * share * ax.get_window_extent().width:
+            text.remove()
+            key[name] = Rectangle((0, 0), 1, 1, color=color)
+    if key:
+        look = {"ncols": 4, "handlelength": 1.2, "loc": "outside upper center"}
+        figure.legend(list(key.values()), list(key), **look)
