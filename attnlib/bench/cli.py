@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from attnlib.bench import harness, ladder, peers, records, tables
+from attnlib.bench import counters, harness, ladder, peers, profiling, records, tables
+from attnlib.bench.names import is_ours
 from attnlib.bench.oracle import INPUTS
 from attnlib.bench.shapes import DTYPES, TASK, Shape
 
 OURS = ("attnlib", "attnlib-triton")
 """What `attnlib.attention` chooses by itself, and the portable kernel."""
 DEFAULT_IMPLS = "attnlib,flash,cudnn,flex,fa3,tutorial"
+BACKWARD_IMPLS = "attnlib,flash,cudnn,fa3"
 ROUNDS, PEERS_ROUNDS = 5, 8
 
 
@@ -76,7 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     mask.add_argument("--causal", dest="causal", action="store_true", default=True, help="(default)")
     mask.add_argument("--dense", dest="causal", action="store_false")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
-    parser.add_argument("--impl", help=f"of {','.join([*OURS, *peers.PEERS])} (default: {DEFAULT_IMPLS})")
+    parser.add_argument(
+        "--impl",
+        help=f"of {','.join([*OURS, *peers.PEERS])} (default: {DEFAULT_IMPLS}); with --profile also steps",
+    )
     parser.add_argument("--rounds", type=int, help=f"(default: {ROUNDS}, with --peers {PEERS_ROUNDS})")
     parser.add_argument("--rep-ms", type=float, default=50)
     parser.add_argument("--inputs", choices=INPUTS, default="normal")
@@ -86,6 +91,18 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the ladder: attnlib and every peer at the shapes of the task, causal and dense",
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="read the hardware's counters during one call instead of timing many; steps of the book too",
+    )
+    parser.add_argument("--backward", action="store_true", help="with --profile: the backward passes")
+    parser.add_argument(
+        "--book",
+        action="store_true",
+        help="with --profile: all steps, the package and the peers at the task's shapes, into figures/data",
+    )
+    parser.add_argument("--keep", type=Path, help="with --profile: a folder for the profiler's own table")
     parser.add_argument(
         "--list", action="store_true", help="list the peers and whether they can be used, and exit"
     )
@@ -136,6 +153,40 @@ def _portable(
     return attention(q, k, v, causal=causal, sm_scale=sm_scale, impl="triton")
 
 
+def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """`--profile`: counters as a table; with `--json` also in a file, with `--book` in the book's record."""
+    if args.book and (args.impl or args.backward or args.shapes or args.batch is not None or not args.causal):
+        parser.error("--book profiles everything at the shapes of the task")
+    impls = (args.impl or (BACKWARD_IMPLS if args.backward else DEFAULT_IMPLS)).split(",")
+    direction = "backward" if args.backward else "forward"
+    try:
+        jobs = profiling.jobs_of(impls, _shapes_of(args, parser), direction)
+    except ValueError as error:
+        parser.error(f"--{error}")
+    if not torch.cuda.is_available():
+        print(
+            "attnlib.bench: profiling needs a CUDA GPU; recorded counters are in figures/data",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        rows = profiling.record_book(args.keep).rows if args.book else profiling.profile(jobs, keep=args.keep)
+    except counters.NoCounters as error:
+        print(f"{error} The book's record stays as it is.")
+        return 0
+    if args.json:
+        _write(args.json, records.provenance(profiling.method()), profiling.TABLE, rows)
+    print(profiling.format_rows(rows))
+    for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
+        print(f"\n{note}")
+    return 1 if any(is_ours(row["impl"]) and row["status"] != "ok" for row in rows) else 0
+
+
+def _write(path: Path, header: Mapping[str, Any], table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    record = {"schema": records.SCHEMA, **header, "tables": {table: {"rows": rows}}}
+    records.write_json(path, records.rounded(record))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Status 0; 1 when attnlib is wrong or failed; 2 for bad arguments, or without a GPU or
     pandas."""
@@ -145,6 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for peer in peers.PEERS.values():
             print(f"{peer.name:9s} {peer.about}: {peer.available() or 'available'}")
         return 0
+    if args.profile:
+        return _profile(args, parser)
+    if args.backward or args.book or args.keep:
+        parser.error("--backward, --book and --keep go with --profile")
     names = _names_of(args, parser)
     rounds = args.rounds if args.rounds is not None else PEERS_ROUNDS if args.peers else ROUNDS
     if rounds < 1:
@@ -178,6 +233,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peers:
         print(f"\n{format_ladders(rows)}")
     if args.json:
-        table = {"bench": {"rows": rows}}
-        records.write_json(args.json, records.rounded({"schema": records.SCHEMA, **header, "tables": table}))
+        _write(args.json, header, "bench", rows)
     return 1 if any(row["impl"] in OURS and row["status"] != "ok" for row in rows) else 0
