@@ -1,0 +1,65 @@
+"""Predictions as intervals: shown before anything is measured, and held against what was.
+
+A prediction is a name, a head dimension and the interval in which the value is to lie. Its table has a row
+for each name and a column for each head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from attnlib.bench import verdict
+
+Interval = tuple[float, float]
+Predicted = Mapping[tuple[str, int], Interval]
+"""(name, head dimension) -> least and most."""
+
+INSIDE, BELOW, ABOVE = "inside", "below", "above"
+
+
+def where(value: float | None, interval: Interval) -> str:
+    """"inside", "below" or "above" the interval; "not measured" for None and NaN."""
+    low, high = interval
+    if not low <= high:
+        raise ValueError(f"interval: expected least and most, got {interval}")
+    if value is None or math.isnan(value):
+        return verdict.ABSENT
+    return BELOW if value < low else ABOVE if value > high else INSIDE
+
+
+def where_ratio(found: verdict.Verdict, interval: Interval) -> str:
+    """The same for a measured ratio, with the noise of its run on both sides of the interval. A tie is a tie:
+    it is inside of no interval, and a ratio whose noise is unknown is said to be that."""
+    if found.word not in (verdict.FASTER, verdict.SLOWER):
+        return found.word
+    low, high = interval
+    return where(found.ratio, (low / found.noise, high * found.noise))
+
+
+def rows(predicted: Predicted, found: Mapping[tuple[str, int], float | None] | None = None) -> list[dict]:
+    """The table of predictions: "45.2 to 53.2"; with `found`, what came of each: "45.2 to 53.2: 49.1, inside".
+    A KeyError names a prediction that `found` does not have: it must say None where nothing was measured."""
+    names, dims = (list(dict.fromkeys(key[i] for key in predicted)) for i in (0, 1))
+    return [
+        {"predicted": name} | {f"D = {d}": _cell(predicted, found, name, d) for d in dims} for name in names
+    ]
+
+
+def _cell(predicted: Predicted, found: Mapping | None, name: str, d: int) -> str:
+    if (name, d) not in predicted:
+        return "–"
+    low, high = predicted[name, d]
+    text = f"{low:.3g} to {high:.3g}"
+    if found is None:
+        return text
+    value = found[name, d]
+    said = where(value, (low, high))
+    return f"{text}: {said}" if said == verdict.ABSENT else f"{text}: {value:.3g}, {said}"
+
+
+def tally(predicted: Predicted, found: Mapping[tuple[str, int], float | None]) -> str:
+    """How many hold, as part of a sentence: "14 of 18 lie inside of their interval"."""
+    known = [key for key in predicted if where(found[key], predicted[key]) != verdict.ABSENT]
+    held = [key for key in known if where(found[key], predicted[key]) == INSIDE]
+    return f"{len(held)} of {len(known)} lie inside of their interval"
