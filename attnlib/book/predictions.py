@@ -7,7 +7,8 @@ for each name and a column for each head dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from attnlib.bench import verdict
 
@@ -19,7 +20,7 @@ INSIDE, BELOW, ABOVE = "inside", "below", "above"
 
 
 def where(value: float | None, interval: Interval) -> str:
-    """"inside", "below" or "above" the interval; "not measured" for None and NaN."""
+    """ "inside", "below" or "above" the interval; "not measured" for None and NaN."""
     low, high = interval
     if not low <= high:
         raise ValueError(f"interval: expected least and most, got {interval}")
@@ -38,8 +39,8 @@ def where_ratio(found: verdict.Verdict, interval: Interval) -> str:
 
 
 def rows(predicted: Predicted, found: Mapping[tuple[str, int], float | None] | None = None) -> list[dict]:
-    """The table of predictions: "45.2 to 53.2"; with `found`, what came of each: "45.2 to 53.2: 49.1, inside".
-    A KeyError names a prediction that `found` does not have: it must say None where nothing was measured."""
+    """The table of predictions: "45 to 53"; with `found`, what came of each, "45 to 53: 49.1, inside".
+    `found` says None where nothing was measured; a KeyError names what it does not have."""
     names, dims = (list(dict.fromkeys(key[i] for key in predicted)) for i in (0, 1))
     return [
         {"predicted": name} | {f"D = {d}": _cell(predicted, found, name, d) for d in dims} for name in names
@@ -59,7 +60,24 @@ def _cell(predicted: Predicted, found: Mapping | None, name: str, d: int) -> str
 
 
 def tally(predicted: Predicted, found: Mapping[tuple[str, int], float | None]) -> str:
-    """How many hold, as part of a sentence: "14 of 18 lie inside of their interval"."""
-    known = [key for key in predicted if where(found[key], predicted[key]) != verdict.ABSENT]
-    held = [key for key in known if where(found[key], predicted[key]) == INSIDE]
-    return f"{len(held)} of {len(known)} lie inside of their interval"
+    """`summary` of what `rows` says."""
+    return summary([where(found[key], interval) for key, interval in predicted.items()])
+
+
+def summary(words: Sequence[str]) -> str:
+    """How many predictions hold, from what `where` and `where_ratio` said of each: "Of 18 predictions 14 are
+    inside of their interval, 3 above it, 1 is a tie"."""
+    counts = Counter(words)
+    said = [f"{counts[word]} {are[counts[word] > 1]}" for word, are in _SAID.items() if counts[word]]
+    return f"Of {len(words)} predictions {', '.join(said)}"
+
+
+_SAID = {
+    INSIDE: ("is inside of its interval", "are inside of their interval"),
+    ABOVE: ("is above it", "are above it"),
+    BELOW: ("is below it", "are below it"),
+    verdict.TIE: ("is a tie", "are ties"),
+    verdict.UNKNOWN: ("has a ratio whose noise was not measured", "have ratios whose noise was not measured"),
+    verdict.ABSENT: ("was not measured", "were not measured"),
+}
+"""What can be said of a prediction -> of one, and of several."""

@@ -3,9 +3,9 @@
 import math
 
 import pytest
+from attnlib.bench.verdict import ABSENT, TIE, UNKNOWN, Verdict
 
 from attnlib.bench.shapes import TASK
-from attnlib.bench.verdict import Verdict
 from attnlib.book import predictions
 
 
@@ -42,7 +42,11 @@ def test_a_ratio_is_judged_with_the_noise_of_its_run(ratio, noise, said):
 
 
 def test_rows_before_and_after():
-    predicted = {("tensor pipe (%)", 64): (40.0, 50.0), ("tensor pipe (%)", 128): (60, 70), ("L2", 64): (0.5, 0.6)}
+    predicted = {
+        ("tensor pipe (%)", 64): (40.0, 50.0),
+        ("tensor pipe (%)", 128): (60, 70),
+        ("L2", 64): (0.5, 0.6),
+    }
     assert predictions.rows(predicted) == [
         {"predicted": "tensor pipe (%)", "D = 64": "40 to 50", "D = 128": "60 to 70"},
         {"predicted": "L2", "D = 64": "0.5 to 0.6", "D = 128": "–"},
@@ -51,7 +55,18 @@ def test_rows_before_and_after():
     first, second = predictions.rows(predicted, found)
     assert first["D = 64"] == "40 to 50: 45, inside" and first["D = 128"] == "60 to 70: 71.3, above"
     assert second["D = 64"] == "0.5 to 0.6: not measured"
-    assert predictions.tally(predicted, found) == "1 of 2 lie inside of their interval"
+    assert predictions.tally(predicted, found) == (
+        "Of 3 predictions 1 is inside of its interval, 1 is above it, 1 was not measured"
+    )
+
+
+def test_the_summary_counts_each_word():
+    words = ["tie", "inside", "inside", "below", "tie", "noise not measured"]
+    assert predictions.summary(words) == (
+        "Of 6 predictions 2 are inside of their interval, 1 is below it, 2 are ties, "
+        "1 has a ratio whose noise was not measured"
+    )
+    assert set(predictions._SAID) >= {TIE, UNKNOWN, ABSENT}
 
 
 def test_nothing_found_must_be_said():
