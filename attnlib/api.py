@@ -8,9 +8,9 @@ from typing import Literal, overload
 
 import torch
 
-from attnlib import dispatch, torch_ops
+from attnlib import dispatch, node, torch_ops
 from attnlib.arguments import Options, check, check_offsets, check_varlen
-from attnlib.autograd import Asked, Attention, PlainAttention
+from attnlib.autograd import Asked, Attention
 from attnlib.dispatch import Choice
 from attnlib.params import Implementation, Params, Varlen, mask_window
 
@@ -217,9 +217,8 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
     if impl == "hopper":  # an error now rather than in the backward pass
         dispatch.resolve(q, k, v, Params(seen, scale, varlen, True, deterministic, impl), backward=True)
     asked = Asked(Params(seen, scale, None, True, deterministic, impl), lengths)
-    if not functorch:
-        return PlainAttention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, return_lse)
-    out, lse = Attention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
+    differentiable = Attention.apply if functorch else node.attend
+    out, lse = differentiable(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
     return (out, lse) if return_lse else out
 
 

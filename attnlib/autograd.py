@@ -55,9 +55,7 @@ class Attention(_Function):
     def backward(ctx, d_out, *_):
         if d_out is None:  # undefined: nothing flows back
             return (None,) * 6
-        # Only someone who wants second derivatives needs to hear that there are none.
-        step = AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward
-        return *step(d_out, *ctx.saved_tensors, ctx.asked), None, None, None
+        return *gradients(d_out, *ctx.saved_tensors, ctx.asked), None, None, None
 
     @staticmethod
     def jvp(ctx, *_):
@@ -68,36 +66,6 @@ class Attention(_Function):
         size = info.batch_size
         batch, (q, k, v) = _folded(size, in_dims[:3], (q, k, v), asked)
         return _unfolded(size, batch, Attention.apply(q, k, v, None, None, asked)), (0, 0)
-
-
-_living = torch._C._functorch.unwrap_if_dead
-"""The tensor within one that a transformation of `torch.func` left behind when it ended."""
-
-
-class PlainAttention(torch.autograd.Function):
-    """The same where no transformation of `torch.func` sees the call: autograd has less to do then. Returns
-    out alone unless the LSE is asked for."""
-
-    @classmethod
-    def apply(cls, q, k, v, *rest):
-        return super(torch.autograd.Function, cls).apply(_living(q), _living(k), _living(v), *rest)
-
-    @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, asked: Asked, return_lse: bool):
-        out, lse = dispatch.forward(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k))
-        ctx.asked = asked
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        ctx.set_materialize_grads(False)
-        if not return_lse:
-            return out
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, d_out, *_):
-        return *Attention.backward(ctx, d_out), None
-
-    jvp = Attention.jvp
 
 
 class AttentionGradient(_Function):
@@ -124,6 +92,12 @@ class AttentionGradient(_Function):
         size = info.batch_size
         batch, tensors = _folded(size, in_dims[:6], (d_out, q, k, v, out, lse), asked)
         return _unfolded(size, batch, AttentionGradient.apply(*tensors, None, None, asked)), (0, 0, 0)
+
+
+def gradients(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) from the arguments of `AttentionGradient.forward`, within a backward pass."""
+    # Only someone who wants second derivatives needs to hear that there are none.
+    return (AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward)(*args)
 
 
 def no_second_derivative() -> None:

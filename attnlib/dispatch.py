@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from attnlib.arguments import check_tangents
 from attnlib.kernels import FAMILIES
+from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
 from attnlib.params import Implementation, MaskWindow, Params
 
@@ -75,6 +76,17 @@ def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.T
         params = params._replace(deterministic=True)
     road = _road(params, True, q, k, v, d_out, q, k, v, out)
     return road.family.backward(d_out, q, k, v, out, lse, road.resolved(params))
+
+
+def prepared_backward(d_out: torch.Tensor, saved: Saved, params: Params) -> BackwardPlan | None:
+    """The launches with which `backward` runs these tensors; None where there are none, or a tensor has to be
+    converted first."""
+    q, k, v, out, _ = saved
+    if nothing_to_do(q, k) or d_out.dtype != q.dtype or torch.are_deterministic_algorithms_enabled():
+        return None
+    if d_out.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
+        return None
+    return _road(params, True, q, k, v, d_out, q, k, v, out).plan
 
 
 class _Road:

@@ -73,6 +73,17 @@ def _poisoned_empty() -> object:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _backward_in_cpp() -> None:
+    """On a GPU no test runs while the backward pass of most calls is still being compiled."""
+    import torch
+
+    from attnlib import node
+
+    if torch.cuda.is_available():
+        node.wait()
+
+
 @pytest.fixture
 def device() -> str:
     """Where kernels run: "cuda", or "cpu" in the interpreter."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib import node
 from attnlib.bench.shapes import Shape
 from attnlib.kernels.reference.dense import (
     attention_fp64,
@@ -190,8 +191,10 @@ def poisoned_empty() -> Iterator[None]:
     """Within the block `torch.empty` and its relatives return NaN instead of whatever the memory held.
 
     A kernel that leaves part of its output unwritten then fails, rather than passing on what a good call
-    left behind. Integer tensors stay as they are.
+    left behind. Integer tensors stay as they are. Of the backward passes within, the first of each kind is
+    sure to see it: those after it allocate in C++.
     """
+    node.forget()
     functions = {
         torch: ("empty", "empty_like", "empty_strided"),
         torch.Tensor: ("new_empty", "new_empty_strided"),

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from differentiated import backward_in  # noqa: F401
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import portable
 
-pytestmark = INTERPRETER_REMARKS
+pytestmark = [*INTERPRETER_REMARKS, pytest.mark.usefixtures("backward_in")]
 IMPLEMENTATIONS = ["triton", "reference", None]
 
 

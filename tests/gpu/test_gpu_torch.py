@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from attnlib import attention, attention_varlen, explain
+from attnlib import attention, attention_varlen, explain, node
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
@@ -45,6 +45,25 @@ def test_a_training_step(impl):
         for head_dim in (64, 128, 256):
             inputs, d_out = make(shape=Shape(2, 8, 1000, head_dim, dtype=dtype, heads_kv=4))
             judge(inputs, d_out, step(inputs, d_out, impl=impl), f"{impl} {dtype} D {head_dim}")
+
+
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_the_backward_pass_in_cpp_does_what_it_does_in_python(impl, monkeypatch):
+    assert node.wait() is not None
+    inputs, d_out = make()
+    node.forget()
+    turned = d_out.transpose(1, 2).contiguous().transpose(1, 2)
+    for layout in (d_out, turned, d_out[:, :1, :1].expand(d_out.shape), d_out.double()):
+        layout = layout.to(d_out.dtype)
+        found = [step(inputs, layout, impl=impl) for _ in range(3)]  # the first goes through Python
+        with monkeypatch.context() as patch:
+            patch.setattr(node, "recorder", lambda: None)
+            found.append(step(inputs, layout, impl=impl))
+        for results in found:
+            judge(inputs, layout, results, f"{impl}, strides {layout.stride()}")
+            for number in (0, 2, 3):  # out, dk and dv are the same in every run
+                assert torch.equal(results[number], found[0][number])
+            assert [x.stride() for x in results] == [x.stride() for x in found[0]]
 
 
 def test_deterministic_gradients_have_the_same_bits_in_a_hundred_runs():

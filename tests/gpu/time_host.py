@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import attention, dispatch  # noqa: E402
+from attnlib import attention, dispatch, node  # noqa: E402
 from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
@@ -187,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
+    if node.wait() is None:
+        print("the backward pass is Python here, not C++: see the warning above", file=sys.stderr)
     try:
         backward = [backward_row(shape, args.rounds, args.calls) for shape in CALLS]
     except AssertionError as error:

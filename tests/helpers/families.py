@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from attnlib import dispatch
+from attnlib import dispatch, node
 from attnlib.kernels import hopper, portable
 from attnlib.kernels.common import launcher
 from attnlib.params import Params
@@ -35,6 +35,7 @@ def configured(family: ModuleType, q, k, params: Params, backward: bool = False)
 def forget_launches() -> None:
     """Empty every cache of choices, launches and compiled kernels. The next call decides anew."""
     dispatch._roads.clear()
+    node.forget()
     launcher._compiled.clear()
     for family in (portable, hopper):
         family.launch.prepare.cache_clear()

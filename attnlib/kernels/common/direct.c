@@ -168,14 +168,31 @@ static size_t launch_one(const char *bytes, size_t left, CUstream stream, const 
   return size;
 }
 
+/* All descriptions, in order: 0, or -1 with an error set. `node.cpp` calls it too. */
+static int launch_all(const char *bytes, size_t left, long device, uint64_t stream, const uint64_t *addresses,
+                      uint32_t tensors) {
+  if (!launch_kernel) {
+    PyErr_SetString(PyExc_RuntimeError, "launch: the CUDA driver is not loaded");
+    return -1;
+  }
+  CUresult result = ensure_context((uint32_t)device);
+  if (result != CUDA_SUCCESS) {
+    failed("setting the CUDA context", result);
+    return -1;
+  }
+  while (left) {
+    size_t size = launch_one(bytes, left, (CUstream)stream, addresses, tensors);
+    if (!size) return -1;
+    bytes += size;
+    left -= size;
+  }
+  return 0;
+}
+
 /* launch(descriptions, device, stream, tensors): all of them, in order. */
 static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (count != 4 || !PyBytes_Check(args[0])) {
     PyErr_SetString(PyExc_TypeError, "launch: expected bytes, a device, a stream and a tuple of tensors");
-    return NULL;
-  }
-  if (!launch_kernel) {
-    PyErr_SetString(PyExc_RuntimeError, "launch: the CUDA driver is not loaded");
     return NULL;
   }
   long device = PyLong_AsLong(args[1]);
@@ -184,16 +201,9 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count)
   uint64_t addresses[MAX_TENSORS];
   Py_ssize_t tensors = addresses_of(args[3], addresses);
   if (tensors < 0) return NULL;
-  CUresult result = ensure_context((uint32_t)device);
-  if (result != CUDA_SUCCESS) return failed("setting the CUDA context", result);
-  const char *bytes = PyBytes_AS_STRING(args[0]);
-  size_t left = (size_t)PyBytes_GET_SIZE(args[0]);
-  while (left) {
-    size_t size = launch_one(bytes, left, (CUstream)stream, addresses, (uint32_t)tensors);
-    if (!size) return NULL;
-    bytes += size;
-    left -= size;
-  }
+  if (launch_all(PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]), device, stream, addresses,
+                 (uint32_t)tensors))
+    return NULL;
   Py_RETURN_NONE;
 }
 
@@ -206,5 +216,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "attnlib_direct", NUL
 
 PyMODINIT_FUNC PyInit_attnlib_direct(void) {
   data_ptr = PyUnicode_InternFromString("data_ptr");
-  return data_ptr ? PyModule_Create(&module) : NULL;
+  PyObject *made = data_ptr ? PyModule_Create(&module) : NULL;
+  PyObject *capsule = made ? PyCapsule_New((void *)launch_all, "attnlib_direct.launch_all", NULL) : NULL;
+  if (!capsule) return NULL;
+  return PyModule_AddObject(made, "launch_all", capsule) ? NULL : made;
 }

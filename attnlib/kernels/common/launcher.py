@@ -114,27 +114,28 @@ class Launches:
     """Kernels that a call runs one after the other on one device.
 
     launches: in order. device: a CUDA device's index, -1 for a CPU. tensors: the names by which the launches
-    refer to what each call is given.
+    refer to what each call is given. packed: what `direct` launches; None before the first call, and where
+    only Triton's own way will do.
     """
 
     def __init__(self, launches: list[Launch], device: int, tensors: tuple[str, ...]) -> None:
         self.launches, self.device, self.tensors = launches, device, tensors
-        self._packed: bytes | None = None
+        self.packed: bytes | None = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch them on the current stream of the device, which is the current one. `tensors` in the order
         of the names; None for what the kernels do without."""
-        if self._packed is None or _observed():
+        if self.packed is None or observed():
             self._first(dict(zip(self.tensors, tensors, strict=True)))
         else:
-            self._launch_directly(self._packed, tensors)
+            self._launch_directly(self.packed, tensors)
 
     def _first(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Launch them, compile what is new, and prepare the short way."""
-        packed, observed = [], _observed()
+        packed, listened = [], observed()
         for launch in self.launches:
             kind = launch.kind(self.device, tensors)
-            compiled = None if observed else _compiled.get(kind)
+            compiled = None if listened else _compiled.get(kind)
             description = None if compiled is None else launch.pack(compiled, tensors)
             if description is None:
                 compiled = launch.through_triton(tensors)
@@ -145,7 +146,7 @@ class Launches:
                 self._launch_directly(description, tuple(tensors.values()))
             packed.append(description)
         if None not in packed:
-            self._packed = b"".join(packed)
+            self.packed = b"".join(packed)
 
     def _launch_directly(self, descriptions: bytes, tensors: tuple[torch.Tensor | None, ...]) -> None:
         direct.launcher().launch(descriptions, self.device, current_stream(self.device), tensors)
@@ -201,7 +202,7 @@ def replaced(kernel: str, function: Any) -> Iterator[None]:
         _compiled = before
 
 
-def _observed() -> bool:
+def observed() -> bool:
     """Whether a profiler has asked to hear of launches."""
     runtime = _triton_knobs().runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

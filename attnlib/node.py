@@ -1,0 +1,176 @@
+"""Calls that are differentiated, where PyTorch's engine finds their backward pass in C++: `node.cpp`.
+
+It is compiled once for each version of PyTorch, which takes some ten seconds, and no call waits for it. Until
+it is done, and where there is no C++ compiler, `attnlib.autograd` does the same in Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import warnings
+from functools import cache, lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch.autograd import forward_ad
+
+from attnlib import autograd, dispatch
+from attnlib.autograd import Asked, Attention
+from attnlib.dispatch import Saved
+from attnlib.kernels.common import direct
+from attnlib.kernels.common.device import current_stream
+from attnlib.kernels.common.launcher import observed
+from attnlib.kernels.common.signature import PREPARED
+
+NAME = "attnlib_node"
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    asked: Asked,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, LSE) of a call that is to be differentiated, and that no transformation of `torch.func` sees."""
+    node = recorder() if q.is_cuda else None
+    if node is None:
+        return Attention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
+    return record(node, q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
+
+
+def record(node: ModuleType, *args) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend`, with its arguments, through `node.cpp`, on any device."""
+    q, k, v = map(_living, args[:3])
+    cu_seqlens_q, cu_seqlens_k, asked = args[3:]
+    torch._C._set_grad_enabled(False)
+    try:
+        out, lse = dispatch.forward(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k))
+    finally:
+        torch._C._set_grad_enabled(True)
+    node.record(out, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, _one_object(asked))
+    return out, lse
+
+
+_living = torch._C._functorch.unwrap_if_dead
+"""The tensor within one that a transformation of `torch.func` left behind when it ended."""
+
+
+@lru_cache(PREPARED)
+def _one_object(asked: Asked) -> Asked:
+    """The same for all that are equal: `node.cpp` compares addresses."""
+    return asked
+
+
+def slowly(*args) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], bytes | None, int]:
+    """A backward pass whose launches `node.cpp` does not know yet: its gradients, the bytes that `direct`
+    launches for all such passes, the elements of their buffer; None instead of bytes where each has to come
+    here. Arguments as of `AttentionGradient.forward`."""
+    gradients = autograd.gradients(*args)
+    d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked = args
+    plan = None
+    if not torch.is_grad_enabled():
+        params = asked.of(cu_seqlens_q, cu_seqlens_k)
+        plan = dispatch.prepared_backward(d_out, Saved(q, k, v, out, lse), params)
+    return (gradients, None, 0) if plan is None else (gradients, plan.launches.packed, plan.elements)
+
+
+def stream_of(index: int) -> int | None:
+    """The current stream of a CUDA device; None where something of this moment wants a backward pass to go
+    through Python."""
+    if observed() or forward_ad._current_level >= 0 or torch.are_deterministic_algorithms_enabled():
+        return None
+    return current_stream(index)
+
+
+def recorder() -> ModuleType | None:
+    """The module of `node.cpp`; None while it is being compiled, and where it can't be."""
+    return _builder().module
+
+
+def wait() -> ModuleType | None:
+    """`recorder()`, when it is known which of the two: for measurements and tests."""
+    _builder().join()
+    return recorder()
+
+
+def forget() -> None:
+    """The next backward pass of each kind goes through Python again."""
+    if _builder.cache_info().currsize and (module := wait()) is not None:
+        module.forget()
+
+
+class _Builder(threading.Thread):
+    module: ModuleType | None = None
+
+    def run(self) -> None:
+        launcher = direct.launcher()
+        if launcher is None:  # which has said why
+            return
+        try:
+            module = build()
+        except Exception as error:
+            warnings.warn(
+                f"attnlib: backward passes take longer, because {error}", RuntimeWarning, stacklevel=2
+            )
+            return
+        module.connect(launcher.launch_all, slowly, stream_of)
+        self.module = module
+
+
+@cache
+def _builder() -> _Builder:
+    builder = _Builder(name=NAME, daemon=True)
+    builder.start()
+    return builder
+
+
+def build() -> ModuleType:
+    """Compile `node.cpp`, or take it from Triton's cache. RuntimeError that says why it can't be done."""
+    from triton.runtime.cache import get_cache_manager
+
+    source = Path(__file__).with_suffix(".cpp")
+    version = (
+        f"{torch.__version__} {sys.implementation.cache_tag} {platform.machine()} {_OPTIONS} {_LIBRARIES}"
+    )
+    key = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()
+    manager, file = get_cache_manager(key), NAME + sysconfig.get_config_var("EXT_SUFFIX")
+    path = manager.get_file(file) or manager.put(_compile(source), file, binary=True)
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_OPTIONS = "-O2", "-std=c++20", "-shared", "-fPIC", "-w"
+_LIBRARIES = "-lc10", "-ltorch_cpu", "-ltorch_python"
+
+
+def _compile(source: Path) -> bytes:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if compiler is None:
+        raise RuntimeError("there is no C++ compiler (g++, clang++, or the one that CXX names)")
+    torch_folder = Path(torch.__file__).parent
+    headers = torch_folder / "include"
+    include = headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"]
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / NAME
+        command = [compiler, *_OPTIONS, *(f"-I{path}" for path in include), str(source), "-o", str(made)]
+        command += [f"-L{torch_folder / 'lib'}", *_LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            why = next((line for line in lines if "error" in line), "no word of why")
+            raise RuntimeError(f"{compiler} can't compile {source.name}: {why}")
+        return made.read_bytes()
