@@ -19,6 +19,7 @@ from attnlib.bench import harness, peers, records, roofline
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.harness import Attention, Run
 from attnlib.bench.oracle import Budget, Verdict, make_inputs, poisoned_empty
+from attnlib.bench.setting import BOOK, Setting
 from attnlib.bench.shapes import Shape
 
 FLOPS = 2.5
@@ -108,7 +109,7 @@ class BackwardRun(Run):
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             self.call = peers.through_autograd(function(q, k, v, causal, scale), d_out, q, k, v)
             return
-        peer = peers.PEERS[self.row["impl"]]
+        peer = peers.PEERS[self.impl]
         reason = peer.available()
         if reason:
             self.stop("not installed", reason)
@@ -132,20 +133,20 @@ def collect(
     implementations: Mapping[str, Attention | None],
     shapes: Iterable[Shape],
     *,
-    rounds: int = 5,
-    rep_ms: float = 50,
-    warmup_ms: float = 25,
+    setting: Setting = BOOK,
+    control: str | None = None,
     gate: bool = True,
     kind: str = "normal",
 ) -> list[dict[str, Any]]:
-    """Measure on this GPU; one row for each shape and implementation, see `measure`. Stores nothing."""
+    """Measure on this GPU; one row for each shape and implementation, see `measure`, and one for the control.
+    Stores nothing."""
 
     def start(shape: Shape) -> tuple[tuple[Tensor, ...], Judge | None]:
         q, k, v = make_inputs(shape, kind, device=harness.DEVICE)
         tensors = make_gradient(shape, device=harness.DEVICE), q, k, v
         return tensors, Judge(*tensors, shape.causal) if gate else None
 
-    return harness.collect_runs(BackwardRun, start, implementations, shapes, rounds, rep_ms, warmup_ms)
+    return harness.collect_runs(BackwardRun, start, implementations, shapes, setting, control)
 
 
 def measure(
@@ -154,11 +155,7 @@ def measure(
     shapes: Iterable[Shape],
     *,
     notebook: str,
-    rounds: int = 5,
-    rep_ms: float = 50,
-    warmup_ms: float = 25,
-    gate: bool = True,
-    kind: str = "normal",
+    **options: Any,
 ) -> records.Table:
     """Compare backward passes on shapes; measured and stored on a GPU, replayed without one.
 
@@ -166,9 +163,8 @@ def measure(
     that name; the options are those of `bench.measure`. So are the rows, with two differences: tflops credits
     2.5 times the FLOPs of the forward, and the errors are those of `error_columns`.
     """
-    harness.check_names(implementations)
+    harness.check_names(implementations, options.get("control"))
     shapes = list(shapes)
-    options = {"rounds": rounds, "rep_ms": rep_ms, "warmup_ms": warmup_ms, "gate": gate, "kind": kind}
     how = harness.method(**options) | {"timed": "the backward alone"}
     how["flops"] = "2.5 x 4*B*H*Sq*Sk*D, halved when causal"
     table = records.table(notebook, name, lambda: collect(implementations, shapes, **options), method=how)

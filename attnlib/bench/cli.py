@@ -15,13 +15,13 @@ import torch
 from attnlib.bench import counters, harness, ladder, peers, profiling, records, tables
 from attnlib.bench.names import is_ours
 from attnlib.bench.oracle import INPUTS
+from attnlib.bench.setting import BOOK
 from attnlib.bench.shapes import DTYPES, TASK, Shape
 
 OURS = ("attnlib", "attnlib-triton")
 """What `attnlib.attention` chooses by itself, and the portable kernel."""
 DEFAULT_IMPLS = "attnlib,flash,cudnn,flex,fa3,tutorial"
 BACKWARD_IMPLS = "attnlib,flash,cudnn,fa3"
-ROUNDS, PEERS_ROUNDS = 5, 8
 
 
 COLUMNS = {
@@ -33,7 +33,6 @@ COLUMNS = {
     "registers": ("regs", "{:.0f}"),
     "spills": ("spills", "{:.0f}"),
     "sm_mhz": ("MHz", "{:.0f}"),
-    "watts": ("W", "{:.0f}"),
     "remark": ("", "{}"),
 }
 """Key of a row -> its header and format in the table of `format_rows`."""
@@ -82,8 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--impl",
         help=f"of {','.join([*OURS, *peers.PEERS])} (default: {DEFAULT_IMPLS}); with --profile also steps",
     )
-    parser.add_argument("--rounds", type=int, help=f"(default: {ROUNDS}, with --peers {PEERS_ROUNDS})")
-    parser.add_argument("--rep-ms", type=float, default=50)
+    parser.add_argument("--rounds", type=int, default=BOOK.rounds, help="(default: %(default)s)")
     parser.add_argument("--inputs", choices=INPUTS, default="normal")
     parser.add_argument("--json", type=Path, help="write the rows and their provenance to this file")
     parser.add_argument(
@@ -201,9 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.backward or args.book or args.keep:
         parser.error("--backward, --book and --keep go with --profile")
     names = _names_of(args, parser)
-    rounds = args.rounds if args.rounds is not None else PEERS_ROUNDS if args.peers else ROUNDS
-    if rounds < 1:
-        parser.error(f"--rounds: expected at least 1, got {rounds}")
+    if args.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     shapes = _shapes_of(args, parser)
     if args.peers:
         shapes += [dataclasses.replace(shape, causal=False) for shape in shapes]
@@ -218,13 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     ours = {"attnlib": _attnlib, "attnlib-triton": _portable}
     implementations = {name: ours.get(name) for name in names}
-    options = {
-        "rounds": rounds,
-        "rep_ms": args.rep_ms,
-        "warmup_ms": 25,
-        "gate": True,
-        "kind": args.inputs,
-    }
+    options = {"setting": dataclasses.replace(BOOK, rounds=args.rounds), "kind": args.inputs}
     header = records.provenance(harness.method(**options))
     gpu = header["gpu"]
     print(f"{gpu['name']}, driver {gpu['driver']}, torch {header['torch']}, triton {header['triton']}")

@@ -1,8 +1,10 @@
 """Compare implementations of attention on a GPU, fairly and only when they are right.
 
 All implementations of a comparison run on the same tensors in one process, in several rounds, each round in a
-new random order, so that clock and power drift hit all of them alike. Every call starts with a cold L2. An
-output is judged by the fp64 oracle before the timing and after it: a kernel that is wrong gets no speed.
+new random order, so that clock and power drift hit all of them alike. Every call starts with a cold L2, and
+every window of calls after a pause (`bench.setting`). One implementation runs twice: the second, its control
+row, shows the noise of this run (`bench.verdict`). An output is judged by the fp64 oracle before the timing
+and after it: a kernel that is wrong gets no speed.
 
     python -m attnlib.bench --shapes d64,d128 --impl attnlib,flash,cudnn
     python -m attnlib.bench --batch 1 --heads 16 --seqlen 16384 --head-dim 128 --dense --json out.json
@@ -26,8 +28,9 @@ from typing import Any
 
 import torch
 
-from attnlib.bench import peers, power, records, roofline, timing
+from attnlib.bench import names, peers, power, records, roofline, timing
 from attnlib.bench.oracle import Oracle, make_inputs, poisoned_empty
+from attnlib.bench.setting import BOOK, Setting
 from attnlib.bench.shapes import Shape
 from attnlib.bench.timing import Sustained, Timing, host_us, launched_kernels, resources, sustained, time_ms
 
@@ -52,16 +55,21 @@ DEVICE = "cuda"
 
 
 class Run:
-    """One implementation on one shape: its row, and its call while nothing has gone wrong."""
+    """One implementation on one shape: its row, and its call while nothing has gone wrong. A control is the
+    same under a second name."""
 
-    def __init__(self, impl: str, shape: Shape) -> None:
+    def __init__(self, impl: str, shape: Shape, control: bool = False) -> None:
+        self.impl = impl
         self.shape = shape
-        self.row: dict[str, Any] = {"impl": impl, **shape.to_dict(), "status": "ok"}
+        name = impl + names.CONTROL if control else impl
+        self.row: dict[str, Any] = {"impl": name, **shape.to_dict(), "status": "ok"}
+        if control:
+            self.row["control_of"] = impl
         self.call: Callable[[], torch.Tensor] | None = None
         self.is_peer = False
         self.estimate = 0.0
-        self.samples: list[float] = []
-        self.clocks: list[tuple[float | None, float | None]] = []
+        self.rounds: list[list[float]] = []
+        self.clocks: list[float | None] = []
 
     @property
     def ok(self) -> bool:
@@ -100,7 +108,7 @@ class Run:
         if function is not None:
             self.call = lambda: function(q, k, v, causal, scale)
             return
-        peer = peers.PEERS[self.row["impl"]]
+        peer = peers.PEERS[self.impl]
         reason = peer.available()
         if reason:
             self.stop("not installed", reason)
@@ -125,12 +133,14 @@ class Run:
         if not verdict.ok:
             self.stop("wrong", verdict.reason)
 
-    def time(self, rep_ms: float, warmup_ms: float) -> None:
+    def time(self, setting: Setting) -> None:
+        """One window."""
         if not self.estimate:
             self.estimate = timing.estimate_ms(self.call, cold=True)
-        with power.Sampler() as sampler:
-            self.samples += timing.samples_ms(self.call, self.estimate, rep_ms, warmup_ms, cold=True)
-        self.clocks.append(sampler.medians(settled=True))
+        timing.rest(setting)
+        with power.Sampler(power.BURST_INTERVAL_S) as sampler:
+            self.rounds.append(timing.samples_ms(self.call, self.estimate, setting, cold=True))
+        self.clocks.append(sampler.medians(settled=True)[0])
 
     def finish(self, oracle: Oracle | None) -> None:
         """Memory and kernel resources of one more call, its output judged again, then the times."""
@@ -144,19 +154,21 @@ class Run:
         self.gate(oracle)
         if not self.ok:
             return
-        median, p20, p80 = timing.summarize(self.samples)
-        mhz, watts = ([c[i] for c in self.clocks if c[i] is not None] for i in range(2))
+        median, p20, p80 = timing.summarize([ms for samples in self.rounds for ms in samples])
+        mhz = [clock for clock in self.clocks if clock is not None]
         self.row.update(
             ms=median,
             ms_p20=p20,
             ms_p80=p80,
+            round_ms=[statistics.median(samples) for samples in self.rounds],
             tflops=self.flops / median * 1e-9,
             sm_mhz=statistics.median(mhz) if mhz else None,
-            watts=statistics.median(watts) if watts else None,
         )
 
 
-def check_names(implementations: Mapping[str, Attention | None]) -> None:
+def check_names(implementations: Mapping[str, Attention | None], control: str | None = None) -> None:
+    if control is not None and control not in implementations:
+        raise ValueError(f"control: expected one of {', '.join(implementations)}, got {control!r}")
     for name, function in implementations.items():
         if function is None and name not in peers.PEERS:
             raise ValueError(
@@ -172,19 +184,19 @@ def collect(
     implementations: Mapping[str, Attention | None],
     shapes: Iterable[Shape],
     *,
-    rounds: int = 5,
-    rep_ms: float = 50,
-    warmup_ms: float = 25,
+    setting: Setting = BOOK,
+    control: str | None = None,
     gate: bool = True,
     kind: str = "normal",
 ) -> list[dict[str, Any]]:
-    """Measure on this GPU; one row for each shape and implementation, see `measure`. Stores nothing."""
+    """Measure on this GPU; one row for each shape and implementation, see `measure`, and one for the control.
+    Stores nothing."""
 
     def start(shape: Shape) -> tuple[tuple[torch.Tensor, ...], Oracle | None]:
         tensors = make_inputs(shape, kind, device=DEVICE)
         return tensors, Oracle(*tensors, shape.causal) if gate else None
 
-    return collect_runs(Run, start, implementations, shapes, rounds, rep_ms, warmup_ms)
+    return collect_runs(Run, start, implementations, shapes, setting, control)
 
 
 def collect_runs(
@@ -192,38 +204,52 @@ def collect_runs(
     start: Callable[[Shape], tuple[tuple[torch.Tensor, ...], Any]],
     implementations: Mapping[str, Attention | None],
     shapes: Iterable[Shape],
-    rounds: int,
-    rep_ms: float,
-    warmup_ms: float,
+    setting: Setting,
+    control: str | None,
 ) -> list[dict[str, Any]]:
-    """Rows of a run of each implementation on each shape; `start` gives a shape's tensors and its oracle, or
-    None where outputs are not judged."""
+    """Rows of a run of each implementation on each shape, and of its control; `start` gives a shape's tensors
+    and its oracle, or None where outputs are not judged."""
     timing.need_gpu()
-    check_names(implementations)
-    if rounds < 1:
-        raise ValueError(f"rounds: expected at least 1, got {rounds}")
+    check_names(implementations, control)
     shapes = list(shapes)
     rows: list[dict[str, Any]] = []
-    with progress(len(shapes) * len(implementations) * (rounds + 1)) as advance:
+    with progress(len(shapes) * (len(implementations) + 1) * (setting.rounds + 1)) as advance:
         for shape in shapes:
             tensors, oracle = start(shape)
-            runs = [run_type(impl, shape) for impl in implementations]
-            for run in runs:
-                run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], *tensors))
-                run.attempt(functools.partial(run.gate, oracle))
-                advance(run.row["impl"])
-            time_rounds(runs, oracle, rounds, rep_ms, warmup_ms, advance)
+            runs = prepared_runs(run_type, implementations, shape, tensors, oracle, control)
+            time_rounds(runs, oracle, setting, advance)
             rows += [run.row for run in runs]
     return rows
 
 
-def time_rounds(
-    runs: Sequence[Run], oracle: Any, rounds: int, rep_ms: float, warmup_ms: float, advance: Callable
-) -> None:
+def prepared_runs(
+    run_type: type[Run],
+    implementations: Mapping[str, Attention | None],
+    shape: Shape,
+    tensors: Sequence[torch.Tensor],
+    oracle: Any,
+    control: str | None,
+) -> list[Run]:
+    """A run of each implementation, its first output judged, and last the control: a second run of `control`,
+    or else of the last implementation that works here, one of ours before a peer."""
+
+    def start(impl: str, second: bool = False) -> Run:
+        run = run_type(impl, shape, second)
+        run.attempt(functools.partial(run.prepare, implementations[impl], *tensors))
+        run.attempt(functools.partial(run.gate, oracle))
+        return run
+
+    runs = [start(impl) for impl in implementations]
+    good = sorted((run for run in runs if run.ok), key=lambda run: not run.is_peer)
+    chosen = control or (good[-1].impl if good else None)
+    return runs if chosen is None else [*runs, start(chosen, second=True)]
+
+
+def time_rounds(runs: Sequence[Run], oracle: Any, setting: Setting, advance: Callable) -> None:
     """Time prepared runs, interleaved and in a new order in each round, then judge them again."""
-    for number in range(rounds):
+    for number in range(setting.rounds):
         for run in random.Random(number).sample(runs, len(runs)):
-            run.attempt(functools.partial(run.time, rep_ms, warmup_ms))
+            run.attempt(functools.partial(run.time, setting))
             advance(run.row["impl"])
     for run in runs:
         run.attempt(functools.partial(run.finish, oracle))
@@ -248,15 +274,21 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
-def method(rounds: int, rep_ms: float, warmup_ms: float, gate: bool, kind: str) -> dict[str, Any]:
+def method(
+    setting: Setting = BOOK, control: str | None = None, gate: bool = True, kind: str = "normal"
+) -> dict[str, Any]:
     """How `collect` measures with these options, in words, for a record."""
     return {
         "timer": "CUDA events around each call, 256 MiB written before it to flush L2",
-        "statistic": "median, 20th and 80th percentile of all calls of all rounds",
+        "statistic": "median, 20th and 80th percentile of all calls of all rounds; round_ms: median of each",
         "order": "implementations interleaved, shuffled in each round",
-        "rounds": rounds,
-        "rep_ms": rep_ms,
-        "warmup_ms": warmup_ms,
+        "mode": "burst: a pause before the warm-up and the timed calls of each window",
+        "control": f"{control or 'the last implementation that works, ours before peers'}, timed twice",
+        "setting": setting.name,
+        "rounds": setting.rounds,
+        "pause_ms": setting.pause_ms,
+        "warmup_ms": setting.warmup_ms,
+        "rep_ms": setting.rep_ms,
         "inputs": kind,
         "gate": "fp64 oracle before and after the timing" if gate else "none",
         "flops": "4*B*H*Sq*Sk*D, halved when causal",
@@ -269,31 +301,28 @@ def measure(
     shapes: Iterable[Shape],
     *,
     notebook: str,
-    rounds: int = 5,
-    rep_ms: float = 50,
-    warmup_ms: float = 25,
-    gate: bool = True,
-    kind: str = "normal",
+    **options: Any,
 ) -> records.Table:
     """Compare implementations on shapes; measured and stored on a GPU, replayed without one.
 
-    `implementations`: name -> f(q, k, v, causal, sm_scale) -> out, or None for the peer of that name. `kind`
-    is a kind of `oracle.make_inputs`. `rounds` times about `rep_ms` ms of calls after `warmup_ms` ms of
-    warm-up, for each.
+    `implementations`: name -> f(q, k, v, causal, sm_scale) -> out, or None for the peer of that name.
+    `options`: setting, the book's one or that of sweeps; control, the implementation that is timed twice
+    (default: the last that works, ours before peers); gate, whether outputs are judged; kind, of
+    `oracle.make_inputs`.
 
     One row for each shape and implementation: impl, the fields of the shape, and `status`.
 
-    - "ok": ms, ms_p20, ms_p80 and tflops; sm_mhz and watts while it was timed; registers, spills,
-      shared_bytes and num_warps (None unless Triton compiled it); peak_bytes allocated during a call.
+    - "ok": ms, ms_p20, ms_p80 and tflops; round_ms, the median of each round; sm_mhz while it was timed;
+      registers, spills, shared_bytes and num_warps (None unless Triton compiled it); peak_bytes allocated
+      during a call.
     - "wrong": no times, but the `reason`. With `gate` both have max_error, rms_error, budget_max, budget_rms.
     - "not installed", "out of memory", "failed": no times, and the `reason` where there is more to say.
 
-    A replay has exactly the rows that were asked for; a RecordError names one that was not recorded. Prints
-    nothing.
+    The rows of the control are the table's `controls`. A replay has exactly the rows that were asked for; a
+    RecordError names one that was not recorded. Prints nothing.
     """
-    check_names(implementations)
+    check_names(implementations, options.get("control"))
     shapes = list(shapes)
-    options = {"rounds": rounds, "rep_ms": rep_ms, "warmup_ms": warmup_ms, "gate": gate, "kind": kind}
     table = records.table(
         notebook, name, lambda: collect(implementations, shapes, **options), method=method(**options)
     )

@@ -38,13 +38,17 @@ def measured(row: dict | None) -> bool:
 
 def task_rows(rows: Iterable[dict], head_dim: int, causal: bool = True) -> dict[str, dict]:
     """Implementation -> its row at the task's shape for `head_dim`, or at the longest sequence where that
-    is not there."""
+    is not there; without control rows, which are no implementations."""
     wanted = {(s.batch, s.heads, s.seqlen) for s in TASK.values() if s.head_dim == head_dim}
 
     def rank(row: dict) -> tuple[bool, int]:
         return (row.get("batch"), row.get("heads"), row["seqlen"]) in wanted, row["seqlen"]
 
-    found = [r for r in rows if r["head_dim"] == head_dim and bool(r.get("causal", True)) == causal]
+    found = [
+        row
+        for row in rows
+        if row["head_dim"] == head_dim and bool(row.get("causal", True)) == causal and "control_of" not in row
+    ]
     return {row["impl"]: row for row in sorted(reversed(found), key=rank)}  # the last of each has the most
 
 

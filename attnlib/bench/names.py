@@ -26,9 +26,15 @@ def number(impl: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
+CONTROL = " (control)"
+"""What the name of a control row adds to that of the implementation which it repeats."""
+
+
 def label(impl: str) -> str:
-    """The reader's name of an implementation: "cuDNN", "attnlib", "03 online softmax"; an unknown key stays
-    as it is."""
+    """The reader's name of an implementation: "cuDNN", "attnlib", "03 online softmax", "cuDNN (control)"; an
+    unknown key stays as it is."""
+    if impl.endswith(CONTROL):
+        return label(impl.removesuffix(CONTROL)) + CONTROL
     return PEERS.get(impl) or re.sub(r"^(\d\d)_", r"\1 ", impl).replace("_", " ")
 
 

@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 INTERVAL_S = 0.01
+BURST_INTERVAL_S = 0.002
+"""Between two samples: of a long run, and of a window of some ten milliseconds."""
 MIN_UPDATES = 6
 """Updates of the energy counter, about ten in a second, that its mean power is taken over at least."""
 
@@ -84,7 +86,8 @@ class Sampler:
     `mean_watts` comes from the energy counter, which counts nothing from before, but needs a longer run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self.interval_s = interval_s
         self.samples: list[tuple[float, float]] = []
         self.energy: list[tuple[float, float]] = []  # (s, J) when the counter was seen to change
         self._stop = threading.Event()
@@ -99,7 +102,7 @@ class Sampler:
             joules = energy()
             if joules is not None and (not self.energy or joules != self.energy[-1][1]):
                 self.energy.append((time.perf_counter(), joules))
-            self._stop.wait(INTERVAL_S)
+            self._stop.wait(self.interval_s)
 
     def __enter__(self) -> Sampler:
         if _device() is not None:

@@ -30,6 +30,7 @@ from attnlib.bench import counters, harness, peers, sources, timing
 from attnlib.bench.backward import BackwardRun, make_gradient
 from attnlib.bench.harness import Attention, Run
 from attnlib.bench.oracle import make_inputs
+from attnlib.bench.setting import WINDOW
 from attnlib.bench.shapes import Shape
 
 BACKWARD = {"20_one_pass": "ONE_PASS", "20_two_passes": "PASSES"}
@@ -123,7 +124,7 @@ def traced_kernels(trace: Mapping[str, Any]) -> list[counters.Kernel]:
 
 def by_events(call: Callable) -> list[counters.Kernel]:
     """The whole call as one launch, timed by CUDA events; registers where Triton compiled its kernels."""
-    ms = timing.time_ms(call, rep_ms=10, warmup_ms=5).median
+    ms = timing.time_ms(call, setting=WINDOW).median
     with timing.launched_kernels() as kernels:
         call()
     torch.cuda.synchronize()

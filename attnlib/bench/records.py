@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,24 @@ class RecordError(LookupError):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one measurement and where they come from. `gpu` is its name, `date` is ISO (2026-11-21)."""
+    """Rows of one measurement and where they come from. `gpu` is its name, `date` is ISO (2026-11-21).
+
+    `controls` are the rows that time an implementation a second time, for the noise (see `bench.verdict`):
+    they have its name as `control_of`, and are no part of `rows`, so that no ladder or chart shows them."""
 
     name: str
     rows: list[dict[str, Any]]
     gpu: str
     date: str
     replayed: bool
+    controls: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, rows: list[dict[str, Any]], origin: Mapping[str, Any], replayed: bool) -> Table:
+        """The rows of a record, its control rows set apart; `origin` is the record's header."""
+        shown = [row for row in rows if "control_of" not in row]
+        controls = [row for row in rows if "control_of" in row]
+        return cls(name, shown, origin["gpu"]["name"], origin["date"], replayed, controls)
 
     @property
     def label(self) -> str:
@@ -267,7 +278,7 @@ def table(
     record = _merged(old, header, notebook)
     record["tables"][name] = {"rows": rounded(rows)}
     write_json(path, record)
-    return Table(name, rounded(rows), header["gpu"]["name"], header["date"], replayed=False)
+    return Table.of(name, rounded(rows), header, replayed=False)
 
 
 def load(notebook: str, name: str, gpu: str | None = None) -> Table:
@@ -285,4 +296,4 @@ def load(notebook: str, name: str, gpu: str | None = None) -> Table:
     if name not in tables:
         raise RecordError(f"{path} has no table {name!r}; tables: {', '.join(sorted(tables)) or 'none'}")
     entry = {**record, **tables[name]}
-    return Table(name, entry["rows"], entry["gpu"]["name"], entry["date"], replayed=True)
+    return Table.of(name, entry["rows"], entry, replayed=True)

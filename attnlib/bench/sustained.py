@@ -1,7 +1,7 @@
 """Compare implementations that run back to back: what the GPU keeps up at its power limit, and the energy.
 
-A single call with a pause before it, as `bench.collect` times them, runs at a higher clock than the same call
-after a fifth of a second of them. Order, inputs and judgment are those of `bench.collect`.
+A burst of calls after a pause, as `bench.collect` times them, runs at a higher clock than the same calls
+after a fifth of a second of them. Order, control, inputs and judgment are those of `bench.collect`.
 """
 
 from __future__ import annotations
@@ -12,30 +12,35 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from attnlib.bench import harness, roofline, timing
+from attnlib.bench import harness, records, roofline, timing
 from attnlib.bench.harness import Attention, Run
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
+
+MS, ROUNDS, ENERGY_MS = 200, 5, 1200
+"""Of every sustained table of the book: `ROUNDS` times `MS` milliseconds, and `ENERGY_MS` for the energy."""
 
 
 def sustained_rows(
     implementations: Mapping[str, Attention | None],
     shapes: Iterable[Shape],
     *,
-    ms: float = 200,
-    rounds: int = 3,
-    energy_ms: float = 2000,
+    ms: float = MS,
+    rounds: int = ROUNDS,
+    energy_ms: float = ENERGY_MS,
     kind: str = "normal",
 ) -> list[dict[str, Any]]:
-    """Run implementations back to back on this GPU; one row for each shape and implementation.
+    """Run implementations back to back on this GPU; one row for each shape and implementation, and one for
+    the control.
 
     `rounds` times `ms` milliseconds of each, interleaved and in a new order in each round; then once
     `energy_ms` of each for the energy, which the GPU counts too coarsely for less than a second (0: no
     energy). `implementations` and `kind` as in `bench.measure`.
 
     Columns: impl, the fields of the shape, and status, reason and errors as `bench.measure` has them. Where
-    the status is "ok": ms and tflops, medians of the rounds; sm_mhz and watts meanwhile; joules of a call and
-    tflops_per_watt, None where NVML or its counter is missing. RuntimeError without a GPU.
+    the status is "ok": ms and tflops, medians of the rounds, whose times are in round_ms; sm_mhz and watts
+    meanwhile; joules of a call and tflops_per_watt, None where NVML or its counter is missing, and for the
+    control. RuntimeError without a GPU.
     """
     timing.need_gpu()
     harness.check_names(implementations)
@@ -45,16 +50,13 @@ def sustained_rows(
     for shape in shapes:
         q, k, v = make_inputs(shape, kind, device=harness.DEVICE)
         oracle = Oracle(q, k, v, shape.causal)
-        runs = [Run(impl, shape) for impl in implementations]
-        found = {impl: _Found([], []) for impl in implementations}
-        for run in runs:
-            run.attempt(functools.partial(run.prepare, implementations[run.row["impl"]], q, k, v))
-            run.attempt(functools.partial(run.gate, oracle))
+        runs = harness.prepared_runs(Run, implementations, shape, (q, k, v), oracle, None)
+        found = {run.row["impl"]: _Found([], []) for run in runs}
         for number in range(rounds):
             for run in random.Random(number).sample(runs, len(runs)):
                 run.attempt(functools.partial(found[run.row["impl"]].time, run, ms))
         for run in runs:
-            if energy_ms:
+            if energy_ms and "control_of" not in run.row:
                 run.attempt(functools.partial(found[run.row["impl"]].weigh, run, energy_ms))
             run.attempt(functools.partial(run.gate, oracle))
             if run.ok:
@@ -85,6 +87,7 @@ def summary(
     joules = _median(joules_found)
     return {
         "ms": ms,
+        "round_ms": [result.ms for result in results],
         "tflops": flops / ms * 1e-9,
         "sm_mhz": sm_mhz,
         "watts": watts,
@@ -98,10 +101,14 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def method(ms: float, rounds: int, energy_ms: float, kind: str) -> dict[str, Any]:
+def method(
+    ms: float = MS, rounds: int = ROUNDS, energy_ms: float = ENERGY_MS, kind: str = "normal"
+) -> dict[str, Any]:
     """How `sustained_rows` measures with these options, in words, for a record."""
     return {
         "timer": "CUDA events around all calls of a round, back to back, L2 warm",
+        "mode": "sustained: no pause between calls",
+        "control": "the last implementation that works, ours before peers, timed twice",
         "statistic": "median of the rounds' means; clock and power: medians of a round's second half",
         "energy": "NVML's energy counter between its first and last update in a run of its own",
         "order": "implementations interleaved, shuffled in each round",
@@ -112,3 +119,11 @@ def method(ms: float, rounds: int, energy_ms: float, kind: str) -> dict[str, Any
         "gate": "fp64 oracle before and after the timing",
         "flops": "4*B*H*Sq*Sk*D, halved when causal",
     }
+
+
+def measure(
+    name: str, implementations: Mapping[str, Attention | None], shapes: Iterable[Shape], *, notebook: str
+) -> records.Table:
+    """`sustained_rows` in the book's setting, measured and stored on a GPU, replayed without one."""
+    shapes = list(shapes)
+    return records.table(notebook, name, lambda: sustained_rows(implementations, shapes), method=method())

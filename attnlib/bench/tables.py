@@ -30,9 +30,9 @@ def number(value: object) -> str:
 def columns_of(
     rows: Sequence[dict], columns: Mapping[str, str] | Sequence[str] | None = None
 ) -> dict[str, str]:
-    """key -> header, in order: as given, or every key that some row has."""
+    """key -> header, in order: as given, or every key that some row has, but for lists, which are no cell."""
     if columns is None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], list)))
     if not isinstance(columns, Mapping):
         columns = {key: key.replace("_", " ") for key in columns}
     missing = [key for key in columns if rows and not any(key in row for row in rows)]

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.bench import power
+from attnlib.bench.setting import BOOK, Setting
 
-_FLUSH_BYTES = 256 << 20  # several times the 50 MB of L2 of an H100 or H200
+_FLUSH_BYTES = 256 << 20  # several times the L2 of an H100 or H200, 50 and 60 MiB
 _MAX_CALLS = 1000  # about as many launches as fit in the driver's queue
+_MAX_TIMED = 100  # calls of a window: a flush takes some 0.1 ms, so that windows of short calls stay as short
 _HEAD_START = 50_000  # clocks, some 30 µs: what the host needs to queue an event, a call and another event
 
 
@@ -67,13 +69,17 @@ def estimate_ms(fn: Callable[[], Any], cold: bool) -> float:
     return max(1e-3, first if first > 10 else statistics.median(_record_ms(fn, 5, cold)))
 
 
-def samples_ms(
-    fn: Callable[[], Any], estimate: float, rep_ms: float, warmup_ms: float, cold: bool
-) -> list[float]:
-    """Warm up for `warmup_ms`, then time calls for `rep_ms`, at least one."""
-    for _ in range(min(_MAX_CALLS, int(warmup_ms / estimate))):
+def rest(setting: Setting) -> None:
+    """The pause before a window: the GPU has nothing to do, and what ran before no longer shows."""
+    torch.cuda.synchronize()
+    time.sleep(setting.pause_ms / 1000)
+
+
+def samples_ms(fn: Callable[[], Any], estimate: float, setting: Setting, cold: bool) -> list[float]:
+    """Milliseconds of each timed call of a window, after its warm-up; `rest` comes before it."""
+    for _ in range(max(1, min(_MAX_CALLS, int(setting.warmup_ms / estimate)))):
         fn()
-    return _record_ms(fn, max(1, min(_MAX_CALLS, int(rep_ms / estimate))), cold)
+    return _record_ms(fn, max(1, min(_MAX_TIMED, int(setting.rep_ms / estimate))), cold)
 
 
 def summarize(samples: Sequence[float]) -> Timing:
@@ -82,14 +88,19 @@ def summarize(samples: Sequence[float]) -> Timing:
     return Timing(*torch.tensor(samples, dtype=torch.float64).quantile(places).tolist())
 
 
-def time_ms(fn: Callable[[], Any], rep_ms: float = 50, warmup_ms: float = 25, cold: bool = True) -> Timing:
-    """GPU time of one call of `fn`, in ms, from about `rep_ms` of calls after `warmup_ms` of warm-up.
+def time_ms(fn: Callable[[], Any], cold: bool = True, setting: Setting = BOOK) -> Timing:
+    """GPU time of one call of `fn`, in ms, in the windows in which comparisons are timed too.
 
     `cold` flushes L2 before each call (256 MB are written, outside of the timed span). RuntimeError without a
     GPU.
     """
     need_gpu()
-    return summarize(samples_ms(fn, estimate_ms(fn, cold), rep_ms, warmup_ms, cold))
+    estimate = estimate_ms(fn, cold)
+    samples: list[float] = []
+    for _ in range(setting.rounds):
+        rest(setting)
+        samples += samples_ms(fn, estimate, setting, cold)
+    return summarize(samples)
 
 
 def sustained(fn: Callable[[], Any], ms: float = 200) -> Sustained:

@@ -20,7 +20,8 @@ from attnlib.book import hygiene
 
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
-LADDER, HOST = ("19_record", "ladder"), ("host_time", "backward")
+LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
+HOST = ("host_time", "backward")
 """Records and tables that README shows."""
 
 
@@ -153,6 +154,18 @@ def ladder_table() -> str:
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
 
+def modes_table() -> str:
+    """README's burst and sustained speeds at the task's shapes, with the clock, and both verdicts on FA3."""
+    from attnlib.bench import modes, records, shapes, tables
+
+    burst, sustained = (records.load(*where, gpu=records.REFERENCE_GPU) for where in (LADDER, SUSTAINED))
+    label = book_chapters.label
+    task = [shape for shape in shapes.TASK.values() if burst.select(shape) and sustained.select(shape)]
+    rows, columns = modes.mode_rows(burst, sustained, task, label=label)
+    dates = " and ".join(dict.fromkeys((burst.date, sustained.date)))
+    return f"{tables.markdown(rows, columns)}\n\n*{burst.gpu}, {dates}*"
+
+
 def host_table() -> str:
     """README's table of host time: backward passes in the record of `tests/gpu/time_host.py`."""
     from attnlib.bench import records, tables
@@ -166,7 +179,7 @@ def host_table() -> str:
     return f"{tables.markdown(table.rows, columns, formats=forms)}\n\n*{table.gpu}, {table.date}*"
 
 
-SECTIONS = {"ladder": ladder_table, "host": host_table}
+SECTIONS = {"ladder": ladder_table, "modes": modes_table, "host": host_table}
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 
 

@@ -35,4 +35,6 @@ _TITLES = dict(CHAPTERS)
 
 def label(impl: str) -> str:
     """The reader's name of an implementation, with the title of a step: "03 Online softmax", "cuDNN"."""
+    if impl.endswith(names.CONTROL):
+        return label(impl.removesuffix(names.CONTROL)) + names.CONTROL
     return f"{impl[:2]} {_TITLES[impl]}" if impl in _TITLES else names.label(impl)

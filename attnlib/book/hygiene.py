@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnlib.book import claims
 from attnlib.book.chapters import STEPS
 
 MAX_BYTES = 1_000_000
@@ -32,9 +33,13 @@ FOLDED = "hide-input"
 OPEN = {"kernel", "variant", "exercise"}
 """Tags of code cells that are there to be read."""
 PLUMBING = re.compile(
-    r"\blesson\.(?:begin|measure|measure_backward|table|ladder|show_table|say)\(|\bplotting\.publish\("
+    r"\blesson\.(?:begin|measure|measure_backward|measure_sustained|table|ladder|show_table|say|verdict)\("
+    r"|\bplotting\.publish\("
 )
 """What only a cell does that sets up, measures, tabulates or draws."""
+
+VERDICTS = re.compile(r"\b(?:lesson\.verdict|verdict\.judge)\(")
+"""What asks whether a difference is more than noise."""
 
 MACHINE_PATH = re.compile(
     r"(?<![\w.:/<)-])(?:/(?:work|tmp|root|home|Users|mnt|workspace|opt|var|usr)/[\w.-]|[A-Z]:\\\\?\w|file://)"
@@ -331,6 +336,45 @@ def folded_plumbing(nb: Notebook) -> Found:
             yield _id(cell), f"expected the tag {FOLDED!r} on a cell that calls {found.group()[:-1]}"
 
 
+def true_verdicts(nb: Notebook) -> Found:
+    """A verdict that a text states is one that the records give."""
+    said = [(cell, text) for cell in nb.cells for text in _shown(cell) if claims.stated(text)]
+    given = claims.given(_tables(nb)) if said else set()
+    for cell, text in said:
+        for verdict in claims.stated(text):
+            if verdict not in given:
+                yield _id(cell), f"no record of this chapter gives the verdict {verdict!r}"
+
+
+def judged(nb: Notebook) -> Found:
+    """A chapter whose noise was measured says with a verdict what is faster, and by how much.
+
+    It holds for chapters that have a verdict or a control row; the others await their measurement."""
+    asks = any(VERDICTS.search(source(cell)) for cell in nb.code)
+    controls = any(table.controls for table in claims.tables_of(nb.name))
+    if controls and not asks and nb.name in dict(STEPS):
+        yield "", "expected lesson.verdict(...): the record has a control row that no verdict uses"
+    if asks or controls:
+        for cell in nb.cells:
+            for text in _shown(cell):
+                for sentence in claims.unjudged(text):
+                    yield _id(cell), f"a comparison without a verdict (bench.verdict): {sentence[:120]}"
+
+
+def _shown(cell: dict) -> Iterator[str]:
+    """The Markdown that a reader sees of a cell; none of a prediction, which is no verdict."""
+    if "prediction" in _id(cell):
+        return
+    if cell["cell_type"] == "markdown":
+        yield source(cell)
+    for output in cell.get("outputs", []):
+        yield "".join(output.get("data", {}).get("text/markdown", ""))
+
+
+def _tables(nb: Notebook) -> list:
+    return claims.tables_of(nb.name, "\n".join(source(cell) for cell in nb.code))
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -351,6 +395,8 @@ RULES: dict[str, Rule] = {
         kernel_cell,
         exercises,
         folded_plumbing,
+        true_verdicts,
+        judged,
     )
 }
 

@@ -20,7 +20,9 @@ import torch
 
 from attnlib.bench import ladder as _ladder
 from attnlib.bench import sources, tables
+from attnlib.bench import verdict as _verdict
 from attnlib.bench.oracle import INPUTS, Oracle, Verdict, make_inputs
+from attnlib.bench.setting import BOOK, SWEEP, WINDOW
 from attnlib.bench.shapes import TASK, Shape
 from attnlib.bench.sources import notebooks_dir
 from attnlib.book.chapters import CHAPTERS, STEPS, label
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
     from attnlib.bench.records import Table
 
 __all__ = [
+    "BOOK",
     "CHAPTERS",
     "STEPS",
+    "SWEEP",
+    "WINDOW",
     "begin",
     "check",
     "checks",
@@ -42,12 +47,14 @@ __all__ = [
     "load_kernel",
     "measure",
     "measure_backward",
+    "measure_sustained",
     "notebooks_dir",
     "say",
     "show_diff",
     "show_table",
     "solutions",
     "table",
+    "verdict",
     "verify",
     "verify_gradients",
 ]
@@ -188,13 +195,35 @@ def ladder(
     say(f"{text}\n\n*{source}*" if source else text)
 
 
+def verdict(
+    measured: Table | Iterable[Table], impl: str, *others: str, shapes: Iterable[Shape] | None = None
+) -> None:
+    """Show whether `impl` is faster than each of `others`, and the noise of the run that says so, as one
+    small table: a row for each of `others`, a column for each shape.
+
+    measured: what `measure` and its kin return, or several such tables, one a head dimension. shapes: default
+    the task's shapes, causal, that are there.
+    """
+    found = [measured] if hasattr(measured, "rows") else list(measured)
+    there = {Shape.of_row(row) for one in found for row in one.rows}
+    asked = list(shapes) if shapes is not None else [shape for shape in TASK.values() if shape in there]
+    if not asked or not others:
+        raise ValueError(
+            f"verdict: expected shapes of the task in the table and implementations to compare with, got "
+            f"{len(asked)} shapes and {len(others)} implementations"
+        )
+    rows, columns = _verdict.table_rows(found, impl, others, asked, label)
+    say(f"{tables.markdown(rows, columns)}\n\n*{found[-1].label}*")
+
+
 # Measurements
 
 
 def measure(
     name: str, implementations: Mapping[str, Callable | None], shapes: Iterable, **options: object
 ) -> Table:
-    """`bench.measure` into this notebook's record: times on a GPU, replays without one."""
+    """`bench.measure` into this notebook's record: times on a GPU, replays without one. `options`: setting
+    (`BOOK`, or `SWEEP` for many shapes), control, gate and kind."""
     from attnlib.bench import harness
 
     return harness.measure(name, dict(implementations), list(shapes), notebook=current(), **options)
@@ -207,6 +236,13 @@ def measure_backward(
     from attnlib.bench import backward as bench_backward
 
     return bench_backward.measure(name, dict(implementations), list(shapes), notebook=current(), **options)
+
+
+def measure_sustained(name: str, implementations: Mapping[str, Callable | None], shapes: Iterable) -> Table:
+    """`sustained.measure` into this notebook's record: runs back to back on a GPU, replays without one."""
+    from attnlib.bench import sustained
+
+    return sustained.measure(name, dict(implementations), list(shapes), notebook=current())
 
 
 def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Table:

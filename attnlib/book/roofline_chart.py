@@ -28,7 +28,8 @@ def roofline_chart(
 
     points: dicts with impl, intensity (FLOP per byte) and tflops, optionally a label ("" for none); points
     with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none.
-    measured: a Hardware with the measured ceilings, or {"hbm_gbs": GB/s, "tensor_tflops": TFLOP/s}.
+    measured: a Hardware with the measured ceilings, or {"hbm_gbs": GB/s, "tensor_tflops": TFLOP/s, "mode":
+    "burst" or "sustained"}; the chart says the mode, and needs it where a point lies above this roof.
     exp_head_dims: head dimensions whose exponential roof is drawn (see `roofline.exp_roof_tflops`).
     """
     figure, axes = new_figure(width, height)
@@ -48,7 +49,13 @@ def roofline_chart(
         if isinstance(measured, Hardware):
             measured = {"hbm_gbs": measured.hbm_gbs, "tensor_tflops": measured.tensor_tflops_fp16}
         gbs, tflops = measured.get("hbm_gbs", bandwidth), measured.get("tensor_tflops", peak)
-        lines += _roof(ax, gbs, tflops, "measured", COLORS["measured"], (0, (4, 2)), above=False)
+        kind = f"measured, {measured['mode']}" if "mode" in measured else "measured"
+        if "mode" not in measured and max(y, default=0) > tflops:
+            raise ValueError(
+                "measured: expected a mode, 'burst' or 'sustained', where a point lies above the measured "
+                f"roof; the highest has {max(y):.0f} TFLOP/s, the roof {tflops:.0f}"
+            )
+        lines += _roof(ax, gbs, tflops, kind, COLORS["measured"], (0, (4, 2)), above=False)
     for roof in roofs.values():
         ax.axhline(roof, color=COLORS["muted"], lw=0.9, ls=":")
     provenance(figure, source)

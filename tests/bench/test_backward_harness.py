@@ -12,9 +12,11 @@ from timed_cpu import gpu  # noqa: F401  (a fixture)
 from attnlib.bench import backward as bench_backward
 from attnlib.bench import peers, records, roofline
 from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.setting import Setting
 from attnlib.bench.shapes import Shape
 from attnlib.book import lesson
 
+TWO = Setting("test", rounds=2, pause_ms=0, warmup_ms=2, rep_ms=5)
 SHAPE = Shape(2, 2, 40, 16)
 
 
@@ -52,8 +54,8 @@ FAULTS = {
 
 
 def rows_of(implementations, **options):
-    rows = bench_backward.collect(implementations, [SHAPE], rounds=2, rep_ms=5, **options)
-    return {row["impl"]: row for row in rows}
+    rows = bench_backward.collect(implementations, [SHAPE], setting=TWO, **options)
+    return {row["impl"]: row for row in rows if "control_of" not in row}
 
 
 def test_a_good_backward_gets_errors_and_the_speed_of_five_products(gpu):
@@ -133,7 +135,7 @@ def test_the_judge_of_parts_is_the_oracle_of_the_whole(monkeypatch):
 
 def test_measure_stores_and_replays(gpu, monkeypatch):
     monkeypatch.setattr(lesson, "_current", "20_backward")
-    options = {"rounds": 1, "rep_ms": 2}
+    options = {"setting": TWO}
     table = lesson.measure_backward("backward", {"13_x": good}, [SHAPE], **options)
     assert not table.replayed and table.one(SHAPE, impl="13_x")["status"] == "ok"
     path = records.data_dir() / "nvidia-h200" / "20_backward.json"

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from timed_cpu import gpu  # noqa: F401  (a fixture)
 
 from attnlib.bench import cli, harness, peers, records, timing
 from attnlib.bench.oracle import judge, make_inputs
+from attnlib.bench.setting import BOOK, Setting
 from attnlib.bench.shapes import TASK, Shape
 
+TWO = Setting("test", rounds=2, pause_ms=0, warmup_ms=2, rep_ms=6)
+ONE = Setting("test", rounds=1, pause_ms=0)
 SHAPE = Shape(1, 2, 32, 16)
 DENSE = Shape(1, 2, 32, 16, causal=False)
 
@@ -52,17 +56,19 @@ class WrongLater:
 
 
 def rows_of(implementations, shapes=(SHAPE,), **options):
-    return {row["impl"]: row for row in harness.collect(implementations, shapes, rounds=2, **options)}
+    rows = harness.collect(implementations, shapes, setting=TWO, **options)
+    return {row["impl"]: row for row in rows}
 
 
 def test_a_good_kernel_gets_errors_and_speed(gpu):
-    row = rows_of({"ours": good}, rep_ms=6, warmup_ms=2)["ours"]
+    row = rows_of({"ours": good})["ours"]
     assert row["status"] == "ok"
     assert (row["ms"], row["ms_p20"], row["ms_p80"]) == (2.0, 1.0, 3.0)
     assert row["tflops"] == pytest.approx(2 * 1 * 2 * 32 * 32 * 16 / 2.0e-3 * 1e-12)
     assert 0 <= row["max_error"] <= row["budget_max"] and 0 <= row["rms_error"] <= row["budget_rms"]
     assert row["registers"] is None and row["num_warps"] is None  # no Triton kernel was launched
-    assert row["sm_mhz"] is None and row["watts"] is None  # no NVML
+    assert row["sm_mhz"] is None  # no NVML
+    assert row["round_ms"] == [2.0, 2.0] and "watts" not in row  # NVML's watts are of the last second
     assert row["peak_bytes"] == 1000
     assert Shape.of_row(row) == SHAPE
 
@@ -164,12 +170,12 @@ def test_rounds_are_interleaved_and_shuffled(gpu, monkeypatch):
         return good(q, k, v, causal, sm_scale)
 
     monkeypatch.setattr(timing, "estimate_ms", lambda fn, cold: 1.0)
-    monkeypatch.setattr(timing, "_record_ms", lambda fn, calls, cold: [1.0 for _ in [fn()]])
     implementations = {name: functools.partial(named, name) for name in names}
-    harness.collect(implementations, [SHAPE], rounds=3, warmup_ms=0)
-    assert order[:6] == names  # judged in the order given
-    rounds = [order[6 + 6 * i : 12 + 6 * i] for i in range(3)]
-    assert all(sorted(one) == names for one in rounds)
+    monkeypatch.setattr(timing, "samples_ms", lambda fn, estimate, setting, cold: [1.0 for _ in [fn()]])
+    harness.collect(implementations, [SHAPE], setting=Setting("test", rounds=3, pause_ms=0), control="k2")
+    assert order[:7] == [*names, "k2"]  # judged in the order given, the control last
+    rounds = [order[7 + 7 * i : 14 + 7 * i] for i in range(3)]
+    assert all(sorted(one) == sorted([*names, "k2"]) for one in rounds)
     assert len({tuple(one) for one in rounds}) == 3
 
 
@@ -182,7 +188,7 @@ def test_names_are_checked_before_anything_runs(gpu):
 
 def test_measure_stores_and_replays(gpu, monkeypatch, capsys):
     implementations = {"ours": good, "wrong": all_nan}
-    measured = harness.measure("speed", implementations, [SHAPE, DENSE], notebook="00_test", rounds=1)
+    measured = harness.measure("speed", implementations, [SHAPE, DENSE], notebook="00_test", setting=ONE)
     assert [row["impl"] for row in measured.rows] == ["ours", "wrong"] * 2 and not measured.replayed
     monkeypatch.setenv("ATTNLIB_REPLAY", "1")
 
@@ -197,7 +203,7 @@ def test_measure_stores_and_replays(gpu, monkeypatch, capsys):
 
 
 def test_replay_names_a_row_that_was_not_recorded(gpu, monkeypatch):
-    harness.measure("speed", {"ours": good}, [SHAPE], notebook="00_test", rounds=1)
+    harness.measure("speed", {"ours": good}, [SHAPE], notebook="00_test", setting=ONE)
     monkeypatch.setenv("ATTNLIB_REPLAY", "1")
     with pytest.raises(records.RecordError, match="impl='new', B1 H2 S32 D16 causal fp16, found 0"):
         harness.measure("speed", {"ours": good, "new": good}, [SHAPE], notebook="00_test")
@@ -238,11 +244,6 @@ def test_what_comes_before_a_call_is_outside_of_the_timed_span(monkeypatch, cold
     assert log == ["flush" if cold else "head start", "start", "fn", "end"] * 2 + ["wait"]
 
 
-def test_rounds_are_checked(gpu):
-    with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
-        harness.collect({"ours": good}, [SHAPE], rounds=0)
-
-
 @pytest.mark.parametrize(
     "call", [timing.time_ms, timing.sustained, timing.host_us, lambda fn: harness.collect({}, [])]
 )
@@ -254,11 +255,12 @@ def test_timing_without_a_gpu_is_an_error(call, monkeypatch):
 
 def test_number_of_calls_is_bounded(gpu):
     calls = []
-    timing.samples_ms(lambda: calls.append(1), estimate=1e-3, rep_ms=1e6, warmup_ms=1e6, cold=True)
-    assert len(calls) == 2 * timing._MAX_CALLS
+    endless = Setting("test", rounds=1, warmup_ms=1e6, rep_ms=1e6)
+    timing.samples_ms(lambda: calls.append(1), 1e-3, endless, cold=True)
+    assert len(calls) == timing._MAX_CALLS + timing._MAX_TIMED
     calls.clear()
-    timing.samples_ms(lambda: calls.append(1), estimate=500.0, rep_ms=50, warmup_ms=25, cold=True)
-    assert len(calls) == 1  # a slow kernel is timed once a round and not warmed up again
+    timing.samples_ms(lambda: calls.append(1), 500.0, BOOK, cold=True)
+    assert len(calls) == 2  # a slow kernel: one call after the pause, and one that is timed
 
 
 def test_slow_functions_are_estimated_from_one_call(gpu, monkeypatch):
@@ -449,16 +451,15 @@ def test_the_table_has_a_line_for_each_row_and_a_dash_for_what_was_not_measured(
             "budget_max": 2e-3,
             "registers": 168,
             "spills": 0,
-            "watts": None,
         },
         {"impl": "fa3", **SHAPE.to_dict(), "status": "not installed", "reason": "no ATTNLIB_FA3"},
     ]
     head, _, ours, peer = cli.format_rows(rows).splitlines()
-    assert head.split() == ["ms", "p20-p80", "TFLOP/s", "max", "err", "budget", "regs", "spills", "MHz", "W"]
+    assert head.split() == ["ms", "p20-p80", "TFLOP/s", "max", "err", "budget", "regs", "spills", "MHz"]
     shape = SHAPE.label.split()
-    numbers = ["1.2346", "1.2000-1.3000", "512.3", "1.0e-03", "2.0e-03", "168", "0", "-", "-"]
+    numbers = ["1.2346", "1.2000-1.3000", "512.3", "1.0e-03", "2.0e-03", "168", "0", "-"]
     assert ours.split() == [*shape, "ours", *numbers]
-    assert peer.split() == [*shape, "fa3", *["-"] * 9, "not", "installed:", "no", "ATTNLIB_FA3"]
+    assert peer.split() == [*shape, "fa3", *["-"] * 8, "not", "installed:", "no", "ATTNLIB_FA3"]
 
 
 @pytest.mark.parametrize(
@@ -499,18 +500,19 @@ def test_cli_prints_a_table_and_writes_json(gpu, monkeypatch, capsys, tmp_path):
     out = tmp_path / "out.json"
     assert cli.main([*size, "--dense", "--impl", "attnlib,math", "--json", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "NVIDIA H200" in text and text.count("B1 H2 S32 D16 dense fp16") == 2 and "2.0000" in text
+    assert "NVIDIA H200" in text and text.count("B1 H2 S32 D16 dense fp16") == 3 and "2.5000" in text
     record = json.loads(out.read_text())
-    assert [row["impl"] for row in record["tables"]["bench"]["rows"]] == ["attnlib", "math"]
+    impls = [row["impl"] for row in record["tables"]["bench"]["rows"]]
+    assert impls == ["attnlib", "math", "attnlib (control)"]
     assert record["gpu"]["name"] == "NVIDIA H200" and record["method"]["rounds"] == 1
 
 
 def test_cli_peers_prints_the_ladder(gpu, monkeypatch, capsys):
-    """Attnlib and every peer, at the shapes of the task, causal and dense, in 8 rounds."""
+    """Attnlib and every peer, at the shapes of the task, causal and dense, in the book's setting."""
     asked = []
 
     def collect(implementations, shapes, **options):
-        asked.append((list(implementations), [shape.label for shape in shapes], options["rounds"]))
+        asked.append((list(implementations), [shape.label for shape in shapes], options["setting"]))
         return [
             {"impl": impl, **shape.to_dict(), "status": "ok", "ms": 1.0, "ms_p20": 1.0, "ms_p80": 1.0}
             | {"tflops": 500.0 if impl == "fa3" else 400.0, "max_error": 1e-3}
@@ -522,8 +524,8 @@ def test_cli_peers_prints_the_ladder(gpu, monkeypatch, capsys):
 
     monkeypatch.setattr(harness, "collect", collect)
     assert cli.main(["--peers"]) == 0
-    [(names, labels, rounds)] = asked
-    assert names == ["attnlib", *peers.PEERS] and rounds == 8
+    [(names, labels, setting)] = asked
+    assert names == ["attnlib", *peers.PEERS] and setting == BOOK
     assert labels == [s.label.replace("causal", mask) for mask in ("causal", "dense") for s in TASK.values()]
     rows, causal, dense = capsys.readouterr().out.replace("\nDense", "\nCausal").split("\nCausal\n")
     assert "failed: no compiler" in rows
@@ -532,7 +534,10 @@ def test_cli_peers_prints_the_ladder(gpu, monkeypatch, capsys):
         [ours] = [line for line in table.splitlines() if line.startswith("| attnlib ")]
         assert ours.split("|")[2:7] == [" 400 ", " 400 ", " 400 ", " 80 / 80 / 80 ", " 1.0e-03 "]
     assert cli.main(["--peers", "--shapes", "d64", "--rounds", "2"]) == 0
-    assert asked[1][1:] == ([TASK["d64"].label, TASK["d64"].label.replace("causal", "dense")], 2)
+    assert asked[1][1:] == (
+        [TASK["d64"].label, TASK["d64"].label.replace("causal", "dense")],
+        replace(BOOK, rounds=2),
+    )
 
 
 def test_cli_fails_when_attnlib_is_wrong(gpu, monkeypatch, capsys):

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from attnlib.bench import harness, power, timing
 from attnlib.bench.shapes import Shape
-from attnlib.bench.sustained import method, summary, sustained_rows
+from attnlib.bench.sustained import ROUNDS, measure, method, summary, sustained_rows
 from attnlib.bench.timing import Sustained
+from attnlib.bench.verdict import judge
 
 SHAPE = Shape(1, 2, 32, 16)
 
@@ -45,10 +46,13 @@ def gpu(monkeypatch):
 
 
 def test_a_row(gpu):
-    [row] = sustained_rows({"ours": good}, [SHAPE], rounds=3)
+    row, control = sustained_rows({"ours": good}, [SHAPE], rounds=3)
     flops = 2 * 1 * 2 * 32 * 32 * 16
     assert row["impl"] == "ours" and Shape.of_row(row) == SHAPE and row["status"] == "ok"
-    assert (row["ms"], row["sm_mhz"], row["watts"], row["joules"]) == (2.0, 1500.0, 610.0, 1.25)
+    assert (row["ms"], row["sm_mhz"], row["watts"], row["joules"]) == (2.0, 1500.0, 620.0, 1.25)
+    assert row["round_ms"] == [2.0] * 3
+    assert (control["impl"], control["control_of"], control["ms"]) == ("ours (control)", "ours", 2.0)
+    assert control["joules"] is None, "the control is there for the time"
     assert row["tflops"] == pytest.approx(flops / 2e-3 / 1e12)
     assert row["tflops_per_watt"] == pytest.approx(flops / 1.25 / 1e12)
     assert row["max_error"] <= row["budget_max"]
@@ -57,24 +61,23 @@ def test_a_row(gpu):
 def test_rounds_are_interleaved_and_energy_comes_last(gpu):
     sustained_rows({"a": good, "b": good, "c": good}, [SHAPE], rounds=2, ms=200, energy_ms=3000)
     calls, lengths = zip(*gpu, strict=True)
-    assert lengths == (200,) * 6 + (3000,) * 3
-    for start in (0, 3, 6):
-        assert len(set(calls[start : start + 3])) == 3
+    assert lengths == (200,) * 8 + (3000,) * 3
+    assert len(set(calls[:4])) == len(set(calls[4:8])) == 4 and len(set(calls[8:])) == 3
     gpu.clear()
-    [row] = sustained_rows({"a": good}, [SHAPE], energy_ms=0)
-    assert len(gpu) == 3 and row["joules"] is None and row["tflops_per_watt"] is None
+    row, _ = sustained_rows({"a": good}, [SHAPE], energy_ms=0)
+    assert len(gpu) == 2 * ROUNDS and row["joules"] is None and row["tflops_per_watt"] is None
 
 
 def test_a_wrong_kernel_is_not_run(gpu):
     rows = sustained_rows({"wrong": wrong, "good": good}, [SHAPE])
-    assert [row["status"] for row in rows] == ["wrong", "ok"] and "max error" in rows[0]["reason"]
+    assert [row["status"] for row in rows] == ["wrong", "ok", "ok"] and "max error" in rows[0]["reason"]
     assert not {"ms", "tflops", "watts", "tflops_per_watt"} & set(rows[0])
 
 
 def test_a_kernel_that_is_wrong_after_the_timing_gets_no_speed(gpu, monkeypatch):
     state = types.SimpleNamespace(timed=False)
     monkeypatch.setattr(timing, "joules", lambda call, ms: setattr(state, "timed", True))
-    [row] = sustained_rows({"later": lambda *args: good(*args) * (1.5 if state.timed else 1)}, [SHAPE])
+    row, _ = sustained_rows({"later": lambda *args: good(*args) * (1.5 if state.timed else 1)}, [SHAPE])
     assert state.timed and row["status"] == "wrong" and "ms" not in row
 
 
@@ -92,6 +95,18 @@ def test_bad_arguments(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="needs a CUDA GPU"):
         sustained_rows({"ours": good}, [SHAPE])
+
+
+def test_measure_stores_and_replays(gpu, monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
+    monkeypatch.setenv("ATTNLIB_REPLAY", "0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "NVIDIA H200")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    table = measure("sustained", {"ours": good}, [SHAPE], notebook="00_test")
+    assert [row["impl"] for row in table.rows] == ["ours"] and len(table.controls) == 1
+    assert judge(table, SHAPE, "ours", "ours").noise == 1.0
+    monkeypatch.setenv("ATTNLIB_REPLAY", "1")
+    assert measure("sustained", {"ours": None}, [SHAPE], notebook="00_test").rows == table.rows
 
 
 def test_method_says_what_the_options_were():

@@ -53,6 +53,10 @@ def stream(text: str, name: str = "stdout") -> dict:
     return {"output_type": "stream", "name": name, "text": text}
 
 
+def said(text: str) -> dict:
+    return {"output_type": "display_data", "data": {"text/markdown": text}, "metadata": {}}
+
+
 def figure(**metadata) -> dict:
     data = {"image/svg+xml": "<svg/>", "text/plain": "a figure"}
     return {"output_type": "display_data", "data": data, "metadata": metadata}
@@ -247,6 +251,19 @@ PLANTED = [
         "no tag 'hide-input' on a cell tagged 'exercise'",
         lambda nb: cell(nb, "merge")["metadata"]["tags"].append("hide-input"),
     ),
+    (
+        "true_verdicts",
+        "no record of this chapter gives the verdict '1.070x, noise of this run 1.010: faster'",
+        lambda nb: cell(nb, "figure")["outputs"].append(said("1.070x, noise of this run 1.010: faster.")),
+    ),
+    (
+        "judged",
+        "a comparison without a verdict (bench.verdict): It is 7% faster.",
+        lambda nb: (
+            cell(nb, "figure").update(source="lesson.verdict(table, a, b)"),
+            cell(nb, "title").update(source="# 03 x\n\nAll is well. It is 7% faster."),
+        ),
+    ),
 ]
 
 
@@ -417,12 +434,14 @@ def record(tmp_path, monkeypatch):
     shape = {"batch": 4, "heads": 32, "seqlen": 4096, "head_dim": 64, "causal": True, "dtype": "float16"}
     rows = [
         {"impl": impl, **shape, "status": "ok", "ms": 100 / t, "tflops": t, "max_error": 1e-3}
-        for impl, t in (("08_production", 398.0), ("fa3", 437.0))
+        for impl, t in (("08_production", 398.0), ("fa3", 437.0), ("attnlib", 480.7))
     ]
+    lasting = [row | {"tflops": row["tflops"] * 0.9, "ms": row["ms"] / 0.9, "sm_mhz": 1500.0} for row in rows]
     head = {"schema": records.SCHEMA, "gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
     path = tmp_path / records.REFERENCE_GPU / "19_record.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(head | {"notebook": "19_record", "tables": {"ladder": {"rows": rows}}}))
+    tables = {"ladder": {"rows": rows}, "sustained": {"rows": lasting}}
+    path.write_text(json.dumps(head | {"notebook": "19_record", "tables": tables}))
     call = {
         "call": "backward 2x16x300x64",
         "kernels_us": 23.4,
@@ -439,12 +458,15 @@ def record(tmp_path, monkeypatch):
 def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(
-        "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- host -->\nold\n<!-- /host -->\nafter\n"
+        "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
+        "<!-- host -->\nold\n<!-- /host -->\nafter\n"
     )
     assert build.readme(readme) and not build.readme(readme)
     text = readme.read_text()
     assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /host -->\nafter\n")
-    assert "<!-- /ladder -->\nbetween\n<!-- host -->\n| " in text
+    assert "<!-- /ladder -->\nbetween\n<!-- modes -->\n| " in text
+    assert "| FA3 | 437 | 393 (1500) |" in text
+    assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
     assert (
         re.search(r"\| 08 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
@@ -455,7 +477,8 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n<!-- host -->\n<!-- /host -->")
+    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("modes", "host"))
+    readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 
 

@@ -83,7 +83,7 @@ SAMPLES = {
 def charts(ladder, lengths, cloud) -> dict[str, Figure]:
     n, m = np.mgrid[:6, :6]
     tiles = np.where(m < n, 1, np.where(m == n, 2, 0))
-    measured = {"hbm_gbs": 4296.0, "tensor_tflops": 680.0}
+    measured = {"hbm_gbs": 4296.0, "tensor_tflops": 680.0, "mode": "burst"}
     line = ([512, 1024, 2048], [1.0, 2.0, 4.0])
     return {
         "ladder": plotting.ladder_chart(ladder, mark="05_two_pass_causal"),
@@ -420,3 +420,13 @@ def test_spread_moves_nothing_that_has_room():
     assert plotting.spread([1.0, 5.0, 9.0], 2.0, 0.0, 10.0) == [1.0, 5.0, 9.0]
     assert plotting.spread([5.0, 5.0], 2.0) == [4.0, 6.0]
     assert plotting.spread([], 1.0) == []
+
+
+def test_a_point_above_a_measured_roof_needs_the_mode_of_the_roof():
+    """The same roof and points: refused without a word, drawn with it."""
+    roof = {"hbm_gbs": 4296.0, "tensor_tflops": 680.0}
+    with pytest.raises(ValueError, match="expected a mode, .* the highest has 690 TFLOP/s, the roof 680"):
+        plotting.roofline_chart(POINTS, H200, roof)
+    figure = plotting.roofline_chart(POINTS, H200, roof | {"mode": "sustained"})
+    assert "measured, sustained 680" in [text.get_text() for text in figure.axes[0].texts]
+    plotting.roofline_chart(POINTS, H200, roof | {"tensor_tflops": 700.0})

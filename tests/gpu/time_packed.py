@@ -30,6 +30,7 @@ from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.backward import FLOPS  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
+from attnlib.bench.setting import WINDOW  # noqa: E402
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
 LAUNCHERS = dict.fromkeys(("hopper", "triton"), (dispatch.forward, dispatch.backward))
@@ -152,7 +153,7 @@ def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
     for i in range(rounds):
         random.Random(i).shuffle(order)
         for key in order:
-            samples[key].append(timing.time_ms(calls[key], rep_ms=10, warmup_ms=2).median)
+            samples[key].append(timing.time_ms(calls[key], setting=WINDOW).median)
     for (case, kernel, name), taken in samples.items():
         ms = statistics.median(taken)
         flops = products(case) * (FLOPS if name == "backward" else 1)
