@@ -102,9 +102,11 @@ if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")
 endef
 export launcher_check
 
-run: $(READY)  ## (GPU) execute every notebook in place: measure, rewrite outputs, records, figures, README
+# The profile comes first, where Nsight Compute may read counters: chapters show it. Elsewhere one sentence says why not.
+run: $(READY)  ## (GPU) profile every step, execute every notebook in place: outputs, records, figures, README
 	$(call say,executing the notebooks on this GPU)
 	@$(PY) -c "$$launcher_check"
+	@$(PY) -m attnlib.bench --profile --book
 	@$(PY) -m attnlib.book run
 	@$(PY) -m attnlib.book figures
 	@$(PY) -m attnlib.book readme

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from attnlib.bench import counters, harness, ladder, peers, profiling, records, tables
-from attnlib.bench.names import is_ours
 from attnlib.bench.oracle import INPUTS
 from attnlib.bench.setting import BOOK
 from attnlib.bench.shapes import DTYPES, TASK, Shape
@@ -177,7 +176,7 @@ def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     print(profiling.format_rows(rows))
     for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
         print(f"\n{note}")
-    return 1 if any(is_ours(row["impl"]) and row["status"] != "ok" for row in rows) else 0
+    return 1 if any(row["impl"] in OURS and row["status"] != "ok" for row in rows) else 0
 
 
 def _write(path: Path, header: Mapping[str, Any], table: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -5,9 +5,11 @@ python -m attnlib.book replay [03 ...]   execute copies in build/notebooks, meas
 python -m attnlib.book figures           NAME.svg and NAME.pdf of each published figure, with nbconvert
 python -m attnlib.book readme            the tables between README's markers, from the records
 python -m attnlib.book check             notebook hygiene, and README against the records
+python -m attnlib.book card STEP         a step's profile card as SVG and PDF, from the record of counters
 """
 
 import argparse
+import base64
 import os
 import re
 import sys
@@ -217,6 +219,27 @@ def check(names: Sequence[str] = (), folder: Path = NOTEBOOKS, path: Path = READ
     return problems
 
 
+def card(args: argparse.Namespace) -> list[Path]:
+    """Write a profile card as SVG and PDF; returns the files."""
+    from attnlib.bench import profiling, records
+    from attnlib.book import plotting
+    from attnlib.book.card import alt_text, profile_card
+
+    if args.record:
+        record = records.read(args.record)
+        rows = record["tables"].get(profiling.TABLE, {}).get("rows", [])
+        table = records.Table(profiling.TABLE, rows, record["gpu"]["name"], record["date"], replayed=False)
+    else:
+        table = records.load(profiling.RECORD, profiling.TABLE)
+    what = args.step, args.before, "backward" if args.backward else "forward"
+    name = f"card_{args.step.replace('-', '_')}"
+    content, _ = plotting.bundle(profile_card(table, *what), name, alt_text(table, *what))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{name}.svg").write_text(content["image/svg+xml"], encoding="utf-8")
+    (args.out / f"{name}.pdf").write_bytes(base64.b64decode(content["application/pdf"]))
+    return [args.out / f"{name}.svg", args.out / f"{name}.pdf"]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m attnlib.book", description="Execute, draw and check the book."
@@ -228,10 +251,11 @@ def _parser() -> argparse.ArgumentParser:
         "figures": "write the published figures of executed notebooks as SVG and PDF",
         "readme": "rewrite README's table from the records",
         "check": "notebook hygiene, and README against the records",
+        "card": "draw a profile card: what each unit of the GPU did, and what warps waited for",
     }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text)
-        if name != "readme":
+        if name not in ("readme", "card"):
             command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="such as 03 (default: all)")
             command.add_argument(
                 *("--source", "--notebooks"), dest="source", type=Path, default=NOTEBOOKS, metavar="DIR",
@@ -249,6 +273,15 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["figures"].add_argument(
         "--out", type=Path, default=FIGURES, metavar="DIR", help="folder to write to (figures)"
     )
+    command = commands.choices["card"]
+    command.add_argument("step", help="such as 03_online_softmax, attnlib or fa3")
+    command.add_argument("--before", metavar="STEP", help="whose values the thin marks show")
+    command.add_argument("--backward", action="store_true", help="its backward pass")
+    command.add_argument(
+        "--record", type=Path, metavar="FILE",
+        help="what python -m attnlib.bench --profile --json wrote (default: the book's record)",
+    )  # fmt: skip
+    command.add_argument("--out", type=Path, default=BUILD, metavar="DIR", help="folder to write to (build)")
     return parser
 
 
@@ -265,6 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{len(files)} files in {_short(given.out)}: {', '.join(sorted({f.stem for f in files}))}")
         elif given.command == "readme":
             print("README: table rewritten" if readme() else "README: table is up to date")
+        elif given.command == "card":
+            print("\n".join(map(_short, card(given))))
         else:
             problems = check(given.names, given.source)
             print("\n".join(problems) or "notebooks and README are clean")

@@ -39,6 +39,8 @@ __all__ = [
     "begin",
     "check",
     "checks",
+    "counted_intensities",
+    "counters",
     "current",
     "device",
     "exercises",
@@ -49,6 +51,9 @@ __all__ = [
     "measure_backward",
     "measure_sustained",
     "notebooks_dir",
+    "profile",
+    "profile_card",
+    "road_chart",
     "say",
     "show_diff",
     "show_table",
@@ -250,6 +255,63 @@ def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Ta
     from attnlib.bench import records
 
     return records.table(current(), name, produce, **options)
+
+
+# Counters: one record for the whole book, made by `python -m attnlib.bench --profile --book`
+
+
+def profile() -> Table:
+    """The counters of every step, the package and the peers. RecordError where none were recorded."""
+    from attnlib.bench import profiling, records
+
+    return records.load(profiling.RECORD, profiling.TABLE)
+
+
+def counters(step: str, head_dim: int, direction: str = "forward") -> dict:
+    """The counters of an implementation at the task's shape of `head_dim`, as `profiling.profile` names them:
+    tensor_pct, xu_pct, issue_pct, l2_bytes, instructions_per_score, stalls and more. RecordError, with the
+    reason, if they were not read."""
+    from attnlib.bench.records import RecordError
+
+    row = profile().one(impl=step, head_dim=head_dim, **{"pass": direction})
+    if row["status"] != "ok" or row.get("issue_pct") is None:
+        reason = row.get("reason") or row.get("note") or row["status"]
+        raise RecordError(f"counters of {step!r}, D = {head_dim}, {direction}: not read: {reason}")
+    return row
+
+
+def counted_intensities(
+    step: str, head_dim: int, direction: str = "forward", l2: bool = False
+) -> dict[str, float]:
+    """What a point of `plotting.roofline_chart` needs to show the FLOP per byte of DRAM that were counted
+    beside the model's; with `l2` also per byte of L2, to which the chart's roof does not apply."""
+    row = counters(step, head_dim, direction)
+    found = {"counted_intensity": row["flops_per_dram_byte"]}
+    return found | ({"l2_intensity": row["flops_per_l2_byte"]} if l2 else {})
+
+
+def profile_card(
+    step: str, before: str | None = None, filename: str | None = None, direction: str = "forward"
+) -> None:
+    """Publish the profile card of an implementation, with thin marks of the one `before`. `filename`: the
+    figure's name, card_<chapter>_<step> unless it is given."""
+    from attnlib.book import card, plotting
+
+    table = profile()
+    figure = card.profile_card(table, step, before, direction)
+    name = filename or f"card_{current()[:2]}_{step.replace('-', '_')}"
+    rows = [row for row in table.select(**{"pass": direction}) if row["impl"] in (step, before)]
+    plotting.publish(figure, name, card.alt_text(table, step, before, direction), rows, card.DATA)
+
+
+def road_chart(filename: str = "road") -> None:
+    """Publish the counters of all steps and peers, by step: the whole road in one chart."""
+    from attnlib.book import plotting, road_chart
+
+    table = profile()
+    figure = road_chart.road_chart(table)
+    plotting.publish(figure, filename, road_chart.alt_text(table), table.select(**{"pass": "forward"}),
+                     ["impl", "head_dim", *road_chart.PANELS])  # fmt: skip
 
 
 LENGTHS = (1, 17, 63, 128, 129)

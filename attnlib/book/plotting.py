@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from attnlib.bench import tables
+from attnlib.book.card import profile_card
 from attnlib.book.charts import (
     bar_chart,
     error_chart,
@@ -37,6 +38,7 @@ from attnlib.book.palette import (
     shade,
     style,
 )
+from attnlib.book.road_chart import road_chart
 from attnlib.book.roofline_chart import roofline_chart
 from attnlib.book.timeline_chart import timeline_chart
 
@@ -62,8 +64,10 @@ __all__ = [
     "line_chart",
     "marker_of",
     "new_figure",
+    "profile_card",
     "provenance",
     "publish",
+    "road_chart",
     "roofline_chart",
     "rows_of",
     "samples_chart",

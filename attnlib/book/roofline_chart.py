@@ -13,6 +13,12 @@ from attnlib.book.charts import PLAIN, new_figure
 from attnlib.book.labels import label_ends, label_points, provenance
 from attnlib.book.palette import COLORS, OURS, WIDE, color_of, label_of, marker_of
 
+COUNTED = {
+    "counted_intensity": ("o", "DRAM bytes, counted"),
+    "l2_intensity": ("D", "L2 bytes, counted (no roof here)"),
+}
+"""Key of a point -> its hollow mark, and what it stands for."""
+
 
 def roofline_chart(
     points: Sequence[dict],
@@ -27,7 +33,9 @@ def roofline_chart(
     order.
 
     points: dicts with impl, intensity (FLOP per byte) and tflops, optionally a label ("" for none); points
-    with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none.
+    with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none. Beside the
+    intensity of the model's bytes a point may have what the counters say, "counted_intensity" (bytes from
+    DRAM) and "l2_intensity" (bytes from L2): hollow marks on its height, see `lesson.counted_intensities`.
     measured: a Hardware with the measured ceilings, or {"hbm_gbs": GB/s, "tensor_tflops": TFLOP/s, "mode":
     "burst" or "sustained"}; the chart says the mode, and needs it where a point lies above this roof.
     exp_head_dims: head dimensions whose exponential roof is drawn (see `roofline.exp_roof_tflops`).
@@ -35,7 +43,10 @@ def roofline_chart(
     figure, axes = new_figure(width, height)
     ax = axes[0, 0]
     peak, bandwidth = hardware.tensor_tflops_fp16, hardware.hbm_gbs
-    x, y = [p["intensity"] for p in points], [p["tflops"] for p in points]
+    x, y = (
+        [p[key] for p in points for key in ("intensity", *COUNTED) if p.get(key)],
+        [p["tflops"] for p in points],
+    )
     roofs = {d: exp_roof_tflops(d, hardware) for d in exp_head_dims}
     limits = min([*x, 16]) / 2.5, max([*x, 500]) * 8
     floor = min([*y, 20]) / 2.5
@@ -63,7 +74,8 @@ def roofline_chart(
     figure.draw_without_rendering()  # settles the layout, on which the angle of the slopes depends
     slope = f"HBM, datasheet {bandwidth / 1e3:.2g} TB/s"
     _name_slope(ax, bandwidth, f"{slope},\nmeasured {gbs / 1e3:.2g} TB/s" if measured else slope)
-    _points(ax, points, lines)
+    counted = _counted(ax, points)
+    _points(ax, points, lines, counted)
     return figure
 
 
@@ -102,7 +114,28 @@ def _name_slope(ax: Axes, gbs: float, text: str) -> None:
     )
 
 
-def _points(ax: Axes, points: Sequence[dict], lines: Sequence[tuple]) -> None:
+def _counted(ax: Axes, points: Sequence[dict]) -> list[tuple[float, float]]:
+    """Hollow marks at the intensities that were counted, joined to their point; returns where they are."""
+    places = []
+    for key, (marker, name) in COUNTED.items():
+        found = [point for point in points if point.get(key)]
+        for point in found:
+            color = color_of(point.get("impl", "attnlib"))
+            x, y = point[key], point["tflops"]
+            ax.plot([point["intensity"], x], [y, y], color=color, lw=0.6, ls=":", zorder=2)
+            ax.plot(x, y, marker=marker, mfc="none", mec=color, mew=0.8, ms=7, ls="none", zorder=3)
+            places.append((x, y))
+        if found:
+            ax.plot(
+                [], [], marker=marker, mfc="none", mec=COLORS["roof"], mew=0.8, ms=7, ls="none", label=name
+            )
+    if places:
+        ax.plot([], [], marker="o", color=COLORS["roof"], ms=4, ls="none", label="bytes of the model")
+        ax.legend(loc="lower right", fontsize=6.5, handletextpad=0.2, borderaxespad=0.2)
+    return places
+
+
+def _points(ax: Axes, points: Sequence[dict], lines: Sequence[tuple], avoid: Sequence[tuple]) -> None:
     """Points with their names; those that are ours are joined by arrows, in order, within each series."""
     last: dict[str, int] = {}
     paths = []
@@ -125,4 +158,4 @@ def _points(ax: Axes, points: Sequence[dict], lines: Sequence[tuple]) -> None:
         impl = point.get("impl", "attnlib")
         color = OURS if is_ours(impl) else color_of(impl)
         named.append((point["intensity"], point["tflops"], point.get("label", label_of(impl)), color))
-    label_points(ax, named, paths=paths, lines=lines)
+    label_points(ax, named, avoid=avoid, paths=paths, lines=lines)
