@@ -140,14 +140,20 @@ def _place(source: str, jitted: dict[str, ast.FunctionDef], at: At) -> _Place:
         _Place(at.function, id(statements), index + at.after, at.tile)
         for statements in _lists(jitted[at.function])
         for index, statement in enumerate(statements)
-        if not hasattr(statement, "body")
-        and wanted in " ".join(ast.get_source_segment(source, statement).split())
+        if wanted in _text(source, statement)
     ]
     if len(places) != 1:
         raise ValueError(
             f"spans: expected {at.text!r} in one statement of {at.function}, found {len(places)}"
         )
     return places[0]
+
+
+def _text(source: str, statement: ast.stmt) -> str:
+    """Of a loop or branch its first line."""
+    if hasattr(statement, "body"):
+        return ast.unparse(statement).split("\n")[0]
+    return " ".join(ast.get_source_segment(source, statement).split())
 
 
 def _insert(tree: ast.Module, jitted: dict[str, ast.FunctionDef], places: dict[_Place, int]) -> None:

@@ -156,7 +156,7 @@ def rows(timeline: Timeline, shapes: Sequence[Shape], launches: int = 5) -> list
 
 
 def _rows_of(timeline: Timeline, shape: Shape, launches: int) -> list[dict[str, Any]]:
-    q, k, v = make_inputs(shape, device="cuda")
+    q, k, v = make_inputs(shape, device=harness.DEVICE)
     for _ in range(launches):
         timeline.attention(q, k, v, shape.causal)
     found = [{"head_dim": shape.head_dim} | row for row in timeline.read()]
@@ -205,6 +205,19 @@ def clocks(table: records.Table, head_dim: int, events: Sequence[str]) -> np.nda
     if not warpgroups or not tiles:
         raise ValueError(f"events: expected some of the table at D = {head_dim}, got {list(events)}")
     return np.array([[[found[w, tile, event] for event in events] for tile in tiles] for w in warpgroups])
+
+
+def cost(table: records.Table) -> str:
+    """A sentence on what the stamps cost: the copy's time over the kernel's, and the noise of that run."""
+    found = []
+    for row in table.select(event="launch"):
+        more = row["stamped_ms"] / row["ms"] - 1
+        level = abs(more) <= row["noise"]
+        said = "no difference beyond the noise" if level else f"{more:+.1%}"
+        found.append(f"{said} at D = {row['head_dim']} (noise {row['noise']:.1%})")
+    if not found:
+        raise records.RecordError(f"table {table.name!r} ({table.label}): no row says what the stamps cost")
+    return f"What the stamps add to the time of a launch: {'; '.join(found)} ({table.label})."
 
 
 def under_way(rows: Iterable[Mapping[str, Any]], events: Sequence[str]) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ def timeline_chart(
     lanes = {d: _lanes(found) for d, found in rows.items()}
     height = 0.55 + sum(0.5 + 0.17 * (len(found) + 1) for found in lanes.values())
     figure, axes = new_figure(width, height, len(panels), 1)
-    texts: dict[str, tuple] = {}
+    bars: dict[str, list[tuple]] = {}
     for ax, (d, (first, last)) in zip(axes[:, 0], panels.items(), strict=True):
         low, high = _window(rows[d], first, last)
         shown = [row for row in rows[d] if row["end"] > low and row["begin"] < high]
@@ -56,14 +56,12 @@ def timeline_chart(
         ax.set_title(f"D = {d}" + (f": {titles[d]}" if d in titles else ""), loc="left", fontweight="normal")
         ax.grid(visible=False)
         for row in shown:
-            room = min(row["end"], high) - max(row["begin"], low)
-            share = room / (high - low)
-            if share > texts.get(row["event"], (0.0,))[0]:
-                middle = (min(row["end"], high) + max(row["begin"], low)) / 2 - low
-                texts[row["event"]] = share, ax, middle, lanes[d].index(_lane(row, lanes[d]))
+            left, right = max(row["begin"], low) - low, min(row["end"], high) - low
+            place = ax, left, right, lanes[d].index(_lane(row, lanes[d]))
+            bars.setdefault(row["event"], []).append(place)
     axes[-1, 0].set_xlabel("clocks of the SM")
     provenance(figure, table.label)
-    _label(figure, {event: texts[event] for event in events if event in texts}, colors, says)
+    _label(figure, {event: bars[event] for event in events if event in bars}, colors, says)
     return figure
 
 
@@ -141,15 +139,20 @@ def _name_lanes(ax: Axes, lanes: Sequence[Lane], names: Sequence[str], below: fl
     ax.tick_params(axis="y", length=0)
 
 
-def _label(figure: Figure, texts: Mapping[str, tuple], colors: Mapping[str, str], says: Mapping[str, str]):
-    """Write each event's name into its longest bar; where none has room for it, into a key above."""
+def _label(figure: Figure, bars: Mapping[str, list], colors: Mapping[str, str], says: Mapping[str, str]):
+    """Write each event's name into the first of its bars with room for it, or into a key above."""
     figure.draw_without_rendering()  # settles the layout, so that widths are known
     key = {}
-    for event, (share, ax, x, y) in texts.items():
+    for event, places in bars.items():
         name, color = says.get(event, event), colors[event]
-        text = ax.text(x, y, name, ha="center", va="center", fontsize=_SIZE, color=ink_on(color))
-        if text.get_window_extent().width > 0.9 * share * ax.get_window_extent().width:
+        for ax, left, right, y in places:
+            look = {"ha": "center", "va": "center", "fontsize": _SIZE, "color": ink_on(color)}
+            text = ax.text((left + right) / 2, y, name, **look)
+            (x0, _), (x1, _) = ax.transData.transform([(left, y), (right, y)])
+            if text.get_window_extent().width < 0.9 * (x1 - x0):
+                break
             text.remove()
+        else:
             key[name] = Rectangle((0, 0), 1, 1, color=color)
     if key:
         look = {"ncols": 4, "handlelength": 1.2, "loc": "outside upper center"}
