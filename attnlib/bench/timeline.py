@@ -1,10 +1,11 @@
 """When each warpgroup of a Gluon kernel does what, in clocks of its SM.
 
 A copy of the kernel with stamps (see `stamps`) runs in the kernel's place, and one CTA of the launch writes
-down its clock. The copy is slower than the kernel; `measure` says by how much, in the same table.
+down its clock. The copy is slower than the kernel; `rows` measures by how much, for the same table.
 
-Triton's own profiler, Proton, has stamps too. It keeps a clock for each scope in a ring of the shared memory,
-without the number of the tile, and needs the scopes in the kernel's source.
+Triton's own profiler, Proton, can stamp clocks too. It is not used here: its records have the scope's name
+but not the number of the tile, its scopes must stand in the kernel's source, and it asks for a GPU before it
+compiles, so that neither the emulator nor a compiler for sm_90 could check the copy.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from unittest import mock
 import numpy as np
 import torch
 
-from attnlib.api import attention
+from attnlib import api
 from attnlib.bench import harness, records, sources
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.bench.stamps import Span, Stamped, after, before, stamped
+from attnlib.bench.stamps import CLOCKS, Span, Stamped, after, before, stamped
 from attnlib.kernels.common import launcher
 
 __all__ = [
+    "CLOCKS",
     "Span",
     "Timeline",
     "after",
     "before",
     "clocks",
+    "cost",
     "method",
     "of_package",
     "of_step",
@@ -138,7 +141,12 @@ def of_package(kernel: str, spans: Sequence[Span], tiles: range) -> Timeline:
     copy = stamped(inspect.getsource(importlib.import_module(module)), spans, tiles)
     if copy.kernel != name:
         raise ValueError(f"kernel: expected the one that reaches all spans, {copy.kernel}, got {name}")
-    return Timeline(sources.load_source(f"{name}_stamped", copy.source), copy, tiles, attention, kernel)
+    return Timeline(sources.load_source(f"{name}_stamped", copy.source), copy, tiles, _attention, kernel)
+
+
+def _attention(q, k, v, causal=True, sm_scale=None, **options) -> torch.Tensor:
+    """The package's, with a chapter's arguments."""
+    return api.attention(q, k, v, causal=causal, sm_scale=sm_scale, **options)
 
 
 # ---------------------------------------------------------------- measuring

@@ -4,6 +4,7 @@ result. What they cost is measured on a GPU."""
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_what_follows_in_the_kernel_follows_in_the_trace(traces):
             order = [own[name] for name in ("wait for K", "QK", "softmax", "PV")]
             assert all(a["end"] == b["begin"] for a, b in zip(order, order[1:], strict=False))
     assert {row["warpgroup"] for row in rows if row["event"] == "copy"} == {2}
-    assert {row["tile"] for row in rows} == {1, 2, 3}  # of 512 queries the last see four tiles, of which 0..
+    assert {row["tile"] for row in rows} == {1, 2, 3}  # the last of 512 queries see 0 to 3
 
 
 def test_products_overlap_from_chapter_12_on(traces):
@@ -136,7 +137,7 @@ def test_the_copy_differs_by_its_stamps():
     assert copy.kernel == "flash_forward" and copy.places == 5  # spans that meet share a stamp
     assert copy.spans[0] == ("wait for K", 0, 1) and copy.spans[1] == ("QK", 1, 2)
     text = "\n".join(line for line in copy.source.splitlines() if "attnlib_stamp(" not in line)
-    text = text.replace("attnlib_clocks, ", "")
+    text = re.sub(r"attnlib_clocks( \+ \d+)?, ", "", text)
     added = set(text.splitlines()) - set(ast.unparse(ast.parse(source)).splitlines())
     helper = copy.source[copy.source.index("def attnlib_stamp") :].split("\n@")[0]
     assert {line for line in added if line not in helper} == set()

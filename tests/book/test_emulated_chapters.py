@@ -70,15 +70,7 @@ def test_chapter_options(step: str, options: dict, attention) -> None:
         check(attention(step, order, seed=1), 1, 3, 300, 64, True, **options)
 
 
-def test_clocks_of_chapter_09(attention) -> None:
-    """For each of two consumers and each tile of keys five stamps, one after the other."""
-    trace = torch.full((2 * 2 * 5,), -1, dtype=torch.int32)
-    check(attention("11_warp_specialization"), 1, 3, 256, 64, False, trace=trace)
-    stamps = trace.view(2, 10).long() & 0xFFFFFFFF
-    assert bool(((stamps[:, 1:] - stamps[:, :-1]) % 2**32 < 2**31).all()), "time goes on"
-
-
-def test_clocks_of_chapter_11(attention) -> None:
+def test_clocks_of_chapter_13(attention) -> None:
     """For each job and consumer a beginning and an end: 24 bits of time, 8 of the SM's number."""
     trace = torch.full((2 * 3 * 4,), -1, dtype=torch.int32)
     check(attention("13_scheduling"), 1, 3, 256, 64, True, trace=trace)

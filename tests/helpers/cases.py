@@ -43,9 +43,7 @@ def check_forward(case: Case, device: str, impl: str = "triton") -> None:
     shape = case.shape
     q, k, v = make_inputs(shape, case.kind, device=device)
     before = q.clone(), k.clone(), v.clone()
-    out, lse = attention(
-        q, k, v, causal=shape.causal, sm_scale=case.sm_scale, return_lse=True, impl=impl
-    )
+    out, lse = attention(q, k, v, causal=shape.causal, sm_scale=case.sm_scale, return_lse=True, impl=impl)
     judge_forward(out, lse, Oracle(q, k, v, shape.causal, case.sm_scale), case.label)
     for name, now, then in zip("qkv", (q, k, v), before, strict=True):
         assert torch.equal(now, then), f"{case.label} is wrong: {name} was written to"
