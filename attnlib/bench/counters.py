@@ -190,18 +190,31 @@ def stall_shares(kernels: Sequence[Kernel]) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
+def counted(kernels: Sequence[Kernel]) -> dict[str, float | None]:
+    """Sums of these launches, percentages weighted by time, and the hit rate of L2 weighted by bytes."""
+    times = [kernel.get(SUMS["time_us"]) or 0 for kernel in kernels]
+    sectors = [kernel.get(SUMS["l2_bytes"]) or 0 for kernel in kernels]
+    fields = merged(kernels, SUMS) | merged(kernels, PERCENT, times)
+    return fields | merged(kernels, {"l2_hit_pct": L2_HIT}, sectors)
+
+
 def launches(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
     """The kernels of a call by name, in order of their first launch: launches, share of the time, registers
-    of a thread, grid and block of the last."""
+    of a thread, grid and block of the last; where there are several names, also the counters of each."""
     total = sum(kernel.get(SUMS["time_us"]) or 0 for kernel in kernels)
-    found: dict[str, dict[str, Any]] = {}
+    named: dict[str, list[Kernel]] = {}
     for kernel in kernels:
-        entry = found.setdefault(short_name(kernel["name"]), {"launches": 0, "share": 0.0})
-        entry["launches"] += 1
-        entry["share"] += (kernel.get(SUMS["time_us"]) or 0) / total if total else 0
-        entry["registers"] = kernel.get(REGISTERS)
-        entry |= {key: kernel[key] for key in RESOURCES if kernel.get(key)}
-    return [{"name": name, **entry} for name, entry in found.items()]
+        named.setdefault(short_name(kernel["name"]), []).append(kernel)
+    entries = []
+    for name, group in named.items():
+        spent = sum(kernel.get(SUMS["time_us"]) or 0 for kernel in group)
+        entry = {"name": name, "launches": len(group), "share": spent / total if total else 0.0}
+        entry["registers"] = group[-1].get(REGISTERS)
+        entry |= {key: kernel[key] for kernel in group for key in RESOURCES if kernel.get(key)}
+        if len(named) > 1:
+            entry |= counted(group) | {"stalls": stall_shares(group)}
+        entries.append(entry)
+    return entries
 
 
 def short_name(name: str) -> str:
@@ -224,18 +237,15 @@ def kept_scores(shape: Shape) -> int:
 def fields_of(kernels: Sequence[Kernel], shape: Shape, flops_factor: float = 1) -> dict[str, Any]:
     """The fields of a row: what was counted, and what follows from it. `flops_factor`: FLOPs credited, for
     each of the forward (2.5 for a backward)."""
-    sums = merged(kernels, SUMS)
-    times = [kernel.get(SUMS["time_us"]) or 0 for kernel in kernels]
-    sectors = [kernel.get(SUMS["l2_bytes"]) or 0 for kernel in kernels]
-    row = sums | merged(kernels, PERCENT, times) | merged(kernels, {"l2_hit_pct": L2_HIT}, sectors)
-    reads, writes = sums["dram_read_bytes"], sums["dram_write_bytes"]
+    row = counted(kernels)
+    reads, writes = row["dram_read_bytes"], row["dram_write_bytes"]
     dram = None if reads is None or writes is None else reads + writes
     flops, scores = flops_factor * roofline.flops(shape), kept_scores(shape)
-    row["clock_mhz"] = _ratio(sums["sm_clocks"], sums["time_us"])
+    row["clock_mhz"] = _ratio(row["sm_clocks"], row["time_us"])
     row["flops_per_dram_byte"] = _ratio(flops, dram)
-    row["flops_per_l2_byte"] = _ratio(flops, sums["l2_bytes"])
+    row["flops_per_l2_byte"] = _ratio(flops, row["l2_bytes"])
     for unit in ("", "xu_", "fma_", "alu_"):
-        count = sums[f"{unit}instructions"]
+        count = row[f"{unit}instructions"]
         row[f"{unit}instructions_per_score"] = None if count is None else 32 * count / scores
     registers = [kernel[REGISTERS] for kernel in kernels if kernel.get(REGISTERS) is not None]
     row["registers"] = max(registers, default=None)

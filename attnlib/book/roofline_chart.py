@@ -33,20 +33,19 @@ def roofline_chart(
     order.
 
     points: dicts with impl, intensity (FLOP per byte) and tflops, optionally a label ("" for none); points
-    with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none. Beside the
-    intensity of the model's bytes a point may have what the counters say, "counted_intensity" (bytes from
-    DRAM) and "l2_intensity" (bytes from L2): hollow marks on its height, see `lesson.counted_intensities`.
+    with different "series" (such as "D = 64") get a path each, peers (impl "cudnn") none.
     measured: a Hardware with the measured ceilings, or {"hbm_gbs": GB/s, "tensor_tflops": TFLOP/s, "mode":
     "burst" or "sustained"}; the chart says the mode, and needs it where a point lies above this roof.
     exp_head_dims: head dimensions whose exponential roof is drawn (see `roofline.exp_roof_tflops`).
+
+    Beside the intensity of the model's bytes a point may have what the counters say, "counted_intensity"
+    (bytes from DRAM) and "l2_intensity" (bytes from L2): hollow marks, see `lesson.counted_intensities`.
     """
     figure, axes = new_figure(width, height)
     ax = axes[0, 0]
     peak, bandwidth = hardware.tensor_tflops_fp16, hardware.hbm_gbs
-    x, y = (
-        [p[key] for p in points for key in ("intensity", *COUNTED) if p.get(key)],
-        [p["tflops"] for p in points],
-    )
+    x = [p[key] for p in points for key in ("intensity", *COUNTED) if p.get(key)]
+    y = [p["tflops"] for p in points]
     roofs = {d: exp_roof_tflops(d, hardware) for d in exp_head_dims}
     limits = min([*x, 16]) / 2.5, max([*x, 500]) * 8
     floor = min([*y, 20]) / 2.5

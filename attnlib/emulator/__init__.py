@@ -10,7 +10,7 @@ It checks what can go wrong with memory that is written behind one's back:
 
 - a use of shared memory that another partition, a copy or a product writes or reads, where no barrier says
   that it is over: by what each partition has seen (see `clocks`), so in any order of a run;
-- a product, or a copy, of what was stored without a fence between;
+- a product, or a copy, of what was stored without a fence between; a copy over what was loaded without one;
 - a product's result used before it was waited for, an address outside of its tensor, an int32 that overflows;
 - more arrivals than a barrier counts; a deadlock: who waits for what.
 

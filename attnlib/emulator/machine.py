@@ -67,6 +67,7 @@ class Partition:
         self.speed = 1.0
         self.products: deque[Work] = deque()  # not waited for, in the order in which they are formed
         self.stores: deque[Work] = deque()  # copies out, not waited for
+        self.loads: list = []  # buffers that it loaded since its last fence
 
     @property
     def now(self) -> int:
@@ -115,8 +116,12 @@ class Program:
         self._unfenced.append((what, when))
 
     def fence(self) -> None:
-        """Of this partition, for all that it has seen: its own stores, and others' before a barrier."""
+        """Of this partition: for its own loads, and for all stores that it has seen, its own and those that
+        others did before a barrier."""
         partition, waiting = self.current, []
+        for buffer in partition.loads:
+            buffer.fence_load()
+        partition.loads.clear()
         for what, when in self._unfenced:
             if partition.clock.saw(when):
                 what.fence(partition.now)

@@ -22,6 +22,7 @@ class History:
         self.fenced = torch.zeros(elements, dtype=torch.int32)  # from when on copies and products find it
         self.reading = torch.zeros(elements, dtype=torch.int8)  # products and copies out not waited for
         self.read: dict[int, torch.Tensor] = {}  # partition -> event of its last read
+        self.loaded: dict[int, torch.Tensor] = {}  # partition -> event of its fence after its last load
         self.stored = False  # by a partition, at some place, some time
 
 
@@ -70,6 +71,8 @@ class Shared:
         self.program.machine.pause()
         self._see_writes("a load")
         self._note_read()
+        self._of(self._events(self.history.loaded)).fill_(NEVER)
+        self.program.current.loads.append(self)
         return Tensor(self.values.clone())
 
     def store(self, value: Tensor) -> None:
@@ -101,10 +104,16 @@ class Shared:
         self._see_writes("a copy")
         self._see_fence("a copy")
         self._see_reads("a copy")
+        self._see_fences_after_loads()
         self._of(self.history.written).fill_(NEVER)
         self._of(self.history.fenced).zero_()
         if self.values.is_floating_point():
             self.values.fill_(math.nan)
+
+    def fence_load(self) -> None:
+        """The current partition executes a fence after it loaded."""
+        fenced = self._of(self._events(self.history.loaded))
+        fenced[fenced == NEVER] = self.program.current.now
 
     def end_writing(self, values: torch.Tensor, landed: int) -> None:
         self.values.copy_(values.view(self.shape))
@@ -126,11 +135,12 @@ class Shared:
         clock = self.program.current.clock
         return clock.first_unseen([low] if low == high else torch.unique(events).tolist())
 
+    def _events(self, history: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Those of the current partition."""
+        return history.setdefault(self.program.current.component, torch.zeros_like(self.history.written))
+
     def _note_read(self) -> None:
-        partition, read = self.program.current, self.history.read
-        if partition.component not in read:
-            read[partition.component] = torch.zeros_like(self.history.written)
-        self._of(read[partition.component]).fill_(partition.now)
+        self._of(self._events(self.history.read)).fill_(self.program.current.now)
 
     def _see_writes(self, what: str) -> None:
         unseen = self._unseen(self.history.written)
@@ -153,6 +163,15 @@ class Shared:
         if self.history.stored and self._unseen(self.history.fenced) is not None:
             current = self.program.current
             raise Race(f"{what} of {current} finds {self.name} stored without fence_async_shared")
+
+    def _see_fences_after_loads(self) -> None:
+        """A barrier says that a load is over, but does not order it and a copy: a load goes through the
+        generic proxy, a copy through the async proxy. So each reader executes a fence between its load and
+        its arrival at a barrier. docs/lab/hopper-backward.md has the sources."""
+        for component, events in self.history.loaded.items():
+            if self._unseen(events) is not None:
+                what = f"a copy of {self.program.current} overwrites {self.name}"
+                raise Race(f"{what}: {self.program.owners[component]} loaded it without fence_async_shared")
 
 
 class _Store:

@@ -100,6 +100,8 @@ def test_several_launches_are_one_row():
     # the first has 8 cycles of warps for each of 1 M instructions, the second 1 for each of 3 M
     assert row["stalls"] == pytest.approx({"barrier": 4 / 11, "selected": 4 / 11, "wait": 3 / 11})
     assert [(k["name"], k["share"]) for k in row["kernels"]] == [("zeros", 0.25), ("gradient_kv", 0.75)]
+    assert [(k["l2_bytes"], k["tensor_pct"]) for k in row["kernels"]] == [(1e3, 10), (3e3, 50)]
+    assert row["kernels"][1]["stalls"]["selected"] == 1 and row["kernels"][0]["stalls"]["selected"] == 1 / 8
     assert row["flops_per_l2_byte"] == pytest.approx(2.5 * 4 * 128 * 4096**2 * 64 / 2 / 4e3)
 
 

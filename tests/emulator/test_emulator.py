@@ -314,8 +314,53 @@ def test_a_hand_over_with_a_mistake_is_found_in_any_order(bug: str, order: str, 
     assert re.match(HANDED[bug], f"{found.type.__name__}: {found.value}")
 
 
+@gluon.jit
+def copy_again(desc, mem, N: gl.constexpr, BUG: gl.constexpr):
+    for i in gl.static_range(N):
+        mbarrier.wait(mem.free.index(0), (i & 1) ^ 1)
+        if BUG == "the copying warp fences":
+            fence_async_shared()
+        mbarrier.expect(mem.full.index(0), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, [i * 64, 0], mem.full.index(0), mem.x)
+
+
+@gluon.jit
+def load_again(out, mem, N: gl.constexpr, BUG: gl.constexpr):
+    for i in gl.static_range(N):
+        mbarrier.wait(mem.full.index(0), i & 1)
+        if BUG == "fenced too early":
+            fence_async_shared()
+        x = mem.x.load()
+        if BUG == "":
+            fence_async_shared()
+        mbarrier.arrive(mem.free.index(0), count=1)
+        if BUG == "fenced too late":
+            fence_async_shared()
+        gl.store(out + i * 32 + gl.arange(0, 32), gl.max(x, 0))
+
+
+@gluon.jit
+def copy_over_loads(desc, out, N: gl.constexpr, BUG: gl.constexpr):
+    """One partition copies N blocks to the same buffer, another one loads each of them."""
+    layout: gl.constexpr = desc.layout
+    mem = Memory(gl.allocate_shared_memory(gl.float16, [64, 32], layout), barriers(1, 1), barriers(1, 1))
+    fence_async_shared()
+    gl.warp_specialize([(load_again, (out, mem, N, BUG)), (copy_again, (desc, mem, N, BUG))], [1], [24])
+
+
 @runs
-def test_loads_need_no_fence(order: str, seed: int) -> None:
+def test_a_copy_over_what_was_loaded_wants_a_fence_between(order: str, seed: int) -> None:
+    x, y = halves(256, 32), torch.zeros(4 * 32).half()
+    run(copy_over_loads, (1,), descriptor(x), y, 4, "", order=order, seed=seed)
+    assert torch.equal(y, x.view(4, 64, 32).amax(1).flatten())
+    said = r"a copy of copy_again .* overwrites x: load_again .* loaded it without fence_async_shared"
+    for bug in "not fenced", "fenced too early", "fenced too late", "the copying warp fences":
+        with pytest.raises(Race, match=said):
+            run(copy_over_loads, (1,), descriptor(x), y, 4, bug, order=order, seed=seed)
+
+
+@runs
+def test_a_store_over_what_was_loaded_needs_no_fence(order: str, seed: int) -> None:
     y = torch.zeros(32).half()
     layout = descriptor(torch.zeros(64, 32).half()).layout
     run(hand_over, (1,), y, layout, 4, "loaded", order=order, seed=seed)

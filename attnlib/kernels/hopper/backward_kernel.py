@@ -48,6 +48,12 @@ parity: an arrival at an mbarrier costs a synchronization of the warpgroup first
 barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1). Before the other
 arrived for that, it had waited for its own dQ(j-2), the last product that reads this buffer.
 
+LSE and delta come by TMA, through the async proxy, and are read by ordinary loads, through the generic proxy.
+A barrier does not order accesses through different proxies, so between a consumer's load and the copy that
+overwrites what it loaded there has to be a fence, fence.proxy.async, by the same consumer. The one that dS(j)
+needs does for both: it comes after the loads of step j and before the release of Q of j, for which the
+producer waits before it copies anything of block j+2.
+
     Windows and varlen sequences
 
 A window with a left bound ends the queries that see a key, so a program visits the blocks between its first

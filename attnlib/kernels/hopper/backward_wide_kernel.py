@@ -34,6 +34,10 @@ shared memory; their results are not used.
 The slot of block j is j & 1; all from Q_FREE on are the hardware's named barriers. P needs none for its
 reuse: 0 writes P of j+2 after it has waited for Q of j+2, which was filled after 1 had released Q of j, long
 after it had read P of j. For the same reason 0 can't arrive twice at P_FULL before 1 has come once.
+
+Before the copies that overwrite LSE and delta there has to be a fence by who has loaded them, see
+`backward_kernel`. Warpgroup 1 loads delta and executes one for dS in each step. Warpgroup 0 loads LSE and
+executes one for that alone, before it releases Q and while dV is under way.
 """
 
 from typing import NamedTuple
@@ -163,12 +167,14 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         p_half = p.to(dtype)  # [64, BLOCK_M]
         mem.p.index(slot).store(p_half)
         named_barrier("arrive", P_FULL + slot, 256)
-        release(Q_FREE, j)
 
         # dV, then S of the block after.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         do = matrix(mem.do, slot)  # [BLOCK_M, D]
-        dv_left, dv_right = warpgroup_mma_wait(0, deps=_issue_update(p_half, do, dv_left, dv_right, plan))
+        tokens = _issue_update(p_half, do, dv_left, dv_right, plan)
+        fence_async_shared()  # between the load of LSE and the copy that overwrites it
+        release(Q_FREE, j)
+        dv_left, dv_right = warpgroup_mma_wait(0, deps=tokens)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))

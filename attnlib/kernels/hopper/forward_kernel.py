@@ -47,6 +47,11 @@ this tile, and uses it one block before the end. A program that draws early rese
 could compute, and the launch ends later; two blocks are enough to hide the latency of the draw. The last draw
 of a launch sets the counter back to 0. Tiles are numbered so that long ones come first.
 
+What a consumer reads through its products it gives back by a barrier alone. Where it loads columns of Q into
+registers (`q_columns`), it also executes fence.proxy.async before it arrives at q_free: a load belongs to the
+generic proxy and the copy that overwrites Q to the async proxy, and a barrier does not order one after the
+other.
+
     Windows and varlen sequences
 
 With a left bound a tile ends at the first block that one of its rows sees. All its warpgroups visit all
@@ -421,6 +426,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                 q_registers, p, acc, shift, sums, row, key, i, masked, mem, qk_scale, seq, work,
                 WG, plan,
             )  # fmt: skip
+        if plan.q_columns > 0:
+            # Between the load of Q and the copy that overwrites it. Where a product in flight would hide the
+            # fence, after the first Q K^T has begun, ptxas crashes.
+            fence_async_shared()
         mbarrier.arrive(mem.q_free.index(WG), count=1)
 
         # 3. The last P V, and what can be done beside it.

@@ -30,6 +30,7 @@ FORWARD = {
     # One warpgroup skips a block, and the tile ends in its slot.
     "skipped": Call(64, 3, 1, 128, 192, config=APART),
     "one tile": Call(64, 1, 1, 100, 300, config=APART),
+    "Q in registers": Call(64, 3, 1, 150, 150, config=HopperConfig(64, 2, 2, 64, q_columns=32)),
     "varlen": Call(64, 2, 1, varlen=((40, 70), (150, 90), (10, 200)), config=JOINT),
     "varlen, a program without rows": Call(64, 1, 1, varlen=((64, 70), (0, 70)), config=JOINT),
 }
@@ -78,6 +79,8 @@ COUNT = r"Race: \w+\[\d\]: \d arrivals in a phase of \d"
 TWICE = r"Race: .* comes to barrier \d+ twice before the others have come"
 DEADLOCK = r"Deadlock: .* waits for "
 UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_shared"
+LOADED = r"Race: a copy of .* overwrites {}\[\d\]: .* loaded it without fence_async_shared"
+GIVE_Q_BACK = "        mbarrier.arrive(mem.q_free.index(WG), count=1)\n"
 
 MUTATIONS = [
     forward("a slot is filled without asking", "joint", f"{TAKEN}|{COUNT}",
@@ -109,7 +112,7 @@ MUTATIONS = [
             ("        s = warpgroup_mma_wait(0, deps=(s_token,))\n        release(mem, start, plan)",
              "        release(mem, start, plan)\n        s = warpgroup_mma_wait(0, deps=(s_token,))")),
     forward("Q is never given back", "joint", DEADLOCK,
-            without("        mbarrier.arrive(mem.q_free.index(WG), count=1)\n")),
+            without(GIVE_Q_BACK)),
     forward("Q is filled without asking", "joint", f"{TAKEN}|{COUNT}",
             without("            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)\n")),
     forward("two tiles are told under one number", "varlen", f"{OVERWRITTEN}|{COUNT}",
@@ -142,6 +145,11 @@ MUTATIONS = [
             without("        fence_async_shared()\n", "store(o)\n")),
     forward("half of the output is not fenced", "halves", UNFENCED.format("o"),
             without("        fence_async_shared()\n", "store(right)\n")),
+    forward("Q is loaded and not fenced before it is given back", "Q in registers", LOADED.format("q"),
+            (f"            fence_async_shared()\n{GIVE_Q_BACK}", f"            pass\n{GIVE_Q_BACK}")),
+    forward("Q is fenced after it is given back", "Q in registers", LOADED.format("q"),
+            (f"            fence_async_shared()\n{GIVE_Q_BACK}",
+             f"            pass\n{GIVE_Q_BACK}        fence_async_shared()\n")),
     forward("the output before has not left", "joint", READING,
             without("        tma.store_wait(0)\n", "", "        matrix(mem.o, WG).store(o)")),
     forward("the left half of the output has not left", "halves", READING,
@@ -187,7 +195,8 @@ MUTATIONS = [
     backward("a consumer does not tell", DEADLOCK,
              ("    _tell_ds(j, WG)\n", "    if j != 3:\n        _tell_ds(j, WG)\n")),
     shared("the parity stays 0", f"{TAKEN}|{DEADLOCK}", ("return (j // STAGES) & 1", "return 0 * j")),
-    backward("dS is not fenced", UNFENCED.format("ds"),
+    # One fence for what was stored and what was loaded.
+    backward("dS is not fenced", f"{UNFENCED.format('ds')}|{LOADED.format('lse')}",
              without("    fence_async_shared()\n", "", "    _tell_ds")),
     backward("dK and dV are not fenced", UNFENCED.format("v"),
              without("    fence_async_shared()\n", ".store(x)\n")),
@@ -209,7 +218,7 @@ MUTATIONS = [
              ("ds = ds.slice(WG * 64, 64, 1)", "ds = ds.slice(64 - WG * 64, 64, 1)"), call="64"),
     shared("in the wide kernel: Q is filled without asking", f"{TAKEN}|{COUNT}",
              without("        acquire(Q_FREE, j)\n"), call="256"),
-    shared("in the wide kernel: dO is filled without asking", f"{TAKEN}|{COUNT}",
+    shared("in the wide kernel: dO is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
              without("        acquire(DO_FREE, j)\n"), call="256"),
     shared("in the wide kernel: the parity stays 0", f"{TAKEN}|{DEADLOCK}|{TWICE}",
              ("return (j // STAGES) & 1", "return 0 * j"), call="256"),
@@ -221,7 +230,7 @@ MUTATIONS = [
     wide("dO of the next block is not waited for", TAKEN,
          ("mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))", "pass")),
     wide("Q is released before dK is done", TAKEN,
-         ("        tokens = _issue_up", "        release(Q_FREE, j)\n        tokens = _issue_up"),
+         ("        tokens = _issue_update(d", "        release(Q_FREE, j)\n        tokens = _issue_update(d"),
          without("        release(Q_FREE, j)\n", "", "        dp = warp")),
     wide("dO is released before dV is done", f"{OVERWRITTEN}|{READING}",
          without("        release(DO_FREE, j)\n", "", "        s = warp"),
@@ -250,6 +259,8 @@ MUTATIONS = [
          without('    named_barrier("sync", END, 256)\n')),
     wide("dS is not fenced", UNFENCED.format("ds"),
          without("        fence_async_shared()\n", "store(ds_half)\n")),
+    wide("LSE is loaded and not fenced before Q is given back", LOADED.format("lse"),
+         ("fence_async_shared()  # between the load of LSE", "pass  # between the load of LSE")),
     wide("dK and dV are not fenced", UNFENCED.format(r"(v|do)"),
          without("    fence_async_shared()\n", ".store(right)\n")),
     wide("dK and dV are not waited for", "Race: .* ends and has not waited for its copies out",
