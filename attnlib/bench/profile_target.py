@@ -2,10 +2,10 @@
 
     python -m attnlib.bench.profile_target JOBS.json RESULTS.jsonl --tool ncu|cupti|none --seconds 200
 
-`profiling` starts it. JOBS is a list of {"impl", "shape", "pass"}, with "options" of a step's `attention` where
-a variant of it is meant. A line is added to RESULTS when a job's profiled call begins (its marker), and one
-with its status when it ends. An implementation that fails leaves its reason there, and the next one goes on.
-Under ncu only what lies between the driver's profiler start and stop is profiled: a marker, whose kernel
+`profiling` starts it. JOBS is a list of {"impl", "shape", "pass"}, with "options" of a step's `attention`
+where a variant of it is meant. A line is added to RESULTS when a job's profiled call begins (its marker), and
+one with its status when it ends. An implementation that fails leaves its reason there, and the next one goes
+on. Under ncu only what lies between the driver's profiler start and stop is profiled: a marker, whose kernel
 ncu's table shows, and the call.
 """
 

@@ -60,7 +60,6 @@ OPERATIONS: dict[str, Callable] = {
     "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
     "and.b32": operator.and_,
     "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
-    "shr.u32": lambda a, b: (a & 0xFFFFFFFF) >> b,
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,
