@@ -1,7 +1,6 @@
 """What a call of attention asks for besides its tensors: one object that goes from `attention` to the
 launcher."""
 
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,13 +40,10 @@ class MaskWindow(NamedTuple):
 def mask_window(causal: bool, window: tuple[int, int] | None) -> MaskWindow:
     """The window that `attention(causal=, window=)` asks for. In `window` -1 is no bound, as in
     FlashAttention; `causal` bounds the right at 0."""
-    return _mask_window(causal, None if window is None else tuple(window))
-
-
-@lru_cache
-def _mask_window(causal: bool, window: tuple[int, int] | None) -> MaskWindow:
-    left, right = (None if bound == -1 else bound for bound in window or (-1, -1))
-    return MaskWindow(left, 0 if causal else right)
+    left, right = (-1, -1) if window is None else window
+    if causal:
+        right = 0
+    return MaskWindow(None if left == -1 else left, None if right == -1 else right)
 
 
 class Varlen(NamedTuple):

@@ -19,7 +19,7 @@ def test_draws_are_the_same_every_time_and_varied():
     for call, _, _ in calls:
         assert sum(q for q, _ in call.lengths) > 0 and sum(k for _, k in call.lengths) > 0
         assert 8 <= call.head_dim <= 256 and call.head_dim % 8 == 0
-        assert call.packed or len(call.lengths) == 1
+        assert call.varlen or len(call.lengths) == 1
     assert any(0 in pair for call, _, _ in calls for pair in call.lengths)  # empty sequences
 
 

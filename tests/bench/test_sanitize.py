@@ -125,7 +125,7 @@ def test_the_calls_cover_both_kernels():
         mine = [call for call in found if call.impl == impl]
         shapes = [call.shape for call in mine]
         assert {64, 128, 256} <= {s.head_dim for s in shapes}
-        assert {True, False} == {s.causal for s in shapes} == {call.packed for call in mine}
+        assert {True, False} == {s.causal for s in shapes} == {call.varlen for call in mine}
         assert any(call.window for call in mine), "a window"
         assert any(s.seqlen_k not in (None, s.seqlen) for s in shapes), "a shifted diagonal"
         assert any(s.heads_kv not in (None, s.heads) for s in shapes), "grouped heads"

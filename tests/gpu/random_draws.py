@@ -38,14 +38,14 @@ def draw(number: int) -> tuple[Draw, str | None, bool]:
     dtype = rng.choice(("float16", "float16", "bfloat16", "bfloat16", "float32"))
     # Each kind of call is another kernel to compile: few in float32, whose kernels compile slowly.
     width = 64 if dtype == "float32" else rng.choice((64, 128, 256))
-    packed = rng.random() < 0.35
+    varlen = rng.random() < 0.35
 
     def length() -> int:
-        if packed and rng.random() < 0.1:
+        if varlen and rng.random() < 0.1:
             return 0
-        return int(2 ** rng.uniform(0, 9 if packed else 10.3))
+        return int(2 ** rng.uniform(0, 9 if varlen else 10.3))
 
-    lengths = [(length(), length()) for _ in range(rng.randint(1, 6) if packed else 1)]
+    lengths = [(length(), length()) for _ in range(rng.randint(1, 6) if varlen else 1)]
     if rng.random() < 0.4:
         lengths = [(rows, rows) for rows, _ in lengths]
     if not all(map(any, zip(*lengths, strict=True))):  # no query at all, or no key
@@ -58,8 +58,8 @@ def draw(number: int) -> tuple[Draw, str | None, bool]:
         scales.append(-0.2)
     call = Draw(
         lengths=tuple(lengths),
-        packed=packed,
-        batch=1 if packed else rng.choice((1, 2, 3)),
+        varlen=varlen,
+        batch=1 if varlen else rng.choice((1, 2, 3)),
         kv_heads=rng.choice((1, 2, 3)),
         group=rng.choice((1, 1, 2, 4)),
         head_dim=width - rng.choice((0, 0, 8, 24)),
@@ -77,7 +77,7 @@ def kind(call: Draw) -> str:
     """What the report counts calls by."""
     window = " window" if call.window else ""
     mask = f"{'causal' if call.causal else 'dense'}{window}"
-    return f"{call.dtype}, {'packed' if call.packed else 'batch'}, {mask}"
+    return f"{call.dtype}, {'varlen' if call.varlen else 'batch'}, {mask}"
 
 
 def run(numbers, device: str, limit_s: float) -> dict:

@@ -53,16 +53,16 @@ ALL_CALLS = "all calls done:"
 
 
 class Call(NamedTuple):
-    """A forward and a backward pass. packed: the same rows as three sequences instead of a batch."""
+    """A forward and a backward pass. varlen: the same rows as three sequences instead of a batch."""
 
     impl: str
     shape: Any
     window: tuple[int, int] | None = None
-    packed: bool = False
+    varlen: bool = False
 
 
 def calls() -> Iterator[Call]:
-    """Whole blocks, tails, shifted diagonals, grouped heads, windows, packed sequences."""
+    """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences."""
     from attnlib.bench.shapes import Shape
 
     for head_dim in (64, 128, 256):
@@ -72,7 +72,7 @@ def calls() -> Iterator[Call]:
                 # Neither rows nor keys fill their last block.
                 yield Call(impl, Shape(1, 2, 250, head_dim, causal))
                 yield Call(impl, Shape(2, 4, 129, head_dim, causal, heads_kv=2))
-                yield Call(impl, Shape(1, 2, 230, head_dim, causal, heads_kv=1), packed=True)
+                yield Call(impl, Shape(1, 2, 230, head_dim, causal, heads_kv=1), varlen=True)
             yield Call(impl, Shape(1, 2, 100, head_dim, True, seqlen_k=250))
             yield Call(impl, Shape(1, 2, 250, head_dim, False), window=(70, 20))
             # More tiles than an H200 has SMs: a program of the Hopper kernel computes several.
@@ -93,15 +93,15 @@ def run_calls(part: int, parts: int) -> None:
     from attnlib.params import Params, mask_window
 
     done = 0
-    for impl, shape, window, packed in islice(calls(), part, None, parts):
+    for impl, shape, window, varlen in islice(calls(), part, None, parts):
         # Made on the CPU: a copy to the GPU is no kernel, and the sanitizer knows that it initializes.
         inputs = make_inputs(shape, device="cpu")
-        if packed:
+        if varlen:
             inputs = [x[0].transpose(0, 1).contiguous() for x in inputs]
         q, k, v = (x.cuda().requires_grad_() for x in inputs)
         d_out = torch.randn(q.shape).to(q.dtype).cuda()
         how = {"causal": shape.causal, "window": window, "impl": impl, "return_lse": True}
-        if packed:
+        if varlen:
             cu = torch.tensor([0, 65, 65, shape.seqlen], dtype=torch.int32).cuda()
             out, lse = attention_varlen(q, k, v, cu, cu, shape.seqlen - 65, shape.seqlen - 65, **how)
         elif impl == "hopper" and hopper.unsupported(q, k, v, Params(mask_window(shape.causal, window), 1.0)):

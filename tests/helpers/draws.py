@@ -20,7 +20,7 @@ def as_it_is(x):
 
 
 def rows_before_heads(x):
-    """(B, S, H, D) in memory, as a projection leaves it; packed: (H, T, D)."""
+    """(B, S, H, D) in memory, as a projection leaves it; varlen: (H, T, D)."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
@@ -42,7 +42,7 @@ def columns_apart(x):
 
 
 def expanded(x):
-    """Heads (packed: too) that share their memory: the values of the first."""
+    """Heads (varlen: too) that share their memory: the values of the first."""
     return x[..., :1, :, :].expand(x.shape) if x.dim() == 4 else x[:, :1].expand(x.shape)
 
 
@@ -57,11 +57,11 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Draw:
-    """One call. lengths: (Sq, Sk) of the one shape, or of every packed sequence; layouts: of q, k, v and of
+    """One call. lengths: (Sq, Sk) of the one shape, or of every varlen sequence; layouts: of q, k, v and of
     the gradient of the output, places in LAYOUTS."""
 
     lengths: tuple[tuple[int, int], ...]
-    packed: bool
+    varlen: bool
     batch: int
     kv_heads: int
     group: int
@@ -86,7 +86,7 @@ def tensors(draw: Draw, device: str) -> list[torch.Tensor]:
     for length, count, place in zip(
         (rows, keys, keys, rows), (heads, draw.kv_heads, draw.kv_heads, heads), draw.layouts, strict=True
     ):
-        size = (length, count) if draw.packed else (draw.batch, count, length)
+        size = (length, count) if draw.varlen else (draw.batch, count, length)
         x = torch.randn(*size, draw.head_dim, generator=generator, device=device)
         made.append(LAYOUTS[place](x.to(getattr(torch, draw.dtype))))
     return made
@@ -100,7 +100,7 @@ def check(
     before = [x.clone() for x in (q, k, v, d_out)]
     inputs = [x.detach().requires_grad_(backward) for x in (q, k, v)]
     options = {**draw.options, "return_lse": True, "impl": impl, "deterministic": deterministic}
-    if draw.packed:
+    if draw.varlen:
         sides = zip(*draw.lengths, strict=True)
         ends = [torch.tensor([0, *side], device=device).cumsum(0).int() for side in sides]
         longest = [max(side) for side in zip(*draw.lengths, strict=True)]
@@ -135,7 +135,7 @@ def _raise_if_bad(verdict: Verdict, slack: float, name: str) -> None:
 def _sequences(draw: Draw, given, found):
     """(d_out, q, k, v, dq, dk, dv) of each sequence as (1, H, S, D), or of the whole batch."""
     everything = (*given, *found)
-    if not draw.packed:
+    if not draw.varlen:
         yield everything
         return
     rows, keys = (list(side) for side in zip(*draw.lengths, strict=True))

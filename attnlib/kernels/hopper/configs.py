@@ -18,7 +18,6 @@ class HopperConfig:
             memory.
         late_wait: wait for P V of the block before half way through the exponentials, not before them.
         pin: keep the assembler from moving that wait up.
-        tree: row maximum of a thread as a tree, not as a chain.
         joint: one barrier for the keys and the values of a slot, instead of one each.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
@@ -33,7 +32,6 @@ class HopperConfig:
     q_columns: int = 0
     late_wait: bool = False
     pin: bool = False
-    tree: bool = False
     joint: bool = False
     named: bool = False
     consumer_registers: int = 240
@@ -56,14 +54,14 @@ class HopperConfig:
 # At D = 64 there are three tiles: four warpgroups hide each other's waits and share the registers that two
 # have elsewhere, three have registers for blocks of 128 keys, and two make the smallest tile.
 # The first two have in common:
-_MANY = {"pin": True, "tree": True, "joint": True, "producer_registers": 32}
+_MANY = {"joint": True, "producer_registers": 32}
 M256N64 = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
-M192N128 = HopperConfig(128, 3, 4, 64, consumer_registers=160, max_registers=128, **_MANY)
+M192N128 = HopperConfig(128, 3, 4, 64, pin=True, consumer_registers=160, max_registers=128, **_MANY)
 M128N128 = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True)
 _WARP_SPECIALIZED = {
     64: M256N64,
     128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
-    256: HopperConfig(64, 2, 2, 128, q_columns=128, tree=True, named=True),
+    256: HopperConfig(64, 2, 2, 128, q_columns=128, named=True),
 }
 _FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
 FEW_KEYS = 2048

@@ -289,7 +289,7 @@ def _step(
     if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
-    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
+    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
@@ -403,7 +403,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         elif plan.mask.blocks:
             if first + plan.block_n > seq.S_k:
                 s = softmax.mask(s, row, first, seq, work, plan)
-        shift = softmax.row_max(s, plan) * qk_scale  # [64]
+        shift = softmax.row_max(s) * qk_scale  # [64]
         weights = softmax.weights(s, shift, qk_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)

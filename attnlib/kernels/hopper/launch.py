@@ -115,7 +115,7 @@ def make_plan(
 
     return ForwardPlan(
         d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
-        tree=config.tree, flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
+        flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
             config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin
         ),

@@ -70,14 +70,13 @@ class ForwardPlan(Constants):
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         store_lse: write the LSE.
         varlen: sequences of different lengths lie one after the other.
-        block_n, q_columns, o_columns, tree: as in `HopperConfig`.
+        block_n, q_columns, o_columns: as in `HopperConfig`.
     """
 
     d: int
     block_n: int
     q_columns: int
     o_columns: int
-    tree: bool
     flip: bool
     store_lse: bool
     varlen: bool

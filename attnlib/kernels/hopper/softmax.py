@@ -13,18 +13,9 @@ LAZY = gl.constexpr(8)  # a row maximum may grow by 2**LAZY before the output is
 
 
 @gluon.jit
-def row_max(s, plan: gl.constexpr):
+def row_max(s):
     """Largest score of each row of a block: [64, BLOCK_N] -> [64]."""
-    if plan.tree:
-        # As a tree within the thread, instead of a chain as long as the row.
-        r = gl.max(s.reshape([64, plan.block_n // 8, 4, 2]), 3)
-        if plan.block_n >= 128:
-            r = gl.max(r.reshape([64, 8, 2, 4]), 2)
-        r = gl.max(r.reshape([64, 4, 2, 4]), 2)
-        r = gl.max(gl.max(r.reshape([64, 2, 2, 4]), 2), 1)
-        return gl.convert_layout(gl.max(r, 1), plan.row_layout)
-    else:
-        return gl.max(s, 1)
+    return gl.max(s, 1)
 
 
 @gluon.jit
@@ -115,7 +106,7 @@ def rescale(acc, alpha, changed, plan: gl.constexpr):
 
 
 @gluon.jit
-def new_shift(s, shift, qk_scale, MASKED: gl.constexpr, plan: gl.constexpr):
+def new_shift(s, shift, qk_scale, MASKED: gl.constexpr):
     """(new shift [64], alpha = 2**(old - new) [64], whether a row of the warp changed [64]).
 
     The shift is what the exponents are reduced by: P = 2**(s * qk_scale - shift). It is the running row
@@ -123,7 +114,7 @@ def new_shift(s, shift, qk_scale, MASKED: gl.constexpr, plan: gl.constexpr):
     LAZY. P stays below 2**LAZY then, row sums and O are in the same units, and nothing is lost but a
     rescaling of O at every little step.
     """
-    top = row_max(s, plan)  # [64]
+    top = row_max(s)  # [64]
     grown = top * qk_scale - shift > LAZY  # [64]; not where both are -inf
     new = gl.where(grown, top * qk_scale, shift)
     changed = _any_in_warp(grown.to(gl.int32))

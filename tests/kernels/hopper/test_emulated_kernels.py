@@ -68,7 +68,7 @@ def test_forward_calls(name: str) -> None:
 
 FLAGS = [
     {"joint": True}, {"named": True}, {"joint": True, "named": True}, {"late_wait": True},
-    {"late_wait": True, "pin": True}, {"pin": True}, {"tree": True}, {"tree": True, "block_n": 128},
+    {"late_wait": True, "pin": True}, {"pin": True}, {"block_n": 128},
     {"o_columns": 32}, {"q_columns": 32}, {"stages": 4, "q_columns": 48}, {"stages": 1}, {"stages": 8},
     {"warpgroups": 3, "stages": 4, "joint": True, "block_n": 128},
     {"warpgroups": 4}, {"warpgroups": 4, "joint": True, "named": True, "late_wait": True, "block_n": 128},

@@ -1,33 +1,33 @@
-"""What tests/gpu/time_packed.py times on a GPU: its calls, their FLOPs, and that wrong ones are refused."""
+"""What tests/gpu/time_varlen.py times on a GPU: its calls, their FLOPs, and that wrong ones are refused."""
 
 from __future__ import annotations
 
 import pytest
-import time_packed  # noqa: E402
+import time_varlen  # noqa: E402
 import torch
-from time_packed import Case  # noqa: E402
+from time_varlen import Case  # noqa: E402
 
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import mask_window
 
 SMALL = {
     "batch": Case("equal", (40, 40), 16, 2, False),
-    "packed": Case("lengths", (5, 60, 33), 16, 2, True),
+    "varlen": Case("lengths", (5, 60, 33), 16, 2, True),
     "window": Case("windows", (70,), 16, 2, False, 20),
     "dense": Case("equal", (30, 30), 16, 2, True, causal=False),
 }
 
 
 def test_calls_are_named_apart_and_fill_the_gpu():
-    cases = list(time_packed.cases(list(time_packed.HEADS)))
+    cases = list(time_varlen.cases(list(time_varlen.HEADS)))
     assert len({case.label for case in cases}) == len(cases)
     assert {case.table for case in cases} == {"equal", "short", "lengths", "windows"}
-    assert all(time_packed.TOKENS // 2 <= sum(case.lengths) <= time_packed.TOKENS for case in cases)
+    assert all(time_varlen.TOKENS // 2 <= sum(case.lengths) <= time_varlen.TOKENS for case in cases)
 
 
 def test_labels():
-    assert Case("lengths", (64, 64, 300), 128, 1, True).label == "D128 2 x 64 + 1 x 300 packed"
-    assert Case("lengths", (1, 2, 3, 4), 64, 1, True).label == "D64 4 of 1 to 4 packed"
+    assert Case("lengths", (64, 64, 300), 128, 1, True).label == "D128 2 x 64 + 1 x 300 varlen"
+    assert Case("lengths", (1, 2, 3, 4), 64, 1, True).label == "D64 4 of 1 to 4 varlen"
     assert Case("windows", (70,), 64, 1, False, 20).label == "D64 1 x 70, 20 keys"
 
 
@@ -36,15 +36,15 @@ def test_flops_are_those_of_the_pairs_that_see_each_other(name):
     case = SMALL[name]
     bounds = mask_window(case.causal, None if case.width is None else (case.width - 1, 0))
     pairs = sum(int(visible(n, n, bounds).sum()) for n in case.lengths)
-    assert time_packed.products(case) == 4 * case.heads * case.head_dim * pairs
+    assert time_varlen.products(case) == 4 * case.heads * case.head_dim * pairs
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_right_call_can_be_timed_and_a_wrong_one_not(name, device, monkeypatch):
     case = SMALL[name]
-    inputs = time_packed.make_inputs(case, device)
-    assert list(time_packed.passes(case, inputs, "triton")) == ["forward", "backward"]
-    forward, backward = time_packed.LAUNCHERS["triton"]
+    inputs = time_varlen.make_inputs(case, device)
+    assert list(time_varlen.passes(case, inputs, "triton")) == ["forward", "backward"]
+    forward, backward = time_varlen.LAUNCHERS["triton"]
 
     def wrong_forward(*args):
         out, lse = forward(*args)
@@ -55,12 +55,12 @@ def test_a_right_call_can_be_timed_and_a_wrong_one_not(name, device, monkeypatch
         return dq, dk, torch.zeros_like(dv)
 
     for planted in ((wrong_forward, backward), (forward, wrong_backward)):
-        monkeypatch.setitem(time_packed.LAUNCHERS, "triton", planted)
+        monkeypatch.setitem(time_varlen.LAUNCHERS, "triton", planted)
         with pytest.raises(AssertionError, match="is wrong"):
-            time_packed.passes(case, inputs, "triton")
+            time_varlen.passes(case, inputs, "triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu(capsys):
-    assert time_packed.main([]) == 2
+    assert time_varlen.main([]) == 2
     assert "compute capability 9.x" in capsys.readouterr().err

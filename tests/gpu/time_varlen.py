@@ -1,11 +1,11 @@
-"""Time packed sequences, windows and short sequences on this GPU, forward and backward, in both kernels.
+"""Time varlen sequences, windows and short sequences on this GPU, forward and backward, in both kernels.
 
-    python tests/gpu/time_packed.py             all of it, about two minutes; figures/data/<gpu>/packed.json
-    python tests/gpu/time_packed.py --dims 128  one head dimension
+    python tests/gpu/time_varlen.py             all of it, about two minutes; figures/data/<gpu>/varlen.json
+    python tests/gpu/time_varlen.py --dims 128  one head dimension
 
 fp16, causal but where it says dense. A time is the median over shuffled rounds of calls with a cold L2; a
-batch and the same packed are in the same rounds. Before it is taken the call is judged against fp64: the last
-head of its last sequence, forward and gradients. Nothing wrong is timed.
+batch and the same rows as varlen sequences are in the same rounds. Before it is taken the call is judged
+against fp64: the last head of its last sequence, forward and gradients. Nothing wrong is timed.
 Status 0 when all calls were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -42,14 +42,14 @@ WIDTHS = 128, 256, 512, 1024, 2048, 4096, 8192
 
 
 class Case(NamedTuple):
-    """One call. lengths: of the sequences; packed: one after the other, else a batch of equal ones; width: of
-    the window, keys that a query sees with itself, None for all before it."""
+    """One call. lengths: of the sequences; varlen: they lie one after the other, else a batch of equal ones;
+    width: of the window, keys that a query sees with itself, None for all before it."""
 
     table: str
     lengths: tuple[int, ...]
     head_dim: int
     heads: int
-    packed: bool
+    varlen: bool
     width: int | None = None
     causal: bool = True
 
@@ -60,20 +60,20 @@ class Case(NamedTuple):
         lengths = " + ".join(counts) if len(counts) < 4 else many
         window = "" if self.width is None else f", {self.width} keys"
         mask = "" if self.causal else " dense"
-        return f"D{self.head_dim} {lengths}{mask}{' packed' if self.packed else ''}{window}"
+        return f"D{self.head_dim} {lengths}{mask}{' varlen' if self.varlen else ''}{window}"
 
 
 def cases(dims: Sequence[int]) -> Iterator[Case]:
-    """Batches and the same packed; sequences of different lengths; short ones; windows."""
+    """Batches and the same rows as varlen sequences; sequences of different lengths; short ones; windows."""
     for d in dims:
         heads = HEADS[d]
         for length, *masks in (
             (64, True), (128, True), (256, True), (512, True, False), (1024, True), (2048, True, False),
             (4096, True, False), (8192, True, False),
         ):  # fmt: skip
-            for causal, packed in product(masks, (False, True)):
+            for causal, varlen in product(masks, (False, True)):
                 table = "equal" if length > 1024 else "short"
-                yield Case(table, (length,) * (TOKENS // length), d, heads, packed, causal=causal)
+                yield Case(table, (length,) * (TOKENS // length), d, heads, varlen, causal=causal)
         for lengths in (
             (12288, *(64,) * 64), (*(64,) * 64, 12288), tuple(16 * (37 * i % 128 + 1) for i in range(16)),
         ):  # fmt: skip
@@ -83,7 +83,7 @@ def cases(dims: Sequence[int]) -> Iterator[Case]:
 
 
 class Inputs(NamedTuple):
-    """q, k, v and the gradient of the output, (B, H, S, D) or (T, H, D); and how they are packed."""
+    """q, k, v and the gradient of the output, (B, H, S, D) or (T, H, D); and where varlen sequences begin."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -95,9 +95,9 @@ class Inputs(NamedTuple):
 def make_inputs(case: Case, device: str) -> Inputs:
     generator = torch.Generator(device).manual_seed(0)
     count, longest = len(case.lengths), max(case.lengths)
-    shape = (sum(case.lengths), case.heads) if case.packed else (count, case.heads, longest)
+    shape = (sum(case.lengths), case.heads) if case.varlen else (count, case.heads, longest)
     made = [torch.randn(*shape, case.head_dim, generator=generator, device=device).half() for _ in range(4)]
-    if not case.packed:
+    if not case.varlen:
         return Inputs(*made, None)
     ends = torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
     return Inputs(*made, Varlen(ends, ends, longest, longest))
@@ -121,7 +121,7 @@ def judge(case: Case, inputs: Inputs, out: torch.Tensor, gradients: tuple[torch.
     last = case.lengths[-1]
 
     def part(x: torch.Tensor) -> torch.Tensor:
-        return x[-last:, -1:].transpose(0, 1)[None] if case.packed else x[-1:, -1:]
+        return x[-last:, -1:].transpose(0, 1)[None] if case.varlen else x[-1:, -1:]
 
     q, k, v, d_out = (part(x) for x in inputs[:4])
     window = None if case.width is None else (case.width - 1, 0)
@@ -158,17 +158,17 @@ def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
         ms = statistics.median(taken)
         flops = products(case) * (FLOPS if name == "backward" else 1)
         yield {
-            "call": case.label, "head_dim": case.head_dim, "heads": case.heads, "packed": case.packed,
+            "call": case.label, "head_dim": case.head_dim, "heads": case.heads, "varlen": case.varlen,
             "sequences": len(case.lengths), "longest": max(case.lengths), "width": case.width,
             "causal": case.causal, "kernel": kernel, "pass": name, "ms": ms, "tflops": flops / ms / 1e9,
         }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time packed sequences and windows on this GPU.")
+    parser = argparse.ArgumentParser(description="Time varlen sequences and windows on this GPU.")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/packed.json)")
+    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/varlen.json)")
     args = parser.parse_args(argv)
     dims = [int(d) for d in args.dims.split(",")]
     if not set(dims) <= set(HEADS):
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     wrong = 0
-    for case, group in groupby(cases(dims), lambda case: case._replace(packed=False)):
+    for case, group in groupby(cases(dims), lambda case: case._replace(varlen=False)):
         try:
             found = list(rows(list(group), args.rounds))
         except AssertionError as error:
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             times = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in calls)
             print(f"{label:36}", "  ".join(times), flush=True)
     header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "packed.json"
+    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "varlen.json"
     records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
     print(path)
     return int(wrong > 0)
