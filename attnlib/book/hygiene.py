@@ -14,7 +14,7 @@ from attnlib.book import claims
 from attnlib.book.chapters import STEPS
 
 MAX_BYTES = 1_000_000
-MAX_CODE_CELLS = 30
+MAX_CODE_CELLS = 28
 MAX_CELL_LINES = 45
 MAX_KERNEL_CELL_LINES = 100
 MAX_KERNEL_LINES = 60

@@ -191,9 +191,9 @@ PLANTED = [
     ),
     (
         "sizes",
-        f"at most {hygiene.MAX_CODE_CELLS} code cells",
+        "at most 28 code cells",
         lambda nb: nb["cells"].extend(
-            code(f"more-{i}", "x = 1") | {"execution_count": 8 + i} for i in range(hygiene.MAX_CODE_CELLS)
+            code(f"more-{i}", "x = 1") | {"execution_count": 8 + i} for i in range(24)
         ),
     ),
     ("named_figures", "figure without name", lambda nb: cell(nb, "figure")["outputs"][0].update(metadata={})),
