@@ -19,7 +19,7 @@ from attnlib.bench import harness, peers, records, roofline
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.harness import Attention, Run
 from attnlib.bench.oracle import Budget, Verdict, make_inputs, poisoned_empty
-from attnlib.bench.setting import BOOK, Setting
+from attnlib.bench.setting import BOOK, Setting, warming
 from attnlib.bench.shapes import Shape
 
 FLOPS = 2.5
@@ -144,7 +144,7 @@ def collect(
     def start(shape: Shape) -> tuple[tuple[Tensor, ...], Judge | None]:
         q, k, v = make_inputs(shape, kind, device=harness.DEVICE)
         tensors = make_gradient(shape, device=harness.DEVICE), q, k, v
-        return tensors, Judge(*tensors, shape.causal) if gate else None
+        return tensors, Judge(*tensors, shape.causal) if gate and not warming() else None
 
     return harness.collect_runs(BackwardRun, start, implementations, shapes, setting, control)
 

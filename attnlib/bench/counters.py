@@ -48,7 +48,7 @@ SUMS = {
 """Field -> metric. Instructions are those of warps."""
 
 L2_HIT = "lts__t_sector_hit_rate.pct"
-REGISTERS = "launch__registers_per_thread"
+REGISTERS, SHARED = "launch__registers_per_thread", "launch__shared_mem_per_block"
 WARP_CYCLES = "smsp__average_warp_latency_per_inst_issued.ratio"
 """Cycles that warps are resident for, for each instruction issued: the sum of all reasons."""
 
@@ -84,9 +84,25 @@ def stall_metric(reason: str) -> str:
     return f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
 
 
-METRICS = (*PERCENT.values(), *SUMS.values(), L2_HIT, REGISTERS, WARP_CYCLES, *map(stall_metric, STALLS))
+METRICS = (
+    *PERCENT.values(),
+    *SUMS.values(),
+    L2_HIT,
+    REGISTERS,
+    SHARED,
+    WARP_CYCLES,
+    *map(stall_metric, STALLS),
+)
 
-UNITS = {"byte": 1, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
+UNITS = {
+    "byte": 1,
+    "byte/block": 1,
+    "kbyte/block": 1e3,
+    "kbyte": 1e3,
+    "mbyte": 1e6,
+    "gbyte": 1e9,
+    "tbyte": 1e12,
+}
 UNITS |= {"ns": 1e-3, "us": 1, "ms": 1e3, "s": 1e6}
 UNITS |= {"nsecond": 1e-3, "usecond": 1, "msecond": 1e3, "second": 1e6}
 """Unit in Nsight Compute's table -> factor to bytes and microseconds. Other units stay as they are."""
@@ -129,6 +145,7 @@ def read_table(text: str) -> list[Kernel]:
         for name, unit, value in zip(head, units, row, strict=True):
             if "__" in name:
                 kernel[name] = _number(value, unit)
+        kernel["shared_bytes"] = kernel.get(SHARED)
         kernels.append(kernel)
     return kernels
 
@@ -183,7 +200,7 @@ def stall_shares(kernels: Sequence[Kernel]) -> dict[str, float]:
         if not found or issued is None:
             return {}
         rest = (kernel.get(WARP_CYCLES) or 0) - sum(found.values())
-        for reason, value in (found | {OTHER: max(rest, 0)}).items():
+        for reason, value in (found | {OTHER: rest if rest > 1e-6 else 0}).items():
             cycles[reason] = cycles.get(reason, 0) + value * issued
     total = sum(cycles.values())
     shares = {reason: value / total for reason, value in cycles.items() if value} if total else {}
@@ -217,9 +234,15 @@ def launches(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
     return entries
 
 
+_WRAPPER = re.compile(r"^(?:void )?(?:cutlass::device_kernel|flash::enable_sm\w+)<(?=[a-z])")
+"""CUTLASS's one kernel, whose template argument is the kernel."""
+
+
 def short_name(name: str) -> str:
     """A kernel's name without return type, template arguments and parameters, at most 60 characters."""
     name = name.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
+    while (inside := _WRAPPER.sub("", name)) != name:
+        name = inside.partition("<")[0] if not _WRAPPER.match(inside) else inside
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter
     return name.partition("(")[0].strip().removeprefix("void ")[:60]

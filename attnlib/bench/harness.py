@@ -30,7 +30,7 @@ import torch
 
 from attnlib.bench import names, peers, power, records, roofline, timing
 from attnlib.bench.oracle import Oracle, make_inputs, poisoned_empty
-from attnlib.bench.setting import BOOK, Setting
+from attnlib.bench.setting import BOOK, Setting, in_use, warming
 from attnlib.bench.shapes import Shape
 from attnlib.bench.timing import Sustained, Timing, host_us, launched_kernels, resources, sustained, time_ms
 
@@ -194,7 +194,7 @@ def collect(
 
     def start(shape: Shape) -> tuple[tuple[torch.Tensor, ...], Oracle | None]:
         tensors = make_inputs(shape, kind, device=DEVICE)
-        return tensors, Oracle(*tensors, shape.causal) if gate else None
+        return tensors, Oracle(*tensors, shape.causal) if gate and not warming() else None
 
     return collect_runs(Run, start, implementations, shapes, setting, control)
 
@@ -211,7 +211,7 @@ def collect_runs(
     and its oracle, or None where outputs are not judged."""
     timing.need_gpu()
     check_names(implementations, control)
-    shapes = list(shapes)
+    shapes, setting = list(shapes), in_use(setting)
     rows: list[dict[str, Any]] = []
     with progress(len(shapes) * (len(implementations) + 1) * (setting.rounds + 1)) as advance:
         for shape in shapes:

@@ -30,6 +30,7 @@ from attnlib.bench.backward import FLOPS as BACKWARD_FLOPS
 from attnlib.bench.counters import NoCounters
 from attnlib.bench.paths import ROOT
 from attnlib.bench.profile_target import BACKWARD
+from attnlib.bench.setting import warming
 from attnlib.bench.shapes import TASK, Shape
 
 RECORD, TABLE = "profile", "counters"
@@ -125,10 +126,11 @@ class Child:
         self.command = [sys.executable, "-m", "attnlib.bench.profile_target", str(self.jobs),
                         str(self.results), "--tool", tool, "--seconds", str(seconds)]  # fmt: skip
 
-    def lines(self) -> list[dict[str, Any]]:
-        """What it noted so far, without a line that it was writing when it ended."""
-        text = self.results.read_text(encoding="utf-8") if self.results.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+def lines_of(results: Path) -> list[dict[str, Any]]:
+    """What a child noted so far, without a line that it was writing when it ended."""
+    text = results.read_text(encoding="utf-8") if results.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def ncu_command(ncu: str, metrics: Sequence[str], target: Sequence[str]) -> list[str]:
@@ -208,10 +210,16 @@ def with_counters(jobs: Sequence[Job], folder: Path) -> list[dict[str, Any]]:
     child = Child(folder, "jobs", jobs, "ncu", SECONDS)
     said = _run(ncu_command(ncu, metrics, child.command), SECONDS + 120)
     (folder / "ncu.csv").write_text(said, encoding="utf-8")
-    groups = counters.groups(counters.read_table(said), MARKER)
     version = re.search(r"Version ([\d.]+)", _run([ncu, "--version"], 60))
-    tool = f"Nsight Compute {version.group(1)}" if version else "Nsight Compute"
-    return rows_of(jobs, child.lines(), groups, {"tool": tool})
+    return rows_in(folder, f"Nsight Compute {version.group(1)}" if version else "Nsight Compute")
+
+
+def rows_in(folder: Path, tool: str) -> list[dict[str, Any]]:
+    """The rows of a run by Nsight Compute from its files, which `profile` can keep: so that what is derived
+    from the counters can be changed without a GPU."""
+    jobs = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
+    kernels = counters.read_table((folder / "ncu.csv").read_text(encoding="utf-8"))
+    return rows_of(jobs, lines_of(folder / "jobs.jsonl"), counters.groups(kernels, MARKER), {"tool": tool})
 
 
 def without_counters(jobs: Sequence[Job], folder: Path, why: str) -> list[dict[str, Any]]:
@@ -219,7 +227,9 @@ def without_counters(jobs: Sequence[Job], folder: Path, why: str) -> list[dict[s
     compile_ahead(jobs, folder, COMPILE_SECONDS)
     child = Child(folder, "jobs", jobs, "cupti", SECONDS)
     _run(child.command, SECONDS + 120)
-    return rows_of(jobs, child.lines(), None, {"tool": "torch.profiler or CUDA events", "note": why})
+    return rows_of(
+        jobs, lines_of(child.results), None, {"tool": "torch.profiler or CUDA events", "note": why}
+    )
 
 
 def profile(
@@ -228,12 +238,16 @@ def profile(
     """A row for each job: impl, the fields of the shape, pass, tool, status and reason as `bench.measure`
     has them, and where the status is "ok" the fields of `counters.fields_of`. A field that was not counted is
     None, and `note` says why.
+    In a process that warms the caches the jobs are compiled, and there are no rows.
 
     `need_counters`: NoCounters instead of rows without them. `keep`: a folder for ncu's own table and the
     notes of the processes. RuntimeError without a GPU."""
     timing.need_gpu()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        if warming():
+            compile_ahead(jobs, folder, COMPILE_SECONDS)
+            return []
         try:
             return with_counters(jobs, folder)
         except NoCounters as error:
@@ -281,7 +295,7 @@ def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
             line["l2_gb"] = row["l2_bytes"] / 1e9
         if row.get("dram_read_bytes") is not None and row.get("dram_write_bytes") is not None:
             line["dram_mb"] = (row["dram_read_bytes"] + row["dram_write_bytes"]) / 1e6
-        top = list((row.get("stalls") or {}).items())[:3]
+        top = sorted((row.get("stalls") or {}).items(), key=lambda item: -item[1])[:3]
         line["waits"] = ", ".join(f"{reason} {100 * share:.0f}" for reason, share in top) or None
         line["impl"] += " (backward)" if row["pass"] == "backward" else ""
         if row["status"] != "ok":

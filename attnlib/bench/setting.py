@@ -5,10 +5,13 @@ after some ten milliseconds of its own the clock falls. Windows of different len
 neighbors, so give one kernel different speeds. Every window of this book is the same: a pause, in which the
 card rests at idle power, a short warm-up, and a burst of calls that ends before the power limit acts.
 What the card keeps up is measured apart, by `attnlib.bench.sustained`.
+
+A process that warms the compilers' caches calls everything as often as it must and times nothing: `ONCE`.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 
@@ -45,3 +48,25 @@ SWEEP = Setting("sweep", rounds=3)
 
 WINDOW = Setting("window", rounds=1)
 """One window, for a caller that makes rounds of its own."""
+
+ONCE = Setting("once", rounds=1, pause_ms=0, warmup_ms=0, rep_ms=0)
+"""As few calls as there can be, for a process that warms the caches."""
+
+WARM = "ATTNLIB_WARM"
+"""The variable that makes a process warm the caches: the number of such processes that share the GPU."""
+
+
+def warming() -> int:
+    """How many processes, this one included, warm the compilers' caches side by side; 0 in all others.
+
+    Such a process calls once what it would time and stores nothing, see `attnlib.book.warm`.
+    """
+    text = os.environ.get(WARM) or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{WARM}: expected a number of processes, got {text!r}")
+    return int(text)
+
+
+def in_use(asked: Setting) -> Setting:
+    """The setting that was asked for, or `ONCE` in a process that warms the caches."""
+    return ONCE if warming() else asked

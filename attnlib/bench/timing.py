@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.bench import power
-from attnlib.bench.setting import BOOK, Setting
+from attnlib.bench.setting import BOOK, Setting, in_use, warming
 
 _FLUSH_BYTES = 256 << 20  # several times the L2 of an H100 or H200, 50 and 60 MiB
 _MAX_CALLS = 1000  # about as many launches as fit in the driver's queue
@@ -66,7 +66,7 @@ def estimate_ms(fn: Callable[[], Any], cold: bool) -> float:
     fn()
     torch.cuda.synchronize()
     first = _record_ms(fn, 1, cold)[0]
-    return max(1e-3, first if first > 10 else statistics.median(_record_ms(fn, 5, cold)))
+    return max(1e-3, first if first > 10 or warming() else statistics.median(_record_ms(fn, 5, cold)))
 
 
 def rest(setting: Setting) -> None:
@@ -95,7 +95,7 @@ def time_ms(fn: Callable[[], Any], cold: bool = True, setting: Setting = BOOK) -
     GPU.
     """
     need_gpu()
-    estimate = estimate_ms(fn, cold)
+    setting, estimate = in_use(setting), estimate_ms(fn, cold)
     samples: list[float] = []
     for _ in range(setting.rounds):
         rest(setting)
@@ -124,7 +124,7 @@ def joules(fn: Callable[[], Any], ms: float = 2000) -> float | None:
 def _back_to_back(fn: Callable[[], Any], ms: float) -> tuple[float, power.Sampler]:
     """(ms per call, what was sampled meanwhile)."""
     need_gpu()
-    calls = max(3, int(ms / estimate_ms(fn, cold=False)))
+    calls = 1 if warming() else max(3, int(ms / estimate_ms(fn, cold=False)))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with power.Sampler() as sampler:
         start.record()

@@ -1,6 +1,7 @@
 """The book's workshop: execute the notebooks, write the figures and README's tables, check what is committed.
 
-python -m attnlib.book run [03 ...]      execute in place on a CUDA GPU: measure, rewrite outputs, records
+python -m attnlib.book run [03 ...]      execute in place on a CUDA GPU: measure, rewrite outputs, records;
+                                         --minutes N stops in time and says which notebooks are left
 python -m attnlib.book replay [03 ...]   execute copies in build/notebooks, measurements replayed
 python -m attnlib.book figures           NAME.svg and NAME.pdf of each published figure, with nbconvert
 python -m attnlib.book readme            the tables between README's markers, from the records
@@ -13,6 +14,7 @@ import base64
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,27 +48,45 @@ def chapters(folder: Path, names: Sequence[str] = ()) -> list[Path]:
 
 
 def run(
-    names: Sequence[str] = (), folder: Path = NOTEBOOKS, out: Path | None = None, timeout: float = 900
+    names: Sequence[str] = (),
+    folder: Path = NOTEBOOKS,
+    out: Path | None = None,
+    timeout: float = 900,
+    minutes: float | None = None,
+    warmed: bool = True,
 ) -> bool:
     """Execute notebooks one after the other on the GPU, in place or into `out`; True if all went through.
 
-    A notebook that fails stays as it was; what it got to is in build/failed.
+    A notebook that fails stays as it was; what it got to is in build/failed. minutes: after them none begins
+    and the one that runs has failed; the notebooks that are left are named, for another run. warmed: compile
+    what they time before, side by side, see `attnlib.book.warm`.
     """
     from attnlib.bench.records import can_measure
-    from attnlib.book.execution import execute_all
+    from attnlib.book.execution import MEASURE, Limits, execute_all
+    from attnlib.book.warm import warm
 
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes: expected more than 0, got {minutes}")
     if out is None and not can_measure():
         raise ValueError(
             "run: expected a CUDA GPU and no ATTNLIB_REPLAY; use `replay`, or --out DIR to execute copies"
         )
+    paths = chapters(folder, names)
+    limits = Limits(timeout) if minutes is None else Limits(timeout, time.monotonic() + 60 * minutes)
+    if warmed and can_measure():
+        warm(paths, limits)
     results = execute_all(
-        chapters(folder, names),
+        paths,
         lambda path: (out or folder) / path.name,
-        replay=False,
-        timeout=timeout,
+        mode=MEASURE,
+        limits=limits,
         failed=None if out else BUILD / "failed",
     )
-    return _summary(results)
+    good = _summary(results)
+    done = {result.notebook for result in results if result.ok}
+    if left := [path.stem for path in paths if path.stem not in done]:
+        print(f"left: {' '.join(left)}")
+    return good and not left
 
 
 def replay(
@@ -78,11 +98,12 @@ def replay(
 ) -> bool:
     """Execute notebooks into `out` with replayed measurements, two at a time without a GPU; True if all
     went through."""
-    from attnlib.book.execution import execute_all
+    from attnlib.book.execution import REPLAY, Limits, execute_all
 
     paths = chapters(folder, names)
     jobs = jobs or default_jobs()
-    return _summary(execute_all(paths, lambda path: out / path.name, replay=True, jobs=jobs, timeout=timeout))
+    limits = Limits(timeout)
+    return _summary(execute_all(paths, lambda path: out / path.name, mode=REPLAY, jobs=jobs, limits=limits))
 
 
 def default_jobs() -> int:
@@ -266,6 +287,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["run"].add_argument(
         "--out", type=Path, metavar="DIR", help="write copies here, not in place"
     )
+    commands.choices["run"].add_argument(
+        "--minutes", type=float, metavar="N", help="stop after N minutes and say which notebooks are left"
+    )
+    commands.choices["run"].add_argument(
+        "--cold", action="store_true", help="do not compile ahead, side by side, what the notebooks time"
+    )
     commands.choices["replay"].add_argument(
         "--out", type=Path, default=BUILD / "notebooks", metavar="DIR", help="build/notebooks"
     )
@@ -290,7 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         if given.command == "run":
-            return 0 if run(given.names, given.source, given.out, given.timeout) else 1
+            how = given.timeout, given.minutes, not given.cold
+            return 0 if run(given.names, given.source, given.out, *how) else 1
         if given.command == "replay":
             return 0 if replay(given.names, given.source, given.out, given.jobs, given.timeout) else 1
         if given.command == "figures":

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from attnlib.bench.counters import STALLS
+from attnlib.bench.counters import OTHER, STALLS
 from attnlib.bench.names import is_ours
 from attnlib.book.charts import new_figure, rows_of, source_of
 from attnlib.book.labels import HALO
@@ -34,13 +34,13 @@ UNITS = {
 WAITS: dict[str, tuple[str, tuple[str, ...]]] = {
     "issues": ("#333333", ("selected",)),
     "is ready": ("#56B4E9", ("not_selected",)),
-    "a fixed latency": ("#949494", ("wait", "dispatch_stall", "branch_resolving")),
-    "a busy math pipe": ("#ECE133", ("math_pipe_throttle",)),
+    "a fixed latency": ("#949494", ("wait",)),
+    "a busy pipe": ("#ECE133", ("math_pipe_throttle", "dispatch_stall")),
     "tensor cores": ("#029E73", ("gmma",)),
     "shared memory or exp": ("#DE8F05", ("short_scoreboard", "mio_throttle")),
     "global memory": ("#D55E00", ("long_scoreboard", "lg_throttle", "tex_throttle", "membar", "drain")),
     "a barrier": ("#CC78BC", ("barrier",)),
-    "other": ("#DDDDDD", ("no_instruction", "imc_miss", "sleeping", "misc", "other")),
+    "other": ("#DDDDDD", ("no_instruction", "branch_resolving", "imc_miss", "sleeping", "misc", OTHER)),
 }
 """What a resident warp does in a cycle -> color, and Nsight Compute's reasons that it sums up: it issues, is
 ready while another warp is chosen, or waits for one of the others. A fixed latency is that of its own
@@ -62,7 +62,7 @@ def waits_of(row: Mapping) -> dict[str, float]:
     stalls = row.get("stalls") or {}
     if not stalls:
         return {}
-    unknown = set(stalls) - {*STALLS, "other"}
+    unknown = set(stalls) - {*STALLS, OTHER}
     if unknown:
         raise ValueError(f"stalls: expected reasons of {', '.join(STALLS)}, got {', '.join(sorted(unknown))}")
     return {name: sum(stalls.get(r, 0.0) for r in reasons) for name, (_, reasons) in WAITS.items()}
@@ -119,11 +119,12 @@ def _panel(ax: Axes, row: Mapping, before: Mapping | None, color: str) -> None:
             ax.text(2, y, "not counted", va="center", fontsize=6, style="italic", color=COLORS["muted"])
             continue
         ax.barh(y, row[unit], height=0.62, color=color, zorder=2)
+        text = f"{row[unit]:.0f}" + (f" ({changes[unit]:+.0f})" if unit == most else "").replace("-", "−")
         end = row[unit]
         if unit in changes:
             ax.plot([before[unit]] * 2, [y - 0.42, y + 0.42], color="#111111", lw=1.1, zorder=4)
-            end = max(end, before[unit])
-        text = f"{row[unit]:.0f}" + (f" ({changes[unit]:+.0f})" if unit == most else "")
+            if before[unit] < end + 6 * len(text) + 9:  # no room for the text between the bar and the mark
+                end = max(end, before[unit])
         weight = "bold" if unit == most else "normal"
         ax.annotate(text, (end, y), (3, 0), textcoords="offset points", va="center_baseline",
                     fontsize=6.5, fontweight=weight, bbox=HALO, zorder=3)  # fmt: skip

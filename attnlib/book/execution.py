@@ -1,10 +1,11 @@
 """Executing notebooks: one or several at a time, with progress, and failures that say where and why."""
 
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
@@ -13,9 +14,35 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
+from attnlib.bench.setting import WARM
 
 SHOWN_LINES = 4
 """Lines of a failing cell's source in a report."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What notebooks are executed for: variables that their kernels get, and whether a notebook goes on after
+    a cell that failed."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    goes_on: bool = False
+
+
+MEASURE = Mode()
+REPLAY = Mode({"ATTNLIB_REPLAY": "1"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a cell may take, and the moment, by `time.monotonic`, at which all has to be over."""
+
+    cell: float = 900
+    end: float = math.inf
+
+    def left(self) -> float:
+        """Seconds that a cell that starts now may take."""
+        return min(self.cell, self.end - time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -33,13 +60,13 @@ class Result:
 
 
 def execute(
-    path: Path, target: Path, env: dict[str, str], timeout: float, failed: Path | None = None
+    path: Path, target: Path, mode: Mode, limits: Limits, jobs: int = 1, failed: Path | None = None
 ) -> Result:
     """Execute the notebook at `path` from its first cell in a kernel of its own, and write it to `target`.
 
     The kernel runs in the notebook's folder. When a cell fails, what was executed so far goes to `failed`
-    (default: `target`), so that a committed notebook is never replaced by a broken one. timeout: seconds
-    a cell may take.
+    (default: `target`), so that a committed notebook is never replaced by a broken one. jobs: notebooks that
+    are executed side by side.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
@@ -48,7 +75,8 @@ def execute(
     running: list[nbformat.NotebookNode] = []
     client = NotebookClient(
         notebook,
-        timeout=timeout,
+        timeout_func=lambda cell: max(1, math.ceil(limits.left())),
+        allow_errors=mode.goes_on,
         startup_timeout=600,  # on a busy machine importing takes its time
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
@@ -60,11 +88,12 @@ def execute(
     )
     start, failure = time.monotonic(), ""
     try:
-        client.execute(env=env)
+        client.execute(env=environment(mode, jobs))
+        failure = _first_error(path.stem, notebook)
     except CellExecutionError as error:
         failure = describe(path.stem, running[-1], f"{error.ename}: {error.evalue}")
     except CellTimeoutError:
-        failure = describe(path.stem, running[-1], f"TimeoutError: more than {timeout:.0f} s in one cell")
+        failure = describe(path.stem, running[-1], f"TimeoutError: {_overtime(limits)}")
     except DeadKernelError:
         failure = describe(path.stem, running[-1], "DeadKernelError: the kernel died (out of memory?)")
     except Exception as error:  # a kernel that does not start must not stop the other notebooks
@@ -74,6 +103,21 @@ def execute(
     where = (failed or target) if failure else target
     write_atomically(where, nbformat.writes(notebook) + "\n")
     return Result(path.stem, time.monotonic() - start, where, failure)
+
+
+def _overtime(limits: Limits) -> str:
+    if time.monotonic() >= limits.end:
+        return "the time for all notebooks was over"
+    return f"more than {limits.cell:.0f} s in one cell"
+
+
+def _first_error(name: str, notebook: nbformat.NotebookNode) -> str:
+    """The first failure of a notebook that went on after it; "" if there is none."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                return describe(name, cell, f"{output.ename}: {output.evalue}")
+    return ""
 
 
 def describe(name: str, cell: nbformat.NotebookNode | None, error: str) -> str:
@@ -101,25 +145,28 @@ def execute_all(
     paths: Sequence[Path],
     target: Callable[[Path], Path],
     *,
-    replay: bool,
+    mode: Mode,
     jobs: int = 1,
-    timeout: float = 900,
+    limits: Limits = Limits(),  # noqa: B008  (frozen)
     failed: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Result]:
     """Execute notebooks, `jobs` at a time; a failure does not stop the others. Results are in order of
-    `paths`.
+    `paths`; a notebook that could not begin in time has none.
 
-    replay: no measuring, even on a GPU. failed: folder for the copies of notebooks that failed.
+    failed: folder for the copies of notebooks that failed.
     """
-    env = environment(replay, jobs)
     done = 0
 
-    def one(path: Path) -> Result:
+    def one(path: Path) -> Result | None:
         nonlocal done
+        if limits.left() <= 0:
+            say(f"{path.stem}: not begun, the time is over")
+            return None
         if jobs == 1:
             say(f"[{done + 1}/{len(paths)}] {path.stem} ...")
-        result = execute(path, target(path), env, timeout, failed / path.name if failed else None)
+        copy = failed / path.name if failed else None
+        result = execute(path, target(path), mode, limits, jobs, copy)
         done += 1
         verdict = "ok" if result.ok else "FAILED"
         say(f"[{done}/{len(paths)}] {path.stem}: {verdict}, {result.seconds:.1f} s")
@@ -128,10 +175,10 @@ def execute_all(
         return result
 
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        return list(pool.map(one, paths))
+        return [result for result in pool.map(one, paths) if result is not None]
 
 
-def environment(replay: bool, jobs: int = 1) -> dict[str, str]:
+def environment(mode: Mode, jobs: int = 1) -> dict[str, str]:
     """Variables of a kernel: this package on its path, the same output each time, cores shared among
     `jobs`."""
     env = dict(os.environ)
@@ -140,8 +187,8 @@ def environment(replay: bool, jobs: int = 1) -> dict[str, str]:
     env["SOURCE_DATE_EPOCH"] = "0"
     env["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # a debugger's warning on stderr that is of no use here
     env.pop("TRITON_INTERPRET", None)  # attnlib.book.lesson decides
-    if replay:
-        env["ATTNLIB_REPLAY"] = "1"
+    env.pop(WARM, None)  # a notebook that is measured or replayed must not take it from the caller
+    env |= mode.variables
     if jobs > 1:
         env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
     return env

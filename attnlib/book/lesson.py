@@ -22,7 +22,7 @@ from attnlib.bench import ladder as _ladder
 from attnlib.bench import sources, tables
 from attnlib.bench import verdict as _verdict
 from attnlib.bench.oracle import INPUTS, Oracle, Verdict, make_inputs
-from attnlib.bench.setting import BOOK, SWEEP, WINDOW
+from attnlib.bench.setting import BOOK, SWEEP, WINDOW, warming
 from attnlib.bench.shapes import TASK, Shape
 from attnlib.bench.sources import notebooks_dir
 from attnlib.book.chapters import CHAPTERS, STEPS, label
@@ -86,6 +86,8 @@ def begin(notebook: str) -> None:
 
     _current = notebook
     palette.style()
+    if torch.cuda.is_available() and (processes := warming()):
+        torch.cuda.set_per_process_memory_fraction(0.9 / processes)  # a large call of one starves no other
     versions = f"torch {torch.__version__.split('+')[0]}, triton {_triton_version()}"
     if torch.cuda.is_available():
         where = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {versions}"
@@ -339,6 +341,10 @@ def verify(
     `recorded` is for kernels in Gluon, which Triton's interpreter can't run: the table of this name keeps
     what a GPU found, and is shown, as a replay, where there is none. There the emulator runs a few cases.
     """
+    if warming():
+        for kind, shape in _cases(head_dims, causal, lengths, kinds, dtype):
+            attention(*make_inputs(shape, kind, device=device()), shape.causal, shape.head_dim**-0.5)
+        return
     if recorded is None:
         rows, bad = _judge(attention, head_dims, causal, lengths, kinds, dtype)
         source = ""
@@ -403,9 +409,13 @@ def verify_gradients(
         d_out = make_gradient(shape, device=device())
         out = attention(*tensors, shape.causal, shape.head_dim**-0.5)
         gradients = torch.autograd.grad(out, tensors, d_out)
+        if warming():
+            continue
         verdicts = Judge(d_out, *tensors, shape.causal).judge(*gradients)
         group = groups.setdefault((kind, shape.head_dim, shape.batch * shape.heads), [])
         group += [(shape, gradient, verdict) for gradient, verdict in verdicts.items()]
+    if not groups:  # the caches are warmed: compiled, and not judged
+        return
     rows = []
     for (kind, head_dim, _), found in groups.items():
         row = {"inputs": kind, "D": head_dim}

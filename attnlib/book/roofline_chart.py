@@ -14,10 +14,10 @@ from attnlib.book.labels import label_ends, label_points, provenance
 from attnlib.book.palette import COLORS, OURS, WIDE, color_of, label_of, marker_of
 
 COUNTED = {
-    "counted_intensity": ("o", "DRAM bytes, counted"),
-    "l2_intensity": ("D", "L2 bytes, counted (no roof here)"),
+    "counted_intensity": ("o", 7, "DRAM bytes, counted"),
+    "l2_intensity": ("D", 4, "L2 bytes, counted (no roof here)"),
 }
-"""Key of a point -> its hollow mark, and what it stands for."""
+"""Key of a point -> its hollow mark, the size of it, and what it stands for."""
 
 
 def roofline_chart(
@@ -116,17 +116,17 @@ def _name_slope(ax: Axes, gbs: float, text: str) -> None:
 def _counted(ax: Axes, points: Sequence[dict]) -> list[tuple[float, float]]:
     """Hollow marks at the intensities that were counted, joined to their point; returns where they are."""
     places = []
-    for key, (marker, name) in COUNTED.items():
+    for key, (marker, size, name) in COUNTED.items():
         found = [point for point in points if point.get(key)]
         for point in found:
             color = color_of(point.get("impl", "attnlib"))
             x, y = point[key], point["tflops"]
             ax.plot([point["intensity"], x], [y, y], color=color, lw=0.6, ls=":", zorder=2)
-            ax.plot(x, y, marker=marker, mfc="none", mec=color, mew=0.8, ms=7, ls="none", zorder=3)
+            ax.plot(x, y, marker=marker, mfc="none", mec=color, mew=0.8, ms=size, ls="none", zorder=3)
             places.append((x, y))
         if found:
             ax.plot(
-                [], [], marker=marker, mfc="none", mec=COLORS["roof"], mew=0.8, ms=7, ls="none", label=name
+                [], [], marker=marker, mfc="none", mec=COLORS["roof"], mew=0.8, ms=size, ls="none", label=name
             )
     if places:
         ax.plot([], [], marker="o", color=COLORS["roof"], ms=4, ls="none", label="bytes of the model")

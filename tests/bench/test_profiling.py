@@ -67,8 +67,8 @@ def test_one_launch_gives_the_fields_of_a_row():
     assert row["flops_per_l2_byte"] == pytest.approx(flops / 4e7)
     assert row["stalls"] == pytest.approx({"barrier": 0.5, "wait": 0.375, "selected": 0.125})
     assert list(row["stalls"]) == ["barrier", "wait", "selected"]
-    assert row["kernels"] == [{"name": "flash_forward", "launches": 1, "share": 1.0, "registers": 10,
-                               "grid": "(132, 1, 1)", "block": "(128, 1, 1)"}]  # fmt: skip
+    launch = {"registers": 10, "shared_bytes": 10, "grid": "(132, 1, 1)", "block": "(128, 1, 1)"}
+    assert row["kernels"] == [{"name": "flash_forward", "launches": 1, "share": 1.0, **launch}]
 
 
 def test_every_field_of_the_record_is_there():
@@ -167,7 +167,10 @@ def test_kept_scores_counts_the_mask():
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int, float)",
          "at::native::vectorized_elementwise_kernel"),
         ("void cutlass::device_kernel<flash::enable_sm90<flash::Fwd<(int)2, (bool)1>>>(T1::Params)",
-         "cutlass::device_kernel"),
+         "flash::Fwd"),
+        ("void cutlass::device_kernel<flash::BwdPreprocess<cute::C<64>, float>>(T1::Params)",
+         "flash::BwdPreprocess"),
+        ("void cutlass::device_kernel<Plain>(T1::Params)", "cutlass::device_kernel"),
         ("flash_forward", "flash_forward"),
     ],
 )  # fmt: skip
@@ -226,7 +229,7 @@ def test_a_profile_has_a_row_for_each_job(monkeypatch, tmp_path):
     """One that fails says why, and what comes after it keeps its own launches."""
     machine = Machine(monkeypatch, KERNELS)
     rows = profiling.profile(profiling.jobs_of(KERNELS, [TASK["d64"], TASK["d128"]]), keep=tmp_path / "kept")
-    assert len(counters.read_table((tmp_path / "kept" / "ncu.csv").read_text())) == 2 * (2 + 3)
+    assert profiling.rows_in(tmp_path / "kept", "Nsight Compute 2025.4.0.0") == rows
     assert [(r["impl"], r["head_dim"]) for r in rows] == [(i, d) for d in (64, 128) for i in KERNELS]
     ok = [row for row in rows if row["status"] == "ok"]
     assert [row["tensor_pct"] for row in ok] == [90, 30, 90, 30] and len(ok[1]["kernels"]) == 2

@@ -330,7 +330,9 @@ def executed(tmp_path_factory):
         (folder / f"{name}.ipynb").write_text(json.dumps(nb))
     messages: list[str] = []
     paths = build.chapters(folder)
-    results = execution.execute_all(paths, lambda p: out / p.name, replay=True, jobs=2, say=messages.append)
+    results = execution.execute_all(
+        paths, lambda p: out / p.name, mode=execution.REPLAY, jobs=2, say=messages.append
+    )
     return folder, out, results, messages
 
 
@@ -396,7 +398,7 @@ def test_a_cell_that_takes_too_long_is_a_failure(tmp_path):
     }
     (tmp_path / "01_naive.ipynb").write_text(json.dumps(nb))
     result = execution.execute(
-        tmp_path / "01_naive.ipynb", tmp_path / "out.ipynb", execution.environment(replay=True), timeout=1
+        tmp_path / "01_naive.ipynb", tmp_path / "out.ipynb", execution.REPLAY, execution.Limits(cell=1)
     )
     assert "cell c03-slow" in result.failure and "more than 1 s" in result.failure
 

@@ -36,7 +36,7 @@ def replayed(tmp_path_factory):
     before = cpu_seconds()
     try:
         results = execution.execute_all(
-            CHAPTERS, lambda path: out / path.name, replay=True, jobs=build.default_jobs(), timeout=900
+            CHAPTERS, lambda path: out / path.name, mode=execution.REPLAY, jobs=build.default_jobs()
         )
     finally:
         del os.environ["ATTNLIB_PAPER"]
