@@ -266,10 +266,8 @@ def table(
     A process that warms the caches calls `produce`, stores nothing, and has the stored rows.
     `method` says how the rows were measured.
     """
-    if warming():
-        return _called_once(notebook, name, produce)
     if not can_measure():
-        return load(notebook, name)
+        return _called_once(notebook, name, produce) if warming() and _own_gpu() else load(notebook, name)
     import torch
 
     path = _path(gpu_slug(torch.cuda.get_device_name()), notebook)

@@ -54,6 +54,25 @@ def naive_bytes(shape: Shape, score_itemsize: int | None = None) -> int:
     return min_bytes(shape) + 4 * scores * (score_itemsize or shape.itemsize)
 
 
+def tiled_work(
+    shape: Shape, products: int, tiles_read: int, exps_per_score: int, block: int = 64
+) -> dict[str, int]:
+    """What a fused kernel with tiles of `block` x `block` scores asks of each unit; a tile on the diagonal
+    counts as a whole.
+
+    products, tiles_read: matrix products, and tiles of K or V that are read, for each tile of scores. Returns
+    HBM (bytes if all repeated reads are served by L2), L2 (bytes), tensor (FLOPs) and exp (exponentials).
+    """
+    n = -(-shape.seqlen // block)  # blocks of rows
+    tiles = shape.batch * shape.heads * (n * (n + 1) // 2 if shape.causal else n * n)
+    return {
+        "HBM": min_bytes(shape),
+        "L2": tiles_read * tiles * block * shape.head_dim * shape.itemsize + min_bytes(shape) // 2,  # Q and O
+        "tensor": products * tiles * 2 * block * block * shape.head_dim,
+        "exp": exps_per_score * tiles * block * block,
+    }
+
+
 def intensity(shape: Shape, num_bytes: float | None = None) -> float:
     """FLOPs for each HBM byte; of the ideal kernel (`min_bytes`) unless the bytes are given."""
     return flops(shape) / (min_bytes(shape) if num_bytes is None else num_bytes)

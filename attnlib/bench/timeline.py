@@ -171,7 +171,7 @@ def _rows_of(timeline: Timeline, shape: Shape, launches: int) -> list[dict[str, 
     del q, k, v
     timed = {"kernel": timeline.plain, "again": timeline.plain, "stamped": timeline.attention}
     ms = {}
-    for row in harness.collect(timed, [shape], rounds=4, rep_ms=10, warmup_ms=5):
+    for row in harness.collect(timed, [shape]):
         if row["status"] != "ok":
             raise RuntimeError(f"timeline: {row['impl']} at D = {shape.head_dim}: {row.get('reason')}")
         ms[row["impl"]] = row["ms"]

@@ -68,6 +68,31 @@ def waits_of(row: Mapping) -> dict[str, float]:
     return {name: sum(stalls.get(r, 0.0) for r in reasons) for name, (_, reasons) in WAITS.items()}
 
 
+def longest_wait(row: Mapping) -> tuple[str, float]:
+    """What warps wait for most, by the names of `WAITS`, and its share of all their cycles."""
+    waits = {name: share for name, share in waits_of(row).items() if name not in ("issues", "is ready")}
+    if not waits:
+        raise ValueError(f"row: expected one with stalls, got {row.get('impl')!r} without")
+    return max(waits.items(), key=lambda item: item[1])
+
+
+def first_stall(row: Mapping) -> str:
+    """The most frequent wait of warps, by the name that Nsight Compute gives it."""
+    stalls = row.get("stalls") or {}
+    waits = {reason: share for reason, share in stalls.items() if reason not in ("selected", "not_selected")}
+    if not waits:
+        raise ValueError(f"row: expected one with stalls, got {row.get('impl')!r} without")
+    return max(waits, key=waits.__getitem__).replace("_", " ")
+
+
+def busiest(row: Mapping) -> tuple[str, float]:
+    """The unit with the highest share of its peak, by the names of `UNITS`, and that share in percent."""
+    shares = {name: row[unit] for unit, name in UNITS.items() if row.get(unit) is not None}
+    if not shares:
+        raise ValueError(f"row: expected one with counters, got {row.get('impl')!r} without")
+    return max(shares.items(), key=lambda item: item[1])
+
+
 def profile_card(table: object, step: str, before: str | None = None, direction: str = "forward") -> Figure:
     """The card of an implementation, a panel for each head dimension that the rows have of it; thin marks are
     those of `before`, and the unit that changed most has its change beside it.

@@ -47,3 +47,18 @@ def check_row_sum(answer: Callable[..., torch.Tensor]) -> None:
             f"S={seqlen}: {len(bad)} of {seqlen} rows are wrong, the first is row {bad[0]}: "
             f"expected {expected[bad[0]]:.4f}, got {got[bad[0]]:.4f}"
         )
+
+
+def check_without_waits(answer: Callable[[dict], tuple[str, float]]) -> None:
+    """`answer(row)` -> (key of the busiest unit, microseconds)."""
+    units = ("tensor_pct", "xu_pct", "fma_pct", "alu_pct", "issue_pct", "shared_pct", "l2_pct", "dram_pct")
+    shares = (28.0, 17.0, 20.0, 33.0, 55.0, 40.0, 31.0, 4.0)
+    rows = [dict(zip(units, shares, strict=True)), dict.fromkeys(units, 10.0) | {"tensor_pct": 96.0}]
+    rows.append(dict.fromkeys(units, None) | {"xu_pct": 62.0, "tensor_pct": 58.0})
+    wanted = (("issue_pct", 1650.0), ("tensor_pct", 2880.0), ("xu_pct", 1860.0))
+    for row, expected in zip(rows, wanted, strict=True):
+        row |= {"time_us": 3000.0, "occupancy_pct": 99.0, "l2_hit_pct": 98.0}
+        got = answer(row)
+        assert got is not None and len(got) == 2, "return two things: the key and the microseconds"
+        assert got[0] == expected[0], f"expected {expected[0]!r}, got {got[0]!r} (hits are no unit)"
+        assert abs(got[1] - expected[1]) < 1e-6 * expected[1], f"expected {expected[1]} µs, got {got[1]}"

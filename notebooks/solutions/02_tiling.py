@@ -37,3 +37,12 @@ def row_sum(q, k, m, sm_scale):
     out = torch.empty(S, dtype=torch.float32, device=q.device)
     row_sum_kernel[(triton.cdiv(S, 32),)](q, k, m, out, S, sm_scale, D, 32)
     return out
+
+
+UNITS = ("tensor_pct", "xu_pct", "fma_pct", "alu_pct", "issue_pct", "shared_pct", "l2_pct", "dram_pct")
+
+
+def without_waits(row):
+    """(key of the busiest unit, microseconds if it were busy all the time) of a row of counters."""
+    unit = max((unit for unit in UNITS if row[unit] is not None), key=row.get)
+    return unit, row["time_us"] * row[unit] / 100

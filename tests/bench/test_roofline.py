@@ -41,6 +41,22 @@ def test_bytes():
     assert roofline.naive_bytes(shape, score_itemsize=4) == q + k + v + out + 4 * 4 * scores
 
 
+def test_tiled_work_counts_every_tile_of_every_head():
+    shape = Shape(2, 3, 256, 32)
+    visited = [(i, j) for i in range(4) for j in range(4) if j <= i]  # of 64 x 64
+    work = roofline.tiled_work(shape, products=4, tiles_read=3, exps_per_score=2)
+    tile, heads = 64 * 32 * 2, 6
+    assert work["HBM"] == 4 * heads * 256 * 32 * 2
+    assert work["L2"] == heads * (sum(3 * tile for _ in visited) + 2 * 256 * 32 * 2)
+    assert work["tensor"] == heads * sum(4 * 2 * 64 * 64 * 32 for _ in visited)
+    assert work["exp"] == heads * sum(2 * 64 * 64 for _ in visited)
+    dense = roofline.tiled_work(dataclasses.replace(shape, causal=False), 4, 3, 2)
+    assert dense["exp"] == heads * 2 * 256 * 256
+    assert (
+        roofline.tiled_work(dataclasses.replace(shape, seqlen=129), 1, 1, 1, 128)["exp"] == heads * 3 * 128**2
+    )
+
+
 def test_intensity():
     """The ideal dense kernel does S/2 FLOP per byte; the naive one approaches D/2 of fp16, whatever S is."""
     shape = Shape(1, 1, 65536, 128, causal=False)

@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from attnlib.bench.verdict import ABSENT, TIE, UNKNOWN, Verdict
 
 from attnlib.bench.shapes import TASK
+from attnlib.bench.verdict import ABSENT, TIE, UNKNOWN, Verdict
 from attnlib.book import predictions
 
 
