@@ -135,8 +135,8 @@ PLANTED = [
     ),
     (
         "small",
-        "less than 1,000,000 bytes",
-        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * 10**6),
+        "less than 1,200,000 bytes",
+        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * hygiene.MAX_BYTES),
     ),
     (
         "no_machine_paths",
