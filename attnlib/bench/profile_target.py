@@ -2,10 +2,11 @@
 
     python -m attnlib.bench.profile_target JOBS.json RESULTS.jsonl --tool ncu|cupti|none --seconds 200
 
-`profiling` starts it. JOBS is a list of {"impl", "shape", "pass"}; a line is added to RESULTS when a job's
-profiled call begins (its marker), and one with its status when it ends. An implementation that fails leaves
-its reason there, and the next one goes on. Under ncu only what lies between the driver's profiler start and
-stop is profiled: a marker, whose kernel ncu's table shows, and the call.
+`profiling` starts it. JOBS is a list of {"impl", "shape", "pass"}, with "options" of a step's `attention`
+where a variant of it is meant. A line is added to RESULTS when a job's profiled call begins (its marker), and
+one with its status when it ends. An implementation that fails leaves its reason there, and the next one goes
+on. Under ncu only what lies between the driver's profiler start and stop is profiled: a marker, whose kernel
+ncu's table shows, and the call.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ def function_of(impl: str, head_dim: int) -> Attention | None:
     return sources.load_step(impl).attention
 
 
+def variant_of(job: Mapping[str, Any]) -> Attention | None:
+    """What computes a job: its implementation, with the job's options where it has some."""
+    function, options = function_of(job["impl"], job["shape"]["head_dim"]), job.get("options")
+    return functools.partial(function, **options) if options else function
+
+
 def prepared(job: Mapping[str, Any]) -> Run:
     """The run of a job, called once: compiled and warm, or with the status that says why not."""
     shape = Shape.from_dict(job["shape"])
@@ -66,7 +73,7 @@ def prepared(job: Mapping[str, Any]) -> Run:
     if job["pass"] == "backward":
         tensors = (make_gradient(shape, device=harness.DEVICE), *tensors)
     run = (BackwardRun if job["pass"] == "backward" else Run)(job["impl"], shape)
-    run.attempt(lambda: run.prepare(function_of(job["impl"], shape.head_dim), *tensors))
+    run.attempt(lambda: run.prepare(variant_of(job), *tensors))
     run.attempt(lambda: (run.call(), torch.cuda.synchronize()))
     return run
 

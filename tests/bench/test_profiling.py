@@ -352,6 +352,13 @@ def test_launches_of_a_trace():
 # ---------------------------------------------------------------- names, record, command line
 
 
+def test_a_job_may_ask_for_a_variant_of_a_step(monkeypatch):
+    monkeypatch.setattr(profile_target, "function_of", lambda impl, head_dim: lambda *x, **options: options)
+    job = {"impl": "13_scheduling", "shape": SHAPE.to_dict(), "pass": "forward"}
+    assert profile_target.variant_of(job)() == {}
+    assert profile_target.variant_of(job | {"options": {"section": 4}})() == {"section": 4}
+
+
 def test_names_are_steps_package_and_peers():
     found = profiling.implementations("forward")
     assert {"01_naive", "13_scheduling", "attnlib", "fa3"} <= set(found)
