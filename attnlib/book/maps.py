@@ -29,6 +29,9 @@ TILES: dict[int, tuple[str, str, str]] = {
 }
 """Category of a tile -> (label, color, hatch)."""
 
+ACCENT = "#B2560D"
+"""Of the points of a cloud that a text is about: apart from every blue, in gray too."""
+
 
 def cloud_chart(
     table: object,
@@ -36,7 +39,7 @@ def cloud_chart(
     head_dims: Sequence[int] | None = None,
     name: Callable[[dict], str | None] | None = None,
     limits: Mapping[str, float] | None = None,
-    height: float = 2.3,
+    accent: tuple[str, Callable[[dict], bool]] | None = None,
 ) -> Figure:
     """Every configuration as a point: TFLOP/s over a resource, a panel a head dimension, a marker for the
     warps.
@@ -44,25 +47,21 @@ def cloud_chart(
     x: "registers" (per thread), "shared_bytes" (per block) or another number in the rows. Configurations that
     spill are hollow. `name(row)` gives a text for the few points to be named (default: the fastest of each
     panel, by its blocks and stages). `limits` are vertical lines, label -> x in the unit of the rows.
+    accent: (text of the legend, which rows): these have a color and a marker of their own.
     """
     rows = [row for row in rows_of(table) if measured(row) and row.get(x) is not None]
     dims = dims_of(rows, head_dims)
     factor, unit = RESOURCES.get(x, (1, x.replace("_", " ")))
-    warps = sorted({row["num_warps"] for row in rows})
-    shapes = dict(zip(warps, "o^sDvP*", strict=False))
-    shades = {w: shade(0.25 + 0.75 * i / max(1, len(warps) - 1)) for i, w in enumerate(warps)}
-    figure, axes = new_figure(WIDE, height, 1, len(dims), sharey=True, sharex=True)
+    looks = _looks(rows, accent)
+    figure, axes = new_figure(WIDE, 2.3, 1, len(dims), sharey=True, sharex=True)
     best = {d: max((r for r in rows if r["head_dim"] == d), key=lambda r: r["tflops"]) for d in dims}
     for ax, d in zip(axes[0], dims, strict=True):
-        for w in warps:
+        for (_, marker, color), members in looks.items():
             for spilled in (True, False):
-                here = [r for r in rows if r["head_dim"] == d and r["num_warps"] == w]
-                here = [r for r in here if bool(r.get("spills")) == spilled]
+                here = [r for r in members if r["head_dim"] == d and bool(r.get("spills")) == spilled]
                 at = ([r[x] * factor for r in here], [r["tflops"] for r in here])
-                face = "none" if spilled else shades[w]
-                ax.plot(
-                    *at, marker=shapes[w], mfc=face, mec=shades[w], ms=3.6, mew=0.8, ls="none", alpha=0.85
-                )
+                face = "none" if spilled else color
+                ax.plot(*at, marker=marker, mfc=face, mec=color, ms=3.6, mew=0.8, ls="none", alpha=0.85)
         for text, value in (limits or {}).items():
             ax.axvline(value * factor, color=COLORS["roof"], lw=0.8, ls=":")
             place = {"transform": ax.get_xaxis_transform(), "ha": "right", "va": "bottom"}
@@ -70,8 +69,10 @@ def cloud_chart(
         ax.set_title(f"D = {d}", loc="left")
     axes[0][0].set(ylabel="TFLOP/s", ylim=(0, 1.2 * max(r["tflops"] for r in rows)))
     axes[0][len(dims) // 2].set_xlabel(unit)
-    sample = {w: {"marker": shapes[w], "color": shades[w], "ls": "none"} for w in warps}
-    handles = [axes[0][0].plot([], [], label=f"{w} warps", **look)[0] for w, look in sample.items()]
+    handles = [
+        axes[0][0].plot([], [], label=text, marker=marker, color=color, ls="none")[0]
+        for text, marker, color in looks
+    ]
     if any(r.get("spills") for r in rows):
         hollow = {"marker": "o", "mec": OURS, "mfc": "none", "ls": "none"}
         handles += axes[0][0].plot([], [], label="hollow: spills registers", **hollow)
@@ -83,6 +84,22 @@ def cloud_chart(
         named = [(r[x] * factor, r["tflops"], text, "black") for r, text in texts if text]
         label_points(ax, named, size=6, avoid=[(r[x] * factor, r["tflops"]) for r, text in texts if not text])
     return figure
+
+
+def _looks(
+    rows: Sequence[dict], accent: tuple[str, Callable[[dict], bool]] | None
+) -> dict[tuple[str, str, str], list[dict]]:
+    """(text of the legend, marker, color) -> its rows: a look for each number of warps, and the accent."""
+    marked = [row for row in rows if accent and accent[1](row)]
+    others = [row for row in rows if not any(row is other for other in marked)]
+    warps = sorted({row["num_warps"] for row in others})
+    looks = {}
+    for i, (count, marker) in enumerate(zip(warps, "o^sDvP*", strict=False)):
+        color = shade(0.25 + 0.75 * i / max(1, len(warps) - 1))
+        looks[f"{count} warps", marker, color] = [row for row in others if row["num_warps"] == count]
+    if marked:
+        looks[accent[0], "X", ACCENT] = marked
+    return looks
 
 
 def config_name(row: dict) -> str:

@@ -12,7 +12,7 @@ def tile_counts(S, BLOCK_M, BLOCK_N):
 
 
 def sectioned(launched, rows, heads, section):
-    # With K and V of 1 MiB a head, 32 heads fill two thirds of the 50 MB L2 cache of an H200.
+    # With K and V of 1 MiB a head, 32 heads fill half of the 60 MiB of L2 of an H200.
     group, inside = divmod(launched, rows * section)
     size = min(section, heads - group * section)
     row, head = divmod(inside, size)

@@ -135,8 +135,8 @@ PLANTED = [
     ),
     (
         "small",
-        "less than 1,200,000 bytes",
-        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * hygiene.MAX_BYTES),
+        "less than 1,500,000 bytes",
+        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * 2 * 10**6),
     ),
     (
         "no_machine_paths",
@@ -193,7 +193,7 @@ PLANTED = [
         "sizes",
         "at most 28 code cells",
         lambda nb: nb["cells"].extend(
-            code(f"more-{i}", "x = 1") | {"execution_count": 8 + i} for i in range(24)
+            code(f"more-{i}", "x = 1") | {"execution_count": 8 + i} for i in range(22)
         ),
     ),
     ("named_figures", "figure without name", lambda nb: cell(nb, "figure")["outputs"][0].update(metadata={})),

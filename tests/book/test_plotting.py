@@ -95,6 +95,7 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
         "samples": plotting.samples_chart(SAMPLES, "time over the shortest median", source=LABEL),
         "cloud": plotting.cloud_chart(cloud, limits={"255 registers": 255}),
         "cloud-shared": plotting.cloud_chart(cloud, x="shared_bytes"),
+        "cloud-accent": plotting.cloud_chart(cloud, accent=("64 rows", lambda row: row["BLOCK_M"] == 64)),
         "tiles": plotting.tile_map({"one loop": tiles, "two loops": tiles}),
         "card": plotting.profile_card(Table(profile_rows()), "13_scheduling", "12_overlap"),
         "card-alone": plotting.profile_card(Table(profile_rows()), "01_naive"),
@@ -113,7 +114,7 @@ def charts(ladder, lengths, cloud) -> dict[str, Figure]:
 
 CHARTS = [
     *("ladder", "sweep", "sweep-both", "roofline", "error", "samples"),
-    *("cloud", "cloud-shared", "tiles", "bars", "lines"),
+    *("cloud", "cloud-shared", "cloud-accent", "tiles", "bars", "lines"),
     *("card", "card-alone", "road", "roofline-counted"),
 ]
 
@@ -351,6 +352,16 @@ def test_spilled_configurations_are_hollow(charts, cloud):
     drawn = [line for ax in charts["cloud"].axes for line in ax.lines if str(line.get_marker()) in "o^sDvP*"]
     hollow = sum(len(line.get_xdata()) for line in drawn if line.get_markerfacecolor() == "none")
     assert hollow == sum(r["spills"] > 0 for r in cloud.rows) > 0
+
+
+def test_the_accent_of_a_cloud_holds_its_rows_and_no_other(charts, cloud):
+    lines = [line for ax in charts["cloud-accent"].axes for line in ax.lines]
+    lines = [line for line in lines if line.get_marker() in list("o^X")]
+    marked = [line for line in lines if line.get_marker() == "X"]
+    rows = sum(r["BLOCK_M"] == 64 for r in cloud.rows)
+    assert sum(len(line.get_xdata()) for line in marked) == rows > 0
+    assert sum(len(line.get_xdata()) for line in lines) == len(cloud.rows)
+    assert not [line for ax in charts["cloud"].axes for line in ax.lines if line.get_marker() == "X"]
 
 
 def test_missing_head_dim_is_an_error(ladder):
