@@ -142,6 +142,15 @@ def table_rows(
     return rows, columns
 
 
+def tally(words: Sequence[str]) -> str:
+    """How often each word of a verdict came: "faster: 12, slower: 0, tie: 5; noise not measured: 1"."""
+    said = ", ".join(f"{word}: {words.count(word)}" for word in (FASTER, SLOWER, TIE))
+    open_ = "; ".join(f"{word}: {words.count(word)}" for word in (UNKNOWN, ABSENT) if word in words)
+    if len(words) == words.count(UNKNOWN) + words.count(ABSENT):
+        return open_
+    return f"{said}; {open_}" if open_ else said
+
+
 def table_with(tables: Sequence[Table], shape: Shape) -> Table:
     """The one of `tables` that has rows of this shape; RecordError if none has."""
     for table in tables:

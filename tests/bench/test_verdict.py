@@ -145,3 +145,10 @@ def test_noise_is_rounded_up_and_compared_as_it_is_shown():
     assert Verdict("a", "b", SHAPE, 1.0049, 1.0041, 1.0).noise == 1.005
     assert Verdict("a", "b", SHAPE, 1.0049, 1.0041, 1.0).word == "tie"
     assert Verdict("a", "b", SHAPE, 1.0061, 1.0041, 1.0).word == "faster"
+
+
+def test_words_that_nobody_gave_are_not_counted_as_none():
+    assert verdict.tally(["faster", "tie", "faster"]) == "faster: 2, slower: 0, tie: 1"
+    unknown = "noise not measured"
+    assert verdict.tally(["slower", unknown]) == f"faster: 0, slower: 1, tie: 0; {unknown}: 1"
+    assert verdict.tally([unknown, unknown]) == f"{unknown}: 2"
