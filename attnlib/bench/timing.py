@@ -17,7 +17,9 @@ from attnlib.bench.setting import BOOK, Setting, in_use, warming
 _FLUSH_BYTES = 256 << 20  # several times the L2 of an H100 or H200, 50 and 60 MiB
 _MAX_CALLS = 1000  # about as many launches as fit in the driver's queue
 _MAX_TIMED = 100  # calls of a window: a flush takes some 0.1 ms, so that windows of short calls stay as short
-_HEAD_START = 50_000  # clocks, some 30 µs: what the host needs to queue an event, a call and another event
+_HEAD_START = 400_000
+"""Clocks, some 0.2 ms: more than the slowest host needs to queue an event, a call and another event. With
+30 µs the times of calls shorter than that were the host's."""
 
 
 class Timing(NamedTuple):
