@@ -15,14 +15,14 @@ lengths = st.tuples(st.integers(1, 40), st.integers(1, 40))
 bounds = st.one_of(st.just(-1), st.integers(0, 45))
 
 
-def draws(packed: bool) -> st.SearchStrategy[Draw]:
+def draws(varlen: bool) -> st.SearchStrategy[Draw]:
     some = st.lists(st.tuples(st.integers(0, 25), st.integers(0, 25)), min_size=1, max_size=4)
     some = some.filter(lambda found: any(rows for rows, _ in found) and any(keys for _, keys in found))
     return st.builds(
         Draw,
-        lengths=some.map(tuple) if packed else st.tuples(lengths),
-        packed=st.just(packed),
-        batch=st.just(1) if packed else st.integers(1, 2),
+        lengths=some.map(tuple) if varlen else st.tuples(lengths),
+        varlen=st.just(varlen),
+        batch=st.just(1) if varlen else st.integers(1, 2),
         kv_heads=st.integers(1, 2),
         group=st.integers(1, 3),
         head_dim=st.integers(1, 9).map(lambda n: 8 * n),
@@ -36,19 +36,19 @@ def draws(packed: bool) -> st.SearchStrategy[Draw]:
 
 
 @settings(max_examples=10)
-@given(draw=draws(packed=False))
+@given(draw=draws(varlen=False))
 def test_any_call(draw):
     check(draw, DEVICE, "triton")
 
 
 @settings(max_examples=6)
-@given(draw=draws(packed=True))
-def test_any_packed_sequences(draw):
+@given(draw=draws(varlen=True))
+def test_any_varlen_sequences(draw):
     check(draw, DEVICE, "triton")
 
 
 @settings(max_examples=10)
-@given(draw=st.one_of(draws(packed=False), draws(packed=True)))
+@given(draw=st.one_of(draws(varlen=False), draws(varlen=True)))
 def test_the_reference_too(draw):
     """And what checks it: the reference is the oracle, so a fault in `check` shows here."""
     check(draw, DEVICE, "reference")

@@ -82,7 +82,7 @@ def test_varlen_sequences(dtype, window, head_dim):
     lengths = ((0, 0), (1, 1), (17, 17), (129, 129), (0, 5), (5, 0), (300, 500), (700, 300), (1000, 1000))
     for causal in (True, False):
         call = Draw(
-            lengths=lengths, packed=True, batch=1, kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+            lengths=lengths, varlen=True, batch=1, kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
             causal=causal, window=window, sm_scale=None, layouts=(0, 0, 0, 0), seed=0,
         )  # fmt: skip
         draws.check(call, "cuda", "hopper")

@@ -13,8 +13,8 @@ pytestmark = INTERPRETER_REMARKS
 bounds = st.one_of(st.just(-1), st.integers(0, 150))
 
 
-def draws(packed: bool) -> st.SearchStrategy[Draw]:
-    if packed:
+def draws(varlen: bool) -> st.SearchStrategy[Draw]:
+    if varlen:
         one = st.tuples(st.integers(0, 140), st.integers(0, 140))
         lengths = st.lists(one, min_size=1, max_size=3).map(tuple)
         lengths = lengths.filter(lambda found: all(map(any, zip(*found, strict=True))))
@@ -23,7 +23,7 @@ def draws(packed: bool) -> st.SearchStrategy[Draw]:
     return st.builds(
         Draw,
         lengths=lengths,
-        packed=st.just(packed),
+        varlen=st.just(varlen),
         batch=st.just(1),
         kv_heads=st.integers(1, 2),
         group=st.integers(1, 2),
@@ -41,14 +41,14 @@ orders = st.sampled_from(["random", "random", "late", "eager"])
 
 
 @settings(max_examples=10)
-@given(draw=draws(packed=False), order=orders, seed=st.integers(0, 1000))
+@given(draw=draws(varlen=False), order=orders, seed=st.integers(0, 1000))
 def test_any_call(draw, order, seed):
     with on_the_cpu(order, seed):
         check(draw, "cpu", "hopper")
 
 
 @settings(max_examples=7)
-@given(draw=draws(packed=True), order=orders, seed=st.integers(0, 1000))
-def test_any_packed_sequences(draw, order, seed):
+@given(draw=draws(varlen=True), order=orders, seed=st.integers(0, 1000))
+def test_any_varlen_sequences(draw, order, seed):
     with on_the_cpu(order, seed):
         check(draw, "cpu", "hopper")
