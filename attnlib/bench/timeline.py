@@ -1,7 +1,9 @@
 """When each warpgroup of a Gluon kernel does what, in clocks of its SM.
 
 A copy of the kernel with stamps (see `stamps`) runs in the kernel's place, and one CTA of the launch writes
-down its clock. The copy is slower than the kernel; `rows` measures by how much, for the same table.
+down its clock. The copy is slower than the kernel; `rows` measures by how much, for the same table. A stamp
+also keeps instructions on their side of it: a wait that the assembler would move up stays where the source
+has it.
 
 Triton's own profiler, Proton, can stamp clocks too. It is not used here: its records have the scope's name
 but not the number of the tile, its scopes must stand in the kernel's source, and it asks for a GPU before it
