@@ -51,7 +51,9 @@ def forward_flops(q, k, v, *options, **named) -> int:
     given = dict(zip(_OPTIONS, options, strict=False)) | named
     left, right = given.get("left"), given.get("right")
     width = None if left is None or right is None else left + right + 1
-    pairs = sum(rows * (keys if width is None else min(keys, width)) for rows, keys in _lengths(q, k, given))
+    pairs = sum(
+        rows * (keys if width is None else min(keys, width)) for rows, keys in _lengths(q, k, given)
+    )
     return 4 * q.shape[1] * q.shape[-1] * pairs
 
 

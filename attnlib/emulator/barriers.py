@@ -64,10 +64,8 @@ class Barrier:
             raise ValueError(f"{self.name}: expected a parity of 0 or 1, got {parity}")
         self.program.machine.wait(
             lambda: self.phase & 1 != parity,
-            lambda: (
-                f"{self.name}, parity {parity} (phase {self.phase}: {self.arrived} of {self.count} "
-                f"arrived, {self.missing} bytes missing)"
-            ),
+            lambda: f"{self.name}, parity {parity} (phase {self.phase}: {self.arrived} of {self.count} "
+            f"arrived, {self.missing} bytes missing)",
         )
         self.waited.add(self.phase - 1)
         self.program.current.clock.join(self._complete)

@@ -37,7 +37,9 @@ class Preprocess(NamedTuple):
         return Descriptor(self.rows, window, (1, 1, block_m), layout)
 
 
-def preprocess(call: Signature, d_out: Window, out: Window, padding: int, sums_width: int = 0) -> Preprocess:
+def preprocess(
+    call: Signature, d_out: Window, out: Window, padding: int, sums_width: int = 0
+) -> Preprocess:
     """Rows are kept padded to a multiple of `padding`, so that tiles of that many read them without a mask.
     With a `sums_width` the launch also sets so many float32 for each of these rows to 0."""
     B, H, _, S_q, _ = call.dimensions()

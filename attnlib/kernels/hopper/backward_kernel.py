@@ -173,7 +173,9 @@ def _before(block, m, m_start, gap):
 @gluon.jit
 def _here(x):
     """x, of 16 bits; what is computed from it is computed after this, not as soon as x is there."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
@@ -209,7 +211,9 @@ def _wait_asm(clocks):
 @gluon.jit
 def _begin_later(n, plan: gl.constexpr):
     # A loop of the language's own, in a consumer's code, would make what follows it differ for each thread.
-    gl.inline_asm_elementwise(_wait_asm(plan.delay), "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        _wait_asm(plan.delay), "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -291,18 +295,13 @@ def _visit(
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_backward_hopper(
-    desc_q,
-    desc_k,
-    desc_v,
-    desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
-    desc_dk,
-    desc_dv,  # (B, H_kv, S_k, D)
+    desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    desc_dk, desc_dv,  # (B, H_kv, S_k, D)
     desc_rows,  # (2, B * H, num_m * BLOCK_M), varlen (2, H, ...), float32: LSE2, and delta
     dq_ptr,  # float32, see postprocess
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
-    S_q,
-    S_k,  # of varlen sequences the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv, varlen H_kv
@@ -310,10 +309,8 @@ def attention_backward_hopper(
     num_m,  # query blocks of a head, of a batch
     num_n,  # key blocks of a head, varlen of all sequences
     plan: gl.constexpr,
-    right=None,
-    left=None,  # keys that a query sees after and before its place, where `plan` has them
-    cu_q=None,
-    cu_k=None,  # where varlen sequences begin and end (B + 1)
+    right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
@@ -333,8 +330,7 @@ def attention_backward_hopper(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(
-            desc_k.dtype,
-            [4, 64, plan.block_m],
+            desc_k.dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
         ),
         barriers(1, 1).index(0),  # k_full
@@ -347,12 +343,8 @@ def attention_backward_hopper(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
-    gl.warp_specialize(
-        [
-            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
-            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-        ],
-        [4, 1],
-        [plan.registers.consumer, plan.registers.producer],
-    )
+    gl.warp_specialize([
+        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
+        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
+        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+    ], [4, 1], [plan.registers.consumer, plan.registers.producer])

@@ -281,18 +281,13 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_backward_hopper_wide(
-    desc_q,
-    desc_k,
-    desc_v,
-    desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
-    desc_dk,
-    desc_dv,  # (B, H_kv, S_k, D)
+    desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    desc_dk, desc_dv,  # (B, H_kv, S_k, D)
     desc_rows,  # (2, B * H, num_m * BLOCK_M), varlen (2, H, ...), float32: LSE2, and delta
     dq_ptr,  # float32, see postprocess
     qk_scale,  # sm_scale * log2(e)
     sm_scale,
-    S_q,
-    S_k,  # of varlen sequences the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv, varlen H_kv
@@ -300,10 +295,8 @@ def attention_backward_hopper_wide(
     num_m,  # query blocks of a head, of a batch
     num_n,  # key blocks of a head, varlen of all sequences
     plan: gl.constexpr,
-    right=None,
-    left=None,  # keys that a query sees after and before its place, where `plan` has them
-    cu_q=None,
-    cu_k=None,  # where varlen sequences begin and end (B + 1)
+    right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
@@ -334,13 +327,9 @@ def attention_backward_hopper_wide(
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_values, (desc_dv, mem, qk_scale, work, plan)),
-            (_keys, (desc_dk, mem, sm_scale, work, plan)),
-            (_queries, (dq_ptr, mem, work, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-        ],
-        [4, 4, 1],
-        [plan.registers.consumer, plan.registers.dq, plan.registers.producer],
-    )
+    gl.warp_specialize([
+        (_values, (desc_dv, mem, qk_scale, work, plan)),
+        (_keys, (desc_dk, mem, sm_scale, work, plan)),
+        (_queries, (dq_ptr, mem, work, plan)),
+        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+    ], [4, 4, 1], [plan.registers.consumer, plan.registers.dq, plan.registers.producer])

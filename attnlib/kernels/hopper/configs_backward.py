@@ -45,7 +45,9 @@ class HopperBackwardConfig:
 _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
-    256: HopperBackwardConfig(64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128),
+    256: HopperBackwardConfig(
+        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
+    ),
 }
 
 

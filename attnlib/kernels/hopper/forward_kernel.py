@@ -255,23 +255,8 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    q_registers,
-    p,
-    acc,
-    shift,
-    sums,
-    row,
-    first,
-    c,
-    masked,
-    mem,
-    qk_scale,
-    seq,
-    work,
-    WG: gl.constexpr,
-    plan: gl.constexpr,
-):
+def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale, seq, work,
+          WG: gl.constexpr, plan: gl.constexpr):
     """Block c of a tile: its scores and softmax, and P V of the block before it.
 
     p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
@@ -361,7 +346,9 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         top = _word(mem, turn, BLOCKS, plan)
         seq = tiling.Sequence(work.S_q, work.S_k, 0, 0)
         if plan.varlen:
-            seq = tiling.Sequence(_word(mem, turn, LENGTH_Q, plan), _word(mem, turn, LENGTH_K, plan), 0, 0)
+            seq = tiling.Sequence(
+                _word(mem, turn, LENGTH_Q, plan), _word(mem, turn, LENGTH_K, plan), 0, 0
+            )
         low = tiling.first_block(first_row, seq, work, plan)
         row = first_row + WG * 64
         end = c + (top - low)  # slot of the next tile's first keys, and of this tile's last values
@@ -468,15 +455,11 @@ NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_forward_hopper(
-    desc_q,
-    desc_k,
-    desc_v,
-    desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     lse_ptr,  # (B, H, S_q), varlen (H, T_q)
     counter_ptr,  # one int32, 0 before and after a launch
     qk_scale,  # |sm_scale| * log2(e), positive
-    S_q,
-    S_k,  # of varlen sequences the longest
+    S_q, S_k,  # of varlen sequences the longest
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS,  # B * H
@@ -484,12 +467,9 @@ def attention_forward_hopper(
     num_m,  # row blocks of a head
     tiles,  # num_m * HEADS; of varlen sequences the kernel counts them
     plan: gl.constexpr,
-    right=None,
-    left=None,  # keys that a row sees after and before its place, where `plan` has them
-    cu_q=None,
-    cu_k=None,  # where varlen sequences begin and end (B + 1)
-    T_q=None,
-    B=None,  # rows of all varlen sequences, and how many these are
+    right=None, left=None,  # keys that a row sees after and before its place, where `plan` has them
+    cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
+    T_q=None, B=None,  # rows of all varlen sequences, and how many these are
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     k_full = barriers(plan.pipeline.stages, 1)
@@ -517,35 +497,16 @@ def attention_forward_hopper(
     few: gl.constexpr = plan.registers.producer
     # A consumer's number is a constant, so each has code of its own.
     if plan.pipeline.warpgroups == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (given, 0, plan)),
-                (_consume, (given, 1, plan)),
-                (_produce, (producer_given, plan)),
-            ],
-            [4, 1],
-            [regs, few],
-        )
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (producer_given, plan)),
+        ], [4, 1], [regs, few])
     elif plan.pipeline.warpgroups == 3:
-        gl.warp_specialize(
-            [
-                (_consume, (given, 0, plan)),
-                (_consume, (given, 1, plan)),
-                (_consume, (given, 2, plan)),
-                (_produce, (producer_given, plan)),
-            ],
-            [4, 4, 1],
-            [regs, regs, few],
-        )
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_consume, (given, 2, plan)),
+            (_produce, (producer_given, plan)),
+        ], [4, 4, 1], [regs, regs, few])
     else:
-        gl.warp_specialize(
-            [
-                (_consume, (given, 0, plan)),
-                (_consume, (given, 1, plan)),
-                (_consume, (given, 2, plan)),
-                (_consume, (given, 3, plan)),
-                (_produce, (producer_given, plan)),
-            ],
-            [4, 4, 4, 1],
-            [regs, regs, regs, few],
-        )
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_consume, (given, 2, plan)),
+            (_consume, (given, 3, plan)), (_produce, (producer_given, plan)),
+        ], [4, 4, 4, 1], [regs, regs, regs, few])

@@ -69,10 +69,7 @@ def prepare(call: Signature) -> Plan:
         (min(tiles, device.num_sms(call.device)), 1, 1),
         descriptors=descriptors((*windows, out.window), width, config, call.dtype, call.varlen),
         pointers={
-            "lse_ptr": Part("lse"),
-            "counter_ptr": Part("counter"),
-            "cu_q": Part("cu_q"),
-            "cu_k": Part("cu_k"),
+            "lse_ptr": Part("lse"), "counter_ptr": Part("counter"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")
         },  # fmt: skip
         scalars={
             "qk_scale": exp2_scale(call.sm_scale),

@@ -126,9 +126,7 @@ def descriptors(
     element = getattr(gl, HALF[call.dtype])
     found = {
         f"desc_{name}": Descriptor(
-            Part("d_out" if name == "do" else name),
-            window,
-            block,
+            Part("d_out" if name == "do" else name), window, block,
             gl.NVMMASharedLayout.get_default_for(list(block), element),
         )
         for name, window, block in zip(names, windows, blocks, strict=True)

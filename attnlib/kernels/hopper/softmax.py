@@ -96,12 +96,9 @@ def rescale(acc, alpha, changed, plan: gl.constexpr):
     """acc * alpha [64, D]; each warp branches around the products where none of its rows changed."""
     n: gl.constexpr = plan.d // 2  # elements of acc in a thread
     return gl.inline_asm_elementwise(
-        _branch_asm(n),
-        _branch_constraints(n),
-        [acc, rows_of_o(alpha, acc, plan), rows_of_o(changed, acc, plan)],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=n,
+        _branch_asm(n), _branch_constraints(n),
+        [acc, rows_of_o(alpha, acc, plan), rows_of_o(changed, acc, plan)], dtype=gl.float32,
+        is_pure=False, pack=n,
     )
 
 
@@ -139,12 +136,8 @@ def pin(x):
     Without it ptxas moves the wait for the tensor cores that follows up, above the work that computes x and
     is to run beside them."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.nan.f32 q, $1, $1; @q pmevent 0; mov.b32 $0, $1; }",
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
+        "{ .reg .pred q; setp.nan.f32 q, $1, $1; @q pmevent 0; mov.b32 $0, $1; }", "=f,f", [x],
+        dtype=gl.float32, is_pure=False, pack=1,
     )
 
 

@@ -60,34 +60,11 @@ def _visible(o_m, o_n, diagonal, lowest, S_k, RIGHT: tl.constexpr, LEFT: tl.cons
 
 
 @triton.jit
-def _query_tiles(
-    b_dk,
-    b_dv,
-    b_k,
-    b_v,
-    desc_q,
-    desc_do,
-    desc_rows,
-    at,
-    at_rows,
-    first,
-    end,
-    o_n,
-    qk_scale,
-    diagonal,
-    lowest,
-    S_k,
-    MASKED: tl.constexpr,
-    RIGHT: tl.constexpr,
-    LEFT: tl.constexpr,
-    FLIP: tl.constexpr,
-    WANT_DK: tl.constexpr,
-    WANT_DV: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, first, end, o_n,
+                 qk_scale, diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr,
+                 LEFT: tl.constexpr, FLIP: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+                 NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+                 PRECISION: tl.constexpr):
     """Add what the query tiles first .. end - 1 of one head give to dK (not yet scaled) and dV."""
     for i in tl.range(first, end, num_stages=NUM_STAGES):
         row = i * BLOCK_M
@@ -203,32 +180,10 @@ def attention_backward_dkdv(
 
 
 @triton.jit
-def _key_tiles(
-    b_dq,
-    b_q,
-    b_do,
-    b_lse2,
-    b_delta,
-    desc_k,
-    desc_v,
-    at,
-    first,
-    end,
-    o_m,
-    qk_scale,
-    diagonal,
-    lowest,
-    S_k,
-    MASKED: tl.constexpr,
-    RIGHT: tl.constexpr,
-    LEFT: tl.constexpr,
-    TAIL: tl.constexpr,
-    FLIP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end, o_m, qk_scale,
+               diagonal, lowest, S_k, MASKED: tl.constexpr, RIGHT: tl.constexpr, LEFT: tl.constexpr,
+               TAIL: tl.constexpr, FLIP: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+               BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
     """Add what the key tiles first .. end - 1 give to dQ (not yet scaled)."""
     for j in tl.range(first, end, num_stages=NUM_STAGES):
         row = j * BLOCK_N

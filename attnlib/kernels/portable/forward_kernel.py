@@ -25,16 +25,8 @@ from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
 
 
 @triton.jit
-def _scores(
-    b_q,
-    desc_k,
-    at,
-    row,
-    FLIP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _scores(b_q, desc_k, at, row, FLIP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+            PRECISION: tl.constexpr):
     b_k = load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     return -b_s if FLIP else b_s
@@ -67,38 +59,18 @@ def _mask(b_s, last_key, earlier, first, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _add_values(
-    b_acc, b_p, alpha, desc_v, at, row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr
-):
+def _add_values(b_acc, b_p, alpha, desc_v, at, row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                PRECISION: tl.constexpr):
     b_v = load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_acc = b_acc * alpha[:, None]  # [BLOCK_M, BLOCK_D]
     return tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _tiles_upwards(
-    b_acc,
-    b_m,
-    b_l,
-    b_q,
-    desc_k,
-    desc_v,
-    at,
-    first,
-    end,
-    gap,
-    width,
-    last_key,
-    earlier,
-    qk_scale,
-    MASKED: tl.constexpr,
-    GUARD: tl.constexpr,
-    FLIP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _tiles_upwards(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, gap, width, last_key, earlier,
+                   qk_scale, MASKED: tl.constexpr, GUARD: tl.constexpr, FLIP: tl.constexpr,
+                   NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                   PRECISION: tl.constexpr):
     """Tiles first .. end - 1 of the keys, in order; returns the output before its division by l, and m, l.
     Unless `gap` is None, tile `gap` and those after it are `width` tiles further on."""
     for j in tl.range(first, end, num_stages=NUM_STAGES):
@@ -114,28 +86,10 @@ def _tiles_upwards(
 
 
 @triton.jit
-def _tiles_downwards(
-    b_acc,
-    b_m,
-    b_l,
-    b_p,
-    alpha,
-    b_q,
-    desc_k,
-    desc_v,
-    at,
-    first,
-    count,
-    last_key,
-    qk_scale,
-    MASKED: tl.constexpr,
-    GUARD: tl.constexpr,
-    FLIP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at, first, count, last_key,
+                     qk_scale, MASKED: tl.constexpr, GUARD: tl.constexpr, FLIP: tl.constexpr,
+                     NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                     PRECISION: tl.constexpr):
     """`count` tiles of the keys from `first` down, P V one tile late: that of the tile before the first is
     still to be done, and afterwards that of the last one. So P and its rescale come in and go out too."""
     for i in tl.range(0, count, num_stages=NUM_STAGES):
@@ -153,24 +107,15 @@ def _tiles_downwards(
     do_not_specialize_on_alignment=["cu_q", "cu_k"],
 )
 def attention_forward(
-    desc_q,
-    desc_k,
-    desc_v,
-    desc_o,
-    lse_ptr,
-    cu_q,
-    cu_k,  # where varlen sequences begin and end [B + 1]; None for a batch
+    desc_q, desc_k, desc_v, desc_o, lse_ptr,
+    cu_q, cu_k,  # where varlen sequences begin and end [B + 1]; None for a batch
     qk_scale,  # |sm_scale| * log2(e), positive
-    S_q,
-    S_k,  # of varlen sequences the longest
+    S_q, S_k,  # of varlen sequences the longest
     T_q,  # rows of all varlen sequences
     H,  # query heads
-    left,
-    right,  # keys that a row sees before and after its place; None for no left bound, and for right = 0
+    left, right,  # keys that a row sees before and after its place; None for no left bound, and for right = 0
     GROUP: tl.constexpr,  # query heads that share one key/value head
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DIAGONAL: tl.constexpr,  # the keys of a row end on a diagonal: it has a right bound, causal is that of 0
     HAS_TAIL: tl.constexpr,  # no diagonal, and S_k is not a multiple of BLOCK_N
     ONE_MASKED_TILE: tl.constexpr,  # BLOCK_M == BLOCK_N and the diagonal starts at a tile's corner

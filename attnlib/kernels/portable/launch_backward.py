@@ -82,7 +82,9 @@ def padding_of(config: BackwardConfig) -> int:
     return max(tile.block_m for tile in (config.keys, config.queries, config.values) if tile is not None)
 
 
-def _dkdv_launches(call: Signature, at: Windows, dk: Made, dv: Made, rows: Preprocess) -> tuple[Launch, ...]:
+def _dkdv_launches(
+    call: Signature, at: Windows, dk: Made, dv: Made, rows: Preprocess
+) -> tuple[Launch, ...]:
     """One for both gradients, or one for each."""
     _, _, H_kv, _, S_k = call.dimensions()
 

@@ -19,14 +19,8 @@ def visible(S_q: int, S_k: int, bounds: MaskWindow, device: torch.device | str =
 
 
 def _gradient(
-    d_out,
-    q,
-    k,
-    v,
-    bounds: MaskWindow,
-    scale: float,
-    sizes: bool = False,
-    out_dtype: torch.dtype | None = None,
+    d_out, q, k, v, bounds: MaskWindow, scale: float, sizes: bool = False, out_dtype: torch.dtype | None =
+    None
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv as plain PyTorch computes them in the dtype of the inputs, P kept whole.
 
