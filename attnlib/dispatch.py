@@ -63,17 +63,12 @@ class Saved(NamedTuple):
 
 def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`."""
-    q, k, v, out, lse = saved
     if forward_ad._current_level >= 0:
-        check_tangents(d_out, q, k, v)
-    if d_out.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
-        d_out, q, k, v, out = (x.resolve_neg() for x in (d_out, q, k, v, out))
-    if nothing_to_do(q, k):
+        check_tangents(d_out, *saved[:3])
+    if nothing_to_do(saved.q, saved.k):
+        q, k, v = (x.resolve_neg() for x in saved[:3])
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if d_out.dtype != q.dtype:
-        d_out = d_out.to(q.dtype)
-    if torch.are_deterministic_algorithms_enabled():
-        params = params._replace(deterministic=True)
+    d_out, q, k, v, out, lse, params = _as_kernels_take_it(d_out, saved, params)
     road = _road(params, True, q, k, v, d_out, q, k, v, out)
     return road.family.backward(d_out, q, k, v, out, lse, road.resolved(params))
 
@@ -81,12 +76,26 @@ def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.T
 def prepared_backward(d_out: torch.Tensor, saved: Saved, params: Params) -> BackwardPlan | None:
     """The launches with which `backward` runs these tensors; None where there are none, or a tensor has to be
     converted first."""
+    given = d_out, *saved, params
+    if nothing_to_do(saved.q, saved.k):
+        return None
+    if any(x is not y for x, y in zip(given, _as_kernels_take_it(d_out, saved, params), strict=True)):
+        return None
     q, k, v, out, _ = saved
-    if nothing_to_do(q, k) or d_out.dtype != q.dtype or torch.are_deterministic_algorithms_enabled():
-        return None
-    if d_out.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
-        return None
     return _road(params, True, q, k, v, d_out, q, k, v, out).plan
+
+
+def _as_kernels_take_it(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple:
+    """(d_out, q, k, v, out, lse, params) with signs in memory and one dtype, deterministic if PyTorch asks
+    for it: the very objects that were given, but for what has to change."""
+    q, k, v, out, lse = saved
+    if d_out.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
+        d_out, q, k, v, out = (x.resolve_neg() for x in (d_out, q, k, v, out))
+    if d_out.dtype != q.dtype:
+        d_out = d_out.to(q.dtype)
+    if torch.are_deterministic_algorithms_enabled():
+        params = params._replace(deterministic=True)
+    return d_out, q, k, v, out, lse, params
 
 
 class _Road:

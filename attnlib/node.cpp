@@ -51,7 +51,7 @@ struct Pass {
 
 // Guarded by the GIL.
 std::unordered_map<std::string, std::shared_ptr<const Pass>> passes;
-PyObject *slowly, *stream_of;  // functions of `attnlib.autograd`
+PyObject *slowly, *stream_of;  // functions of `attnlib.node`
 int (*launch_all)(const char *, size_t, long, uint64_t, const uint64_t *, uint32_t);
 
 template <typename T>
@@ -199,7 +199,7 @@ PyObject *forget(PyObject *, PyObject *) {
   Py_RETURN_NONE;
 }
 
-// connect(launch, slowly, stream_of): `launch_all` of direct.c, and two functions of `attnlib.autograd`.
+// connect(launch, slowly, stream_of): `launch_all` of direct.c, and two functions of `attnlib.node`.
 PyObject *connect(PyObject *, PyObject *args) {
   PyObject *capsule;
   if (!PyArg_ParseTuple(args, "OOO", &capsule, &slowly, &stream_of)) return nullptr;

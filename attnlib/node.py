@@ -107,7 +107,7 @@ def wait() -> ModuleType | None:
 
 def forget() -> None:
     """The next backward pass of each kind goes through Python again."""
-    if _builder.cache_info().currsize and (module := wait()) is not None:
+    if _builder.cache_info().currsize and (module := recorder()) is not None:  # one not built knows none
         module.forget()
 
 

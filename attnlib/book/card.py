@@ -47,6 +47,9 @@ ready while another warp is chosen, or waits for one of the others. A fixed late
 instruction before. Exponentials share a queue with shared memory. Warps that a warp-specialized kernel parks
 wait for a barrier, too."""
 
+NO_WAIT = ("issues", "is ready")
+"""Those of `WAITS` in which a warp waits for nothing."""
+
 DATA = ("impl", "head_dim", "time_us", "clock_mhz", *UNITS, "l2_bytes", "dram_read_bytes", "dram_write_bytes")
 DATA += ("l2_hit_pct", "occupancy_pct", "registers", "instructions_per_score")
 """Columns of the data folded below a card."""
@@ -70,19 +73,20 @@ def waits_of(row: Mapping) -> dict[str, float]:
 
 def longest_wait(row: Mapping) -> tuple[str, float]:
     """What warps wait for most, by the names of `WAITS`, and its share of all their cycles."""
-    waits = {name: share for name, share in waits_of(row).items() if name not in ("issues", "is ready")}
-    if not waits:
-        raise ValueError(f"row: expected one with stalls, got {row.get('impl')!r} without")
-    return max(waits.items(), key=lambda item: item[1])
+    return _largest({name: share for name, share in waits_of(row).items() if name not in NO_WAIT}, row)
 
 
 def first_stall(row: Mapping) -> str:
     """The most frequent wait of warps, by the name that Nsight Compute gives it."""
+    no_wait = [reason for name in NO_WAIT for reason in WAITS[name][1]]
     stalls = row.get("stalls") or {}
-    waits = {reason: share for reason, share in stalls.items() if reason not in ("selected", "not_selected")}
+    return _largest({r: share for r, share in stalls.items() if r not in no_wait}, row)[0].replace("_", " ")
+
+
+def _largest(waits: Mapping[str, float], row: Mapping) -> tuple[str, float]:
     if not waits:
         raise ValueError(f"row: expected one with stalls, got {row.get('impl')!r} without")
-    return max(waits, key=waits.__getitem__).replace("_", " ")
+    return max(waits.items(), key=lambda item: item[1])
 
 
 def busiest(row: Mapping) -> tuple[str, float]:
@@ -121,11 +125,10 @@ def alt_text(table: object, step: str, before: str | None = None, direction: str
     rows = sorted(_rows(table, step, direction), key=lambda row: row["head_dim"])
     parts = []
     for row in rows:
-        busiest = sorted((u for u in UNITS if row.get(u) is not None), key=lambda unit: -row[unit])[:3]
-        busy = ", ".join(f"{UNITS[unit]} {row[unit]:.0f}%" for unit in busiest)
-        waits = {name: share for name, share in waits_of(row).items() if name not in ("issues", "is ready")}
-        longest = max(waits, key=waits.__getitem__, default=None)
-        wait = f"; warps wait for {longest} {100 * waits[longest]:.0f}% of their cycles" if longest else ""
+        units = sorted((u for u in UNITS if row.get(u) is not None), key=lambda unit: -row[unit])[:3]
+        busy = ", ".join(f"{UNITS[unit]} {row[unit]:.0f}%" for unit in units)
+        name, share = longest_wait(row) if row.get("stalls") else ("", 0.0)
+        wait = f"; warps wait for {name} {100 * share:.0f}% of their cycles" if name else ""
         parts.append(f"D = {row['head_dim']}: {busy}{wait}")
     compared = f", compared with {label_of(before)}" if before else ""
     return f"Profile card of {label_of(step)}{compared}. The busiest units at {'. '.join(parts)}."

@@ -13,6 +13,7 @@ from differentiated import built
 from attnlib import node
 from attnlib.autograd import Asked
 from attnlib.kernels.common import direct
+from attnlib.kernels.common.backward_plan import TENSORS
 from attnlib.params import MaskWindow, Params
 
 STREAM, ELEMENTS = 0x5EA0, 77
@@ -21,7 +22,7 @@ LAUNCH = ctypes.PYFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long, ctypes.c_uint64,
     ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint32,
 )  # fmt: skip
-D_OUT, Q, K, V, OUT, LSE, BUFFER, NONE, DQ, DK, DV, CU_Q, CU_K = range(13)
+NUMBER = {name: number for number, name in enumerate(TENSORS)}
 
 
 class Backward:
@@ -84,14 +85,18 @@ def test_the_second_pass_of_a_kind_only_launches(backward):
     assert launched["description"] == b"three kernels"
     assert (launched["device"], launched["stream"]) == (-1, STREAM)
     addresses = launched["addresses"]
-    given = {D_OUT: d_out, Q: q, K: k, V: v, OUT: out, LSE: lse, DQ: dq, DK: dk, DV: dv}
-    assert {number: addresses[number] for number in given} == {n: x.data_ptr() for n, x in given.items()}
-    assert addresses[BUFFER] and addresses[NONE] == addresses[CU_Q] == addresses[CU_K] == 0
+    assert len(addresses) == len(TENSORS)
+    given = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    found = {name: addresses[NUMBER[name]] for name in given}
+    assert found == {name: x.data_ptr() for name, x in given.items()}
+    assert addresses[NUMBER["buffer"]]
+    assert not any(addresses[NUMBER[name]] for name in ("none", "cu_q", "cu_k"))
     assert [x.shape for x in (dq, dk, dv)] == [x.shape for x in tensors]
     # Another call of the same kind has tensors of its own, and the same launches.
     others = inputs()
     torch.autograd.grad(recorded(*others)[0], others, d_out)
-    assert backward.counts == (1, 2) and backward.launched[1]["addresses"][Q] == others[0].data_ptr()
+    assert backward.counts == (1, 2)
+    assert backward.launched[1]["addresses"][NUMBER["q"]] == others[0].data_ptr()
 
 
 def test_gradients_are_laid_out_as_those_of_the_first_pass(backward):

@@ -3,33 +3,20 @@
 import functools
 import importlib
 import json
-import math
 import sys
 import types
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from timed_cpu import gpu  # noqa: F401  (a fixture)
+from timed_cpu import DENSE, SHAPE, TWO, all_nan, good, gpu  # noqa: F401  (gpu: a fixture)
 
 from attnlib.bench import cli, harness, peers, records, timing
 from attnlib.bench.oracle import judge, make_inputs
 from attnlib.bench.setting import BOOK, Setting
 from attnlib.bench.shapes import TASK, Shape
 
-TWO = Setting("test", rounds=2, pause_ms=0, warmup_ms=2, rep_ms=6)
 ONE = Setting("test", rounds=1, pause_ms=0)
-SHAPE = Shape(1, 2, 32, 16)
-DENSE = Shape(1, 2, 32, 16, causal=False)
-
-
-def good(q, k, v, causal, sm_scale):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
-
-
-def all_nan(q, k, v, causal, sm_scale):
-    return torch.full_like(q, math.nan)
 
 
 def ignores_the_mask(q, k, v, causal, sm_scale):

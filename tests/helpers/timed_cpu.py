@@ -1,13 +1,29 @@
-"""A CPU in the place of the GPU that the harness measures."""
+"""A CPU in the place of the GPU that the harness measures, and something small to measure on it."""
 
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attnlib.bench import harness, power, timing
+from attnlib.bench.setting import Setting
+from attnlib.bench.shapes import Shape
+
+TWO = Setting("test", rounds=2, pause_ms=0, warmup_ms=2, rep_ms=6)
+SHAPE = Shape(1, 2, 32, 16)
+DENSE = Shape(1, 2, 32, 16, causal=False)
+
+
+def good(q, k, v, causal, sm_scale):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
+
+
+def all_nan(q, k, v, causal, sm_scale):
+    return torch.full_like(q, math.nan)
 
 
 @pytest.fixture
