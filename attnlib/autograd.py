@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib import dispatch
-from attnlib.arguments import no_forward_derivative
+from attnlib.arguments.tangents import no_forward_derivative
 from attnlib.dispatch import Saved
 from attnlib.params import Params, Varlen
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from attnlib.arguments import check_tangents
+from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import FAMILIES
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature

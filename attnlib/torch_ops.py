@@ -13,7 +13,8 @@ import torch
 from torch._library.autograd import make_autograd_impl
 
 from attnlib import dispatch, flops
-from attnlib.arguments import check_longest, check_tangents
+from attnlib.arguments.offsets import check_longest
+from attnlib.arguments.tangents import check_tangents
 from attnlib.autograd import no_second_derivative
 from attnlib.dispatch import Saved
 from attnlib.kernels.common.counters import own_counters

@@ -11,7 +11,8 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 
-from attnlib import arguments, attention, attention_varlen, explain
+from attnlib import attention, attention_varlen, explain
+from attnlib.arguments import offsets as offset_checks
 from attnlib.params import Varlen
 
 pytestmark = [
@@ -290,7 +291,7 @@ class OnGpu(torch.Tensor):
 def reads(monkeypatch):
     """A function that gives the number of reads since its last call; no CUDA graph is being captured."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(arguments, "_known", {})
+    monkeypatch.setattr(offset_checks, "_known", {})
 
     def since():
         count, OnGpu.reads = OnGpu.reads, 0
@@ -302,7 +303,7 @@ def reads(monkeypatch):
 
 def check(cu_seqlens, tokens=8, longest=5):
     q = torch.zeros(tokens, 1, 8)
-    arguments.check_offsets(q, q, Varlen(cu_seqlens, cu_seqlens, longest, longest))
+    offset_checks.check_offsets(q, q, Varlen(cu_seqlens, cu_seqlens, longest, longest))
 
 
 def on_gpu(*values):
@@ -342,7 +343,7 @@ def test_another_tensor_in_the_same_memory_is_another(reads):
     check(first)
     del first
     gc.collect()
-    assert not arguments._known
+    assert not offset_checks._known
     memory.data[1] = 9  # not counted either
     with pytest.raises(ValueError, match="never go down"):
         check(memory.as_subclass(OnGpu))
@@ -353,10 +354,10 @@ def test_inference_tensors_are_read_every_time(reads):
         cu_seqlens = on_gpu(0, 3, 8)
         for _ in range(2):
             check(cu_seqlens)
-        assert reads() == 2 and not arguments._known
+        assert reads() == 2 and not offset_checks._known
 
 
 def test_nothing_is_read_during_capture(reads, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     check(on_gpu(0, 9, 8))
-    assert reads() == 0 and not arguments._known
+    assert reads() == 0 and not offset_checks._known

@@ -19,7 +19,9 @@ from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnlib.hf
-from attnlib import arguments, attention, attention_varlen, explain
+from attnlib import attention, attention_varlen, explain
+from attnlib.arguments.common import DTYPES
+from attnlib.arguments.offsets import check_offsets
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.paths import ROOT
@@ -169,7 +171,7 @@ def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @row("dtypes")
 def dtypes(device) -> str:
-    names = [str(dtype).removeprefix("torch.") for dtype in arguments.DTYPES]
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     for name in names:
         check_call(Shape(1, 2, 17, 16, causal=True, dtype=name), device)
     with pytest.raises(TypeError, match=f"^q: expected dtype {', '.join(names[:-1])} or {names[-1]}, got"):
@@ -424,9 +426,9 @@ def cuda_graphs(monkeypatch) -> str:
         ends = torch.empty(2, dtype=torch.int32, device="cuda")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with pytest.raises(RuntimeError):
-            arguments.check_offsets(q, q, Varlen(ends, ends, 8, 8))
+            check_offsets(q, q, Varlen(ends, ends, 8, 8))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        arguments.check_offsets(q, q, Varlen(ends, ends, 8, 8))
+        check_offsets(q, q, Varlen(ends, ends, 8, 8))
     for name in ("test_a_graph_of_forward_and_backward", "test_a_graph_of_packed_sequences"):
         assert f"def {name}(" in GPU_TESTS
     return "yes"

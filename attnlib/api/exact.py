@@ -9,7 +9,8 @@ from typing import Literal, overload
 import torch
 
 from attnlib import dispatch, node, torch_ops
-from attnlib.arguments import Options, check, check_offsets, check_varlen
+from attnlib.arguments.exact import Options, check, check_varlen
+from attnlib.arguments.offsets import check_offsets
 from attnlib.autograd import Asked, Attention
 from attnlib.dispatch import Choice
 from attnlib.params import Implementation, Params, Varlen, mask_window

@@ -1,0 +1,5 @@
+"""The public functions. Each checks its arguments, then runs, differentiably and for compilers."""
+
+from attnlib.api.exact import Choice, attention, attention_varlen, explain
+
+__all__ = ["Choice", "attention", "attention_varlen", "explain"]

@@ -1,0 +1,96 @@
+"""What the checks of all functions share: tensors, scale, window, and how an error names a type."""
+
+import torch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+LARGEST_SCALE = 1e26
+"""Of `sm_scale`: 256 products of largest float16 numbers, times this, times log2(e) are finite in float32."""
+
+NO_STRIDES = "expected a dense tensor (layout torch.strided), got"
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def check_tensors(q, k, v, rank: str, dims: int) -> None:
+    tensor = torch.Tensor
+    if type(q) is tensor and type(k) is tensor and type(v) is tensor:
+        try:  # nearly every call ends here; a nested tensor has no shape
+            dtype, device, strided = q.dtype, q.device, torch.strided
+            if (
+                len(q.shape) == len(k.shape) == len(v.shape) == dims
+                and dtype in DTYPES
+                and k.dtype is dtype
+                and v.dtype is dtype
+                and k.device == device == v.device
+                and q.layout is strided
+                and k.layout is strided
+                and v.layout is strided
+            ):
+                return
+        except RuntimeError:
+            pass
+    _find_what_is_wrong(q, k, v, rank, dims)
+
+
+def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
+    """The same one by one, with an error for each."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
+        if tensor.is_nested:
+            raise TypeError(f"{name}: {NO_STRIDES} a nested tensor; attention_varlen takes packed sequences")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: {NO_STRIDES} {tensor.layout}")
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: expected {rank}, got shape {tuple(tensor.shape)}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
+
+
+# ---------------------------------------------------------------- options
+
+
+def check_scale(sm_scale, symbols: bool) -> None:
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float | torch.SymFloat):
+        raise TypeError(f"sm_scale: expected a number or None, got {type_name(sm_scale)}")
+    right = abs(sm_scale) <= LARGEST_SCALE
+    if not (certain(right) if symbols else right):
+        raise ValueError(f"sm_scale: expected a number from -1e26 to 1e26, got {sm_scale}")
+
+
+def check_window(window, symbols: bool) -> None:
+    if not isinstance(window, tuple | list):
+        raise TypeError(f"window: expected None or a pair of ints (left, right), got {type_name(window)}")
+    if len(window) != 2:
+        raise ValueError(f"window: expected a pair (left, right), got {len(window)} values")
+    for bound in window:
+        if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
+            raise TypeError(f"window: expected a pair of ints (left, right), got {type_name(bound)} in it")
+        right = bound >= -1
+        if not (certain(right) if symbols else right):
+            raise ValueError(f"window: expected ints from 0 on, or -1 for no bound, got {tuple(window)}")
+
+
+# ---------------------------------------------------------------- what messages and compilers need
+
+
+def type_name(value) -> str:
+    """A type as one writes it: "int", "numpy.bool", "torch.Tensor"."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def certain(condition) -> bool:
+    """Whether a compiler knows that the condition holds. It does not where the graph itself computes a
+    number, as by `item()`."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)

@@ -1,0 +1,94 @@
+"""The arguments of `attention` and `attention_varlen`, checked."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from attnlib.arguments.common import MAX_HEAD_DIM, check_scale, check_tensors, check_window, type_name
+from attnlib.arguments.offsets import check_longest, check_offsets_form
+from attnlib.params import Varlen
+
+
+class Options(NamedTuple):
+    """The options of `attention` and `attention_varlen`, as they were given."""
+
+    causal: Any = False
+    window: Any = None
+    sm_scale: Any = None
+    return_lse: Any = False
+    deterministic: Any = False
+    impl: Any = None
+
+
+def check(q, k, v, options: Options, symbols: bool = False) -> None:
+    """Arguments of `attention`. TypeError or ValueError if one is wrong. symbols: sizes may be no numbers."""
+    check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4)
+    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
+    _check_options(options, symbols)
+
+
+def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = False) -> None:
+    """Arguments of `attention_varlen`, except for the values in `cu_seqlens_*`: see `check_offsets`."""
+    check_tensors(q, k, v, "3 dimensions (T, H, D)", 3)
+    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_offsets_form(name, offsets, q.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected {len(cu_seqlens_q)} entries as cu_seqlens_q has, got {len(cu_seqlens_k)}"
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt):
+            raise TypeError(f"{name}: expected an int, got {type_name(longest)}")
+        check_longest(name, longest, symbols)
+    _check_options(options, symbols)
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    """(B, H, S, D) each, or (T, H, D)."""
+    *batch, heads, _, head_dim = q if len(q) == 4 else (q[1], q[0], q[2])
+    if isinstance(head_dim, torch.Tensor):  # as torch.jit.trace has it, and it alone
+        raise NotImplementedError(
+            "attention under torch.jit.trace: not supported; use torch.export or torch.compile"
+        )
+    kv_heads = k[1]
+    for name, shape in (("k", k), ("v", v)):
+        if batch and shape[0] != batch[0]:
+            raise ValueError(f"{name}: expected batch size {batch[0]} as q has, got {shape[0]}")
+        if shape[-1] != head_dim:
+            raise ValueError(f"{name}: expected head dimension {head_dim} as q has, got {shape[-1]}")
+    if v != k:
+        raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(
+            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    if heads and (not kv_heads or heads % kv_heads):
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
+
+
+_check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from call to call without an end
+
+
+def _check_options(options: Options, symbols: bool) -> None:
+    causal, window, sm_scale, return_lse, deterministic, impl = options
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
+    if window is not None:
+        check_window(window, symbols)
+    if sm_scale is not None:
+        check_scale(sm_scale, symbols)
+    if return_lse is not True and return_lse is not False:
+        raise TypeError(f"return_lse: expected a bool, got {type_name(return_lse)}")
+    if deterministic is not True and deterministic is not False:
+        raise TypeError(f"deterministic: expected a bool, got {type_name(deterministic)}")
+    if impl is not None:
+        if not isinstance(impl, str):
+            raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {type_name(impl)}")
+        if impl not in ("hopper", "triton", "reference"):
+            raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")
+
+
+_IMPLEMENTATIONS = "expected 'hopper', 'triton', 'reference' or None"

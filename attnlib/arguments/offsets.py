@@ -1,0 +1,100 @@
+"""`cu_seqlens_*`, checked: their form, and their values without reading the same tensor twice."""
+
+import weakref
+from functools import partial
+
+import torch
+
+from attnlib.arguments.common import NO_STRIDES, certain, type_name
+from attnlib.params import Varlen
+
+
+def check_offsets(q, k, varlen: Varlen) -> None:
+    """The values in `cu_seqlens_*`: from 0, never down, to the number of tokens, in steps of at most
+    `max_seqlen_*`. ValueError if not.
+
+    Reading them from a GPU waits for everything that the GPU has to do, so the first call with a tensor does
+    that, and later calls know what it held until PyTorch says that it was written to. While a CUDA graph is
+    captured nothing can be read: the values are then taken on trust, and so are those of a tensor changed
+    behind PyTorch's back (by a kernel of one's own, through `.data`).
+    """
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
+    found_q = _longest("cu_seqlens_q", cu_seqlens_q, "q", len(q))
+    if cu_seqlens_k is cu_seqlens_q and len(k) == len(q):
+        found_k = found_q
+    else:
+        found_k = _longest("cu_seqlens_k", cu_seqlens_k, "k", len(k))
+    for side, found, longest in (("q", found_q, max_seqlen_q), ("k", found_k, max_seqlen_k)):
+        if found is not None and found > longest:
+            raise ValueError(
+                f"max_seqlen_{side}: expected at least {found}, the longest sequence in cu_seqlens_{side}, "
+                f"got {longest}"
+            )
+
+
+def check_longest(name: str, longest: int, symbols: bool = False) -> None:
+    """The value of `max_seqlen_*`. ValueError if it is wrong. symbols: it may be no number yet; the operator
+    looks at it again, when the graph runs."""
+    wrong = longest < 0
+    if certain(wrong) if symbols else wrong:
+        raise ValueError(f"{name}: expected 0 or more, got {longest}")
+
+
+def check_offsets_form(name: str, offsets, device: torch.device) -> None:
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(offsets)}")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {offsets.dtype}")
+    if offsets.layout is not torch.strided:
+        raise TypeError(f"{name}: {NO_STRIDES} {offsets.layout}")
+    if offsets.dim() != 1 or len(offsets) < 2:
+        raise ValueError(
+            f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape {tuple(offsets.shape)}"
+        )
+    if offsets.device != device:
+        raise ValueError(f"{name}: expected device {device} as q has, got {offsets.device}")
+
+
+_known: dict[int, tuple[weakref.ref, int, int, int]] = {}
+"""id of a tensor -> (the tensor, its version, tokens, longest sequence) of offsets on a GPU that were right.
+An address in memory would not do as a key: it may be that of the next batch's tensor."""
+
+
+def _longest(name: str, offsets: torch.Tensor, side: str, tokens: int) -> int | None:
+    """Tokens of the longest sequence; None if it can't be known. ValueError if the offsets are wrong."""
+    if not offsets.is_cuda:
+        return _read_offsets(name, offsets, side, tokens)
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    if offsets.is_inference():  # its writes are not counted
+        return _read_offsets(name, offsets, side, tokens)
+    known, key, version = None, id(offsets), offsets._version
+    found = _known.get(key)
+    if found is not None and found[0]() is offsets and found[1:3] == (version, tokens):
+        known = found[3]
+    if known is None:
+        known = _read_offsets(name, offsets, side, tokens)
+        _known[key] = weakref.ref(offsets, partial(_forget, key)), version, tokens, known
+    return known
+
+
+def _forget(key: int, reference: weakref.ref) -> None:
+    found = _known.get(key)
+    if found is not None and found[0] is reference:  # not that of a later tensor with the same id
+        del _known[key]
+
+
+def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> int:
+    values = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+    longest = 0
+    for number, (begin, end) in enumerate(zip(values, values[1:], strict=False), 1):
+        if end < begin:
+            raise ValueError(
+                f"{name}: expected values that never go down, got {end} after {begin} at index {number}"
+            )
+        longest = max(longest, end - begin)
+    if values[-1] != tokens:
+        raise ValueError(f"{name}: expected to end at {side}'s number of tokens, {tokens}, got {values[-1]}")
+    return longest
