@@ -12,11 +12,14 @@ is judged against fp64 first. Status 0 when all calls were right, 1 otherwise, 2
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from attnlib import attention, dispatch, node  # noqa: E402
 from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
+from attnlib.bench.verdict import Verdict, spread  # noqa: E402
 from attnlib.dispatch import Saved  # noqa: E402
 from attnlib.params import Params, mask_window  # noqa: E402
 
@@ -77,17 +81,20 @@ def wall_us(fn: Callable[[], Any], calls: int) -> float:
 
 
 def in_rounds(functions: Mapping[str, Callable[[], Any]], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Wall times of each, a number for each round."""
+    """Wall times of each, a number for each round. No garbage is collected in between, as in `timeit`."""
     for fn in functions.values():
         wall_us(fn, calls)
+    gc.collect()
+    gc.disable()
     found: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds):
         for name in random.Random(number).sample(list(functions), len(functions)):
             found[name].append(wall_us(functions[name], calls))
+    gc.enable()
     return found
 
 
-def spread(name: str, times: Sequence[float]) -> dict[str, float]:
+def summary(name: str, times: Sequence[float]) -> dict[str, float]:
     return {f"{name}_us": statistics.median(times), f"{name}_low": min(times), f"{name}_high": max(times)}
 
 
@@ -124,7 +131,7 @@ def backward_row(shape: Shape, rounds: int, calls: int) -> dict[str, Any]:
     found = in_rounds(functions, rounds, calls)
     row: dict[str, Any] = {"call": shape.label, **shape.to_dict()}
     for impl, times in found.items():
-        row |= spread(impl, times)
+        row |= summary(impl, times)
     shares = [ours / theirs for ours, theirs in zip(found["attnlib"], found["cudnn"], strict=True)]
     return row | {"of_cudnn": statistics.median(shares), "kernels_us": kernels_us(shape, tensors, d_out)}
 
@@ -160,10 +167,9 @@ class Layer(nn.Module):
 
 
 def step_row(batch: int, rounds: int, calls: int) -> dict[str, Any]:
-    attends = {
-        "attnlib": lambda q, k, v: attention(q, k, v, causal=True),
-        "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    }
+    """Times of a step and attnlib's of SDPA's, with the noise of the run: SDPA is there twice."""
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    attends = {"attnlib": partial(attention, causal=True), "sdpa": sdpa, "control": sdpa}
     functions = {}
     for name, attend in attends.items():
         torch.manual_seed(0)
@@ -173,9 +179,13 @@ def step_row(batch: int, rounds: int, calls: int) -> dict[str, Any]:
     found = in_rounds(functions, rounds, calls)
     row: dict[str, Any] = {"batch": batch, "layers": LAYERS, "tokens": TOKENS}
     for name, times in found.items():
-        row |= spread(name, times)
-    shares = [ours / theirs for ours, theirs in zip(found["attnlib"], found["sdpa"], strict=True)]
-    return row | {"of_sdpa": statistics.median(shares)}
+        row |= summary(name, times)
+    ours, theirs, control = ({"ms": statistics.median(x), "round_ms": x} for x in found.values())
+    verdict = Verdict(
+        "sdpa", "attnlib", None, ours["ms"] / theirs["ms"],
+        math.exp(abs(math.log(control["ms"] / theirs["ms"]))), spread(theirs, ours),
+    )  # fmt: skip
+    return row | {"of_sdpa": verdict.ratio, "noise": verdict.noise, "sdpa_is": verdict.word}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error)
         return 1
     host = [row for shape in CALLS for row in host_rows(shape)]
-    steps = [step_row(batch, args.rounds, max(1, args.calls // 20)) for batch in (1, 4)]
+    steps = [step_row(batch, 8 * args.rounds, calls=2) for batch in (1, 4)]
     for row in (*backward, *host, *steps):
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
     method = {"rounds": args.rounds, "calls": args.calls, "timed": "wall time, rounds in shuffled order"}
