@@ -2,8 +2,8 @@
 
 A key is what a record calls an implementation: a step of the book (the name of its notebook,
 "03_online_softmax"), the package itself ("attnlib"), its portable kernel ("attnlib-triton") or a peer
-("cudnn"). "08_production" is the kernel of that chapter's cell, and never what the package made of it. The titles of the steps are the
-book's, in `attnlib.book.chapters`."""
+("cudnn"). "08_production" is the kernel of that chapter's cell, and never what the package made of it. The
+titles of the steps are the book's, in `attnlib.book.chapters`."""
 
 import re
 
