@@ -1,4 +1,4 @@
-"""The arguments of `attention` and `attention_varlen`, checked: an error names the argument, what was
+"""The arguments of `attention`, `attention_varlen` and `attention_decode`, checked: an error names the argument, what was
 expected and what came."""
 
 import weakref
@@ -89,7 +89,7 @@ def check_longest(name: str, longest: int, symbols: bool = False) -> None:
 # ---------------------------------------------------------------- tensors
 
 
-def _check_tensors(q, k, v, rank: str, dims: int) -> None:
+def _check_tensors(q, k, v, rank: str, dims: int, names: tuple[str, str] = ("k", "v")) -> None:
     tensor = torch.Tensor
     if type(q) is tensor and type(k) is tensor and type(v) is tensor:
         try:  # nearly every call ends here; a nested tensor has no shape
@@ -107,12 +107,12 @@ def _check_tensors(q, k, v, rank: str, dims: int) -> None:
                 return
         except RuntimeError:
             pass
-    _find_what_is_wrong(q, k, v, rank, dims)
+    _find_what_is_wrong(q, k, v, rank, dims, names)
 
 
-def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
-    """The same one by one, with an error for each."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def _find_what_is_wrong(q, k, v, rank: str, dims: int, names: tuple[str, str]) -> None:
+    """The same one by one, with an error for each. names: of k and v."""
+    for name, tensor in zip(("q", *names), (q, k, v), strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {_type(tensor)}")
         if tensor.is_nested:
@@ -123,7 +123,7 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
             raise ValueError(f"{name}: expected {rank}, got shape {tuple(tensor.shape)}")
     if q.dtype not in DTYPES:
         raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
-    for name, tensor in (("k", k), ("v", v)):
+    for name, tensor in zip(names, (k, v), strict=True):
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {tensor.dtype}")
         if tensor.device != q.device:
@@ -192,6 +192,17 @@ def no_forward_derivative() -> NoReturn:
 
 def _check_options(options: Options, symbols: bool) -> None:
     causal, window, sm_scale, return_lse, deterministic, impl = options
+    _check_common(causal, window, sm_scale, return_lse, symbols)
+    if deterministic is not True and deterministic is not False:
+        raise TypeError(f"deterministic: expected a bool, got {_type(deterministic)}")
+    if impl is not None:
+        if not isinstance(impl, str):
+            raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {_type(impl)}")
+        if impl not in ("hopper", "triton", "reference"):
+            raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")
+
+
+def _check_common(causal, window, sm_scale, return_lse, symbols: bool) -> None:
     if causal is not True and causal is not False:
         raise TypeError(f"causal: expected a bool, got {_type(causal)}")
     if window is not None:
@@ -200,13 +211,6 @@ def _check_options(options: Options, symbols: bool) -> None:
         _check_scale(sm_scale, symbols)
     if return_lse is not True and return_lse is not False:
         raise TypeError(f"return_lse: expected a bool, got {_type(return_lse)}")
-    if deterministic is not True and deterministic is not False:
-        raise TypeError(f"deterministic: expected a bool, got {_type(deterministic)}")
-    if impl is not None:
-        if not isinstance(impl, str):
-            raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {_type(impl)}")
-        if impl not in ("hopper", "triton", "reference"):
-            raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")
 
 
 _IMPLEMENTATIONS = "expected 'hopper', 'triton', 'reference' or None"
@@ -311,3 +315,99 @@ def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> i
     if values[-1] != tokens:
         raise ValueError(f"{name}: expected to end at {side}'s number of tokens, {tokens}, got {values[-1]}")
     return longest
+
+
+# ---------------------------------------------------------------- decoding
+
+MOST_QUERIES = 16
+SMALLEST_PAGE = 16
+SPLITS = "none", "fixed", "stream_k"
+
+
+class DecodeOptions(NamedTuple):
+    """The options of `attention_decode`, as they were given."""
+
+    lengths: Any = None
+    page_table: Any = None
+    causal: Any = True
+    window: Any = None
+    sm_scale: Any = None
+    return_lse: Any = False
+    split: Any = None
+
+
+def check_decode(q, k, v, options: DecodeOptions) -> None:
+    """Arguments of `attention_decode`. TypeError or ValueError if one is wrong. The values of lengths and
+    pages are looked at where that waits for nobody: on a CPU."""
+    lengths, table, causal, window, sm_scale, return_lse, split = options
+    _check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4, ("k_cache", "v_cache"))
+    _check_decode_shapes(q.shape, k.shape, v.shape, table is not None)
+    if table is not None:
+        _check_integers("page_table", table, q, "2 dimensions (B, pages)", 2)
+    if lengths is not None:
+        _check_integers("lengths", lengths, q, "1 dimension (B)", 1)
+    _check_common(causal, window, sm_scale, return_lse, False)
+    _check_split(split)
+    if q.device.type == "cpu":
+        _check_decode_values(lengths, table, k.shape)
+
+
+@lru_cache(1024)
+def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool) -> None:
+    (batch, heads, queries, head_dim), (first, kv_heads, size, width) = q, k
+    if not 1 <= queries <= MOST_QUERIES:
+        raise ValueError(f"q: expected 1 to {MOST_QUERIES} queries of each sequence, got {queries}")
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(
+            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    if not paged and first != batch:
+        raise ValueError(f"k_cache: expected batch size {batch} as q has, got {first}")
+    if width != head_dim:
+        raise ValueError(f"k_cache: expected head dimension {head_dim} as q has, got {width}")
+    if heads and (not kv_heads or heads % kv_heads):
+        raise ValueError(f"k_cache: expected a number of heads that divides q's {heads}, got {kv_heads}")
+    if paged and (size < SMALLEST_PAGE or size & (size - 1)):
+        raise ValueError(f"k_cache: expected pages of 16, 32, 64 ... keys (dimension 2), got {size}")
+    if v != k:
+        raise ValueError(f"v_cache: expected shape {tuple(k)} as k_cache has, got {tuple(v)}")
+
+
+def _check_integers(name: str, given, q: torch.Tensor, rank: str, dims: int) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor or None, got {_type(given)}")
+    if given.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {given.dtype}")
+    if given.layout is not torch.strided:
+        raise TypeError(f"{name}: {_NO_STRIDES} {given.layout}")
+    if given.dim() != dims:
+        raise ValueError(f"{name}: expected {rank}, got shape {tuple(given.shape)}")
+    if len(given) != len(q):
+        raise ValueError(f"{name}: expected batch size {len(q)} as q has, got {len(given)}")
+    if given.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} as q has, got {given.device}")
+
+
+def _check_split(split) -> None:
+    expected = "expected 'none', 'fixed', 'stream_k', a number of splits or None"
+    if split is None:
+        return
+    if isinstance(split, bool) or not isinstance(split, str | int):
+        raise TypeError(f"split: {expected}, got {_type(split)}")
+    if split not in SPLITS and (isinstance(split, str) or split < 1):
+        raise ValueError(f"split: {expected}, got {split!r}")
+
+
+def _check_decode_values(lengths, table, cache: torch.Size) -> None:
+    room = cache[2] if table is None else table.shape[1] * cache[2]
+    counts = None if lengths is None else lengths.tolist()
+    for count in counts or ():
+        if not 0 <= count <= room:
+            raise ValueError(f"lengths: expected 0 to {room}, which the cache has room for, got {count}")
+    if table is None:
+        return
+    for row, pages in enumerate(table.tolist()):
+        used = len(pages) if counts is None else -(-counts[row] // cache[2])
+        for page in pages[:used]:
+            if not 0 <= page < cache[0]:
+                raise ValueError(f"page_table: expected pages from 0 to {cache[0] - 1}, got {page}")
