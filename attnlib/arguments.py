@@ -1,5 +1,5 @@
-"""The arguments of `attention`, `attention_varlen` and `attention_decode`, checked: an error names the argument, what was
-expected and what came."""
+"""The arguments of `attention`, `attention_varlen` and `attention_decode`, checked: an error names the
+argument, what was expected and what came."""
 
 import weakref
 from functools import lru_cache, partial

@@ -49,7 +49,7 @@ def attention_decode(
     q, k_cache, v_cache, *,
     lengths=None, page_table=None, causal=True, window=None, sm_scale=None, return_lse=False, split=None,
 ):  # fmt: skip
-    """`attention` of a few new queries to the keys and values in a cache: the decoding step of a language model.
+    """`attention` of a few new queries to the keys and values in a cache: decoding with a language model.
 
     The rows of all query heads that share a key/value head form one tile, so that the cache is read once, and
     the keys of a sequence are split over many programs, whose results are merged. Nothing is read from the
@@ -62,26 +62,26 @@ def attention_decode(
     Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
 
     Args:
-        q: (B, H, Sq, D), Sq from 1 to 16, the newest tokens of each sequence; float16, bfloat16 or float32; D a
-            multiple of 8 up to 256.
+        q: (B, H, Sq, D), Sq from 1 to 16, the newest tokens of each sequence; float16, bfloat16 or float32;
+            D a multiple of 8 up to 256.
         k_cache: (B, Hkv, S, D), in which the keys of the new tokens are already; same dtype and device as
             `q`. Hkv divides H: query heads h*H/Hkv ... share key head h. With `page_table` (pages, Hkv, page
-            size, D), the page size a power of two from 16 on. A cache in another order is given as a view, such
-            as `cache.transpose(1, 2)`.
+            size, D), the page size a power of two from 16 on. A cache in another order is given as a view,
+            such as `cache.transpose(1, 2)`.
         v_cache: like `k_cache`.
-        lengths: (B) int32 on the device of `q`: how many keys each sequence has, the new ones among them, from
-            0 on; None where they fill the cache. Read on the device, where they count as at least 0 and at
-            most what the cache has room for; those of CPU tensors are checked.
+        lengths: (B) int32 on the device of `q`: how many keys each sequence has, the new ones among them,
+            from 0 on; None where they fill the cache. Read on the device, where they count as at least 0 and
+            at most what the cache has room for; those of CPU tensors are checked.
         page_table: (B, N) int32 on the device of `q`: the pages in which sequence b has its keys, in order;
             those beyond its length may be anything. A page may belong to several sequences. Wrong numbers
             are undefined behavior on a GPU; those of CPU tensors are checked.
         causal: query i of sequence b attends to keys 0 .. i + lengths[b] - Sq: the last query stands at the
             last key.
-        window: (left, right), as in `attention`: query i, at position p = i + lengths[b] - Sq, attends to keys
-            p - left .. p + right only; -1 is no bound. With `causal` the right bound is 0.
+        window: (left, right), as in `attention`: query i, at position p = i + lengths[b] - Sq, attends to
+            keys p - left .. p + right only; -1 is no bound. With `causal` the right bound is 0.
         sm_scale: factor on the scores, default 1/sqrt(D), from -1e26 to 1e26.
-        return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. With it, results
-            over parts of the keys can be merged.
+        return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. With it,
+            results over parts of the keys can be merged.
         split: how keys are shared out: "stream_k", each program the same number of tiles over all sequences
             and heads (LeanAttention, arXiv 2405.10480); "fixed", each sequence and head split alike into a
             number that fills the GPU; an int, that number; "none"; or None for what is thought best. All give
@@ -116,8 +116,8 @@ def attention_decode(
         for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             if tensor.requires_grad:
                 raise RuntimeError(
-                    f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that does: "
-                    "attention_decode has no gradient; attention has one"
+                    f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
+                    "does: attention_decode has no gradient; attention has one"
                 )
     if forward_ad._current_level >= 0:
         check_tangents(q, k_cache, v_cache)
@@ -137,5 +137,6 @@ def attention_decode(
 
 def _refuse(what: str) -> None:
     raise NotImplementedError(
-        f"attention_decode under {what}: not supported; call it outside, as in a function with torch.compiler.disable"
+        f"attention_decode under {what}: not supported; call it outside, as in a function with "
+        "torch.compiler.disable"
     )

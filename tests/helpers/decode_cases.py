@@ -110,9 +110,7 @@ def judge(case: DecodeCase, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
     q = inputs.q
     rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32) * case.queries
     ends = torch.tensor([0, *case.counts], device=q.device).cumsum(0).int()
-    oracle = Oracle(
-        *inputs.packed, case.causal, case.sm_scale, window=case.window, cu_seqlens=(rows, ends)
-    )
+    oracle = Oracle(*inputs.packed, case.causal, case.sm_scale, window=case.window, cu_seqlens=(rows, ends))
     assert out.shape == q.shape and lse.shape == q.shape[:3], f"{case.name} is wrong: shapes"
     out = out.transpose(1, 2).reshape(-1, case.heads, case.head_dim)
     oracle.judge(out, lse.transpose(0, 1).reshape(case.heads, -1)).raise_if_bad(case.name)
@@ -152,7 +150,9 @@ def _cases() -> list[DecodeCase]:
         add(f"1 pair, {split}", (1000,), heads=2, kv_heads=1, split=split)
         add(f"8 pairs, {split}", (300, 700), heads=8, kv_heads=4, split=split)
         add(f"33 pairs, {split}", MANY, heads=1, kv_heads=1, head_dim=16, split=split)
-    add("130 sequences", tuple(13 * i % 70 for i in range(130)), heads=1, kv_heads=1, head_dim=16, split="stream_k")
+    add("130 sequences", tuple(13 * i % 70 for i in range(130)), heads=1, kv_heads=1, head_dim=16,
+        split="stream_k")  # fmt: skip
+    add("few keys in a large cache", (200,), room=2000, heads=2, kv_heads=1, split="stream_k")
     add("2 queries", (0, 1, 2, 3, 290), queries=2, split="stream_k")
     add("16 queries", (5, 16, 17, 300), queries=16, heads=2, split="stream_k")
     add("16 queries, a tile of 32 rows", (5, 300), queries=16, split="stream_k")

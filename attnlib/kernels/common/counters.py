@@ -34,8 +34,8 @@ def own_counters() -> Iterator[None]:
 def counter(index: int, size: int = 1) -> torch.Tensor:
     """At least `size` int32 that are 0, for one launch after another on a device.
 
-    Launches on one stream share them, because each leaves them at 0. A captured launch has some of its own, set
-    to 0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
+    Launches on one stream share them, because each leaves them at 0. A captured launch has some of its own,
+    set to 0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
     `own_counters`.
     """
     if _thread.own_counters or torch.cuda.is_current_stream_capturing():

@@ -51,12 +51,9 @@ class DecodeConfig:
 TILE_BYTES = 16 << 10
 """Of a tile of keys, and of one of values. A load takes about 1 us from memory when many are under way, so
 4.3 TB/s need 4.3 MB in flight, 33 KB for each of 132 multiprocessors; twice that leaves room for moments in
-which a program waits for something else. With three stages a program has two tiles of keys and two of values
-in flight: 64 KB."""
+which a program waits for something else. With three stages a program has one pair of tiles in flight while it
+works on another, 32 KB, and two pairs when it is done with that."""
 MOST_KEYS, FEWEST_KEYS = 128, 16
-PROGRAMS_PER_SM = 2
-"""Of the shared memory of a multiprocessor, 227 KB, a program with three stages takes 96 KB. Two of them hide
-each other's starts, merges and waits between a load and its exponentials."""
 MOST_ROWS = 64
 """Of a tile; further rows make further tiles, which read the keys again, from L2."""
 FEW_TILES = 2
@@ -70,10 +67,12 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     is best: "stream_k", which needs no luck with the number of pairs, but "none" for few keys."""
     block_m = min(MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
     row_bytes = block_d(work.head_dim) * ITEMSIZE[work.dtype]
+    # 32 rows of 256 columns and more: with four warps their sums do not fit in registers.
+    num_warps = 8 if row_bytes >= 512 and block_m > 16 else 4
     block_n = min(MOST_KEYS, max(FEWEST_KEYS, TILE_BYTES // row_bytes))
     tiles = max(1, -(-work.keys // block_n))
     pairs = work.pairs * -(-work.rows // block_m)
-    programs = work.sms * PROGRAMS_PER_SM
+    programs = work.sms * programs_per_sm(block_m, work.head_dim)
     if split is None:
         split = "none" if tiles <= FEW_TILES else "stream_k"
     if split == "stream_k":
@@ -83,7 +82,14 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     else:
         shares = min(tiles, fixed_splits(pairs, tiles, programs) if split == "fixed" else split)
         split = "none" if shares == 1 else "fixed"
-    return DecodeConfig(block_m, block_n, num_warps=4, num_stages=3, split=split, shares=shares)
+    return DecodeConfig(block_m, block_n, num_warps, num_stages=3, split=split, shares=shares)
+
+
+def programs_per_sm(block_m: int, head_dim: int) -> int:
+    """Programs that run on a multiprocessor at a time: two, which hide each other's starts, merges and waits
+    between a load and its exponentials. A program takes 72 to 115 KB of its 227 KB of shared memory; only
+    with 64 rows of 256 columns it takes more, and half of the registers."""
+    return 1 if block_m * block_d(head_dim) >= 64 * 256 else 2
 
 
 def fixed_splits(pairs: int, tiles: int, programs: int) -> int:

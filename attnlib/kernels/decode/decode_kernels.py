@@ -129,7 +129,7 @@ def _merge_row(
     BLOCK_D: tl.constexpr,
     STREAM_K: tl.constexpr,
 ):
-    """(output before its division by l [BLOCK_D], m, l) of one row of a tile, from `count` partial results."""
+    """(output [BLOCK_D] before its division by l, m, l) of a row of a tile, from `count` partial results."""
     o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     b_acc = tl.zeros([BLOCK_D], tl.float32)
     b_m = float("-inf")
@@ -293,9 +293,9 @@ def attention_decode(
     v_ptr,
     out_ptr,
     lse_ptr,
-    part_o,  # partial results: outputs [slots, BLOCK_M, BLOCK_D], m and l [slots, BLOCK_M]; None for one split
+    part_o,  # partial results: outputs [slots, BLOCK_M, BLOCK_D]; None for one split
     part_m,
-    part_l,
+    part_l,  # m and l [slots, BLOCK_M]
     arrived,  # partial results of each pair so far [pairs], all 0 before and after; None: no merge here
     lengths,  # keys of each sequence [B]; None where all have S
     page_table,  # pages of each sequence [B, pages]; None where its keys lie in one piece

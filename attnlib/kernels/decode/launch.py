@@ -80,7 +80,8 @@ def forward(
     parts = torch.empty(plan.scratch, dtype=torch.float32, device=q.device) if plan.scratch else None
     arrived = None
     if plan.same_launch:
-        arrived = counter(q.get_device(), plan.pairs) if q.is_cuda else q.new_zeros(plan.pairs, dtype=torch.int32)
+        index, size = q.get_device(), plan.pairs
+        arrived = counter(index, size) if q.is_cuda else torch.zeros(size, dtype=torch.int32)
     plan.launches(q, k, v, out, lse, parts, arrived, lengths, table)
     return out, lse
 
@@ -126,8 +127,8 @@ def prepare(call: Call) -> Plan:
     merged_rows = min(config.block_m, call.rows)
     if max(pairs * tiles, grid, pairs * merged_rows) >= LIMIT:
         raise ValueError(
-            f"q, k_cache: expected fewer than 2^31 programs, rows and tiles of {config.block_n} keys over all "
-            f"heads, got {grid}, {pairs * merged_rows} and {pairs * tiles}"
+            f"q, k_cache: expected fewer than 2^31 programs, rows and tiles of {config.block_n} keys over "
+            f"all heads, got {grid}, {pairs * merged_rows} and {pairs * tiles}"
         )
     slots = 0 if config.split == "none" else config.shares * (2 if stream_k else pairs)
     same_launch = config.same_launch and slots > 0

@@ -39,7 +39,8 @@ def test_equal_calls_have_equal_bits_wherever_they_are_merged(split, device):
 def test_splits_agree(device):
     case = DecodeCase("splits", ODD)
     inputs = make(case, device)
-    outs = [run(DecodeCase("split", ODD, split=split), inputs)[0] for split in ("none", "fixed", "stream_k", 5)]
+    splits = ("none", "fixed", "stream_k", 5)
+    outs = [run(DecodeCase("split", ODD, split=split), inputs)[0] for split in splits]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=0, atol=2e-3)
 
