@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import time_decode
 import torch
 from time_decode import Call
+from timed_cpu import gpu  # noqa: F401  (a fixture)
+
+from attnlib.bench import verdict
+from attnlib.bench.records import Table
+from attnlib.bench.setting import Setting
+from attnlib.kernels.decode import launch
 
 SMALL = {
     "batch": Call((40, 40), 4, 2, 16),
@@ -41,6 +49,47 @@ def test_right_outputs_pass_and_wrong_ones_do_not(name, device):
     if name == "ragged":
         with pytest.raises(ValueError, match="SDPA knows no lengths"):
             made["cudnn"]()
+
+
+@pytest.fixture
+def small(gpu, monkeypatch):
+    """The script on a CPU in the place of the GPU, with small calls."""
+    monkeypatch.setattr(time_decode, "DEVICE", "cpu")
+    monkeypatch.setattr(time_decode, "COPIED", 1000)
+    for name in ("CALLS", "TUNED"):
+        monkeypatch.setattr(time_decode, name, list(SMALL.values()))
+    for name in ("BOOK", "SWEEP"):
+        monkeypatch.setattr(time_decode, name, Setting("small", 2, 0, 0, 4))
+    monkeypatch.setattr(time_decode, "PAIRS", [SMALL["batch"]])
+    monkeypatch.setattr(time_decode.timing, "host_us", lambda make: 10.0)
+    monkeypatch.setattr(time_decode.device, "num_sms", lambda index: 2)
+    monkeypatch.setattr(launch, "counter", lambda index, size: torch.zeros(size, dtype=torch.int32))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+def test_the_record(small, tmp_path, capsys):
+    path = tmp_path / "decode.json"
+    assert time_decode.main(["--out", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert set(record["tables"]) == {"calls", "pairs", "host"}
+    table = Table.of("calls", record["tables"]["calls"]["rows"], record, False)
+    call = SMALL["ragged"]
+    row = table.one(call.shape, impl="attnlib")
+    assert row["gb_per_s"] == pytest.approx(call.bytes / row["ms"] * 1e-6, rel=1e-3) and "tflops" not in row
+    assert verdict.judge(table, call.shape, "attnlib", "attnlib, fixed").word == "tie"
+    status = {row["impl"]: row["status"] for row in table.select(call.shape)}
+    assert status.pop("copy") == "ok" and status.pop("cudnn") == status.pop("fa3") == "failed"
+    status.pop("flash")
+    assert len(status) == 5 and set(status.values()) == {"ok"}
+    assert "GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
+    right = time_decode.attention_decode
+    monkeypatch.setattr(time_decode, "attention_decode", lambda *args, **options: 2 * right(*args, **options))
+    assert time_decode.main(["--only", "ragged"]) == 1
+    assert "wrong max error" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

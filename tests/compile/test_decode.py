@@ -67,7 +67,8 @@ def test_half_precision(compiled: dict[tuple, list[Stats]], case: tuple) -> None
         assert stats.spills == 0
         assert stats.shared_bytes <= SMEM_LIMIT
     block_m = max(16, case[2])
-    assert main.ctas_per_sm >= configs.programs_per_sm(block_m, case[0]), "fewer programs share an SM than are launched for it"
+    expected = configs.programs_per_sm(block_m, case[0])
+    assert main.ctas_per_sm >= expected, "fewer programs share an SM than are launched for it"
 
 
 @pytest.mark.parametrize("case", FULL, ids=name)

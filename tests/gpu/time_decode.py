@@ -37,6 +37,7 @@ from attnlib.bench.oracle import Oracle, Verdict  # noqa: E402
 from attnlib.bench.setting import BOOK, SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import DECODERS  # noqa: E402
+from attnlib.kernels.common import device  # noqa: E402
 from attnlib.kernels.decode.configs import DecodeConfig  # noqa: E402
 from attnlib.kernels.decode.launch import call_of, configuration  # noqa: E402
 from attnlib.params import DecodeParams, mask_window  # noqa: E402
@@ -44,6 +45,7 @@ from attnlib.params import DecodeParams, mask_window  # noqa: E402
 RAGGED = (1024, 1024, 2048, 2048, 4096, 4096, 32768, 65536)
 PAGE = 16
 COPIED = 1 << 30
+DEVICE = "cuda"
 OURS = "attnlib"
 
 
@@ -87,6 +89,7 @@ CALLS = [
     Call((32768,) * 4, 32, 32, 64),
     Call(RAGGED),
 ]
+TUNED = [CALLS[i] for i in (0, 2, 4, 6, 7)]
 PAIRS = [Call((16384,) * pairs, 4, 1) for pairs in (1, 8, 56, 132, 133, 200)]
 
 
@@ -103,23 +106,23 @@ class Inputs(NamedTuple):
     table: torch.Tensor
 
 
-def make_inputs(call: Call, device: str) -> Inputs:
-    generator = torch.Generator(device).manual_seed(0)
+def make_inputs(call: Call, where: str) -> Inputs:
+    generator = torch.Generator(where).manual_seed(0)
     shape, dtype = call.shape, call.shape.torch_dtype
     B, S, D = shape.batch, shape.keys, call.head_dim
 
     def randn(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+        return torch.randn(size, generator=generator, device=where, dtype=dtype)
 
     q = randn(B, call.heads, 1, D)
     k, v = (randn(B, call.kv_heads, S, D) for _ in range(2))
-    lengths = torch.tensor(call.lengths, dtype=torch.int32, device=device) if call.ragged else None
+    lengths = torch.tensor(call.lengths, dtype=torch.int32, device=where) if call.ragged else None
     count = -(-S // PAGE)
-    order = torch.randperm(B * count, generator=generator, device=device)
+    order = torch.randperm(B * count, generator=generator, device=where)
     pages = []
     for cache in (k, v):
         whole = F.pad(cache, (0, 0, 0, count * PAGE - S)).unflatten(2, (count, PAGE)).transpose(1, 2)
-        paged = torch.empty(B * count, call.kv_heads, PAGE, D, device=device, dtype=dtype)
+        paged = torch.empty(B * count, call.kv_heads, PAGE, D, device=where, dtype=dtype)
         paged[order] = whole.reshape(B * count, call.kv_heads, PAGE, D)
         pages.append(paged)
     return Inputs(q, k, v, lengths, *pages, order.int().view(B, count))
@@ -208,11 +211,11 @@ def variants(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     """Configurations beside the one that is chosen."""
     params = DecodeParams(mask_window(True, None), 1.0, inputs.lengths)
     own = configuration(call_of(*inputs[:3], None, params))
-    sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    sms = device.num_sms(inputs.q.get_device())
     found = {OURS: lambda: ours(inputs)}
-    for keys, stages, per_sm, warps, same in product((1, 2), (2, 3, 4), (1, 2, 3), (4, 8), (False, True)):
-        if same and (keys, stages, warps) != (1, 3, 4):
-            continue  # the merge is timed in the chosen configuration alone
+    plans = [(*sizes, 4, False) for sizes in product((1, 2), (2, 3, 4), (1, 2, 3))]
+    plans += [(1, 3, 2, 8, False), (1, 3, 1, 4, True), (1, 3, 2, 4, True)]
+    for keys, stages, per_sm, warps, same in plans:
         config = replace(own, block_n=own.block_n * keys, num_stages=stages, num_warps=warps,
                          split="stream_k", shares=sms * per_sm, same_launch=same)  # fmt: skip
         name = f"{OURS}, {config.block_n} keys, {stages} stages, {per_sm} per SM, {warps} warps"
@@ -249,7 +252,7 @@ class Copy(Run):
     def __init__(self, call: Call) -> None:
         super().__init__("copy", call)
         self.bytes = 2 * COPIED
-        source, target = (torch.empty(COPIED, dtype=torch.int8, device="cuda") for _ in range(2))
+        source, target = (torch.empty(COPIED, dtype=torch.int8, device=DEVICE) for _ in range(2))
         self.call = lambda: target.copy_(source)
 
     def gate(self, oracle: Judge | None) -> None:
@@ -258,7 +261,7 @@ class Copy(Run):
 
 def rows(call: Call, make: Callable, setting: Setting, control: str = OURS) -> Iterator[dict[str, Any]]:
     """Times of all implementations of a call, in the same rounds."""
-    inputs = make_inputs(call, "cuda")
+    inputs = make_inputs(call, DEVICE)
     judge = Judge(call, inputs)
     runs: list[Run] = []
     made = make(inputs)
@@ -274,7 +277,7 @@ def rows(call: Call, make: Callable, setting: Setting, control: str = OURS) -> I
 
 def host_rows() -> Iterator[dict[str, Any]]:
     call = Call((512,) * 2)
-    inputs = make_inputs(call, "cuda")
+    inputs = make_inputs(call, DEVICE)
     for name, make in implementations(inputs).items():
         try:
             yield {"call": call.label, "impl": name, "host_us": timing.host_us(make())}
@@ -301,15 +304,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    wanted = [call for call in CALLS if args.only in call.label]
-    plan = [("tune", wanted, variants, SWEEP)] if args.tune else [
-        ("calls", wanted, implementations, BOOK),
-        ("pairs", [call for call in PAIRS if args.only in call.label], splits, SWEEP),
-    ]  # fmt: skip
+    plan = [("calls", CALLS, implementations, BOOK), ("pairs", PAIRS, splits, SWEEP)]
+    if args.tune:
+        plan = [("tune", TUNED, variants, SWEEP)]
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, calls, make, setting in plan:
         found = tables.setdefault(name, {"rows": []})["rows"]
-        for call in calls:
+        for call in [call for call in calls if args.only in call.label]:
             some = list(rows(call, make, setting))
             shown = sorted(some, key=lambda row: row.get("ms", 1e9)) if args.tune else some
             print(*map(show, shown), "", sep="\n", flush=True)

@@ -21,7 +21,8 @@ SHARED_MEMORY = 227 * 1024
 
 
 def work(**changes) -> Work:
-    return Work(**{"rows": 4, "head_dim": 128, "dtype": "float16", "pairs": 8, "keys": 8192, "sms": 132} | changes)
+    usual = {"rows": 4, "head_dim": 128, "dtype": "float16", "pairs": 8, "keys": 8192, "sms": 132}
+    return Work(**usual | changes)
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from decode_cases import CASES, ODD, DecodeCase, check, judge, make, run
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from attnlib import attention, attention_decode
+from attnlib.kernels import decode
+from attnlib.kernels.common import device as kernel_device
 from attnlib.kernels.decode import decode_kernels
 
 pytestmark = INTERPRETER_REMARKS
@@ -48,6 +53,16 @@ def test_splits_agree(device):
 def test_one_query_to_a_full_cache_is_attention(device):
     q, k, v, *_ = make(DecodeCase("full", None, room=200, batch=2), device)
     torch.testing.assert_close(attention_decode(q, k, v), attention(q, k, v, causal=True), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "stream_k" in name or "D 40" in name])
+def test_the_reference(name, monkeypatch):
+    """What runs on a CPU without Triton's interpreter."""
+    monkeypatch.setattr(kernel_device, "interpreted", lambda: False)
+    monkeypatch.setattr(decode, "forward", None)
+    case = replace(CASES[name], same_launch=False)
+    inputs = make(case, "cpu")
+    judge(case, inputs, *run(case, inputs))
 
 
 # ---------------------------------------------------------------- layouts
@@ -134,6 +149,25 @@ def test_gradients_are_refused(grad, device):
         attention_decode(**tensors)
     with torch.no_grad():
         assert not attention_decode(**tensors).requires_grad
+
+
+def test_who_looks_on_is_told_no(device):
+    q, k, v, *_ = make(DecodeCase("looked at", None, room=20, batch=1), device)
+    with pytest.raises(NotImplementedError, match="attention_decode under torch.func: not supported"):
+        torch.vmap(attention_decode)(q[None], k[None], v[None])
+    with pytest.raises(NotImplementedError, match="a dispatch mode: not supported"), FakeTensorMode():
+        attention_decode(q, k, v)
+    with pytest.raises(NotImplementedError, match='device "meta": not supported'):
+        attention_decode(q.to("meta"), k.to("meta"), v.to("meta"))
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"), forward_ad.dual_level():
+        attention_decode(forward_ad.make_dual(q, q), k, v)
+
+
+def test_around_it_a_compiler_may_look_on(device):
+    q, k, v, *_ = make(DecodeCase("around", None, room=20, batch=1), device)
+    outside = torch.compiler.disable(attention_decode)
+    compiled = torch.compile(lambda q: outside(q + 1, k, v) * 2, backend="eager")
+    assert torch.equal(compiled(q), attention_decode(q + 1, k, v) * 2)
 
 
 # ---------------------------------------------------------------- the schedule, in numbers
