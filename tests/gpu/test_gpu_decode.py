@@ -19,7 +19,6 @@ hopper = pytest.mark.skipif(
     reason="states what was measured on an H200: needs a GPU of compute capability 9.x",
 )
 RAGGED = (1024, 1024, 2048, 2048, 4096, 4096, 32768, 65536)
-ALL_SPLITS = pytest.mark.parametrize("split", ["none", "fixed", "stream_k", 5, None])
 BOTH_MERGES = pytest.mark.parametrize("same_launch", [False, True], ids=["two launches", "one launch"])
 
 
@@ -28,14 +27,18 @@ def test_case(name, device):
     check(CASES[name], device)
 
 
-@ALL_SPLITS
+@pytest.mark.parametrize("split", ["none", "fixed", "stream_k", 5, None])
 @BOTH_MERGES
-@pytest.mark.parametrize("page", [None, 16, 256])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_ragged_batch(head_dim, page, same_launch, split, device):
-    lengths = tuple(length // 4 for length in RAGGED) if split == "none" or head_dim == 256 else RAGGED
-    check(DecodeCase("ragged", lengths, heads=32, kv_heads=8, head_dim=head_dim, page=page, split=split,
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_ragged_batch(page, same_launch, split, device):
+    check(DecodeCase("ragged", RAGGED, heads=32, kv_heads=8, head_dim=128, page=page, split=split,
                      same_launch=same_launch), device)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [None, 256])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_ragged_batch_of_other_widths(head_dim, page, device):
+    check(DecodeCase("ragged", RAGGED, heads=32, kv_heads=8, head_dim=head_dim, page=page), device)
 
 
 @BOTH_MERGES
@@ -45,7 +48,7 @@ def test_numbers_of_pairs(pairs, same_launch, device):
                      same_launch=same_launch), device)  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_draws(seed, device):
     draw = random.Random(seed)
     kv_heads, page = draw.choice([1, 2, 3, 8]), draw.choice([None, None, 16, 32, 128])

@@ -132,12 +132,12 @@ class Judge:
     """The fp64 oracle of all sequences, each alone."""
 
     def __init__(self, call: Call, inputs: Inputs) -> None:
-        def packed(cache: torch.Tensor) -> torch.Tensor:
+        def joined(cache: torch.Tensor) -> torch.Tensor:
             return torch.cat([cache[b, :, :n].transpose(0, 1) for b, n in enumerate(call.lengths)])
 
         ends = torch.tensor([0, *call.lengths]).cumsum(0)
         rows = torch.arange(len(call.lengths) + 1)
-        tensors = inputs.q[:, :, 0], packed(inputs.k), packed(inputs.v)
+        tensors = inputs.q[:, :, 0], joined(inputs.k), joined(inputs.v)
         self.oracle = Oracle(*tensors, cu_seqlens=(rows, ends))
 
     def judge(self, out: torch.Tensor) -> Verdict:

@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
     v: torch.Tensor
     lengths: torch.Tensor | None
     table: torch.Tensor | None
-    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    varlen: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make(case: DecodeCase, device: str) -> Inputs:
@@ -62,7 +62,7 @@ def make(case: DecodeCase, device: str) -> Inputs:
     shape = Shape(B, case.heads, case.queries, D, False, case.dtype, case.kv_heads, max(total, 1))
     q, k, v = make_inputs(shape, case.kind, device=device)
     k, v = (x[0, :, :total] for x in (k, v))  # (Hkv, keys of all sequences, D)
-    packed = q.transpose(1, 2).reshape(-1, case.heads, D), k.transpose(0, 1), v.transpose(0, 1)
+    varlen = q.transpose(1, 2).reshape(-1, case.heads, D), k.transpose(0, 1), v.transpose(0, 1)
     lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32, device=device)
     room = case.room or max(max(counts), 1)
     table = None
@@ -86,7 +86,7 @@ def make(case: DecodeCase, device: str) -> Inputs:
                 cache[int(table[i_b, first // case.page]), :, : some.shape[1]] = some
         if case.page is not None and lengths is not None:
             table[i_b, -(-count // case.page) :] = 1 << 30
-    return Inputs(q, *caches, lengths, table, packed)
+    return Inputs(q, *caches, lengths, table, varlen)
 
 
 def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +110,7 @@ def judge(case: DecodeCase, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
     q = inputs.q
     rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32) * case.queries
     ends = torch.tensor([0, *case.counts], device=q.device).cumsum(0).int()
-    oracle = Oracle(*inputs.packed, case.causal, case.sm_scale, window=case.window, cu_seqlens=(rows, ends))
+    oracle = Oracle(*inputs.varlen, case.causal, case.sm_scale, window=case.window, cu_seqlens=(rows, ends))
     assert out.shape == q.shape and lse.shape == q.shape[:3], f"{case.name} is wrong: shapes"
     out = out.transpose(1, 2).reshape(-1, case.heads, case.head_dim)
     oracle.judge(out, lse.transpose(0, 1).reshape(case.heads, -1)).raise_if_bad(case.name)
