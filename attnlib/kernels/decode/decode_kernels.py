@@ -190,7 +190,7 @@ def _merge_and_store_row(
     o_r = i_p % BLOCKS * BLOCK_M + row
     i_h, i_s = i_p // BLOCKS * GROUP + o_r // S_Q, o_r % S_Q
     there = o_r < GROUP * S_Q
-    place = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s * o_s) * UNIT_Q
+    place = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s.to(tl.int64) * o_s) * UNIT_Q
     b_o = (b_acc / divisor).to(out_ptr.dtype.element_ty)  # [BLOCK_D]
     tl.store(out_ptr + place + o_d, b_o, mask=there & (o_d < D))
     if STORE_LSE:
@@ -383,7 +383,7 @@ def attention_decode(
         i_h, i_s = i_kv * GROUP + o_r // S_Q, o_r % S_Q  # [BLOCK_M]
         row = o_r < GROUP * S_Q  # [BLOCK_M]
         columns = row[:, None] & (o_d < D)[None, :]  # [BLOCK_M, BLOCK_D]
-        places = (i_b.to(tl.int64) * q_b + i_h.to(tl.int64) * q_h + i_s * q_s) * UNIT_Q  # [BLOCK_M]
+        places = (i_b.to(tl.int64) * q_b + i_h.to(tl.int64) * q_h + i_s.to(tl.int64) * q_s) * UNIT_Q
         b_q = tl.load(q_ptr + places[:, None] + o_d[None, :], mask=columns, other=0.0)  # [BLOCK_M, BLOCK_D]
         position = length - S_Q + i_s  # [BLOCK_M] the last query stands at the last key
         last_key = tl.zeros([BLOCK_M], tl.int32) + (length - 1)  # [BLOCK_M]
@@ -410,7 +410,7 @@ def attention_decode(
 
         if count == tiles:  # nothing to merge
             divisor, b_lse = _finished(b_m, b_l)  # [BLOCK_M]
-            places = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s * o_s) * UNIT_Q  # [BLOCK_M]
+            places = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s.to(tl.int64) * o_s) * UNIT_Q
             b_o = (b_acc / divisor[:, None]).to(out_ptr.dtype.element_ty)  # [BLOCK_M, BLOCK_D]
             tl.store(out_ptr + places[:, None] + o_d[None, :], b_o, mask=columns)
             if STORE_LSE:
