@@ -56,6 +56,9 @@ works on another, 32 KB, and two pairs when it is done with that."""
 MOST_KEYS, FEWEST_KEYS = 128, 16
 MOST_ROWS = 64
 """Of a tile; further rows make further tiles, which read the keys again, from L2."""
+LARGE_TILE = 8 << 10
+"""Bytes of queries, beyond which their sums and the addresses of keys do not fit in the registers of four
+warps."""
 FEW_TILES = 2
 """Up to so many tiles a pair is not split: reading them takes less than a merge."""
 GOOD_WAVES = 0.9
@@ -67,8 +70,7 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     is best: "stream_k", which needs no luck with the number of pairs, but "none" for few keys."""
     block_m = min(MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
     row_bytes = block_d(work.head_dim) * ITEMSIZE[work.dtype]
-    # 32 rows of 256 columns and more: with four warps their sums do not fit in registers.
-    num_warps = 8 if row_bytes >= 512 and block_m > 16 else 4
+    num_warps = 8 if block_m * row_bytes > LARGE_TILE else 4
     block_n = min(MOST_KEYS, max(FEWEST_KEYS, TILE_BYTES // row_bytes))
     tiles = max(1, -(-work.keys // block_n))
     pairs = work.pairs * -(-work.rows // block_m)
@@ -87,9 +89,9 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
 
 def programs_per_sm(block_m: int, head_dim: int) -> int:
     """Programs that run on a multiprocessor at a time: two, which hide each other's starts, merges and waits
-    between a load and its exponentials. A program takes 72 to 115 KB of its 227 KB of shared memory; only
-    with 64 rows of 256 columns it takes more, and half of the registers."""
-    return 1 if block_m * block_d(head_dim) >= 64 * 256 else 2
+    between a load and its exponentials. A program takes 72 to 115 KB of its 227 KB of shared memory. With 64
+    rows of 128 columns and more it takes most of the registers too, and is alone."""
+    return 1 if block_m == MOST_ROWS and block_d(head_dim) >= 128 else 2
 
 
 def fixed_splits(pairs: int, tiles: int, programs: int) -> int:
