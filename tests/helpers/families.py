@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnlib import dispatch, node
-from attnlib.kernels import hopper, portable
+from attnlib.kernels import decode, hopper, portable
 from attnlib.kernels.common import launcher
 from attnlib.params import Params
 
@@ -37,6 +37,7 @@ def forget_launches() -> None:
     dispatch._roads.clear()
     node.forget()
     launcher._compiled.clear()
+    decode.launch.prepare.cache_clear()
     for family in (portable, hopper):
         family.launch.prepare.cache_clear()
         family.launch_backward.prepare.cache_clear()
