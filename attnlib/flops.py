@@ -70,15 +70,20 @@ def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
     return forward_flops(q, k, v, *options, **named) * 5 // 2
 
 
-def decode_flops(q, k, v, lengths=None, page_table=None, left=None, right=None, *_, **__) -> int:
+def decode_flops(q, k, v, *options, **named) -> int:
     """4 * H * D * Sq * S of each sequence, S its length; where nobody knows that, what the cache has room
     for. A window counts as in `forward_flops`."""
+    given = dict(zip(_DECODE_OPTIONS, options, strict=False)) | named
+    lengths, page_table, left, right = map(given.get, _DECODE_OPTIONS)
     room = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
     unknown = lengths is None or lengths.is_meta or isinstance(lengths, torch._subclasses.FakeTensor)
     counts = [room] * q.shape[0] if unknown else [min(max(n, 0), room) for n in lengths.tolist()]
     if left is not None and right is not None:
         counts = [min(n, left + right + 1) for n in counts]
     return 4 * q.shape[1] * q.shape[-1] * q.shape[2] * sum(counts)
+
+
+_DECODE_OPTIONS = "lengths", "page_table", "left", "right"
 
 
 def _lengths(q, k, given: dict) -> Iterable[tuple[int, int]]:
