@@ -80,11 +80,12 @@ def attention(
             flows through it.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
-        impl: "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
+        impl: "decode" (1 to 16 queries, the forward pass alone; the keys are split over the whole GPU),
+            "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
             triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in
-            float64, any device), or None: the first of these that can run the call, but not "hopper" for the
-            shortest sequences. An explicit choice never falls back to another. `explain` tells what a call
-            would run.
+            float64, any device), or None: the first of these that can run the call, but "decode" only for so
+            many keys that it is faster, and not "hopper" for the shortest sequences. An explicit choice never
+            falls back to another. `explain` tells what a call would run.
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
@@ -108,7 +109,7 @@ def attention(
     symbols = _symbolic()
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     check(q, k, v, options, symbols)
-    if symbols or not _plain(q, k, v):
+    if symbols or not plain(q, k, v):
         return _operator(q, k, v, None, options)
     return _call(q, k, v, None, options)
 
@@ -193,7 +194,7 @@ def attention_varlen(
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_varlen(q, k, v, varlen, options, symbols)
-    if symbols or not _plain(q, k, v):
+    if symbols or not plain(q, k, v):
         return _operator(q, k, v, varlen, options)
     return _call(q, k, v, varlen, options)
 
@@ -215,7 +216,7 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
     if not functorch and not _differentiable(q, k, v):
         out, lse = dispatch.forward(q, k, v, Params(seen, scale, varlen, return_lse, deterministic, impl))
         return (out, lse) if return_lse else out
-    if impl == "hopper":  # an error now rather than in the backward pass
+    if impl in ("decode", "hopper"):  # an error now rather than in the backward pass
         dispatch.resolve(q, k, v, Params(seen, scale, varlen, True, deterministic, impl), backward=True)
     asked = Asked(Params(seen, scale, None, True, deterministic, impl), lengths)
     differentiable = Attention.apply if functorch else node.attend
@@ -242,7 +243,7 @@ def _symbolic() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether all three have memory of their own that a kernel can read: not on device "meta", not of a class
     that stands for other tensors (FakeTensor, DTensor)."""
     if q.is_meta:

@@ -15,10 +15,14 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 """
 
 from attnlib.kernels import decode, hopper, portable, reference
+from attnlib.kernels.decode import few_queries
 from attnlib.kernels.reference import decode as reference_decode
 
-FAMILIES = {"hopper": hopper, "triton": portable, "reference": reference}
+FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "reference": reference}
 """Name, as in `impl` -> family, in the order of preference. The last one runs every call."""
+
+FOR_FEW_CALLS = {"decode"}
+"""Families for calls of one kind. That a call is of another kind is no reason to tell for what runs it."""
 
 DECODERS = {"triton": decode, "reference": reference_decode}
 """The same for `attention_decode`: modules with unsupported(q, params) and forward(q, k, v, params), where

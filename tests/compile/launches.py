@@ -46,6 +46,7 @@ class _Recorder:
         num_warps: int = 4,
         num_stages: int = 3,
         maxnreg: int | None = None,
+        launch_pdl: bool = False,  # says how to launch, not what
         **kwargs: object,
     ) -> None:
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs

@@ -38,6 +38,7 @@ def jobs(head_dim: int, dtype: str, rows: int, cache: str, split: str) -> list[J
     params = DecodeParams(window, 0.1, lengths, table, True, split)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "num_sms", lambda index: 132)
+        patch.setattr(device, "capability", lambda index: (9, 0))
         return jobs_of(decode_kernels, lambda: decode.forward(q, k, k, params))
 
 

@@ -142,7 +142,9 @@ def test_both_ways_give_the_driver_the_same(case, sm_90, triton_way, called):
 
     def reached() -> list[dict]:
         found = sm_90.driver.launches()
-        assert all(made.stream == STREAM and made.attributes == 0 for made in found)
+        # A merge may begin before the launch ahead of it is done; nothing else may.
+        assert [made.attributes for made in found] == ([0, 1] if family is decode else [0] * len(found))
+        assert all(made.stream == STREAM for made in found)
         return [made.described() for made in found]
 
     run(family, direction, *make(100, 130, head_dim, **options))

@@ -37,6 +37,7 @@ class DecodeConfig:
         shares: programs of "stream_k", splits of "fixed", 1 of "none".
         same_launch: partial results are merged by the program that finishes a pair last, instead of by a
             second launch.
+        prefetch: a program asks for its first keys before its queries have come.
     """
 
     block_m: int
@@ -46,6 +47,7 @@ class DecodeConfig:
     split: Split
     shares: int
     same_launch: bool = False
+    prefetch: bool = True
 
 
 TILE_BYTES = 16 << 10
@@ -63,6 +65,32 @@ FEW_TILES = 2
 """Up to so many tiles a pair is not split: reading them takes less than a merge."""
 GOOD_WAVES = 0.9
 """Of the best use of the last wave of programs: the fewest splits that come so near are taken."""
+
+
+ALONE = 0.5
+"""Of the time in which an SM's share of the memory bandwidth reads the keys and values of a head: a program
+of the dense kernels takes at least so long. With 32 of them on 132 SMs they read 67 GB/s each, on a GPU that
+copies 32.5 GB/s for each SM (docs/lab/decode.md)."""
+SLOWER, START = 1.05, 128 << 10
+"""What a split costs: 5% of the speed, and the bytes that an SM's share of the bandwidth reads in 4 us, which
+the merge and its launch take."""
+
+
+def pays_to_split(work: Work, heads: int) -> bool:
+    """Whether the decoding kernels read the keys faster than the dense ones, which give each of `heads` query
+    heads one program, on an SM of its own.
+
+    Three things make that slow: fewer heads than SMs, a last wave of few heads, and heads of one group that
+    each read the same keys (from L2, but no faster than an SM can). With one query head for each key head,
+    and about as many as SMs or several times more, nothing is left to gain.
+    """
+    group = max(1, heads // max(1, work.pairs))
+    waves, last = divmod(heads, work.sms)
+    dense = waves * max(ALONE, 1 / group)
+    if last:
+        dense += max(ALONE, last / work.sms / group)
+    split = SLOWER * work.pairs / work.sms
+    return (dense - split) * 2 * work.keys * work.head_dim * ITEMSIZE[work.dtype] > START
 
 
 def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
@@ -84,7 +112,32 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     else:
         shares = min(tiles, fixed_splits(pairs, tiles, programs) if split == "fixed" else split)
         split = "none" if shares == 1 else "fixed"
-    return DecodeConfig(block_m, block_n, num_warps, num_stages=3, split=split, shares=shares)
+    prefetch = row_bytes <= 256  # with more, its addresses are registers too many
+    return DecodeConfig(
+        block_m, block_n, num_warps, num_stages=3, split=split, shares=shares, prefetch=prefetch
+    )
+
+
+class MergeConfig(NamedTuple):
+    """parts: partial results that a program merges in one step. columns: of them that it takes."""
+
+    parts: int
+    columns: int
+
+
+MERGED = 8192
+"""Numbers that a program of 128 threads takes in one step: 64 registers of each."""
+NARROW = 32
+"""Columns: 128 bytes of float32, what memory moves at a time."""
+
+
+def merge_config(rows: int, width: int, most: int, sms: int) -> MergeConfig:
+    """How partial results are merged: `rows` of all pairs, `width` columns, at most `most` results of each.
+
+    A merge takes as long as memory takes to answer, once for each step. So few rows are cut into narrow
+    slices, of which many results are taken at once; many rows fill the GPU whole."""
+    columns = min(width, NARROW if rows * (width // NARROW) <= 16 * sms else 128)
+    return MergeConfig(min(1 << max(0, most - 1).bit_length(), MERGED // columns), columns)
 
 
 def programs_per_sm(block_m: int, head_dim: int) -> int:
