@@ -1,7 +1,7 @@
 """One operand of FP8 attention as its kernel reads it, and where everything in it lies."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,6 +18,22 @@ GROUP = 16
 """Keys of V that are permuted among each other; of every sequence their number is padded to a multiple."""
 WIDTHS = (64, 128, 256)
 """Head dimensions that the kernels have; others are padded with zeros."""
+
+CHUNK = 64
+"""Columns that one multiplication with a Hadamard matrix takes, where queries and keys are rotated."""
+
+SIGNS = (
+    0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89,
+)  # fmt: skip
+"""Bit i % 32 of word i // 32 says whether column i is negated: arbitrary, the digits of pi behind the
+point."""
+
+
+class Recipe(NamedTuple):
+    """How a tensor is quantized: what shares a scale, and whether queries and keys are rotated."""
+
+    scaling: Scaling = "block"
+    rotate: bool = True
 
 
 @dataclass(frozen=True, eq=False)
