@@ -168,13 +168,15 @@ def quantize_rows(
         i_n = blocks - 1 - i_n  # what the pass before read last may still be in L2
     start, length = _begin(cu, i_b, S)
     if cu is None:
-        of_data, stride = (i_b * H + i_h).to(tl.int64) * S, WIDTH
-        of_scale = (i_b * H + i_h).to(tl.int64) * room
+        head = i_b * H + i_h
+        of_data, stride = head.to(tl.int64) * S, WIDTH
+        of_scale = head.to(tl.int64) * room
     else:
         # Blocks of scales are a sequence's own up to the next one's first: all are written.
         before = start // ROWS + i_b
         if i_n > (start + length) // ROWS + i_b - before:
             return
+        head = i_h
         of_data, stride = start.to(tl.int64) * H + i_h, H * WIDTH
         of_scale = i_h.to(tl.int64) * room + before
         x_ptr += start.to(tl.int64) * x_s * UNIT
@@ -187,7 +189,7 @@ def quantize_rows(
         scale, factor = _scale(_largest(chunks), NORM)
         tl.store(scale_ptr + of_scale + i_n, scale)
     else:
-        place = i_b * H + i_h if PER_HEAD else 0
+        place = head if PER_HEAD else 0
         scale, factor = _scale(tl.load(amax_ptr + place), NORM)
         tl.store(scale_ptr + place, scale)
     rows = data_ptr + of_data * WIDTH + o_n.to(tl.int64) * stride  # [ROWS]
@@ -223,11 +225,13 @@ def quantize_values(
     i_n = blocks - 1 - i_n  # what the pass before read last may still be in L2
     start, length = _begin(cu, i_b, S)
     if cu is None:
-        of_data, groups = (i_b * H + i_h).to(tl.int64) * WIDTH * room, room
+        head = i_b * H + i_h
+        of_data, groups = head.to(tl.int64) * WIDTH * room, room
     else:
         # Positions are a sequence's own up to the next one's first: all are written.
         before = start // GROUP + i_b
         groups = (start + length) // GROUP + i_b + 1 - before
+        head = i_h
         of_data = i_h.to(tl.int64) * WIDTH * room + before
         x_ptr += start.to(tl.int64) * x_s * UNIT
         if i_n * ROWS >= groups * GROUP:
@@ -236,7 +240,7 @@ def quantize_values(
     o_n = o_p // GROUP * GROUP + o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2 + o_p % 2  # [ROWS], their keys
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h) * UNIT
     rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
-    place = i_b * H + i_h if PER_HEAD else 0
+    place = head if PER_HEAD else 0
     scale, factor = _scale(tl.load(amax_ptr + place), 1.0)
     tl.store(scale_ptr + place, scale)
     for first in tl.static_range(0, WIDTH, CHUNK):
