@@ -94,10 +94,11 @@ def _rounded(b_x, factor, INTERPRETED: tl.constexpr):
     """The values times the factor as float8_e4m3fn, to the nearest, ties to even."""
     b_y = tl.where(tl.abs(b_x) < float("inf"), b_x * factor, float("nan"))
     if INTERPRETED:  # its cast rounds wrongly (triton 3.6): leave it nothing to round
-        exponent = b_y.to(tl.uint32, bitcast=True) & 0x7F800000
-        ulp = tl.maximum(exponent, 0x3C000000) - 0x01800000  # 2^-3 of 2^exponent, and of 2^-6 at least
+        bits = b_y.to(tl.uint32, bitcast=True)
+        ulp = tl.maximum(bits & 0x7F800000, 0x3C800000) - 0x01800000  # 2^-3 of 2^exponent, or of 2^-6
         magic = ulp.to(tl.float32, bitcast=True) * 12582912.0  # 1.5 * 2^23: the sum has no finer bits
-        b_y = tl.where(b_y == b_y, (b_y + magic) - magic, 480.0)  # which it takes for NaN
+        b_r = ((b_y + magic) - magic).to(tl.uint32, bitcast=True) | (bits & 0x80000000)  # -0 stays
+        b_y = tl.where(b_y == b_y, b_r.to(tl.float32, bitcast=True), 480.0)  # which it takes for NaN
     return b_y.to(tl.float8e4nv)
 
 
