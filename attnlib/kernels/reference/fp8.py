@@ -18,6 +18,11 @@ from attnlib.params import MaskWindow, Params
 _SCRATCH = 1 << 23  # scores that are looked at together
 _SMALLEST = 2.0**-126
 
+
+def unsupported(where: torch.device) -> None:
+    """Nothing is."""
+
+
 # ---------------------------------------------------------------- quantizing
 
 
