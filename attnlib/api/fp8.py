@@ -227,9 +227,8 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     family = FP8[impl or "hopper"]
     lacks = family.unsupported(q.device)
     if lacks is not None:
-        raise ValueError(
-            f"{'q' if impl is None else 'impl'}: 'hopper' {lacks}; impl='reference' runs on any device"
-        )
+        what = "q: attention_fp8" if impl is None else f"impl: {impl!r}"
+        raise ValueError(f"{what} {lacks}; impl='reference' runs on any device")
     out_dtype = out_dtype or q.dtype
     head_dim = q.shape[-1]
     if not math.prod(q.shape) or not math.prod(k.shape):  # no row, or none with anything to attend to

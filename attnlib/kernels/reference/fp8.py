@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from attnlib.kernels.common.fp8 import (
-    GROUP, LARGEST, ROWS, SIGNS, Fp8, Recipe, Role, first_block, num_blocks, padded_width,
+    CHUNK, GROUP, LARGEST, ROWS, SIGNS, Fp8, Recipe, Role, first_block, num_blocks, padded_width,
 )  # fmt: skip
 from attnlib.params import MaskWindow, Params
 
@@ -29,8 +29,8 @@ def unsupported(where: torch.device) -> None:
 @cache
 def rotation(width: int) -> torch.Tensor:
     """Signs times Hadamard matrix, [width, width] of 1 and -1: a row x becomes x @ rotation / sqrt(width)."""
-    negative = [SIGNS[column // 32] >> column % 32 & 1 for column in range(width)]
-    signs = 1.0 - 2.0 * torch.tensor(negative, dtype=torch.float64)
+    negative = [SIGNS[column // 32] >> column % 32 & 1 for column in range(CHUNK)]
+    signs = 1.0 - 2.0 * torch.tensor(negative, dtype=torch.float64).repeat(width // CHUNK)
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < width:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -146,12 +146,14 @@ class Rounding(NamedTuple):
     offset: so that small weights are not lost; None: P is not rounded. whole: the shift is a row's maximum rounded up, so that
     roundings do not depend on which maximum was known. keys: in a block; the shift is the largest of the
     blocks so far, the last block being the first one to be looked at; None for the maximum of the row.
+    lazy: the shift stays while no score exceeds it by more than this.
     sum_rounded: P is divided by the sum of what it was rounded to.
     """
 
     offset: float | None = 8.0
     whole: bool = False
     keys: int | None = None
+    lazy: float = 0.0
     sum_rounded: bool = False
 
 
@@ -215,11 +217,16 @@ def _attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
 
 def _rounded(scores: torch.Tensor, m: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """exp2(scores - m) as the second product gets it: scores [rows, S_k], m [rows, 1] their maximum."""
-    offset, whole, keys = rounding[:3]
+    offset, whole, keys, lazy, _ = rounding
     shift = m
     if keys is not None:
         blocks = F.pad(scores, (0, -scores.shape[1] % keys), value=-math.inf).unflatten(1, (-1, keys))
-        known = blocks.amax(-1).flip(1).cummax(1).values.flip(1)  # [rows, blocks], the last block comes first
+        largest = blocks.amax(-1)  # [rows, blocks]
+        known = torch.empty_like(largest)
+        now = torch.full_like(m[:, 0], -math.inf)
+        for block in reversed(range(largest.shape[1])):
+            now = torch.where(largest[:, block] > now + lazy, largest[:, block], now)
+            known[:, block] = now
         shift = torch.where(known == -math.inf, 0.0, known).repeat_interleave(keys, 1)[:, : scores.shape[1]]
     if whole:
         shift = shift.ceil()
