@@ -278,8 +278,8 @@ def _refuse_derivatives(function: str, **tensors: Operand) -> None:
             _refuse(function, 'device "meta"')
         if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that does: "
-                f"{function} has no gradient; attention has one"
+                f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
+                f"does: {function} has no gradient; attention has one"
             )
     if given and forward_ad._current_level >= 0:
         check_tangents(*given.values())

@@ -7,9 +7,9 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import describable, legal, readable
+from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
-from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
 
 MODULE = "attnlib.kernels.fp8.quantize_kernels"
 TENSORS = "x", "data", "scale", "amax", "cu"
@@ -17,7 +17,7 @@ POINTERS = "x_ptr", "data_ptr", "scale_ptr", "amax_ptr", "cu"
 BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
-"""Programs for each SM, where there are so many blocks; blocks that one takes at most, one after the other."""
+"""Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
 
 
 class Call(NamedTuple):
@@ -112,7 +112,7 @@ def prepare(call: Call) -> Plan:
     sms = 1 if call.device < 0 else device.num_sms(call.device)
 
     def span(blocks: int, heads: int) -> int:
-        return min(max(blocks * heads // (PROGRAMS * sms), 1), SPAN, blocks)
+        return max(1, min(blocks * heads // (PROGRAMS * sms), SPAN, blocks))
 
     per_block, per_head = scaling == "block" and not is_v, scaling != "tensor"
     stored = (1,) if not per_head else (*heads, room) if per_block else heads

@@ -5,9 +5,9 @@ written is written once.
 - `quantize_rows`: queries and keys: rotated, scaled and rounded. A scale per block needs no pass before.
 - `quantize_values`: values: scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for the layouts.
 
-The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. For 128 or 256 columns that is one
-of 64 for each 64 columns, which tensor cores multiply with, exactly but for the order of the sum, and sums
-and differences of the results. Division by sqrt(width) goes into the scale.
+The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. For 128 or 256 columns that is
+one of 64 for each 64 columns, which tensor cores multiply with, exactly but for the order of the sum, and
+sums and differences of the results. Division by sqrt(width) goes into the scale.
 
 A value that is not finite becomes NaN and takes no part in a scale: it spoils its row and no others.
 """
@@ -15,8 +15,8 @@ A value that is not finite becomes NaN and takes no part in a scale: it spoils i
 import triton
 import triton.language as tl
 
-from attnlib.kernels.common.varlen_rows import sequence
 from attnlib.kernels.common import fp8
+from attnlib.kernels.common.varlen_rows import sequence
 
 LARGEST = tl.constexpr(fp8.LARGEST)
 GROUP = tl.constexpr(fp8.GROUP)
@@ -76,7 +76,7 @@ def _load_rows(rows, seen, b_h, D: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl
 
 @triton.jit
 def _maximum(b_max, chunks):
-    """The larger one of `b_max` and the magnitudes in all chunks, [ROWS, CHUNK]; a number is larger than NaN."""
+    """The largest of `b_max` and the magnitudes in all chunks, [ROWS, CHUNK]; NaN does not count."""
     for i in tl.static_range(len(chunks)):
         b_max = tl.maximum(b_max, tl.abs(chunks[i]))
     return b_max

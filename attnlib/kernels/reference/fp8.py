@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from attnlib.kernels.common.fp8 import (
-    CHUNK, GROUP, LARGEST, ROWS, SIGNS, Fp8, Recipe, Role, first_block, num_blocks, padded_width,
+    CHUNK,
+    GROUP,
+    LARGEST,
+    ROWS,
+    SIGNS,
+    Fp8,
+    Recipe,
+    Role,
+    first_block,
+    num_blocks,
+    padded_width,
 )  # fmt: skip
 from attnlib.params import MaskWindow, Params
 
@@ -115,7 +125,7 @@ def _transposed(rounded: torch.Tensor, starts: list[int], sequences: int | None)
 
 
 def values_of(x: Fp8) -> Iterator[torch.Tensor]:
-    """The values of each sequence in fp64, (H, S, width), in the order of the tokens; rotated ones stay so."""
+    """The values of each sequence in fp64, (H, S, width), tokens in their order; rotated ones stay so."""
     starts = [0, x.tokens] * len(x.data) if not x.varlen else x.cu_seqlens.tolist()
     count = len(x.data) if not x.varlen else len(starts) - 1
     for b in range(count):
@@ -143,10 +153,10 @@ def values_of(x: Fp8) -> Iterator[torch.Tensor]:
 class Rounding(NamedTuple):
     """How P becomes float8_e4m3fn: exp2(score - shift + offset), rounded, with the score in base 2.
 
-    offset: so that small weights are not lost; None: P is not rounded. whole: the shift is a row's maximum rounded up, so that
-    roundings do not depend on which maximum was known. keys: in a block; the shift is the largest of the
-    blocks so far, the last block being the first one to be looked at; None for the maximum of the row.
-    lazy: the shift stays while no score exceeds it by more than this.
+    offset: so that small weights are not lost; None: P is not rounded. whole: the shift is a maximum rounded
+    up, so that roundings do not depend on which maximum was known. keys: in a block; the shift is the largest
+    score of the blocks so far, the last block being the first one to be looked at; None for the largest of the
+    row. lazy: the shift stays while no score exceeds it by more than this.
     sum_rounded: P is divided by the sum of what it was rounded to.
     """
 
@@ -172,7 +182,7 @@ def forward(
         group, out, lse = len(b_q) // max(1, len(b_k)), [], []
         for head in range(len(b_q)):
             kv = head // group
-            o, e = _attend(b_q[head], b_k[kv], b_v[kv], params.window, params.sm_scale, rounding)
+            o, e = attend(b_q[head], b_k[kv], b_v[kv], params.window, params.sm_scale, rounding)
             out.append(o[:, : v.head_dim])
             lse.append(e)
         outs.append(torch.stack(out))
@@ -184,7 +194,7 @@ def forward(
     return out.to(out_dtype).contiguous(), lse.float()
 
 
-def _attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
+def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
     """Of one head: q [S_q, D], k and v [S_k, D]."""
     S_q, S_k = len(q), len(k)
     out, lse = torch.zeros(S_q, v.shape[1], dtype=q.dtype, device=q.device), q.new_full((S_q,), -math.inf)
