@@ -38,8 +38,8 @@ import attnlib  # noqa: E402
 from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.setting import WINDOW  # noqa: E402
 from attnlib.kernels.common.fp8 import ROWS, Fp8, Recipe  # noqa: E402
-from attnlib.kernels.fp8 import launch  # noqa: E402
-from attnlib.kernels.fp8.configs import Fp8Config, fp8_config  # noqa: E402
+from attnlib.kernels.hopper import launch_fp8 as launch  # noqa: E402
+from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config  # noqa: E402
 from attnlib.kernels.reference import fp8 as reference  # noqa: E402
 from attnlib.params import Params, mask_window  # noqa: E402
 

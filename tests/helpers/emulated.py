@@ -17,7 +17,7 @@ from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
 from attnlib.kernels import hopper
 from attnlib.kernels.common import device
-from attnlib.kernels.fp8 import launch as launch_fp8
+from attnlib.kernels.hopper import launch_fp8
 from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,

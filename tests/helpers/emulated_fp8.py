@@ -9,7 +9,7 @@ import torch
 from emulated import on_the_cpu
 
 from attnlib.kernels.common.fp8 import Recipe
-from attnlib.kernels.fp8 import launch
+from attnlib.kernels.hopper import launch_fp8 as launch
 from attnlib.kernels.reference import fp8 as reference
 
 AS_THE_MODEL = 1.5

@@ -10,7 +10,8 @@ import torch
 from attnlib import dispatch, node
 from attnlib.kernels import hopper, portable
 from attnlib.kernels.common import launcher
-from attnlib.kernels.fp8 import launch as launch_fp8
+from attnlib.kernels.fp8 import launch_quantize
+from attnlib.kernels.hopper import launch_fp8
 from attnlib.params import Params
 
 
@@ -42,6 +43,7 @@ def forget_launches() -> None:
     for family in (portable, hopper):
         family.launch.prepare.cache_clear()
         family.launch_backward.prepare.cache_clear()
+    launch_quantize.prepare.cache_clear()
 
 
 @pytest.fixture

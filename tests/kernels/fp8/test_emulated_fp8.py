@@ -10,7 +10,7 @@ from cases import INTERPRETER_REMARKS
 from emulated import ORDERS
 from emulated_fp8 import Call, check
 
-from attnlib.kernels.fp8.configs import fp8_config
+from attnlib.kernels.hopper.configs_fp8 import fp8_config
 
 pytestmark = INTERPRETER_REMARKS
 
