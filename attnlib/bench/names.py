@@ -1,8 +1,9 @@
 """The names of everything that is measured.
 
 A key is what a record calls an implementation: a step of the book (the name of its notebook,
-"03_online_softmax"), the package itself ("attnlib"), or a peer ("cudnn"). The titles of the steps are the
-book's, in `attnlib.book.chapters`."""
+"03_online_softmax"), the package itself ("attnlib"), its portable kernel ("attnlib-triton") or a peer
+("cudnn"). "08_production" is the kernel of that chapter's cell, and never what the package made of it. The
+titles of the steps are the book's, in `attnlib.book.chapters`."""
 
 import re
 
@@ -17,11 +18,16 @@ PEERS: dict[str, str] = {
 """Key -> short name of each implementation that is not ours."""
 
 
+PORTABLE = "attnlib-triton"
+
+
 def number(impl: str) -> int | None:
     """The step number in a key: 3 for "03_online_softmax", None for a peer. "attnlib", the package, comes
-    after every step."""
+    after every step; its portable kernel is beside the step that it was made from."""
     if impl == "attnlib":
         return 100
+    if impl == PORTABLE:
+        return 8
     found = re.match(r"(\d\d)_", impl)
     return int(found.group(1)) if found else None
 

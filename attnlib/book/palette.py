@@ -43,6 +43,7 @@ COLORS: dict[str, str] = {
 MARKERS: dict[str, str] = {
     "ours": "o",
     "attnlib": "o",
+    "attnlib-triton": "o",
     "fa3": "^",
     "cudnn": "s",
     "flash": "D",

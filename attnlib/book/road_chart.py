@@ -24,8 +24,8 @@ PANELS: dict[str, tuple[str, float, str]] = {
 """Field of a row -> the panel's title, what turns the field into its unit, and its scale."""
 
 LEFT_OUT = {"attnlib-triton", "math"}
-"""The package's portable kernel, which is chapter 08's, and a peer of so many bytes and instructions that the
-differences of all others could not be seen."""
+"""The package's portable kernel, made from chapter 08's, and a peer of so many bytes and instructions that
+the differences of all others could not be seen."""
 
 _LOOK = {64: (shade(0.0), "o"), 128: (shade(0.5), "s"), 256: (shade(1.0), "^")}
 

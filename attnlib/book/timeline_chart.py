@@ -17,6 +17,7 @@ PRODUCTS = "QK", "PV"
 EVENT_COLORS = {"QK": shade(0.6), "PV": shade(0.1), "softmax": COLORS["grid"]}
 _OTHERS = "#B8860B", "#7A5195", "#5B8C5A"  # of events that are no product, softmax or wait, in order
 _WAIT = "#111111"
+_HATCHES = "//////", "xxxxxx"  # on white: of the second and the third wait
 _SIZE = 6.5
 
 
@@ -29,7 +30,8 @@ def timeline_chart(
     width: float = WIDE,
 ) -> Figure:
     """A panel for each head dimension, a lane for each warpgroup; a second one where its events overlap. A
-    black line below is drawn where at least one product is in flight.
+    black line below is drawn where at least one product is in flight: from its start until its wait is
+    passed, which can be after it was done.
 
     table: rows of `timeline.rows`. panels: head dimension -> (first, last) tile of the first warpgroup that
     is shown. names: of the warpgroups, in order of their numbers. says: event -> what the chart calls it.
@@ -46,7 +48,7 @@ def timeline_chart(
     for ax, (d, (first, last)) in zip(axes[:, 0], panels.items(), strict=True):
         low, high = _window(rows[d], first, last)
         shown = [row for row in rows[d] if row["end"] > low and row["begin"] < high]
-        _draw(ax, shown, lanes[d], colors, low)
+        _draw(ax, shown, lanes[d], _looks(colors), low)
         below = len(lanes[d]) + 0.1
         for begin, end in under_way(shown, PRODUCTS):
             ends = [max(begin, low) - low, min(end, high) - low]
@@ -66,12 +68,25 @@ def timeline_chart(
 
 
 def event_colors(events: Sequence[str]) -> dict[str, str]:
-    """Of each event: products blue, the softmax light gray, waits black, others by their order."""
-    colors, others = dict(EVENT_COLORS), iter(_OTHERS)
+    """Of each event: products blue, the softmax light gray, the first wait black and others white, which are
+    hatched; what is left by its order."""
+    colors, others, waits = dict(EVENT_COLORS), iter(_OTHERS), iter([_WAIT])
     for event in events:
         if event not in colors:
-            colors[event] = _WAIT if event.startswith("wait") else next(others, COLORS["muted"])
+            wait = event.startswith("wait")
+            colors[event] = next(waits, "white") if wait else next(others, COLORS["muted"])
     return {event: colors[event] for event in events}
+
+
+def _looks(colors: Mapping[str, str]) -> dict[str, dict]:
+    """Of each event: how its bars are drawn. Two waits differ in gray, too: one is black, one hatched."""
+    hatches = iter(_HATCHES)
+    return {
+        event: {"color": color, "lw": 0}
+        if color != "white"
+        else {"facecolor": color, "edgecolor": _WAIT, "lw": 0.4, "hatch": next(hatches, None)}
+        for event, color in colors.items()
+    }
 
 
 Lane = tuple[int, frozenset[str]]
@@ -120,10 +135,10 @@ def _window(rows: Sequence[Mapping], first: int, last: int) -> tuple[int, int]:
     return tuple(min(row["begin"] for row in own if row["tile"] == tile) for tile in (first, last))
 
 
-def _draw(ax: Axes, rows: Sequence[Mapping], lanes: Sequence[Lane], colors: Mapping[str, str], low: int):
+def _draw(ax: Axes, rows: Sequence[Mapping], lanes: Sequence[Lane], looks: Mapping[str, dict], low: int):
     for row in rows:
         y, left, length = lanes.index(_lane(row, lanes)), row["begin"] - low, row["end"] - row["begin"]
-        ax.barh(y, length, left=left, height=0.8, color=colors[row["event"]], lw=0)
+        ax.barh(y, length, left=left, height=0.8, **looks[row["event"]])
         ax.vlines(left, y - 0.4, y + 0.4, color="white", lw=0.4)
 
 
@@ -142,7 +157,7 @@ def _name_lanes(ax: Axes, lanes: Sequence[Lane], names: Sequence[str], below: fl
 def _label(figure: Figure, bars: Mapping[str, list], colors: Mapping[str, str], says: Mapping[str, str]):
     """Write each event's name into the first of its bars with room for it, or into a key above."""
     figure.draw_without_rendering()  # settles the layout, so that widths are known
-    key = {}
+    key, looks = {}, _looks(colors)
     for event, places in bars.items():
         name, color = says.get(event, event), colors[event]
         for ax, left, right, y in places:
@@ -153,7 +168,7 @@ def _label(figure: Figure, bars: Mapping[str, list], colors: Mapping[str, str], 
                 break
             text.remove()
         else:
-            key[name] = Rectangle((0, 0), 1, 1, color=color)
+            key[name] = Rectangle((0, 0), 1, 1, **looks[event] | {"lw": 0.6})
     if key:
         look = {"ncols": 4, "handlelength": 1.2, "loc": "outside upper center"}
         figure.legend(list(key.values()), list(key), **look)

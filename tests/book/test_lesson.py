@@ -245,6 +245,12 @@ def test_steps_have_names_and_numbers():
     assert names.number("cudnn") is None and not names.is_ours("math") and names.is_ours("attnlib")
 
 
+def test_what_the_package_made_of_a_step_stands_beside_it_under_a_name_of_its_own():
+    impls = ["fa3", names.PORTABLE, "10_tma_wgmma", "08_production", "06_autotuning"]
+    assert ladder.order(impls) == ["06_autotuning", "08_production", names.PORTABLE, "10_tma_wgmma", "fa3"]
+    assert names.is_ours(names.PORTABLE) and chapters.label(names.PORTABLE) != chapters.label("08_production")
+
+
 # Verification
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from attnlib.bench import records
 from attnlib.book import plotting
+from attnlib.book.palette import luminance
 from attnlib.book.timeline_chart import event_colors, timeline_chart
 
 
@@ -55,6 +56,17 @@ def test_the_line_below_is_the_time_with_a_product_in_flight():
 def test_colors_differ():
     colors = event_colors(["wait for Q", "QK", "softmax", "PV", "O leaves", "copy"])
     assert len(set(colors.values())) == 6
+
+
+def test_two_waits_can_be_told_apart_without_a_color():
+    colors = event_colors(["wait for K", "QK", "wait for V"])
+    assert abs(luminance(colors["wait for K"]) - luminance(colors["wait for V"])) > 0.5
+    figure = timeline_chart(table(IN_ORDER | {"wait for V": (980, 995)}), {64: (1, 3)})
+    (ax,), (legend,) = figure.axes, figure.legends
+    hatched = {text.get_text(): patch.get_hatch() for text, patch in
+               zip(legend.get_texts(), legend.get_patches(), strict=True)}  # fmt: skip
+    assert hatched["wait for K"] is None and hatched["wait for V"]
+    assert sum(bool(bar.get_hatch()) for bar in ax.patches) == 4  # of two warpgroups and two tiles
 
 
 def test_a_window_that_is_not_there():

@@ -78,6 +78,7 @@ def test_warming_has_an_end(book, monkeypatch):
 
 
 def test_a_run_warms_unless_it_is_told_not_to(monkeypatch, tmp_path):
+    notebook(tmp_path / "01_naive.ipynb", "NAME = 'one'", SEEN)  # not asked for: neither warmed nor run
     notebook(tmp_path / "02_tiling.ipynb", "NAME = 'two'", SEEN)
     warmed = []
     monkeypatch.setattr(records, "can_measure", lambda: True)
@@ -86,7 +87,7 @@ def test_a_run_warms_unless_it_is_told_not_to(monkeypatch, tmp_path):
     call = ["run", "02", "--source", str(tmp_path), "--out", str(tmp_path / "out")]
     assert build.main([*call, "--cold"]) == 0 and not warmed
     assert build.main(call) == 0
-    assert warmed == [["02_tiling"]]
+    assert warmed == [["02_tiling"]] and "one" not in seen(tmp_path)
     assert seen(tmp_path)["two"][0] is None, "what is measured never takes the mode from the caller"
 
 

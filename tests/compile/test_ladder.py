@@ -14,7 +14,7 @@ from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.bench.paths import NOTEBOOKS
 from attnlib.book.chapters import STEPS
 
-HAVE_KERNELS = [step for step, _ in STEPS if step != "08_production"]  # whose kernel is the package's
+HAVE_KERNELS = [step for step, _ in STEPS if step != "08_production"]  # whose cell c08-sass compiles it
 CASES = list(product(HAVE_KERNELS, (64, 128, 256), ("causal", "dense")))
 NO_PRODUCT = {"softmax_kernel"}
 
