@@ -76,8 +76,9 @@ class Language:
             program_id=lambda axis: Int(place[axis]), num_programs=lambda axis=0: Int(grid[axis]),
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
-            exp2=_exp2, log2=_log2, max=_max, sum=_sum, convert_layout=lambda x, layout, assert_trivial=False: x,
-            broadcast=_broadcast, split=_split, join=_join, load=_load, store=_store,
+            exp2=_exp2, log2=_log2, max=_max, sum=_sum, broadcast=_broadcast,
+            convert_layout=lambda x, layout, assert_trivial=False: x, split=_split,
+            join=_join, load=_load, store=_store,
             atomic_add=self._atomic_add, allocate_shared_memory=self._allocate,
             inline_asm_elementwise=self._inline_asm, warp_specialize=self._warp_specialize,
         )  # fmt: skip

@@ -17,12 +17,12 @@ from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
 from attnlib.kernels import hopper
 from attnlib.kernels.common import device
-from attnlib.kernels.hopper import launch_fp8
 from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     forward_kernel,
     launch,
+    launch_fp8,
     support,
 )
 from attnlib.kernels.hopper.configs import HopperConfig

@@ -62,6 +62,8 @@ Varlen sequences lie one after the other in tensors (T, H, D), whose descriptors
 any sequence (`descriptors.varlen_window`). Each producer counts their row blocks once, and finds a drawn one
 by counting on from the one before, 32 sequences at a time; it tells the consumers the lengths of its
 sequence.
+
+Operands in e4m3 (`Fp8Plan`) have scales, and V lies transposed; see `e4m3`.
 """
 
 from typing import NamedTuple
@@ -79,6 +81,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.hopper import softmax
 from attnlib.kernels.hopper import tile_scheduler as tiling
+from attnlib.kernels.hopper.e4m3 import OFFSET, ROOM, all_ones, block_scale, operand, tile_scales, unpacked
 from attnlib.kernels.hopper.ring import acquire, pass_turn, release, slot, take_turn, wait_k, wait_v
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -89,7 +92,7 @@ BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
 OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of the tile before
 LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
 LENGTH_K = gl.constexpr(5)
-SCALES = gl.constexpr(-3)  # the last three words: where a tile's scales of Q, K and V begin
+SCALES = gl.constexpr(-3)  # the last three: where those of Q, K and V begin, if these are e4m3
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -251,9 +254,15 @@ def _issue_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
     if plan.fp8:
         v = matrix(mem.v, slot(c, plan)).permute((1, 0))  # V^T lies there
-        return warpgroup_mma(softmax.e4m3_of_words(p, plan), v, acc, is_async=True)
+        return warpgroup_mma(unpacked(p, plan), v, acc, is_async=True)
     else:
         return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
+
+
+@gluon.jit
+def _issue_sums(p, sums, mem, plan: gl.constexpr):
+    """Start sums += P times ones: [64, BLOCK_N] x [BLOCK_N, 8]."""
+    return warpgroup_mma(unpacked(p, plan), mem.ones.permute((1, 0)), sums, is_async=True)
 
 
 @gluon.jit
@@ -280,28 +289,33 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
     if plan.pipeline.ones:
-        sums = warpgroup_mma(softmax.e4m3_of_words(p, plan), mem.ones.permute((1, 0)), sums, is_async=True)
+        sums = _issue_sums(p, sums, mem, plan)
     pass_turn(WG, plan)
-    qk_scale = _of_block(scale, first, plan)  # not before the products: ptxas would wait for it at once
+    qk_scale = scale
+    if plan.fp8:  # not before the products: ptxas would wait for the load at once
+        qk_scale = block_scale(scale, first)
     s = warpgroup_mma_wait(2 if plan.pipeline.ones else 1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
     if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
-    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
+    if plan.fp8:
+        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, ROOM, OFFSET)
+    else:
+        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED)
     if not plan.pipeline.ones:
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, MASKED, plan)
+        left = softmax.weights(left, shift, qk_scale, MASKED, plan.pipeline.on_fma)
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, MASKED, plan)
+        right = softmax.weights(right, shift, qk_scale, MASKED, plan.pipeline.on_fma)
         sums = softmax.add_sums(sums, right)
-        p = softmax.operand(left, right, dtype, plan)
+        p = operand(left, right, dtype, plan)
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
@@ -312,10 +326,10 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
             sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, plan.sums_layout))[:, None]
         else:
             acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, MASKED, plan)
+        weights = softmax.weights(s, shift, qk_scale, MASKED, plan.pipeline.on_fma)
         if not plan.pipeline.ones:
             sums = softmax.add_sums(sums, weights)
-        p = softmax.operand(weights, None, dtype, plan)
+        p = operand(weights, None, dtype, plan)
     return p, acc, shift, sums
 
 
@@ -356,29 +370,8 @@ def _word(mem, number, w, plan: gl.constexpr):
 
 
 @gluon.jit
-def _scales_at(mem, number, plan: gl.constexpr):
-    """Where the scales of a tile are: of Q for its first row, of K for the first key, of V."""
-    at: gl.constexpr = plan.words + SCALES
-    return (
-        _word(mem, number, at, plan),
-        _word(mem, number, at + 1, plan),
-        _word(mem, number, at + 2, plan),
-    )
-
-
-@gluon.jit
-def _of_block(scale, first, plan: gl.constexpr):
-    """What scores of the block that begins with key `first` are multiplied with before exp2."""
-    if plan.fp8:
-        of_queries, of_keys, stride = scale
-        return of_queries * gl.load(of_keys + (first >> 7) * stride)
-    else:
-        return scale
-
-
-@gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
-    desc_o, lse_ptr, mem, qk_scale, scales, work = given
+    desc_o, lse_ptr, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
     if WG == plan.pipeline.warpgroups - 1:
         pass_turn(WG, plan)
@@ -403,10 +396,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
         scale = qk_scale
         if plan.fp8:
-            q_at, k_at, v_at = _scales_at(mem, turn, plan)
-            last_row = gl.minimum(row, seq.S_q - 1) - first_row
-            q_scale = qk_scale * gl.load(scales[0] + q_at + (last_row >> 6) * work.scales.q_n)
-            v_scale = gl.load(scales[2] + v_at)
+            of_q = _word(mem, turn, plan.words + SCALES, plan)
+            of_k = _word(mem, turn, plan.words + SCALES + 1, plan)
+            of_v = _word(mem, turn, plan.words + SCALES + 2, plan)
+            before = gl.minimum(row, seq.S_q - 1) - first_row  # rows of the tile
+            scale, v_scale = tile_scales(qk_scale, of_q, before, of_k, of_v, work.scales)
 
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
@@ -428,9 +422,6 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                 take_turn(WG, plan)
                 pass_turn(WG, plan)
 
-        if plan.fp8:
-            scale = q_scale, scales[1] + k_at, work.scales.k_n
-
         # 1. The last block that these rows see. Its slot's values are of a block that was skipped, or
         # of the tile before.
         wait_k(mem, start, plan)
@@ -441,7 +432,9 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             if not plan.pipeline.joint:
                 if start > c:
                     wait_v(mem, start, plan)
-        block_scale = _of_block(scale, first, plan)
+        first_scale = scale
+        if plan.fp8:
+            first_scale = block_scale(scale, first)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         release(mem, start, plan)
         if plan.flip:
@@ -451,13 +444,15 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         elif plan.mask.blocks:
             if first + plan.block_n > seq.S_k:
                 s = softmax.mask(s, row, first, seq, work, plan)
-        shift = softmax.shift_to(softmax.row_max(s), block_scale, plan)  # [64]
-        weights = softmax.weights(s, shift, block_scale, plan.mask.blocks > 0, plan)
+        shift = softmax.row_max(s) * first_scale  # [64]
+        if plan.fp8:
+            shift -= OFFSET
+        weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0, plan.pipeline.on_fma)
         if plan.pipeline.ones:
             sums = gl.zeros([64, 8], gl.float32, plan.sums_layout)
         else:
             sums = softmax.row_sum(weights)  # [64, 4]
-        p = softmax.operand(weights, None, dtype, plan)
+        p = operand(weights, None, dtype, plan)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         start += 1
 
@@ -489,9 +484,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
         if plan.pipeline.ones:
-            ones = mem.ones.permute((1, 0))
-            sums = warpgroup_mma(softmax.e4m3_of_words(p, plan), ones, sums, is_async=True)
-            sums = warpgroup_mma_wait(0, deps=(sums,))
+            sums = warpgroup_mma_wait(0, deps=(_issue_sums(p, sums, mem, plan),))
             row_sums = gl.convert_layout(gl.max(sums, 1), plan.row_layout)
         else:
             row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
@@ -526,15 +519,6 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 # ---------------------------------------------------------------- kernel
 
 
-@gluon.jit
-def _ones(plan: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, plan.block_n], gl.float8e4nv)
-    one = gl.full([8, plan.block_n], 0x38, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, plan.block_n], layout)
-    ones.store(one.to(gl.float8e4nv, bitcast=True))
-    return ones
-
-
 NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
 STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"]
 
@@ -566,10 +550,9 @@ def attention_forward_hopper(
     v_full = k_full
     if not plan.pipeline.joint:
         v_full = barriers(plan.pipeline.stages, 1)
-    drawn = barriers(2, 1)
-    ones = drawn
+    ones = None
     if plan.pipeline.ones:
-        ones = _ones(plan)
+        ones = all_ones(plan)
     mem = Memory(
         buffers(desc_q, plan.pipeline.warpgroups),
         buffers(desc_k, plan.pipeline.stages),
@@ -581,18 +564,18 @@ def attention_forward_hopper(
         k_full,
         v_full,
         barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
-        drawn,
+        barriers(2, 1),  # drawn
         ones,
     )
     fence_async_shared()
-    strides = tiling.ScaleStrides(
-        q_scale_b, q_scale_h, q_scale_n, k_scale_b, k_scale_h, k_scale_n, v_scale_b, v_scale_h
-    )
+    scales = tiling.Scales(
+        q_scale, q_scale_b, q_scale_h, q_scale_n, k_scale, k_scale_b, k_scale_h, k_scale_n,
+        v_scale, v_scale_b, v_scale_h,
+    )  # fmt: skip
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, strides
+        S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales
     )
-    scales = q_scale, k_scale, v_scale
-    given = desc_o, lse_ptr, mem, qk_scale, scales, work
+    given = desc_o, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer
     few: gl.constexpr = plan.registers.producer

@@ -8,10 +8,10 @@ import torch
 from attnlib.kernels.common import device
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Window, varlen_window
+from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, varlen_of
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, VARLEN_ROWS, Lengths, exp2_scale
 from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
-from attnlib.kernels.common.fp8 import GROUP, Fp8, varlen_of
 from attnlib.kernels.hopper.launch import KERNEL, _masks
 from attnlib.params import MaskWindow, Params
 
@@ -95,6 +95,10 @@ def prepare(call: Call) -> Launches:
             f"q, k: expected fewer than 2^31 rows, keys and tiles of {block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {tiles}"
         )
+    if config.block_n > ROWS["k"] and call.strides[4][-1] and S_k > ROWS["k"]:
+        raise ValueError(
+            f"config: expected blocks of at most {ROWS['k']} keys, which have a scale, got {config.block_n}"
+        )
     left, right = call.window.clipped(S_q, S_k)
     names = "q_b q_h q_n", "k_b k_h k_n", "v_b v_h"
     scales = {}
@@ -156,7 +160,7 @@ def make_plan(
         flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
             config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin,
-            config.turns, config.ones, config.on_fma,
+            config.turns, config.ones and not store_lse, config.on_fma,
         ),
         registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip
@@ -184,12 +188,11 @@ def described(
     ones = (1, 1, 1) if varlen else (1, 1)
     rows = (64, width), (config.block_n, width), (width, config.block_n), (64, config.o_columns)
     elements = [gl.float8e4nv] * 3 + [getattr(gl, ELEMENTS[dtype])]
-    return {
-        f"desc_{letter}": Descriptor(
-            Part(name), window, (*ones, *block), gl.NVMMASharedLayout.get_default_for([*ones, *block], element)
-        )
-        for letter, name, window, block, element in zip("qkvo", TENSORS, windows, rows, elements, strict=False)
-    }
+    described = {}
+    for letter, name, window, block, element in zip("qkvo", TENSORS, windows, rows, elements, strict=False):
+        layout = gl.NVMMASharedLayout.get_default_for([*ones, *block], element)
+        described[f"desc_{letter}"] = Descriptor(Part(name), window, (*ones, *block), layout)
+    return described
 
 
 def transposed_window(shape: tuple[int, ...], strides: tuple[int, ...]) -> Window:

@@ -88,8 +88,6 @@ class ForwardPlan(Constants):
     registers: Registers
 
     fp8 = gl.constexpr(False)
-    room = gl.constexpr(8)  # P stays below 2**room
-    offset = gl.constexpr(0)  # the largest weight under a new shift is 2**offset
     element_bits = gl.constexpr(16)
 
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
@@ -109,19 +107,13 @@ class ForwardPlan(Constants):
 
 @dataclass(frozen=True)
 class Fp8Plan(ForwardPlan):
-    """The same for operands in e4m3 with scales, whose V lies transposed.
-
-    P is rounded to e4m3, the largest of which is 448, a little more than 2**room. Its smallest weights are
-    lost to underflow below 2**-9, so the shift leaves as much room as the running maximum may still take.
-    """
+    """The same for operands in e4m3 with scales, whose V lies transposed; see `e4m3`."""
 
     sums_layout = property(lambda self: accumulator(8, 8))
     # Four elements of P as one of 32 bits.
     word_layout = property(lambda self: first_operand(accumulator(self.d.value, 32), 32))
 
     fp8 = gl.constexpr(True)
-    room = gl.constexpr(8.8)
-    offset = gl.constexpr(6)
     element_bits = gl.constexpr(8)
 
 

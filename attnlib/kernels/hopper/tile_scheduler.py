@@ -13,15 +13,18 @@ from attnlib.kernels.common import signature
 VARLEN_ROWS = gl.constexpr(signature.VARLEN_ROWS)
 
 
-class ScaleStrides(NamedTuple):
-    """Of the scales of e4m3 operands, from one to the next: of a batch, a head, a block of rows or keys."""
+class Scales(NamedTuple):
+    """Of e4m3 operands: pointers, and strides of a batch, a head, a block of rows or keys."""
 
+    q: gl.tensor
     q_b: gl.tensor
     q_h: gl.tensor
     q_n: gl.tensor
+    k: gl.tensor
     k_b: gl.tensor
     k_h: gl.tensor
     k_n: gl.tensor
+    v: gl.tensor
     v_b: gl.tensor
     v_h: gl.tensor
 
@@ -43,7 +46,7 @@ class Work(NamedTuple):
     cu_k: gl.tensor
     T_q: gl.tensor
     B: gl.tensor
-    scales: ScaleStrides
+    scales: Scales
 
 
 class Sequence(NamedTuple):

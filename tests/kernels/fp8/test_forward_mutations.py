@@ -13,7 +13,7 @@ from emulated_fp8 import Call
 from fp8_cases import check_forward
 from mutations import Mutation
 
-from attnlib.kernels.hopper import forward_kernel, launch_fp8, softmax
+from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -24,18 +24,19 @@ LARGE = Call(64, 1, 1, 130, 300, causal=False, sm_scale=2.0)
 CALLS = {"spread": SPREAD, "heads": HEADS, "rows without keys": ROWS, "large": LARGE}
 
 MUTATIONS = [
-    Mutation("all queries of a tile have the scale of its first block", "last_row >> 6", "last_row >> 30",
-             "spread", "(RMS|max) error|LSE", (), forward_kernel),
+    Mutation("all queries of a tile have the scale of its first block", "before >> 6", "before >> 30",
+             "spread", "(RMS|max) error|LSE", (), e4m3),
     Mutation("two blocks of keys share a scale", "(first >> 7) * stride", "(first >> 8) * stride",
-             "spread", "(RMS|max) error|LSE", (), forward_kernel),
+             "spread", "(RMS|max) error|LSE", (), e4m3),
     Mutation("V is not scaled back", "factor *= v_scale", "factor *= 1.0", "heads", "(RMS|max) error", (),
              forward_kernel),
-    Mutation("weights are 16 times too large for e4m3", "shift -= plan.offset", "shift -= plan.offset + 4",
-             "spread", "(RMS|max) error", (), softmax),
-    Mutation("the shift does not follow the maximum", "shift > plan.room", "shift > plan.room + 8", "large",
-             "(RMS|max) error", (), softmax),
+    Mutation("weights are 16 times too large for e4m3",
+             "OFFSET = gl.constexpr(6)", "OFFSET = gl.constexpr(10)", "spread",
+             "(RMS|max) error", (), e4m3),
+    Mutation("the shift does not follow the maximum",
+             "ROOM = gl.constexpr(8.8)", "ROOM = gl.constexpr(16.8)", "large", "(RMS|max) error", (), e4m3),
     Mutation("pairs of weights are swapped", "mov.b32 $0, {low, high};", "mov.b32 $0, {high, low};", "heads",
-             "(RMS|max) error", (), softmax),
+             "(RMS|max) error", (), e4m3),
 ]  # fmt: skip
 
 
