@@ -2,13 +2,15 @@
 `python -m attnlib.bench.fp8_errors`.
 
 All of it is computed by the model in `attnlib.kernels.reference.fp8`, so it needs no GPU; with one, and
-`--kernel`, rows of the kernel stand beside them.
+`--kernel`, rows of the kernel stand beside them. `--shift` says what other shifts of P would cost in rows
+with and without a peak, in errors and in rescalings of the output.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +111,65 @@ def error_rows(
     ]
 
 
+# ---------------------------------------------------------------- the shift of P
+
+SHIFTS = {
+    "as the kernel": AS_KERNEL,
+    "sum of the rounded weights": AS_KERNEL._replace(sum_rounded=True),
+    "moves by more than 2": Rounding(offset=7.0, lazy=1.0),
+    "follows every maximum": Rounding(offset=8.0, lazy=0.0),
+    "a whole number": Rounding(offset=6.0, lazy=2.0, whole=True),
+}
+
+
+def peaked(kind: str, rows: int, keys: int, head_dim: int) -> tuple[Tensors, float]:
+    """(q [rows, D], k and v [keys, D] of a head, sm_scale) of rows with a peak."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, head_dim, generator=rng, dtype=torch.float64) for n in (rows, keys, keys))
+    scale = head_dim**-0.5
+    if kind == "two keys":  # in two blocks, of weights 1 to 1 up to 1 to 64; all others weigh nothing
+        scale, q = math.log(2.0), torch.zeros_like(q)
+        q[:, 0], q[:, 1] = torch.linspace(0.0, 6.0, rows), 1.0
+        k = torch.zeros_like(k)
+        k[:, 1] = -60.0
+        k[0, :2], k[-1, :2] = torch.tensor([1.0, 0.0]), 0.0
+    elif kind == "a key for each row":  # about half of the row's weight
+        k[torch.randperm(keys, generator=rng)[:rows]] += 8 * scale * q
+    elif kind != "N(0, 1)":
+        q *= float(kind.partition(" ")[0])
+    return (q, k, v), scale
+
+
+def shift_rows(keys: int, head_dim: int, rows: int = 512) -> Iterator[dict[str, Any]]:
+    """What rounding P adds to the output, as a share of it: RMS of all rows, and of the worst row; and in
+    which share of the steps a warp of 16 rows rescales."""
+    window = mask_window(False, None)
+    for kind in ("N(0, 1)", "4 times N(0, 1)", "16 times N(0, 1)", "a key for each row", "two keys"):
+        tensors, scale = peaked(kind, rows, keys, head_dim)
+        truth, _ = attend(*tensors, window, scale, EXACT)
+        for name, rounding in SHIFTS.items():
+            error = attend(*tensors, window, scale, rounding)[0] - truth
+            by_row = (error.square().sum(-1) / truth.square().sum(-1)).sqrt()
+            scores = tensors[0] @ tensors[1].mT * (scale * math.log2(math.e))
+            share = _moves(scores.unflatten(1, (-1, rounding.keys)).amax(-1), rounding.lazy)
+            found = (error.square().sum() / truth.square().sum()).sqrt()
+            row = {"inputs": kind, "shift": name, "rms": found.item(), "row": by_row.max().item()}
+            yield row | {"steps": share}
+
+
+def _moves(largest: torch.Tensor, lazy: float) -> float:
+    """largest: [rows, blocks] of scores in base 2, of which the last block is looked at first."""
+    now, moves = largest[:, -1], 0.0
+    for block in reversed(range(largest.shape[1] - 1)):
+        grown = largest[:, block] > now + lazy
+        now = torch.where(grown, largest[:, block], now)
+        moves += grown.unflatten(0, (-1, 16)).any(1).double().mean().item()
+    return moves / max(1, largest.shape[1] - 1)
+
+
+# ---------------------------------------------------------------- command
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seqlen", type=int, default=2048)
@@ -117,8 +178,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--inputs", nargs="+", default=[kind for kind in INPUTS if kind != "constant"])
     parser.add_argument("--kernel", action="store_true", help="on a Hopper GPU, the kernel's errors too")
+    parser.add_argument("--shift", action="store_true", help="other shifts of P, and nothing else")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     args = parser.parse_args()
+    if args.shift:
+        for row in shift_rows(args.seqlen, args.head_dims[0]):
+            print("{inputs:20} {shift:28} {rms:.4f} worst row {row:.4f}, {steps:.1%} of steps".format(**row))
+        return
     device, rows = "cuda" if args.kernel else "cpu", []
     for head_dim in args.head_dims:
         for kind in args.inputs:
