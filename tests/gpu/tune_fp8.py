@@ -1,14 +1,16 @@
 """Judge and time configurations of the FP8 forward kernel on this GPU.
 
-    python tests/gpu/tune_fp8.py                    all of it, under two minutes on 16 cores
-    python tests/gpu/tune_fp8.py --dims 128 --only late
+    python tests/gpu/tune_fp8.py                                the ten of SHORT, a minute on 16 cores
+    python tests/gpu/tune_fp8.py --all                          all of them, about three minutes
+    python tests/gpu/tune_fp8.py --pick "128:2x128 q ones,64:3x128"
 
 Processes compile the candidates side by side, and judge each on a small and on the timed call: the RMS of
 what it adds to exact attention of the same quantized operands (fp64) must be that of a model that rounds P as
 the kernel does. What is wrong, or does not compile, is reported and not timed. Then all of one shape are
 timed in shuffled rounds, with attnlib's 16-bit kernel, and FlashAttention-3 in FP8 where ATTNLIB_FA3_FP8 is a
-folder that holds its fa3_fwd.so. Quantizing is not timed. The record goes to $OUT, or where --out says.
-Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
+folder that holds its fa3_fwd.so. Quantizing is not timed. A shape's rows are printed, and the record in $OUT
+(or where --out says) is written, as soon as the shape is timed: what is cut off by a limit has told of those
+before. Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -48,8 +50,9 @@ SHAPES = {64: (4, 32, 4096), 128: (2, 16, 8192), 256: (1, 8, 16384)}
 SMALL = 2, 4, 512
 DEVICE = "cuda"
 FOLDER = "ATTNLIB_FA3_FP8"
+EXACT = reference.Rounding(offset=None)
 LARGEST = 1.25
-"""The model's RMS error times so much is what a candidate may have: it rounds P under other shifts."""
+"""The model's RMS error times so much is what a candidate may have: sums may be of rounded weights."""
 
 
 def three(block_n: int, stages: int, o_columns: int, **options) -> Fp8Config:
@@ -118,6 +121,14 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
 }
 
 
+SHORT = {
+    64: ("3x128", "3x128 q", "3x128 q turns", "3x128 q ones"),
+    128: ("2x128 q late", "2x128 q late turns", "2x128 q ones"),
+    256: ("2x64 q named", "2x128 pin named", "2x128 ones"),
+}
+"""Those that differ most from each other, with the ones that `fp8_config` chooses."""
+
+
 class Quantized(NamedTuple):
     q: Fp8
     k: Fp8
@@ -174,7 +185,7 @@ def judged(job: tuple[int, str]) -> tuple[int, str, dict[str, Any]]:
             asked = params(head_dim, causal, None)
             exact, model = (
                 reference.forward(*operands.head(), asked, torch.float64, rounding)[0]
-                for rounding in (reference.Rounding(offset=None), reference.Rounding(offset=6.0, keys=128))
+                for rounding in (EXACT, reference.AS_KERNEL._replace(keys=config.block_n))
             )
             error, expected = rms(out - exact), rms(model.bfloat16() - exact)
             call = f"{'causal' if causal else 'dense'} {shape[-1]}"
@@ -235,57 +246,74 @@ def rows(head_dim: int, causal: bool, names: Sequence[str], rounds: int) -> Iter
         }  # fmt: skip
 
 
+def chosen(asked: argparse.Namespace) -> list[tuple[int, str]]:
+    """(head dimension, name) of the candidates that are asked for; ValueError for one that is not there."""
+    if asked.pick is None:
+        table = CANDIDATES if asked.all else SHORT
+        return [(d, name) for d in map(int, asked.dims.split(",")) for name in table[d]]
+    jobs = []
+    for pick in asked.pick.split(","):
+        width, _, name = pick.partition(":")
+        if not width.isdigit() or name not in CANDIDATES.get(int(width), ()):
+            known = [f"{d}:{name}" for d, names in CANDIDATES.items() for name in names]
+            raise ValueError(f"--pick: expected some of {', '.join(known)}, got {pick}")
+        jobs.append((int(width), name))
+    return jobs
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """Rows of one shape."""
+    head_dim, causal = found[0]["head_dim"], found[0]["causal"]
+    default = next((n for n, c in CANDIDATES[head_dim].items() if c == fp8_config(head_dim)), None)
+    peer = next((row["ms"] for row in found if row["name"] == "FA3 FP8"), None)
+    mask = "causal" if causal else "dense"
+    print(f"D {head_dim} {mask}: TFLOP/s [slowest-fastest]{' x FA3' if peer else ''}")
+    for row in found:
+        mark = " (default)" if row["name"] == default else ""
+        ratio = f" {peer / row['ms']:.3f}" if peer else ""
+        speed = f"{row['tflops']:5.0f} [{row['slowest']:.0f}-{row['fastest']:.0f}]{ratio}"
+        print(f"  {row['name'] + mark:28} {speed}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time configurations of the FP8 kernel on this GPU.")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
-    parser.add_argument("--only", default="", help="candidates whose names hold this (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="all candidates, not the short list")
+    parser.add_argument("--pick", help="these alone: D:name,D:name (names hold no comma)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="(default: tune_fp8.json in $OUT, or in build/)")
     args = parser.parse_args(argv)
+    jobs = chosen(args)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     begin = time.perf_counter()
-    dims = [int(d) for d in args.dims.split(",")]
-    jobs = [(d, name) for d in dims for name in CANDIDATES[d] if args.only in name]
-    children = min(len(jobs), len(os.sched_getaffinity(0)) - 1)
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        verdicts = list(pool.map(judged, jobs))
-    print(f"compiled and judged after {time.perf_counter() - begin:.0f} s", flush=True)
-    table: list[dict[str, Any]] = []
-    for head_dim, causal in product(dims, (True, False)):
-        names = [name for d, name, found in verdicts if d == head_dim and not found["wrong"]]
-        table += rows(head_dim, causal, names, args.rounds)
-    peer = {(row["head_dim"], row["causal"]): row["ms"] for row in table if row["name"] == "FA3 FP8"}
-    chosen = {d: next((n for n, c in CANDIDATES[d].items() if c == fp8_config(d)), None) for d in dims}
-    record = {
-        **records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"}),
-        "candidates": {f"{d} {name}": asdict(CANDIDATES[d][name]) for d, name in jobs},
-        "judged": {f"{d} {name}": found for d, name, found in verdicts},
-        "rows": table,
-    }
     path = args.out or Path(os.environ.get("OUT", ROOT / "build")) / "tune_fp8.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        **records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"}),
+        "candidates": {f"{d} {name}": asdict(CANDIDATES[d][name]) for d, name in jobs},
+        "judged": {},
+        "rows": [],
+    }
+    children = min(len(jobs), max(1, len(os.sched_getaffinity(0)) - 1))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(judged, job) for job in jobs]):
+            head_dim, name, found = done.result()
+            record["judged"][f"{head_dim} {name}"] = found
+            if found["wrong"]:
+                print(f"WRONG D {head_dim} {name}: {found['wrong']}", flush=True)
     records.write_json(path, records.rounded(record))
-    for head_dim in dims:
-        by_mask = [
-            {row["name"]: row for row in table if row["head_dim"] == head_dim and row["causal"] == causal}
-            for causal in (True, False)
-        ]
-        print(f"D{head_dim:<22} causal [slowest-fastest] x FA3 | dense")
-        for name in by_mask[0]:
-            cells = []
-            for causal, found in zip((True, False), by_mask, strict=True):
-                row, ms = found[name], peer.get((head_dim, causal))
-                ratio = "" if ms is None else f" {ms / row['ms']:.3f}"
-                cells.append(f"{row['tflops']:5.0f} [{row['slowest']:.0f}-{row['fastest']:.0f}]{ratio}")
-            mark = " (chosen)" if name == chosen[head_dim] else ""
-            print(f"  {name + mark:24}", " | ".join(cells))
-    wrong = {f"D{d} {name}": found["wrong"] for d, name, found in verdicts if found["wrong"]}
-    for name, reason in wrong.items():
-        print(f"WRONG {name}: {reason}")
-    print(f"{path}, {time.perf_counter() - begin:.0f} s")
-    return int(bool(wrong))
+    print(f"compiled and judged after {time.perf_counter() - begin:.0f} s", flush=True)
+    wrong = {job for job in jobs if record["judged"][f"{job[0]} {job[1]}"]["wrong"]}
+    for head_dim, causal in product(dict.fromkeys(d for d, _ in jobs), (True, False)):
+        names = [name for d, name in jobs if d == head_dim and (d, name) not in wrong]
+        found = list(rows(head_dim, causal, names, args.rounds))
+        record["rows"] += found
+        records.write_json(path, records.rounded(record))
+        show(found)
+    print(f"{time.perf_counter() - begin:.0f} s", flush=True)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
