@@ -266,11 +266,15 @@ def _issue_sums(p, sums, mem, plan: gl.constexpr):
 
 
 @gluon.jit
-def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
-    """O of the blocks before, in the units of the new shift; slot c is free."""
-    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+def _wait_output(o_token, sums, alpha, changed, mem, c, plan: gl.constexpr):
+    """O of the blocks before, in the units of the new shift, and the sums; slot c is free."""
+    if plan.pipeline.ones:
+        acc, sums = warpgroup_mma_wait(0, deps=(o_token, sums))  # [64, D], [64, 8]
+        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, plan.sums_layout))[:, None]
+    else:
+        acc = warpgroup_mma_wait(0, deps=(o_token,))
     release(mem, c, plan)
-    return softmax.rescale(acc, alpha, changed, plan)
+    return softmax.rescale(acc, alpha, changed, plan), sums
 
 
 @gluon.jit
@@ -294,7 +298,10 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     qk_scale = scale
     if plan.fp8:  # not before the products: ptxas would wait for the load at once
         qk_scale = block_scale(scale, first)
-    s = warpgroup_mma_wait(2 if plan.pipeline.ones else 1, deps=(s_token,))  # [64, BLOCK_N]
+    if plan.pipeline.ones:
+        s = warpgroup_mma_wait(2, deps=(s_token,))  # [64, BLOCK_N]
+    else:
+        s = warpgroup_mma_wait(1, deps=(s_token,))
     if plan.flip:
         s = -s
     if MASKED or plan.mask.left:
@@ -312,20 +319,14 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
-        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        acc, sums = _wait_output(o_token, sums, alpha, changed, mem, c, plan)
         right = softmax.weights(right, shift, qk_scale, MASKED, plan.pipeline.on_fma)
         sums = softmax.add_sums(sums, right)
         p = operand(left, right, dtype, plan)
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
-        if plan.pipeline.ones:
-            acc, sums = warpgroup_mma_wait(0, deps=(o_token, sums))
-            release(mem, c, plan)
-            acc = softmax.rescale(acc, alpha, changed, plan)
-            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, plan.sums_layout))[:, None]
-        else:
-            acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        acc, sums = _wait_output(o_token, sums, alpha, changed, mem, c, plan)
         weights = softmax.weights(s, shift, qk_scale, MASKED, plan.pipeline.on_fma)
         if not plan.pipeline.ones:
             sums = softmax.add_sums(sums, weights)
