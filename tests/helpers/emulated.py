@@ -102,10 +102,11 @@ def mutate(mutation: Mutation) -> dict[str, ModuleType]:
     found = {name: mutant for name, owner in KERNELS.items() if owner is module}
     package, _, short = module.__name__.rpartition(".")
     whole = f"from {package} import {short}\n", f"import {mutant.__name__} as {short}\n"
+    renamed = f"from {package} import {short} as ", f"import {mutant.__name__} as "
     parts = f"from {module.__name__} import", f"from {mutant.__name__} import"
     for name, owner in KERNELS.items():
         text = inspect.getsource(owner)
-        changed = text.replace(*whole).replace(*parts)
+        changed = text.replace(*whole).replace(*renamed).replace(*parts)
         if changed != text:
             found[name] = sources.load_source("mutant", changed)
     return found
