@@ -49,7 +49,8 @@ MUTATIONS = [
     Mutation("V's sequences begin at multiples of 16 together", "// 16 + i_b + groups", "// 16 + groups",
              "varlen", "(RMS|max) error", (), tile_scheduler),
     Mutation("V's last positions are those of its keys",
-             "VARLEN_ROWS - 16 * groups)", "VARLEN_ROWS - seq.S_k)", "varlen", "(RMS|max) error", (), tile_scheduler),
+             "VARLEN_ROWS - 16 * groups)", "VARLEN_ROWS - seq.S_k)", "varlen",
+             "(RMS|max) error", (), tile_scheduler),
     Mutation("a sequence's first keys have the scale of the one before", "// 128 + i_b)", "// 128)", "varlen",
              "(RMS|max) error|LSE", (), tile_scheduler),
     Mutation("a sequence's first rows have the scale of the one before", "// 64 + i_b + row", "// 64 + row",
@@ -65,8 +66,8 @@ TURNS = [
     Mutation("the first turn of all is not passed", "if WG == plan.pipeline.warpgroups - 1:",
              "if WG == plan.pipeline.warpgroups:", "window", "Deadlock", (), forward_kernel),
     Mutation("a block that is not seen takes no turn",
-             "                take_turn(WG, plan)\n                pass_turn", "                pass_turn", "window",
-             "Deadlock|Race", (), forward_kernel),
+             "                take_turn(WG, plan)\n                pass_turn", "                pass_turn",
+             "window", "Deadlock|Race", (), forward_kernel),
 ]  # fmt: skip
 
 
