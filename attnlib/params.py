@@ -59,6 +59,30 @@ class Varlen(NamedTuple):
     max_seqlen_k: int
 
 
+class DecodeParams(NamedTuple):
+    """What a call of `attention_decode` asks for besides q and the caches.
+
+    Attributes:
+        window: the keys that a query sees; the last query stands at the last key.
+        sm_scale: factor on the scores.
+        lengths: (B) int32, the keys of each sequence; None where the caches are full.
+        page_table: (B, pages) int32, which pages have the keys of each sequence, in order; None where they
+            lie in one piece.
+        return_lse: whether the LSE is returned.
+        split: how the keys are shared out: "none", "fixed", "stream_k", a number of splits, or None for the
+            family's choice.
+        config: how the kernels are compiled and launched, of the class of the family; None for its choice.
+    """
+
+    window: MaskWindow
+    sm_scale: float
+    lengths: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    return_lse: bool = False
+    split: str | int | None = None
+    config: Any = None
+
+
 class Params(NamedTuple):
     """What a call asks for besides its tensors.
 

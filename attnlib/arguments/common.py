@@ -14,7 +14,7 @@ NO_STRIDES = "expected a dense tensor (layout torch.strided), got"
 # ---------------------------------------------------------------- tensors
 
 
-def check_tensors(q, k, v, rank: str, dims: int) -> None:
+def check_tensors(q, k, v, rank: str, dims: int, names: tuple[str, str] = ("k", "v")) -> None:
     tensor = torch.Tensor
     if type(q) is tensor and type(k) is tensor and type(v) is tensor:
         try:  # nearly every call ends here; a nested tensor has no shape
@@ -32,12 +32,12 @@ def check_tensors(q, k, v, rank: str, dims: int) -> None:
                 return
         except RuntimeError:
             pass
-    _find_what_is_wrong(q, k, v, rank, dims)
+    _find_what_is_wrong(q, k, v, rank, dims, names)
 
 
-def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
-    """The same one by one, with an error for each."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def _find_what_is_wrong(q, k, v, rank: str, dims: int, names: tuple[str, str]) -> None:
+    """The same one by one, with an error for each. names: of k and v."""
+    for name, tensor in zip(("q", *names), (q, k, v), strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
         if tensor.is_nested:
@@ -48,7 +48,7 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
             raise ValueError(f"{name}: expected {rank}, got shape {tuple(tensor.shape)}")
     if q.dtype not in DTYPES:
         raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
-    for name, tensor in (("k", k), ("v", v)):
+    for name, tensor in zip(names, (k, v), strict=True):
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {tensor.dtype}")
         if tensor.device != q.device:
@@ -56,6 +56,18 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int) -> None:
 
 
 # ---------------------------------------------------------------- options
+
+
+def check_common(causal, window, sm_scale, return_lse, symbols: bool) -> None:
+    """What all functions may be asked for."""
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
+    if window is not None:
+        check_window(window, symbols)
+    if sm_scale is not None:
+        check_scale(sm_scale, symbols)
+    if return_lse is not True and return_lse is not False:
+        raise TypeError(f"return_lse: expected a bool, got {type_name(return_lse)}")
 
 
 def check_scale(sm_scale, symbols: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import MAX_HEAD_DIM, check_scale, check_tensors, check_window, type_name
+from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_tensors, type_name
 from attnlib.arguments.offsets import check_longest, check_offsets_form
 from attnlib.params import Varlen
 
@@ -74,14 +74,7 @@ _check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from c
 
 def _check_options(options: Options, symbols: bool) -> None:
     causal, window, sm_scale, return_lse, deterministic, impl = options
-    if causal is not True and causal is not False:
-        raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
-    if window is not None:
-        check_window(window, symbols)
-    if sm_scale is not None:
-        check_scale(sm_scale, symbols)
-    if return_lse is not True and return_lse is not False:
-        raise TypeError(f"return_lse: expected a bool, got {type_name(return_lse)}")
+    check_common(causal, window, sm_scale, return_lse, symbols)
     if deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic: expected a bool, got {type_name(deterministic)}")
     if impl is not None:

@@ -138,6 +138,15 @@ class _FA3Operators:
             q, k, v, *[None] * 20, sm_scale, causal, -1, -1, 0, 0.0, True, None, 1, None, 0
         )[:2]  # fmt: skip
 
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, lengths: Tensor | None) -> Tensor:
+        """One query for each sequence, to a cache of which `lengths` keys are used (None: all), split as FA3
+        chooses."""
+        # As above; the ninth of the empty ones are the used lengths, and 0 splits is FA3's own choice.
+        return self.operators.fwd(
+            q, k, v, *[None] * 8, lengths, *[None] * 11, sm_scale, False, -1, -1, 0, 0.0, True,
+            None, 0, None, 0,
+        )[0]  # fmt: skip
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
         return self.forward(q, k, v, causal, sm_scale)[0]
 
@@ -182,6 +191,21 @@ def _fa3_forward() -> Callable[..., Tensor]:
         for library in sorted(Path(folder, "flash_attn_3").glob("_C*.so")):
             return _FA3Operators(library)
     raise ImportError("no flash_attn_interface package, no xformers build, and ATTNLIB_FA3 is not set")
+
+
+def fa3_decode() -> Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]:
+    """FA3 for decoding, as f(q, k_cache, v_cache, sm_scale, lengths) on (B, S, H, D); ImportError says why it
+    is not there."""
+    forward = _fa3_forward()
+    if isinstance(forward, _FA3Operators):
+        return forward.decode
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    def decode(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, lengths: Tensor | None) -> Tensor:
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, softmax_scale=sm_scale)
+        return out[0] if isinstance(out, tuple) else out
+
+    return decode
 
 
 def _no_fa3() -> str | None:

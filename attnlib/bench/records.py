@@ -38,7 +38,8 @@ class RecordError(LookupError):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one measurement and where they come from. `gpu` is its name, `date` is ISO (2026-11-21).
+    """Rows of one measurement and where they come from. `gpu` is its name, `date` is ISO (2026-11-21),
+    `commit` the code's where the record says it.
 
     `controls` are the rows that time an implementation a second time, for the noise (see `bench.verdict`):
     they have its name as `control_of`, and are no part of `rows`, so that no ladder or chart shows them."""
@@ -49,13 +50,16 @@ class Table:
     date: str
     replayed: bool
     controls: list[dict[str, Any]] = field(default_factory=list)
+    commit: str | None = None
 
     @classmethod
     def of(cls, name: str, rows: list[dict[str, Any]], origin: Mapping[str, Any], replayed: bool) -> Table:
         """The rows of a record, its control rows set apart; `origin` is the record's header."""
         shown = [row for row in rows if "control_of" not in row]
         controls = [row for row in rows if "control_of" in row]
-        return cls(name, shown, origin["gpu"]["name"], origin["date"], replayed, controls)
+        return cls(
+            name, shown, origin["gpu"]["name"], origin["date"], replayed, controls, origin.get("commit")
+        )
 
     @property
     def label(self) -> str:

@@ -167,6 +167,7 @@ def rows(timeline: Timeline, shapes: Sequence[Shape], launches: int = 5) -> list
 
 def _rows_of(timeline: Timeline, shape: Shape, launches: int) -> list[dict[str, Any]]:
     q, k, v = make_inputs(shape, device=harness.DEVICE)
+    timeline.clocks = None  # a shape before may have had warpgroups that this one has not
     for _ in range(launches):
         timeline.attention(q, k, v, shape.causal)
     found = [{"head_dim": shape.head_dim} | row for row in timeline.read()]

@@ -26,6 +26,7 @@ BUILD = ROOT / "build"
 README = ROOT / "README.md"
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
+DECODE = ("decode", "calls")
 """Records and tables that README shows."""
 
 
@@ -218,7 +219,24 @@ def host_table() -> str:
 
 
 ENDS = "", "_low", "_high"
-SECTIONS = {"ladder": ladder_table, "modes": modes_table, "host": host_table}
+
+
+def decode_table() -> str:
+    """README's table of decoding: GB/s of keys and values in the record of `tests/gpu/time_decode.py`."""
+    from attnlib.bench import records, tables
+
+    table = records.load(*DECODE, gpu=records.REFERENCE_GPU)
+    impls = {"attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "copy": "device copy"}
+    rows: dict[str, dict[str, str | None]] = {}
+    for row in table.rows:
+        if row["impl"] in impls and row["status"] == "ok":
+            cells = rows.setdefault(row["call"], {"call": row["call"], **dict.fromkeys(impls)})
+            cells[row["impl"]] = f"{row['gb_per_s']:.0f}"
+    columns = {"call": "Decoding, fp16, GB/s of keys and values", **impls}
+    return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+
+
+SECTIONS = {"ladder": ladder_table, "modes": modes_table, "host": host_table, "decode": decode_table}
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 
 

@@ -14,8 +14,9 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import fp8, hopper, portable, reference
+from attnlib.kernels import decode, fp8, hopper, portable, reference
 from attnlib.kernels.hopper import fp8 as hopper_fp8
+from attnlib.kernels.reference import decode as reference_decode
 from attnlib.kernels.reference import fp8 as reference_fp8
 
 FAMILIES = {"hopper": hopper, "triton": portable, "reference": reference}
@@ -34,3 +35,7 @@ QUANTIZERS = {"triton": fp8, "reference": reference_fp8}
     unsupported(device)                       as above
     quantize(x, role, recipe, cu_seqlens, max_seqlen)     an `Fp8`
 """
+
+DECODERS = {"triton": decode, "reference": reference_decode}
+"""The same for `attention_decode`: modules with unsupported(q, params) and forward(q, k, v, params), where
+`params` is an `attnlib.params.DecodeParams`."""

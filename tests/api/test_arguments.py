@@ -1,4 +1,5 @@
-"""attention() and attention_varlen(): every wrong argument is named, with what was expected and what came."""
+"""attention(), attention_varlen() and attention_decode(): every wrong argument is named, with what was
+expected and what came."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 
-from attnlib import attention, attention_varlen, explain
+from attnlib import attention, attention_decode, attention_varlen, explain
 from attnlib.arguments import offsets as offset_checks
 from attnlib.params import Varlen
 
@@ -220,10 +221,110 @@ SEQUENCES = [
     ),
 ]  # fmt: skip
 
+# Two sequences of 20 and 7 keys in three pages of 16.
+GOOD_DECODE = {
+    "q": zeros(2, 4, 3, 16), "k_cache": zeros(3, 2, 16, 16), "v_cache": zeros(3, 2, 16, 16),
+    "lengths": offsets(20, 7), "page_table": offsets(1, 0, 2, 99).view(2, 2),
+}  # fmt: skip
+ROOM = {"q": zeros(2, 4, 3, 16), "page_table": None}
+ROOM |= dict.fromkeys(("k_cache", "v_cache"), zeros(2, 2, 8, 16))
+
+
+def caches(*shape, **kwargs):
+    return dict.fromkeys(("k_cache", "v_cache"), zeros(*shape, **kwargs))
+
+
+DECODE = [
+    ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
+    ({"k_cache": [[1.0]]}, TypeError, "k_cache: expected a torch.Tensor, got list"),
+    ({"v_cache": numpy.zeros(3)}, TypeError, "v_cache: expected a torch.Tensor, got numpy.ndarray"),
+    ({"q": nested(torch.strided)}, TypeError, f"q: {NESTED}"),
+    ({"k_cache": zeros(3, 2, 16, 16).to_sparse()}, TypeError, f"k_cache: {DENSE} torch.sparse_coo"),
+    ({"q": zeros(2, 4, 16)}, ValueError, "q: expected 4 dimensions (B, H, S, D), got shape (2, 4, 16)"),
+    ({"k_cache": zeros(16)}, ValueError, "k_cache: expected 4 dimensions (B, H, S, D), got shape (16,)"),
+    ({"q": zeros(2, 4, 3, 16, dtype=torch.float64)}, TypeError,
+     "q: expected dtype float16, bfloat16 or float32, got torch.float64"),
+    ({"k_cache": zeros(3, 2, 16, 16, dtype=torch.bfloat16)}, TypeError,
+     "k_cache: expected dtype torch.float16 as q has, got torch.bfloat16"),
+    ({"v_cache": zeros(3, 2, 16, 16, dtype=torch.float8_e4m3fn)}, TypeError,
+     "v_cache: expected dtype torch.float16 as q has, got torch.float8_e4m3fn"),
+    ({"k_cache": zeros(3, 2, 16, 16, device="meta")}, ValueError,
+     "k_cache: expected device cpu as q has, got meta"),
+    *(
+        ({"q": zeros(2, 4, queries, 16)}, ValueError,
+         f"q: expected 1 to 16 queries of each sequence, got {queries}")
+        for queries in (0, 17)
+    ),
+    *(
+        ({"q": zeros(2, 4, 3, head_dim), **caches(3, 2, 16, head_dim)}, ValueError,
+         f"q: expected a head dimension that is a multiple of 8 from 8 to 256, got {head_dim}")
+        for head_dim in (0, 12, 264)
+    ),
+    (caches(3, 2, 16, 24), ValueError, "k_cache: expected head dimension 16 as q has, got 24"),
+    *(
+        (caches(3, heads, 16, 16), ValueError,
+         f"k_cache: expected a number of heads that divides q's 4, got {heads}")
+        for heads in (0, 3, 8)
+    ),
+    *(
+        (caches(3, 2, size, 16), ValueError,
+         f"k_cache: expected pages of 16, 32, 64 ... keys (dimension 2), got {size}")
+        for size in (0, 8, 24, 100)
+    ),
+    ({"v_cache": zeros(3, 2, 32, 16)}, ValueError,
+     "v_cache: expected shape (3, 2, 16, 16) as k_cache has, got (3, 2, 32, 16)"),
+    ({"page_table": None}, ValueError, "k_cache: expected batch size 2 as q has, got 3"),
+    ({"page_table": [[0, 1]]}, TypeError, "page_table: expected a torch.Tensor or None, got list"),
+    ({"page_table": zeros(2, 2)}, TypeError, "page_table: expected dtype int32, got torch.float16"),
+    ({"page_table": offsets(0, 1)}, ValueError,
+     "page_table: expected 2 dimensions (B, pages), got shape (2,)"),
+    ({"page_table": offsets(0, 1, 2).view(3, 1)}, ValueError,
+     "page_table: expected batch size 2 as q has, got 3"),
+    ({"page_table": offsets(0, 1, 2, 1, device="meta").view(2, 2)}, ValueError,
+     "page_table: expected device cpu as q has, got meta"),
+    ({"page_table": offsets(0, 1, 3, 1).view(2, 2)}, ValueError,
+     "page_table: expected pages from 0 to 2, got 3"),
+    ({"page_table": offsets(0, -1, 0, 1).view(2, 2)}, ValueError,
+     "page_table: expected pages from 0 to 2, got -1"),
+    ({"page_table": offsets(0, 1, 0, 3).view(2, 2), "lengths": None}, ValueError,
+     "page_table: expected pages from 0 to 2, got 3"),
+    ({"lengths": [20, 7]}, TypeError, "lengths: expected a torch.Tensor or None, got list"),
+    ({"lengths": 20}, TypeError, "lengths: expected a torch.Tensor or None, got int"),
+    ({"lengths": offsets(20, 7, dtype=torch.int64)}, TypeError,
+     "lengths: expected dtype int32, got torch.int64"),
+    ({"lengths": offsets(20, 7).to_sparse()}, TypeError, f"lengths: {DENSE} torch.sparse_coo"),
+    ({"lengths": offsets(20, 7)[None]}, ValueError, "lengths: expected 1 dimension (B), got shape (1, 2)"),
+    ({"lengths": offsets(20)}, ValueError, "lengths: expected batch size 2 as q has, got 1"),
+    ({"lengths": offsets(20, 7, device="meta")}, ValueError,
+     "lengths: expected device cpu as q has, got meta"),
+    ({"lengths": offsets(33, 7)}, ValueError,
+     "lengths: expected 0 to 32, which the cache has room for, got 33"),
+    ({"lengths": offsets(20, -1)}, ValueError,
+     "lengths: expected 0 to 32, which the cache has room for, got -1"),
+    ({**ROOM, "lengths": offsets(9, 1)}, ValueError,
+     "lengths: expected 0 to 8, which the cache has room for, got 9"),
+    *(
+        ({"split": split}, TypeError,
+         f"split: expected 'none', 'fixed', 'stream_k', a number of splits or None, got {kind}")
+        for split, kind in ((True, "bool"), (2.0, "float"), (zeros(1), "torch.Tensor"), (["none"], "list"))
+    ),
+    *(
+        ({"split": split}, ValueError,
+         f"split: expected 'none', 'fixed', 'stream_k', a number of splits or None, got {split!r}")
+        for split in ("stream-k", "", 0, -1)
+    ),
+]  # fmt: skip
+
+COMMON = [row for row in OPTIONS if not {"deterministic", "impl"} & set(row[0])]
 TABLE = {
+    attention_decode: (GOOD_DECODE, [*DECODE, *COMMON]),
     attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS]),
     attention_varlen: (GOOD_VARLEN, [*TENSORS, *PACKED_TENSORS, *SEQUENCES, *OPTIONS]),
 }
+
+
+def parameters(function) -> set[str]:
+    return set(inspect.signature(function).parameters)
 
 
 ROWS = [
@@ -235,9 +336,10 @@ ROWS = [
 
 @pytest.mark.parametrize(("function", "good", "wrong", "error", "message"), ROWS)
 def test_wrong_arguments_are_named(function, good, wrong, error, message):
-    for impl in ("hopper", "triton", "reference", None):
+    impls = ("hopper", "triton", "reference", None) if "impl" in parameters(function) else (None,)
+    for options in ({} if impl is None else {"impl": impl} for impl in impls):
         with pytest.raises(error) as raised:
-            function(**{**good, "impl": impl, **wrong})
+            function(**{**good, **options, **wrong})
         assert str(raised.value) == message
     if function is attention:
         with pytest.raises(error) as raised:
@@ -249,8 +351,10 @@ def test_wrong_arguments_are_named(function, good, wrong, error, message):
 def test_the_table_has_every_argument(function):
     good, wrongs = TABLE[function]
     named = {message.split(":")[0] for _, _, message in wrongs}
-    assert named == set(inspect.signature(function).parameters)
-    assert all(message.split(":")[0] in wrong or "meta as q has" in message for wrong, _, message in wrongs)
+    assert named == parameters(function)
+    told = ("meta as q has", "k_cache: expected batch size 2")  # another argument than the one changed
+    for wrong, _, message in wrongs:
+        assert message.split(":")[0] in wrong or any(text in message for text in told)
     # What the table changes is all that is wrong.
     out = function(**good)
     assert out.shape == good["q"].shape and not out.any()
@@ -265,6 +369,8 @@ def test_options_are_keywords_only():
         attention(*GOOD.values(), True)
     with pytest.raises(TypeError, match="takes 7 positional arguments but 8 were given"):
         attention_varlen(*GOOD_VARLEN.values(), True)
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 5 were given"):
+        attention_decode(*GOOD_DECODE.values())
 
 
 @pytest.mark.parametrize("window", [(0, 0), [3, 2], (-1, -1), (10**30, -1), (2**31, 2**40)])

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS, judge_forward
+from decode_cases import DecodeCase
+from decode_cases import check as check_decode
 from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -318,8 +320,9 @@ def kv_cache(device) -> str:
 @row("paged KV cache, decoding split over the keys")
 def paged_cache() -> str:
     hf_refuses(cache=object())
-    refuses("num_splits")
-    return refuses("page_table")
+    case = DecodeCase("two new tokens", (0, 1, 40, 300), queries=2, page=16, split="stream_k")
+    check_decode(case, "cuda" if torch.cuda.is_available() else "cpu")
+    return "yes"
 
 
 # ---------------------------------------------------------------- gradients

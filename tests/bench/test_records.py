@@ -54,11 +54,12 @@ def never():
 def test_measured_and_replayed_tables_hold_the_same_rows(data, monkeypatch):
     pretend_gpu(monkeypatch)
     measured = records.table("00_test", "speed", lambda: [ROW], method={"rounds": 3})
-    assert measured == Table("speed", [{**ROW, "ms": 1.2346}], "NVIDIA H200", "2026-11-21", False)
+    rows = [{**ROW, "ms": 1.2346}]
+    assert measured == Table("speed", rows, "NVIDIA H200", "2026-11-21", False, commit="abc")
     assert measured.label == "NVIDIA H200, 2026-11-21"
     pretend_no_gpu(monkeypatch)
     replayed = records.table("00_test", "speed", never)
-    assert replayed == Table("speed", measured.rows, measured.gpu, measured.date, True)
+    assert replayed == Table("speed", measured.rows, measured.gpu, measured.date, True, commit="abc")
     assert replayed.label == "replayed from NVIDIA H200, 2026-11-21"
     monkeypatch.setenv("ATTNLIB_PAPER", "1")
     assert replayed.label == measured.label

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -130,6 +131,20 @@ def test_the_calls_cover_both_kernels():
         assert any(s.seqlen_k not in (None, s.seqlen) for s in shapes), "a shifted diagonal"
         assert any(s.heads_kv not in (None, s.heads) for s in shapes), "grouped heads"
         assert any(s.seqlen % 64 for s in shapes), "a tail"
+    decoding = [call for call in found if call.impl == "decode"]
+    assert {call.split for call in decoding} == {"none", "fixed", "stream_k"}
+    assert {(call.page, call.same_launch) for call in decoding} == set(product((None, 16), (False, True)))
+
+
+def test_the_decoding_calls_run(device):
+    """In the interpreter, where there is no GPU to sanitize on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(torch.Tensor, "cuda", lambda x: x)
+            patch.setattr(torch.cuda, "synchronize", lambda: None)
+        for call in (call for call in sanitize.calls() if call.impl == "decode" and call.head_dim == 96):
+            [out] = sanitize.run_decoding(call)
+            assert out.isfinite().all() and not out[0].any()
 
 
 # ---------------------------------------------------------------- the command line

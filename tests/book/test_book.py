@@ -459,6 +459,10 @@ def record(tmp_path, monkeypatch):
     timed = {"backward": {"rows": [call]}, "step": {"rows": [step]}}
     host = head | {"notebook": "host_time", "tables": timed}
     (path.parent / "host_time.json").write_text(json.dumps(host))
+    speeds = ("attnlib", "ok", 1335.8), ("fa3", "failed", None), ("copy", "ok", 4231.0)
+    read = [{"call": "B1 S8192", "impl": x, "status": y, "gb_per_s": z} for x, y, z in speeds]
+    decode = head | {"notebook": "decode", "tables": {"calls": {"rows": read}}}
+    (path.parent / "decode.json").write_text(json.dumps(decode))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -467,15 +471,16 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(
         "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
-        "<!-- host -->\nold\n<!-- /host -->\nafter\n"
+        "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\nafter\n"
     )
     assert build.readme(readme) and not build.readme(readme)
     text = readme.read_text()
-    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /host -->\nafter\n")
+    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /decode -->\nafter\n")
     assert "<!-- /ladder -->\nbetween\n<!-- modes -->\n| " in text
     assert "| FA3 | 437 | 393 (1500) |" in text
     assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
+    assert "| B1 S8192 | 1336 | – | – | 4231 |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)
     assert (
@@ -487,7 +492,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("modes", "host"))
+    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("modes", "host", "decode"))
     readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 

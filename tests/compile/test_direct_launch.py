@@ -14,10 +14,10 @@ import triton
 from fake_driver import STREAM, cuda  # noqa: F401  (a fixture)
 from triton import knobs
 
-from attnlib.kernels import hopper, portable
+from attnlib.kernels import decode, hopper, portable
 from attnlib.kernels.common import device, direct
 from attnlib.kernels.common.launcher import Launch, Launches
-from attnlib.params import MaskWindow, Params, Varlen
+from attnlib.params import DecodeParams, MaskWindow, Params, Varlen
 
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith(direct.TRITON), reason="the launcher of another Triton"
@@ -67,13 +67,28 @@ def varlen(rows: int, keys: int, head_dim: int):
     return q, k, v, Params(LEFT, -0.1, Varlen(*ends, rows - 50, keys - 50), return_lse=True)
 
 
+def cache(batch: int, room: int, head_dim: int, page: int | None = None):
+    """Two new tokens for each of a batch of sequences, to caches of so many keys."""
+    q = torch.zeros(batch, 4, 2, head_dim, dtype=torch.float16)
+    table, size = None, (batch, 2, room, head_dim)
+    if page is not None:
+        table = torch.zeros(batch, room // page + 1, dtype=torch.int32)
+        size = (7, 2, page, head_dim)
+    k, v = torch.zeros(2, *size, dtype=torch.float16)
+    lengths = torch.full((batch,), 100, dtype=torch.int32)
+    return q, k, v, DecodeParams(LEFT, -0.1, lengths, table, True, "stream_k")
+
+
 CALLS = {
     "batch": (batch, 64, {}),
     "float32": (batch, 64, {"dtype": torch.float32}),
     "varlen": (varlen, 128, {}),
 }
+DECODE_CALLS = {"cache": (cache, 64, {}), "pages": (cache, 128, {"page": 16})}
 FAMILIES = {"portable": portable, "hopper": hopper}
-CASES = [
+EVERY = FAMILIES | {"decode": decode}
+CASES = [("decode", "forward", call) for call in DECODE_CALLS]
+CASES += [
     (family, direction, call)
     for family in FAMILIES
     for direction in ("forward", "backward")
@@ -109,7 +124,9 @@ def called(monkeypatch):
 
 
 def run(family, direction: str, q, k, v, params: Params) -> None:
-    if direction == "forward":
+    if family is decode:
+        decode.forward(q, k, v, params)
+    elif direction == "forward":
         families.forward(family, q, k, v, params)
     else:
         lse = torch.zeros(q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0]))
@@ -121,7 +138,7 @@ def test_both_ways_give_the_driver_the_same(case, sm_90, triton_way, called):
     """The first call of a kind goes Triton's way, the second the short way; so does the first of another
     signature of this kind, which a profiler then sends Triton's way for comparison."""
     family, direction, call = case
-    family, (make, head_dim, options) = FAMILIES[family], CALLS[call]
+    family, (make, head_dim, options) = EVERY[family], (CALLS | DECODE_CALLS)[call]
 
     def reached() -> list[dict]:
         found = sm_90.driver.launches()
@@ -153,7 +170,7 @@ def test_no_number_is_compiled_in(case, sm_90, monkeypatch):
     """A kernel that was compiled for one signature runs others: Triton must not look at numbers whether they
     are 1 or multiples of 16, nor take them for more than 32 bits."""
     family, direction, call = case
-    family, (make, head_dim, options), found = FAMILIES[family], CALLS[call], []
+    family, (make, head_dim, options), found = EVERY[family], (CALLS | DECODE_CALLS)[call], []
     monkeypatch.setattr(Launches, "__call__", lambda launches, *tensors: found.append(launches))
     run(family, direction, *make(100, 130, head_dim, **options))
     for launch in found[0].launches:
@@ -163,7 +180,8 @@ def test_no_number_is_compiled_in(case, sm_90, monkeypatch):
         assert {*launch.descriptors, *launch.pointers, *launch.scalars, *launch.constants} == set(params)
         assert all(params[name].is_constexpr == (name in launch.constants) for name in params)
         for name, part in launch.pointers.items():  # those that a caller gives lie where he likes
-            assert part.name not in ("cu_q", "cu_k") or params[name].do_not_specialize_on_alignment, name
+            anywhere = ("cu_q", "cu_k", "lengths", "page_table")
+            assert part.name not in anywhere or params[name].do_not_specialize_on_alignment, name
         for name, value in launch.scalars.items():
             general = params[name].do_not_specialize or isinstance(value, float)
             assert general, f"{launch.kernel}: {name} is specialized"

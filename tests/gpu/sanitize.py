@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +61,19 @@ class Call(NamedTuple):
     varlen: bool = False
 
 
-def calls() -> Iterator[Call]:
-    """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences."""
+class DecodeCall(NamedTuple):
+    """Two new tokens for sequences of different lengths, one of them empty. same_launch: merged by the
+    program that is last."""
+
+    head_dim: int
+    page: int | None
+    split: str
+    same_launch: bool
+    impl: str = "decode"
+
+
+def calls() -> Iterator[Call | DecodeCall]:
+    """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences; caches, pages."""
     from attnlib.bench.shapes import Shape
 
     for head_dim in (64, 128, 256):
@@ -81,10 +92,27 @@ def calls() -> Iterator[Call]:
         yield Call("hopper", Shape(1, 2, 130, head_dim, True, "bfloat16"))
         yield Call("triton", Shape(1, 2, 130, head_dim, True, "bfloat16"))
     yield Call("triton", Shape(1, 2, 70, 64, True, "float32"))
+    for head_dim, page, split, same_launch in product(
+        (64, 96, 256), (None, 16), ("none", "fixed", "stream_k"), (False, True)
+    ):
+        if split != "none" or not same_launch:
+            yield DecodeCall(head_dim, page, split, same_launch)
 
 
 def run_calls(part: int, parts: int) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
+    done = 0
+    for call in islice(calls(), part, None, parts):
+        results = run_decoding(call) if isinstance(call, DecodeCall) else run_training(call)
+        for result in results:
+            if not result.detach().cpu().isfinite().all():
+                raise RuntimeError(f"{call}: a result is not finite")
+        done += bool(results)
+    print(ALL_CALLS, done, flush=True)
+
+
+def run_training(call: Call) -> tuple:
+    """Output, LSE and gradients of a forward and a backward pass; nothing where the kernel has none."""
     import torch
 
     from attnlib import attention, attention_varlen
@@ -92,29 +120,46 @@ def run_calls(part: int, parts: int) -> None:
     from attnlib.kernels import hopper
     from attnlib.params import Params, mask_window
 
-    done = 0
-    for impl, shape, window, varlen in islice(calls(), part, None, parts):
-        # Made on the CPU: a copy to the GPU is no kernel, and the sanitizer knows that it initializes.
-        inputs = make_inputs(shape, device="cpu")
-        if varlen:
-            inputs = [x[0].transpose(0, 1).contiguous() for x in inputs]
-        q, k, v = (x.cuda().requires_grad_() for x in inputs)
-        d_out = torch.randn(q.shape).to(q.dtype).cuda()
-        how = {"causal": shape.causal, "window": window, "impl": impl, "return_lse": True}
-        if varlen:
-            cu = torch.tensor([0, 65, 65, shape.seqlen], dtype=torch.int32).cuda()
-            out, lse = attention_varlen(q, k, v, cu, cu, shape.seqlen - 65, shape.seqlen - 65, **how)
-        elif impl == "hopper" and hopper.unsupported(q, k, v, Params(mask_window(shape.causal, window), 1.0)):
-            continue
-        else:
-            out, lse = attention(q, k, v, **how)
-        out.backward(d_out)
-        torch.cuda.synchronize()
-        for result in (out, lse, q.grad, k.grad, v.grad):
-            if not result.detach().cpu().isfinite().all():
-                raise RuntimeError(f"{impl}, {shape.label}: a result is not finite")
-        done += 1
-    print(ALL_CALLS, done, flush=True)
+    impl, shape, window, varlen = call
+    # Made on the CPU: a copy to the GPU is no kernel, and the sanitizer knows that it initializes.
+    inputs = make_inputs(shape, device="cpu")
+    if varlen:
+        inputs = [x[0].transpose(0, 1).contiguous() for x in inputs]
+    q, k, v = (x.cuda().requires_grad_() for x in inputs)
+    d_out = torch.randn(q.shape).to(q.dtype).cuda()
+    how = {"causal": shape.causal, "window": window, "impl": impl, "return_lse": True}
+    if varlen:
+        cu = torch.tensor([0, 65, 65, shape.seqlen], dtype=torch.int32).cuda()
+        out, lse = attention_varlen(q, k, v, cu, cu, shape.seqlen - 65, shape.seqlen - 65, **how)
+    elif impl == "hopper" and hopper.unsupported(q, k, v, Params(mask_window(shape.causal, window), 1.0)):
+        return ()
+    else:
+        out, lse = attention(q, k, v, **how)
+    out.backward(d_out)
+    torch.cuda.synchronize()
+    return out, lse, q.grad, k.grad, v.grad
+
+
+def run_decoding(call: DecodeCall) -> tuple:
+    """The output: of a row that sees no key the LSE is -inf."""
+    from dataclasses import replace
+
+    import torch
+
+    from attnlib.kernels import DECODERS
+    from attnlib.kernels.decode.launch import call_of, configuration
+    from attnlib.params import DecodeParams, mask_window
+
+    lengths = torch.tensor([0, 17, 700, 1300], dtype=torch.int32)
+    room, page, D = 1312, call.page, call.head_dim
+    size = (4, 2, room, D) if page is None else (4 * room // page, 2, page, D)
+    q, k, v = (torch.randn(shape).half().cuda() for shape in ((4, 8, 2, D), size, size))
+    table = None if page is None else torch.randperm(size[0]).view(4, -1).int().cuda()
+    params = DecodeParams(mask_window(True, None), D**-0.5, lengths.cuda(), table, True, call.split)
+    config = replace(configuration(call_of(q, k, v, table, params)), same_launch=call.same_launch)
+    out, _ = DECODERS["triton"].forward(q, k, v, params._replace(config=config))
+    torch.cuda.synchronize()
+    return (out,)
 
 
 # ---------------------------------------------------------------- what the sanitizer says

@@ -1,4 +1,5 @@
-"""Counters in global memory from which the programs of a persistent kernel draw their tiles."""
+"""Counters in global memory: the programs of a persistent kernel draw their tiles from one, and programs that
+share a result count in others how many of them are done."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import torch
 from attnlib.kernels.common import device
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
-"""(device, stream) -> the counter that its launches draw from; 0 between launches."""
+"""(device, stream) -> the counters of its launches; all 0 between launches."""
 
 
 class _Thread(threading.local):
@@ -30,17 +31,17 @@ def own_counters() -> Iterator[None]:
         _thread.own_counters = before
 
 
-def counter(index: int) -> torch.Tensor:
-    """An int32 that is 0, for one launch after another on a device.
+def counter(index: int, size: int = 1) -> torch.Tensor:
+    """At least `size` int32 that are 0, for one launch after another on a device.
 
-    Launches on one stream share it, because each leaves it at 0. A captured launch has one of its own, set to
-    0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
+    Launches on one stream share them, because each leaves them at 0. A captured launch has some of its own,
+    set to 0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
     `own_counters`.
     """
     if _thread.own_counters or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+        return torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}")
     key = index, device.current_stream(index)
     found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+    if found is None or len(found) < size:
+        found = _counters[key] = torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}")
     return found

@@ -82,9 +82,9 @@ class Launch:
         described = tuple((tensors[d.tensor.name].dtype, d.block) for d in self.descriptors.values())
         pointers = (tensors[part.name] for part in self.pointers.values())
         dtypes = tuple(None if tensor is None else tensor.dtype for tensor in pointers)
-        absent = tuple(name for name, value in self.scalars.items() if value is None)
+        forms = tuple(_form(value) for value in self.scalars.values())
         constants, options = tuple(self.constants.items()), tuple(self.options.items())
-        return self.kernel, device, described, dtypes, absent, constants, options
+        return self.kernel, device, described, dtypes, forms, constants, options
 
     def through_triton(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
         """Launch it as Triton does; returns what was compiled, None from an interpreter or emulator."""
@@ -150,6 +150,13 @@ class Launches:
 
     def _launch_directly(self, descriptions: bytes, tensors: tuple[torch.Tensor | None, ...]) -> None:
         direct.launcher().launch(descriptions, self.device, current_stream(self.device), tensors)
+
+
+def _form(scalar: float | None) -> str:
+    """What of a number the compiled code depends on: whether there is one, and in how many bits it fits."""
+    if scalar is None:
+        return "none"
+    return "wide" if isinstance(scalar, int) and not -LIMIT <= scalar < LIMIT else "given"
 
 
 def _from(tensors: Mapping[str, torch.Tensor | None], part: Part) -> torch.Tensor | None:

@@ -142,6 +142,16 @@ def test_a_number_where_there_was_none_is_another_kind(world):
     assert world.counts == (2, 0)
 
 
+def test_a_number_of_64_bits_is_another_kind(world):
+    """Triton compiles a kernel for int32 or for int64."""
+    launches(2**31 - 1)(X, OUT, None)
+    launches(2**31)(X, OUT, None)
+    assert world.counts == (2, 0)
+    launches(5)(X, OUT, None)
+    launches(2**40)(X, OUT, None)
+    assert world.counts == (2, 2)
+
+
 def test_compiled_options_are_part_of_the_kind(world):
     first, second = launches(), launches()
     second.launches[0].options["maxnreg"] = 128

@@ -1,0 +1,101 @@
+"""The arguments of `attention_decode`, checked."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from attnlib.arguments.common import MAX_HEAD_DIM, NO_STRIDES, check_common, check_tensors, type_name
+
+MOST_QUERIES = 16
+SMALLEST_PAGE = 16
+SPLITS = "none", "fixed", "stream_k"
+
+
+class DecodeOptions(NamedTuple):
+    """The options of `attention_decode`, as they were given."""
+
+    lengths: Any = None
+    page_table: Any = None
+    causal: Any = True
+    window: Any = None
+    sm_scale: Any = None
+    return_lse: Any = False
+    split: Any = None
+
+
+def check_decode(q, k, v, options: DecodeOptions) -> None:
+    """Arguments of `attention_decode`. TypeError or ValueError if one is wrong. The values of lengths and
+    pages are looked at where that waits for nobody: on a CPU."""
+    lengths, table, causal, window, sm_scale, return_lse, split = options
+    check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4, ("k_cache", "v_cache"))
+    _check_decode_shapes(q.shape, k.shape, v.shape, table is not None)
+    if table is not None:
+        _check_integers("page_table", table, q, "2 dimensions (B, pages)", 2)
+    if lengths is not None:
+        _check_integers("lengths", lengths, q, "1 dimension (B)", 1)
+    check_common(causal, window, sm_scale, return_lse, False)
+    _check_split(split)
+    if q.device.type == "cpu":
+        _check_decode_values(lengths, table, k.shape)
+
+
+@lru_cache(1024)
+def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool) -> None:
+    (batch, heads, queries, head_dim), (first, kv_heads, size, width) = q, k
+    if not 1 <= queries <= MOST_QUERIES:
+        raise ValueError(f"q: expected 1 to {MOST_QUERIES} queries of each sequence, got {queries}")
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(
+            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    if not paged and first != batch:
+        raise ValueError(f"k_cache: expected batch size {batch} as q has, got {first}")
+    if width != head_dim:
+        raise ValueError(f"k_cache: expected head dimension {head_dim} as q has, got {width}")
+    if heads and (not kv_heads or heads % kv_heads):
+        raise ValueError(f"k_cache: expected a number of heads that divides q's {heads}, got {kv_heads}")
+    if paged and (size < SMALLEST_PAGE or size & (size - 1)):
+        raise ValueError(f"k_cache: expected pages of 16, 32, 64 ... keys (dimension 2), got {size}")
+    if v != k:
+        raise ValueError(f"v_cache: expected shape {tuple(k)} as k_cache has, got {tuple(v)}")
+
+
+def _check_integers(name: str, given, q: torch.Tensor, rank: str, dims: int) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type_name(given)}")
+    if given.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {given.dtype}")
+    if given.layout is not torch.strided:
+        raise TypeError(f"{name}: {NO_STRIDES} {given.layout}")
+    if given.dim() != dims:
+        raise ValueError(f"{name}: expected {rank}, got shape {tuple(given.shape)}")
+    if len(given) != len(q):
+        raise ValueError(f"{name}: expected batch size {len(q)} as q has, got {len(given)}")
+    if given.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} as q has, got {given.device}")
+
+
+def _check_split(split) -> None:
+    expected = "expected 'none', 'fixed', 'stream_k', a number of splits or None"
+    if split is None:
+        return
+    if isinstance(split, bool) or not isinstance(split, str | int):
+        raise TypeError(f"split: {expected}, got {type_name(split)}")
+    if split not in SPLITS and (isinstance(split, str) or split < 1):
+        raise ValueError(f"split: {expected}, got {split!r}")
+
+
+def _check_decode_values(lengths, table, cache: torch.Size) -> None:
+    room = cache[2] if table is None else table.shape[1] * cache[2]
+    counts = None if lengths is None else lengths.tolist()
+    for count in counts or ():
+        if not 0 <= count <= room:
+            raise ValueError(f"lengths: expected 0 to {room}, which the cache has room for, got {count}")
+    if table is None:
+        return
+    for row, pages in enumerate(table.tolist()):
+        used = len(pages) if counts is None else -(-counts[row] // cache[2])
+        for page in pages[:used]:
+            if not 0 <= page < cache[0]:
+                raise ValueError(f"page_table: expected pages from 0 to {cache[0] - 1}, got {page}")

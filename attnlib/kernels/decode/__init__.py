@@ -1,0 +1,15 @@
+"""Exact attention of few queries to many keys in a cache, contiguous or in pages, split over the keys; in
+plain Triton, for every GPU that it knows, and for its interpreter."""
+
+from attnlib.kernels.common import device
+from attnlib.kernels.decode.launch import forward
+from attnlib.params import DecodeParams
+
+__all__ = ["forward", "unsupported"]
+
+
+def unsupported(q, params: DecodeParams) -> str | None:
+    """What the kernels need and a call with valid arguments does not have; None if it has all."""
+    if q.is_cuda or device.interpreted():
+        return None
+    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"

@@ -1,0 +1,499 @@
+"""Exact attention of few queries to many keys, in plain `triton.language`: decoding with a KV cache.
+
+The query rows of all heads that share a key/value head make one tile of BLOCK_M rows. So keys and values are
+read once, and time is that of reading them. What remains is to keep every multiprocessor reading. A pair is a
+sequence with one of its key/value heads, or with one block of rows of it where the rows need several tiles.
+Its keys are cut into tiles of BLOCK_N, and programs share out the tiles of all pairs:
+
+- one split: a program takes all tiles of a pair.
+- a fixed number of splits: so many programs take about as many tiles each of one pair.
+- stream-K (LeanAttention): the tiles of all pairs stand in one line, and each program takes an equal share of
+  the line, wherever pairs begin or end in it.
+
+A program that has not all tiles of a pair leaves its row maximum m, its row sum l and its output before the
+division by l in memory. Such results merge by an associative operation, the rescaling of the online softmax.
+Either a second launch merges them, or the program that finishes a pair last. Both merge in the order of the
+keys, so that equal calls have equal bits. No program waits for another.
+
+Where a pair begins and ends follows from the lengths, which each program reads from memory. A grid that was
+launched for one batch of lengths, in a CUDA graph for instance, is right for any other.
+"""
+
+import triton
+import triton.language as tl
+
+WIDTH = tl.constexpr(128)  # sequences whose tiles are counted in one step
+PARTS = tl.constexpr(16)  # results that are merged in one step
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# ---------------------------------------------------------------- which tiles there are
+
+
+@triton.jit
+def _length(lengths, o_b, inside, S):
+    """Keys of a sequence, or of several: never more than the cache has room for."""
+    return tl.minimum(tl.maximum(tl.load(lengths + o_b, mask=inside, other=0), 0), S)
+
+
+@triton.jit
+def _tiles_of(length, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(the first tile in sight, how many there are): at least one, so that a program writes each row."""
+    first = tl.maximum(length - S_Q - left, 0) // BLOCK_N if left is not None else length * 0
+    return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1)
+
+
+@triton.jit
+def _tiles_before(i_b, lengths, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tiles of the sequences before i_b, tiles of all), of one head."""
+    if lengths is None:
+        _, tiles = _tiles_of(S, left, S_Q, BLOCK_N)
+        return i_b * tiles, B * tiles
+    else:
+        before, total = 0, 0
+        for start in tl.range(0, B, WIDTH):
+            o_b = start + tl.arange(0, WIDTH)  # [WIDTH]
+            _, tiles = _tiles_of(_length(lengths, o_b, o_b < B, S), left, S_Q, BLOCK_N)  # [WIDTH]
+            tiles = tl.where(o_b < B, tiles, 0)
+            before += tl.sum(tl.where(o_b < i_b, tiles, 0), 0)
+            total += tl.sum(tiles, 0)
+        return before, total
+
+
+@triton.jit
+def _sequence_at(tile, pairs, lengths, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(the sequence that has this tile of the line, tiles of one head before it). `pairs` of a sequence."""
+    if lengths is None:
+        _, tiles = _tiles_of(S, left, S_Q, BLOCK_N)
+        i_b = tile // (tiles * pairs)
+        return i_b, i_b * tiles
+    else:
+        i_b, before, counted = 0, 0, 0
+        for start in tl.range(0, B, WIDTH):
+            o_b = start + tl.arange(0, WIDTH)  # [WIDTH]
+            _, tiles = _tiles_of(_length(lengths, o_b, o_b < B, S), left, S_Q, BLOCK_N)  # [WIDTH]
+            first = counted + tl.cumsum(tiles, 0) - tiles  # [WIDTH]
+            begun = (o_b < B) & (first * pairs <= tile)
+            i_b = tl.maximum(i_b, tl.max(tl.where(begun, o_b, 0), 0))
+            before = tl.maximum(before, tl.max(tl.where(begun, first, 0), 0))
+            counted += tl.sum(tiles, 0)
+        return i_b, before
+
+
+@triton.jit
+def _share(program, total, programs):
+    """The first tile of a program's share of the line."""
+    return (total.to(tl.int64) * program // programs).to(tl.int32)
+
+
+@triton.jit
+def _owner(tile, total, programs):
+    """The program that has a tile of the line: the inverse of `_share`."""
+    return (((tile + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
+
+
+@triton.jit
+def _parts_of(pair, begin, tiles, total, shares, STREAM_K: tl.constexpr):
+    """(slot of a pair's first partial result, how many it has). `begin`: its first tile in the line.
+
+    With stream-K a program has two slots: one for a pair that it does not begin, which it has at most once,
+    and one for a pair that it begins and does not end.
+    """
+    if STREAM_K:
+        first = _owner(begin, total, shares)
+        return 2 * first + 1, _owner(begin + tiles - 1, total, shares) - first + 1
+    else:
+        return pair * shares, tl.cdiv(tiles, tl.cdiv(tiles, shares))
+
+
+# ---------------------------------------------------------------- results
+
+
+@triton.jit
+def _finished(b_m, b_l):
+    """(what a row's output is divided by, its LSE). A row that saw no key has l = 0: output 0, LSE -inf."""
+    empty = b_l == 0.0
+    b_lse = tl.where(empty, float("-inf"), (b_m + tl.math.log2(tl.where(empty, 1.0, b_l))) * LN2)
+    return tl.where(empty, 1.0, b_l), b_lse
+
+
+@triton.jit
+def _merge_row(
+    part_o,
+    part_m,
+    part_l,
+    slot,
+    count,
+    row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STREAM_K: tl.constexpr,
+):
+    """(output [BLOCK_D] before its division by l, m, l) of a row of a tile, from `count` partial results."""
+    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    b_m = float("-inf")
+    b_l = 0.0
+    for start in tl.range(0, count, PARTS):
+        o_p = start + tl.arange(0, PARTS)  # [PARTS]
+        there = o_p < count
+        # With stream-K the slot after the first one is the next program's first.
+        places = slot + (tl.where(o_p == 0, 0, 2 * o_p - 1) if STREAM_K else o_p)  # [PARTS]
+        places = places.to(tl.int64) * BLOCK_M + row
+        # Another program may have written them a moment ago: not from L1.
+        p_m = tl.load(part_m + places, mask=there, other=float("-inf"), cache_modifier=".cg")  # [PARTS]
+        p_l = tl.load(part_l + places, mask=there, other=0.0, cache_modifier=".cg")  # [PARTS]
+        p_o = tl.load(
+            part_o + places[:, None] * BLOCK_D + o_d[None, :], mask=there[:, None], other=0.0,
+            cache_modifier=".cg",
+        )  # [PARTS, BLOCK_D]  # fmt: skip
+        m_new = tl.maximum(b_m, tl.max(p_m, 0))
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key in sight yet: no -inf minus -inf
+        alpha = tl.math.exp2(b_m - m_ref)
+        weight = tl.math.exp2(p_m - m_ref)  # [PARTS]
+        b_l = b_l * alpha + tl.sum(p_l * weight, 0)
+        b_acc = b_acc * alpha + tl.sum(p_o * weight[:, None], 0)  # [BLOCK_D]
+        b_m = m_new
+    return b_acc, b_m, b_l
+
+
+@triton.jit
+def _merge_and_store_row(
+    part_o,
+    part_m,
+    part_l,
+    slot,
+    count,
+    row,
+    out_ptr,
+    lse_ptr,
+    i_b,
+    i_p,
+    H_kv,
+    o_b,
+    o_h,
+    o_s,
+    D: tl.constexpr,
+    S_Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIT_Q: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    STREAM_K: tl.constexpr,
+):
+    """Merge one row of the tile of pair i_p of sequence i_b, and write its output and LSE."""
+    b_acc, b_m, b_l = _merge_row(part_o, part_m, part_l, slot, count, row, BLOCK_M, BLOCK_D, STREAM_K)
+    divisor, b_lse = _finished(b_m, b_l)
+    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    o_r = i_p % BLOCKS * BLOCK_M + row
+    i_h, i_s = i_p // BLOCKS * GROUP + o_r // S_Q, o_r % S_Q
+    there = o_r < GROUP * S_Q
+    place = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s.to(tl.int64) * o_s) * UNIT_Q
+    b_o = (b_acc / divisor).to(out_ptr.dtype.element_ty)  # [BLOCK_D]
+    tl.store(out_ptr + place + o_d, b_o, mask=there & (o_d < D))
+    if STORE_LSE:
+        tl.store(lse_ptr + (i_b.to(tl.int64) * H_kv * GROUP + i_h) * S_Q + i_s, b_lse, mask=there)
+
+
+# ---------------------------------------------------------------- the tiles of one pair
+
+
+@triton.jit
+def _pages(table, key, begin, end, PAGE: tl.constexpr):
+    """The pages of keys [BLOCK_N]; 0 for those that are not read."""
+    return tl.load(table + key // PAGE, mask=(key >= begin) & (key < end), other=0)
+
+
+@triton.jit
+def _attend(
+    b_q,
+    k_ptr,
+    v_ptr,
+    table,
+    first,
+    count,
+    begin,
+    end,
+    first_key,
+    last_key,
+    qk_scale,
+    k_page,
+    k_s,
+    k_d,
+    v_page,
+    v_s,
+    v_d,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT_KV: tl.constexpr,
+    FLIP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(output before its division by l, m, l) of `count` tiles from `first` on.
+
+    Keys `begin` .. `end` - 1 are read, which some row sees; a row sees those from its first_key (None for no
+    bound) to its last_key [BLOCK_M]. `table`: the pages of this sequence; None where its keys lie in one
+    piece.
+    """
+    o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    k_column = o_d if k_d is None else o_d.to(tl.int64) * k_d  # [BLOCK_D]
+    v_column = o_d if v_d is None else o_d.to(tl.int64) * v_d  # [BLOCK_D]
+    b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
+    b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if table is not None:  # the pages of a tile are known one tile ahead: its loads need not wait for them
+        next_page = _pages(table, first * BLOCK_N + o_n, begin, end, PAGE)  # [BLOCK_N]
+    for j in tl.range(first, first + count, num_stages=NUM_STAGES):
+        key = j * BLOCK_N + o_n  # [BLOCK_N]
+        there = (key >= begin) & (key < end)  # [BLOCK_N]
+        if table is None:
+            k_row = key.to(tl.int64) * k_s  # [BLOCK_N]
+            v_row = key.to(tl.int64) * v_s  # [BLOCK_N]
+        else:
+            page = next_page.to(tl.int64)  # [BLOCK_N]
+            next_page = _pages(table, key + BLOCK_N, begin, end, PAGE)  # [BLOCK_N]
+            k_row = page * k_page + key % PAGE * k_s.to(tl.int64)  # [BLOCK_N]
+            v_row = page * v_page + key % PAGE * v_s.to(tl.int64)  # [BLOCK_N]
+        mask = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
+        b_k = tl.load(k_ptr + (k_row * UNIT_KV)[:, None] + k_column[None, :], mask=mask, other=0.0)
+        b_v = tl.load(v_ptr + (v_row * UNIT_KV)[:, None] + v_column[None, :], mask=mask, other=0.0)
+        b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_s = -b_s if FLIP else b_s
+        seen = key[None, :] <= last_key[:, None]  # [BLOCK_M, BLOCK_N]
+        if first_key is not None:
+            seen &= key[None, :] >= first_key[:, None]
+        b_s = tl.where(seen, b_s, float("-inf"))
+        m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)  # [BLOCK_M]
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        b_p = tl.math.exp2(b_s * qk_scale - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
+        alpha = tl.math.exp2(b_m - m_ref)  # [BLOCK_M]
+        b_l = b_l * alpha + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * alpha[:, None], input_precision=PRECISION)
+        b_m = m_new
+    return b_acc, b_m, b_l
+
+
+@triton.jit(
+    do_not_specialize=[
+        "B", "S", "H_kv", "left", "right", "shares", "q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "k_d",
+        "v_b", "v_h", "v_s", "v_d", "o_b", "o_h", "o_s", "table_b",
+    ],
+    do_not_specialize_on_alignment=["lengths", "page_table", "arrived"],
+)  # fmt: skip
+def attention_decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    part_o,  # partial results: outputs [slots, BLOCK_M, BLOCK_D]; None for one split
+    part_m,
+    part_l,  # m and l [slots, BLOCK_M]
+    arrived,  # partial results of each pair so far [pairs], all 0 before and after; None: no merge here
+    lengths,  # keys of each sequence [B]; None where all have S
+    page_table,  # pages of each sequence [B, pages]; None where its keys lie in one piece
+    qk_scale,  # |sm_scale| * log2(e), positive
+    B,
+    S,  # keys that a sequence has room for
+    H_kv,
+    left,
+    right,  # keys that a row sees before and after its place; None for no bound
+    shares,  # programs of stream-K, or splits of a pair
+    q_b,
+    q_h,
+    q_s,  # strides, in units of UNIT_Q and UNIT_KV elements; of a paged cache k_b and v_b are those of a page
+    k_b,
+    k_h,
+    k_s,
+    k_d,  # elements; None for 1
+    v_b,
+    v_h,
+    v_s,
+    v_d,
+    o_b,
+    o_h,
+    o_s,
+    table_b,
+    D: tl.constexpr,
+    S_Q: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads that share one key/value head
+    BLOCKS: tl.constexpr,  # tiles that their rows take
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,  # keys of a page; None where there are none
+    STREAM_K: tl.constexpr,
+    ALIGNED: tl.constexpr,  # which caches begin at a multiple of 16 bytes: the compiler is told by Triton
+    UNIT_Q: tl.constexpr,
+    UNIT_KV: tl.constexpr,
+    FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
+    STORE_LSE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out = softmax(sm_scale * Q K^T) V for q (B, H, S_Q, D) and caches (B, H_kv, S, D), or (pages, H_kv,
+    PAGE, D); see the module's docstring.
+
+    Grid: `shares` with stream-K, otherwise shares * pairs, the splits of a pair one after the other.
+    """
+    place = tl.program_id(0)
+    pairs = H_kv * BLOCKS  # of a sequence
+    # What this program has to do: `todo` tiles, of pair i_p of sequence i_b from its tile `done` on, and so
+    # on through the pairs after it.
+    total = 0
+    if STREAM_K:
+        # A program without a tile would leave a hole in the order of the partial results.
+        _, total = _tiles_before(0, lengths, B, S, left, S_Q, BLOCK_N)
+        total = total * pairs
+        shares = tl.minimum(shares, total)
+        tile = _share(place, total, shares)
+        todo = tl.where(place < shares, _share(place + 1, total, shares) - tile, 0)
+        i_b, before = _sequence_at(tile, pairs, lengths, B, S, left, S_Q, BLOCK_N)
+        length = S if lengths is None else _length(lengths, i_b, True, S)
+        _, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+        tile -= before * pairs
+        i_p, done = tile // tiles, tile % tiles
+        begin = (before * pairs + i_p * tiles).to(tl.int32)  # the pair's first tile in the line
+    else:
+        pair = place // shares
+        i_b, i_p = pair // pairs, pair % pairs
+        length = S if lengths is None else _length(lengths, i_b, True, S)
+        _, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+        share = tl.cdiv(tiles, shares)
+        done = place % shares * share
+        todo = tl.minimum(share, tiles - done)
+        begin = 0
+
+    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    while todo > 0:
+        length = S if lengths is None else _length(lengths, i_b, True, S)
+        first_tile, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+        count = tl.minimum(tiles - done, todo)
+
+        # The rows: query by query of a head, head by head of the group.
+        i_kv = i_p // BLOCKS
+        o_r = i_p % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        i_h, i_s = i_kv * GROUP + o_r // S_Q, o_r % S_Q  # [BLOCK_M]
+        row = o_r < GROUP * S_Q  # [BLOCK_M]
+        columns = row[:, None] & (o_d < D)[None, :]  # [BLOCK_M, BLOCK_D]
+        places = (i_b.to(tl.int64) * q_b + i_h.to(tl.int64) * q_h + i_s.to(tl.int64) * q_s) * UNIT_Q
+        b_q = tl.load(q_ptr + places[:, None] + o_d[None, :], mask=columns, other=0.0)  # [BLOCK_M, BLOCK_D]
+        position = length - S_Q + i_s  # [BLOCK_M] the last query stands at the last key
+        last_key = tl.zeros([BLOCK_M], tl.int32) + (length - 1)  # [BLOCK_M]
+        if right is not None:
+            last_key = tl.minimum(last_key, position + right)  # [BLOCK_M]
+        if left is None:
+            first_key, from_key = None, 0
+        else:
+            first_key = position - left  # [BLOCK_M]
+            from_key = length - S_Q - left
+        k_head = k_ptr + i_kv.to(tl.int64) * k_h * UNIT_KV
+        v_head = v_ptr + i_kv.to(tl.int64) * v_h * UNIT_KV
+        if page_table is None:
+            k_head += i_b.to(tl.int64) * k_b * UNIT_KV
+            v_head += i_b.to(tl.int64) * v_b * UNIT_KV
+            table = None
+        else:
+            table = page_table + i_b.to(tl.int64) * table_b
+        b_acc, b_m, b_l = _attend(
+            b_q, k_head, v_head, table, first_tile + done, count, from_key, length, first_key, last_key,
+            qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, D, BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP,
+            NUM_STAGES, PRECISION,
+        )  # fmt: skip
+
+        if count == tiles:  # nothing to merge
+            divisor, b_lse = _finished(b_m, b_l)  # [BLOCK_M]
+            places = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s.to(tl.int64) * o_s) * UNIT_Q
+            b_o = (b_acc / divisor[:, None]).to(out_ptr.dtype.element_ty)  # [BLOCK_M, BLOCK_D]
+            tl.store(out_ptr + places[:, None] + o_d[None, :], b_o, mask=columns)
+            if STORE_LSE:
+                lse_rows = lse_ptr + (i_b.to(tl.int64) * H_kv * GROUP + i_h) * S_Q + i_s
+                tl.store(lse_rows, b_lse, mask=row)
+        elif part_o is not None:
+            slot = 2 * place + (done == 0).to(tl.int32) if STREAM_K else place
+            o_m = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+            tl.store(part_o + o_m[:, None] * BLOCK_D + o_d[None, :], b_acc, mask=row[:, None])
+            tl.store(part_m + o_m, b_m, mask=row)
+            tl.store(part_l + o_m, b_l, mask=row)
+            if arrived is not None:
+                pair = i_b * pairs + i_p
+                first, parts = _parts_of(pair, begin, tiles, total, shares, STREAM_K)
+                tl.debug_barrier()  # all of this program's stores, then the one that says so
+                if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == parts - 1:
+                    for i in tl.range(0, tl.minimum(GROUP * S_Q - i_p % BLOCKS * BLOCK_M, BLOCK_M)):
+                        _merge_and_store_row(
+                            part_o, part_m, part_l, first, parts, i, out_ptr, lse_ptr, i_b, i_p, H_kv,
+                            o_b, o_h, o_s, D, S_Q, GROUP, BLOCKS, BLOCK_M, BLOCK_D, UNIT_Q, STORE_LSE,
+                            STREAM_K,
+                        )  # fmt: skip
+                    tl.store(arrived + pair, 0)  # for the next launch
+
+        todo -= count
+        begin += tiles
+        done = 0
+        i_p += 1
+        if i_p == pairs:
+            i_p = 0
+            i_b += 1
+
+
+@triton.jit(
+    do_not_specialize=["B", "S", "H_kv", "left", "shares", "o_b", "o_h", "o_s"],
+    do_not_specialize_on_alignment=["lengths"],
+)
+def attention_merge(
+    out_ptr,
+    lse_ptr,
+    part_o,
+    part_m,
+    part_l,
+    lengths,
+    B,
+    S,
+    H_kv,
+    left,
+    shares,
+    o_b,
+    o_h,
+    o_s,
+    D: tl.constexpr,
+    S_Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STREAM_K: tl.constexpr,
+    UNIT_Q: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+):
+    """Merge the partial results that `attention_decode` left; arguments as there.
+
+    Grid: rows of a tile * pairs, the rows of a pair one after the other.
+    """
+    ROWS: tl.constexpr = min(BLOCK_M, GROUP * S_Q)
+    pairs = H_kv * BLOCKS
+    place = tl.program_id(0)
+    row, pair = place % ROWS, place // ROWS
+    i_b, i_p = pair // pairs, pair % pairs
+    length = S if lengths is None else _length(lengths, i_b, True, S)
+    _, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+    total, begin = 0, 0
+    if STREAM_K:
+        before, total = _tiles_before(i_b, lengths, B, S, left, S_Q, BLOCK_N)
+        total = total * pairs
+        begin = before * pairs + i_p * tiles
+        shares = tl.minimum(shares, total)
+    slot, count = _parts_of(pair, begin, tiles, total, shares, STREAM_K)
+    if count > 1:  # else it was written
+        _merge_and_store_row(
+            part_o, part_m, part_l, slot, count, row, out_ptr, lse_ptr, i_b, i_p, H_kv, o_b, o_h, o_s,
+            D, S_Q, GROUP, BLOCKS, BLOCK_M, BLOCK_D, UNIT_Q, STORE_LSE, STREAM_K,
+        )  # fmt: skip

@@ -1,0 +1,235 @@
+"""Launch the decoding kernels."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from attnlib.kernels.common import device
+from attnlib.kernels.common.counters import counter
+from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
+from attnlib.kernels.common.signature import PREPARED, exp2_scale
+from attnlib.kernels.common.tiles import block_d
+from attnlib.kernels.decode.configs import DecodeConfig, Split, Work, decode_config
+from attnlib.params import DecodeParams, MaskWindow
+
+TENSORS = "q", "k", "v", "out", "lse", "parts", "arrived", "lengths", "page_table"
+MODULE = "attnlib.kernels.decode.decode_kernels"
+INTERPRETED_SMS = 3
+"""That the interpreter is taken to have: few programs, as it runs them one by one."""
+
+Strides = tuple[int, ...]
+
+
+class Call(NamedTuple):
+    """A call without its addresses: what its launches depend on.
+
+    q, cache: shapes (B, H, Sq, D) and (B, Hkv, S, D), paged (pages, Hkv, page size, D). table: shape of the
+    page table, None without one; table_stride: that of its rows. ragged: there are lengths. aligned: which
+    caches begin at a multiple of 16 bytes.
+    """
+
+    q: torch.Size
+    cache: torch.Size
+    strides: tuple[Strides, Strides, Strides]
+    table: torch.Size | None
+    table_stride: int
+    ragged: bool
+    aligned: tuple[bool, bool]
+    dtype: torch.dtype
+    device: int
+    window: MaskWindow
+    sm_scale: float
+    return_lse: bool
+    split: Split | int | None
+    config: DecodeConfig | None
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence has room for."""
+        return self.cache[2] if self.table is None else self.table[1] * self.cache[2]
+
+    @property
+    def rows(self) -> int:
+        """Query rows that share a key/value head."""
+        return self.q[1] // self.cache[1] * self.q[2]
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run `decode_kernels.attention_decode` on valid arguments, of which none is empty; see
+    `attnlib.attention_decode`. Returns (out, lse); lse is None unless it was asked for. ValueError if the
+    grid is beyond 2^31."""
+    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+        out, lse = forward(q.float(), k.float(), v.float(), params)
+        return out.bfloat16(), lse
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(q.get_device()):
+            return forward(q, k, v, params)
+    if q.stride(-1) != 1 or q.data_ptr() % 16:
+        q = q.clone(memory_format=torch.contiguous_format)  # a few rows
+    lengths, table = params.lengths, params.page_table
+    if lengths is not None:
+        lengths = lengths.contiguous()
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    plan = prepare(call_of(q, k, v, table, params))
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if params.return_lse else None
+    parts = torch.empty(plan.scratch, dtype=torch.float32, device=q.device) if plan.scratch else None
+    arrived = None
+    if plan.same_launch:
+        index, size = q.get_device(), plan.pairs
+        arrived = counter(index, size) if q.is_cuda else torch.zeros(size, dtype=torch.int32)
+    plan.launches(q, k, v, out, lse, parts, arrived, lengths, table)
+    return out, lse
+
+
+def call_of(q, k, v, table: torch.Tensor | None, params: DecodeParams) -> Call:
+    aligned = k.data_ptr() % 16 == 0, v.data_ptr() % 16 == 0
+    return Call(
+        q.shape, k.shape, (q.stride(), k.stride(), v.stride()), None if table is None else table.shape,
+        0 if table is None else table.stride(0), params.lengths is not None, aligned, q.dtype,
+        q.get_device(), params.window, params.sm_scale, params.return_lse, params.split, params.config,
+    )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """The launches of a call; float32 numbers of memory for partial results, pairs that count them."""
+
+    launches: Launches
+    scratch: int
+    pairs: int
+    same_launch: bool
+
+
+def configuration(call: Call) -> DecodeConfig:
+    """How the kernels are compiled and launched for a call."""
+    left, keys = call.window.left, call.capacity
+    dtype = str(call.dtype).removeprefix("torch.")
+    sms = INTERPRETED_SMS if device.interpreted() else device.num_sms(call.device)
+    seen = keys if left is None else min(keys, left + call.q[2])
+    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms)
+    return decode_config(work, call.split)
+
+
+@lru_cache(PREPARED)
+def prepare(call: Call) -> Plan:
+    """The launches of all calls that differ in addresses only. ValueError if the call is too large."""
+    B, H, S_q, D = call.q
+    H_kv = call.cache[1]
+    config = call.config or configuration(call)
+    blocks, width = -(-call.rows // config.block_m), block_d(D)
+    pairs, stream_k = B * H_kv * blocks, config.split == "stream_k"
+    tiles = -(-call.capacity // config.block_n)
+    grid = config.shares * (1 if stream_k else pairs)
+    merged_rows = min(config.block_m, call.rows)
+    if max(pairs * tiles, grid, pairs * merged_rows) >= LIMIT:
+        raise ValueError(
+            f"q, k_cache: expected fewer than 2^31 programs, rows and tiles of {config.block_n} keys over "
+            f"all heads, got {grid}, {pairs * merged_rows} and {pairs * tiles}"
+        )
+    slots = 0 if config.split == "none" else config.shares * (2 if stream_k else pairs)
+    same_launch = config.same_launch and slots > 0
+    left, right = call.window.clipped(S_q, call.capacity)
+    unit = 16 // call.dtype.itemsize
+    out = torch.empty_like(torch.empty_strided(call.q, call.strides[0], device="meta")).stride()
+    q_strides, k_strides, v_strides = (
+        _used(shape, strides)
+        for shape, strides in zip((call.q, call.cache, call.cache), call.strides, strict=True)
+    )
+    out_strides = _used(call.q, out)
+    unit_q = _unit(unit, q_strides, out_strides)
+    unit_kv = _unit(unit, k_strides, v_strides)
+    rows = slots * config.block_m
+    outputs = {"out_ptr": Part("out"), "lse_ptr": Part("lse")}
+    partial = {
+        "part_o": Part("parts"),
+        "part_m": Part("parts", rows * width),
+        "part_l": Part("parts", rows * width + rows),
+    }
+    o_b, o_h, o_s = (stride // unit_q for stride in out_strides[:3])
+    sizes = {"B": B, "S": call.capacity, "H_kv": H_kv, "left": left, "shares": config.shares}
+    sizes |= {"o_b": o_b, "o_h": o_h, "o_s": o_s}
+    constants = {
+        "D": D,
+        "S_Q": S_q,
+        "GROUP": H // H_kv,
+        "BLOCKS": blocks,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": width,
+        "STREAM_K": stream_k,
+        "UNIT_Q": unit_q,
+        "STORE_LSE": call.return_lse,
+    }
+    decode = Launch(
+        f"{MODULE}.attention_decode",
+        (grid, 1, 1),
+        descriptors={},
+        pointers={
+            "q_ptr": Part("q"),
+            "k_ptr": Part("k"),
+            "v_ptr": Part("v"),
+            **outputs,
+            **partial,
+            "arrived": Part("arrived"),
+            "lengths": Part("lengths"),
+            "page_table": Part("page_table"),
+        },
+        scalars={
+            "qk_scale": exp2_scale(call.sm_scale),
+            **sizes,
+            "right": right,
+            **{f"q_{name}": stride // unit_q for name, stride in zip("bhs", q_strides[:3], strict=True)},
+            **_cache_strides("k", k_strides, unit_kv),
+            **_cache_strides("v", v_strides, unit_kv),
+            "table_b": call.table_stride,
+        },
+        constants={
+            **constants,
+            "PAGE": None if call.table is None else call.cache[2],
+            "ALIGNED": call.aligned,
+            "UNIT_KV": unit_kv,
+            "FLIP": call.sm_scale < 0,
+            "NUM_STAGES": config.num_stages,
+            "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+    launches = [decode]
+    if slots and not same_launch:
+        merge = Launch(
+            f"{MODULE}.attention_merge",
+            (pairs * merged_rows, 1, 1),
+            descriptors={},
+            pointers={**outputs, **partial, "lengths": Part("lengths")},
+            scalars=sizes,
+            constants=constants,
+            options={"num_warps": 4},
+        )
+        launches.append(merge)
+    return Plan(Launches(launches, call.device, TENSORS), rows * (width + 2), pairs, same_launch)
+
+
+def _used(shape: torch.Size, strides: Strides) -> Strides:
+    """The strides; 0 where a dimension of size 1 may have any."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True))
+
+
+def _unit(unit: int, *tensors: Strides) -> int:
+    """`unit` elements, 16 bytes, where all these tensors have contiguous rows that begin at multiples of it,
+    or else 1. The kernel multiplies strides with it, so that the compiler knows the rows for aligned."""
+    whole = all(strides[-1] == 1 and not any(stride % unit for stride in strides[:-1]) for strides in tensors)
+    return unit if whole else 1
+
+
+def _cache_strides(name: str, strides: Strides, unit: int) -> dict[str, int | None]:
+    b, h, s, d = strides
+    return {
+        f"{name}_b": b // unit,
+        f"{name}_h": h // unit,
+        f"{name}_s": s // unit,
+        f"{name}_d": None if d == 1 else d,
+    }

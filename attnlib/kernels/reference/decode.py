@@ -1,0 +1,41 @@
+"""Attention to a KV cache in PyTorch, in fp64: sequence by sequence, from what the cache holds of each."""
+
+import math
+
+import torch
+
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.params import DecodeParams
+
+
+def unsupported(q, params: DecodeParams) -> None:
+    """Nothing is."""
+
+
+def forward(q, k, v, params: DecodeParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out in the dtype of q, LSE in float32). Waits for the GPU: it reads the lengths."""
+    bounds = tuple(-1 if bound is None else bound for bound in params.window)
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    for i_b, (keys, values) in enumerate(held(k, v, params.lengths, params.page_table, len(q))):
+        if keys.shape[1] and q[i_b].numel():
+            one = q[i_b][None], keys[None], values[None]
+            b_out, b_lse = attention_fp64(*one, window=bounds, sm_scale=params.sm_scale)
+            out[i_b], lse[i_b] = b_out[0], b_lse[0]
+    return out, lse
+
+
+def held(k, v, lengths, page_table, batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each sequence, (Hkv, length, D). A length beyond what a cache has room for ends
+    there, and one below 0 is 0, as in the kernels."""
+    found = []
+    counts = [None] * batch if lengths is None else lengths.tolist()
+    for i_b, count in enumerate(counts):
+        if page_table is None:
+            parts = k[i_b], v[i_b]
+        else:  # (pages, Hkv, page size, D) -> (Hkv, keys, D)
+            used = -(-max(0, count) // k.shape[2]) if count is not None else page_table.shape[1]
+            pages = page_table[i_b, :used].long()  # those beyond may be anything
+            parts = tuple(x[pages].transpose(0, 1).flatten(1, 2) for x in (k, v))
+        found.append(tuple(x if count is None else x[:, : max(0, count)] for x in parts))
+    return found

@@ -1,0 +1,80 @@
+"""The decoding kernels compiled for sm_90: what calls of `attention_decode` would run on an H100 or H200."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from launches import jobs_of
+
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.kernels import decode
+from attnlib.kernels.common import device
+from attnlib.kernels.decode import configs, decode_kernels
+from attnlib.params import DecodeParams, mask_window
+
+GROUP, ROOM = 4, 4096
+SPLITS = ("none", "fixed", "stream_k")
+# Head dimension, dtype, rows of a group, cache, split.
+HALF = list(product((64, 128, 256), ("float16",), (4,), ("full", "ragged", "paged", "window"), ("stream_k",)))
+HALF += product((64, 128, 256), ("float16",), (4,), ("ragged",), ("none", "fixed"))
+HALF += product((64, 128, 256), ("bfloat16",), (4,), ("ragged", "paged"), ("stream_k",))
+HALF += product((64, 128, 256), ("float16",), (32, 64), ("ragged", "paged"), ("stream_k",))
+HALF += [(96, "float16", 4, "ragged", "stream_k")]  # padded to 128
+FULL = list(product((64, 128, 256), ("float32",), (4,), ("ragged",), ("stream_k",)))
+
+
+def jobs(head_dim: int, dtype: str, rows: int, cache: str, split: str) -> list[Job]:
+    """The kernels that a call would launch on an H200: attention, and the merge unless there is one split."""
+    dtype = getattr(torch, dtype)
+    q = torch.zeros(2, 2 * GROUP, rows // GROUP, head_dim, dtype=dtype)
+    shape = (8, 2, 16, head_dim) if cache == "paged" else (2, 2, ROOM, head_dim)
+    k = torch.zeros(1, dtype=dtype).expand(shape).contiguous()
+    table = torch.zeros(2, ROOM // 16, dtype=torch.int32) if cache == "paged" else None
+    lengths = None if cache == "full" else torch.zeros(2, dtype=torch.int32)
+    window = mask_window(True, (512, 0) if cache == "window" else None)
+    params = DecodeParams(window, 0.1, lengths, table, True, split)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "num_sms", lambda index: 132)
+        return jobs_of(decode_kernels, lambda: decode.forward(q, k, k, params))
+
+
+def name(case: tuple) -> str:
+    return "-".join(str(part) for part in case)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, list[Stats]]:
+    """All at once: the compiler's start-up costs more than a kernel."""
+    found = {case: jobs(*case) for case in HALF + FULL}
+    stats = iter(inspect_sm90.compile_all([job for of_case in found.values() for job in of_case]))
+    return {case: [next(stats) for _ in of_case] for case, of_case in found.items()}
+
+
+@pytest.mark.parametrize("case", HALF, ids=name)
+def test_half_precision(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
+    main, *merges = compiled[case]
+    assert len(merges) == (case[-1] != "none")
+    copies = [text for text in main.listing if "LDGSTS" in text]
+    assert copies and all(".128" in text for text in copies), "copies of less than 16 bytes"
+    kept = [text for text in main.listing if "LDG." in text and ".128" in text]
+    assert len(kept) <= 2 * main.num_warps, "keys or values through registers"
+    assert main.opcodes.get("HMMA") or main.opcodes.get("HGMMA"), "no tensor cores"
+    assert main.warnings == ()
+    for stats in compiled[case]:
+        assert stats.spills == 0
+        assert stats.shared_bytes <= SMEM_LIMIT
+    block_m = max(16, case[2])
+    expected = configs.programs_per_sm(block_m, case[0])
+    assert main.ctas_per_sm >= expected, "fewer programs share an SM than are launched for it"
+
+
+@pytest.mark.parametrize("case", FULL, ids=name)
+def test_float32(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
+    """Exact products: no tensor core has them in float32."""
+    for stats in compiled[case]:
+        assert not stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA"), "products rounded to TF32"
+        assert stats.spills == 0
+        assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0

@@ -1,0 +1,180 @@
+"""attention_decode() on a CUDA GPU: against fp64 at full size, in CUDA graphs whose lengths change, on two
+streams, without a wait and without a copy of the cache."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from decode_cases import CASES, DecodeCase, check, judge, make, run
+
+from attnlib import attention_decode
+from attnlib.bench import timing
+from attnlib.kernels.decode import configs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="states what was measured on an H200: needs a GPU of compute capability 9.x",
+)
+RAGGED = (1024, 1024, 2048, 2048, 4096, 4096, 32768, 65536)
+BOTH_MERGES = pytest.mark.parametrize("same_launch", [False, True], ids=["two launches", "one launch"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name, device):
+    check(CASES[name], device)
+
+
+@pytest.mark.parametrize("split", ["none", "fixed", "stream_k", 5, None])
+@BOTH_MERGES
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_ragged_batch(page, same_launch, split, device):
+    check(DecodeCase("ragged", RAGGED, heads=32, kv_heads=8, head_dim=128, page=page, split=split,
+                     same_launch=same_launch), device)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [None, 256])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_ragged_batch_of_other_widths(head_dim, page, device):
+    check(DecodeCase("ragged", RAGGED, heads=32, kv_heads=8, head_dim=head_dim, page=page), device)
+
+
+@BOTH_MERGES
+@pytest.mark.parametrize("pairs", [1, 8, 56, 132, 133, 200])
+def test_numbers_of_pairs(pairs, same_launch, device):
+    check(DecodeCase("pairs", (4000,) * pairs, heads=4, kv_heads=1, head_dim=128, split="stream_k",
+                     same_launch=same_launch), device)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_draws(seed, device):
+    draw = random.Random(seed)
+    kv_heads, page = draw.choice([1, 2, 3, 8]), draw.choice([None, None, 16, 32, 128])
+    count = draw.choice([1, 3, 17, 150])
+    most = 9000 // count + 1
+    lengths = tuple(draw.choice([0, 1, draw.randrange(300), draw.randrange(most)]) for _ in range(count))
+    case = DecodeCase(
+        f"draw {seed}", lengths, heads=kv_heads * draw.choice([1, 2, 4, 7, 32]), kv_heads=kv_heads,
+        queries=draw.randrange(1, 17), head_dim=8 * draw.randrange(1, 33),
+        dtype=draw.choice(["float16", "bfloat16", "float32"]), page=page,
+        causal=draw.random() < 0.7,
+        window=draw.choice([None, None, (draw.randrange(2000), draw.randrange(4))]),
+        split=draw.choice(["none", "fixed", "stream_k", None, 3]), same_launch=draw.random() < 0.4,
+    )  # fmt: skip
+    check(case, device)
+
+
+@BOTH_MERGES
+@pytest.mark.parametrize("split", ["fixed", "stream_k"])
+def test_twenty_runs_agree_bit_by_bit(split, same_launch, device):
+    """Which program merges, and when, differs from run to run."""
+    case = DecodeCase("bits", RAGGED, heads=32, kv_heads=8, head_dim=128, split=split,
+                      same_launch=same_launch)  # fmt: skip
+    inputs = make(case, device)
+    first = run(case, inputs)
+    for _ in range(19):
+        for found, expected in zip(run(case, inputs), first, strict=True):
+            assert torch.equal(found, expected)
+
+
+@BOTH_MERGES
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_graph_is_right_after_the_lengths_have_changed(page, same_launch, device):
+    room = 5000
+    case = DecodeCase("graph", (room,) * 4, heads=8, kv_heads=2, head_dim=128, page=page, split="stream_k",
+                      same_launch=same_launch)  # fmt: skip
+    inputs = make(case, device)
+    run(case, inputs)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(case, inputs)
+    for lengths in [(room,) * 4, (1, 0, 17, 4999), (4999, 3, 2000, 0)]:
+        changed = DecodeCase("graph", lengths, heads=8, kv_heads=2, head_dim=128, page=page, room=room)
+        other = make(changed, device)
+        for to, new in zip(inputs[:5], other[:5], strict=True):
+            if to is not None:
+                to.copy_(new.clamp(max=len(inputs.k) - 1) if new is other.table else new)
+        for _ in range(2):  # the counters are at 0 again
+            graph.replay()
+        torch.cuda.synchronize()
+        judge(changed, other, out, lse)
+
+
+@BOTH_MERGES
+def test_two_streams(same_launch, device):
+    case = [
+        DecodeCase(f"stream {i}", lengths, heads=32, kv_heads=8, head_dim=128, split="stream_k",
+                   same_launch=same_launch)
+        for i, lengths in enumerate([(30000, 5000), (100, 40000, 7)])
+    ]  # fmt: skip
+    inputs = [make(each, device) for each in case]
+    for each, tensors in zip(case, inputs, strict=True):
+        run(each, tensors)
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in case], [None, None]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[i] = run(case[i], inputs[i])
+    torch.cuda.synchronize()
+    for each, tensors, (out, lse) in zip(case, inputs, found, strict=True):
+        judge(each, tensors, out, lse)
+
+
+def test_the_host_waits_for_nothing_and_copies_nothing(device):
+    case = DecodeCase("no wait", RAGGED, heads=32, kv_heads=8, head_dim=128)
+    inputs = make(case, device)
+    cache = inputs.k.transpose(1, 2).contiguous().transpose(1, 2)  # rows before heads
+    attention_decode(inputs.q, cache, inputs.v, lengths=inputs.lengths)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attention_decode(inputs.q, cache, inputs.v, lengths=inputs.lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 16 << 20
+    assert out.isfinite().all()
+
+
+def test_a_cache_of_more_than_2_31_elements(device):
+    free = torch.cuda.mem_get_info()[0]
+    room, D = (1 << 22) + 100, 256
+    if free < 3 * 2 * 2 * room * D * 2:
+        pytest.skip("needs more GPU memory")
+    q = torch.randn(2, 2, 1, D, device=device).half()
+    k = torch.empty(2, 2, room, D, device=device, dtype=torch.float16).normal_()
+    assert k.numel() > 2**31
+    out, lse = attention_decode(q, k, k, return_lse=True, split="stream_k")
+    scores = (q[1, 1].float() @ k[1, 1].float().T) * D**-0.5
+    torch.testing.assert_close(lse[1, 1], scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out[1, 1].float(), scores.softmax(-1) @ k[1, 1].float(), rtol=0, atol=1e-3)
+
+
+@hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_launches_without_spills(head_dim, device):
+    case = DecodeCase("spills", (9000, 500), heads=8, kv_heads=2, head_dim=head_dim)
+    inputs = make(case, device)
+    for _ in range(2):
+        with timing.launched_kernels() as kernels:
+            run(case, inputs)
+        assert len(kernels) == 2
+    assert all(kernel.n_spills == 0 for kernel in kernels)
+    assert configs.programs_per_sm(16, head_dim) * (kernels[0].metadata.shared + 1024) <= 228 * 1024
+
+
+@hopper
+def test_host_time(monkeypatch, device):
+    # The suite's torch.empty fills what it returns, which is a launch of its own.
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, getattr(torch._C._VariableFunctions, name))
+    inputs = make(DecodeCase("host", (500, 900), heads=32, kv_heads=8, head_dim=128), device)
+    q, k, v, lengths, *_ = inputs
+    us = min(timing.host_us(lambda: attention_decode(q, k, v, lengths=lengths)) for _ in range(5))
+    print(f"host time of attention_decode: {us:.1f} us")
+    assert us < 60  # how long depends on the host: this notices a wait or a preparation at each call

@@ -1,0 +1,336 @@
+"""Time decoding on this GPU: few queries to a long KV cache, beside cuDNN, FlashAttention-2 and 3 and a copy.
+
+    python tests/gpu/time_decode.py                  about a minute; figures/data/<gpu>/decode.json
+    python tests/gpu/time_decode.py --tune           configurations of attnlib beside each other; no record
+    python tests/gpu/time_decode.py --only ragged    calls whose label has this in it; no record
+
+Three tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with pages
+of 16 keys and with its merge in the same launch, of the peers, and of a device copy of 1 GiB. `pairs`:
+numbers of sequences times key/value heads around the number of multiprocessors. `host`: what a call keeps the
+host busy.
+GB/s are of keys and values read, of the copy of what is read and written. All that is compared is timed in
+the same shuffled rounds, cold L2, with a control row; every output is judged against fp64 before and after.
+Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from attnlib import attention_decode  # noqa: E402
+from attnlib.bench import harness, peers, records, timing  # noqa: E402
+from attnlib.bench.oracle import Oracle, Verdict  # noqa: E402
+from attnlib.bench.setting import BOOK, SWEEP, Setting  # noqa: E402
+from attnlib.bench.shapes import Shape  # noqa: E402
+from attnlib.kernels import DECODERS  # noqa: E402
+from attnlib.kernels.common import device  # noqa: E402
+from attnlib.kernels.decode.configs import DecodeConfig  # noqa: E402
+from attnlib.kernels.decode.launch import call_of, configuration  # noqa: E402
+from attnlib.params import DecodeParams, mask_window  # noqa: E402
+
+RAGGED = (1024, 1024, 2048, 2048, 4096, 4096, 32768, 65536)
+PAGE = 16
+COPIED = 1 << 30
+DEVICE = "cuda"
+OURS = "attnlib"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One new token for each of these sequences."""
+
+    lengths: tuple[int, ...]
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "float16"
+
+    @property
+    def ragged(self) -> bool:
+        return len(set(self.lengths)) > 1
+
+    @property
+    def label(self) -> str:
+        return self.shape.label.removesuffix(" dense fp16") + (" ragged" if self.ragged else "")
+
+    @property
+    def shape(self) -> Shape:
+        """Of a cache with room for the longest."""
+        B, longest = len(self.lengths), max(self.lengths)
+        return Shape(B, self.heads, 1, self.head_dim, False, self.dtype, self.kv_heads, longest)
+
+    @property
+    def bytes(self) -> int:
+        """Of all keys and values."""
+        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim * self.shape.itemsize
+
+
+CALLS = [
+    Call((8192,)),
+    Call((65536,)),
+    Call((131072,)),
+    Call((524288,)),
+    Call((8192,) * 16),
+    Call((40000,) * 7),
+    Call((32768,) * 4, 32, 32, 64),
+    Call(RAGGED),
+]
+TUNED = [CALLS[i] for i in (0, 2, 4, 6, 7)]
+PAIRS = [Call((16384,) * pairs, 4, 1) for pairs in (1, 8, 56, 132, 133, 200)]
+
+
+class Inputs(NamedTuple):
+    """q (B, H, 1, D), caches (B, Hkv, S, D), lengths (B) or None where they are full, the same caches in
+    pages, in a random order, and their table."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor | None
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    table: torch.Tensor
+
+
+def make_inputs(call: Call, where: str) -> Inputs:
+    generator = torch.Generator(where).manual_seed(0)
+    shape, dtype = call.shape, call.shape.torch_dtype
+    B, S, D = shape.batch, shape.keys, call.head_dim
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=where, dtype=dtype)
+
+    q = randn(B, call.heads, 1, D)
+    k, v = (randn(B, call.kv_heads, S, D) for _ in range(2))
+    lengths = torch.tensor(call.lengths, dtype=torch.int32, device=where) if call.ragged else None
+    count = -(-S // PAGE)
+    order = torch.randperm(B * count, generator=generator, device=where)
+    pages = []
+    for cache in (k, v):
+        whole = F.pad(cache, (0, 0, 0, count * PAGE - S)).unflatten(2, (count, PAGE)).transpose(1, 2)
+        paged = torch.empty(B * count, call.kv_heads, PAGE, D, device=where, dtype=dtype)
+        paged[order] = whole.reshape(B * count, call.kv_heads, PAGE, D)
+        pages.append(paged)
+    return Inputs(q, k, v, lengths, *pages, order.int().view(B, count))
+
+
+class Judge:
+    """The fp64 oracle of all sequences, each alone."""
+
+    def __init__(self, call: Call, inputs: Inputs) -> None:
+        def joined(cache: torch.Tensor) -> torch.Tensor:
+            return torch.cat([cache[b, :, :n].transpose(0, 1) for b, n in enumerate(call.lengths)])
+
+        ends = torch.tensor([0, *call.lengths]).cumsum(0)
+        rows = torch.arange(len(call.lengths) + 1)
+        tensors = inputs.q[:, :, 0], joined(inputs.k), joined(inputs.v)
+        self.oracle = Oracle(*tensors, cu_seqlens=(rows, ends))
+
+    def judge(self, out: torch.Tensor) -> Verdict:
+        return self.oracle.judge(out[:, :, 0])
+
+
+# ---------------------------------------------------------------- who is timed
+
+Function = Callable[[], torch.Tensor]
+
+
+def ours(inputs: Inputs, split: str | None = None) -> Function:
+    q, k, v, lengths, *_ = inputs
+    return lambda: attention_decode(q, k, v, lengths=lengths, split=split)
+
+
+def paged(inputs: Inputs) -> Function:
+    q, _, _, lengths, k, v, table = inputs
+    if lengths is None:  # the last page may be a part of one
+        lengths = torch.full((len(q),), inputs.k.shape[2], dtype=torch.int32, device=q.device)
+    return lambda: attention_decode(q, k, v, lengths=lengths, page_table=table)
+
+
+def configured(inputs: Inputs, change: Callable[[DecodeConfig], DecodeConfig]) -> Function:
+    """attnlib in another configuration than its own."""
+    q, k, v, lengths, *_ = inputs
+    params = DecodeParams(mask_window(True, None), q.shape[-1] ** -0.5, lengths)
+    params = params._replace(config=change(configuration(call_of(q, k, v, None, params))))
+    return lambda: DECODERS["triton"].forward(q, k, v, params)[0]
+
+
+def sdpa(inputs: Inputs, backend: SDPBackend) -> Function:
+    q, k, v, *_ = inputs
+    if inputs.lengths is not None:
+        raise ValueError("SDPA knows no lengths")
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+    return call
+
+
+def fa3(inputs: Inputs) -> Function:
+    """FlashAttention-3, which chooses how often it splits; caches (B, S, Hkv, D)."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in inputs[:3])
+    forward, scale = peers.fa3_decode(), q.shape[-1] ** -0.5
+    return lambda: forward(q, k, v, scale, inputs.lengths).transpose(1, 2)
+
+
+def implementations(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    """Name -> what makes the call that is timed; it may raise."""
+    return {
+        OURS: lambda: ours(inputs),
+        "attnlib, fixed": lambda: ours(inputs, "fixed"),
+        "attnlib, none": lambda: ours(inputs, "none"),
+        "attnlib, same launch": lambda: configured(inputs, lambda c: replace(c, same_launch=True)),
+        f"attnlib, pages of {PAGE}": lambda: paged(inputs),
+        "cudnn": lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION),
+        "flash": lambda: sdpa(inputs, SDPBackend.FLASH_ATTENTION),
+        "fa3": lambda: fa3(inputs),
+    }
+
+
+def splits(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    return {OURS: lambda: ours(inputs), "attnlib, fixed": lambda: ours(inputs, "fixed"),
+            "cudnn": lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION)}  # fmt: skip
+
+
+def variants(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    """Configurations beside the one that is chosen."""
+    params = DecodeParams(mask_window(True, None), 1.0, inputs.lengths)
+    own = configuration(call_of(*inputs[:3], None, params))
+    sms = device.num_sms(inputs.q.get_device())
+    found = {OURS: lambda: ours(inputs)}
+    plans = [(*sizes, 4, False) for sizes in product((1, 2), (2, 3, 4), (1, 2, 3))]
+    plans += [(1, 3, 2, 8, False), (1, 3, 1, 4, True), (1, 3, 2, 4, True)]
+    for keys, stages, per_sm, warps, same in plans:
+        config = replace(own, block_n=own.block_n * keys, num_stages=stages, num_warps=warps,
+                         split="stream_k", shares=sms * per_sm, same_launch=same)  # fmt: skip
+        name = f"{OURS}, {config.block_n} keys, {stages} stages, {per_sm} per SM, {warps} warps"
+        name += ", same launch" * same
+        found[name] = lambda config=config: configured(inputs, lambda _: config)
+    return found
+
+
+# ---------------------------------------------------------------- timing
+
+
+class Run(harness.Run):
+    """One implementation of a call."""
+
+    def __init__(self, impl: str, call: Call, control: bool = False) -> None:
+        super().__init__(impl, call.shape, control)
+        self.bytes = call.bytes
+        self.row |= {"call": call.label, "lengths": list(call.lengths) if call.ragged else None}
+        self.is_peer = not impl.startswith(OURS)
+
+    def prepare(self, make: Callable[[], Function]) -> None:
+        self.call = make()
+
+    def finish(self, oracle: Judge | None) -> None:
+        super().finish(oracle)
+        if self.ok:
+            del self.row["tflops"]  # of a copy there are none
+            self.row["gb_per_s"] = self.bytes / self.row["ms"] * 1e-6
+
+
+class Copy(Run):
+    """A device copy, which is judged by nobody."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("copy", call)
+        self.bytes = 2 * COPIED
+        source, target = (torch.empty(COPIED, dtype=torch.int8, device=DEVICE) for _ in range(2))
+        self.call = lambda: target.copy_(source)
+
+    def gate(self, oracle: Judge | None) -> None:
+        pass
+
+
+def rows(call: Call, make: Callable, setting: Setting, control: str = OURS) -> Iterator[dict[str, Any]]:
+    """Times of all implementations of a call, in the same rounds."""
+    inputs = make_inputs(call, DEVICE)
+    judge = Judge(call, inputs)
+    runs: list[Run] = []
+    made = make(inputs)
+    for name, second in [*((name, False) for name in made), (control, True)]:
+        run = Run(name, call, second)
+        run.attempt(lambda run=run, name=name: run.prepare(made[name]))
+        run.attempt(lambda run=run: run.gate(judge))
+        runs.append(run)
+    runs.append(Copy(call))
+    harness.time_rounds(runs, judge, setting, lambda text: None)
+    yield from (run.row for run in runs)
+
+
+def host_rows() -> Iterator[dict[str, Any]]:
+    call = Call((512,) * 2)
+    inputs = make_inputs(call, DEVICE)
+    for name, make in implementations(inputs).items():
+        try:
+            yield {"call": call.label, "impl": name, "host_us": timing.host_us(make())}
+        except Exception as error:
+            yield {"call": call.label, "impl": name, "status": peers.brief(error)}
+
+
+def show(row: dict[str, Any]) -> str:
+    if "host_us" in row:
+        return f"{row['call']:32} {row['impl']:44} {row['host_us']:8.1f} us of the host"
+    if "gb_per_s" not in row:
+        return f"{row['call']:32} {row['impl']:44} {row['status']} {row.get('reason', '')}"
+    low, high = row["ms_p20"], row["ms_p80"]
+    times = f"{row['ms']:.4f} ms ({low:.4f} to {high:.4f})"
+    return f"{row['call']:32} {row['impl']:44} {row['gb_per_s']:6.0f} GB/s  {times}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time decoding on this GPU.")
+    parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
+    parser.add_argument("--only", default="", help="calls whose label has this in it; write no record")
+    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/decode.json)")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+        return 2
+    plan = [("calls", CALLS, implementations, BOOK), ("pairs", PAIRS, splits, SWEEP)]
+    if args.tune:
+        plan = [("tune", TUNED, variants, SWEEP)]
+    tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name, calls, make, setting in plan:
+        found = tables.setdefault(name, {"rows": []})["rows"]
+        for call in [call for call in calls if args.only in call.label]:
+            some = list(rows(call, make, setting))
+            shown = sorted(some, key=lambda row: row.get("ms", 1e9)) if args.tune else some
+            print(*map(show, shown), "", sep="\n", flush=True)
+            found += some
+            gc.collect()
+            torch.cuda.empty_cache()
+    own = [row for table in tables.values() for row in table["rows"] if row["impl"].startswith(OURS)]
+    wrong = [row for row in own if row["status"] != "ok"]
+    if args.tune or args.only:
+        return int(bool(wrong))
+    tables["host"] = {"rows": list(host_rows())}
+    print(*map(show, tables["host"]["rows"]), sep="\n")
+    counted = {"bytes": "keys and values read; of the copy read and written"}
+    header = records.provenance(harness.method(BOOK, OURS) | counted)
+    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "decode.json"
+    record = {"schema": records.SCHEMA, "notebook": "decode", **header, "tables": tables}
+    records.write_json(path, records.rounded(record))
+    print(path)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

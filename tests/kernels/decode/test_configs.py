@@ -1,0 +1,60 @@
+"""Configurations of decoding: every call has one, it fits the GPU, and the arguments alone decide it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from attnlib.kernels.common.tiles import block_d
+from attnlib.kernels.decode.configs import (
+    FEW_TILES,
+    ITEMSIZE,
+    DecodeConfig,
+    Work,
+    decode_config,
+    fixed_splits,
+    programs_per_sm,
+)
+
+SHARED_MEMORY = 227 * 1024
+
+
+def work(**changes) -> Work:
+    usual = {"rows": 4, "head_dim": 128, "dtype": "float16", "pairs": 8, "keys": 8192, "sms": 132}
+    return Work(**usual | changes)
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_every_call_has_a_configuration_that_fits(dtype):
+    for head_dim, rows in product(range(8, 257, 8), (1, 4, 16, 17, 33, 64, 65, 512)):
+        config = decode_config(work(head_dim=head_dim, rows=rows, dtype=dtype))
+        for n in (config.block_m, config.block_n):
+            assert n >= 16 and n & (n - 1) == 0
+        row_bytes = block_d(head_dim) * ITEMSIZE[dtype]
+        tiles = 2 * (config.num_stages - 1) * config.block_n * row_bytes
+        programs = programs_per_sm(config.block_m, head_dim)
+        assert programs * (tiles + config.block_m * row_bytes) <= SHARED_MEMORY
+        assert config.block_m >= min(rows, 64)
+
+
+def test_how_keys_are_shared_out():
+    assert decode_config(work()) == DecodeConfig(16, 64, 4, 3, "stream_k", 264)
+    assert decode_config(work(), "fixed").split == "fixed"
+    assert decode_config(work(), "none") == decode_config(work(), 1) == DecodeConfig(16, 64, 4, 3, "none", 1)
+    assert decode_config(work(), 5).shares == 5
+    assert decode_config(work(keys=64 * 3), 5).shares == 3, "no more splits than tiles"
+    assert decode_config(work(pairs=2, keys=64 * 3), "stream_k").shares == 6, "no more programs than tiles"
+    for keys in (0, 1, 64 * FEW_TILES):
+        assert decode_config(work(keys=keys)).split == "none"
+    assert decode_config(work(keys=64 * FEW_TILES + 1)).split == "stream_k"
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 56, 132, 133, 200, 264, 265, 10000])
+def test_a_fixed_number_of_splits_fills_the_last_wave(pairs):
+    splits = fixed_splits(pairs, 1000, 264)
+    waves = pairs * splits / 264
+    assert waves / -(-pairs * splits // 264) >= 0.75
+    assert fixed_splits(pairs, 1, 264) == 1
+    if pairs == 264:
+        assert splits == 1

@@ -1,0 +1,194 @@
+"""attention_decode against fp64: lengths, pages, splits, windows, layouts; and what it promises besides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from decode_cases import CASES, ODD, DecodeCase, check, judge, make, run
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+from attnlib import attention, attention_decode
+from attnlib.kernels import decode
+from attnlib.kernels.common import device as kernel_device
+from attnlib.kernels.decode import decode_kernels
+
+pytestmark = INTERPRETER_REMARKS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name, device):
+    check(CASES[name], device)
+
+
+def test_cases_are_named_apart():
+    from decode_cases import _cases
+
+    assert len(_cases()) == len(CASES)
+
+
+@pytest.mark.parametrize("split", ["fixed", "stream_k", 3])
+def test_equal_calls_have_equal_bits_wherever_they_are_merged(split, device):
+    case = DecodeCase("bits", (700, 33), split=split)
+    inputs = make(case, device)
+    out, lse = run(case, inputs)
+    for again in (case, DecodeCase("bits", (700, 33), split=split, same_launch=True)):
+        for found, expected in zip(run(again, inputs), (out, lse), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_splits_agree(device):
+    case = DecodeCase("splits", ODD)
+    inputs = make(case, device)
+    splits = ("none", "fixed", "stream_k", 5)
+    outs = [run(DecodeCase("split", ODD, split=split), inputs)[0] for split in splits]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=2e-3)
+
+
+def test_one_query_to_a_full_cache_is_attention(device):
+    q, k, v, *_ = make(DecodeCase("full", None, room=200, batch=2), device)
+    torch.testing.assert_close(attention_decode(q, k, v), attention(q, k, v, causal=True), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "stream_k" in name or "D 40" in name])
+def test_the_reference(name, monkeypatch):
+    """What runs on a CPU without Triton's interpreter."""
+    monkeypatch.setattr(kernel_device, "interpreted", lambda: False)
+    monkeypatch.setattr(decode, "forward", None)
+    case = replace(CASES[name], same_launch=False)
+    inputs = make(case, "cpu")
+    judge(case, inputs, *run(case, inputs))
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def views(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same values in other layouts."""
+    B, H, S, D = x.shape
+    apart = x.new_zeros(B, H, S, D, 2)
+    apart[..., 0] = x
+    shifted = x.new_zeros(x.numel() + 1)[1:].view(x.shape)
+    return {
+        "rows before heads": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "elements apart": apart[..., 0],
+        "an odd address": shifted.copy_(x),
+        "odd strides": x.new_zeros(B, H, S, D + 1)[..., :D].copy_(x),
+        "values before all": x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    }
+
+
+LAYOUTS = ["rows before heads", "elements apart", "an odd address", "odd strides", "values before all"]
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, page, device):
+    case = DecodeCase(layout, (0, 17, 150), page=page, split="stream_k")
+    inputs = make(case, device)
+    q, k, v = (views(x)[layout] for x in inputs[:3])
+    judge(case, inputs, *run(case, inputs._replace(q=q, k=k, v=v)))
+    judge(case, inputs, *run(case, inputs._replace(v=v)))  # k and v need not be laid out alike
+
+
+def test_an_expanded_cache_and_a_table_apart(device):
+    case = DecodeCase("expanded", None, room=100, batch=3, split="stream_k")
+    q, k, v, *_ = make(case, device)
+    one = attention_decode(q, k[:1].expand(3, -1, -1, -1), v[:1].expand(3, -1, -1, -1))
+    assert torch.equal(one[0], attention_decode(q[:1], k[:1], v[:1])[0])
+    case = DecodeCase("table", (17, 150), page=16, split="stream_k")
+    inputs = make(case, device)
+    table = torch.stack([inputs.table, inputs.table], -1)[..., 0]
+    wide = torch.stack([inputs.lengths, inputs.lengths], -1)[..., 0]
+    judge(case, inputs, *run(case, inputs._replace(table=table, lengths=wide)))
+
+
+# ---------------------------------------------------------------- what is read, and what is written
+
+
+def test_lengths_beyond_the_cache_count_as_full(device, monkeypatch):
+    """On a GPU nobody looks at them before; a kernel must not read beyond the cache."""
+    monkeypatch.setattr("attnlib.arguments.decode._check_decode_values", lambda *_: None)
+    q, k, v, *_ = make(DecodeCase("full", None, room=64, batch=2), device)
+    lengths = torch.tensor([1000, -5], dtype=torch.int32, device=device)
+    out, lse = attention_decode(q, k, v, lengths=lengths, return_lse=True, split="stream_k")
+    torch.testing.assert_close(out[0], attention_decode(q, k, v)[0], rtol=0, atol=1e-3)
+    assert not out[1].any() and (lse[1] == -math.inf).all()
+
+
+def test_no_room_and_no_row(device):
+    q = torch.randn(2, 4, 3, 16, device=device).half()
+    out, lse = attention_decode(q, q[:, :2, :0], q[:, :2, :0], return_lse=True)
+    assert not out.any() and (lse == -math.inf).all()
+    assert attention_decode(q[:0], q[:0], q[:0]).shape == (0, 4, 3, 16)
+    table = torch.zeros(2, 0, dtype=torch.int32, device=device)
+    pages = q.new_zeros(0, 2, 16, 16)
+    assert not attention_decode(q, pages, pages, page_table=table).any()
+
+
+def test_a_value_out_of_sight_reaches_nobody(device):
+    """Keys before the window hold NaN."""
+    case = DecodeCase("hidden", (400,), window=(100, 0), split="stream_k")
+    inputs = make(case, device)
+    for cache in (inputs.k, inputs.v):
+        cache[:, :, :299] = math.nan
+    judge(case, inputs, *run(case, inputs))
+
+
+@pytest.mark.parametrize("grad", ["q", "k_cache", "v_cache"])
+def test_gradients_are_refused(grad, device):
+    q, k, v, *_ = make(DecodeCase("grad", None, room=20, batch=1), device)
+    tensors = {"q": q, "k_cache": k, "v_cache": v}
+    tensors[grad].requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^{grad}: expected a tensor that does not require grad"):
+        attention_decode(**tensors)
+    with torch.no_grad():
+        assert not attention_decode(**tensors).requires_grad
+
+
+def test_who_looks_on_is_told_no(device):
+    q, k, v, *_ = make(DecodeCase("looked at", None, room=20, batch=1), device)
+    with pytest.raises(NotImplementedError, match="attention_decode under torch.func: not supported"):
+        torch.vmap(attention_decode)(q[None], k[None], v[None])
+    with pytest.raises(NotImplementedError, match="a dispatch mode: not supported"), FakeTensorMode():
+        attention_decode(q, k, v)
+    with pytest.raises(NotImplementedError, match='device "meta": not supported'):
+        attention_decode(q.to("meta"), k.to("meta"), v.to("meta"))
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"), forward_ad.dual_level():
+        attention_decode(forward_ad.make_dual(q, q), k, v)
+
+
+def test_around_it_a_compiler_may_look_on(device):
+    q, k, v, *_ = make(DecodeCase("around", None, room=20, batch=1), device)
+    outside = torch.compiler.disable(attention_decode)
+    compiled = torch.compile(lambda q: outside(q + 1, k, v) * 2, backend="eager")
+    assert torch.equal(compiled(q), attention_decode(q + 1, k, v) * 2)
+
+
+# ---------------------------------------------------------------- the schedule, in numbers
+
+
+@pytest.mark.parametrize("total", [1, 2, 5, 31, 64, 1000])
+@pytest.mark.parametrize("programs", [1, 2, 3, 31, 132])
+def test_each_tile_has_one_owner_and_shares_are_equal(total, programs):
+    """`_share` and `_owner` as they are in the kernels, on numbers."""
+    programs = min(programs, total)
+    begins = [total * program // programs for program in range(programs + 1)]
+    sizes = [end - begin for begin, end in zip(begins, begins[1:], strict=False)]
+    assert sum(sizes) == total and max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
+    for tile in range(total):
+        owner = ((tile + 1) * programs - 1) // total
+        assert begins[owner] <= tile < begins[owner + 1]
+
+
+def test_the_numbers_above_are_those_of_the_kernels():
+    import inspect
+
+    source = inspect.getsource(inspect.getmodule(decode_kernels))
+    assert "total.to(tl.int64) * program // programs" in source
+    assert "((tile + 1).to(tl.int64) * programs - 1) // total" in source

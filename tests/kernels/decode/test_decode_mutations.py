@@ -1,0 +1,141 @@
+"""The checks catch planted bugs: each edit of the kernels' source fails a case that test_decode runs."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+from cases import INTERPRETER_REMARKS
+from decode_cases import CASES, DecodeCase, check
+from families import forget_launches
+from forward_mutations import NOT_FINITE, WRONG_LSE, WRONG_VALUES, Mutation
+from mutations import load
+
+from attnlib.kernels.decode import decode_kernels
+
+pytestmark = INTERPRETER_REMARKS
+
+SMALL = {
+    "lengths": DecodeCase("lengths", (0, 1, 17, 290), split="stream_k"),
+    "fixed": DecodeCase("fixed", (0, 1, 17, 290), split="fixed"),
+    "many": replace(CASES["130 sequences"], name="many"),
+    "long": DecodeCase("long", (1000,), heads=2, kv_heads=1, split="stream_k"),
+    "long, same launch": DecodeCase("long, same launch", (1000,), heads=2, kv_heads=1, same_launch=True),
+    "idle": DecodeCase("idle", (200,), room=2000, heads=2, kv_heads=1, split="stream_k"),
+    "parts": DecodeCase("parts", (2, 290), queries=3, split=2),
+    "queries": DecodeCase("queries", (2, 200), queries=3, split="none"),
+    "window": DecodeCase("window", (60, 400), queries=3, window=(100, 0), split="stream_k"),
+    "pages": DecodeCase("pages", (17, 290), page=16, split="stream_k"),
+    "rows": DecodeCase("rows", (5, 140), queries=16, heads=9, kv_heads=1, split="none"),
+    "same launch": DecodeCase("same launch", (17, 290, 300), split="stream_k", same_launch=True),
+    "large": DecodeCase("large", (40, 300), kind="large", split="stream_k"),
+    "flipped": DecodeCase("flipped", (40, 300), sm_scale=-0.5, kind="large", split="stream_k"),
+    "narrow": DecodeCase("narrow", (40, 130), head_dim=40, split="stream_k"),
+}
+ANY = rf"{WRONG_VALUES}|{NOT_FINITE}"
+
+MUTATIONS = [
+    Mutation("the output is not rescaled to a new maximum", "b_acc * alpha[:, None], input_precision",
+             "b_acc, input_precision", "lengths", WRONG_VALUES),
+    Mutation("the sum is not rescaled", "b_l = b_l * alpha + tl.sum(b_p, 1)", "b_l = b_l + tl.sum(b_p, 1)",
+             "lengths", ANY),
+    Mutation("no maximum is subtracted", "m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)",
+             "m_new = tl.zeros_like(b_m)", "large", ANY),
+    Mutation("a negative scale tracks the smallest score", "b_s = -b_s if FLIP else b_s", "b_s = b_s",
+             "flipped", ANY),
+    Mutation("a row without a key subtracts -inf from -inf",
+             'm_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row', "m_ref = m_new  # a row",
+             "lengths", NOT_FINITE),
+    Mutation("a row without a key is divided by 0", "tl.where(empty, 1.0, b_l), b_lse", "b_l, b_lse",
+             "lengths",
+             NOT_FINITE),
+    Mutation("LSE to base 2", "* LN2)", ")", "lengths", WRONG_LSE),
+    Mutation("a query sees the next one's key", "last_key, position + right)",
+             "last_key, position + right + 1)",
+             "queries", WRONG_VALUES),
+    Mutation("queries are aligned at the first key", "position = length - S_Q + i_s", "position = i_s",
+             "queries", ANY),
+    Mutation("keys beyond the length are read", "there = (key >= begin) & (key < end)",
+             "there = (key >= begin) & (key < end + 1)", "lengths", NOT_FINITE),
+    Mutation("the last key is not seen", "+ (length - 1)", "+ (length - 2)", "lengths", ANY),
+    Mutation("the window is a key too wide", "first_key = position - left  #",
+             "first_key = position - left - 1  #",
+             "window", WRONG_VALUES),
+    Mutation("tiles before the window are counted",
+             "first = tl.maximum(length - S_Q - left, 0) // BLOCK_N if",
+             "first = tl.maximum(length - S_Q - left, 0) // BLOCK_N + 1 if", "window", ANY),
+    Mutation("pages are taken in order", "page = next_page.to(tl.int64)", "page = (key // PAGE).to(tl.int64)",
+             "pages", ANY),
+    Mutation("the page of the tile before", "next_page = _pages(table, key + BLOCK_N, begin",
+             "next_page = _pages(table, key, begin", "pages", ANY),
+    Mutation("the place in a page is that in the sequence", "k_row = page * k_page + key % PAGE *",
+             "k_row = page * k_page + (key - key // PAGE * PAGE) // 2 *", "pages", ANY),
+    Mutation("a merge mixes up heads and queries", "i_p // BLOCKS * GROUP + o_r // S_Q, o_r % S_Q",
+             "i_p // BLOCKS * GROUP + o_r % GROUP, o_r // GROUP", "parts", WRONG_VALUES),
+    Mutation("the second tile of rows is the first", "o_r = i_p % BLOCKS * BLOCK_M + tl.arange",
+             "o_r = 0 * BLOCK_M + tl.arange", "rows", NOT_FINITE),
+    Mutation("columns beyond D are read", "there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else", "",
+             "narrow",
+             ANY),
+    Mutation("a merge takes the parts for equally heavy", "weight = tl.math.exp2(p_m - m_ref)",
+             "weight = tl.math.exp2(p_m - p_m)", "lengths", ANY),
+    Mutation("a merge leaves out the last part", "count, PARTS):\n        o_p",
+             "count - 1, PARTS):\n        o_p",
+             "fixed", ANY, more=(("there = o_p < count\n", "there = o_p < count - 1\n"),)),
+    Mutation("a merge takes the slots in a row", "tl.where(o_p == 0, 0, 2 * o_p - 1) if STREAM_K else o_p",
+             "o_p",
+             "long", ANY),
+    Mutation("both slots of a program are one", "2 * place + (done == 0).to(tl.int32) if STREAM_K",
+             "2 * place if STREAM_K", "lengths", ANY),
+    Mutation("the owner of a tile is one too late", "(((tile + 1).to(tl.int64) * programs - 1)",
+             "(((tile + 1).to(tl.int64) * programs)", "lengths", ANY),
+    Mutation("a share ends a tile early", "_share(place + 1, total, shares) - tile",
+             "_share(place + 1, total, shares) - tile - 1",
+             "lengths", ANY),
+    Mutation("idle programs take part", "shares = tl.minimum(shares, total)\n        tile", "tile", "idle",
+             NOT_FINITE, more=(("        shares = tl.minimum(shares, total)\n    slot", "    slot"),)),
+    Mutation("a sequence's first tile is not its own", "first * pairs <= tile", "first * pairs < tile",
+             "many", ANY),
+    Mutation("sequences beyond the first 128 have no tiles", "total += tl.sum(tiles, 0)",
+             "total = tl.sum(tiles, 0)",
+             "many", ANY),
+    Mutation("the next pair starts where the last one stopped", "done = 0\n        i_p", "i_p", "lengths",
+             ANY),
+    Mutation("a pair is merged before its last part is there", "== parts - 1:", "== parts - 2:",
+             "long, same launch", NOT_FINITE),
+    Mutation("a pair is merged by nobody", "== parts - 1:", "== parts:", "same launch", NOT_FINITE),
+]  # fmt: skip
+
+
+@pytest.fixture
+def use_source(tmp_path, monkeypatch):
+    """A function that makes attention_decode() launch the kernels of the given source text."""
+
+    def use(source: str) -> None:
+        module = load(source, tmp_path)
+        for name in ("attention_decode", "attention_merge"):
+            monkeypatch.setattr(decode_kernels, name, getattr(module, name))
+        forget_launches()  # of what was compiled from another source
+
+    yield use
+    forget_launches()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_cases_pass_without_a_bug(name, device):
+    check(SMALL[name], device)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_mutation(mutation, use_source, device):
+    use_source(mutation.of(inspect.getsource(decode_kernels)))
+    with pytest.raises(AssertionError, match=f"{mutation.caught_by}.* is wrong: .*({mutation.verdict})"):
+        check(SMALL[mutation.caught_by], device)
+
+
+def test_counters_are_left_at_zero(device):
+    """What the programs of one launch counted must not be there for the next."""
+    assert "tl.store(arrived + pair, 0)" in inspect.getsource(decode_kernels)
+    for _ in range(2):
+        check(SMALL["same launch"], device)
