@@ -103,17 +103,17 @@ def rescale(acc, alpha, changed, plan: gl.constexpr):
 
 
 @gluon.jit
-def new_shift(s, shift, qk_scale, MASKED: gl.constexpr):
+def new_shift(s, shift, qk_scale, MASKED: gl.constexpr, room: gl.constexpr = LAZY, offset: gl.constexpr = 0):
     """(new shift [64], alpha = 2**(old - new) [64], whether a row of the warp changed [64]).
 
     The shift is what the exponents are reduced by: P = 2**(s * qk_scale - shift). It is the running row
-    maximum of s * qk_scale, -inf before the first key, but follows it only when it has grown by more than
-    LAZY. P stays below 2**LAZY then, row sums and O are in the same units, and nothing is lost but a
-    rescaling of O at every little step.
+    maximum of s * qk_scale, less `offset`, -inf before the first key, but follows it only when P would exceed
+    2**room. Row sums and O are in the same units, and nothing is lost but a rescaling of O at every little
+    step.
     """
     top = row_max(s)  # [64]
-    grown = top * qk_scale - shift > LAZY  # [64]; not where both are -inf
-    new = gl.where(grown, top * qk_scale, shift)
+    grown = top * qk_scale - shift > room  # [64]; not where both are -inf
+    new = gl.where(grown, top * qk_scale - offset, shift)
     changed = _any_in_warp(grown.to(gl.int32))
     step = shift - new
     if MASKED:
@@ -122,12 +122,44 @@ def new_shift(s, shift, qk_scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def weights(s, shift, qk_scale, MASKED: gl.constexpr):
+def weights(s, shift, qk_scale, MASKED: gl.constexpr, on_fma: gl.constexpr = 0):
     """P = 2**(s * qk_scale - shift) [64, N]; 0 in a row that has seen no key and has a shift of -inf."""
     if MASKED:
         shift = gl.where(shift == float("-inf"), 0.0, shift)
     shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
-    return gl.exp2(s * qk_scale - shift[:, None])
+    if on_fma == 0:
+        return gl.exp2(s * qk_scale - shift[:, None])
+    else:
+        n: gl.constexpr = 8
+        return gl.inline_asm_elementwise(
+            _exp2_asm(n, on_fma), _exp2_constraints(n), [s * qk_scale - shift[:, None]],
+            dtype=gl.float32, is_pure=True, pack=n,
+        )
+
+
+# 2**x without the exponential unit, whose 16 results a clock are fewer than the 128 of the FMA units: x is
+# rounded to a whole number by adding 1.5 * 2**23, which leaves that number in the lowest bits of the sum; a
+# polynomial is the rest, at most 1.1e-4 off, and the whole number is added to its exponent. The polynomial
+# is 1 at 0, so that 2**-127 and what is below are 0.
+@gluon.constexpr_function
+def _exp2_asm(n, on_fma):
+    lines = []
+    for i in range(n):
+        if i < on_fma:
+            lines.append(
+                f"max.NaN.f32 r, ${n + i}, 0fC2FE0000; add.f32 t, r, 0f4B400000; sub.f32 p, t, 0f4B400000; "
+                f"sub.f32 r, r, p; fma.rn.f32 p, r, 0f3D61510C, 0f3E780626; fma.rn.f32 p, p, r, 0f3F317AFD; "
+                f"fma.rn.f32 p, p, r, 0f3F800000; mov.b32 w, t; shl.b32 w, w, 23; mov.b32 v, p; "
+                f"add.s32 w, w, v; mov.b32 ${i}, w;"
+            )
+        else:
+            lines.append(f"ex2.approx.ftz.f32 ${i}, ${n + i};")
+    return "{ .reg .f32 t, r, p; .reg .b32 w, v; " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _exp2_constraints(n):
+    return ",".join(["=f"] * n + ["f"] * n)
 
 
 @gluon.jit
