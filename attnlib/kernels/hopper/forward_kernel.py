@@ -79,7 +79,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.hopper import softmax
 from attnlib.kernels.hopper import tile_scheduler as tiling
-from attnlib.kernels.hopper.ring import acquire, release, slot, wait_k, wait_v
+from attnlib.kernels.hopper.ring import acquire, pass_turn, release, slot, take_turn, wait_k, wait_v
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -89,6 +89,7 @@ BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
 OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of the tile before
 LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
 LENGTH_K = gl.constexpr(5)
+SCALES = gl.constexpr(-3)  # the last three words: where the scales of Q, K and V are, from the tile's first row
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -129,7 +130,7 @@ def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr)
     if EXPECT:
         mbarrier.expect(bar, desc_v.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(slot(c, plan))
+        desc_v, tiling.of_values(at, block * plan.block_n, plan), bar, mem.v.index(slot(c, plan))
     )
 
 
@@ -160,13 +161,15 @@ def _drawn(asked, counter_ptr, end):
 
 
 @gluon.jit
-def _tell(mem, number, last, row, i_b, top, before, work, plan: gl.constexpr):
+def _tell(mem, number, last, row, i_b, i_h, top, before, work, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
     words = (gl.where(last, -1, row), top) + before  # in the order of their names
     if plan.varlen:
         seq = tiling.sequence(i_b, work, plan)
         words = words + (seq.S_q, seq.S_k)
+    if plan.fp8:
+        words = words + tiling.of_scales(row, i_b, i_h, work, plan)
     for w in gl.static_range(plan.words):
         word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         mem.next_tile.index(b * plan.words + w).store(word)
@@ -183,7 +186,7 @@ def _produce(given, plan: gl.constexpr):
     at_k = tiling.of_keys(i_b, i_h, work, plan)
     if number < end:
         _copy_k(desc_k, mem, 0, at_k, top - 1, False, plan)
-    _tell(mem, 0, number >= end, row, i_b, top, (0, 0), work, plan)
+    _tell(mem, 0, number >= end, row, i_b, i_h, top, (0, 0), work, plan)
     if not plan.pipeline.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     turn = 0  # number of the tile within this program
@@ -206,7 +209,7 @@ def _produce(given, plan: gl.constexpr):
         number = _drawn(asked, counter_ptr, end)
         row, i_b, i_h, next_top, cursor = tiling.locate(number, all_blocks, cursor, work, plan)
         turn += 1
-        _tell(mem, turn, number >= end, row, i_b, next_top, (at_q[0], at_q[1]), work, plan)
+        _tell(mem, turn, number >= end, row, i_b, i_h, next_top, (at_q[0], at_q[1]), work, plan)
         _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
         top = next_top
         c += blocks
@@ -232,6 +235,8 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
         return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    elif plan.q_columns == plan.d:
+        return warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
         rest: gl.constexpr = plan.d - plan.q_columns
         k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
@@ -243,7 +248,11 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
 @gluon.jit
 def _issue_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
-    return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
+    if plan.fp8:
+        v = matrix(mem.v, slot(c, plan)).permute((1, 0))  # V^T lies there
+        return warpgroup_mma(softmax.e4m3_of_words(p, plan), v, acc, is_async=True)
+    else:
+        return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
 
 
 @gluon.jit
@@ -255,7 +264,7 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale, seq, work,
+def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, seq, work,
           WG: gl.constexpr, plan: gl.constexpr):
     """Block c of a tile: its scores and softmax, and P V of the block before it.
 
@@ -264,17 +273,20 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
     dtype: gl.constexpr = mem.v.dtype
     MASKED: gl.constexpr = plan.mask.blocks == 2  # a row may have seen no key in the block before
     wait_k(mem, c, plan)
+    take_turn(WG, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
+    pass_turn(WG, plan)
+    qk_scale = _of_block(scale, first, plan)  # not before the products: ptxas would wait for it at once
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
     if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
-    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED)
+    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
@@ -285,15 +297,15 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
         right = softmax.weights(right, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, right)
-        p = softmax.whole(left.to(dtype), right.to(dtype))
+        p = softmax.operand(left, right, dtype, plan)
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
         weights = softmax.weights(s, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, weights)
-        p = weights.to(dtype)
-    return gl.convert_layout(p, plan.p_layout), acc, shift, sums
+        p = softmax.operand(weights, None, dtype, plan)
+    return p, acc, shift, sums
 
 
 @gluon.jit
@@ -333,9 +345,32 @@ def _word(mem, number, w, plan: gl.constexpr):
 
 
 @gluon.jit
+def _scales_at(mem, number, plan: gl.constexpr):
+    """Where the scales of a tile are: of Q for its first row, of K for the first key, of V."""
+    at: gl.constexpr = plan.words + SCALES
+    return (
+        _word(mem, number, at, plan),
+        _word(mem, number, at + 1, plan),
+        _word(mem, number, at + 2, plan),
+    )
+
+
+@gluon.jit
+def _of_block(scale, first, plan: gl.constexpr):
+    """What scores of the block that begins with key `first` are multiplied with before exp2."""
+    if plan.fp8:
+        of_queries, of_keys, stride = scale
+        return of_queries * gl.load(of_keys + (first >> 7) * stride)
+    else:
+        return scale
+
+
+@gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
-    desc_o, lse_ptr, mem, qk_scale, work = given
+    desc_o, lse_ptr, mem, qk_scale, scales, work = given
     dtype: gl.constexpr = mem.v.dtype
+    if WG == plan.pipeline.warpgroups - 1:
+        pass_turn(WG, plan)
     if not plan.pipeline.joint:
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
         mbarrier.wait(mem.v_full.index(0), 0)
@@ -355,6 +390,13 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         start = c
         first = (top - 1) * plan.block_n  # first key of the block of slot `start`
 
+        scale = qk_scale
+        if plan.fp8:
+            q_at, k_at, v_at = _scales_at(mem, turn, plan)
+            last_row = gl.minimum(row, seq.S_q - 1) - first_row
+            q_scale = qk_scale * gl.load(scales[0] + q_at + (last_row >> 6) * work.scales.q_n)
+            v_scale = gl.load(scales[2] + v_at)
+
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
         if plan.q_columns > 0:
@@ -372,15 +414,23 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                     if i > c:
                         wait_v(mem, i, plan)
                 release(mem, i, plan)
+                take_turn(WG, plan)
+                pass_turn(WG, plan)
+
+        if plan.fp8:
+            scale = q_scale, scales[1] + k_at, work.scales.k_n
 
         # 1. The last block that these rows see. Its slot's values are of a block that was skipped, or
         # of the tile before.
         wait_k(mem, start, plan)
+        take_turn(WG, plan)
         s_token = _issue_scores(q_registers, mem, start, WG, plan)
+        pass_turn(WG, plan)
         if plan.mask.skip:
             if not plan.pipeline.joint:
                 if start > c:
                     wait_v(mem, start, plan)
+        block_scale = _of_block(scale, first, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         release(mem, start, plan)
         if plan.flip:
@@ -390,10 +440,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         elif plan.mask.blocks:
             if first + plan.block_n > seq.S_k:
                 s = softmax.mask(s, row, first, seq, work, plan)
-        shift = softmax.row_max(s) * qk_scale  # [64]
-        weights = softmax.weights(s, shift, qk_scale, plan.mask.blocks > 0)
+        shift = softmax.shift_to(softmax.row_max(s), block_scale, plan)  # [64]
+        weights = softmax.weights(s, shift, block_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
-        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+        p = softmax.operand(weights, None, dtype, plan)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         start += 1
 
@@ -404,13 +454,14 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         for i in range(start, end):
             key = first - plan.block_n
             masked = (i == start) & crossed
-            if plan.mask.left:
+            if plan.mask.left or plan.fp8:
                 key = (low + end - 1 - i) * plan.block_n
+            if plan.mask.left:
                 masked = key < row + 63 + seq.S_k - seq.S_q - work.left
                 if plan.mask.blocks == 2:
                     masked = masked | ((i == start) & crossed)
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, row, key, i, masked, mem, qk_scale, seq, work,
+                q_registers, p, acc, shift, sums, row, key, i, masked, mem, scale, seq, work,
                 WG, plan,
             )  # fmt: skip
         if plan.q_columns > 0:
@@ -442,9 +493,14 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                 place = (at[0] * work.H + at[1]).to(gl.int64) * seq.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < seq.S_q)
         if row < seq.S_q:
-            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
-            _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
+            factor = 1.0 / gl.where(empty, 1.0, row_sums)
+            if plan.fp8:
+                factor *= v_scale
+            o = acc * softmax.rows_of_o(factor, acc, plan)  # [64, D]
+            _store_output(desc_o, o.to(mem.o.dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
+    if WG == 0:
+        take_turn(WG, plan)  # the last arrival is not left behind
 
 
 # ---------------------------------------------------------------- kernel
@@ -470,6 +526,10 @@ def attention_forward_hopper(
     right=None, left=None,  # keys that a row sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     T_q=None, B=None,  # rows of all varlen sequences, and how many these are
+    q_scale=None, k_scale=None, v_scale=None,  # float32, what the values of e4m3 operands are multiplied by
+    q_scale_b=None, q_scale_h=None, q_scale_n=None,  # strides: of batches, heads, blocks of 64 rows
+    k_scale_b=None, k_scale_h=None, k_scale_n=None,  # of blocks of 128 keys
+    v_scale_b=None, v_scale_h=None,
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     k_full = barriers(plan.pipeline.stages, 1)
@@ -490,8 +550,14 @@ def attention_forward_hopper(
         barriers(2, 1),  # drawn
     )
     fence_async_shared()
-    work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B)
-    given = desc_o, lse_ptr, mem, qk_scale, work
+    strides = tiling.ScaleStrides(
+        q_scale_b, q_scale_h, q_scale_n, k_scale_b, k_scale_h, k_scale_n, v_scale_b, v_scale_h
+    )
+    work = tiling.Work(
+        S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, strides
+    )
+    scales = q_scale, k_scale, v_scale
+    given = desc_o, lse_ptr, mem, qk_scale, scales, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer
     few: gl.constexpr = plan.registers.producer

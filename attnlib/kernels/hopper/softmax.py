@@ -103,7 +103,7 @@ def rescale(acc, alpha, changed, plan: gl.constexpr):
 
 
 @gluon.jit
-def new_shift(s, shift, qk_scale, MASKED: gl.constexpr):
+def new_shift(s, shift, qk_scale, MASKED: gl.constexpr, plan: gl.constexpr):
     """(new shift [64], alpha = 2**(old - new) [64], whether a row of the warp changed [64]).
 
     The shift is what the exponents are reduced by: P = 2**(s * qk_scale - shift). It is the running row
@@ -112,13 +112,22 @@ def new_shift(s, shift, qk_scale, MASKED: gl.constexpr):
     rescaling of O at every little step.
     """
     top = row_max(s)  # [64]
-    grown = top * qk_scale - shift > LAZY  # [64]; not where both are -inf
-    new = gl.where(grown, top * qk_scale, shift)
+    grown = top * qk_scale - shift > plan.room  # [64]; not where both are -inf
+    new = gl.where(grown, shift_to(top, qk_scale, plan), shift)
     changed = _any_in_warp(grown.to(gl.int32))
     step = shift - new
     if MASKED:
         step = gl.where(new == float("-inf"), 0.0, step)
     return new, gl.exp2(step), changed
+
+
+@gluon.jit
+def shift_to(top, qk_scale, plan: gl.constexpr):
+    """The shift under which a row's largest score has a weight of 2**offset [64]."""
+    shift = top * qk_scale
+    if plan.fp8:
+        shift -= plan.offset
+    return shift
 
 
 @gluon.jit
@@ -158,3 +167,58 @@ def halves(x):
 def whole(left, right):
     N: gl.constexpr = left.shape[1]
     return gl.join(left, right).permute((0, 2, 1)).reshape([64, 2 * N])
+
+
+# ---------------------------------------------------------------- P in e4m3
+
+
+@gluon.jit
+def e4m3_words(p):
+    """[64, N] -> int32 [64, N / 4], four weights in e4m3 each, without moving anything between threads.
+
+    In each 16 columns of an accumulator a thread has 2t, 2t + 1, 8 + 2t and 9 + 2t, as first operand of a
+    product it gives four neighbors. They become neighbors here, and keys of V lie in the same order. Words
+    and not bytes are what a loop hands on from step to step: bytes would be taken apart and put together.
+    """
+    N: gl.constexpr = p.shape[1]
+    even, odd = gl.split(p.reshape([64, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))  # [64, N / 16, 4, 2] each
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    asm: gl.constexpr = """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }"""
+    words = gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+    return words.reshape([64, N // 4])
+
+
+@gluon.jit
+def e4m3_of_words(words, plan: gl.constexpr):
+    """The same as first operand of a product [64, N]; takes no instruction."""
+    N: gl.constexpr = 4 * words.shape[1]
+    a, b, c, d = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
+    p = gl.join(gl.join(a, c), gl.join(b, d)).reshape([64, N])
+    return gl.convert_layout(p, plan.p_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _byte(words, i: gl.constexpr):
+    return (words >> (8 * i)).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def operand(left, right, dtype: gl.constexpr, plan: gl.constexpr):
+    """P [64, N], in two halves or one, as a step hands it to the next one: as first operand of a product, or
+    in words of it."""
+    if plan.fp8:
+        p = e4m3_words(left)
+        if right is not None:
+            p = whole(p, e4m3_words(right))
+        return gl.convert_layout(p, plan.word_layout, assert_trivial=True)
+    else:
+        p = left.to(dtype)
+        if right is not None:
+            p = whole(p, right.to(dtype))
+        return gl.convert_layout(p, plan.p_layout)
