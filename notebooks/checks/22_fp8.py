@@ -51,8 +51,8 @@ def check_rotate_and_scale(kernel: Callable) -> None:
         values = y * scales.repeat_interleave(ROWS)[:S, None]
         error = (values - rotated).abs().max().item()
         assert error <= 1e-4 * max(1.0, rotated.abs().max().item()), (
-            f"{case}: y times its scale differs from the rotated rows by up to {error:.2g}: signs first, then "
-            "the matrix"
+            f"{case}: y times its scale differs from the rotated rows by up to {error:.2g}: signs first, "
+            "then the matrix"
         )
         largest = y.abs().max().item()
         assert largest <= 448.1, f"{case}: the largest number of y is {largest:.1f}, expected 448"
@@ -70,7 +70,7 @@ def _adder(bits: int) -> Callable[[int], float]:
 
 def check_fraction_bits(answer: Callable[[Callable], int]) -> None:
     """`answer(add_ones)` -> the bits below the leading one; on a Hopper GPU of the real adder, too."""
-    for bits in (13, 10, 12, 16, 22):
+    for bits in (13, 10, 12, 16, 18):
         got = answer(_adder(bits))
         assert isinstance(got, int), f"expected an int, got {type(got).__name__}"
         assert got == bits, f"the sum stops at {2 ** (bits + 1)}: expected {bits} bits, got {got}"
@@ -107,4 +107,4 @@ def check_centered(answer: Callable) -> None:
         mean = np.abs(seen[0].mean(0)).max()
         assert mean < 1e-9, f"the values that attend gets have a mean of up to {mean:.2g} in a column"
         want = attend(q, k, v)
-        assert np.allclose(got, want, rtol=1e-9, atol=1e-9), "the output is not that of the values as they were"
+        assert np.allclose(got, want, rtol=1e-9, atol=1e-9), "the output is not that of the given values"

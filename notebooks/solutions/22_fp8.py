@@ -21,9 +21,8 @@ def rotate_and_scale(x_ptr, signs_ptr, matrix_ptr, y_ptr, scale_ptr, S, D: tl.co
 
 
 def fraction_bits(add_ones):
-    """The sum stops at 2^(F + 1): there the last bit is worth 2. H100 and H200: 13, if they do as reported."""
-    bits, n = 0, 1 << 24
-    stops = add_ones(n)
+    """The sum stops at 2^(F + 1): there the last bit is worth 2. A Hopper GPU: 13, if it does as reported."""
+    bits, stops = 0, add_ones(1 << 20)
     while 2 ** (bits + 1) < stops:
         bits += 1
     return bits
