@@ -1,7 +1,13 @@
 """attnlib: exact attention kernels in Triton, and the helpers of the book that builds them."""
 
 from attnlib.api import (
-    Fp8, attention, attention_fp8, attention_fp8_varlen, attention_varlen, explain, quantize_fp8,
+    Fp8,
+    attention,
+    attention_fp8,
+    attention_fp8_varlen,
+    attention_varlen,
+    explain,
+    quantize_fp8,
 )  # fmt: skip
 
 __all__ = [

@@ -227,9 +227,8 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     family = FP8[impl or "hopper"]
     lacks = family.unsupported(q.device)
     if lacks is not None:
-        raise ValueError(
-            f"{'q' if impl is None else 'impl'}: 'hopper' {lacks}; impl='reference' runs on any device"
-        )
+        what = "q: attention_fp8" if impl is None else f"impl: {impl!r}"
+        raise ValueError(f"{what} {lacks}; impl='reference' runs on any device")
     out_dtype = out_dtype or q.dtype
     head_dim = q.shape[-1]
     if not math.prod(q.shape) or not math.prod(k.shape):  # no row, or none with anything to attend to
@@ -279,8 +278,8 @@ def _refuse_derivatives(function: str, **tensors: Operand) -> None:
             _refuse(function, 'device "meta"')
         if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that does: "
-                f"{function} has no gradient; attention has one"
+                f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
+                f"does: {function} has no gradient; attention has one"
             )
     if given and forward_ad._current_level >= 0:
         check_tangents(*given.values())

@@ -5,7 +5,12 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import (
-    DTYPES, MAX_HEAD_DIM, NO_STRIDES, check_scale, check_window, type_name,
+    DTYPES,
+    MAX_HEAD_DIM,
+    NO_STRIDES,
+    check_scale,
+    check_window,
+    type_name,
 )  # fmt: skip
 from attnlib.arguments.offsets import check_longest, check_offsets_form
 from attnlib.kernels.common.fp8 import Fp8
@@ -125,8 +130,8 @@ def _check_varlen(q, k, v, varlen: Varlen) -> None:
         # Equal values in another tensor would do, but comparing them would wait for the GPU.
         if isinstance(x, Fp8) and x.cu_seqlens is not offsets:
             raise ValueError(
-                f"{name}: expected an Fp8 that was quantized with the tensor cu_seqlens_{side} itself, got one "
-                "with another tensor"
+                f"{name}: expected an Fp8 that was quantized with the tensor cu_seqlens_{side} itself, got "
+                "one with another tensor"
             )
 
 

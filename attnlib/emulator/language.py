@@ -132,6 +132,8 @@ class Language:
             raise TypeError(f"{a.shape} times {b.shape} plus {list(acc.shape)}")
         if a.dtype != b.dtype or b.dtype not in (gl.float16, gl.bfloat16, gl.float8e4nv):
             raise TypeError(f"{a.dtype} times {b.dtype}")
+        if b.dtype == gl.float8e4nv and b.values.stride()[0] != 1:
+            raise TypeError(f"{b.name}: the columns of a second operand of 8 bits lie contiguously")
         for operand in product.reads:
             operand.begin_reading("a product")
         self.machine.issue(current.products, product)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from attnlib.emulator.barriers import NamedBarrier
 from attnlib.emulator.machine import Partition
@@ -55,6 +56,14 @@ def _insert(low: np.ndarray, into: np.ndarray, first: int, bits: int) -> np.ndar
     return (into & ~hole) | ((low << first) & hole)
 
 
+def _e4m3x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    high, low = (
+        torch.from_numpy(np.ascontiguousarray(x, np.float32)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        for x in (high, low)
+    )
+    return (high.view(torch.uint8).long() << 8 | low.view(torch.uint8)).numpy()
+
+
 OPERATIONS: dict[str, Callable] = {
     **dict.fromkeys(["mov.b32", "mov.u32", "mov.u64", "cvt.u64.u32"], lambda a: a),
     "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
@@ -63,6 +72,7 @@ OPERATIONS: dict[str, Callable] = {
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,
+    "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
     "sub.u32": lambda a, b: (a - b) & 0xFFFFFFFF,
     "setp.lt.u32": operator.lt,
     "setp.nan.f32": lambda a, b: np.isnan(a) | np.isnan(b),
@@ -120,6 +130,9 @@ class Threads:
         if operation == "pmevent":
             return None
         target, *sources = names
+        if operation == "mov.b32" and len(sources) == 2:  # of two halves
+            low, high = (self.value(name.strip("{ }")) for name in sources)
+            return self.set(target, high << 16 | low)
         values = [self.value(name) for name in sources]
         if operation == "add.s64" and isinstance(values[1], Pointer):
             self.set(target, _Address(values[1], values[0]))

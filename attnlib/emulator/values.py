@@ -90,8 +90,10 @@ class Tensor:
     def shape(self) -> list[int]:
         return list(self.data.shape)
 
-    def to(self, dtype: gl.dtype) -> Tensor:
+    def to(self, dtype: gl.dtype, bitcast: bool = False) -> Tensor:
         data = self.data
+        if bitcast:
+            return Tensor(data.view(TORCH[dtype]), dtype)
         if dtype == gl.float8e4nv:  # cvt.rn.satfinite
             data = data.clamp(-448, 448)
         data = data.to(TORCH[dtype])

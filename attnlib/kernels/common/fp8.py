@@ -22,11 +22,9 @@ WIDTHS = (64, 128, 256)
 CHUNK = 64
 """Columns that one multiplication with a Hadamard matrix takes, where queries and keys are rotated."""
 
-SIGNS = (
-    0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89,
-)  # fmt: skip
-"""Bit i % 32 of word i // 32 says whether column i is negated: arbitrary, the digits of pi behind the
-point."""
+SIGNS = 0x243F6A88, 0x85A308D3
+"""Bit i % 32 of word i // 32 says whether column i of each CHUNK is negated: arbitrary, the first digits of
+pi behind the point."""
 
 
 class Recipe(NamedTuple):

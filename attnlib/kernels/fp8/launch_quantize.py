@@ -7,15 +7,17 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import describable, legal, readable
+from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
-from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
 
 MODULE = "attnlib.kernels.fp8.quantize_kernels"
 TENSORS = "x", "data", "scale", "amax", "cu"
 POINTERS = "x_ptr", "data_ptr", "scale_ptr", "amax_ptr", "cu"
 BLOCK = 128
-"""Rows of x that a program takes where no scale depends on it."""
+"""Rows of a block where no scale depends on it."""
+PROGRAMS, SPAN = 16, 8
+"""Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
 
 
 class Call(NamedTuple):
@@ -107,33 +109,41 @@ def prepare(call: Call) -> Plan:
             f"{blocks * H * B}"
         )
     heads = (H,) if varlen else (B, H)
+    sms = 1 if call.device < 0 else device.num_sms(call.device)
+
+    def span(blocks: int, heads: int) -> int:
+        return max(1, min(blocks * heads // (PROGRAMS * sms), SPAN, blocks))
+
     per_block, per_head = scaling == "block" and not is_v, scaling != "tensor"
     stored = (1,) if not per_head else (*heads, room) if per_block else heads
     unit = 16 // call.dtype.itemsize
     sizes = {"x_b": x_b // unit, "x_h": x_h // unit, "x_s": x_s // unit, "S": T, "H": H}
     constants = {"PER_HEAD": per_head, "D": D, "WIDTH": width, "UNIT": unit}
     rotation = {"ROTATE": rotate, "PRECISION": "tf32x3" if call.dtype == torch.float32 else "tf32"}
+    staged = {"NUM_STAGES": 2}
     launches = []
     if not per_block:
-        blocks_amax = num_blocks(T, BLOCK)
+        count, of_heads = num_blocks(T, BLOCK), H if varlen else B * H
+        each = span(count, of_heads)
         amax = Launch(
             f"{MODULE}.quantize_amax",
-            (blocks_amax * H * (1 if varlen else B), 1, 1),
+            (-(-count // each) * of_heads, 1, 1),
             descriptors={},
             pointers={"x_ptr": Part("x"), "amax_ptr": Part("amax")},
-            scalars={**sizes, "blocks": blocks_amax},
-            constants={**constants, **rotation, "ROWS": BLOCK},
+            scalars={**sizes, "blocks": count, "span": each},
+            constants={**constants, **rotation, **staged, "ROWS": BLOCK},
             options={"num_warps": 8},
         )
         launches.append(amax)
     if not is_v:
-        constants |= {**rotation, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
+        constants |= {**rotation, **staged, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
+    each = span(blocks, B * H)
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
-        (blocks * H * B, 1, 1),
+        (-(-blocks // each) * H * B, 1, 1),
         descriptors={},
         pointers={name: Part(name.removesuffix("_ptr")) for name in POINTERS},
-        scalars={**sizes, "blocks": blocks, "room": room},
+        scalars={**sizes, "blocks": blocks, "span": each, "room": room},
         constants={**constants, "ROWS": rows, "INTERPRETED": device.interpreted()},
         options={"num_warps": max(4, rows // 16)},
     )

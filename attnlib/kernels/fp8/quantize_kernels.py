@@ -5,9 +5,9 @@ written is written once.
 - `quantize_rows`: queries and keys: rotated, scaled and rounded. A scale per block needs no pass before.
 - `quantize_values`: values: scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for the layouts.
 
-The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. H of 128 or 256 is one of 64 for
-each 64 columns, which a tensor core multiplies with, exactly but for the order of the sum, and sums and
-differences of the results. Division by sqrt(width) goes into the scale.
+The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. For 128 or 256 columns that is
+one of 64 for each 64 columns, which tensor cores multiply with, exactly but for the order of the sum, and
+sums and differences of the results. Division by sqrt(width) goes into the scale.
 
 A value that is not finite becomes NaN and takes no part in a scale: it spoils its row and no others.
 """
@@ -15,8 +15,8 @@ A value that is not finite becomes NaN and takes no part in a scale: it spoils i
 import triton
 import triton.language as tl
 
-from attnlib.kernels.common.varlen_rows import sequence
 from attnlib.kernels.common import fp8
+from attnlib.kernels.common.varlen_rows import sequence
 
 LARGEST = tl.constexpr(fp8.LARGEST)
 GROUP = tl.constexpr(fp8.GROUP)
@@ -27,37 +27,36 @@ SMALLEST = tl.constexpr(2.0**-126)  # normal in float32: with a smaller amax a s
 
 @triton.jit
 def _hadamard(dtype: tl.constexpr):
-    """Entry (i, j) is -1 where i and j have an odd number of bits in common."""
+    """Signs times Hadamard matrix, whose entry (i, j) is -1 where i and j have an odd number of bits in
+    common."""
+    low: tl.constexpr = SIGNS[0]
+    high: tl.constexpr = SIGNS[1]
     o_c = tl.arange(0, CHUNK)  # [CHUNK]
+    word = tl.where(o_c < 32, tl.full([CHUNK], low, tl.uint32), tl.full([CHUNK], high, tl.uint32))
     odd = o_c[:, None] & o_c[None, :]  # [CHUNK, CHUNK]
     odd ^= odd >> 4
     odd ^= odd >> 2
     odd ^= odd >> 1
+    odd ^= (word >> (o_c % 32).to(tl.uint32)).to(tl.int32)[:, None]
     return tl.where((odd & 1) == 1, -1.0, 1.0).to(dtype)  # [CHUNK, CHUNK]
 
 
 @triton.jit
-def _load_chunk(rows, seen, first: tl.constexpr, D: tl.constexpr, ROTATE: tl.constexpr):
-    """CHUNK columns of some rows, from column `first` on; with their signs, if they are to be rotated."""
-    o_c = tl.arange(0, CHUNK)  # [CHUNK]
-    mask = seen[:, None] if first + CHUNK <= D else seen[:, None] & (first + o_c < D)[None, :]
-    b_x = tl.load(rows[:, None] + (first + o_c)[None, :], mask=mask, other=0.0)  # [ROWS, CHUNK]
-    if ROTATE:
-        low: tl.constexpr = SIGNS[first // 32]
-        high: tl.constexpr = SIGNS[first // 32 + 1]
-        word = tl.where(o_c < 32, tl.full([CHUNK], low, tl.uint32), tl.full([CHUNK], high, tl.uint32))
-        negative = ((word >> (o_c % 32).to(tl.uint32)) & 1) == 1  # [CHUNK]
-        b_x = tl.where(negative[None, :], -b_x, b_x)
-    return b_x
+def _load_chunk(rows, seen, first: tl.constexpr, D: tl.constexpr):
+    """CHUNK columns of some rows, from column `first` on."""
+    o_c = first + tl.arange(0, CHUNK)  # [CHUNK]
+    mask = seen[:, None] if first + CHUNK <= D else seen[:, None] & (o_c < D)[None, :]
+    return tl.load(rows[:, None] + o_c[None, :], mask=mask, other=0.0)  # [ROWS, CHUNK]
 
 
 @triton.jit
 def _load_rows(rows, seen, b_h, D: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr,
                PRECISION: tl.constexpr):
-    """Rows as chunks of columns [ROWS, CHUNK], float32; rotated but for the division by sqrt(WIDTH)."""
+    """Rows as chunks of columns [ROWS, CHUNK], float32; rotated but for the division by sqrt(WIDTH). What is
+    not finite is NaN."""
     chunks = ()
     for first in tl.static_range(0, WIDTH, CHUNK):
-        b_x = _load_chunk(rows, seen, first, D, ROTATE)  # [ROWS, CHUNK]
+        b_x = _load_chunk(rows, seen, first, D)  # [ROWS, CHUNK]
         if ROTATE:
             b_x = tl.dot(b_x, b_h, input_precision=PRECISION)  # [ROWS, CHUNK]
         chunks = chunks + (b_x.to(tl.float32),)
@@ -68,17 +67,19 @@ def _load_rows(rows, seen, b_h, D: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl
         a, b, c, d = chunks
         a, b, c, d = a + b, a - b, c + d, c - d
         chunks = (a + c, b + d, a - c, b - d)
-    return chunks
+    finite = ()
+    for first in tl.static_range(0, WIDTH, CHUNK):
+        b_x = chunks[first // CHUNK]
+        finite = finite + (b_x * 0.0 + b_x,)  # one instruction
+    return finite
 
 
 @triton.jit
-def _largest(chunks):
-    """The largest finite magnitude in them."""
-    amax = 0.0
+def _maximum(b_max, chunks):
+    """The largest of `b_max` and the magnitudes in all chunks, [ROWS, CHUNK]; NaN does not count."""
     for i in tl.static_range(len(chunks)):
-        size = tl.abs(chunks[i])
-        amax = tl.maximum(amax, tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0))
-    return amax
+        b_max = tl.maximum(b_max, tl.abs(chunks[i]))
+    return b_max
 
 
 @triton.jit
@@ -90,9 +91,8 @@ def _scale(amax, NORM: tl.constexpr):
 
 
 @triton.jit
-def _rounded(b_x, factor, INTERPRETED: tl.constexpr):
-    """The values times the factor as float8_e4m3fn, to the nearest, ties to even."""
-    b_y = tl.where(tl.abs(b_x) < float("inf"), b_x * factor, float("nan"))
+def _rounded(b_y, INTERPRETED: tl.constexpr):
+    """Values of up to 448 as float8_e4m3fn, to the nearest, ties to even."""
     if INTERPRETED:  # its cast rounds wrongly (triton 3.6): leave it nothing to round
         bits = b_y.to(tl.uint32, bitcast=True)
         ulp = tl.maximum(bits & 0x7F800000, 0x3C800000) - 0x01800000  # 2^-3 of 2^exponent, or of 2^-6
@@ -103,42 +103,43 @@ def _rounded(b_x, factor, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _begin(cu, i_b, S):
-    """(first token of a sequence, its length); of a batch 0 and S."""
-    if cu is None:
-        return 0, S
-    else:
-        end, length = sequence(cu, i_b)
-        return end - length, length
+def _place(blocks, span, H):
+    """(the first block of this program, the one after its last, head, sequence). Grid: (cdiv(blocks, span) *
+    H * B,)."""
+    programs = tl.cdiv(blocks, span)
+    i_n, i_h = tl.program_id(0) % programs * span, tl.program_id(0) // programs
+    return i_n, tl.minimum(i_n + span, blocks), i_h % H, i_h // H
 
 
-@triton.jit(do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks"])
+@triton.jit(do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "span"])
 def quantize_amax(
     x_ptr,
     amax_ptr,  # (B, H) or (1,), all 0; of varlen sequences (H) or (1,)
     x_b, x_h, x_s,  # strides of x, in UNITs
     S,  # tokens; of varlen sequences all of them, which here are one
-    H, blocks,
+    H, blocks, span,  # blocks of a head; how many a program takes
     PER_HEAD: tl.constexpr,  # or one amax for all
     D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     ROTATE: tl.constexpr,
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """The largest finite magnitude of each head, or of all, after the rotation and before its division."""
-    i_n, i_h = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = i_h // H, i_h % H
+    begin, end, i_h, i_b = _place(blocks, span, H)
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h) * UNIT
-    o_n = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
     b_h = _hadamard(x_ptr.dtype.element_ty) if ROTATE else 0
-    amax = _largest(_load_rows(rows, o_n < S, b_h, D, WIDTH, ROTATE, PRECISION))
-    tl.atomic_max(amax_ptr + (i_b * H + i_h if PER_HEAD else 0), amax)
+    b_max = tl.zeros([ROWS, CHUNK], tl.float32)
+    for i_n in tl.range(begin, end, num_stages=NUM_STAGES):
+        o_n = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
+        b_max = _maximum(b_max, _load_rows(rows, o_n < S, b_h, D, WIDTH, ROTATE, PRECISION))
+    tl.atomic_max(amax_ptr + (i_b * H + i_h if PER_HEAD else 0), tl.max(tl.max(b_max, 1), 0))
 
 
 @triton.jit(
-    do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "room"],
+    do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "span", "room"],
     do_not_specialize_on_alignment=["cu"],
 )
 def quantize_rows(
@@ -149,8 +150,7 @@ def quantize_rows(
     cu,  # (B + 1), None for a batch
     x_b, x_h, x_s,  # strides of x, in UNITs
     S,  # tokens of a batch's sequence
-    H,
-    blocks,  # programs of a head of a sequence
+    H, blocks, span,  # blocks of a head of a sequence; how many a program takes
     room,  # blocks of a head in scale_ptr
     PER_BLOCK: tl.constexpr,
     PER_HEAD: tl.constexpr,
@@ -160,48 +160,49 @@ def quantize_rows(
     NORM: tl.constexpr,
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries or keys: rotated, scaled, rounded. Grid: (blocks * H * B,)."""
-    i_n, i_h = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = i_h // H, i_h % H
+    """Blocks of queries or keys: rotated, scaled, rounded."""
+    begin, end, i_h, i_b = _place(blocks, span, H)
     if not PER_BLOCK:
-        i_n = blocks - 1 - i_n  # what the pass before read last may still be in L2
-    start, length = _begin(cu, i_b, S)
+        begin, end = blocks - end, blocks - begin  # what the pass before read last may still be in L2
     if cu is None:
-        head = i_b * H + i_h
+        length, head = S, i_b * H + i_h
         of_data, stride = head.to(tl.int64) * S, WIDTH
         of_scale = head.to(tl.int64) * room
     else:
         # Blocks of scales are a sequence's own up to the next one's first: all are written.
+        end_x, length = sequence(cu, i_b)
+        start, head = end_x - length, i_h
         before = start // ROWS + i_b
-        if i_n > (start + length) // ROWS + i_b - before:
-            return
-        head = i_h
+        end = tl.minimum(end, end_x // ROWS + i_b + 1 - before)
         of_data, stride = start.to(tl.int64) * H + i_h, H * WIDTH
         of_scale = i_h.to(tl.int64) * room + before
         x_ptr += start.to(tl.int64) * x_s * UNIT
-    o_n = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS]
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h) * UNIT
-    rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
     b_h = _hadamard(x_ptr.dtype.element_ty) if ROTATE else 0
-    chunks = _load_rows(rows, o_n < length, b_h, D, WIDTH, ROTATE, PRECISION)
-    if PER_BLOCK:
-        scale, factor = _scale(_largest(chunks), NORM)
-        tl.store(scale_ptr + of_scale + i_n, scale)
-    else:
+    o_c = tl.arange(0, CHUNK)  # [CHUNK]
+    if not PER_BLOCK:
         place = head if PER_HEAD else 0
         scale, factor = _scale(tl.load(amax_ptr + place), NORM)
         tl.store(scale_ptr + place, scale)
-    rows = data_ptr + of_data * WIDTH + o_n.to(tl.int64) * stride  # [ROWS]
-    o_c = tl.arange(0, CHUNK)  # [CHUNK]
-    for first in tl.static_range(0, WIDTH, CHUNK):
-        b_y = _rounded(chunks[first // CHUNK], factor, INTERPRETED)  # [ROWS, CHUNK]
-        tl.store(rows[:, None] + (first + o_c)[None, :], b_y, mask=(o_n < length)[:, None])
+    for i_n in tl.range(begin, end, num_stages=NUM_STAGES):
+        o_n = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
+        chunks = _load_rows(rows, o_n < length, b_h, D, WIDTH, ROTATE, PRECISION)
+        if PER_BLOCK:
+            b_max = _maximum(tl.zeros([ROWS, CHUNK], tl.float32), chunks)
+            scale, factor = _scale(tl.max(tl.max(b_max, 1), 0), NORM)
+            tl.store(scale_ptr + of_scale + i_n, scale)
+        rows = data_ptr + of_data * WIDTH + o_n.to(tl.int64) * stride  # [ROWS]
+        for first in tl.static_range(0, WIDTH, CHUNK):
+            b_y = _rounded(chunks[first // CHUNK] * factor, INTERPRETED)  # [ROWS, CHUNK]
+            tl.store(rows[:, None] + (first + o_c)[None, :], b_y, mask=(o_n < length)[:, None])
 
 
 @triton.jit(
-    do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "room"],
+    do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "span", "room"],
     do_not_specialize_on_alignment=["cu"],
 )
 def quantize_values(
@@ -211,8 +212,7 @@ def quantize_values(
     cu,  # (B + 1), None for a batch
     x_b, x_h, x_s,  # strides of x, in UNITs
     S,  # tokens of a batch's sequence
-    H,
-    blocks,  # programs of a head of a sequence
+    H, blocks, span,  # blocks of a head of a sequence; how many a program takes
     room,  # groups of keys in data_ptr
     PER_HEAD: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr,
@@ -220,33 +220,32 @@ def quantize_values(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A block of values: scaled, rounded, transposed, keys permuted. Grid: (blocks * H * B,)."""
-    i_n, i_h = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_h = i_h // H, i_h % H
-    i_n = blocks - 1 - i_n  # what the pass before read last may still be in L2
-    start, length = _begin(cu, i_b, S)
+    """Blocks of values: scaled, rounded, transposed, keys permuted."""
+    begin, end, i_h, i_b = _place(blocks, span, H)
+    begin, end = blocks - end, blocks - begin  # what the pass before read last may still be in L2
     if cu is None:
-        head = i_b * H + i_h
+        length, head = S, i_b * H + i_h
         of_data, groups = head.to(tl.int64) * WIDTH * room, room
     else:
         # Positions are a sequence's own up to the next one's first: all are written.
+        end_x, length = sequence(cu, i_b)
+        start, head = end_x - length, i_h
         before = start // GROUP + i_b
-        groups = (start + length) // GROUP + i_b + 1 - before
-        head = i_h
+        groups = end_x // GROUP + i_b + 1 - before
         of_data = i_h.to(tl.int64) * WIDTH * room + before
+        end = tl.minimum(end, tl.cdiv(groups * GROUP, ROWS))
         x_ptr += start.to(tl.int64) * x_s * UNIT
-        if i_n * ROWS >= groups * GROUP:
-            return
-    o_p = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS], positions
-    o_n = o_p // GROUP * GROUP + o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2 + o_p % 2  # [ROWS], their keys
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h) * UNIT
-    rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
     place = head if PER_HEAD else 0
     scale, factor = _scale(tl.load(amax_ptr + place), 1.0)
     tl.store(scale_ptr + place, scale)
-    for first in tl.static_range(0, WIDTH, CHUNK):
-        b_x = _load_chunk(rows, o_n < length, first, D, False).to(tl.float32)  # [ROWS, CHUNK]
-        b_y = _rounded(b_x, factor, INTERPRETED).T  # [CHUNK, ROWS]
-        o_c = first + tl.arange(0, CHUNK)  # [CHUNK]
-        columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
-        tl.store(columns[:, None] + o_p[None, :], b_y, mask=(o_p < groups * GROUP)[None, :])
+    for i_n in tl.range(begin, end):
+        o_p = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS], positions
+        o_n = o_p // GROUP * GROUP + o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2 + o_p % 2  # [ROWS], their keys
+        rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
+        for first in tl.static_range(0, WIDTH, CHUNK):
+            b_x = _load_chunk(rows, o_n < length, first, D).to(tl.float32)  # [ROWS, CHUNK]
+            b_y = _rounded((b_x * 0.0 + b_x) * factor, INTERPRETED).T  # [CHUNK, ROWS]
+            o_c = first + tl.arange(0, CHUNK)  # [CHUNK]
+            columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
+            tl.store(columns[:, None] + o_p[None, :], b_y, mask=(o_p < groups * GROUP)[None, :])

@@ -507,9 +507,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
 
 NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
+STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"]
 
 
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
+@gluon.jit(do_not_specialize=NUMBERS + STRIDES, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_forward_hopper(
     desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     lse_ptr,  # (B, H, S_q), varlen (H, T_q)

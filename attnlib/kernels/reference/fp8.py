@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from attnlib.kernels.common.fp8 import (
-    GROUP, LARGEST, ROWS, SIGNS, Fp8, Recipe, Role, first_block, num_blocks, padded_width,
+    CHUNK,
+    GROUP,
+    LARGEST,
+    ROWS,
+    SIGNS,
+    Fp8,
+    Recipe,
+    Role,
+    first_block,
+    num_blocks,
+    padded_width,
 )  # fmt: skip
 from attnlib.params import MaskWindow, Params
 
@@ -29,8 +39,8 @@ def unsupported(where: torch.device) -> None:
 @cache
 def rotation(width: int) -> torch.Tensor:
     """Signs times Hadamard matrix, [width, width] of 1 and -1: a row x becomes x @ rotation / sqrt(width)."""
-    negative = [SIGNS[column // 32] >> column % 32 & 1 for column in range(width)]
-    signs = 1.0 - 2.0 * torch.tensor(negative, dtype=torch.float64)
+    negative = [SIGNS[column // 32] >> column % 32 & 1 for column in range(CHUNK)]
+    signs = 1.0 - 2.0 * torch.tensor(negative, dtype=torch.float64).repeat(width // CHUNK)
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < width:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -115,7 +125,7 @@ def _transposed(rounded: torch.Tensor, starts: list[int], sequences: int | None)
 
 
 def values_of(x: Fp8) -> Iterator[torch.Tensor]:
-    """The values of each sequence in fp64, (H, S, width), in the order of the tokens; rotated ones stay so."""
+    """The values of each sequence in fp64, (H, S, width), tokens in their order; rotated ones stay so."""
     starts = [0, x.tokens] * len(x.data) if not x.varlen else x.cu_seqlens.tolist()
     count = len(x.data) if not x.varlen else len(starts) - 1
     for b in range(count):
@@ -143,15 +153,17 @@ def values_of(x: Fp8) -> Iterator[torch.Tensor]:
 class Rounding(NamedTuple):
     """How P becomes float8_e4m3fn: exp2(score - shift + offset), rounded, with the score in base 2.
 
-    offset: so that small weights are not lost; None: P is not rounded. whole: the shift is a row's maximum rounded up, so that
-    roundings do not depend on which maximum was known. keys: in a block; the shift is the largest of the
-    blocks so far, the last block being the first one to be looked at; None for the maximum of the row.
+    offset: so that small weights are not lost; None: P is not rounded. whole: the shift is a maximum rounded
+    up, so that roundings do not depend on which maximum was known. keys: in a block; the shift is the largest
+    score of the blocks so far, the last block being the first one to be looked at; None for the largest of the
+    row. lazy: the shift stays while no score exceeds it by more than this.
     sum_rounded: P is divided by the sum of what it was rounded to.
     """
 
     offset: float | None = 8.0
     whole: bool = False
     keys: int | None = None
+    lazy: float = 0.0
     sum_rounded: bool = False
 
 
@@ -170,7 +182,7 @@ def forward(
         group, out, lse = len(b_q) // max(1, len(b_k)), [], []
         for head in range(len(b_q)):
             kv = head // group
-            o, e = _attend(b_q[head], b_k[kv], b_v[kv], params.window, params.sm_scale, rounding)
+            o, e = attend(b_q[head], b_k[kv], b_v[kv], params.window, params.sm_scale, rounding)
             out.append(o[:, : v.head_dim])
             lse.append(e)
         outs.append(torch.stack(out))
@@ -182,7 +194,7 @@ def forward(
     return out.to(out_dtype).contiguous(), lse.float()
 
 
-def _attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
+def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
     """Of one head: q [S_q, D], k and v [S_k, D]."""
     S_q, S_k = len(q), len(k)
     out, lse = torch.zeros(S_q, v.shape[1], dtype=q.dtype, device=q.device), q.new_full((S_q,), -math.inf)
@@ -215,11 +227,16 @@ def _attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
 
 def _rounded(scores: torch.Tensor, m: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """exp2(scores - m) as the second product gets it: scores [rows, S_k], m [rows, 1] their maximum."""
-    offset, whole, keys = rounding[:3]
+    offset, whole, keys, lazy, _ = rounding
     shift = m
     if keys is not None:
         blocks = F.pad(scores, (0, -scores.shape[1] % keys), value=-math.inf).unflatten(1, (-1, keys))
-        known = blocks.amax(-1).flip(1).cummax(1).values.flip(1)  # [rows, blocks], the last block comes first
+        largest = blocks.amax(-1)  # [rows, blocks]
+        known = torch.empty_like(largest)
+        now = torch.full_like(m[:, 0], -math.inf)
+        for block in reversed(range(largest.shape[1])):
+            now = torch.where(largest[:, block] > now + lazy, largest[:, block], now)
+            known[:, block] = now
         shift = torch.where(known == -math.inf, 0.0, known).repeat_interleave(keys, 1)[:, : scores.shape[1]]
     if whole:
         shift = shift.ceil()

@@ -10,7 +10,7 @@ from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Window, varlen_window
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, VARLEN_ROWS, Lengths, exp2_scale
-from attnlib.kernels.fp8.configs import Fp8Config, fp8_config
+from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
 from attnlib.kernels.common.fp8 import GROUP, Fp8, varlen_of
 from attnlib.kernels.hopper.launch import KERNEL, _masks
 from attnlib.params import MaskWindow, Params

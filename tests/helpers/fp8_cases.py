@@ -1,0 +1,108 @@
+"""Tensors to quantize, and a check of what the kernels make of them against the model in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.kernels import fp8
+from attnlib.kernels.common.fp8 import Fp8, Recipe
+from attnlib.kernels.reference import fp8 as model
+
+
+@dataclass(frozen=True)
+class QuantizeCase:
+    """A call of `quantize`. lengths: of varlen sequences, in place of B and S."""
+
+    role: str = "q"
+    recipe: Recipe = Recipe()
+    D: int = 64
+    S: int = 150
+    B: int = 2
+    H: int = 2
+    dtype: torch.dtype = torch.float16
+    lengths: tuple[int, ...] = ()
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        where = f"varlen {self.lengths}" if self.lengths else f"B{self.B} S{self.S}"
+        how = f"{self.recipe.scaling}{' rotated' if self.recipe.rotate else ''}"
+        name = f"{self.role} {where} H{self.H} D{self.D} {how} {str(self.dtype).removeprefix('torch.')}"
+        return name + " transposed" * self.transposed
+
+    def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
+        """x, and of varlen sequences their offsets and the longest. Magnitudes differ from block to block."""
+        shape = (sum(self.lengths), self.H, self.D) if self.lengths else (self.B, self.H, self.S, self.D)
+        if self.transposed:
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        x = x.transpose(1, 2) if self.transposed else x
+        tokens = torch.arange(x.shape[0 if self.lengths else 2])
+        size = 4.0 ** (tokens // 50 % 3) * 5.0 ** torch.arange(self.H)[:, None]  # [H, tokens]
+        x = x * (size.mT if self.lengths else size)[..., None]
+        x = x.to(self.dtype).to(device)
+        if not self.lengths:
+            return x, None, None
+        offsets = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
+        return x, offsets, max(self.lengths)
+
+
+PLAIN, LENGTHS = Recipe("block", False), (15, 0, 2, 133, 0, 129)
+CASES = {
+    str(case): case
+    for case in [
+        *(QuantizeCase(role, recipe) for role in "qk" for recipe in (Recipe(), PLAIN, Recipe("head", True))),
+        *(QuantizeCase(role, Recipe("tensor", False), lengths=LENGTHS) for role in "qkv"),
+        *(QuantizeCase(role, lengths=LENGTHS) for role in "qkv"),
+        QuantizeCase("v"), QuantizeCase("v", Recipe("tensor")),
+        QuantizeCase("k", Recipe("head", False), lengths=LENGTHS),
+        QuantizeCase("q", PLAIN, 40, dtype=torch.bfloat16), QuantizeCase("q", Recipe(), 40),
+        QuantizeCase("v", Recipe(), 72, 33), QuantizeCase("k", PLAIN, 128, 129, dtype=torch.float32),
+        QuantizeCase("q", Recipe(), 128, 70, dtype=torch.bfloat16), QuantizeCase("k", Recipe(), 256, 130, 1),
+        QuantizeCase("k", Recipe("tensor"), 200, 40, dtype=torch.float32),
+        QuantizeCase("v", Recipe(), 256, 16),
+        QuantizeCase("q", transposed=True), QuantizeCase("v", transposed=True),
+        QuantizeCase("q", Recipe(), 64, 65 * 64, 1, 1), QuantizeCase("v", Recipe(), 64, 4100, 1, 1),
+    ]
+}  # fmt: skip
+
+
+def check_quantize(case: QuantizeCase, device: str) -> None:
+    """AssertionError that says what is wrong."""
+    x, offsets, longest = case.tensors(device)
+    found = fp8.quantize(x, case.role, case.recipe, offsets, longest)
+    compare(found, model.quantize(x, case.role, case.recipe, offsets, longest), str(case))
+
+
+def compare(found: Fp8, expected: Fp8, name: str = "") -> None:
+    """Bit for bit; rotated: scales to 3e-7, and data that differs, next to the middle of two neighbors, by
+    one step in at most one of 200 elements."""
+    about = ("role", "scaling", "rotated", "head_dim", "dtype", "tokens", "max_seqlen", "shape", "device")
+    for field in about:
+        got, wanted = getattr(found, field), getattr(expected, field)
+        assert got == wanted, f"{name} is wrong: {field}: expected {wanted}, got {got}"
+    assert found.cu_seqlens is expected.cu_seqlens
+    assert found.data.dtype == expected.data.dtype and found.scale.dtype == expected.scale.dtype
+    assert found.data.shape == expected.data.shape, f"{name} is wrong: shape of data"
+    assert found.scale.shape == expected.scale.shape, f"{name} is wrong: shape of scale"
+    if not found.data.numel():
+        return
+    assert found.data.stride() == expected.data.stride(), f"{name} is wrong: strides of data"
+    tolerance = 3e-7 if found.rotated else 0.0
+    error = ((found.scale - expected.scale).abs() / expected.scale).max().item()
+    assert error <= tolerance, f"{name} is wrong: scale: relative error {error}"
+    codes = [ordered(x.data) for x in (found, expected)]
+    steps = (codes[0] - codes[1]).abs()
+    limit, share = (1, 0.005) if found.rotated else (0, 0.0)
+    wrong = (steps > 0).float().mean().item()
+    assert steps.max() <= limit and wrong <= share, (
+        f"{name} is wrong: data: {wrong:.2%} of the elements differ, by up to {steps.max()} steps"
+    )
+
+
+def ordered(data: torch.Tensor) -> torch.Tensor:
+    """The numbers of float8_e4m3fn counted from the smallest on; NaN is far from all others."""
+    bits = data.view(torch.uint8).int()
+    size = bits & 127
+    return torch.where(size == 127, 1000, torch.where(bits >= 128, -size, size))
