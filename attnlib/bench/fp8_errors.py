@@ -21,12 +21,10 @@ from attnlib.bench.oracle import INPUTS, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels.common.fp8 import ROWS, Recipe
 from attnlib.kernels.reference.dense import attention_fp64, attention_math
-from attnlib.kernels.reference.fp8 import Rounding, attend, quantize, rotation, values_of
+from attnlib.kernels.reference.fp8 import AS_KERNEL, Rounding, attend, quantize, rotation, values_of
 from attnlib.params import MaskWindow, mask_window
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-KERNEL = Rounding(offset=6.0, keys=128, lazy=2.8)
-"""P as the kernel rounds it."""
 EXACT = Rounding(offset=None)
 RECIPES = {
     "tensor": Recipe("tensor", False),
@@ -36,10 +34,10 @@ RECIPES = {
     "block, rotated": Recipe("block", True),
 }
 ROUNDINGS = {
-    "sum of the rounded weights": KERNEL._replace(sum_rounded=True),
-    **{f"offset {n}, shift follows": Rounding(offset=n, keys=128) for n in (0.0, 4.0, 6.0, 8.0)},
-    "offset 0, lazy 8": Rounding(offset=0.0, keys=128, lazy=8.0),
-    "offset 8, shift whole": Rounding(offset=8.0, keys=128, whole=True),
+    "sum of the rounded weights": AS_KERNEL._replace(sum_rounded=True),
+    **{f"offset {n}, shift follows": Rounding(offset=float(n), lazy=0.0) for n in (0, 4, 6, 8)},
+    "offset 0, lazy 8": Rounding(offset=0.0, lazy=8.0),
+    "offset 8, shift whole": Rounding(offset=8.0, lazy=0.0, whole=True),
 }
 
 
@@ -76,12 +74,12 @@ def variants(
     best = RECIPES["block, rotated"]
     yield "16 bits, PyTorch", lambda: attention_math(*tensors, causal=causal)
     for name, recipe in RECIPES.items():
-        yield name, lambda recipe=recipe: model(tensors, causal, recipe, KERNEL)
+        yield name, lambda recipe=recipe: model(tensors, causal, recipe, AS_KERNEL)
     yield "block, rotated; P exact", lambda: model(tensors, causal, best, EXACT)
     yield "V and P exact", lambda: model(tensors, causal, best, EXACT, "qk")
     yield "Q, K and P exact", lambda: model(tensors, causal, best, EXACT, "v")
-    yield "Q, K and V exact", lambda: model(tensors, causal, best, KERNEL, "")
-    yield f"V per {ROWS['k']} keys", lambda: model(tensors, causal, best, KERNEL, v_rows=ROWS["k"])
+    yield "Q, K and V exact", lambda: model(tensors, causal, best, AS_KERNEL, "")
+    yield f"V per {ROWS['k']} keys", lambda: model(tensors, causal, best, AS_KERNEL, v_rows=ROWS["k"])
     for name, rounding in ROUNDINGS.items():
         yield name, lambda rounding=rounding: model(tensors, causal, best, rounding)
     if kernel:

@@ -106,3 +106,39 @@ def ordered(data: torch.Tensor) -> torch.Tensor:
     bits = data.view(torch.uint8).int()
     size = bits & 127
     return torch.where(size == 127, 1000, torch.where(bits >= 128, -size, size))
+
+
+# ---------------------------------------------------------------- attention
+
+EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}
+"""Of an output's rounding; of float32 what accumulating on tensor cores may cost."""
+ACCUMULATED = 2.0**-11
+"""Of the largest score, the error that tensor cores may make in summing products of float8_e4m3fn."""
+
+
+def check_forward(
+    found: tuple[torch.Tensor, torch.Tensor | None], operands: tuple[Fp8, ...], params, name: str
+) -> None:
+    """AssertionError unless the error of the output, against fp64 with the same quantized operands, is that
+    of rounding P, as the model has it, and of rounding the output."""
+    out, lse = found
+    exact, exact_lse = model.forward(*operands, params, torch.float64, model.Rounding(offset=None))
+    expected, _ = model.forward(*operands, params, torch.float64)
+    assert out.shape == exact.shape, f"{name} is wrong: expected shape {exact.shape}, got {out.shape}"
+    undefined = exact.isnan()
+    assert torch.equal(out.isnan(), undefined), f"{name} is wrong: NaN in other places"
+    if not out.numel() or undefined.all():
+        return
+    truth = exact[~undefined]
+    error, usual = ((x.double()[~undefined] - truth).abs() for x in (out, expected))
+    size = EPSILON[out.dtype] + 2 * ACCUMULATED
+    for kind, limit, of in (("RMS", 1.5, lambda x: x.square().mean().sqrt()), ("max", 2.0, torch.max)):
+        got, allowed = of(error).item(), limit * of(usual).item() + size * truth.abs().max().item()
+        assert got <= allowed, f"{name} is wrong: {kind} error {got:.3e}, at most {allowed:.3e}"
+    if lse is not None:
+        seen = exact_lse.isfinite()
+        assert torch.equal(lse.isfinite(), seen), f"{name} is wrong: LSE of rows without keys"
+        if seen.any():
+            got = (lse - exact_lse)[seen].abs().max().item()
+            allowed = 1e-4 + ACCUMULATED * exact_lse[seen].abs().max().item()
+            assert got <= allowed, f"{name} is wrong: LSE: error {got:.3e}, at most {allowed:.3e}"

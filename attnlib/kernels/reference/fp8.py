@@ -155,16 +155,20 @@ class Rounding(NamedTuple):
 
     offset: so that small weights are not lost; None: P is not rounded. whole: the shift is a maximum rounded
     up, so that roundings do not depend on which maximum was known. keys: in a block; the shift is the largest
-    score of the blocks so far, the last block being the first one to be looked at; None for the largest of the
-    row. lazy: the shift stays while no score exceeds it by more than this.
-    sum_rounded: P is divided by the sum of what it was rounded to.
+    score of the blocks so far, the last block being the first to be looked at; None for the largest of the
+    row. lazy: the shift stays while no score exceeds it by more than this. sum_rounded: P is divided by the
+    sum of what it was rounded to.
     """
 
-    offset: float | None = 8.0
+    offset: float | None = 6.0
     whole: bool = False
-    keys: int | None = None
-    lazy: float = 0.0
+    keys: int | None = 128
+    lazy: float = 2.8
     sum_rounded: bool = False
+
+
+AS_KERNEL = Rounding()
+"""With 64 keys in a block where the head dimension is above 128."""
 
 
 @torch.no_grad()
@@ -174,9 +178,11 @@ def forward(
     v: Fp8,
     params: Params,
     out_dtype: torch.dtype,
-    rounding: Rounding = Rounding(),  # noqa: B008
+    rounding: Rounding = AS_KERNEL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`."""
+    if rounding is AS_KERNEL and q.width == 256:
+        rounding = rounding._replace(keys=64)
     outs, lses = [], []
     for b_q, b_k, b_v in zip(values_of(q), values_of(k), values_of(v), strict=True):
         group, out, lse = len(b_q) // max(1, len(b_k)), [], []
