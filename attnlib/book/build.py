@@ -25,7 +25,7 @@ from attnlib.book import hygiene
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
-HOST = ("host_time", "backward")
+HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 """Records and tables that README shows."""
 
 
@@ -190,7 +190,8 @@ def modes_table() -> str:
 
 
 def host_table() -> str:
-    """README's table of host time: backward passes in the record of `tests/gpu/time_host.py`."""
+    """README's tables of host time, of the record of `tests/gpu/time_host.py`: backward passes, and the step
+    of a model that keeps the GPU waiting."""
     from attnlib.bench import records, tables
 
     table = records.load(*HOST, gpu=records.REFERENCE_GPU)
@@ -199,9 +200,24 @@ def host_table() -> str:
         "attnlib_us": "attnlib, µs", "cudnn_us": "cuDNN, µs", "of_cudnn": "attnlib / cuDNN",
     }  # fmt: skip
     forms = {key: ".2f" if key == "of_cudnn" else ".0f" for key in columns if key != "call"}
-    return f"{tables.markdown(table.rows, columns, formats=forms)}\n\n*{table.gpu}, {table.date}*"
+    steps = [
+        {
+            "step": "{layers} layers, {tokens} tokens, batch {batch}".format(**row),
+            **{f"{name}_us": f"{row[f'{name}_us'] / 1000:.1f}" for name in ("attnlib", "sdpa")},
+            "of_sdpa": "{:.3f} ({:.3f} to {:.3f})".format(*(row[f"attnlib_of_sdpa{end}"] for end in ENDS)),
+            "control": "{:.3f} ({:.3f} to {:.3f})".format(*(row[f"control_of_sdpa{end}"] for end in ENDS)),
+        }
+        for row in records.load(*STEP, gpu=records.REFERENCE_GPU).rows
+    ]
+    names = {
+        "step": "Step of a model, bf16", "attnlib_us": "attnlib, ms", "sdpa_us": "SDPA, ms",
+        "of_sdpa": "attnlib / SDPA (99 of 100)", "control": "SDPA / SDPA",
+    }  # fmt: skip
+    parts = tables.markdown(table.rows, columns, formats=forms), tables.markdown(steps, names)
+    return "\n\n".join([*parts, f"*{table.gpu}, {table.date}*"])
 
 
+ENDS = "", "_low", "_high"
 SECTIONS = {"ladder": ladder_table, "modes": modes_table, "host": host_table}
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 

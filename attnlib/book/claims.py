@@ -26,7 +26,8 @@ _COMPARES = re.compile(
     r"|outruns?|speed-?ups?)\b",
     re.IGNORECASE,
 )
-_RATIO = re.compile(r"(?<![\w.])\d+(?:\.\d+)?\s?(?:x\b|×|times\b|%|percent\b)")
+_RATIO = re.compile(r"(?<![\w.])\d+(?:\.\d+)?\s?(?:(?:x\b|×)(?!\s?\d)|times\b|%|percent\b)")
+"""How many times, or by what share; "64 x 128" is a size."""
 _NO_MEASUREMENT = re.compile(
     r"\b(?:predict\w*|expect\w*|should|would|could|might|may|if|at most|bound|model\w*)\b", re.IGNORECASE
 )

@@ -204,7 +204,10 @@ class Language:
             run.run(asm)
             if outputs == pack:
                 for i in range(pack):
-                    collected[places[:, start + i]] = run.registers[f"${i}"]
+                    found = run.registers[f"${i}"]
+                    if dtype.is_floating() and np.issubdtype(found.dtype, np.integer):
+                        found = found.astype(np.uint32).view(np.float32)
+                    collected[places[:, start + i]] = found
         if not shape:
             if dtype.is_floating():
                 return float(collected[0])

@@ -430,6 +430,9 @@ def test_an_unknown_notebook_is_a_wrong_call(executed, capsys):
 # README
 
 
+SHARES = ("", 0.98), ("_low", 0.97), ("_high", 0.99)
+
+
 @pytest.fixture
 def record(tmp_path, monkeypatch):
     """A record of the last chapter with one step and one peer, and one of host times with one call."""
@@ -451,7 +454,10 @@ def record(tmp_path, monkeypatch):
         "cudnn_us": 89.6,
         "of_cudnn": 1.18,
     }
-    host = head | {"notebook": "host_time", "tables": {"backward": {"rows": [call]}}}
+    shares = {f"{name}_of_sdpa{end}": x for name in ("attnlib", "control") for end, x in SHARES}
+    step = {"batch": 4, "layers": 12, "tokens": 1024, "attnlib_us": 9800.0, "sdpa_us": 10000.0, **shares}
+    timed = {"backward": {"rows": [call]}, "step": {"rows": [step]}}
+    host = head | {"notebook": "host_time", "tables": timed}
     (path.parent / "host_time.json").write_text(json.dumps(host))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
@@ -470,6 +476,8 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "| FA3 | 437 | 393 (1500) |" in text
     assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
+    share = r"0.980 \(0.970 to 0.990\) \|"
+    assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)
     assert (
         re.search(r"\| 08 Production kernel +\| 398 \|.*\| 91 \| 40 \|", text)
         and "*NVIDIA H200, 2026-11-21*" in text

@@ -78,7 +78,8 @@ def asm(body: str) -> str:
         f"xor.b32 t, t, w; xor.b32 t, t, w{i};"
         for i in range(N)
     )
-    return f"""{{ .reg .pred p; .reg .b32 n, w, t, c, w<{N}>; .reg .b16 lo, hi; .reg .f32 v<{N}>, m<{N}>, s<{N}>;
+    return f"""{{ .reg .pred p; .reg .b32 n, w, t, c, w<{N}>; .reg .b16 lo, hi;
+        .reg .f32 v<{N}>, m<{N}>, s<{N}>;
         {start} mov.b32 n, {ROUNDS}; mov.b32 t, 0; bar.sync 0;
         mov.u32 c, %clock; mov.b32 $0, c;
         LOOP: {body} sub.s32 n, n, 1; setp.ne.s32 p, n, 0; @p bra LOOP;

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -89,6 +90,12 @@ def _compile(kind: tuple[Shape, float | None, bool]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
+    """Every process of pytest-xdist compiles its share: a pool in each would be more contexts than memory."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if worker:
+        for kind in _kinds()[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+            _compile(kind)
+        return
     with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, _kinds()))
 

@@ -35,7 +35,6 @@ from attnlib import attention, dispatch, node  # noqa: E402
 from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
-from attnlib.bench.verdict import Verdict, spread  # noqa: E402
 from attnlib.dispatch import Saved  # noqa: E402
 from attnlib.params import Params, mask_window  # noqa: E402
 
@@ -166,8 +165,9 @@ class Layer(nn.Module):
         return x + self.mlp(self.before_mlp(x))
 
 
-def step_row(batch: int, rounds: int, calls: int) -> dict[str, Any]:
-    """Times of a step and attnlib's of SDPA's, with the noise of the run: SDPA is there twice."""
+def step_row(batch: int, rounds: int) -> dict[str, Any]:
+    """A step with attnlib and with SDPA, which is there twice. Single steps follow each other in shuffled
+    order, so that the host's slow seconds meet all three alike, and ratios are taken within a round."""
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
     attends = {"attnlib": partial(attention, causal=True), "sdpa": sdpa, "control": sdpa}
     functions = {}
@@ -176,22 +176,31 @@ def step_row(batch: int, rounds: int, calls: int) -> dict[str, Any]:
         model = nn.Sequential(*(Layer(attend) for _ in range(LAYERS))).cuda().bfloat16()
         x = torch.randn(batch, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
         functions[name] = lambda model=model, x=x: model(x).float().square().mean().backward()
-    found = in_rounds(functions, rounds, calls)
+    found = in_rounds(functions, rounds, calls=1)
     row: dict[str, Any] = {"batch": batch, "layers": LAYERS, "tokens": TOKENS}
     for name, times in found.items():
         row |= summary(name, times)
-    ours, theirs, control = ({"ms": statistics.median(x), "round_ms": x} for x in found.values())
-    verdict = Verdict(
-        "sdpa", "attnlib", None, ours["ms"] / theirs["ms"],
-        math.exp(abs(math.log(control["ms"] / theirs["ms"]))), spread(theirs, ours),
-    )  # fmt: skip
-    return row | {"of_sdpa": verdict.ratio, "noise": verdict.noise, "sdpa_is": verdict.word}
+    for name in ("attnlib", "control"):
+        shares = [one / other for one, other in zip(found[name], found["sdpa"], strict=True)]
+        low, middle, high = median_within(shares)
+        row |= {f"{name}_of_sdpa": middle, f"{name}_of_sdpa_low": low, f"{name}_of_sdpa_high": high}
+    return row
+
+
+def median_within(values: Sequence[float]) -> tuple[float, float, float]:
+    """(low, median, high): 99 of 100 times the median of many more values lies from low to high, whatever
+    their distribution is (the sign test)."""
+    ordered, n = sorted(values), len(values)
+    rank = max(0, math.floor(n / 2 - 2.576 * math.sqrt(n) / 2))
+    return ordered[rank], statistics.median(ordered), ordered[n - 1 - rank]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time what the host adds to a call on this GPU.")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="of a round (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="rounds of `step` (default: %(default)s)")
+    parser.add_argument("--only-step", action="store_true", help="time `step` alone and write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/host_time.json)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -199,13 +208,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if node.wait() is None:
         print("the backward pass is Python here, not C++: see the warning above", file=sys.stderr)
+    if args.only_step:
+        print(*(step_row(batch, args.steps) for batch in (1, 4)), sep="\n")
+        return 0
     try:
         backward = [backward_row(shape, args.rounds, args.calls) for shape in CALLS]
     except AssertionError as error:
         print(error)
         return 1
     host = [row for shape in CALLS for row in host_rows(shape)]
-    steps = [step_row(batch, 8 * args.rounds, calls=2) for batch in (1, 4)]
+    steps = [step_row(batch, args.steps) for batch in (1, 4)]
     for row in (*backward, *host, *steps):
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
     method = {"rounds": args.rounds, "calls": args.calls, "timed": "wall time, rounds in shuffled order"}

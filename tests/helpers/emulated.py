@@ -100,11 +100,14 @@ def mutate(mutation: Mutation) -> dict[str, ModuleType]:
     source = mutation.of(inspect.getsource(module))
     mutant = sources.load_source("mutant", source)
     found = {name: mutant for name, owner in KERNELS.items() if owner is module}
+    package, _, short = module.__name__.rpartition(".")
+    whole = f"from {package} import {short}\n", f"import {mutant.__name__} as {short}\n"
+    parts = f"from {module.__name__} import", f"from {mutant.__name__} import"
     for name, owner in KERNELS.items():
-        line = f"from {module.__name__} import"
         text = inspect.getsource(owner)
-        if line in text:
-            found[name] = sources.load_source("mutant", text.replace(line, f"from {mutant.__name__} import"))
+        changed = text.replace(*whole).replace(*parts)
+        if changed != text:
+            found[name] = sources.load_source("mutant", changed)
     return found
 
 

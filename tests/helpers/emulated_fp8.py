@@ -56,8 +56,10 @@ def check(
     q, k, v = call.operands(*(tensors or call.tensors()))
     with on_the_cpu(order, seed, **where):
         out, lse = launch.forward(q, k, v, call.params(), call.out_dtype)
-    exact, exact_lse = reference.forward(q, k, v, call.params(), torch.float64, reference.Rounding(offset=None))
-    model, _ = reference.forward(q, k, v, call.params(), torch.float64, reference.Rounding(6.0, keys=128))
+    roundings = reference.Rounding(offset=None), reference.Rounding(6.0, keys=128)
+    (exact, exact_lse), (model, _) = (
+        reference.forward(q, k, v, call.params(), torch.float64, rounding) for rounding in roundings
+    )
     assert out.dtype == call.out_dtype and out.shape == exact.shape and (lse is not None) == call.return_lse
     known = ~exact.isnan()
     torch.testing.assert_close(out.isnan(), ~known)
@@ -66,7 +68,7 @@ def check(
         errors, expected = ((x.double()[known] - truth).abs() for x in (out, model))
         allowed = float(ROUNDING * (8 if call.out_dtype == torch.bfloat16 else 1) * truth.abs().max())
         mean, largest = errors.pow(2).mean().sqrt(), errors.max()
-        limits = AS_THE_MODEL * expected.pow(2).mean().sqrt() + allowed, 2 * expected.max() + allowed
+        limits = AS_THE_MODEL * expected.pow(2).mean().sqrt() + allowed, 4 * expected.max() + allowed
         assert mean <= limits[0], f"RMS error {mean:.2e}, at most {limits[0]:.2e}"
         assert largest <= limits[1], f"max error {largest:.2e}, at most {limits[1]:.2e}"
     if lse is not None:

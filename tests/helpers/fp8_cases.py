@@ -76,7 +76,7 @@ def check_quantize(case: QuantizeCase, device: str) -> None:
 
 
 def compare(found: Fp8, expected: Fp8, name: str = "") -> None:
-    """Bit for bit; rotated: scales to 3e-7, and data that differs, next to the middle of two neighbors, by
+    """Bit for bit; rotated: scales to 1e-6, and data that differs, next to the middle of two neighbors, by
     one step in at most one of 200 elements."""
     about = ("role", "scaling", "rotated", "head_dim", "dtype", "tokens", "max_seqlen", "shape", "device")
     for field in about:
@@ -88,8 +88,8 @@ def compare(found: Fp8, expected: Fp8, name: str = "") -> None:
     assert found.scale.shape == expected.scale.shape, f"{name} is wrong: shape of scale"
     if not found.data.numel():
         return
-    assert found.data.stride() == expected.data.stride(), f"{name} is wrong: strides of data"
-    tolerance = 3e-7 if found.rotated else 0.0
+    assert found.data.is_contiguous(), f"{name} is wrong: strides of data"
+    tolerance = 1e-6 if found.rotated else 0.0
     error = ((found.scale - expected.scale).abs() / expected.scale).max().item()
     assert error <= tolerance, f"{name} is wrong: scale: relative error {error}"
     codes = [ordered(x.data) for x in (found, expected)]

@@ -14,6 +14,8 @@ class Fp8Config(HopperConfig):
     """
 
     turns: bool = False
+    ones: bool = False
+    on_fma: int = 0
 
 
 _THREE = {"joint": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128}

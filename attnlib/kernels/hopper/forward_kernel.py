@@ -89,7 +89,7 @@ BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
 OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of the tile before
 LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
 LENGTH_K = gl.constexpr(5)
-SCALES = gl.constexpr(-3)  # the last three words: where the scales of Q, K and V are, from the tile's first row
+SCALES = gl.constexpr(-3)  # the last three words: where a tile's scales of Q, K and V begin
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -109,6 +109,7 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
     drawn: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor
 
 
 # ---------------------------------------------------------------- producer
@@ -278,32 +279,42 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
+    if plan.pipeline.ones:
+        sums = warpgroup_mma(softmax.e4m3_of_words(p, plan), mem.ones.permute((1, 0)), sums, is_async=True)
     pass_turn(WG, plan)
     qk_scale = _of_block(scale, first, plan)  # not before the products: ptxas would wait for it at once
-    s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
+    s = warpgroup_mma_wait(2 if plan.pipeline.ones else 1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
     if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
     shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, plan)
-    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+    if not plan.pipeline.ones:
+        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, MASKED)
+        left = softmax.weights(left, shift, qk_scale, MASKED, plan)
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, MASKED)
+        right = softmax.weights(right, shift, qk_scale, MASKED, plan)
         sums = softmax.add_sums(sums, right)
         p = softmax.operand(left, right, dtype, plan)
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
-        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, MASKED)
-        sums = softmax.add_sums(sums, weights)
+        if plan.pipeline.ones:
+            acc, sums = warpgroup_mma_wait(0, deps=(o_token, sums))
+            release(mem, c, plan)
+            acc = softmax.rescale(acc, alpha, changed, plan)
+            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, plan.sums_layout))[:, None]
+        else:
+            acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        weights = softmax.weights(s, shift, qk_scale, MASKED, plan)
+        if not plan.pipeline.ones:
+            sums = softmax.add_sums(sums, weights)
         p = softmax.operand(weights, None, dtype, plan)
     return p, acc, shift, sums
 
@@ -441,8 +452,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             if first + plan.block_n > seq.S_k:
                 s = softmax.mask(s, row, first, seq, work, plan)
         shift = softmax.shift_to(softmax.row_max(s), block_scale, plan)  # [64]
-        weights = softmax.weights(s, shift, block_scale, plan.mask.blocks > 0)
-        sums = softmax.row_sum(weights)  # [64, 4]
+        weights = softmax.weights(s, shift, block_scale, plan.mask.blocks > 0, plan)
+        if plan.pipeline.ones:
+            sums = gl.zeros([64, 8], gl.float32, plan.sums_layout)
+        else:
+            sums = softmax.row_sum(weights)  # [64, 4]
         p = softmax.operand(weights, None, dtype, plan)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         start += 1
@@ -474,7 +488,13 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         c = end
         wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
-        row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
+        if plan.pipeline.ones:
+            ones = mem.ones.permute((1, 0))
+            sums = warpgroup_mma(softmax.e4m3_of_words(p, plan), ones, sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            row_sums = gl.convert_layout(gl.max(sums, 1), plan.row_layout)
+        else:
+            row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         turn += 1
         first_row = _told(mem, turn, plan)
         at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
@@ -504,6 +524,15 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
 
 # ---------------------------------------------------------------- kernel
+
+
+@gluon.jit
+def _ones(plan: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, plan.block_n], gl.float8e4nv)
+    one = gl.full([8, plan.block_n], 0x38, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, plan.block_n], layout)
+    ones.store(one.to(gl.float8e4nv, bitcast=True))
+    return ones
 
 
 NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
@@ -537,6 +566,10 @@ def attention_forward_hopper(
     v_full = k_full
     if not plan.pipeline.joint:
         v_full = barriers(plan.pipeline.stages, 1)
+    drawn = barriers(2, 1)
+    ones = drawn
+    if plan.pipeline.ones:
+        ones = _ones(plan)
     mem = Memory(
         buffers(desc_q, plan.pipeline.warpgroups),
         buffers(desc_k, plan.pipeline.stages),
@@ -548,7 +581,8 @@ def attention_forward_hopper(
         k_full,
         v_full,
         barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
-        barriers(2, 1),  # drawn
+        drawn,
+        ones,
     )
     fence_async_shared()
     strides = tiling.ScaleStrides(

@@ -107,7 +107,8 @@ def prepare(call: Call) -> Launches:
         (min(tiles, device.num_sms(call.device)), 1, 1),
         descriptors=descriptors(call),
         pointers={
-            "lse_ptr": Part("lse"), "counter_ptr": Part("counter"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"),
+            "lse_ptr": Part("lse"), "counter_ptr": Part("counter"),
+            "cu_q": Part("cu_q"), "cu_k": Part("cu_k"),
             "q_scale": Part("q_scale"), "k_scale": Part("k_scale"), "v_scale": Part("v_scale"),
         },  # fmt: skip
         scalars={
@@ -155,7 +156,7 @@ def make_plan(
         flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
             config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin,
-            config.turns,
+            config.turns, config.ones, config.on_fma,
         ),
         registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip
@@ -174,7 +175,9 @@ def descriptors(call: Call) -> dict[str, Descriptor]:
     return described(windows, call.width, call.config, call.dtype, varlen)
 
 
-def described(windows, width: int, config: Fp8Config, dtype: torch.dtype, varlen: bool) -> dict[str, Descriptor]:
+def described(
+    windows, width: int, config: Fp8Config, dtype: torch.dtype, varlen: bool
+) -> dict[str, Descriptor]:
     """The same with these windows."""
     from triton.experimental.gluon import language as gl
 
@@ -190,12 +193,12 @@ def described(windows, width: int, config: Fp8Config, dtype: torch.dtype, varlen
 
 
 def transposed_window(shape: tuple[int, ...], strides: tuple[int, ...]) -> Window:
-    """Shape and strides of the descriptor of varlen V^T (H, D, T16), with which the hardware checks bounds at
-    the end of any sequence, which is a multiple of 16.
+    """Shape and strides of the descriptor of varlen V^T (H, D, T16), with which the hardware checks bounds
+    at the end of any sequence, which is a multiple of 16.
 
-    As in `varlen_window`, position i of a sequence of n positions is addressed as VARLEN_ROWS - n + i, and two
-    dimensions more take that back: one counts groups of 16 positions, and its coordinate is the sequence's
-    end; the other has a stride of 2^38 - 16 bytes and the coordinate VARLEN_ROWS / 16:
+    As in `varlen_window`, position i of a sequence of n positions is addressed as VARLEN_ROWS - n + i, and
+    two dimensions more take that back: one counts groups of 16 positions, and its coordinate is the
+    sequence's end; the other has a stride of 2^38 - 16 bytes and the coordinate VARLEN_ROWS / 16:
 
         VARLEN_ROWS / 16 * (2^38 - 16) = -VARLEN_ROWS  (mod 2^64)
     """

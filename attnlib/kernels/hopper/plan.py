@@ -52,6 +52,8 @@ class Pipeline(Constants):
     late_wait: bool
     pin: bool
     turns: bool = False
+    ones: bool = False
+    on_fma: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Fp8Plan(ForwardPlan):
     lost to underflow below 2**-9, so the shift leaves as much room as the running maximum may still take.
     """
 
+    sums_layout = property(lambda self: accumulator(8, 8))
     # Four elements of P as one of 32 bits.
     word_layout = property(lambda self: first_operand(accumulator(self.d.value, 32), 32))
 
