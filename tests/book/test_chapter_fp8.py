@@ -31,13 +31,13 @@ def check(shape: Shape, order: str = "random", seed: int = 0, **recipe) -> None:
     eight = [attnlib.quantize_fp8(x, role, **recipe) for x, role in zip(tensors, "qkv", strict=True)]
     call = Params(mask_window(shape.causal, None), scale), torch.float64
     keys = module.TILES[shape.head_dim][0]
-    exact, _ = reference.forward(*eight, *call, reference.Rounding(None))
-    model, _ = reference.forward(*eight, *call, reference.Rounding(8, keys=keys))
+    exact, _ = reference.forward(*eight, *call, reference.Rounding(None, lazy=0))
+    model, _ = reference.forward(*eight, *call, reference.Rounding(8, keys=keys, lazy=0))
     with emulated(vars(module), order, seed) as kernels:
         assert list(kernels) == ["flash_forward"]
         out = module.forward(*eight, shape.causal, scale)
     due = rms(model - exact)
-    assert rms(out.double() - model) <= 0.2 * due + rms(exact.half().double() - exact)
+    assert rms(out.double() - model) <= 0.2 * due + 1.1 * rms(exact.half().double() - exact)
     assert shape.seqlen == 1 or due > 1e-4, "the model rounds nothing"
 
 
