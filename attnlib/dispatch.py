@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import FAMILIES
 from attnlib.kernels.common.backward_plan import BackwardPlan
+from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
 from attnlib.params import Implementation, MaskWindow, Params
 
@@ -48,6 +49,16 @@ def forward(
         lse = torch.full(lse_shape(q), -math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros_like(q), lse
     return road.family.forward(q, k, v, road.resolved(params))
+
+
+def prepared_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
+) -> ForwardPlan | None:
+    """The launch with which `forward` runs these tensors; None where there is none, or a tensor has to be
+    converted first."""
+    if nothing_to_do(q, k) or q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    return _road(params, False, q, k, v, q, k, v).plan
 
 
 class Saved(NamedTuple):

@@ -15,7 +15,7 @@ from fake_driver import STREAM, cuda  # noqa: F401  (a fixture)
 from triton import knobs
 
 from attnlib.kernels import decode, hopper, portable
-from attnlib.kernels.common import device, direct
+from attnlib.kernels.common import device, direct, forward_plan
 from attnlib.kernels.common.launcher import Launch, Launches
 from attnlib.params import DecodeParams, MaskWindow, Params, Varlen
 
@@ -46,7 +46,7 @@ def sm_90(cuda, monkeypatch):
     monkeypatch.setattr(device, "capability", lambda index: (9, 0))
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # where the tensors are
-    monkeypatch.setattr(hopper.launch, "counter", lambda index: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(forward_plan, "counter", lambda index: torch.zeros(1, dtype=torch.int32))
     yield cuda
     knobs.runtime.kernel_load_start_hook.remove(read)
     families.forget_launches()
