@@ -357,13 +357,14 @@ struct Call {
 uint64_t counter_for(c10::Device device, uint64_t stream) {
   Owned captured(PyObject_CallNoArgs(capturing));
   if (captured.object != Py_False) return 0;
-  auto &found = counters[{device.index(), stream}];
-  if (!found.defined()) {
+  const std::pair<int, uint64_t> key{device.index(), stream};
+  auto found = counters.find(key);
+  if (found == counters.end()) {
     Owned index(PyLong_FromLong(device.index()));
     Owned made(PyObject_CallOneArg(counter, index.object));
-    found = THPVariable_Unpack(made.object);
+    found = counters.insert_or_assign(key, THPVariable_Unpack(made.object)).first;
   }
-  return address(found);
+  return address(found->second);
 }
 
 // (out, LSE); neither is defined where Python has to do it.

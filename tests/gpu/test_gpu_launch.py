@@ -179,5 +179,5 @@ def test_host_time_of_a_launch(monkeypatch):
     direct = host_us()
     monkeypatch.setattr(launcher, "observed", lambda: True)  # every launch as the first one
     through_triton = host_us()
-    print(f"host time of a call: {in_cpp:.1f} us, {direct:.1f} without node.cpp, {through_triton:.1f} by Triton")
+    print(f"host time: {in_cpp:.1f} us, {direct:.1f} without node.cpp, {through_triton:.1f} by kernel[grid]")
     assert in_cpp < 0.75 * direct and direct < 0.75 * through_triton

@@ -155,8 +155,15 @@ def to_cpp(monkeypatch) -> Launcher | None:
 
 @pytest.fixture(params=["Python", "C++"])
 def backward_in(request, monkeypatch):
-    """In which language PyTorch's engine finds the backward pass; so too where calls of a known kind run."""
-    launcher = to_cpp(monkeypatch) if request.param == "C++" else None
+    """In which language calls of a known kind run, and PyTorch's engine finds their backward pass. None is
+    known when a test begins."""
+    node.forget()
+    launcher = None
+    if request.param == "C++":
+        launcher = to_cpp(monkeypatch)
+    else:
+        monkeypatch.setattr(node, "recorder", lambda: None)
+        monkeypatch.setattr(node, "shortcut", lambda *args: None)
     yield request.param
     if launcher is not None:
         launcher.check()
