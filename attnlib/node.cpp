@@ -27,6 +27,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -405,6 +406,15 @@ PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// lacks(q, k, v, options): whether calls like this one can be kept, and are not yet.
+PyObject *lacks(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "lacks: expected 4 arguments, got ", count);
+  Call call;
+  return PyBool_FromLong(call.parse(args) && !find(forwards, call.kind));
+  END_HANDLE_TH_ERRORS
+}
+
 // keep(q, k, v, options, out, lse_needed, launches, counted, asked): calls like this one are launched so, with
 // an output like this one. A call whose options are wrong has not come so far.
 PyObject *keep(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -458,6 +468,7 @@ PyCFunction fast(_PyCFunctionFast function) {
 
 PyMethodDef methods[] = {
     {"attend", fast(attend), METH_FASTCALL, "attend(q, k, v, options)"},
+    {"lacks", fast(lacks), METH_FASTCALL, "lacks(q, k, v, options)"},
     {"keep", fast(keep), METH_FASTCALL, "keep(q, k, v, options, out, lse_needed, launches, counted, asked)"},
     {"record", fast(record), METH_FASTCALL, "record(out, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, asked)"},
     {"forget", forget, METH_NOARGS, "forget(): what is prepared."},

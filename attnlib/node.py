@@ -54,6 +54,8 @@ def learn(module: ModuleType, *args) -> None:
     """`keep`, with its arguments, on any device."""
     tensors, options, asked, out = args
     tensors = tuple(map(_living, tensors))
+    if not module.lacks(*tensors, options):
+        return
     plan = dispatch.prepared_forward(*tensors, asked.params)
     if plan is not None and plan.launches.packed is not None:
         lse_needed, packed = asked.params.return_lse, plan.launches.packed

@@ -205,6 +205,17 @@ def test_another_kind_of_backward_pass_goes_through_python(name, launcher):
     assert launcher.through_python == 2 and not launcher.backwards
 
 
+def test_what_is_known_is_kept_once(launcher):
+    """Where calls of a known kind go through Python all the same."""
+    tensors = inputs(grad=False)
+    options = True, None, None, False, False, "reference"
+    assert built().lacks(*tensors, options)
+    attend(*tensors)
+    assert not built().lacks(*tensors, options) and built().lacks(*inputs(1, 2, 17, 8), options)
+    with deterministic():
+        assert not built().lacks(*inputs(1, 2, 17, 8), options)
+
+
 def test_kinds_are_forgotten_when_there_are_too_many(launcher):
     tensors = inputs(grad=False)
     for window in range(1024):
@@ -560,6 +571,8 @@ def test_arguments_of_its_functions(launcher):
         built().record(torch.zeros(1))
     with pytest.raises(TypeError, match="attend: expected 4 arguments, got 0"):
         built().attend()
+    with pytest.raises(TypeError, match="lacks: expected 4 arguments, got 0"):
+        built().lacks()
     with pytest.raises(TypeError, match="keep: expected 9 arguments, got 0"):
         built().keep()
     with pytest.raises(ValueError, match="PyCapsule_GetPointer"):

@@ -76,7 +76,9 @@ class Launcher:
 
     def keep(self, tensors: tuple, options: tuple, asked: Asked, out: torch.Tensor) -> None:
         """As `node.keep`."""
-        if dispatch.nothing_to_do(*tensors[:2]) or not self.repeatable:
+        if not self.repeatable or dispatch.nothing_to_do(*tensors[:2]):
+            return
+        if not built().lacks(*tensors, options):
             return
         asked = node._one_object(asked)
         needed, (q, k, v) = asked.params.return_lse, tensors
