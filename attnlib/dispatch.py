@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import DECODERS, FAMILIES, FOR_FEW_CALLS
 from attnlib.kernels.common.backward_plan import BackwardPlan
+from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
 from attnlib.params import DecodeParams, Implementation, MaskWindow, Params
 
@@ -65,6 +66,17 @@ def decode(
         if family.unsupported(q, params) is None:
             return family.forward(q, k, v, params)
     raise AssertionError("the last family runs every call")
+
+
+def prepared_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
+) -> ForwardPlan | None:
+    """The launch with which `forward` runs these tensors; None where there is none, or a tensor has to be
+    converted first."""
+    if nothing_to_do(q, k) or q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    plan = _road(params, False, q, k, v, q, k, v).plan
+    return plan if isinstance(plan, ForwardPlan) else None  # decoding has launches of its own
 
 
 class Saved(NamedTuple):

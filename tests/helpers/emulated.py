@@ -16,12 +16,11 @@ from mutations import Mutation
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
 from attnlib.kernels import hopper
-from attnlib.kernels.common import device
+from attnlib.kernels.common import device, forward_plan
 from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     forward_kernel,
-    launch,
     launch_fp8,
     support,
 )
@@ -84,8 +83,8 @@ def on_the_cpu(
         patch.setattr(support, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
-        for launcher in launch, launch_fp8:
-            patch.setattr(launcher, "counter", lambda index: counter)
+        for module in forward_plan, launch_fp8:
+            patch.setattr(module, "counter", lambda index: counter)
         families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:
             yield kernels
