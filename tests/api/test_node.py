@@ -401,8 +401,8 @@ WRONG = [
     ({"sm_scale": True}, TypeError, "sm_scale: expected a number"),
     ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a number from"),
     ({"sm_scale": 10**400}, ValueError, "sm_scale: expected a number from"),
-    ({"impl": "fast"}, ValueError, "impl: expected 'hopper'"),
-    ({"impl": 1}, TypeError, "impl: expected 'hopper'"),
+    ({"impl": "fast"}, ValueError, "impl: expected 'decode', 'hopper'"),
+    ({"impl": 1}, TypeError, "impl: expected 'decode', 'hopper'"),
 ]
 
 
