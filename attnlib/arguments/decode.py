@@ -26,7 +26,7 @@ class DecodeOptions(NamedTuple):
 
 def check_decode(q, k, v, options: DecodeOptions) -> None:
     """Arguments of `attention_decode`. TypeError or ValueError if one is wrong. The values of lengths and
-    pages are looked at where that waits for nobody: on a CPU."""
+    pages are looked at where that does not wait for the GPU: on a CPU."""
     lengths, table, causal, window, sm_scale, return_lse, split = options
     check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4, ("k_cache", "v_cache"))
     _check_decode_shapes(q.shape, k.shape, v.shape, table is not None)
