@@ -58,14 +58,14 @@ def _named(shape: Shape, how: dict | None = None) -> str:
 
 @contextmanager
 def watched() -> Iterator[list[list[str]]]:
-    """What each partition did while the emulator ran, a list for each that did anything, in its own order:
+    """What each partition of each run in the emulator did, a list for each that did anything, in its order:
     "Product", "CopyIn" and "CopyOut" when it started one, "wait n" when it waited for all but n of them,
     "arrive NAME" at an mbarrier, "exp2" of a tile or a row."""
-    did: dict[int, list[str]] = {}
+    did: dict[threading.Thread, list[str]] = {}
 
     def noted(original: Callable, word: Callable[..., str]) -> Callable:
         def call(*args, **options):
-            did.setdefault(threading.get_ident(), []).append(word(*args))
+            did.setdefault(threading.current_thread(), []).append(word(*args))
             return original(*args, **options)
 
         return call
