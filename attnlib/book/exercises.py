@@ -1,7 +1,7 @@
 """Checks of exercises in which the reader writes a kernel: the answer is a launcher, judged against fp64.
 
-A kernel in plain Triton runs in Triton's interpreter, or on the GPU where there is one; a kernel in Gluon runs in
-the emulator, in several orders, wherever the notebook runs."""
+A kernel in plain Triton runs in Triton's interpreter, or on the GPU where there is one; a kernel in Gluon
+runs in the emulator, in several orders, wherever the notebook runs."""
 
 from __future__ import annotations
 

@@ -123,4 +123,6 @@ def check_early_attention(early_attention):
             elif word.startswith("wait"):
                 in_flight = min(in_flight, int(word.split()[1]))
         early = in_flight == 1 or did.count("Product") <= 2
-        assert early, "right, but when the first softmax starts, the scores of the next tile are not in flight"
+        assert early, (
+            "right, but when the first softmax starts, the scores of the next tile are not in flight"
+        )

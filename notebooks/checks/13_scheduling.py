@@ -67,7 +67,7 @@ def check_bad_for_early(bad_for_early):
 
 
 def check_owned_attention(owned_attention):
-    """Right in each order, with several jobs for a program, and Q's buffer is free before O begins to leave."""
+    """Right in each order, with several jobs for a program, and Q is released before O begins to leave."""
     with watched() as partitions:
         for shape in (Shape(1, 3, 300, 64), Shape(1, 5, 100, 64, causal=False)):
             judge_gluon(owned_attention, shape)
