@@ -1,4 +1,4 @@
-"""Exercises that write kernels: mistakes planted in their solutions are refused, with a message that helps."""
+"""Exercises that write kernels: a mistake planted in a solution is refused, with a message that helps."""
 
 import pytest
 
