@@ -53,16 +53,17 @@ def early_consume(o_desc, mem, S, qk_scale, i_m, i_h, W: gl.constexpr):
     b_o = gl.zeros([64, D], gl.float32, o_layout)  # [64, D]
     b_zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)  # [64, BLOCK_N]
     mbarrier.wait(mem.q_full.index(W), 0)
-    scores = twelve.start_scores(mem, 0, W, b_zero)
+    b_s = twelve.finish(twelve.start_scores(mem, 0, W, b_zero), mem.k_free, 0, 0)  # [64, BLOCK_N]
     for i in range(tiles - 1):
-        b_s = twelve.finish(scores, mem.k_free, i, 0)  # [64, BLOCK_N]
         scores = twelve.start_scores(mem, i + 1, W, b_zero)  # in flight during the softmax of tile i
         b_s = ten.mask(b_s, row, (tiles - 1 - i) * BLOCK_N, S, False)
         b_p, b_alpha, b_m, b_l = ten.softmax_tile(b_s, b_m, b_l, qk_scale)  # [64, BLOCK_N], [64]
         b_o = b_o * ten.rows_of(b_alpha, b_o)
         b_p = gl.convert_layout(b_p.to(mem.v.dtype), p_layout)
-        b_o = twelve.finish(twelve.start_values(mem, i, b_p, b_o), mem.v_free, i, 0)  # and the scores' end
-    b_s = ten.mask(twelve.finish(scores, mem.k_free, tiles - 1, 0), row, 0, S, False)
+        values = twelve.start_values(mem, i, b_p, b_o)
+        b_s = twelve.finish(scores, mem.k_free, i + 1, 1)
+        b_o = twelve.finish(values, mem.v_free, i, 0)
+    b_s = ten.mask(b_s, row, 0, S, False)
     b_p, b_alpha, b_m, b_l = ten.softmax_tile(b_s, b_m, b_l, qk_scale)
     b_o = b_o * ten.rows_of(b_alpha, b_o)
     b_p = gl.convert_layout(b_p.to(mem.v.dtype), p_layout)

@@ -43,7 +43,7 @@ PLANTED = {
         ("attention_of_three", "triton.cdiv(S, 192)", "triton.cdiv(S, 128)", "a CTA for each 192"),
     ),
     "12_overlap": (
-        ("early_attention", "finish(scores, mem.k_free, i, 0)", "finish(scores, mem.k_free, i, 1)", "Race"),
+        ("early_attention", "mem.k_free, i + 1, 1)", "mem.k_free, i + 1, 2)", "Race"),
         ("early_attention", "start_scores(mem, i + 1, W", "start_scores(mem, i, W", "Race|Deadlock"),
     ),
     "13_scheduling": (
