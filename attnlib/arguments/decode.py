@@ -27,8 +27,8 @@ class DecodeOptions(NamedTuple):
 
 def check_decode(q, k, v, options: DecodeOptions, symbols: bool = False) -> None:
     """Arguments of `attention_decode`. TypeError or ValueError if one is wrong. The values of lengths and
-    pages are looked at where that waits for nobody: on a CPU. symbols: sizes may be no numbers, and tensors
-    have no values."""
+    pages are looked at where that does not wait for the GPU: on a CPU. symbols: sizes may be no numbers, and
+    tensors have no values."""
     lengths, table, causal, window, sm_scale, return_lse, split, starts = options
     check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4, ("k_cache", "v_cache"))
     check_shapes = _check_decode_shapes if symbols else _check_decode_shapes_once

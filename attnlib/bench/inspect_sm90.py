@@ -257,8 +257,15 @@ def gluon_descriptor(tile: Iterable[int], dtype: str = "fp16") -> str:
 
 
 def compile_here(job: Job) -> Stats:
-    """Compile one kernel in this process, which must not be in Triton's interpreter mode; no cache is used.
-    ValueError for an argument of the kernel that the job has no type and no value for."""
+    """Compile one kernel in this process and read what came out; see `compiled_here`."""
+    return stats_of(*compiled_here(job))
+
+
+def compiled_here(job: Job) -> tuple[Any, str]:
+    """One kernel, compiled by Triton in this process, and what ptxas said of it.
+
+    The process must not be in Triton's interpreter mode; no cache is used. ValueError for an argument of the
+    kernel that the job has no type and no value for."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -291,7 +298,7 @@ def compile_here(job: Job) -> Stats:
             target=GPUTarget("cuda", 90, 32),
             options=options if is_gluon else options | {"num_stages": job.num_stages},
         )
-    return stats_of(compiled, log.getvalue())
+    return compiled, log.getvalue()
 
 
 def stats_of(compiled: Any, log: str) -> Stats:

@@ -25,6 +25,7 @@ from attnlib.book.charts import (
 )
 from attnlib.book.labels import label_ends, label_points, provenance, spread
 from attnlib.book.maps import TILES, cloud_chart, config_name, tile_map
+from attnlib.book.memory_chart import memory_chart
 from attnlib.book.palette import (
     COLORS,
     COLUMN,
@@ -40,6 +41,7 @@ from attnlib.book.palette import (
 )
 from attnlib.book.road_chart import road_chart
 from attnlib.book.roofline_chart import roofline_chart
+from attnlib.book.thread_map import thread_map
 from attnlib.book.timeline_chart import timeline_chart
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "ladder_chart",
     "line_chart",
     "marker_of",
+    "memory_chart",
     "new_figure",
     "profile_card",
     "provenance",
@@ -76,6 +79,7 @@ __all__ = [
     "spread",
     "style",
     "sweep_chart",
+    "thread_map",
     "tile_map",
     "timeline_chart",
 ]

@@ -1,6 +1,7 @@
 """Checks of the exercises of chapter 04."""
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ import torch
 from attnlib.bench import shapes
 from attnlib.bench.oracle import judge, make_inputs
 from attnlib.book import lesson
+from attnlib.book.exercises import judge_kernel
 
 
 def check_balanced_head_dim(answer):
@@ -43,3 +45,11 @@ def check_attention_any_scale(answer):
                 out = answer(attention, q, k, v, causal, sm_scale)
             verdict = judge(out, q, k, v, causal=causal, sm_scale=sm_scale)
             assert verdict.ok, f"sm_scale = {sm_scale}, causal = {causal}: {verdict.reason}"
+
+
+def check_signed(signed):
+    """Scales of either sign, small and large, with a tail and with whole tiles."""
+    for seqlen, sm_scale in ((65, 0.2), (65, -0.2), (128, -2.0), (17, -0.5)):
+        for causal in (True, False):
+            call = partial(signed, causal=causal, sm_scale=sm_scale)
+            judge_kernel(call, shapes.Shape(1, 2, seqlen, 16, causal), causal=causal, sm_scale=sm_scale)

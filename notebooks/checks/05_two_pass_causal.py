@@ -1,6 +1,13 @@
 """Checks of the exercises of chapter 05."""
 
+from functools import partial
+
 import numpy as np
+import torch
+
+from attnlib.bench.oracle import make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.book.exercises import judge_kernel
 
 SIZES = ((64, 64), (128, 64), (64, 128), (128, 32))
 
@@ -59,3 +66,28 @@ def _check_window(answer, i_m, seqlen, block_m, block_n, window):
         assert seen.any() or not visited, f"{case}: the tile at key {key} is visited in vain"
         assert seen.all() or not unmasked, f"{case}: the tile at key {key} needs a mask"
         assert unmasked or not seen.all(), f"{case}: the tile at key {key} is full and needs no mask"
+
+
+def check_windowed(windowed):
+    """Right for windows of many sizes; no tile is visited in which no row of the block sees a key."""
+    for seqlen, window in ((150, 40), (150, 1), (64, 1000), (200, 64), (33, 32)):
+        call = partial(windowed, window=window)
+        judge_kernel(call, Shape(1, 2, seqlen, 16), causal=True, window=(window - 1, 0))
+    _check_visits(windowed)
+
+
+def _check_visits(windowed, seqlen=320, window=70, block_m=64, block_n=32):
+    """A tile that is visited brings NaN from its V into the sum, even where its weights are 0."""
+    q, k, v = make_inputs(Shape(1, 1, seqlen, 16))
+    out = windowed(q, k, v, window)
+    for row in range(0, seqlen, block_m):
+        first = max(0, row - window + 1) // block_n * block_n
+        poisoned = v.clone()
+        poisoned[:, :, :first], poisoned[:, :, row + block_m :] = float("nan"), float("nan")
+        with np.errstate(all="ignore"):
+            again = windowed(q, k, poisoned, window)
+        rows = slice(row, row + block_m)
+        assert torch.equal(out[:, :, rows], again[:, :, rows]), (
+            f"S={seqlen}, window {window}: rows {row} to {row + block_m - 1} see keys {first} to "
+            f"{row + block_m - 1}, in whole tiles; the kernel reads others for them"
+        )

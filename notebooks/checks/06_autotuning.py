@@ -1,8 +1,12 @@
 """Checks of the exercises of chapter 06."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
+
+from attnlib.bench.shapes import Shape
+from attnlib.book.exercises import judge_kernel
 
 
 def check_stages(stages):
@@ -77,3 +81,32 @@ def check_wrong_configs(wrong_configs):
             assert config in found, f"{tuple(config)} passed your gate, but {_SYMPTOM[fault]}"
         else:
             assert config not in found, f"{tuple(config)} is right, but your gate rejects it: too tight?"
+
+
+class _Grids:
+    """Stands for a kernel and keeps the grids of its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.grids = kernel, []
+
+    def __getitem__(self, grid):
+        self.grids.append(tuple(grid))
+        return self.kernel[grid]
+
+
+def check_packed(packed):
+    """Right for groups of several sizes, with a program for every 32 rows of a whole group."""
+    kernel = packed.__globals__.get("packed_forward")
+    assert kernel is not None, "expected the kernel packed_forward beside packed"
+    for heads, kv_heads, seqlen in ((1, 1, 70), (4, 1, 5), (6, 2, 50), (8, 4, 33)):
+        for causal in (True, False):
+            seen = _Grids(kernel)
+            packed.__globals__["packed_forward"] = seen
+            try:
+                shape = Shape(2, heads, seqlen, 16, causal, heads_kv=kv_heads)
+                judge_kernel(partial(packed, causal=causal), shape, causal=causal)
+            finally:
+                packed.__globals__["packed_forward"] = kernel
+            want = [(-(-seqlen * heads // kv_heads // 32), 2 * kv_heads)]
+            case = f"H={heads} of {kv_heads}, S={seqlen}"
+            assert seen.grids == want, f"{case}: expected the grid {want[0]}, got {seen.grids}"

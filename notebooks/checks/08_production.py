@@ -2,6 +2,9 @@
 
 import numpy as np
 
+from attnlib.bench.shapes import Shape
+from attnlib.book.exercises import judge_kernel
+
 
 def check_late_attention(late_attention):
     """The right output, from calls in an order that leaves the product of a tile under the next softmax."""
@@ -42,3 +45,10 @@ def check_shared_bytes_per_clock(shared_bytes_per_clock):
             place = "registers" if a_in_registers else "shared memory"
             assert isinstance(got, int | float), f"expected a number, got {type(got).__name__}"
             assert abs(got - want) < 1e-9, f"N = {block_n}, A in {place}: expected {want:g}, got {got:g}"
+
+
+def check_cached_attention(cached_attention):
+    """Few query heads and rows beside many keys, and shared heads, against fp64."""
+    for heads, kv_heads, seqlen, keys in ((1, 1, 65, 65), (4, 2, 40, 40), (1, 1, 70, 203), (6, 2, 130, 150)):
+        shape = Shape(2, heads, seqlen, 32, heads_kv=kv_heads, seqlen_k=keys)
+        judge_kernel(cached_attention, shape, causal=True)

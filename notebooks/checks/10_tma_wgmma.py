@@ -2,6 +2,9 @@
 
 import itertools
 
+from attnlib.bench.shapes import Shape
+from attnlib.book.exercises import judge_gluon
+
 
 def check_byte_of(byte_of):
     """Every element of tiles of several sizes: a place of its own, the right one, and no bank conflicts."""
@@ -41,7 +44,7 @@ def places_of(byte_of, row, column, rows, width):
     return byte_of(row, column, rows, width) - column // 64 * 128 * rows
 
 
-def check_mbarrier(MBarrier):
+def check_MBarrier(MBarrier):
     """Phases by arrivals, by bytes and by both, in either order; then the loop of the chapter."""
     bar = MBarrier(1)
     assert not bar.passed(0), "a fresh barrier is in phase 0: a wait for parity 0 must block"
@@ -105,3 +108,9 @@ def _simulated(product, softmax, latency, trips=60):
         k_ready = first + latency
         end = max(first + softmax, v_ready) + product
     return (starts[-1] - starts[trips // 2]) / (trips - 1 - trips // 2)
+
+
+def check_paired_attention(paired_attention):
+    """Right in each order, for one tile, an even and an odd number of them."""
+    for shape in (Shape(1, 1, 320, 64), Shape(1, 2, 200, 128, causal=False), Shape(1, 1, 50, 64)):
+        judge_gluon(paired_attention, shape)

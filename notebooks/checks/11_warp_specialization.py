@@ -1,5 +1,11 @@
 """Checks of the exercises of chapter 11."""
 
+from unittest import mock
+
+from attnlib.bench.shapes import Shape
+from attnlib.book.exercises import ORDERS, judge_gluon, watched
+from attnlib.emulator.language import Language
+
 
 def check_place(place):
     """Slots and parities of a ring: a wait must last until its completion, and no longer."""
@@ -69,3 +75,29 @@ def check_verdict(verdict):
             f"{change}: expected 'fine', 'deadlock' or 'wrong data', got {got!r}"
         )
         assert got == want, f"{change}: not {got!r}. {hint[0].upper()}{hint[1:]}"
+
+
+def check_attention_of_three(attention_of_three):
+    """Right in each order, by three consumers and a producer, whose registers fit an SM."""
+    warps_and_registers = []
+
+    def specialize(language, functions, warps, registers, start=Language._warp_specialize):
+        warps_and_registers.append((list(warps), list(registers)))
+        return start(language, functions, warps, registers)
+
+    with watched() as partitions, mock.patch.object(Language, "_warp_specialize", specialize):
+        for shape in (Shape(1, 1, 700, 64), Shape(1, 2, 200, 64, causal=False), Shape(2, 1, 65, 128)):
+            judge_gluon(attention_of_three, shape)
+    consumers = sum("Product" in did for did in partitions)
+    producers = sum("CopyIn" in did for did in partitions)
+    assert consumers == 3 * producers, (
+        f"expected three partitions with products for each with copies, got {consumers} and {producers}"
+    )
+    programs = len(ORDERS) * (4 + 2 * 2 + 2 * 1)
+    assert producers == programs, f"expected a CTA for each 192 rows, {programs} in all, got {producers}"
+    for warps, registers in warps_and_registers:
+        assert warps == [4, 4, 1], f"warps of the workers after the first: expected [4, 4, 1], got {warps}"
+        held = 128 * (registers[0] + sum(registers))  # the first worker has as many as the second
+        assert len(registers) == 3 and held <= 65536, (
+            f"registers of the workers after the first: {registers}; with the first they are {held} of 65536"
+        )

@@ -3,6 +3,9 @@
 import random
 from itertools import product
 
+from attnlib.bench.shapes import Shape
+from attnlib.book.exercises import judge_gluon, watched
+
 START = ["SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR18+0x280e0], R7", "WARPGROUP.ARRIVE"]
 PRODUCTS = [
     "HGMMA.64x128x16.F32 R24, gdesc[UR12], RZ, !UPT",
@@ -105,3 +108,21 @@ def check_utilization(utilization):
             f"qk {qk}, pv {pv}, softmax {softmax}, {'late' if late else 'in order'}, {consumers} consumer(s)"
         )
         assert abs(got - want) < 1e-9, f"{case}: expected {want:.3f}, got {got:.3f}"
+
+
+def check_early_attention(early_attention):
+    """Right in each order, and the scores of the second tile are in flight during the first softmax."""
+    with watched() as partitions:
+        for seqlen in (600, 100):  # more tiles than slots, the last not full; one tile
+            judge_gluon(early_attention, Shape(1, 1, seqlen, 64, causal=False))
+    for did in partitions:
+        in_flight = 0
+        for word in did[: did.index("exp2")] if "exp2" in did else []:
+            if word == "Product":
+                in_flight += 1
+            elif word.startswith("wait"):
+                in_flight = min(in_flight, int(word.split()[1]))
+        early = in_flight == 1 or did.count("Product") <= 2
+        assert early, (
+            "right, but when the first softmax starts, the scores of the next tile are not in flight"
+        )

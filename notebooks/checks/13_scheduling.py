@@ -3,6 +3,9 @@
 import heapq
 import math
 
+from attnlib.bench.shapes import Shape
+from attnlib.book.exercises import judge_gluon, watched
+
 
 def check_snake(snake):
     """Each job once, each round to and fro, for whole and short rounds."""
@@ -61,3 +64,16 @@ def check_bad_for_early(bad_for_early):
         assert early >= 1.5 * late, (
             f"{workers} workers: early ends at {early:g}, late at {late:g}, which is {early / late:.2f} times"
         )
+
+
+def check_owned_attention(owned_attention):
+    """Right in each order, with several jobs for a program, and Q is released before O begins to leave."""
+    with watched() as partitions:
+        for shape in (Shape(1, 3, 300, 64), Shape(1, 5, 100, 64, causal=False)):
+            judge_gluon(owned_attention, shape)
+    for did in partitions:
+        released = [i for i, word in enumerate(did) if word.startswith("arrive q_free")]
+        leaves = [i for i, word in enumerate(did) if word == "CopyOut"]
+        late = [job for job, (r, c) in enumerate(zip(released, leaves, strict=False), 1) if r > c]
+        assert not late, "right, but Q's buffer is released only after the copy of O was started"
+        assert len(released) == len(leaves), "each job of a consumer releases Q once and stores O once"

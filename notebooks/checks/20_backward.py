@@ -1,6 +1,12 @@
 """Checks of the exercises of chapter 20."""
 
 import numpy as np
+import torch
+
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.reference.dense import attention_fp64
 
 
 def check_query_blocks(answer):
@@ -65,3 +71,18 @@ def check_softcap_backward(answer):
                     f"{case}: {name} along a random direction: expected {want:.8f}, got {have:.8f}; "
                     "is the factor of the cap in dS, and the cap in P?"
                 )
+
+
+def check_grouped_dv(answer):
+    """dV of heads that share K and V, against fp64: the sum over the group's heads, in fp32."""
+    for heads, kv_heads, seqlen in ((1, 1, 64), (2, 2, 150), (4, 2, 100), (3, 1, 33)):
+        case = f"H={heads} of {kv_heads}, S={seqlen}"
+        q, k, v = make_inputs(Shape(2, heads, seqlen, 16, heads_kv=kv_heads))
+        d_out = make_inputs(Shape(2, heads, seqlen, 16), seed=1)[0]
+        lse = attention_fp64(q, k, v, causal=True)[1].float()
+        dv = answer(d_out, q, k, lse, 0.25)
+        assert isinstance(dv, torch.Tensor), f"{case}: expected a torch.Tensor, got {type(dv).__name__}"
+        oracle = GradientOracle(d_out, q, k, v, causal=True)
+        dq, dk = (oracle.truth[name].to(q.dtype) for name in ("dq", "dk"))
+        verdict = oracle.judge(dq, dk, dv)["dv"]
+        assert verdict.ok, f"{case}: {verdict.reason}"

@@ -1,0 +1,84 @@
+"""Checks of exercises in which the reader writes a kernel: the answer is a launcher, judged against fp64.
+
+A kernel in plain Triton runs in Triton's interpreter, or on the GPU where there is one; a kernel in Gluon
+runs in the emulator, in several orders, wherever the notebook runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import numpy as np
+import torch
+
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.emulator import Deadlock, Race, emulated
+from attnlib.emulator.barriers import Barrier
+from attnlib.emulator.machine import Machine
+
+ORDERS = ("eager", 0), ("late", 0), ("random", 0), ("random", 1)
+"""Order of a run and its seed."""
+
+
+def judge_kernel(attention: Callable, shape: Shape, **how) -> None:
+    """`attention(q, k, v)` on the notebook's device against fp64; `how` is what `Oracle` takes."""
+    q, k, v = make_inputs(shape)
+    with np.errstate(all="ignore"):  # a wrong answer makes the interpreter warn of NaN
+        out = attention(q, k, v)
+    verdict = Oracle(q, k, v, **how).judge(out)
+    assert verdict.ok, f"{_named(shape, how)}: {verdict.reason}"
+
+
+def judge_gluon(attention: Callable, shape: Shape) -> None:
+    """`attention(q, k, v, causal)` in the emulator: right, without a race or a deadlock, in each of `ORDERS`.
+
+    The kernels are those of the module, or notebook, in which `attention` was defined."""
+    q, k, v = make_inputs(shape, device="cpu")
+    oracle = Oracle(q, k, v, causal=shape.causal)
+    for order, seed in ORDERS:
+        case = f"{_named(shape)}, order {order} {seed}"
+        try:
+            with emulated(attention.__globals__, order, seed):
+                out = attention(q, k, v, shape.causal)
+        except (Race, Deadlock) as found:
+            raise AssertionError(f"{case}: {type(found).__name__}: {found}") from None
+        verdict = oracle.judge(out)
+        assert verdict.ok, f"{case}: {verdict.reason}"
+
+
+def _named(shape: Shape, how: dict | None = None) -> str:
+    heads = f"H={shape.heads}" if shape.kv_heads == shape.heads else f"H={shape.heads} of {shape.kv_heads}"
+    keys = f"S={shape.seqlen}" if shape.keys == shape.seqlen else f"Sq={shape.seqlen}, Sk={shape.keys}"
+    given = {"causal": shape.causal} | (how or {})
+    return ", ".join([heads, keys, f"D={shape.head_dim}", *(f"{name}={x}" for name, x in given.items())])
+
+
+@contextmanager
+def watched() -> Iterator[list[list[str]]]:
+    """What each partition of each run in the emulator did, a list for each that did anything, in its order:
+    "Product", "CopyIn" and "CopyOut" when it started one, "wait n" when it waited for all but n of them,
+    "arrive NAME" at an mbarrier, "exp2" of a tile or a row."""
+    did: dict[threading.Thread, list[str]] = {}
+
+    def noted(original: Callable, word: Callable[..., str]) -> Callable:
+        def call(*args, **options):
+            did.setdefault(threading.current_thread(), []).append(word(*args))
+            return original(*args, **options)
+
+        return call
+
+    words = (
+        (Machine, "issue", lambda machine, queue, work: type(work).__name__),
+        (Machine, "wait_for", lambda machine, queue, outstanding, what: f"wait {outstanding}"),
+        (Barrier, "arrive", lambda barrier, *counts: f"arrive {barrier.name}"),
+        (torch, "exp2", lambda tile: "exp2"),
+    )
+    found: list[list[str]] = []
+    with ExitStack() as stack:
+        for owner, name, word in words:
+            stack.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name), word)))
+        yield found
+    found += did.values()

@@ -1,0 +1,71 @@
+"""Exercises that write kernels: a mistake planted in a solution is refused, with a message that helps."""
+
+import pytest
+
+from attnlib.bench.sources import load_source
+from attnlib.book import lesson
+
+FENCE = "fence_async_shared()  # what threads wrote becomes visible to the copy engine\n"
+Q_IS_READ = "        mbarrier.arrive(mem.q_free.index(W), count=1)  # the last product that reads Q is done\n"
+FIRST_MASK = "        b_s = ten.mask(b_s, row, (tiles - 1) * BLOCK_N, S, CAUSAL)\n        b_p"
+STORE_WAIT = "        tma.store_wait(0)  # the O of the job before has left the buffer\n"
+END_OF_PV = "        b_o = warpgroup_mma_wait(0, deps=(token,))  # [64, D]\n"
+NEXT_V = "            ten.load_tile(v_desc, i_h, later, full.index(2 + slot), v_tiles.index(slot))\n"
+LOAD_V = "        if i + 2 < tiles:\n" + NEXT_V
+
+PLANTED = {
+    "04_exp2": (
+        ("signed", "tl.minimum(b_m, tl.min(b_s, 1))", "tl.maximum(b_m, tl.max(b_s, 1))", "not finite"),
+        ("signed", "tl.where(keep, b_s, never)", 'tl.where(keep, b_s, float("-inf"))', "not finite"),
+    ),
+    "05_two_pass_causal": (
+        ("windowed", "o_m, first, full, S, window", "o_m, 0, full, S, window", "reads others"),
+        ("windowed", 'float("-inf"), 0.0, b_m_new)', 'float("-inf"), b_m_new, b_m_new)', "not finite"),
+        ("windowed", "> o_m[:, None] - window", ">= o_m[:, None] - window", "max error"),
+    ),
+    "06_autotuning": (
+        ("packed", "(i_m * BLOCK_M // group if", "((i_m + 1) * BLOCK_M // group if", "not finite"),
+        ("packed", "triton.cdiv(S * group, 32)", "triton.cdiv(S * group, 32) + 1", "expected the grid"),
+    ),
+    "08_production": (
+        ("cached_attention", "i_kv = i_h // group", "i_kv = i_h", "max error"),
+        ("cached_attention", "S_k - S, H // H_kv", "S_k * 0, H // H_kv", "max error"),
+    ),
+    "10_tma_wgmma": (
+        ("paired_attention", "(full.index(slot), (i // 2) & 1)", "(full.index(slot), i & 1)", "Deadlock"),
+        ("paired_attention", "    mbarrier.wait(full.index(4), 0)\n", "", "a copy writes it"),
+        ("paired_attention", FENCE, "pass\n", "without fence_async_shared"),
+        ("paired_attention", END_OF_PV + LOAD_V, LOAD_V + END_OF_PV, "overwrites"),
+    ),
+    "11_warp_specialization": (
+        ("attention_of_three", "eleven.barriers(STAGES, 3)", "eleven.barriers(STAGES, 2)", "Race"),
+        ("attention_of_three", "[160, 160, 24]", "[240, 240, 24]", "of 65536"),
+        ("attention_of_three", "triton.cdiv(S, 192)", "triton.cdiv(S, 128)", "a CTA for each 192"),
+    ),
+    "12_overlap": (
+        ("early_attention", "mem.k_free, i + 1, 1)", "mem.k_free, i + 1, 2)", "Race"),
+        ("early_attention", "start_scores(mem, i + 1, W", "start_scores(mem, i, W", "Race|Deadlock"),
+    ),
+    "13_scheduling": (
+        ("owned_attention", STORE_WAIT, "", "overwrites o"),
+        ("owned_attention", "turn + 1\n    tma.store_wait(0)\n", "turn + 1\n", "has not waited"),
+        ("owned_attention", Q_IS_READ, "", "Deadlock"),
+        ("owned_attention", FIRST_MASK, Q_IS_READ + FIRST_MASK, "has not said that it read|arrivals"),
+    ),
+    "20_backward": (
+        ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
+        ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("notebook", "planted"), [(name, planted) for name, all_ in PLANTED.items() for planted in all_]
+)
+def test_a_planted_mistake_is_refused(notebook, planted):
+    exercise, old, new, message = planted
+    source = (lesson.notebooks_dir() / "solutions" / f"{notebook}.py").read_text()
+    assert old in source
+    answer = getattr(load_source(f"planted_{notebook}", source.replace(old, new)), exercise)
+    with pytest.raises(AssertionError, match=message):
+        getattr(lesson.checks(notebook), f"check_{exercise}")(answer)
