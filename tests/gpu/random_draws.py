@@ -154,9 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = run_jobs(first, args.draws, args.seconds, args.jobs)
     print(f"{found['calls']} calls in {found['seconds']:.0f} s, {found['failed']} failed")
     header = records.provenance({"seed": args.seed, "limit_s": args.seconds})
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "random_draws.json"
+    path = records.report_path("random_draws", header, args.out)
     tables = {"random_draws": {"rows": [found]}}
-    records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
+    records.write_report(path, header, tables)
     print(path)
     return int(bool(found["failed"]) or not found["calls"])
 
