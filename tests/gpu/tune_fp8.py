@@ -73,7 +73,6 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "3x128 q late": three(128, 4, 64, q_columns=64, joint=True, **LATE),
         "3x128 q free": three(128, 4, 64, q_columns=64, joint=True),
         "3x128 q named": three(128, 4, 64, q_columns=64, pin=True, joint=True, named=True),
-        "3x128 q fma1": three(128, 4, 64, q_columns=64, pin=True, joint=True, on_fma=1),
         "4x64 q pin": four(64, 8, 64, q_columns=64, joint=True, pin=True),
         "2x128 q late": Fp8Config(128, 2, 4, 64, q_columns=64, joint=True, named=True, **LATE),
         "2x256 pin": Fp8Config(256, 2, 2, 64, pin=True, joint=True),
@@ -83,7 +82,6 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "2x128 q late": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, **LATE),
         "2x128 q late named": Fp8Config(128, 2, 4, 128, q_columns=128, named=True, **LATE),
         "2x128 q pin": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, pin=True),
-        "2x128 q late fma1": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, on_fma=1, **LATE),
         "3x64 q": three(64, 8, 64, q_columns=128, pin=True, joint=True),
     },
     256: {
@@ -97,9 +95,9 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
 
 
 SHORT = {
-    64: ("3x128 q", "3x128 q late", "3x128 q named", "3x128 q fma1", "4x64 q pin", "2x128 q late"),
-    128: ("2x128 q late", "2x128 q late named", "2x128 q late fma1", "2x128 q pin", "3x64 q"),
-    256: ("2x128 pin named", "2x128 pin joint", "2x128 late named", "2x128 named"),
+    64: ("3x128 q late", "3x128 q", "4x64 q pin"),
+    128: ("2x128 q late named", "2x128 q late", "3x64 q"),
+    256: ("2x128 late named", "2x128 pin named", "2x128 pin joint"),
 }
 """Those that differ most from each other, with the ones that `fp8_config` chooses."""
 

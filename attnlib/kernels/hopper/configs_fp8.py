@@ -10,13 +10,7 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class Fp8Config(HopperConfig):
-    """The same for operands in e4m3.
-
-    Attributes:
-        on_fma: of 8 exponentials so many are polynomials.
-    """
-
-    on_fma: int = 0
+    """The same for operands in e4m3."""
 
     def __post_init__(self) -> None:
         if self.named and self.stages > NAMED:
@@ -24,10 +18,11 @@ class Fp8Config(HopperConfig):
 
 
 _THREE = {"joint": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128}
+_LATE = {"late_wait": True, "pin": True}
 _CONFIGS = {
-    64: Fp8Config(128, 3, 4, 64, q_columns=64, pin=True, **_THREE),
-    128: Fp8Config(128, 2, 4, 128, q_columns=128, late_wait=True, pin=True, joint=True),
-    256: Fp8Config(128, 2, 2, 128, pin=True, named=True),
+    64: Fp8Config(128, 3, 4, 64, q_columns=64, **_THREE, **_LATE),
+    128: Fp8Config(128, 2, 4, 128, q_columns=128, named=True, **_LATE),
+    256: Fp8Config(128, 2, 2, 128, named=True, **_LATE),
 }
 
 

@@ -296,19 +296,19 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, MASKED, plan.pipeline.on_fma)
+        left = softmax.weights(left, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, MASKED, plan.pipeline.on_fma)
+        right = softmax.weights(right, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, right)
         p = operand(left, right, dtype, plan)
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, MASKED, plan.pipeline.on_fma)
+        weights = softmax.weights(s, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, weights)
         p = operand(weights, None, dtype, plan)
     return p, acc, shift, sums
@@ -422,7 +422,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         shift = softmax.row_max(s) * first_scale  # [64]
         if plan.fp8:
             shift -= OFFSET
-        weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0, plan.pipeline.on_fma)
+        weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = operand(weights, None, dtype, plan)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)

@@ -51,7 +51,6 @@ class Pipeline(Constants):
     named: bool
     late_wait: bool
     pin: bool
-    on_fma: int = 0
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,7 @@ FLAGS = [
     {}, {"joint": True}, {"named": True}, {"late_wait": True, "pin": True}, {"block_n": 128},
     {"q_columns": 64}, {"q_columns": 32}, {"stages": 1}, {"stages": 8}, {"o_columns": 32},
     {"warpgroups": 3, "stages": 4, "joint": True, "block_n": 128}, {"warpgroups": 4},
-    {"on_fma": 2}, {"pin": True, "on_fma": 1, "block_n": 128}, {"warpgroups": 3},
-    {"named": True, "block_n": 128, "pin": True},
+    {"warpgroups": 3}, {"named": True, "block_n": 128, "pin": True},
 ]  # fmt: skip
 
 
