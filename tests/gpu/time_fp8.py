@@ -264,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tables[table].append(row)
             torch.cuda.empty_cache()
     ours = [row for rows in tables.values() for row in rows if row["impl"].startswith("attnlib")]
-    tables["draws"] = [{"calls": args.draws, "first": args.first, "wrong": len(wrong)}]
+    if args.draws:
+        tables["draws"] = [{"calls": args.draws, "first": args.first, "wrong": len(wrong)}]
     header = records.provenance(harness.method(SWEEP, OURS) | {"bytes": "2 read, 1 written for an element"})
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "fp8.json"
     record = {"schema": records.SCHEMA, "notebook": "fp8", **header}
