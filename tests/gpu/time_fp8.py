@@ -267,10 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.draws:
         tables["draws"] = [{"calls": args.draws, "first": args.first, "wrong": len(wrong)}]
     header = records.provenance(harness.method(SWEEP, OURS) | {"bytes": "2 read, 1 written for an element"})
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "fp8.json"
-    record = {"schema": records.SCHEMA, "notebook": "fp8", **header}
-    record["tables"] = {name: {"rows": rows} for name, rows in tables.items()}
-    records.write_json(path, records.rounded(record))
+    path = records.report_path("fp8", header, args.out)
+    records.write_report(path, header, {name: {"rows": rows} for name, rows in tables.items()})
     print(path)
     return int(bool(wrong) or any(row["status"] != "ok" for row in ours))
 
