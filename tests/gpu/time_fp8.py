@@ -1,7 +1,7 @@
 """FP8 attention on this Hopper GPU: right in random calls, then timed beside 16 bits and the peers.
 
     python tests/gpu/time_fp8.py                  about 100 seconds; figures/data/<gpu>/fp8.json
-    python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; compiling takes most of 5 s each)
+    python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; 5 s each)
     python tests/gpu/time_fp8.py --tune           the quantizing kernels with other numbers of programs
 
 Two tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and the
@@ -268,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables["draws"] = [{"calls": args.draws, "first": args.first, "wrong": len(wrong)}]
     header = records.provenance(harness.method(SWEEP, OURS) | {"bytes": "2 read, 1 written for an element"})
     path = records.report_path("fp8", header, args.out)
-    records.write_report(path, header, {name: {"rows": rows} for name, rows in tables.items()})
+    tables = {name: {"rows": rows} for name, rows in tables.items()}
+    records.write_report(path, {"notebook": "fp8", **header}, tables)
     print(path)
     return int(bool(wrong) or any(row["status"] != "ok" for row in ours))
 
