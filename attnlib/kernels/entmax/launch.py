@@ -14,10 +14,12 @@ from attnlib.kernels.entmax.call import Call, call_of
 from attnlib.kernels.entmax.configs import LIST, EntmaxTile, entmax_config
 from attnlib.params import EntmaxParams
 
-TENSORS = "q k v out tau rows flags lists counts none".split()
+TENSORS = "q k v out tau rows flags lists records none".split()
 LIST_KERNELS = "attnlib.kernels.entmax.list_kernels"
 FORWARD = "attnlib.kernels.entmax.forward_kernel.attention_entmax_forward"
 SMALLEST = 2.0**-126
+CHUNK = 64
+"""Words of flags that a step of `entmax_lists` takes."""
 
 
 class Plan(NamedTuple):
@@ -50,8 +52,8 @@ def forward(
     flags = torch.zeros(plan.flags, dtype=torch.int32, device=q.device)
     rows = torch.empty((2, *tau.shape), dtype=torch.float32, device=q.device)
     lists = torch.empty(plan.lists, dtype=torch.int32, device=q.device)
-    counts = torch.empty(plan.blocks, dtype=torch.int32, device=q.device)
-    plan.launches(q, k, v, out, tau, rows, flags, lists, counts, None)
+    records = torch.empty(plan.blocks * 4, dtype=torch.int32, device=q.device)
+    plan.launches(q, k, v, out, tau, rows, flags, lists, records, None)
     return out, tau, flags
 
 
@@ -62,15 +64,15 @@ def prepare(call: Call) -> Plan:
     config = call.config or entmax_config(call.q[-1], str(call.dtype).removeprefix("torch."))
     q, k, _ = given(call, call.q, call.k, call.k)
     out = made_like(call, call.q, call.strides[0])
-    blocks, room = call.heads * call.query_blocks, call.room(call.k[2])
     launches = [
         _bound(call, config.bound, q, k),
         _flags(call, config.flags, q, k),
-        lists(blocks, call.key_words, room, Part("flags")),
+        lists(call, columns=False),
         _walk(call, config.walk, q, out.window),
     ]
     flags = call.key_flags * (2 if call.columns else 1)
-    return Plan(Launches(launches, call.device, TENSORS), out, flags, blocks * room, blocks)
+    size, blocks = lists_size(call, columns=False), call.heads * call.query_blocks
+    return Plan(Launches(launches, call.device, TENSORS), out, flags, size, blocks)
 
 
 def tile_descriptor(name: str, window: Window, rows: int) -> Descriptor:
@@ -82,17 +84,36 @@ def options(tile: EntmaxTile) -> dict[str, int]:
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
-def lists(blocks: int, words: int, room: int, flags: Part) -> Launch:
-    """Lists of `blocks` rows of flags."""
+def lists(call: Call, columns: bool) -> Launch:
+    """Lists of keys for each block of queries, or of queries for each block of keys."""
+    words = call.query_words if columns else call.key_words
+    blocks = call.key_blocks if columns else call.query_blocks
     return Launch(
         f"{LIST_KERNELS}.entmax_lists",
-        (blocks, 1, 1),
+        (call.heads * blocks - (-words // CHUNK), 1, 1),
         descriptors={},
-        pointers={"words_ptr": flags, "lists_ptr": Part("lists"), "counts_ptr": Part("counts")},
-        scalars={"words": words, "room": room},
-        constants={"CHUNK": 64},
+        pointers={
+            "words_ptr": Part("flags", call.key_flags if columns else 0),
+            "lists_ptr": Part("lists"),
+            "records_ptr": Part("records"),
+        },
+        scalars={"words": words, "blocks": blocks, "S_q": call.q[2], "S_k": call.k[2]} | places(call, columns),
+        constants={"CAUSAL": call.causal, "COLUMNS": columns, "CHUNK": CHUNK},
         options={"num_warps": 4},
     )
+
+
+def places(call: Call, columns: bool) -> dict[str, int]:
+    """Where lists begin."""
+    blocks = call.heads * (call.key_blocks if columns else call.query_blocks)
+    room = call.room(call.q[2] if columns else call.k[2])
+    return {"room": room, "identity": blocks * room}
+
+
+def lists_size(call: Call, columns: bool) -> int:
+    """int32 numbers of all lists, and of the identity behind them."""
+    words = call.query_words if columns else call.key_words
+    return places(call, columns)["identity"] - (-words // CHUNK) * CHUNK * 32
 
 
 def _positive(call: Call) -> dict[str, float]:
@@ -148,10 +169,10 @@ def _walk(call: Call, tile: EntmaxTile, q: Window, out: Window) -> Launch:
         },
         pointers={
             "k_ptr": Part("k"), "v_ptr": Part("v"), "rows_ptr": Part("rows"), "lists_ptr": Part("lists"),
-            "counts_ptr": Part("counts"), "tau_ptr": Part("tau"),
+            "records_ptr": Part("records"), "tau_ptr": Part("tau"),
         },
         scalars=call.numbers()
-        | {"room": call.room(call.k[2])}
+        | places(call, columns=False)
         | strides("k", call.units(call.k, call.strides[1]))
         | strides("v", call.units(call.k, call.strides[2])),
         constants=call.constants(tile)

@@ -11,10 +11,10 @@ from attnlib.kernels.common.launcher import Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
 from attnlib.kernels.entmax.call import Call, call_of
 from attnlib.kernels.entmax.configs import EntmaxTile, entmax_backward_config
-from attnlib.kernels.entmax.launch import lists, options, strides, tile_descriptor
+from attnlib.kernels.entmax.launch import lists, lists_size, options, places, strides, tile_descriptor
 from attnlib.params import EntmaxParams
 
-TENSORS = "d_out q k v tau flags delta lists counts dq dk dv".split()
+TENSORS = "d_out q k v tau flags delta lists records dq dk dv".split()
 MODULE = "attnlib.kernels.entmax.backward_kernels"
 
 
@@ -51,9 +51,9 @@ def backward(
     plan = prepare(call_of(params, q, k, d_out, q, k, v))
     dq, dk, dv = plan.dq.like(q), plan.dk.like(k), plan.dv.like(v)
     lists = torch.empty(plan.lists, dtype=torch.int32, device=q.device)
-    counts = torch.empty(plan.blocks, dtype=torch.int32, device=q.device)
+    records = torch.empty(plan.blocks * 4, dtype=torch.int32, device=q.device)
     plan.launches(
-        d_out, q, k, v, tau.contiguous(), flags, torch.empty_like(tau), lists, counts, dq, dk, dv
+        d_out, q, k, v, tau.contiguous(), flags, torch.empty_like(tau), lists, records, dq, dk, dv
     )
     return dq, dk, dv
 
@@ -71,17 +71,16 @@ def prepare(call: Call) -> Plan:
     }  # fmt: skip
     at |= {name: gradient.window for name, gradient in made.items()}
     rows, columns = call.heads * call.query_blocks, call.heads * call.key_blocks
-    key_room, query_room = call.room(call.k[2]), call.room(call.q[2])
     launches = [
-        lists(rows, call.key_words, key_room, Part("flags")),
+        lists(call, columns=False),
         _dq(call, config.queries, at),
-        lists(columns, call.query_words, query_room, Part("flags", call.key_flags)),
+        lists(call, columns=True),
     ]
     if config.values is None:
         launches.append(_dkdv(call, config.keys, at, True, True))
     else:
         launches += [_dkdv(call, config.keys, at, True, False), _dkdv(call, config.values, at, False, True)]
-    size = max(rows * key_room, columns * query_room)
+    size = max(lists_size(call, columns) for columns in (False, True))
     return Plan(Launches(launches, call.device, TENSORS), size, max(rows, columns), **made)
 
 
@@ -94,7 +93,7 @@ def _constants(call: Call, tile: EntmaxTile) -> dict[str, object]:
     return call.constants(tile) | own
 
 
-ROWS = {name: Part(name.removesuffix("_ptr")) for name in "tau_ptr delta_ptr lists_ptr counts_ptr".split()}
+ROWS = {name: Part(name.removesuffix("_ptr")) for name in "tau_ptr delta_ptr lists_ptr records_ptr".split()}
 
 
 def _dq(call: Call, tile: EntmaxTile, at) -> Launch:
@@ -108,7 +107,7 @@ def _dq(call: Call, tile: EntmaxTile, at) -> Launch:
         },
         pointers={"k_ptr": Part("k"), "v_ptr": Part("v")} | ROWS,
         scalars=_numbers(call)
-        | {"room": call.room(call.k[2])}
+        | places(call, columns=False)
         | strides("k", call.units(call.k, call.strides[2]))
         | strides("v", call.units(call.k, call.strides[3])),
         constants=_constants(call, tile),
@@ -128,7 +127,8 @@ def _dkdv(call: Call, tile: EntmaxTile, at, want_dk: bool, want_dv: bool) -> Lau
         },
         pointers={"q_ptr": Part("q"), "do_ptr": Part("d_out")} | ROWS,
         scalars=numbers
-        | {"H_kv": H_kv, "KV_HEADS": B * H_kv, "blocks": call.key_blocks, "room": call.room(call.q[2])}
+        | {"H_kv": H_kv, "KV_HEADS": B * H_kv, "blocks": call.key_blocks}
+        | places(call, columns=True)
         | strides("q", call.units(call.q, call.strides[1]))
         | strides("do", call.units(call.q, call.strides[0])),
         constants=_constants(call, tile) | {"WANT_DK": want_dk, "WANT_DV": want_dv},

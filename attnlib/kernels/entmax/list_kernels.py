@@ -14,6 +14,7 @@ from attnlib.kernels.common.tile_access import load_tile
 from attnlib.kernels.entmax.walk import ANY, ROWS, THREE_HALVES, last_visible, place, powers
 
 NEWTON_STEPS = tl.constexpr(6)
+WARP_ROWS = tl.constexpr(16)  # of a tile, that a warp holds
 
 
 @triton.jit
@@ -110,9 +111,9 @@ def _flag(b_q, b_limit, desc_k, at, keys_ptr, queries_ptr, words, first, end, la
           MASKED: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
           BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The flags of the tiles first .. end - 1."""
-    o_w = tl.arange(0, BLOCK_N // 32)
     weights = 1 << (tl.arange(0, ROWS) % 32)  # [ROWS] int32
-    key_weights = 1 << (tl.arange(0, BLOCK_N) % 32)  # [BLOCK_N]
+    key_weights = 1 << (tl.arange(0, BLOCK_N) % WARP_ROWS)  # [BLOCK_N]
+    o_w = tl.arange(0, BLOCK_N // WARP_ROWS)
     for j in tl.range(first, end, num_stages=NUM_STAGES):
         b_k = load_tile(desc_k, at, j * BLOCK_N, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, ROWS], keys as rows
@@ -120,17 +121,18 @@ def _flag(b_q, b_limit, desc_k, at, keys_ptr, queries_ptr, words, first, end, la
         if MASKED:
             o_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
             above = above & (o_n[:, None] <= last_key[None, :])
-        # One bit for each query, within the threads that hold a key's scores.
+        # One bit for each query, within the threads that hold a key's scores. What follows stays within a
+        # warp, which has 16 keys: no shared memory, no barrier.
         b_bits = tl.where(above, weights[None, :], 0).reshape([BLOCK_N, 2, 32])
         b_bits = tl.reduce(b_bits, 2, _either)  # [BLOCK_N, 2] int32
         b_keys = tl.where(tl.reduce(b_bits, 1, _either) != 0, key_weights, 0)  # [BLOCK_N]
-        b_keys = tl.reduce(b_keys.reshape([BLOCK_N // 32, 32]), 1, _either)  # [BLOCK_N / 32]
-        tl.store(keys_ptr + j * (BLOCK_N // 32) + o_w, b_keys)
+        b_keys = tl.reduce(b_keys.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS]), 1, _either)
+        tl.store(keys_ptr + j * (BLOCK_N // WARP_ROWS) + o_w, b_keys.to(tl.int16))
         if COLUMNS:
-            b_bits = tl.reduce(b_bits.reshape([BLOCK_N // ROWS, ROWS, 2]), 1, _either)  # [BLOCK_N / 64, 2]
-            o_b = j * (BLOCK_N // ROWS) + tl.arange(0, BLOCK_N // ROWS)
+            b_bits = tl.reduce(b_bits.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS, 2]), 1, _either)
+            o_b = (j * BLOCK_N + o_w * WARP_ROWS) // ROWS  # blocks of keys
             at_w = o_b.to(tl.int64)[:, None] * words + tl.arange(0, 2)[None, :]
-            tl.store(queries_ptr + at_w, b_bits)
+            tl.atomic_or(queries_ptr + at_w, b_bits, mask=b_bits != 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS", "key_words", "query_words"])
@@ -138,7 +140,7 @@ def entmax_flags(
     desc_q, desc_k,  # as in `entmax_bound`
     rows_ptr,  # (2, HEADS, S_q): the bound, and the highest score
     keys_ptr,  # (HEADS, blocks of 64 rows, key_words) int32: which keys are above the bound of some row
-    queries_ptr,  # (HEADS, blocks of 64 keys, query_words): which rows have one of them above their bound
+    queries_ptr,  # (HEADS, blocks of 64 keys, query_words) int32: which rows have one of them above their bound
     scale, S_q, S_k, H, HEADS,  # as in `entmax_bound`
     key_words, query_words,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, FLIP: tl.constexpr,
@@ -163,6 +165,7 @@ def entmax_flags(
     rows_ptr += head.to(tl.int64) * S_q + o_m
     b_limit = tl.load(rows_ptr, mask=o_m < S_q, other=float("inf")) / scale  # [ROWS] of raw scores
     keys_ptr += (head.to(tl.int64) * num_m + i_m) * key_words
+    keys_ptr = keys_ptr.to(tl.pointer_type(tl.int16), bitcast=True)  # 16 bits at a time
     queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
     _flag(b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full, last_key, False, COLUMNS,
           NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
@@ -170,26 +173,56 @@ def entmax_flags(
           1, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["words", "room"])
+@triton.jit(do_not_specialize=["words", "room", "blocks", "S_q", "S_k", "identity"])
 def entmax_lists(
-    words_ptr,  # (lists, words) int32
-    lists_ptr,  # (lists, room) int32
-    counts_ptr,  # (lists,) int32
+    words_ptr,  # (heads * blocks, words) int32
+    lists_ptr,  # (heads * blocks, room) int32, and after them `identity`: 0, 1, 2 ...
+    records_ptr,  # (heads * blocks, 4) int32: count, middle, first, nothing
     words, room,
+    blocks,  # lists of a head
+    S_q, S_k,
+    identity,  # heads * blocks * room
+    CAUSAL: tl.constexpr,
+    COLUMNS: tl.constexpr,  # lists of queries for blocks of keys; else of keys for blocks of queries
     CHUNK: tl.constexpr,  # words of a step
-):
-    """The numbers of the bits that are set, in order, and how many there are. The numbers end where there is
-    no more room, the count does not. Grid: (lists,)."""
-    row = tl.program_id(0).to(tl.int64)
-    words_ptr += row * words
-    lists_ptr += row * room
-    count = 0
-    o_b = tl.arange(0, CHUNK * 32)  # [CHUNK * 32]
-    for first in range(0, words, CHUNK):
-        o_w = first + o_b // 32
+):  # fmt: skip
+    """The numbers of the bits that are set, in order; how many there are; and how many of them come before the
+    middle: of keys those that all rows of a block see, of queries those that do not see all keys of a block.
+    If there is no room, nothing of that: all numbers from `first` on are walked along; else first is -1.
+    Grid: (heads * blocks + steps of the identity,)."""
+    SIZE: tl.constexpr = CHUNK * 32
+    number = tl.program_id(0)
+    lists = tl.num_programs(0) - tl.cdiv(words, CHUNK)
+    o_b = tl.arange(0, SIZE)  # [SIZE]
+    if number >= lists:
+        o_b += (number - lists) * SIZE
+        tl.store(lists_ptr + tl.full([], identity, tl.int64) + o_b, o_b)
+        return
+    start = number % blocks * ROWS
+    shift = S_k - S_q
+    if COLUMNS:
+        first, end, edge = 0, S_q, 0
+        if CAUSAL:
+            first = tl.minimum(tl.maximum(start - shift, 0), S_q)
+            edge = tl.minimum(tl.maximum(start + ROWS - 1 - shift, 0), S_q)
+    else:
+        first, end, edge = 0, S_k, S_k
+        if CAUSAL:
+            end = tl.maximum(tl.minimum(start + ROWS + shift, S_k), 0)
+            edge = tl.maximum(tl.minimum(start + 1 + shift, S_k), 0)
+    words_ptr += number.to(tl.int64) * words
+    lists_ptr += number.to(tl.int64) * room
+    count, middle = 0, 0
+    for word in range(0, words, CHUNK):
+        o_w = word + o_b // 32
         b_word = tl.load(words_ptr + o_w, mask=o_w < words, other=0)
-        b_bit = (b_word >> (o_b % 32)) & 1  # [CHUNK * 32]
+        b_bit = (b_word >> (o_b % 32)) & 1  # [SIZE]
         b_at = count + tl.cumsum(b_bit, 0) - 1
-        tl.store(lists_ptr + b_at, first * 32 + o_b, mask=(b_bit != 0) & (b_at < room))
+        tl.store(lists_ptr + b_at, word * 32 + o_b, mask=(b_bit != 0) & (b_at < room))
         count += tl.sum(b_bit, 0)
-    tl.store(counts_ptr + row, count)
+        middle += tl.sum(tl.where(word * 32 + o_b < edge, b_bit, 0), 0)
+    full = count > room
+    records_ptr += number.to(tl.int64) * 4
+    tl.store(records_ptr, tl.where(full, end - first, count))
+    tl.store(records_ptr + 1, tl.where(full, edge - first, middle))
+    tl.store(records_ptr + 2, tl.where(full, first, -1))

@@ -43,21 +43,23 @@ def powers(b_x, exponent, KIND: tl.constexpr):
 
 
 @triton.jit
-def listed(list_ptr, start, count, first, limit, room, BLOCK: tl.constexpr):
-    """Elements start .. start + BLOCK - 1 of a list [BLOCK], `limit` past its end. A list that had no room
-    names all elements from `first` on."""
-    o = start + tl.arange(0, BLOCK)  # [BLOCK]
-    b_index = tl.load(list_ptr + o, mask=(o < count) & (count <= room), other=limit)
-    return tl.where(count > room, first + o, b_index)
+def list_of(lists_ptr, records_ptr, number, room, identity):
+    """(a list, how many it names, how many before its middle): see `entmax_lists`."""
+    records_ptr += number * 4
+    count, middle, first = tl.load(records_ptr), tl.load(records_ptr + 1), tl.load(records_ptr + 2)
+    at = number * room
+    if first >= 0:  # no room: all from the first one on
+        at = tl.full([], identity, tl.int64) + first
+    return lists_ptr + at, count, middle
 
 
 @triton.jit
-def gather(x_ptr, b_index, limit, stride, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of a tensor by number [BLOCK, BLOCK_D], 0 from `limit` on. stride: of a row, in units of UNIT
-    elements, from which the compiler knows that 16 bytes may be read at a time."""
+def gather(x_ptr, b_index, stride, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of a tensor by number [BLOCK, BLOCK_D]. stride: of a row, in units of UNIT elements, from which the
+    compiler knows that 16 bytes may be read at a time."""
     o_d = tl.arange(0, BLOCK_D)
-    mask = (b_index < limit)[:, None]
-    if HEAD_DIM != BLOCK_D:
-        mask = mask & (o_d < HEAD_DIM)[None, :]
     at = b_index.to(tl.int64) * stride * UNIT  # [BLOCK]
-    return tl.load(x_ptr + at[:, None] + o_d[None, :], mask=mask, other=0.0)
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(x_ptr + at[:, None] + o_d[None, :])
+    else:
+        return tl.load(x_ptr + at[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)
