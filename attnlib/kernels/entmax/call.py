@@ -105,6 +105,11 @@ class Call(NamedTuple):
         }
 
     @property
+    def halley(self) -> bool:
+        """Whether the second derivative of F has no pole, as it has from 1.5 on."""
+        return self.alpha <= 1.5
+
+    @property
     def kind(self) -> int:
         """Of alpha, for the kernels."""
         return {1.5: THREE_HALVES, 2.0: TWO}.get(self.alpha, ANY)

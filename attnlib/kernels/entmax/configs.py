@@ -16,7 +16,7 @@ class EntmaxTile:
 
     Attributes:
         block_m: query rows of a tile, at most the 64 that share a list.
-        block_n: keys of a tile; of `entmax_flags` 64 or 128, of `entmax_bound` also the number of its groups.
+        block_n: keys of a tile; of `entmax_flags` from 16 on, of `entmax_bound` also the number of its groups.
         num_warps: warps of one program.
         num_stages: tiles in flight.
         heads_per_section: heads that advance together, at most.
@@ -59,8 +59,8 @@ _BACKWARD = {
     256: EntmaxBackwardConfig(EntmaxTile(64, 32, 8, 2), EntmaxTile(32, 64, 8, 2), EntmaxTile(32, 64, 8, 2)),
 }
 # Exact products on the CUDA cores: a thread reads whole rows of both operands, so registers bound the tiles.
-_FLOAT32 = EntmaxConfig(EntmaxTile(32, 32, 8, 1), EntmaxTile(64, 64, 16, 1), EntmaxTile(32, 16, 8, 1))
-_BACKWARD_FLOAT32 = EntmaxBackwardConfig(EntmaxTile(32, 16, 8, 1), EntmaxTile(16, 32, 8, 1))
+_FLOAT32 = EntmaxConfig(EntmaxTile(16, 16, 8, 1), EntmaxTile(64, 16, 8, 1), EntmaxTile(16, 16, 8, 1))
+_BACKWARD_FLOAT32 = EntmaxBackwardConfig(EntmaxTile(16, 16, 8, 1), EntmaxTile(16, 16, 8, 1))
 
 
 def entmax_config(head_dim: int, dtype: str) -> EntmaxConfig:

@@ -13,8 +13,6 @@ from attnlib.kernels.entmax.list_kernels import newton
 from attnlib.kernels.entmax.walk import ROWS, THREE_HALVES, gather, last_visible, list_of, place, powers
 
 MOST_STEPS = tl.constexpr(24)
-CUBIC = tl.constexpr(1e-2)  # an error after which one more step of Halley's method leaves about 1e-6
-QUADRATIC = tl.constexpr(1e-3)  # the same for Newton's
 
 
 @triton.jit
@@ -82,6 +80,7 @@ def attention_entmax_forward(
     tau_ptr,  # (HEADS, S_q)
     scale,  # (alpha - 1) * sm_scale
     exponent,  # 1 / (alpha - 1)
+    enough,  # an error of sum p after which one more step leaves one that does not matter
     S_q, S_k,
     H,  # query heads
     HEADS,  # B * H
@@ -115,7 +114,7 @@ def attention_entmax_forward(
     b_t = b_low
     error = 1.0
     steps = 0
-    while (steps < MOST_STEPS) & (error > (CUBIC if HALLEY else QUADRATIC)):
+    while (steps < MOST_STEPS) & (error > enough):
         b_f = tl.zeros([BLOCK_M], tl.float32)
         b_d = tl.zeros([BLOCK_M], tl.float32)
         b_dd = tl.zeros([BLOCK_M], tl.float32)

@@ -159,6 +159,14 @@ def _flags(call: Call, tile: EntmaxTile, q: Window, k: Window) -> Launch:
     )
 
 
+def enough(call: Call) -> float:
+    """The error of sum p after which one more step is the last. Halley's method makes 1e-2 about 1e-6, as it
+    is cubic, Newton's 1e-3."""
+    if call.dtype == torch.float32:
+        return 1e-4
+    return 1e-2 if call.halley else 1e-3
+
+
 def _walk(call: Call, tile: EntmaxTile, q: Window, out: Window) -> Launch:
     return Launch(
         FORWARD,
@@ -172,12 +180,13 @@ def _walk(call: Call, tile: EntmaxTile, q: Window, out: Window) -> Launch:
             "records_ptr": Part("records"), "tau_ptr": Part("tau"),
         },
         scalars=call.numbers()
+        | {"enough": enough(call)}
         | places(call, columns=False)
         | strides("k", call.units(call.k, call.strides[1]))
         | strides("v", call.units(call.k, call.strides[2])),
         constants=call.constants(tile)
         | {
-            "KIND": call.kind, "HALLEY": call.alpha <= 1.5, "UNIT": call.unit, "BLOCK_M": tile.block_m,
+            "KIND": call.kind, "HALLEY": call.halley, "UNIT": call.unit, "BLOCK_M": tile.block_m,
             "HEAD_DIM": call.q[-1],
         },
         options=options(tile),

@@ -166,7 +166,8 @@ def entmax_flags(
     b_limit = tl.load(rows_ptr, mask=o_m < S_q, other=float("inf")) / scale  # [ROWS] of raw scores
     keys_ptr += (head.to(tl.int64) * num_m + i_m) * key_words
     keys_ptr = keys_ptr.to(tl.pointer_type(tl.int16), bitcast=True)  # 16 bits at a time
-    queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
+    if COLUMNS:
+        queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
     _flag(b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full, last_key, False, COLUMNS,
           NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     _flag(b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, full, end, last_key, True, COLUMNS,
