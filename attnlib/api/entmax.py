@@ -73,15 +73,17 @@ def attention_entmax(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or `impl` can't run the call.
         RuntimeError: a second or a forward-mode derivative was asked for.
+        NotImplementedError: a transformation of torch.func looks on.
 
     Example:
         >>> q, k, v = (torch.randn(1, 16, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_entmax(q, k, v, causal=True)
     """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("attention_entmax under torch.func: not supported; use torch.autograd")
     symbols = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
     check_entmax(q, k, v, EntmaxOptions(alpha, causal, sm_scale, return_tau, impl), symbols)
-    functorch = torch._C._are_functorch_transforms_active()
-    wanted = functorch or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = None if sm_scale is None else float(sm_scale)
     out, tau, _ = torch_ops.attention_entmax(q, k, v, float(alpha), causal, scale, wanted, impl)
     return (out, tau) if return_tau else out

@@ -48,15 +48,16 @@ class EntmaxBackwardConfig:
     values: EntmaxTile | None = None
 
 
+# Chosen by what compiles without spills; `tests/gpu/time_entmax.py --tune` times neighbors.
 _FORWARD = {
     64: EntmaxConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3)),
-    128: EntmaxConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 2)),
-    256: EntmaxConfig(EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 32, 4, 2)),
+    128: EntmaxConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 32, 4, 3)),
+    256: EntmaxConfig(EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 16, 4, 2)),
 }
 _BACKWARD = {
     64: EntmaxBackwardConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3)),
-    128: EntmaxBackwardConfig(EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 64, 8, 2)),
-    256: EntmaxBackwardConfig(EntmaxTile(64, 32, 8, 2), EntmaxTile(32, 64, 8, 2), EntmaxTile(32, 64, 8, 2)),
+    128: EntmaxBackwardConfig(EntmaxTile(64, 32, 4, 2), EntmaxTile(32, 64, 4, 3)),
+    256: EntmaxBackwardConfig(EntmaxTile(64, 16, 8, 2), EntmaxTile(16, 64, 8, 2), EntmaxTile(32, 64, 8, 2)),
 }
 # Exact products on the CUDA cores: a thread reads whole rows of both operands, so registers bound the tiles.
 _FLOAT32 = EntmaxConfig(EntmaxTile(16, 16, 8, 1), EntmaxTile(64, 16, 8, 1), EntmaxTile(16, 16, 8, 1))
