@@ -67,7 +67,7 @@ def inputs_of(length: int, codes: int | None = None) -> Inputs:
     q, k, v = make_inputs(shape, device=DEVICE)
     d_out = make_inputs(shape, seed=1, device=DEVICE)[0]
     if codes is not None:
-        block = torch.arange(length, device=DEVICE) // LIST
+        block = torch.arange(shape.seqlen, device=DEVICE) // LIST
         # A block of queries is its own key block's, too: so no row is without one.
         code = 8 * torch.nn.functional.one_hot(block % codes, 64)
         q, k = ((0.25 * x + code).to(x.dtype) for x in (q, k))
@@ -99,11 +99,16 @@ Function = Callable[[], Any]
 Makers = dict[str, Callable[[], Function]]
 
 
-def passes(name: str, attend: Callable[..., torch.Tensor], inputs: Inputs) -> Makers:
-    """The forward pass alone, and the backward pass of one that was run."""
+Attend = Callable[..., torch.Tensor]
+
+
+def passes(name: str, make: Callable[[], Attend], inputs: Inputs) -> Makers:
+    """The forward pass alone, and the backward pass of one that was run. `make` may raise."""
     q, k, v, d_out = inputs
 
     def forward() -> Function:
+        attend = make()
+
         def call():
             with torch.no_grad():
                 return attend(q, k, v)
@@ -111,26 +116,27 @@ def passes(name: str, attend: Callable[..., torch.Tensor], inputs: Inputs) -> Ma
         return call
 
     def backward() -> Function:
-        out = attend(q, k, v)
+        out = make()(q, k, v)
         return lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
 
     return {f"{name}, forward": forward, f"{name}, backward": backward}
 
 
-def ours(q, k, v):
-    return attention_entmax(q, k, v, causal=True)
+def ours() -> Attend:
+    return lambda q, k, v: attention_entmax(q, k, v, causal=True)
 
 
-def softmax(q, k, v):
-    return attention(q, k, v, causal=True)
+def softmax() -> Attend:
+    return lambda q, k, v: attention(q, k, v, causal=True)
 
 
-def adasplash_1(q, k, v):
-    return package("adasplash").adasplash_v1(q, k, v, alpha=1.5, is_causal=True)
+def adasplash_1() -> Attend:
+    attend = package("adasplash").adasplash_v1
+    return lambda q, k, v: attend(q, k, v, alpha=1.5, is_causal=True)
 
 
-def adasplash_2(q, k, v):
-    return package("adasplash").adasplash_v2(q, k, v)
+def adasplash_2() -> Attend:
+    return package("adasplash").adasplash_v2
 
 
 def everybody(inputs: Inputs) -> Makers:
@@ -194,7 +200,7 @@ def listed(length: int, codes: int | None) -> dict[str, Any]:
     call = call_of(PARAMS, q, k, q, k, v)
     flags = launch.forward(q, k, v, PARAMS)[2][: call.key_flags].view(call.heads, call.query_blocks, -1)
     bits = (flags[..., None] >> torch.arange(32, device=DEVICE, dtype=torch.int32)) & 1
-    keys = bits.flatten(2)[..., :length].unflatten(2, (-1, LIST)).sum(3)  # (heads, blocks, blocks of keys)
+    keys = bits.flatten(2).unflatten(2, (-1, LIST)).sum(3)  # (heads, blocks, blocks of keys)
     seen = call.heads * call.query_blocks * (call.query_blocks + 1) // 2
     most = int(keys.sum(2).max())
     return {
