@@ -128,13 +128,15 @@ def attention_entmax_forward(
         )  # fmt: skip
         above = b_f >= 1.0
         b_low, b_high = tl.where(above, b_t, b_low), tl.where(above, b_high, b_t)
+        any_above = b_d > 0.0
         if HALLEY:
             b_f1 = -exponent * b_d
             b_f2 = exponent * (exponent - 1.0) * b_dd
-            b_new = b_t - 2.0 * (b_f - 1.0) * b_f1 / (2.0 * b_f1 * b_f1 - (b_f - 1.0) * b_f2)
+            b_slope = 2.0 * b_f1 * b_f1 - (b_f - 1.0) * b_f2
+            b_new = b_t - 2.0 * (b_f - 1.0) * b_f1 / tl.where(b_slope == 0.0, 1.0, b_slope)
         else:
-            b_new = b_t + newton(b_f, b_d, exponent, KIND)
-        between = (b_new >= b_low) & (b_new <= b_high)  # false for NaN
+            b_new = b_t + newton(b_f, tl.where(any_above, b_d, 1.0), exponent, KIND)
+        between = any_above & (b_new >= b_low) & (b_new <= b_high)
         b_t = tl.where(between, b_new, 0.5 * (b_low + b_high))
         error = tl.max(tl.where(sees, tl.abs(b_f - 1.0), 0.0), 0)
         steps += 1

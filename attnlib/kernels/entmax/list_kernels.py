@@ -124,12 +124,12 @@ def _flag(b_q, b_limit, desc_k, at, keys_ptr, queries_ptr, words, first, end, la
         # One bit for each query, within the threads that hold a key's scores. What follows stays within a
         # warp, which has 16 keys: no shared memory, no barrier.
         b_bits = tl.where(above, weights[None, :], 0).reshape([BLOCK_N, 2, 32])
-        b_bits = tl.reduce(b_bits, 2, _either)  # [BLOCK_N, 2] int32
-        b_keys = tl.where(tl.reduce(b_bits, 1, _either) != 0, key_weights, 0)  # [BLOCK_N]
-        b_keys = tl.reduce(b_keys.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS]), 1, _either)
+        b_bits = tl.sum(b_bits, 2)  # [BLOCK_N, 2] int32; no two of them are the same bit
+        b_keys = tl.where(tl.max((b_bits != 0).to(tl.int32), 1) != 0, key_weights, 0)  # [BLOCK_N]
+        b_keys = tl.sum(b_keys.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS]), 1)  # [BLOCK_N / 16]
         tl.store(keys_ptr + j * (BLOCK_N // WARP_ROWS) + o_w, b_keys.to(tl.int16))
         if COLUMNS:
-            b_bits = tl.reduce(b_bits.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS, 2]), 1, _either)
+            b_bits = tl.reduce(b_bits.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS, 2]), 1, _either)  # [_, 2]
             o_b = (j * BLOCK_N + o_w * WARP_ROWS) // ROWS  # blocks of keys
             at_w = o_b.to(tl.int64)[:, None] * words + tl.arange(0, 2)[None, :]
             tl.atomic_or(queries_ptr + at_w, b_bits, mask=b_bits != 0, sem="relaxed")
