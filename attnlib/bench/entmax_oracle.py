@@ -54,8 +54,8 @@ class EntmaxOracle:
         """Of "out", or one of the gradients; never raises for a wrong one."""
         right, budget = self.truth[name], self.budget[name]
         if found.shape != right.shape or found.dtype != self.dtype:
-            reason = f"expected shape {tuple(right.shape)} {self.dtype}, got {tuple(found.shape)} {found.dtype}"
-            return Verdict(math.nan, math.nan, budget, False, f"{name}: {reason}")
+            expected, came = (tuple(right.shape), self.dtype), (tuple(found.shape), found.dtype)
+            return Verdict(math.nan, math.nan, budget, False, f"{name}: expected {expected}, got {came}")
         largest, rms = max_and_rms(found.double() - right)
         reason = ""
         if not bool(found.isfinite().all()):

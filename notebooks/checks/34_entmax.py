@@ -8,7 +8,8 @@ from attnlib.book.exercises import judge_entmax
 
 def check_sparsemax_attention(attention: Callable) -> None:
     """alpha = 2 against fp64: one tile and several, a part of a tile, rows with one key, scores far apart."""
-    for S, causal, kind in ((64, False, "normal"), (100, True, "normal"), (70, True, "large"), (1, True, "normal")):
+    cases = (64, False, "normal"), (100, True, "normal"), (70, True, "large"), (1, True, "normal")
+    for S, causal, kind in cases:
         judge_entmax(attention, Shape(1, 2, S, 32, causal), 2.0, kind)
 
 

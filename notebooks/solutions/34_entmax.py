@@ -9,7 +9,8 @@ import triton.language as tl
 def scores(b_q, k_ptr, start, last_key, S, scale, D: tl.constexpr, BLOCK_N: tl.constexpr):
     """As in the chapter."""
     o_n, o_d = start + tl.arange(0, BLOCK_N), tl.arange(0, D)  # [BLOCK_N], [D]
-    b_k = tl.load(k_ptr + o_n[:, None] * D + o_d[None, :], mask=(o_n < S)[:, None], other=0.0)  # [BLOCK_N, D]
+    o_nd = o_n[:, None] * D + o_d[None, :]  # [BLOCK_N, D]
+    b_k = tl.load(k_ptr + o_nd, mask=(o_n < S)[:, None], other=0.0)  # [BLOCK_N, D]
     b_s = tl.dot(b_q, b_k.T, input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
     return tl.where(o_n[None, :] <= last_key[:, None], b_s, float("-inf"))
 
@@ -27,7 +28,7 @@ def sparsemax_forward(q_ptr, k_ptr, v_ptr, o_ptr, S, scale, D: tl.constexpr, CAU
     last_key = tl.minimum(o_m, S - 1) if CAUSAL else o_m * 0 + S - 1  # [BLOCK_M]
     end = tl.minimum((tl.program_id(0) + 1) * BLOCK_M, S) if CAUSAL else S
     # 1. The highest score of each group of keys.
-    b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+    b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)  # [BLOCK_M, BLOCK_N]
     for start in range(0, end, BLOCK_N):
         b_top = tl.maximum(b_top, scores(b_q, k_ptr, start, last_key, S, scale, D, BLOCK_N))
     # 2. Their threshold, by Newton's method: a lower bound of that of all keys.
@@ -46,12 +47,13 @@ def sparsemax_forward(q_ptr, k_ptr, v_ptr, o_ptr, S, scale, D: tl.constexpr, CAU
             b_n += tl.sum((b_x > 0).to(tl.float32), 1)
         b_t += b_f / b_n
     # 4. The values, by weights whose sum is 1 but for what the last step left.
-    b_l = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, D], tl.float32)
+    b_l = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    b_acc = tl.zeros([BLOCK_M, D], tl.float32)  # [BLOCK_M, D]
     for start in range(0, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         b_x = tl.maximum(scores(b_q, k_ptr, start, last_key, S, scale, D, BLOCK_N) - b_t[:, None], 0.0)
-        b_v = tl.load(v_ptr + o_n[:, None] * D + o_d[None, :], mask=(o_n < S)[:, None], other=0.0)  # [BLOCK_N, D]
+        o_nd = o_n[:, None] * D + o_d[None, :]  # [BLOCK_N, D]
+        b_v = tl.load(v_ptr + o_nd, mask=(o_n < S)[:, None], other=0.0)  # [BLOCK_N, D]
         b_l += tl.sum(b_x, 1)
         b_acc = tl.dot(b_x.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
     tl.store(o_ptr + at, (b_acc / b_l[:, None]).to(o_ptr.dtype.element_ty), mask=(o_m < S)[:, None])

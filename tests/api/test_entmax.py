@@ -65,7 +65,8 @@ def test_gradients_of_a_forward_pass_without_flags(device):
     q, k, v = tensors(device, grad=True)
     plain = FORWARD(q, k, v, 1.5, False, None, False, None)[0]
     usual = attention_entmax(q, k, v)
-    for found, expected in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (plain, usual)), strict=True):
+    gradients = [torch.autograd.grad(x.sum(), (q, k, v)) for x in (plain, usual)]
+    for found, expected in zip(*gradients, strict=True):
         assert torch.equal(found, expected)
 
 

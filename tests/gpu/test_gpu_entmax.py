@@ -1,4 +1,4 @@
-"""attention_entmax() on a CUDA GPU: random draws and full size against fp64, in CUDA graphs, without a wait."""
+"""attention_entmax() on a CUDA GPU: random draws and full size against fp64, CUDA graphs, no wait."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_twenty_runs_agree_bit_by_bit(device):
 
 
 def test_a_graph_is_right_for_other_numbers(device):
-    """Lists of other lengths: what a captured call does must not depend on what it saw when it was captured."""
+    """Lists of other lengths: a captured call must not depend on what it saw when it was captured."""
     case = EntmaxCase("graph", 2000, 2000, heads=2, head_dim=64, causal=True)
     q, k, v, d_out = make(case, device)
     for x in (q, k, v):

@@ -99,7 +99,7 @@ def _dkdv(b_dk, b_dv, b_k, b_v, q_ptr, do_ptr, tau_ptr, delta_ptr, list_ptr, q_s
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS", "room", "identity", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s"])
+@triton.jit(do_not_specialize="S_q S_k H HEADS room identity k_b k_h k_s v_b v_h v_s".split())
 def attention_entmax_dq(
     desc_q, desc_do, desc_dq,  # (B, H, S_q, D)
     k_ptr, v_ptr,  # (B, H_kv, S_k, D)
@@ -158,7 +158,9 @@ def attention_entmax_dq(
     store_tile(desc_dq, b_dq * sm_scale, (i_b, i_h), start, BLOCK_M, BLOCK_D)
 
 
-@triton.jit(do_not_specialize="S_q S_k H H_kv KV_HEADS blocks room identity q_b q_h q_s do_b do_h do_s".split())
+@triton.jit(
+    do_not_specialize="S_q S_k H H_kv KV_HEADS blocks room identity q_b q_h q_s do_b do_h do_s".split()
+)
 def attention_entmax_dkdv(
     q_ptr, do_ptr,  # (B, H, S_q, D)
     desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D)

@@ -16,7 +16,7 @@ class EntmaxTile:
 
     Attributes:
         block_m: query rows of a tile, at most the 64 that share a list.
-        block_n: keys of a tile; of `entmax_flags` from 16 on, of `entmax_bound` also the number of its groups.
+        block_n: keys of a tile, a multiple of 16; of `entmax_bound` also the number of its groups.
         num_warps: warps of one program.
         num_stages: tiles in flight.
         heads_per_section: heads that advance together, at most.

@@ -71,7 +71,7 @@ def _values(b_acc, b_l, b_q, b_t, k_ptr, v_ptr, list_ptr, stride_k, stride_v, sc
     return b_acc, b_l
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS", "room", "identity", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s"])
+@triton.jit(do_not_specialize="S_q S_k H HEADS room identity k_b k_h k_s v_b v_h v_s".split())
 def attention_entmax_forward(
     desc_q, desc_o,  # (B, H, S_q, D)
     k_ptr, v_ptr,  # (B, H_kv, S_k, D)

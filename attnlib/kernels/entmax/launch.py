@@ -97,7 +97,8 @@ def lists(call: Call, columns: bool) -> Launch:
             "lists_ptr": Part("lists"),
             "records_ptr": Part("records"),
         },
-        scalars={"words": words, "blocks": blocks, "S_q": call.q[2], "S_k": call.k[2]} | places(call, columns),
+        scalars={"words": words, "blocks": blocks, "S_q": call.q[2], "S_k": call.k[2]}
+        | places(call, columns),
         constants={"CAUSAL": call.causal, "COLUMNS": columns, "CHUNK": CHUNK},
         options={"num_warps": 4},
     )

@@ -82,7 +82,7 @@ def entmax_bound(
     b_max = tl.max(b_top, 1)  # [BLOCK_M]
     empty = last_key < 0
     b_top -= tl.where(empty, 0.0, b_max)[:, None]
-    # Newton's method for |[s - t]_+|_p = 1, from the left. The norm is convex in t, so no step passes the root.
+    # Newton's method for |[s - t]_+|_p = 1, from the left: the norm is convex in t, no step passes the root.
     b_t = tl.full([BLOCK_M], -1.0, tl.float32)  # counted from the highest score, where F >= 1
     for _ in range(NEWTON_STEPS):
         b_f, b_d = powers(tl.maximum(b_top - b_t[:, None], 0.0), exponent, KIND)
@@ -140,7 +140,7 @@ def entmax_flags(
     desc_q, desc_k,  # as in `entmax_bound`
     rows_ptr,  # (2, HEADS, S_q): the bound, and the highest score
     keys_ptr,  # (HEADS, blocks of 64 rows, key_words) int32: which keys are above the bound of some row
-    queries_ptr,  # (HEADS, blocks of 64 keys, query_words) int32: which rows have one of them above their bound
+    queries_ptr,  # (HEADS, blocks of 64 keys, query_words) int32: which rows have such a key
     scale, S_q, S_k, H, HEADS,  # as in `entmax_bound`
     key_words, query_words,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, FLIP: tl.constexpr,
@@ -187,8 +187,8 @@ def entmax_lists(
     COLUMNS: tl.constexpr,  # lists of queries for blocks of keys; else of keys for blocks of queries
     CHUNK: tl.constexpr,  # words of a step
 ):  # fmt: skip
-    """The numbers of the bits that are set, in order; how many there are; and how many of them come before the
-    middle: of keys those that all rows of a block see, of queries those that do not see all keys of a block.
+    """The numbers of the bits that are set, in order; how many there are; and how many of them come before
+    the middle: of keys those that all rows of a block see, of queries those that do not see all keys of a block.
     If there is no room, nothing of that: all numbers from `first` on are walked along; else first is -1.
     Grid: (heads * blocks + steps of the identity,)."""
     SIZE: tl.constexpr = CHUNK * 32

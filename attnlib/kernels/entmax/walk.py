@@ -1,4 +1,4 @@
-"""What the entmax kernels have in common: which block a program has, which keys its list names, and powers."""
+"""What the entmax kernels have in common: the block of a program, its list, rows gathered, and powers."""
 
 import triton
 import triton.language as tl
@@ -55,8 +55,8 @@ def list_of(lists_ptr, records_ptr, number, room, identity):
 
 @triton.jit
 def gather(x_ptr, b_index, stride, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of a tensor by number [BLOCK, BLOCK_D]. stride: of a row, in units of UNIT elements, from which the
-    compiler knows that 16 bytes may be read at a time."""
+    """Rows of a tensor by number [BLOCK, BLOCK_D]. stride: of a row, in units of UNIT elements, from which
+    the compiler knows that 16 bytes may be read at a time."""
     o_d = tl.arange(0, BLOCK_D)
     at = b_index.to(tl.int64) * stride * UNIT  # [BLOCK]
     if HEAD_DIM == BLOCK_D:

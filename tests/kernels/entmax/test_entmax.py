@@ -24,7 +24,7 @@ def test_case(name, device):
     check(CASES[name], device)
 
 
-def tensors(device, *, queries=70, keys=100, dtype=torch.float32, head_dim=16, seed=0):
+def tensors(device, *, queries=20, keys=70, dtype=torch.float32, head_dim=16, seed=0):
     generator = torch.Generator().manual_seed(seed)
     sizes = queries, keys, keys
     return [torch.randn(1, 1, n, head_dim, generator=generator).to(device, dtype) for n in sizes]
@@ -158,7 +158,7 @@ def test_nothing_to_do(shape, device):
 
 
 def test_equal_bits(device):
-    q, k, v, d_out = make(EntmaxCase("bits", 130, 130, causal=True), device)
+    q, k, v, d_out = make(EntmaxCase("bits", 70, 70, causal=True, head_dim=16), device)
     q.requires_grad_()
     runs = []
     for _ in range(2):
