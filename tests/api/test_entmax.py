@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib import attention_entmax
 
@@ -83,6 +84,13 @@ def test_torch_func_is_refused(device):
     q, k, v = tensors(device)
     with pytest.raises(NotImplementedError, match="attention_entmax under torch.func"):
         torch.func.grad(lambda q: attention_entmax(q, k, v).sum())(q)
+
+
+def test_flops_are_counted_as_if_every_key_had_weight(device):
+    q, k, v = tensors(device, grad=True)
+    with FlopCounterMode(display=False) as counter:
+        attention_entmax(q, k, v).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 20 * 40 * 16 * 7 // 2
 
 
 def test_no_second_derivative(device):

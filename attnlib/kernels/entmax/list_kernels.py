@@ -188,8 +188,9 @@ def entmax_lists(
     CHUNK: tl.constexpr,  # words of a step
 ):  # fmt: skip
     """The numbers of the bits that are set, in order; how many there are; and how many of them come before
-    the middle: of keys those that all rows of a block see, of queries those that do not see all keys of a block.
-    If there is no room, nothing of that: all numbers from `first` on are walked along; else first is -1.
+    the middle: of keys those that all rows of a block see, of queries those that do not see all keys of a
+    block. If there is no room, nothing of that: all numbers from `first` on are walked along; else first is
+    -1.
     Grid: (heads * blocks + steps of the identity,)."""
     SIZE: tl.constexpr = CHUNK * 32
     number = tl.program_id(0)
