@@ -69,11 +69,8 @@ def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
     assert judge.judge(right(*inputs[:3], causal=True)).ok
 
 
-def test_every_tuned_configuration_is_right(small):
-    inputs = time_entmax.inputs_of(70)
-    judge = time_entmax.Judge(inputs, True)
-    made = time_entmax.tuned(inputs)
-    assert len(made) == 2 + sum(map(len, (*time_entmax.FORWARD_TILES.values(),
-                                          *time_entmax.BACKWARD_TILES.values())))  # fmt: skip
-    for name in list(made)[:2]:
-        judge.judge(made[name]()()).raise_if_bad(name)
+def test_tuned_configurations(small):
+    """Each differs from the usual one in a tile; their kernels are tested elsewhere."""
+    made = time_entmax.tuned(time_entmax.inputs_of(70))
+    tiles = [*time_entmax.FORWARD_TILES.values(), *time_entmax.BACKWARD_TILES.values()]
+    assert len(made) == 2 + sum(map(len, tiles))

@@ -263,10 +263,12 @@ def tuned(inputs: Inputs) -> Makers:
 
     def backward(name: str, config) -> None:
         params = PARAMS._replace(config=config)
-        _, tau, flags = launch.forward(q, k, v, PARAMS)
-        found[f"{OURS}, backward, {name}"] = lambda: (
-            lambda: launch_backward.backward(d_out, q, k, v, tau, flags, params)
-        )
+
+        def make() -> Function:
+            _, tau, flags = launch.forward(q, k, v, PARAMS)
+            return lambda: launch_backward.backward(d_out, q, k, v, tau, flags, params)
+
+        found[f"{OURS}, backward, {name}"] = make
 
     plans = ((forward, entmax_config, FORWARD_TILES), (backward, entmax_backward_config, BACKWARD_TILES))
     for add, choose, tiles in plans:

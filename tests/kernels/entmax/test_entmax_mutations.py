@@ -25,7 +25,7 @@ SMALL = {
     "any": EntmaxCase("any", 20, 70, alpha=1.25, head_dim=16, dtype="float32"),
     "flipped": EntmaxCase("flipped", 20, 70, sm_scale=-0.5, head_dim=16, spread=3.0),
     "no room": EntmaxCase("no room", 100, 130, causal=True, room=64, spread=0.3, head_dim=16),
-    "long": EntmaxCase("long", 5, 2100, head_dim=16, spread=0.3, backward=False),
+    "long": EntmaxCase("long", 10, 2300, head_dim=16, spread=0.3, backward=False),
     "diagonal": EntmaxCase("diagonal", 128, 128, causal=True, spread=0.2, head_dim=16, backward=False),
     "tail": EntmaxCase("tail", 220, 64, head_dim=16, spread=0.3),
 }
