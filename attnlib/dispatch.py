@@ -81,16 +81,21 @@ def entmax(
     return family.forward(q, k, v, params)
 
 
+class SavedEntmax(NamedTuple):
+    """What `entmax` leaves to its backward pass."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    tau: torch.Tensor
+    flags: torch.Tensor
+
+
 def entmax_backward(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tau: torch.Tensor,
-    flags: torch.Tensor,
-    params: EntmaxParams,
+    d_out: torch.Tensor, saved: SavedEntmax, params: EntmaxParams
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v from what `entmax` gave and the gradient of `out`."""
+    q, k, v, tau, flags = saved
     d_out, q, k, v = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v))
     if nothing_to_do(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

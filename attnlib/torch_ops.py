@@ -20,7 +20,7 @@ from attnlib import dispatch, flops
 from attnlib.arguments.offsets import check_longest
 from attnlib.arguments.tangents import check_tangents
 from attnlib.autograd import no_second_derivative
-from attnlib.dispatch import Saved
+from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
 from attnlib.params import DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
 
@@ -225,7 +225,7 @@ attention_entmax.register_autograd(_differentiate_entmax, setup_context=_save_en
 def attention_entmax_backward(d_out, q, k, v, tau, flags, alpha, causal=False, sm_scale=None, impl=None):
     """(dq, dk, dv)."""
     params = EntmaxParams(alpha, causal, _scale(q, sm_scale), True, impl)
-    gradients = dispatch.entmax_backward(d_out, q, k, v, tau, flags, params)
+    gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, tau, flags), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
 
 
