@@ -19,7 +19,8 @@ class EntmaxOracle:
         oracle.judge("out", attention_entmax(q, k, v, causal=True, sm_scale=0.125)).raise_if_bad("my kernel")
 
     The rule is that of `oracle`: twice the error of plain PyTorch in the same dtype, which rounds scores and
-    weights, plus a rounding of the result. Attributes: `truth` and `budget`, by name ("out", "dq", "dk",
+    weights, plus a rounding of the result; and a rounding in fp32 of the numbers that cancel on the way to a
+    gradient: of a row with one key it is 0. Attributes: `truth` and `budget`, by name ("out", "dq", "dk",
     "dv"), `tau` in fp64.
     """
 
@@ -40,6 +41,7 @@ class EntmaxOracle:
             truth += reference.backward(d_out.double(), *exact, self.tau, flags, params)
             plain += plain_gradients(d_out, q, k, v, params)
         self.truth = dict(zip(NAMES, truth, strict=False))
+        cancelled = dict.fromkeys(NAMES, 0.0) if d_out is None else _cancelled(*exact, d_out.double(), params)
         self.budget = {}
         for (name, right), rough in zip(self.truth.items(), plain, strict=True):
             # Kernels accumulate in fp32: two orders of adding D products differ by about sqrt(D) roundings,
@@ -47,7 +49,8 @@ class EntmaxOracle:
             order = right * (math.sqrt(q.shape[-1]) * FP32 * (1 if name == "out" else 4))
             errors = rough.double() - right, right.to(self.dtype).double() - right, order
             largest, rms = zip(*map(max_and_rms, errors), strict=True)
-            self.budget[name] = Budget(*(2 * (x[0] + max(x[1:])) for x in (largest, rms)))
+            floor = FP32 * cancelled[name]
+            self.budget[name] = Budget(*(2 * (x[0] + max(*x[1:], floor)) for x in (largest, rms)))
 
     @torch.no_grad()
     def judge(self, name: str, found: torch.Tensor) -> Verdict:
@@ -104,3 +107,15 @@ def _plain_weights(q: torch.Tensor, k: torch.Tensor, params: EntmaxParams) -> to
         seen = torch.ones(S_q, S_k, dtype=torch.bool, device=z.device).tril(S_k - S_q)
         z = z.masked_fill(~seen, -torch.inf)
     return reference.entmax(z, params.alpha)[0].to(q.dtype)
+
+
+def _cancelled(q, k, v, d_out, params: EntmaxParams) -> dict[str, float]:
+    """How large the numbers are whose differences are gradients: of dQ and dK the gradients of weights, times
+    what they are multiplied with; of dV the scores, of which a threshold is subtracted."""
+    inputs = {"q": q, "k": k, "v": v, "d": d_out}
+    largest = {name: x.abs().max().item() if x.numel() else 0.0 for name, x in inputs.items()}
+    width, scale = math.sqrt(q.shape[-1]), abs(params.sm_scale)
+    weights = width * largest["d"] * largest["v"] * scale
+    scores = width * largest["q"] * largest["k"] * scale
+    gradients = {"dq": weights * largest["k"], "dk": weights * largest["q"]}
+    return {"out": 0.0, **gradients, "dv": largest["d"] * max(1.0, scores)}
