@@ -307,13 +307,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     plan = [("calls", length, None, everybody, BOOK if length <= 16384 else SWEEP) for length in LENGTHS]
     plan += [("blocks", 16384, codes, everybody, SWEEP) for codes in CODES]
+    plan.sort(key=lambda call: call[1] > 16384)  # the longest last
     if args.tune:
         plan = [("tune", length, None, tuned, SWEEP) for length in (4096, 16384)]
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    counted = {"flops": "as softmax attention's; backward 2.5 times", "judged": f"{JUDGED} queries, dQ"}
+    header = records.provenance(harness.method(BOOK, f"{OURS}, forward") | counted)
+    path = records.report_path("entmax", header, args.out)
 
     def keep(table: str, found: list[dict[str, Any]]) -> None:
+        """Also in the record, so that a run that is cut off leaves what it has measured."""
         print(*map(show, found), "", sep="\n", flush=True)
         tables.setdefault(table, {"rows": []})["rows"] += found
+        if not args.tune:
+            records.write_report(path, {"notebook": "entmax", **header}, tables)
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -328,10 +335,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [row for row in judged if row["status"] != "ok"]
     if args.tune:
         return int(bool(wrong))
-    counted = {"flops": "as softmax attention's; backward 2.5 times", "judged": f"{JUDGED} queries, dQ"}
-    header = records.provenance(harness.method(BOOK, f"{OURS}, forward") | counted)
-    path = records.report_path("entmax", header, args.out)
-    records.write_report(path, {"notebook": "entmax", **header}, tables)
     print(path)
     return int(bool(wrong))
 
