@@ -8,11 +8,11 @@ import torch
 from torch.autograd import forward_ad
 
 from attnlib.arguments.tangents import check_tangents
-from attnlib.kernels import DECODERS, FAMILIES, FOR_FEW_CALLS
+from attnlib.kernels import DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
-from attnlib.params import DecodeParams, Implementation, MaskWindow, Params
+from attnlib.params import DecodeParams, EntmaxParams, Implementation, MaskWindow, Params
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,56 @@ def decode(
     for family in DECODERS.values():
         if family.unsupported(q, params) is None:
             return family.forward(q, k, v, params)
+    raise AssertionError("the last family runs every call")
+
+
+def entmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: EntmaxParams
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, tau, flags) of `attention_entmax`. ValueError if an implementation is asked for that can't run
+    it."""
+    q, k, v = (x.resolve_neg() for x in (q, k, v))
+    family = _entmax_family(q, params.impl)
+    if nothing_to_do(q, k):
+        tau = torch.full(q.shape[:3], math.inf, dtype=torch.float32, device=q.device)
+        return torch.zeros_like(q), tau, q.new_zeros(entmax_flags(q, k, params.impl), dtype=torch.int32)
+    return family.forward(q, k, v, params)
+
+
+class SavedEntmax(NamedTuple):
+    """What `entmax` leaves to its backward pass."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    tau: torch.Tensor
+    flags: torch.Tensor
+
+
+def entmax_backward(
+    d_out: torch.Tensor, saved: SavedEntmax, params: EntmaxParams
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k and v from what `entmax` gave and the gradient of `out`."""
+    q, k, v, tau, flags = saved
+    d_out, q, k, v = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v))
+    if nothing_to_do(q, k):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    return _entmax_family(q, params.impl).backward(d_out, q, k, v, tau, flags, params)
+
+
+def entmax_flags(q: torch.Tensor, k: torch.Tensor, impl: str | None) -> int:
+    """Words of the flags that `entmax` gives for the backward pass."""
+    return _entmax_family(q, impl).flags_size(q.shape, k.shape)
+
+
+def _entmax_family(q: torch.Tensor, impl: str | None):
+    for name, family in ENTMAX.items():
+        if impl in (None, name):
+            why_not = family.unsupported(q)
+            if why_not is None:
+                return family
+            if impl is not None:
+                raise ValueError(f"impl: {impl!r} {why_not}")
     raise AssertionError("the last family runs every call")
 
 

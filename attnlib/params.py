@@ -108,3 +108,23 @@ class Params(NamedTuple):
     impl: Implementation | None = None
     config: Any = None
     plan: Any = None
+
+
+class EntmaxParams(NamedTuple):
+    """What a call of `attention_entmax` asks for besides its tensors.
+
+    Attributes:
+        alpha: of the entmax, above 1 up to 2, which is sparsemax.
+        causal: the last query stands at the last key, and none sees a key after its own place.
+        sm_scale: factor on the scores.
+        columns: whether the forward pass leaves what the backward pass wants.
+        impl: the implementation asked for; None for the first that can run the call.
+        config: how the kernels are compiled and launched; None for the family's choice.
+    """
+
+    alpha: float
+    causal: bool
+    sm_scale: float
+    columns: bool = False
+    impl: str | None = None
+    config: Any = None

@@ -1,9 +1,12 @@
 """Attention as operators of PyTorch: what `torch.compile`, `torch.export`, checkpointing policies, fake
-tensors and FLOP counters see. Calls that none of them looks at go past this file.
+tensors and FLOP counters see. Calls that none of them looks at go past this file, but for those of
+`attention_entmax`.
 
     torch.ops.attnlib.attention_forward    -> out, lse
     torch.ops.attnlib.attention_backward   -> dq, dk, dv
     torch.ops.attnlib.attention_decode     -> out, lse
+    torch.ops.attnlib.attention_entmax             -> out, tau, flags
+    torch.ops.attnlib.attention_entmax_backward    -> dq, dk, dv
 
 They take checked arguments and do what `dispatch` does. `lse` is empty where it is not needed.
 """
@@ -17,9 +20,9 @@ from attnlib import dispatch, flops
 from attnlib.arguments.offsets import check_longest
 from attnlib.arguments.tangents import check_tangents
 from attnlib.autograd import no_second_derivative
-from attnlib.dispatch import Saved
+from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
-from attnlib.params import DecodeParams, MaskWindow, Params, Varlen
+from attnlib.params import DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
@@ -163,6 +166,77 @@ def _no_gradient(ctx, *_):
 attention_decode.register_autograd(_no_gradient)
 
 
+# ---------------------------------------------------------------- entmax
+
+_ENTMAX = "float alpha, bool causal=False, float? sm_scale=None"
+
+
+@torch.library.custom_op(
+    "attnlib::attention_entmax",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_ENTMAX}, bool flags=False, str? impl=None) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def attention_entmax(q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=None):
+    """(out, tau, flags), the flags those that the backward pass wants, or none."""
+    params = EntmaxParams(alpha, causal, _scale(q, sm_scale), flags, impl)
+    out, tau, found = dispatch.entmax(q, k, v, params)
+    return _like(q, out), tau, found if flags else q.new_empty(0, dtype=torch.int32)
+
+
+@attention_entmax.register_fake
+def _entmax_fake(q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=None):
+    tau = q.new_empty(q.shape[:3], dtype=torch.float32)
+    words = dispatch.entmax_flags(q, k, impl) if flags else 0
+    return torch.empty_like(q), tau, q.new_empty(words, dtype=torch.int32)
+
+
+def _scale(q, sm_scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+
+
+def _save_entmax(ctx, inputs, output) -> None:
+    q, k, v, *ctx.asked, ctx.has_flags, ctx.impl = inputs
+    _, tau, flags = output
+    ctx.save_for_backward(q, k, v, tau, flags)
+    ctx.mark_non_differentiable(tau, flags)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_entmax(ctx, d_out, *_):
+    if d_out is None:
+        return (None,) * 8
+    q, k, v, tau, flags = ctx.saved_tensors
+    if not ctx.has_flags:  # a graph made where no gradient was wanted
+        _, tau, flags = attention_entmax(q, k, v, *ctx.asked, True, ctx.impl)
+    gradients = attention_entmax_backward(d_out, q, k, v, tau, flags, *ctx.asked, ctx.impl)
+    return *gradients, *(None,) * 5
+
+
+attention_entmax.register_autograd(_differentiate_entmax, setup_context=_save_entmax)
+
+
+@torch.library.custom_op(
+    "attnlib::attention_entmax_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor tau, Tensor flags, {_ENTMAX}, "
+    "str? impl=None) -> (Tensor, Tensor, Tensor)",
+)
+def attention_entmax_backward(d_out, q, k, v, tau, flags, alpha, causal=False, sm_scale=None, impl=None):
+    """(dq, dk, dv)."""
+    params = EntmaxParams(alpha, causal, _scale(q, sm_scale), True, impl)
+    gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, tau, flags), params)
+    return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
+
+
+@attention_entmax_backward.register_fake
+def _entmax_backward_fake(d_out, q, k, v, *_, **__):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+attention_entmax_backward.register_autograd(lambda ctx, *_: no_second_derivative())
+
+
 # ---------------------------------------------------------------- forward-mode differentiation
 
 _library = torch.library.Library("attnlib", "IMPL")
@@ -185,6 +259,8 @@ def _refuse_tangents(operator) -> None:
 _refuse_tangents(attention_forward)
 _refuse_tangents(attention_backward)
 _refuse_tangents(attention_decode)
+_refuse_tangents(attention_entmax)
+_refuse_tangents(attention_entmax_backward)
 
 
 flops.register_when_counted()

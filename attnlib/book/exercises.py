@@ -13,11 +13,13 @@ from unittest import mock
 import numpy as np
 import torch
 
+from attnlib.bench.entmax_oracle import EntmaxOracle
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.emulator import Deadlock, Race, emulated
 from attnlib.emulator.barriers import Barrier
 from attnlib.emulator.machine import Machine
+from attnlib.params import EntmaxParams
 
 ORDERS = ("eager", 0), ("late", 0), ("random", 0), ("random", 1)
 """Order of a run and its seed."""
@@ -30,6 +32,16 @@ def judge_kernel(attention: Callable, shape: Shape, **how) -> None:
         out = attention(q, k, v)
     verdict = Oracle(q, k, v, **how).judge(out)
     assert verdict.ok, f"{_named(shape, how)}: {verdict.reason}"
+
+
+def judge_entmax(attention: Callable, shape: Shape, alpha: float, kind: str = "normal") -> None:
+    """`attention(q, k, v, causal, sm_scale)` on the notebook's device against alpha-entmax in fp64."""
+    q, k, v = make_inputs(shape, kind)
+    params = EntmaxParams(alpha, shape.causal, shape.head_dim**-0.5)
+    with np.errstate(all="ignore"):
+        out = attention(q, k, v, shape.causal, params.sm_scale)
+    verdict = EntmaxOracle(q, k, v, params).judge("out", out)
+    assert verdict.ok, f"{_named(shape)}, {kind} inputs, alpha = {alpha:g}: {verdict.reason}"
 
 
 def judge_gluon(attention: Callable, shape: Shape) -> None:

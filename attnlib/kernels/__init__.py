@@ -14,10 +14,11 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import decode, fp8, hopper, portable, reference
+from attnlib.kernels import decode, entmax, fp8, hopper, portable, reference
 from attnlib.kernels.decode import few_queries
 from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.reference import decode as reference_decode
+from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import fp8 as reference_fp8
 
 FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "reference": reference}
@@ -43,3 +44,12 @@ QUANTIZERS = {"triton": fp8, "reference": reference_fp8}
 DECODERS = {"triton": decode, "reference": reference_decode}
 """The same for `attention_decode`: modules with unsupported(q, params) and forward(q, k, v, params), where
 `params` is an `attnlib.params.DecodeParams`."""
+
+ENTMAX = {"triton": entmax, "reference": reference_entmax}
+"""What `attention_entmax` runs, in the order of preference: modules with
+
+    unsupported(q)                            what they need and a call does not have; None if it has all
+    flags_size(q, k)                          int32 words of flags for the backward pass, from the shapes
+    forward(q, k, v, params)                  (out, tau, flags), params an `attnlib.params.EntmaxParams`
+    backward(d_out, q, k, v, tau, flags, params)     (dq, dk, dv)
+"""

@@ -1,5 +1,5 @@
-"""attention(), attention_varlen() and attention_decode(): every wrong argument is named, with what was
-expected and what came."""
+"""attention(), attention_varlen(), attention_decode() and attention_entmax(): every wrong argument is named,
+with what was expected and what came."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 
-from attnlib import attention, attention_decode, attention_varlen, explain
+from attnlib import attention, attention_decode, attention_entmax, attention_varlen, explain
 from attnlib.arguments import offsets as offset_checks
 from attnlib.params import Varlen
 
@@ -325,9 +325,24 @@ DECODE = [
     ),
 ]  # fmt: skip
 
+ALPHA = "alpha: expected a number from 1 + 2^-10 to 2 (softmax, alpha = 1, is attention), got"
+ENTMAX_IMPL = "impl: expected 'triton', 'reference' or None"
+ENTMAX = [
+    *(({"alpha": alpha}, TypeError, f"{ALPHA} {name}")
+      for alpha, name in ((None, "NoneType"), ("1.5", "str"), (True, "bool"), (1.5 + 0j, "complex"))),
+    *(({"alpha": alpha}, ValueError, f"{ALPHA} {alpha}")
+      for alpha in (1, 1.0, 1.0009, 2.001, 0.5, -1.5, math.inf, math.nan)),
+    ({"return_tau": 1}, TypeError, "return_tau: expected a bool, got int"),
+    ({"return_tau": None}, TypeError, "return_tau: expected a bool, got NoneType"),
+    ({"impl": 1}, TypeError, f"{ENTMAX_IMPL}, got int"),
+    ({"impl": "hopper"}, ValueError, f"{ENTMAX_IMPL}, got 'hopper'"),
+]  # fmt: skip
+ENTMAX += [row for row in OPTIONS if set(row[0]) <= {"causal", "sm_scale"}]
+
 COMMON = [row for row in OPTIONS if not {"deterministic", "impl"} & set(row[0])]
 TABLE = {
     attention_decode: (GOOD_DECODE, [*DECODE, *COMMON]),
+    attention_entmax: (GOOD, [*TENSORS, *DENSE_TENSORS, *ENTMAX]),
     attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS]),
     attention_varlen: (GOOD_VARLEN, [*TENSORS, *PACKED_TENSORS, *SEQUENCES, *OPTIONS]),
 }
@@ -346,7 +361,10 @@ ROWS = [
 
 @pytest.mark.parametrize(("function", "good", "wrong", "error", "message"), ROWS)
 def test_wrong_arguments_are_named(function, good, wrong, error, message):
-    impls = ("decode", "hopper", "triton", "reference", None) if "impl" in parameters(function) else (None,)
+    impls = (None,)
+    if "impl" in parameters(function):
+        own = () if function is attention_entmax else ("decode", "hopper")
+        impls = (*own, "triton", "reference", None)
     for options in ({} if impl is None else {"impl": impl} for impl in impls):
         with pytest.raises(error) as raised:
             function(**{**good, **options, **wrong})
@@ -381,6 +399,8 @@ def test_options_are_keywords_only():
         attention_varlen(*GOOD_VARLEN.values(), True)
     with pytest.raises(TypeError, match="takes 3 positional arguments but 5 were given"):
         attention_decode(*GOOD_DECODE.values())
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+        attention_entmax(*GOOD.values(), 1.5)
 
 
 @pytest.mark.parametrize("window", [(0, 0), [3, 2], (-1, -1), (10**30, -1), (2**31, 2**40)])

@@ -32,7 +32,9 @@ from attnlib.dispatch import resolve
 from attnlib.kernels.common import preprocess
 from attnlib.kernels.portable import backward_kernels
 from attnlib.kernels.portable.configs_backward import backward_config
-from attnlib.params import MaskWindow, Params, Varlen
+from attnlib.kernels.reference import entmax as reference_entmax
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.params import EntmaxParams, MaskWindow, Params, Varlen
 
 PAGE = ROOT / "notebooks" / "features.md"
 API = (ROOT / "notebooks" / "api.md").read_text()
@@ -106,6 +108,36 @@ def test_what_is_said_of_others_has_a_source():
     for note in defined:
         source = text.split(f"[^{note}]:")[1].split("\n[^")[0]
         assert re.search(r"\]\(https://|torch \d", source), f"features.md: no address in the note {note}"
+
+
+# ---------------------------------------------------------------- what is not softmax attention
+
+
+def other_functions() -> dict[str, list[str]]:
+    """Row of the second table -> its cells."""
+    table = PAGE.read_text().split("<!-- not softmax -->")[1].split("<!-- /not softmax -->")[0]
+    lines = [line.strip().strip("|").split("|") for line in table.strip().splitlines()][2:]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+def entmax_of(alpha: float) -> Callable:
+    return lambda q, k, v: reference_entmax.forward(q, k, v, EntmaxParams(alpha, False, 0.125))[0]
+
+
+IN_FP64 = {f"`attention_entmax`, alpha = {alpha:g}": entmax_of(alpha) for alpha in (1.5, 2.0)}
+"""Row -> the function in fp64."""
+
+
+@pytest.mark.parametrize("name", IN_FP64)
+def test_what_another_function_is_off_by(name):
+    q, k, v = (x.double() for x in make_inputs(Shape(1, 1, 512, 64, False, "float32"), device="cpu"))
+    softmax = attention_fp64(q, k, v)[0]
+    off = (IN_FP64[name](q, k, v) - softmax).square().mean() / softmax.square().mean()
+    assert other_functions()[name][1] == f"{off.sqrt().item():.1f}"
+
+
+def test_every_other_function_has_a_row():
+    assert set(other_functions()) == set(IN_FP64)
 
 
 # ---------------------------------------------------------------- the page of the API

@@ -56,6 +56,11 @@ PLANTED = {
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),
     ),
+    "34_entmax": (
+        ("sparsemax_attention", "range(5)", "range(0)", "max error"),
+        ("sparsemax_attention", "b_l += tl.sum(b_x, 1)", "b_l += tl.sum(b_x * b_x, 1)", "max error"),
+        ("sparsemax_attention", "tl.minimum(o_m, S - 1) if", "tl.minimum(o_m + 1, S - 1) if", "max error"),
+    ),
 }
 
 

@@ -72,7 +72,17 @@ class DecodeCall(NamedTuple):
     impl: str = "decode"
 
 
-def calls() -> Iterator[Call | DecodeCall]:
+class EntmaxCall(NamedTuple):
+    """Queries and keys of different lengths. room: of a list."""
+
+    head_dim: int
+    alpha: float
+    causal: bool
+    room: int
+    impl: str = "entmax"
+
+
+def calls() -> Iterator[Call | DecodeCall | EntmaxCall]:
     """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences; caches, pages."""
     from attnlib.bench.shapes import Shape
 
@@ -97,13 +107,17 @@ def calls() -> Iterator[Call | DecodeCall]:
     ):
         if split != "none" or not same_launch:
             yield DecodeCall(head_dim, page, split, same_launch)
+    for head_dim, alpha, causal in ((64, 1.5, True), (64, 2.0, False), (96, 1.25, True), (256, 1.5, False)):
+        yield EntmaxCall(head_dim, alpha, causal, 4096)
+        yield EntmaxCall(head_dim, alpha, causal, 64)
 
 
 def run_calls(part: int, parts: int) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
     done = 0
     for call in islice(calls(), part, None, parts):
-        results = run_decoding(call) if isinstance(call, DecodeCall) else run_training(call)
+        run = {DecodeCall: run_decoding, EntmaxCall: run_entmax}.get(type(call), run_training)
+        results = run(call)
         for result in results:
             if not result.detach().cpu().isfinite().all():
                 raise RuntimeError(f"{call}: a result is not finite")
@@ -160,6 +174,25 @@ def run_decoding(call: DecodeCall) -> tuple:
     out, _ = DECODERS["triton"].forward(q, k, v, params._replace(config=config))
     torch.cuda.synchronize()
     return (out,)
+
+
+def run_entmax(call: EntmaxCall) -> tuple:
+    """Output, threshold and gradients."""
+    import torch
+
+    from attnlib import attention_entmax
+    from attnlib.kernels.entmax import call as entmax_call
+    from attnlib.kernels.entmax import launch, launch_backward
+
+    entmax_call.ROOM = call.room
+    for module in (launch, launch_backward):
+        module.prepare.cache_clear()
+    sizes = (4, 200), (2, 230), (2, 230)
+    q, k, v = (torch.randn(1, h, n, call.head_dim).half().cuda().requires_grad_() for h, n in sizes)
+    out, tau = attention_entmax(q, k, v, alpha=call.alpha, causal=call.causal, return_tau=True)
+    out.backward(torch.randn(out.shape).half().cuda())
+    torch.cuda.synchronize()
+    return out, tau, q.grad, k.grad, v.grad
 
 
 # ---------------------------------------------------------------- what the sanitizer says

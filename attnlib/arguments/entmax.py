@@ -1,0 +1,45 @@
+"""The arguments of `attention_entmax`, checked."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnlib.arguments.common import certain, check_common, type_name
+from attnlib.arguments.exact import Options
+from attnlib.arguments.exact import check as check_exact
+
+LEAST_ALPHA = 1 + 2.0**-10
+"""Below it p = 1 / (alpha - 1) magnifies the rounding of scores to more than 2^-13 of a weight."""
+_ALPHA = "expected a number from 1 + 2^-10 to 2 (softmax, alpha = 1, is attention)"
+_NO_OPTIONS = Options()
+_IMPLEMENTATIONS = "expected 'triton', 'reference' or None"
+
+
+class EntmaxOptions(NamedTuple):
+    """The options of `attention_entmax`, as they were given."""
+
+    alpha: Any = 1.5
+    causal: Any = False
+    sm_scale: Any = None
+    return_tau: Any = False
+    impl: Any = None
+
+
+def check_entmax(q, k, v, options: EntmaxOptions, symbols: bool = False) -> None:
+    """TypeError or ValueError if an argument is wrong. symbols: sizes may be no numbers."""
+    alpha, causal, sm_scale, return_tau, impl = options
+    check_exact(q, k, v, _NO_OPTIONS, symbols)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | torch.SymFloat):
+        raise TypeError(f"alpha: {_ALPHA}, got {type_name(alpha)}")
+    right = LEAST_ALPHA <= alpha
+    right = right & (alpha <= 2) if symbols else right and alpha <= 2
+    if not (certain(right) if symbols else right):
+        raise ValueError(f"alpha: {_ALPHA}, got {alpha}")
+    check_common(causal, None, sm_scale, False, symbols)
+    if return_tau is not True and return_tau is not False:
+        raise TypeError(f"return_tau: expected a bool, got {type_name(return_tau)}")
+    if impl is not None:
+        if not isinstance(impl, str):
+            raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {type_name(impl)}")
+        if impl not in ("triton", "reference"):
+            raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")

@@ -1,0 +1,121 @@
+"""The fp64 oracle of entmax attention and of its gradients, and the budgets that a kernel has to keep."""
+
+import math
+
+import torch
+
+from attnlib.bench.oracle import Budget, Verdict, max_and_rms
+from attnlib.kernels.reference import entmax as reference
+from attnlib.params import EntmaxParams
+
+FP32 = torch.finfo(torch.float32).eps
+NAMES = "out", "dq", "dk", "dv"
+
+
+class EntmaxOracle:
+    """The truth and the budget of one call, to judge an output and gradients of d_out.
+
+        oracle = EntmaxOracle(q, k, v, EntmaxParams(1.5, True, 0.125), d_out)
+        oracle.judge("out", attention_entmax(q, k, v, causal=True, sm_scale=0.125)).raise_if_bad("my kernel")
+
+    The rule is that of `oracle`: twice the error of plain PyTorch in the same dtype, which rounds scores and
+    weights, plus a rounding of the result; and a rounding in fp32 of the numbers that cancel on the way to a
+    gradient: of a row with one key it is 0. Attributes: `truth` and `budget`, by name ("out", "dq", "dk",
+    "dv"), `tau` in fp64.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: EntmaxParams,
+        d_out: torch.Tensor | None = None,
+    ) -> None:
+        self.dtype = q.dtype
+        exact = [x.double() for x in (q, k, v)]
+        out, self.tau, flags = reference.forward(*exact, params)
+        truth, plain = [out], [plain_entmax(q, k, v, params)]
+        if d_out is not None:
+            truth += reference.backward(d_out.double(), *exact, self.tau, flags, params)
+            plain += plain_gradients(d_out, q, k, v, params)
+        self.truth = dict(zip(NAMES, truth, strict=False))
+        cancelled = dict.fromkeys(NAMES, 0.0) if d_out is None else _cancelled(*exact, d_out.double(), params)
+        self.budget = {}
+        for (name, right), rough in zip(self.truth.items(), plain, strict=True):
+            # Kernels accumulate in fp32: two orders of adding D products differ by about sqrt(D) roundings,
+            # and rows of dK and dV add as many again.
+            order = right * (math.sqrt(q.shape[-1]) * FP32 * (1 if name == "out" else 4))
+            errors = rough.double() - right, right.to(self.dtype).double() - right, order
+            largest, rms = zip(*map(max_and_rms, errors), strict=True)
+            floor = FP32 * cancelled[name]
+            self.budget[name] = Budget(*(2 * (x[0] + max(*x[1:], floor)) for x in (largest, rms)))
+
+    @torch.no_grad()
+    def judge(self, name: str, found: torch.Tensor) -> Verdict:
+        """Of "out", or one of the gradients; never raises for a wrong one."""
+        right, budget = self.truth[name], self.budget[name]
+        if found.shape != right.shape or found.dtype != self.dtype:
+            expected, came = (tuple(right.shape), self.dtype), (tuple(found.shape), found.dtype)
+            return Verdict(math.nan, math.nan, budget, False, f"{name}: expected {expected}, got {came}")
+        largest, rms = max_and_rms(found.double() - right)
+        reason = ""
+        if not bool(found.isfinite().all()):
+            reason = f"{name}: values are not finite"
+        elif not (largest <= budget.max and rms <= budget.rms):
+            reason = (
+                f"{name}: max error {largest:.2e} (budget {budget.max:.2e}), "
+                f"RMS error {rms:.2e} (budget {budget.rms:.2e})"
+            )
+        return Verdict(largest, rms, budget, not reason, reason)
+
+    def judge_tau(self, tau: torch.Tensor) -> Verdict:
+        """fp32 in every kernel: this separates fp32 arithmetic from a wrong threshold."""
+        seen = self.tau.isfinite()
+        size = self.tau[seen].abs().max().item() if bool(seen.any()) else 0.0
+        budget = Budget(1e-4 * max(1.0, size), math.inf)
+        if not torch.equal(tau.isfinite(), seen):
+            return Verdict(math.nan, math.nan, budget, False, "tau: expected +inf where a row sees no key")
+        largest, rms = max_and_rms((tau.double() - self.tau)[seen])
+        reason = "" if largest <= budget.max else f"tau: max error {largest:.2e}, tolerance {budget.max:.2e}"
+        return Verdict(largest, rms, budget, not reason, reason)
+
+
+def plain_entmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: EntmaxParams) -> torch.Tensor:
+    """What plain PyTorch gives: scores and weights in the dtype of q, the threshold in fp32."""
+    p = _plain_weights(q, k, params)
+    return p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def plain_gradients(d_out, q, k, v, params: EntmaxParams) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) likewise."""
+    groups = (k.shape[1], q.shape[1] // k.shape[1])
+    keys, values = (x.repeat_interleave(groups[1], 1) for x in (k, v))
+    p = _plain_weights(q, k, params)
+    dp = d_out @ values.mT
+    dz = reference.entmax_gradient(p.float(), dp.float(), params.alpha) * params.sm_scale
+    dz = dz.to(q.dtype)
+    dk, dv = (x.unflatten(1, groups).sum(2) for x in (dz.mT @ q, p.mT @ d_out))
+    return dz @ keys, dk, dv
+
+
+def _plain_weights(q: torch.Tensor, k: torch.Tensor, params: EntmaxParams) -> torch.Tensor:
+    z = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).mul(params.sm_scale).float()
+    if params.causal:
+        S_q, S_k = z.shape[-2:]
+        seen = torch.ones(S_q, S_k, dtype=torch.bool, device=z.device).tril(S_k - S_q)
+        z = z.masked_fill(~seen, -torch.inf)
+    return reference.entmax(z, params.alpha)[0].to(q.dtype)
+
+
+def _cancelled(q, k, v, d_out, params: EntmaxParams) -> dict[str, float]:
+    """How large the numbers are whose differences are gradients: of dQ and dK the gradients of weights, times
+    what they are multiplied with; of dV the scores, of which a threshold is subtracted."""
+    inputs = {"q": q, "k": k, "v": v, "d": d_out}
+    largest = {name: x.abs().max().item() if x.numel() else 0.0 for name, x in inputs.items()}
+    width, scale = math.sqrt(q.shape[-1]), abs(params.sm_scale)
+    weights = width * largest["d"] * largest["v"] * scale
+    scores = width * largest["q"] * largest["k"] * scale
+    gradients = {"dq": weights * largest["k"], "dk": weights * largest["q"]}
+    return {"out": 0.0, **gradients, "dv": largest["d"] * max(1.0, scores)}

@@ -1,0 +1,217 @@
+"""Gradients of alpha-entmax attention, over listed keys and listed queries.
+
+With x = [s - tau]_+, p = x^(1 / (alpha - 1)) and u = p^(2 - alpha), the derivative of p by the scores
+z = sm_scale * q k^T is diag(u) - u u^T / sum(u). So with dP = dO V^T
+
+    delta = sum_j u_j dP_j / sum_j u_j,  dZ = u * (dP - delta)
+
+and dV = P^T dO, dK = sm_scale * dZ^T Q, dQ = sm_scale * dZ K. A key without weight has u = 0 and no part in
+any of them: `attention_entmax_dq` walks along the list of its block of queries, twice, as delta has to be
+known first; `attention_entmax_dkdv` walks along the list of queries of its block of keys. No atomics, so that
+the same inputs give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from attnlib.kernels.common.tile_access import load_tile, store_tile
+from attnlib.kernels.entmax.forward_kernel import excess, index_of
+from attnlib.kernels.entmax.walk import ROWS, gather, last_visible, list_of, place, powers
+
+
+@triton.jit
+def _weights(b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, at, count, last_key,
+             MASKED: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """(u, dP, keys) of a tile of a list: [BLOCK_M, BLOCK_N] twice, [BLOCK_N, BLOCK_D]."""
+    b_index = index_of(list_ptr, at, count, MASKED, BLOCK_N)  # [BLOCK_N]
+    b_k = gather(k_ptr, b_index, k_s, UNIT, HEAD_DIM, BLOCK_D)
+    b_v = gather(v_ptr, b_index, v_s, UNIT, HEAD_DIM, BLOCK_D)
+    b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)
+    b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)
+    b_x = excess(b_s, b_t, at, count, b_index, last_key, scale, MASKED, BLOCK_N)
+    _, b_u = powers(b_x, exponent, KIND)
+    return b_u, b_dp, b_k
+
+
+@triton.jit
+def _delta(b_u_dp, b_u_sum, b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, first, end,
+           count, last_key, MASKED: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
+           NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+           PRECISION: tl.constexpr):  # fmt: skip
+    """Add sum(u dP) and sum(u) of a part of a list, [BLOCK_M]."""
+    for at in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
+        b_u, b_dp, _ = _weights(
+            b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, at, count, last_key, MASKED,
+            KIND, UNIT, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+        )  # fmt: skip
+        b_u_dp += tl.sum(b_u * b_dp, 1)
+        b_u_sum += tl.sum(b_u, 1)
+    return b_u_dp, b_u_sum
+
+
+@triton.jit
+def _dq(b_dq, b_q, b_do, b_t, b_delta, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, first, end, count,
+        last_key, MASKED: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, NUM_STAGES: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
+    """Add what a part of a list gives to dQ (not yet scaled)."""
+    for at in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
+        b_u, b_dp, b_k = _weights(
+            b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, at, count, last_key, MASKED,
+            KIND, UNIT, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+        )  # fmt: skip
+        b_dz = b_u * (b_dp - b_delta[:, None])  # [BLOCK_M, BLOCK_N]
+        b_dq = tl.dot(b_dz.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    return b_dq
+
+
+@triton.jit
+def _dkdv(b_dk, b_dv, b_k, b_v, q_ptr, do_ptr, tau_ptr, delta_ptr, list_ptr, q_s, do_s, scale, exponent,
+          first, end, gap, skipped, count, diagonal, o_n, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+          KIND: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, UNIT: tl.constexpr,
+          NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+          PRECISION: tl.constexpr):  # fmt: skip
+    """Add what a part of a list of queries gives to dK (not yet scaled) and dV: elements first .. end - 1, of
+    which those from `gap` on stand `skipped` further on."""
+    for i in tl.range(first, end, BLOCK_M, num_stages=NUM_STAGES):
+        at = i
+        if MASKED:
+            at += tl.where(i < gap, 0, skipped)
+        b_index = index_of(list_ptr, at, count, MASKED, BLOCK_M)  # [BLOCK_M]
+        b_q = gather(q_ptr, b_index, q_s, UNIT, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_do = gather(do_ptr, b_index, do_s, UNIT, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_t = tl.load(tau_ptr + b_index)  # [BLOCK_M]
+        b_delta = tl.load(delta_ptr + b_index)  # [BLOCK_M]
+        b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        b_x = tl.maximum(b_st * scale - b_t[None, :], 0.0)
+        if MASKED:
+            seen = (at + tl.arange(0, BLOCK_M) < count)[None, :]
+            if CAUSAL:
+                seen = seen & (o_n[:, None] <= (b_index + diagonal)[None, :])
+            b_x = tl.where(seen, b_x, 0.0)
+        b_pt, b_ut = powers(b_x, exponent, KIND)  # [BLOCK_N, BLOCK_M]
+        if WANT_DV:
+            b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        if WANT_DK:
+            b_dzt = b_ut * (b_dpt - b_delta[None, :])
+            b_dk = tl.dot(b_dzt.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize="S_q S_k H HEADS room identity k_b k_h k_s v_b v_h v_s".split())
+def attention_entmax_dq(
+    desc_q, desc_do, desc_dq,  # (B, H, S_q, D)
+    k_ptr, v_ptr,  # (B, H_kv, S_k, D)
+    tau_ptr, delta_ptr,  # (HEADS, S_q)
+    lists_ptr, records_ptr, room, identity,  # keys of each block of 64 rows, see `entmax_lists`
+    scale,  # (alpha - 1) * sm_scale
+    sm_scale,
+    exponent,  # 1 / (alpha - 1)
+    S_q, S_k,
+    H,  # query heads
+    HEADS,  # B * H
+    k_b, k_h, k_s, v_b, v_h, v_s,  # strides in units of UNIT elements
+    GROUP: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SECTION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """delta and dQ of a block of queries. Grid: (blocks of BLOCK_M rows * HEADS,)."""
+    i_m, head = place(tl.cdiv(S_q, BLOCK_M), HEADS, SECTION)
+    start = i_m * BLOCK_M
+    i_b, i_h = head // H, head % H
+    k_ptr += (i_b.to(tl.int64) * k_b + (i_h // GROUP).to(tl.int64) * k_h) * UNIT
+    v_ptr += (i_b.to(tl.int64) * v_b + (i_h // GROUP).to(tl.int64) * v_h) * UNIT
+    o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    last_key = last_visible(o_m, S_q, S_k, CAUSAL)
+    own = head.to(tl.int64) * tl.cdiv(S_q, ROWS) + start // ROWS
+    list_ptr, count, middle = list_of(lists_ptr, records_ptr, own, room, identity)
+    whole = middle // BLOCK_N * BLOCK_N  # tiles up to here need no mask
+    b_q = load_tile(desc_q, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = load_tile(desc_do, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    row = head.to(tl.int64) * S_q + o_m
+    b_t = tl.load(tau_ptr + row, mask=o_m < S_q, other=float("inf"))  # [BLOCK_M]
+    b_u_dp = tl.zeros([BLOCK_M], tl.float32)
+    b_u_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_u_dp, b_u_sum = _delta(
+        b_u_dp, b_u_sum, b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, 0, whole,
+        count, last_key, False, KIND, UNIT, NUM_STAGES, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+    )  # fmt: skip
+    b_u_dp, b_u_sum = _delta(
+        b_u_dp, b_u_sum, b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, whole, count,
+        count, last_key, True, KIND, UNIT, 1, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+    )  # fmt: skip
+    b_delta = b_u_dp / tl.where(b_u_sum > 0.0, b_u_sum, 1.0)  # [BLOCK_M]
+    tl.store(delta_ptr + row, b_delta, mask=o_m < S_q)
+    b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_dq = _dq(
+        b_dq, b_q, b_do, b_t, b_delta, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, 0, whole,
+        count, last_key, False, KIND, UNIT, NUM_STAGES, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+    )  # fmt: skip
+    b_dq = _dq(
+        b_dq, b_q, b_do, b_t, b_delta, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, whole, count,
+        count, last_key, True, KIND, UNIT, 1, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+    )  # fmt: skip
+    store_tile(desc_dq, b_dq * sm_scale, (i_b, i_h), start, BLOCK_M, BLOCK_D)
+
+
+@triton.jit(
+    do_not_specialize="S_q S_k H H_kv KV_HEADS blocks room identity q_b q_h q_s do_b do_h do_s".split()
+)
+def attention_entmax_dkdv(
+    q_ptr, do_ptr,  # (B, H, S_q, D)
+    desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D)
+    tau_ptr, delta_ptr,  # (B * H, S_q)
+    lists_ptr, records_ptr, room, identity,  # queries of each block of 64 keys, for each query head
+    scale, sm_scale, exponent, S_q, S_k,  # as in `attention_entmax_dq`
+    H, H_kv,
+    KV_HEADS,  # B * H_kv
+    blocks,  # lists of a head
+    q_b, q_h, q_s, do_b, do_h, do_s,  # strides in units of UNIT elements
+    GROUP: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,  # which of the two to compute
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SECTION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a block of keys. Grid: (blocks of BLOCK_N keys * KV_HEADS,)."""
+    num_n = tl.cdiv(S_k, BLOCK_N)
+    i_n, head = place(num_n, KV_HEADS, SECTION)
+    start = (num_n - 1 - i_n) * BLOCK_N  # causal, the first keys have the longest lists
+    i_b, i_kv = head // H_kv, head % H_kv
+    b_k = load_tile(desc_k, (i_b, i_kv), start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = load_tile(desc_v, (i_b, i_kv), start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    o_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    q_ptr += i_b.to(tl.int64) * q_b * UNIT
+    do_ptr += i_b.to(tl.int64) * do_b * UNIT
+    b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for g in range(GROUP):
+        i_h = i_kv * GROUP + g
+        own = (i_b * H + i_h).to(tl.int64) * blocks + start // ROWS
+        list_ptr, count, middle = list_of(lists_ptr, records_ptr, own, room, identity)
+        # A mask is needed where the diagonal passes, and in the last tile, which the list may not fill.
+        full = tl.minimum(tl.cdiv(middle, BLOCK_M) * BLOCK_M, count // BLOCK_M * BLOCK_M)
+        rows = (i_b * H + i_h).to(tl.int64) * S_q
+        head_q = q_ptr + i_h.to(tl.int64) * q_h * UNIT
+        head_do = do_ptr + i_h.to(tl.int64) * do_h * UNIT
+        part = count // BLOCK_M * BLOCK_M
+        b_dk, b_dv = _dkdv(
+            b_dk, b_dv, b_k, b_v, head_q, head_do, tau_ptr + rows, delta_ptr + rows, list_ptr, q_s, do_s,
+            scale, exponent, full, part, 0, 0, count, S_k - S_q, o_n, False, CAUSAL, KIND, WANT_DK, WANT_DV,
+            UNIT, NUM_STAGES, BLOCK_M, BLOCK_D, HEAD_DIM, PRECISION,
+        )  # fmt: skip
+        b_dk, b_dv = _dkdv(
+            b_dk, b_dv, b_k, b_v, head_q, head_do, tau_ptr + rows, delta_ptr + rows, list_ptr, q_s, do_s,
+            scale, exponent, 0, count - (part - full), full, part - full, count, S_k - S_q, o_n, True, CAUSAL,
+            KIND, WANT_DK, WANT_DV, UNIT, 1, BLOCK_M, BLOCK_D, HEAD_DIM, PRECISION,
+        )  # fmt: skip
+    if WANT_DK:
+        store_tile(desc_dk, b_dk * sm_scale, (i_b, i_kv), start, BLOCK_N, BLOCK_D)
+    if WANT_DV:
+        store_tile(desc_dv, b_dv, (i_b, i_kv), start, BLOCK_N, BLOCK_D)

@@ -1,0 +1,230 @@
+"""Which keys can have weight: a lower bound of each row's threshold, the keys above it, and lists of them.
+
+The threshold tau of a row solves F(tau) = sum_j [s_j - tau]_+^p = 1, with s = (alpha - 1) * sm_scale * q k^T
+and p = 1 / (alpha - 1). Leaving keys out makes F smaller, and so its root: the threshold of a part of a row's
+keys is a lower bound of tau. The part taken here costs one maximum a score: of the keys j, j + BLOCK_N,
+j + 2 BLOCK_N ... the one with the highest score. With one of 64 such groups each, few of the highest scores
+of a row share a group, and the bound is close.
+"""
+
+import triton
+import triton.language as tl
+
+from attnlib.kernels.common.tile_access import load_tile
+from attnlib.kernels.entmax.walk import ANY, ROWS, THREE_HALVES, last_visible, place, powers
+
+NEWTON_STEPS = tl.constexpr(6)
+WARP_ROWS = tl.constexpr(16)  # of a tile, that a warp holds
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _tiles(start, S_q, S_k, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tiles of keys that all rows of a block see whole, tiles that some row sees some of)."""
+    seen_by_all, seen = S_k, S_k
+    if CAUSAL:
+        seen_by_all = tl.maximum(tl.minimum(start + 1 + S_k - S_q, S_k), 0)
+        seen = tl.maximum(tl.minimum(start + BLOCK_M + S_k - S_q, S_k), 0)
+    return seen_by_all // BLOCK_N, tl.cdiv(seen, BLOCK_N)
+
+
+@triton.jit
+def _highest(b_top, b_q, desc_k, at, first, end, last_key, MASKED: tl.constexpr, NUM_STAGES: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The highest score of each group over the tiles first .. end - 1."""
+    for j in tl.range(first, end, num_stages=NUM_STAGES):
+        b_k = load_tile(desc_k, at, j * BLOCK_N, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            o_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
+            b_s = tl.where(o_n[None, :] <= last_key[:, None], b_s, float("-inf"))
+        b_top = tl.maximum(b_top, b_s)
+    return b_top
+
+
+@triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS"])
+def entmax_bound(
+    desc_q, desc_k,  # (B, H, S_q, D), (B, H_kv, S_k, D)
+    rows_ptr,  # (2, HEADS, S_q): the bound, and the highest score
+    scale,  # |(alpha - 1) * sm_scale|, positive
+    exponent,  # 1 / (alpha - 1)
+    S_q, S_k,
+    H,  # query heads
+    HEADS,  # B * H
+    GROUP: tl.constexpr,  # query heads that share one key/value head
+    KIND: tl.constexpr,  # of alpha
+    CAUSAL: tl.constexpr,
+    FLIP: tl.constexpr,  # sm_scale is negative
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SECTION: tl.constexpr,  # heads that advance together
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A lower bound of each row's threshold. Grid: (blocks of BLOCK_M rows * HEADS,)."""
+    i_m, head = place(tl.cdiv(S_q, BLOCK_M), HEADS, SECTION)
+    start = i_m * BLOCK_M
+    at_k = (head // H, head % H // GROUP)
+    o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    last_key = last_visible(o_m, S_q, S_k, CAUSAL)
+    full, end = _tiles(start, S_q, S_k, CAUSAL, BLOCK_M, BLOCK_N)
+    b_q = load_tile(desc_q, (head // H, head % H), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    if FLIP:
+        b_q = -b_q
+    b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+    b_top = _highest(b_top, b_q, desc_k, at_k, 0, full, last_key, False, NUM_STAGES, BLOCK_N, BLOCK_D,
+                     PRECISION)  # fmt: skip
+    b_top = _highest(b_top, b_q, desc_k, at_k, full, end, last_key, True, 1, BLOCK_N, BLOCK_D, PRECISION)
+    b_top *= scale
+    b_max = tl.max(b_top, 1)  # [BLOCK_M]
+    empty = last_key < 0
+    b_top -= tl.where(empty, 0.0, b_max)[:, None]
+    # Newton's method for |[s - t]_+|_p = 1, from the left: the norm is convex in t, no step passes the root.
+    b_t = tl.full([BLOCK_M], -1.0, tl.float32)  # counted from the highest score, where F >= 1
+    for _ in range(NEWTON_STEPS):
+        b_f, b_d = powers(tl.maximum(b_top - b_t[:, None], 0.0), exponent, KIND)
+        b_f, b_d = tl.sum(b_f, 1), tl.sum(b_d, 1)  # [BLOCK_M]
+        b_t += newton(b_f, tl.where(empty, 1.0, b_d), exponent, KIND)
+    # What rounding may have added: scores come from another product next time.
+    b_bound = b_max + b_t - (tl.abs(b_max) + 1.0) * 0.0000152587890625
+    rows_ptr += head.to(tl.int64) * S_q + o_m
+    tl.store(rows_ptr, tl.where(empty, float("inf"), b_bound), mask=o_m < S_q)
+    tl.store(rows_ptr + HEADS.to(tl.int64) * S_q, tl.where(empty, 0.0, b_max), mask=o_m < S_q)
+
+
+@triton.jit
+def newton(b_f, b_d, exponent, KIND: tl.constexpr):
+    """A step of Newton's method for F^(1/p) = 1, where F = sum x^p; b_d: sum x^(p - 1)."""
+    if KIND == THREE_HALVES:
+        return (b_f - tl.sqrt(b_f)) / b_d
+    elif KIND == ANY:
+        return (b_f - tl.math.exp2(tl.math.log2(b_f) * (1.0 - 1.0 / exponent))) / b_d
+    else:
+        return (b_f - 1.0) / b_d
+
+
+@triton.jit
+def _flag(b_q, b_limit, desc_k, at, keys_ptr, queries_ptr, words, first, end, last_key,
+          MASKED: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+          BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The flags of the tiles first .. end - 1."""
+    weights = 1 << (tl.arange(0, ROWS) % 32)  # [ROWS] int32
+    key_weights = 1 << (tl.arange(0, BLOCK_N) % WARP_ROWS)  # [BLOCK_N]
+    o_w = tl.arange(0, BLOCK_N // WARP_ROWS)
+    for j in tl.range(first, end, num_stages=NUM_STAGES):
+        b_k = load_tile(desc_k, at, j * BLOCK_N, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, ROWS], keys as rows
+        above = b_st > b_limit[None, :]
+        if MASKED:
+            o_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
+            above = above & (o_n[:, None] <= last_key[None, :])
+        # One bit for each query, within the threads that hold a key's scores. What follows stays within a
+        # warp, which has 16 keys: no shared memory, no barrier.
+        b_bits = tl.where(above, weights[None, :], 0).reshape([BLOCK_N, 2, 32])
+        b_bits = tl.sum(b_bits, 2)  # [BLOCK_N, 2] int32; no two of them are the same bit
+        b_keys = tl.where(tl.max((b_bits != 0).to(tl.int32), 1) != 0, key_weights, 0)  # [BLOCK_N]
+        b_keys = tl.sum(b_keys.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS]), 1)  # [BLOCK_N / 16]
+        tl.store(keys_ptr + j * (BLOCK_N // WARP_ROWS) + o_w, b_keys.to(tl.int16))
+        if COLUMNS:
+            b_bits = tl.reduce(b_bits.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS, 2]), 1, _either)  # [_, 2]
+            o_b = (j * BLOCK_N + o_w * WARP_ROWS) // ROWS  # blocks of keys
+            at_w = o_b.to(tl.int64)[:, None] * words + tl.arange(0, 2)[None, :]
+            tl.atomic_or(queries_ptr + at_w, b_bits, mask=b_bits != 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS", "key_words", "query_words"])
+def entmax_flags(
+    desc_q, desc_k,  # as in `entmax_bound`
+    rows_ptr,  # (2, HEADS, S_q): the bound, and the highest score
+    keys_ptr,  # (HEADS, blocks of 64 rows, key_words) int32: which keys are above the bound of some row
+    queries_ptr,  # (HEADS, blocks of 64 keys, query_words) int32: which rows have such a key
+    scale, S_q, S_k, H, HEADS,  # as in `entmax_bound`
+    key_words, query_words,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, FLIP: tl.constexpr,
+    COLUMNS: tl.constexpr,  # write queries_ptr, which the backward pass wants
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SECTION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One bit for each key and block of rows, and one for each row and block of keys.
+    Grid: (blocks of 64 rows * HEADS,). What no row of a block sees is left as it is: 0."""
+    num_m = tl.cdiv(S_q, ROWS)
+    i_m, head = place(num_m, HEADS, SECTION)
+    start = i_m * ROWS
+    at_k = (head // H, head % H // GROUP)
+    o_m = start + tl.arange(0, ROWS)  # [ROWS]
+    last_key = last_visible(o_m, S_q, S_k, CAUSAL)
+    full, end = _tiles(start, S_q, S_k, CAUSAL, ROWS, BLOCK_N)
+    b_q = load_tile(desc_q, (head // H, head % H), start, ROWS, BLOCK_D)  # [ROWS, BLOCK_D]
+    if FLIP:
+        b_q = -b_q
+    rows_ptr += head.to(tl.int64) * S_q + o_m
+    b_limit = tl.load(rows_ptr, mask=o_m < S_q, other=float("inf")) / scale  # [ROWS] of raw scores
+    keys_ptr += (head.to(tl.int64) * num_m + i_m) * key_words
+    keys_ptr = keys_ptr.to(tl.pointer_type(tl.int16), bitcast=True)  # 16 bits at a time
+    if COLUMNS:
+        queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
+    _flag(b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full, last_key, False, COLUMNS,
+          NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    _flag(b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, full, end, last_key, True, COLUMNS,
+          1, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["words", "room", "blocks", "S_q", "S_k", "identity"])
+def entmax_lists(
+    words_ptr,  # (heads * blocks, words) int32
+    lists_ptr,  # (heads * blocks, room) int32, and after them `identity`: 0, 1, 2 ...
+    records_ptr,  # (heads * blocks, 4) int32: count, middle, first, nothing
+    words, room,
+    blocks,  # lists of a head
+    S_q, S_k,
+    identity,  # heads * blocks * room
+    CAUSAL: tl.constexpr,
+    COLUMNS: tl.constexpr,  # lists of queries for blocks of keys; else of keys for blocks of queries
+    CHUNK: tl.constexpr,  # words of a step
+):  # fmt: skip
+    """The numbers of the bits that are set, in order; how many there are; and how many of them come before
+    the middle: of keys those that all rows of a block see, of queries those that do not see all keys of a
+    block. If there is no room, nothing of that: all numbers from `first` on are walked along; else first is
+    -1.
+    Grid: (heads * blocks + steps of the identity,)."""
+    SIZE: tl.constexpr = CHUNK * 32
+    number = tl.program_id(0)
+    lists = tl.num_programs(0) - tl.cdiv(words, CHUNK)
+    o_b = tl.arange(0, SIZE)  # [SIZE]
+    if number >= lists:
+        o_b += (number - lists) * SIZE
+        tl.store(lists_ptr + tl.full([], identity, tl.int64) + o_b, o_b)
+        return
+    start = number % blocks * ROWS
+    shift = S_k - S_q
+    if COLUMNS:
+        first, end, edge = 0, S_q, 0
+        if CAUSAL:
+            first = tl.minimum(tl.maximum(start - shift, 0), S_q)
+            edge = tl.minimum(tl.maximum(start + ROWS - 1 - shift, 0), S_q)
+    else:
+        first, end, edge = 0, S_k, S_k
+        if CAUSAL:
+            end = tl.maximum(tl.minimum(start + ROWS + shift, S_k), 0)
+            edge = tl.maximum(tl.minimum(start + 1 + shift, S_k), 0)
+    words_ptr += number.to(tl.int64) * words
+    lists_ptr += number.to(tl.int64) * room
+    count, middle = 0, 0
+    for word in range(0, words, CHUNK):
+        o_w = word + o_b // 32
+        b_word = tl.load(words_ptr + o_w, mask=o_w < words, other=0)
+        b_bit = (b_word >> (o_b % 32)) & 1  # [SIZE]
+        b_at = count + tl.cumsum(b_bit, 0) - 1
+        tl.store(lists_ptr + b_at, word * 32 + o_b, mask=(b_bit != 0) & (b_at < room))
+        count += tl.sum(b_bit, 0)
+        middle += tl.sum(tl.where(word * 32 + o_b < edge, b_bit, 0), 0)
+    full = count > room
+    records_ptr += number.to(tl.int64) * 4
+    tl.store(records_ptr, tl.where(full, end - first, count))
+    tl.store(records_ptr + 1, tl.where(full, edge - first, middle))
+    tl.store(records_ptr + 2, tl.where(full, first, -1))

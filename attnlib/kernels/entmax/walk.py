@@ -1,0 +1,65 @@
+"""What the entmax kernels have in common: the block of a program, its list, rows gathered, and powers."""
+
+import triton
+import triton.language as tl
+
+from attnlib.kernels.entmax import configs
+
+ROWS = tl.constexpr(configs.LIST)
+ANY = tl.constexpr(configs.ANY)
+THREE_HALVES = tl.constexpr(configs.THREE_HALVES)
+TWO = tl.constexpr(configs.TWO)
+
+
+@triton.jit
+def place(num_blocks, HEADS, SECTION: tl.constexpr):
+    """(block, head) of this program, blocks downwards: a section of heads after the other, so that what they
+    share stays in L2, and within one the last block of each, then the one before."""
+    section = tl.program_id(0) // (num_blocks * SECTION)
+    rest = tl.program_id(0) % (num_blocks * SECTION)
+    heads = tl.minimum(SECTION, HEADS - section * SECTION)
+    return num_blocks - 1 - rest // heads, section * SECTION + rest % heads
+
+
+@triton.jit
+def last_visible(o_m, S_q, S_k, CAUSAL: tl.constexpr):
+    """The last key that each row sees, -1 for none: of causal rows the last one stands at the last key."""
+    last = tl.full(o_m.shape, 0, tl.int32) + (S_k - 1)
+    if CAUSAL:
+        last = tl.minimum(tl.maximum(o_m + (S_k - S_q), -1), S_k - 1)
+    return last
+
+
+@triton.jit
+def powers(b_x, exponent, KIND: tl.constexpr):
+    """x^p and x^(p - 1) of x >= 0, where p = 1 / (alpha - 1); 0 where x is 0."""
+    if KIND == THREE_HALVES:
+        return b_x * b_x, b_x
+    elif KIND == TWO:
+        return b_x, tl.where(b_x > 0.0, 1.0, 0.0)
+    else:
+        b_log = tl.math.log2(b_x)  # -inf where x is 0, and so is the product
+        return tl.math.exp2(b_log * exponent), tl.math.exp2(b_log * (exponent - 1.0))
+
+
+@triton.jit
+def list_of(lists_ptr, records_ptr, number, room, identity):
+    """(a list, how many it names, how many before its middle): see `entmax_lists`."""
+    records_ptr += number * 4
+    count, middle, first = tl.load(records_ptr), tl.load(records_ptr + 1), tl.load(records_ptr + 2)
+    at = number * room
+    if first >= 0:  # no room: all from the first one on
+        at = tl.full([], identity, tl.int64) + first
+    return lists_ptr + at, count, middle
+
+
+@triton.jit
+def gather(x_ptr, b_index, stride, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of a tensor by number [BLOCK, BLOCK_D]. stride: of a row, in units of UNIT elements, from which
+    the compiler knows that 16 bytes may be read at a time."""
+    o_d = tl.arange(0, BLOCK_D)
+    at = b_index.to(tl.int64) * stride * UNIT  # [BLOCK]
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(x_ptr + at[:, None] + o_d[None, :])
+    else:
+        return tl.load(x_ptr + at[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)

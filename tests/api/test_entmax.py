@@ -1,0 +1,114 @@
+"""attention_entmax as autograd, compilers, exporters, fake tensors and torch.func see it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnlib import attention_entmax
+
+pytestmark = INTERPRETER_REMARKS
+FORWARD = torch.ops.attnlib.attention_entmax
+BACKWARD = torch.ops.attnlib.attention_entmax_backward
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def tensors(device, queries=20, keys=40, heads=2, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, queries), (1, keys), (1, keys)
+    found = [torch.randn(1, h, n, 16, generator=generator).to(device) for h, n in sizes]
+    return [x.requires_grad_(grad) for x in found]
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_opcheck(impl, device):
+    q, k, v = tensors(device, grad=True)
+    torch.library.opcheck(FORWARD.default, (q, k, v, 1.5, True, None, True, impl))
+    with torch.no_grad():
+        out, tau, flags = FORWARD(q, k, v, 1.5, True, 0.3, True, impl)
+        torch.library.opcheck(
+            BACKWARD.default, (out, q, k, v, tau, flags, 1.5, True, 0.3, impl),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_in_one_graph(dynamic, device):
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    def compiled(q, k, v):
+        return attention_entmax(q, k, v, causal=True, return_tau=True)
+
+    for queries in (20, 30):
+        q, k, v = tensors(device, queries, grad=True)
+        found, expected = compiled(q, k, v), attention_entmax(q, k, v, causal=True, return_tau=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        d_out = torch.ones_like(q)
+        gradients = [torch.autograd.grad(out, (q, k, v), d_out) for out in (found[0], expected[0])]
+        assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+def test_a_graph_without_gradients_has_no_flags(device):
+    q, k, v = tensors(device)
+    assert FORWARD(q, k, v, 1.5, False, None, False, "triton")[2].numel() == 0
+
+
+def test_gradients_of_a_forward_pass_without_flags(device):
+    """As of a graph that was made where no gradient was wanted."""
+    q, k, v = tensors(device, grad=True)
+    plain = FORWARD(q, k, v, 1.5, False, None, False, None)[0]
+    usual = attention_entmax(q, k, v)
+    gradients = [torch.autograd.grad(x.sum(), (q, k, v)) for x in (plain, usual)]
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        q, k, v = tensors("cpu", grad=True)
+        out, tau = attention_entmax(q, k, v, return_tau=True)
+        assert out.shape == q.shape and tau.shape == q.shape[:3] and tau.dtype == torch.float32
+        assert not tau.requires_grad
+        assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
+
+
+def test_torch_func_is_refused(device):
+    q, k, v = tensors(device)
+    with pytest.raises(NotImplementedError, match="attention_entmax under torch.func"):
+        torch.func.grad(lambda q: attention_entmax(q, k, v).sum())(q)
+
+
+def test_flops_are_counted_as_if_every_key_had_weight(device):
+    q, k, v = tensors(device, grad=True)
+    with FlopCounterMode(display=False) as counter:
+        attention_entmax(q, k, v).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 20 * 40 * 16 * 7 // 2
+
+
+def test_no_second_derivative(device):
+    q, k, v = tensors(device, grad=True)
+    (dq,) = torch.autograd.grad(attention_entmax(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), k)
+
+
+def test_no_forward_derivative(device):
+    q, k, v = tensors(device)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        with torch.autograd.forward_ad.dual_level():
+            attention_entmax(torch.autograd.forward_ad.make_dual(q, q), k, v)
+
+
+def test_only_what_is_needed_is_differentiated(device):
+    q, k, v = tensors(device)
+    v.requires_grad_()
+    (dv,) = torch.autograd.grad(attention_entmax(q, k, v).sum(), v)
+    assert dv.shape == v.shape and bool(dv.any())

@@ -1,0 +1,76 @@
+"""What tests/gpu/time_entmax.py times on a GPU: its inputs, its record, and no time for wrong results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import time_entmax
+import torch
+from timed_cpu import gpu  # noqa: F401  (a fixture)
+
+from attnlib.bench.records import Table
+from attnlib.bench.setting import Setting
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.reference import entmax as reference
+
+IMPLS = {f"{name}, {way}" for name in ("attnlib", "attnlib, softmax") for way in ("forward", "backward")}
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+
+
+@pytest.fixture
+def small(gpu, monkeypatch):
+    """The script on a CPU in the place of the GPU, with small calls."""
+    monkeypatch.setattr(time_entmax, "DEVICE", "cpu")
+    monkeypatch.setattr(time_entmax, "LENGTHS", (70,))
+    monkeypatch.setattr(time_entmax, "CODES", (2,))
+    monkeypatch.setattr(time_entmax, "JUDGED", 20)
+    monkeypatch.setattr(time_entmax, "shape_of", lambda n: Shape(1, 1, min(n, 70), 64, True, "bfloat16"))
+    monkeypatch.setattr(time_entmax.timing, "estimate_ms", lambda call, cold: 2.0)
+    monkeypatch.setattr(time_entmax, "ALONE", (70,))
+    slow = time_entmax.attention_entmax  # what is timed: the reference, as the interpreter takes seconds
+    monkeypatch.setattr(time_entmax, "attention_entmax", lambda *x, **how: slow(*x, **how, impl="reference"))
+    for name in ("BOOK", "SWEEP"):
+        monkeypatch.setattr(time_entmax, name, Setting("small", 1, 0, 0, 1))
+
+
+def test_codes_make_blocks_without_weight(monkeypatch):
+    monkeypatch.setattr(time_entmax, "DEVICE", "cpu")
+    monkeypatch.setattr(time_entmax, "shape_of", lambda n: Shape(1, 1, n, 64, True, "bfloat16"))
+    q, k, _, _ = time_entmax.inputs_of(512, 4)
+    weights, _ = reference.entmax((q @ k.mT).double() * time_entmax.SCALE, 1.5)
+    active = (weights[0, 0].unflatten(0, (-1, 64)).unflatten(2, (-1, 64)) > 0).any(3).any(1)
+    blocks = torch.arange(8)
+    assert torch.equal(active, blocks[:, None] % 4 == blocks % 4)
+
+
+def test_the_record(small, tmp_path, capsys):
+    path = tmp_path / "entmax.json"
+    assert time_entmax.main(["--out", str(path)]) == 0, capsys.readouterr().out
+    record = json.loads(path.read_text())
+    assert set(record["tables"]) == {"calls", "lists", "blocks", "kernels"}
+    table = Table.of("calls", record["tables"]["calls"]["rows"], record, False)
+    status = {row["impl"]: row["status"] for row in table.rows}
+    assert {impl: word for impl, word in status.items() if impl in IMPLS} == dict.fromkeys(IMPLS, "ok")
+    assert status["adasplash 2, forward"] == "not installed"
+    names = [row["kernel"] for row in record["tables"]["kernels"]["rows"][:8]]
+    assert names[:4] == ["entmax_bound", "entmax_flags", "entmax_lists", "attention_entmax_forward"]
+    assert names[6] == "entmax_lists of queries"
+    dense, coded = record["tables"]["lists"]["rows"]
+    assert 0 < coded["keys"] < 1 and dense["blocks"] == 1
+
+
+def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
+    right = time_entmax.attention_entmax
+    monkeypatch.setattr(time_entmax, "attention_entmax", lambda *args, **options: 2 * right(*args, **options))
+    inputs = time_entmax.inputs_of(70)
+    judge = time_entmax.Judge(inputs, True)
+    assert not judge.judge(time_entmax.ours()(*inputs[:3])).ok
+    assert judge.judge(right(*inputs[:3], causal=True)).ok
+
+
+def test_tuned_configurations(small):
+    """Each differs from the usual one in a tile; their kernels are tested elsewhere."""
+    made = time_entmax.tuned(time_entmax.inputs_of(70))
+    tiles = [*time_entmax.FORWARD_TILES.values(), *time_entmax.BACKWARD_TILES.values()]
+    assert len(made) == 2 + sum(map(len, tiles))

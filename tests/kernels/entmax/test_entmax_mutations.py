@@ -1,0 +1,108 @@
+"""The checks catch planted bugs: each edit of the kernels' source fails a case like those of test_entmax."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+from cases import INTERPRETER_REMARKS
+from entmax_cases import CASES, EntmaxCase, check, forget_launches
+from mutations import Mutation, load
+
+from attnlib.kernels.entmax import backward_kernels, forward_kernel, list_kernels
+
+pytestmark = INTERPRETER_REMARKS
+
+SMALL = {
+    "causal": EntmaxCase("causal", 70, 100, causal=True, head_dim=16, spread=3.0),
+    "dense": replace(CASES["dense"], queries=20, keys=100, head_dim=16),
+    "forward": EntmaxCase("forward", 20, 130, head_dim=16, backward=False),
+    "float32": EntmaxCase("float32", 20, 70, head_dim=16, dtype="float32", backward=False),
+    "rows without keys": EntmaxCase("rows without keys", 70, 20, causal=True, head_dim=16),
+    "groups": EntmaxCase("groups", 70, 70, heads=2, head_dim=16),
+    "heads": EntmaxCase("heads", 70, 130, heads=2, kv_heads=2, head_dim=16, spread=3.0),
+    "any": EntmaxCase("any", 20, 70, alpha=1.25, head_dim=16, dtype="float32"),
+    "flipped": EntmaxCase("flipped", 20, 70, sm_scale=-0.5, head_dim=16, spread=3.0),
+    "no room": EntmaxCase("no room", 100, 130, causal=True, room=64, spread=0.3, head_dim=16),
+    "long": EntmaxCase("long", 10, 2300, head_dim=16, spread=0.3, backward=False),
+    "diagonal": EntmaxCase("diagonal", 128, 128, causal=True, spread=0.2, head_dim=16, backward=False),
+    "tail": EntmaxCase("tail", 220, 64, head_dim=16, spread=0.3),
+}
+VALUES = "(out|dq|dk|dv): (max error|values are not finite)"
+TAU = "tau: "
+ANY = f"{VALUES}|{TAU}"
+
+_L, _F, _B = list_kernels, forward_kernel, backward_kernels
+MUTATIONS = [
+    Mutation("the bound is above the threshold", "b_bound = b_max + b_t - ", "b_bound = b_max + 0.5 * b_t - ",
+             "forward", ANY, module=_L),
+    Mutation("a negative scale is taken for a positive one", "b_q = -b_q\n    b_top", "b_q = b_q\n    b_top",
+             "flipped", ANY, module=_L),
+    Mutation("flags of the flipped scores are missing", "b_q = -b_q\n    rows_ptr", "b_q = b_q\n    rows_ptr",
+             "flipped", ANY, module=_L),
+    Mutation("the flags of the other half of the queries are lost", ".reshape([BLOCK_N, 2, 32])",
+             ".reshape([BLOCK_N, 32, 2]).trans(0, 2, 1)", "causal", VALUES, module=_L),
+    Mutation("queries of the first keys only", "(j * BLOCK_N + o_w * WARP_ROWS) // ROWS",
+             "(j * BLOCK_N + o_w * 0) // ROWS * 0", "heads", VALUES, module=_L),
+    Mutation("numbers begin anew at each step", "b_at, word * 32 + o_b,", "b_at, o_b,", "long", ANY,
+             module=_L),
+    Mutation("steps after the first begin anew", "count += tl.sum(b_bit, 0)", "count = tl.sum(b_bit, 0)",
+             "long", ANY, module=_L),
+    Mutation("the middle is the end of the block", "edge = tl.maximum(tl.minimum(start + 1 + shift",
+             "edge = tl.maximum(tl.minimum(start + ROWS + shift", "diagonal", ANY, module=_L),
+    Mutation("queries before the diagonal are taken for whole", "start + ROWS - 1 - shift",
+             "start - shift", "causal", VALUES, module=_L),
+    Mutation("a list without room starts at the first query", "tl.where(full, first, -1)",
+             "tl.where(full, 0, -1)", "no room", VALUES, module=_L),
+    Mutation("one step of the solver", "steps < MOST_STEPS", "steps < 1", "float32", ANY, module=_F),
+    Mutation("no step of the solver", "steps < MOST_STEPS", "steps < 0", "forward", ANY, module=_F),
+    Mutation("a list's last tile goes on", "(at + tl.arange(0, BLOCK) < count)[None, :]",
+             "(at + tl.arange(0, BLOCK) < count + 64)[None, :]", "forward", ANY, module=_F),
+    Mutation("weights are not scaled to a sum of 1", "b_acc / tl.where(b_l > 0.0, b_l, 1.0)[:, None]",
+             "b_acc * 1.01", "forward", VALUES, module=_F),
+    Mutation("delta is not the mean by u", "b_u_dp / tl.where", "0.9 * b_u_dp / tl.where", "dense", "dq: ",
+             module=_B),
+    Mutation("delta is not subtracted from dK", "(b_dpt - b_delta[None, :])", "b_dpt", "dense", "dk: ",
+             module=_B),
+    Mutation("dV by u", "b_dv = tl.dot(b_pt.to", "b_dv = tl.dot(b_ut.to", "dense", "dv: ", module=_B),
+    Mutation("dK without the scale", "b_dk * sm_scale", "b_dk", "dense", "dk: ", module=_B),
+    Mutation("dQ without the scale", "b_dq * sm_scale", "b_dq", "dense", "dq: ", module=_B),
+    Mutation("every head of a group has the first one's list", "(i_b * H + i_h).to(tl.int64) * blocks",
+             "(i_b * H + i_kv * GROUP).to(tl.int64) * blocks", "groups", "d[kv]: ", module=_B),
+    Mutation("the masked rest begins where it should end", "at += tl.where(i < gap, 0, skipped)",
+             "at += tl.where(i < gap, 0, 0)", "tail", "d[kv]: ", module=_B),
+    Mutation("queries past the list's end", "seen = (at + tl.arange(0, BLOCK_M) < count)[None, :]",
+             "seen = (at + tl.arange(0, BLOCK_M) < count + 64)[None, :]", "dense", "d[kv]: ", module=_B),
+]  # fmt: skip
+KERNELS = {
+    list_kernels: ("entmax_bound", "entmax_flags", "entmax_lists"),
+    forward_kernel: ("attention_entmax_forward",),
+    backward_kernels: ("attention_entmax_dq", "attention_entmax_dkdv"),
+}
+
+
+@pytest.fixture
+def use_source(tmp_path, monkeypatch):
+    """A function that makes attention_entmax() launch the kernels of a module's changed source text."""
+
+    def use(module, source: str) -> None:
+        mutant = load(source, tmp_path)
+        for name in KERNELS[module]:
+            monkeypatch.setattr(module, name, getattr(mutant, name))
+        forget_launches()
+
+    yield use
+    forget_launches()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_cases_pass_without_a_bug(name, device):
+    check(SMALL[name], device)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_mutation(mutation, use_source, device):
+    use_source(mutation.module, mutation.of(inspect.getsource(mutation.module)))
+    with pytest.raises(AssertionError, match=f"{mutation.caught_by} is wrong: ({mutation.verdict})"):
+        check(SMALL[mutation.caught_by], device)
