@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from attnlib.kernels.common.tiles import block_d
+from attnlib.kernels.common.tiles import tile_width
 
 SMALLEST = 16
 """Rows and columns of the smallest product on tensor cores."""
@@ -34,21 +34,33 @@ def default_block(tokens: int) -> int:
     return 1 << (max(1, math.isqrt(tokens)).bit_length() - 1)
 
 
+LARGEST = {
+    (2, 64): MonarchConfig(Tile(64, 128, 4, 2), Tile(64, 128, 4, 2), Tile(256, 64, 8, 2)),
+    (2, 128): MonarchConfig(Tile(64, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
+    (2, 256): MonarchConfig(Tile(64, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (4, 64): MonarchConfig(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 8, 2)),
+    (4, 128): MonarchConfig(Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
+    (4, 256): MonarchConfig(Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
+}
+"""Bytes of an element, tile width -> the largest tiles, which compile for sm_90 without spills."""
+
+
 def monarch_config(block: int, blocks: int, head_dim: int, itemsize: int) -> MonarchConfig:
-    """For `blocks` blocks of `block` tokens each."""
-    width, full = block_d(head_dim), itemsize == 4
-    most = 32 if full else 64 if width > 64 else 128
-    r_step = _tile(min(_tile_of(block), 32 if full else 64), min(_tile_of(block), most), full)
-    l_step = _tile(min(_tile_of(blocks), 32 if full else 64), min(_tile_of(blocks), most), full)
-    whole = min(_tile_of(blocks), 64 if full or width > 128 else 128 if width > 64 else 256)
-    center_step = _tile(whole, min(_tile_of(blocks), 32 if full else 64), full)
-    return MonarchConfig(r_step, l_step, center_step)
+    """For `blocks` blocks of `block` tokens each: the largest tiles, or what holds the scores if that is
+    smaller."""
+    width = tile_width(head_dim)
+    largest = LARGEST[itemsize, width]
+    return MonarchConfig(
+        _clipped(largest.r_step, block, width, itemsize),
+        _clipped(largest.l_step, blocks, width, itemsize),
+        _clipped(largest.center_step, blocks, width, itemsize),
+    )
 
 
-def _tile_of(size: int) -> int:
-    return max(SMALLEST, 1 << (size - 1).bit_length())
-
-
-def _tile(rows: int, columns: int, full: bool) -> Tile:
-    num_warps = 8 if rows > 128 or (full and rows * columns > 1024) else 4
-    return Tile(rows, columns, num_warps, 2)
+def _clipped(tile: Tile, size: int, width: int, itemsize: int) -> Tile:
+    """Of a matrix of `size` rows and columns. Four warps where its rows of `width` columns fit into their
+    registers; of float32 at least 32 columns, with which the compiler needs fewer."""
+    whole = max(SMALLEST, 1 << (size - 1).bit_length())
+    rows, columns = min(tile.rows, whole), min(tile.columns, max(whole, 8 * itemsize))
+    few = itemsize == 2 and rows * width <= 4096
+    return Tile(rows, columns, 4 if few else tile.num_warps, tile.num_stages)

@@ -119,6 +119,7 @@ def prepare(call: Call) -> Plan:
         "BLOCK": block,
         "D": D,
         "BLOCK_D": block_d(D),
+        "WIDE": max(N * max(stride[2] for stride in call.strides), M * block * D) >= LIMIT,
         "UNEVEN": M * block != N,
         "FLIP": params.sm_scale < 0,
         "UNIT": unit,
@@ -148,8 +149,8 @@ def prepare(call: Call) -> Plan:
                {"GROUP": H // call.kv_heads, "FIRST": step == 0, "LAST": last})  # fmt: skip
         if last or not whole:
             launch("l_step", block, {"q_ptr": q, "value_ptr": values, "lse_ptr": lse, "out_ptr": out},
-                   out_strides, {"OUTPUT": last})  # fmt: skip
+                   out_strides, {"OUTPUT": last, "SINGLE": M <= config.l_step.columns})  # fmt: skip
         if not last:
             launch("center_step", block, {"q_ptr": q, "lse_ptr": lse, "mask_ptr": mask}, masked,
-                   {"WHOLE": whole})  # fmt: skip
+                   {"WHOLE": whole, "SINGLE": M <= config.center_step.columns})  # fmt: skip
     return Plan(Launches(launches, call.device, TENSORS), 2 * places * D, (1 if whole else 2) * places)

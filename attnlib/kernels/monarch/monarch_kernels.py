@@ -39,18 +39,19 @@ def _token(place, first, N, mask, UNEVEN: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, row, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of D columns, those that are not there as zeros: [rows, BLOCK_D]."""
+def _load(head, row, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """Rows of D columns, those that are not there as zeros: [rows, BLOCK_D]. WIDE: their offsets
+    from `head` need 64 bits."""
     o_d = tl.arange(0, BLOCK_D)
     seen = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
-    return tl.load(ptr + (row.to(tl.int64) * stride)[:, None] + o_d[None, :], mask=seen, other=0.0)
+    return tl.load(head + (row.to(tl.int64 if WIDE else tl.int32) * stride)[:, None] + o_d[None, :], mask=seen, other=0.0)
 
 
 @triton.jit
-def _store(ptr, b_x, row, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store(head, b_x, row, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     o_d = tl.arange(0, BLOCK_D)
     seen = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
-    tl.store(ptr + (row.to(tl.int64) * stride)[:, None] + o_d[None, :], b_x, mask=seen)
+    tl.store(head + (row.to(tl.int64 if WIDE else tl.int32) * stride)[:, None] + o_d[None, :], b_x, mask=seen)
 
 
 @triton.jit
@@ -67,7 +68,16 @@ def _weights(b_x, b_max, b_sum):
 @triton.jit
 def _mean(b_acc, b_sum):
     """A weighted sum divided by the sum of its weights; 0 where there is none."""
-    return b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    return b_acc * (1.0 / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
+
+
+@triton.jit
+def _add(b_w, b_x, b_acc, alpha, SINGLE: tl.constexpr, PRECISION: tl.constexpr):
+    """The weighted sum of rows so far, and of these. SINGLE: there are no others."""
+    if SINGLE:
+        return tl.dot(b_w.to(b_x.dtype), b_x, input_precision=PRECISION)
+    else:
+        return tl.dot(b_w.to(b_x.dtype), b_x, b_acc * alpha[:, None], input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -98,6 +108,7 @@ def r_step(
     GROUP: tl.constexpr,  # query heads of a key head
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,  # a head has 2^31 elements or more
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FIRST: tl.constexpr,
@@ -113,6 +124,7 @@ def r_step(
         gdc_launch_dependents()
     TILES: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
     WHOLE: tl.constexpr = BLOCK % COLUMNS == 0 and not UNEVEN and mask_ptr is None  # no key is left out
+    SINGLE: tl.constexpr = BLOCK <= COLUMNS
     i_m, i_bh = tl.program_id(0) // TILES % M, tl.program_id(0) // TILES // M
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     k_head = k_ptr + (i_b * k_b + i_h // GROUP * k_h) * UNIT
@@ -121,16 +133,16 @@ def r_step(
 
     o_p = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)  # [ROWS]
     in_block = o_p < BLOCK if BLOCK % ROWS else o_p == o_p  # [ROWS]
-    place = i_bh.to(tl.int64) * M * BLOCK + i_m * BLOCK + o_p  # [ROWS]
+    head, place = i_bh.to(tl.int64) * M * BLOCK, i_m * BLOCK + o_p  # [ROWS]
     if FIRST:
-        token, counts = _token(i_m * BLOCK + o_p, first, N, mask, UNEVEN)
+        token, counts = _token(place, first, N, mask, UNEVEN)
         q_head = q_ptr + (i_b * q_b + i_h * q_h) * UNIT
-        b_c = _load(q_head, token, in_block & counts, q_n * UNIT, D, BLOCK_D)  # [ROWS, BLOCK_D]
+        b_c = _load(q_head, token, in_block & counts, q_n * UNIT, D, BLOCK_D, WIDE)  # [ROWS, BLOCK_D]
         b_c = -b_c if FLIP else b_c
     else:
         if OVERLAPS:
             gdc_wait()
-        b_c = _load(mean_ptr, place, in_block, D, D, BLOCK_D)  # [ROWS, BLOCK_D]
+        b_c = _load(mean_ptr + head * D, place, in_block, D, D, BLOCK_D, WIDE)  # [ROWS, BLOCK_D]
 
     b_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_value = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -138,27 +150,28 @@ def r_step(
     b_sum = tl.zeros([ROWS], tl.float32)
     for start in tl.range(0, BLOCK, COLUMNS, num_stages=NUM_STAGES):
         o_k = start + tl.arange(0, COLUMNS)  # [COLUMNS]
-        token, counts = _token(i_m * BLOCK + o_k, first, N, mask, UNEVEN)
-        counts = (o_k < BLOCK) & counts if BLOCK % COLUMNS else counts
-        b_k = _load(k_head, token, counts, k_n * UNIT, D, BLOCK_D)  # [COLUMNS, BLOCK_D]
+        key, live = _token(i_m * BLOCK + o_k, first, N, mask, UNEVEN)
+        live = (o_k < BLOCK) & live if BLOCK % COLUMNS else live
+        b_k = _load(k_head, key, live, k_n * UNIT, D, BLOCK_D, WIDE)  # [COLUMNS, BLOCK_D]
+        if LAST:  # here, so that it is on its way during the first product
+            b_v = _load(v_head, key, live, v_n * UNIT, D, BLOCK_D, WIDE)  # [COLUMNS, BLOCK_D]
         b_x = tl.dot(b_c, b_k.T, input_precision=PRECISION) * scale  # [ROWS, COLUMNS]
-        b_x = b_x if WHOLE else tl.where(counts[None, :], b_x, float("-inf"))
+        b_x = b_x if WHOLE else tl.where(live[None, :], b_x, float("-inf"))
         b_w, alpha, b_max, b_sum = _weights(b_x, b_max, b_sum)
-        b_w = b_w.to(b_k.dtype)  # [ROWS, COLUMNS]
-        b_key = tl.dot(b_w, b_k, b_key * alpha[:, None], input_precision=PRECISION)
+        b_key = _add(b_w, b_k, b_key, alpha, SINGLE, PRECISION)
         if LAST:
-            b_v = _load(v_head, token, counts, v_n * UNIT, D, BLOCK_D)  # [COLUMNS, BLOCK_D]
-            b_value = tl.dot(b_w, b_v, b_value * alpha[:, None], input_precision=PRECISION)
+            b_value = _add(b_w, b_v, b_value, alpha, SINGLE, PRECISION)
 
     b_mean = _mean(b_key, b_sum).to(b_c.dtype)  # [ROWS, BLOCK_D]
     # log2(sum exp2(x)) - sum(R * x) is the entropy of R. The mean key as it is rounded, not as it was before:
     # what a query near the center gets wrong by the rounding, the entropy then takes back.
     at_mean = tl.sum(b_c.to(tl.float32) * b_mean.to(tl.float32), 1) * scale  # [ROWS]
     b_entropy = b_max + tl.math.log2(b_sum) - at_mean  # [ROWS] -inf where there is no key
-    _store(mean_ptr, b_mean, place, in_block, D, D, BLOCK_D)
-    tl.store(entropy_ptr + place, b_entropy, mask=in_block)
+    _store(mean_ptr + head * D, b_mean, place, in_block, D, D, BLOCK_D, WIDE)
+    tl.store(entropy_ptr + head + place, b_entropy, mask=in_block)
     if LAST:
-        _store(value_ptr, _mean(b_value, b_sum).to(b_c.dtype), place, in_block, D, D, BLOCK_D)
+        b_value = _mean(b_value, b_sum).to(b_c.dtype)  # [ROWS, BLOCK_D]
+        _store(value_ptr + head * D, b_value, place, in_block, D, D, BLOCK_D, WIDE)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -183,8 +196,10 @@ def l_step(
     BLOCK: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,  # a head has 2^31 elements or more
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SINGLE: tl.constexpr,  # COLUMNS >= M
     OUTPUT: tl.constexpr,  # or the LSE of each row, for `center_step`
     UNEVEN: tl.constexpr,
     FLIP: tl.constexpr,
@@ -202,7 +217,7 @@ def l_step(
     o_r = tl.program_id(0) // BLOCK % tiles * ROWS + tl.arange(0, ROWS)  # [ROWS]
     token, counts = _token(o_r * BLOCK + i_p, first, N, None, UNEVEN)
     counts = (o_r < M) & counts  # [ROWS]
-    b_q = _load(q_ptr + (i_b * q_b + i_h * q_h) * UNIT, token, counts, q_n * UNIT, D, BLOCK_D)
+    b_q = _load(q_ptr + (i_b * q_b + i_h * q_h) * UNIT, token, counts, q_n * UNIT, D, BLOCK_D, WIDE)
     b_q = -b_q if FLIP else b_q  # [ROWS, BLOCK_D]
     if OVERLAPS:
         gdc_wait()
@@ -211,20 +226,21 @@ def l_step(
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     head = i_bh.to(tl.int64) * M * BLOCK
-    for start in tl.range(0, M, COLUMNS, num_stages=NUM_STAGES):
+    for start in tl.range(0, COLUMNS if SINGLE else M, COLUMNS, num_stages=NUM_STAGES):
         o_m = start + tl.arange(0, COLUMNS)  # [COLUMNS]
-        place = head + o_m * BLOCK + i_p  # [COLUMNS]
-        b_k = _load(mean_ptr, place, o_m < M, D, D, BLOCK_D)  # [COLUMNS, BLOCK_D]
-        b_e = tl.load(entropy_ptr + place, mask=o_m < M, other=float("-inf"))  # [COLUMNS]
+        place = o_m * BLOCK + i_p  # [COLUMNS]
+        b_k = _load(mean_ptr + head * D, place, o_m < M, D, D, BLOCK_D, WIDE)  # [COLUMNS, BLOCK_D]
+        b_e = tl.load(entropy_ptr + head + place, mask=o_m < M, other=float("-inf"))  # [COLUMNS]
+        if OUTPUT:
+            b_v = _load(value_ptr + head * D, place, o_m < M, D, D, BLOCK_D, WIDE)  # [COLUMNS, BLOCK_D]
         b_x = tl.dot(b_q, b_k.T, input_precision=PRECISION) * scale + b_e[None, :]  # [ROWS, COLUMNS]
         b_w, alpha, b_max, b_sum = _weights(b_x, b_max, b_sum)
         if OUTPUT:
-            b_v = _load(value_ptr, place, o_m < M, D, D, BLOCK_D)  # [COLUMNS, BLOCK_D]
-            b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * alpha[:, None], input_precision=PRECISION)
+            b_out = _add(b_w, b_v, b_out, alpha, SINGLE, PRECISION)
 
     if OUTPUT:
         b_out = _mean(b_out, b_sum).to(b_q.dtype)  # [ROWS, BLOCK_D]
-        _store(out_ptr + (i_b * o_b + i_h * o_h) * UNIT, b_out, token, counts, o_n * UNIT, D, BLOCK_D)
+        _store(out_ptr + (i_b * o_b + i_h * o_h) * UNIT, b_out, token, counts, o_n * UNIT, D, BLOCK_D, WIDE)
     else:
         tl.store(lse_ptr + head + o_r * BLOCK + i_p, b_max + tl.math.log2(b_sum), mask=counts)
 
@@ -248,8 +264,10 @@ def center_step(
     BLOCK: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,  # a head has 2^31 elements or more
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SINGLE: tl.constexpr,  # COLUMNS >= M
     WHOLE: tl.constexpr,  # ROWS >= M: a program has whole rows of L, and needs no LSE of them
     UNEVEN: tl.constexpr,
     FLIP: tl.constexpr,
@@ -268,20 +286,20 @@ def center_step(
     mask = None if mask_ptr is None else mask_ptr + i_b * mask_b
     head = i_bh.to(tl.int64) * M * BLOCK
     o_m = tl.program_id(0) // BLOCK % tiles * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    place = head + o_m * BLOCK + i_p  # [ROWS]
+    place = o_m * BLOCK + i_p  # [ROWS]
     if OVERLAPS:
         gdc_wait()
-    b_k = _load(mean_ptr, place, o_m < M, D, D, BLOCK_D)  # [ROWS, BLOCK_D]
-    b_e = tl.load(entropy_ptr + place, mask=o_m < M, other=float("-inf"))  # [ROWS]
+    b_k = _load(mean_ptr + head * D, place, o_m < M, D, D, BLOCK_D, WIDE)  # [ROWS, BLOCK_D]
+    b_e = tl.load(entropy_ptr + head + place, mask=o_m < M, other=float("-inf"))  # [ROWS]
 
     b_center = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_max = tl.full([ROWS], float("-inf"), tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, M, COLUMNS, num_stages=NUM_STAGES):
+    for start in tl.range(0, COLUMNS if SINGLE else M, COLUMNS, num_stages=NUM_STAGES):
         o_r = start + tl.arange(0, COLUMNS)  # [COLUMNS]
         token, counts = _token(o_r * BLOCK + i_p, first, N, mask, UNEVEN)
         counts = (o_r < M) & counts  # [COLUMNS]
-        b_q = _load(q_head, token, counts, q_n * UNIT, D, BLOCK_D)  # [COLUMNS, BLOCK_D]
+        b_q = _load(q_head, token, counts, q_n * UNIT, D, BLOCK_D, WIDE)  # [COLUMNS, BLOCK_D]
         b_q = -b_q if FLIP else b_q
         b_x = tl.dot(b_k, b_q.T, input_precision=PRECISION) * scale + b_e[:, None]  # [ROWS, COLUMNS]
         if WHOLE:
@@ -295,7 +313,7 @@ def center_step(
         counts = counts & (b_lse > float("-inf"))  # [COLUMNS]
         b_x = tl.where(counts[None, :], b_x - tl.where(counts, b_lse, 0.0)[None, :], float("-inf"))
         b_w, alpha, b_max, b_sum = _weights(b_x, b_max, b_sum)
-        b_w = b_w.to(b_q.dtype)  # [ROWS, COLUMNS]
-        b_center = tl.dot(b_w, b_q, b_center * alpha[:, None], input_precision=PRECISION)
+        b_center = _add(b_w, b_q, b_center, alpha, SINGLE, PRECISION)
 
-    _store(mean_ptr, _mean(b_center, b_sum).to(b_k.dtype), place, o_m < M, D, D, BLOCK_D)
+    b_center = _mean(b_center, b_sum).to(b_k.dtype)  # [ROWS, BLOCK_D]
+    _store(mean_ptr + head * D, b_center, place, o_m < M, D, D, BLOCK_D, WIDE)
