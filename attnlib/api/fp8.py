@@ -143,7 +143,7 @@ def attention_fp8(
     refuse_onlookers("attention_fp8")
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
     check_fp8(q, k, v, options)
-    refuse_derivatives("attention_fp8", q=q, k=k, v=v)
+    refuse_derivatives("attention_fp8", **_tensors(q=q, k=k, v=v))
     return _call(q, k, v, None, options)
 
 
@@ -214,7 +214,7 @@ def attention_fp8_varlen(
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_fp8(q, k, v, options, varlen)
-    refuse_derivatives("attention_fp8_varlen", q=q, k=k, v=v)
+    refuse_derivatives("attention_fp8_varlen", **_tensors(q=q, k=k, v=v))
     check_offsets_of("q", q.shape[0], cu_seqlens_q, max_seqlen_q)
     check_offsets_of("k", k.shape[0], cu_seqlens_k, max_seqlen_k)
     return _call(q, k, v, varlen, options)
@@ -246,6 +246,10 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     params = Params(mask_window(causal, window), scale, varlen, return_lse, impl=impl)
     out, lse = family.forward(q, k, v, params, out_dtype)
     return (out, lse) if return_lse else out
+
+
+def _tensors(**operands: Operand) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in operands.items() if not isinstance(x, Fp8)}
 
 
 def _quantized(x: torch.Tensor, role: Role, recipe: Recipe, cu_seqlens, max_seqlen) -> Fp8:

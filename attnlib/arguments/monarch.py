@@ -4,7 +4,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import MAX_HEAD_DIM, NO_STRIDES, check_scale, check_tensors, type_name
+from attnlib.arguments.common import (
+    MAX_HEAD_DIM,
+    NO_STRIDES,
+    check_choice,
+    check_scale,
+    check_tensors,
+    type_name,
+)
 
 PADS = "post", "pre"
 IMPLEMENTATIONS = "triton", "reference"
@@ -43,13 +50,13 @@ def check_monarch(q, k, v, options: MonarchOptions) -> None:
     block, steps, pad, key_mask, sm_scale, impl = options
     _check_count("block", block, "a number of tokens from 1 on, or None", optional=True)
     _check_count("steps", steps, "a number of rounds from 1 on")
-    _check_choice("pad", pad, PADS)
+    check_choice("pad", pad, PADS)
     if key_mask is not None:
         _check_mask(key_mask, q)
     if sm_scale is not None:
         check_scale(sm_scale, False)
     if impl is not None:
-        _check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
 
 
 def _check_count(name: str, count, expected: str, optional: bool = False) -> None:
@@ -59,14 +66,6 @@ def _check_count(name: str, count, expected: str, optional: bool = False) -> Non
         raise TypeError(f"{name}: expected {expected}, got {type_name(count)}")
     if count < 1:
         raise ValueError(f"{name}: expected {expected}, got {count}")
-
-
-def _check_choice(name: str, given, choices: tuple[str, ...], more: str = "") -> None:
-    expected = ", ".join(map(repr, choices)) + more if more else " or ".join(map(repr, choices))
-    if not isinstance(given, str):
-        raise TypeError(f"{name}: expected {expected}, got {type_name(given)}")
-    if given not in choices:
-        raise ValueError(f"{name}: expected {expected}, got {given!r}")
 
 
 def _check_mask(mask, q: torch.Tensor) -> None:

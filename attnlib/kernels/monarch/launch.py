@@ -133,8 +133,9 @@ def prepare(call: Call) -> Plan:
         ahead = overlaps and bool(launches)
         tiles = {"ROWS": tile.rows, "COLUMNS": tile.columns, "NUM_STAGES": tile.num_stages}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        tall = block if kernel == "r_step" else M  # a program takes some rows of that many
         launches.append(Launch(
-            f"{MODULE}.{kernel}", (pairs * programs * -(-(block if kernel == "r_step" else M) // tile.rows), 1, 1),
+            f"{MODULE}.{kernel}", (pairs * programs * -(-tall // tile.rows), 1, 1),
             descriptors={}, pointers=pointers | scratch, scalars=sizes | scalars,
             constants=constants | tiles | {"OVERLAPS": overlaps} | more,
             options=options | ({"launch_pdl": True} if ahead else {}),

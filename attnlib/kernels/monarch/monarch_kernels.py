@@ -44,14 +44,16 @@ def _load(head, row, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE
     from `head` need 64 bits."""
     o_d = tl.arange(0, BLOCK_D)
     seen = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
-    return tl.load(head + (row.to(tl.int64 if WIDE else tl.int32) * stride)[:, None] + o_d[None, :], mask=seen, other=0.0)
+    offset = row.to(tl.int64 if WIDE else tl.int32) * stride  # [rows]
+    return tl.load(head + offset[:, None] + o_d[None, :], mask=seen, other=0.0)
 
 
 @triton.jit
 def _store(head, b_x, row, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     o_d = tl.arange(0, BLOCK_D)
     seen = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
-    tl.store(head + (row.to(tl.int64 if WIDE else tl.int32) * stride)[:, None] + o_d[None, :], b_x, mask=seen)
+    offset = row.to(tl.int64 if WIDE else tl.int32) * stride  # [rows]
+    tl.store(head + offset[:, None] + o_d[None, :], b_x, mask=seen)
 
 
 @triton.jit
@@ -80,7 +82,7 @@ def _add(b_w, b_x, b_acc, alpha, SINGLE: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(b_w.to(b_x.dtype), b_x, b_acc * alpha[:, None], input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["mask_ptr"])
 def r_step(
     q_ptr,  # (batch, H, N, D), read in the first round
     k_ptr,
@@ -245,7 +247,7 @@ def l_step(
         tl.store(lse_ptr + head + o_r * BLOCK + i_p, b_max + tl.math.log2(b_sum), mask=counts)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["mask_ptr"])
 def center_step(
     q_ptr,
     mean_ptr,  # mean keys in, centers out, in the same places

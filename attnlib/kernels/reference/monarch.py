@@ -9,9 +9,12 @@ from attnlib.params import MonarchParams
 
 
 class Factors(NamedTuple):
-    """L (batch, H, B, M, M) as [p, m', m], R (batch, H, M, B, B) as [m, p, b], and what each row of L and R
-    gives to the objective is kept in `objective` (batch, H, rounds): after each round, the sum over queries
-    that count of (mean score + entropy of the weights)."""
+    """The fitted matrices and how well they fit.
+
+    left: (batch, H, B, M, M), L as [p, m', m]. right: (batch, H, M, B, B), R as [m, p, b]. objective: (batch,
+    H, rounds), after each round the sum, over the queries that count, of the mean score plus the entropy of
+    the weights. Its largest value over all matrices is the sum of the LSE, which softmax reaches.
+    """
 
     left: torch.Tensor
     right: torch.Tensor
@@ -24,11 +27,7 @@ def unsupported(q, params: MonarchParams) -> None:
 
 def forward(q, k, v, params: MonarchParams) -> torch.Tensor:
     """The output in the dtype of q; computed in fp64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    found = factors(q, k, params)
-    out = apply(found, in_blocks(v.double(), params))
-    return torch.empty_like(q).copy_(out[:, :, params.first : params.first + q.shape[2]])
+    return output(q, k, v, params).to(q.dtype)
 
 
 def in_blocks(x: torch.Tensor, params: MonarchParams) -> torch.Tensor:
@@ -49,25 +48,28 @@ def counting(q: torch.Tensor, params: MonarchParams) -> torch.Tensor:
 
 
 def factors(q, k, params: MonarchParams, dtype: torch.dtype = torch.float64) -> Factors:
-    """The fit. dtype: of queries, keys, mean keys and centers, between two of which all is float32 or fp64:
-    with that of a kernel, what rounding costs."""
-    exact = torch.promote_types(dtype, torch.float32)
+    """The fit. dtype: of what products read and what one step hands to the next, between which all is float32
+    or fp64: with that of a kernel, what its rounding costs."""
     counts = counting(q, params)
-    q, k = (in_blocks(x.to(exact), params) for x in (q, k))
+    q, k = (in_blocks(_rounded(x, dtype), params) for x in (q, k))
     centers, objective = q * counts[..., None], []
     for _ in range(params.steps):
         scores = params.sm_scale * torch.einsum("...mpd,...mbd->...mpb", centers, k)
-        scores = scores.masked_fill(~counts[..., None, :], -math.inf)
-        right, lse = _softmax(scores)
-        keys = torch.einsum("...mpb,...mbd->...mpd", right, k).to(dtype).to(exact)
+        right, lse = _softmax(scores.masked_fill(~counts[..., None, :], -math.inf))
+        keys = _rounded(torch.einsum("...mpb,...mbd->...mpd", _rounded(right, dtype), k), dtype)
         entropy = lse - params.sm_scale * (centers * keys).sum(-1)
         scores = params.sm_scale * torch.einsum("...npd,...mpd->...pnm", q, keys)
-        left, lse = _softmax(scores + entropy.transpose(-1, -2)[..., None, :])
+        left, lse = _softmax(scores + entropy.mT[..., None, :])
         objective.append(torch.where(counts.mT, lse, 0.0).sum((-1, -2)))
         weights = torch.log(left).masked_fill(~counts.mT[..., None], -math.inf)
-        weights, _ = _softmax(weights.mT)  # [p, m, m']
-        centers = torch.einsum("...pmn,...npd->...mpd", weights, q).to(dtype).to(exact)
+        weights = _rounded(_softmax(weights.mT)[0], dtype)  # [p, m, m']
+        centers = _rounded(torch.einsum("...pmn,...npd->...mpd", weights, q), dtype)
     return Factors(left, right, torch.stack(objective, -1))
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In float32 or fp64, with values that the dtype has."""
+    return x.to(dtype).to(torch.promote_types(dtype, torch.float32))
 
 
 def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,10 +78,15 @@ def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), lse
 
 
-def apply(found: Factors, v: torch.Tensor) -> torch.Tensor:
-    """The matrix times v (batch, H, M, B, D): (batch, H, M * B, D)."""
-    values = torch.einsum("...mpb,...mbd->...mpd", found.right.to(v.dtype), v)
-    return torch.einsum("...pnm,...mpd->...npd", found.left.to(v.dtype), values).flatten(2, 3)
+def output(q, k, v, params: MonarchParams, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """(batch, H, N, D) in float32 or fp64. dtype: as in `factors`."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    found = factors(q, k, params, dtype)
+    v = in_blocks(_rounded(v, dtype), params)
+    values = _rounded(torch.einsum("...mpb,...mbd->...mpd", _rounded(found.right, dtype), v), dtype)
+    out = torch.einsum("...pnm,...mpd->...npd", _rounded(found.left, dtype), values).flatten(2, 3)
+    return out[:, :, params.first : params.first + q.shape[2]]
 
 
 def matrix(q, k, params: MonarchParams) -> torch.Tensor:
