@@ -68,17 +68,23 @@ def run(case: MonarchCase, tensors: list[torch.Tensor], mask: torch.Tensor | Non
 
 
 def check(case: MonarchCase, device: str, seed: int = 0) -> None:
-    """AssertionError unless the errors against the model in fp64 are at most twice those of the model with
-    the roundings of the dtype, and one rounding of the output."""
+    """AssertionError unless the errors against the model in fp64 are at most twice what roundings cost: those
+    of the dtype within the model, those of the keys, and one of the output. The second is there because a fit
+    may hang on little: of two blocks as good as each other, a rounding decides."""
     tensors, mask = make(case, device, seed)
     out = run(case, tensors, mask)
     assert out.shape == tensors[0].shape and out.dtype == tensors[0].dtype
     assert out.isfinite().all(), f"{case.name} is wrong: values are not finite"
     params = case.params._replace(key_mask=mask)
     truth = model.output(*tensors, params)
-    rounded = max_and_rms(model.output(*tensors, params, out.dtype).double() - truth)
-    last = max_and_rms(truth.to(out.dtype).double() - truth)
-    budget = [2 * (a + b) for a, b in zip(rounded, last, strict=True)]
+    noise = torch.randn_like(tensors[1].double()) * torch.finfo(out.dtype).eps
+    others = [
+        model.output(*tensors, params, out.dtype).double(),
+        model.output(tensors[0], tensors[1].double() * (1 + noise), tensors[2], params),
+        truth.to(out.dtype).double(),
+    ]
+    costs = [max_and_rms(other - truth) for other in others]
+    budget = [2 * sum(some) for some in zip(*costs, strict=True)]
     found = max_and_rms(out.double() - truth)
     told = f"max error {found[0]:.2e} (budget {budget[0]:.2e}), RMS error {found[1]:.2e} ({budget[1]:.2e})"
     right = all(a <= b for a, b in zip(found, budget, strict=True))

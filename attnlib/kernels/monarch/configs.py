@@ -42,7 +42,8 @@ LARGEST = {
     (4, 128): MonarchConfig(Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
     (4, 256): MonarchConfig(Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
 }
-"""Bytes of an element, tile width -> the largest tiles, which compile for sm_90 without spills."""
+"""Bytes of an element, tile width -> the largest tiles, which compile for sm_90 without spills (but for float32 in blocks of
+up to 16 tokens of 256 columns)."""
 
 
 def monarch_config(block: int, blocks: int, head_dim: int, itemsize: int) -> MonarchConfig:
@@ -59,8 +60,8 @@ def monarch_config(block: int, blocks: int, head_dim: int, itemsize: int) -> Mon
 
 def _clipped(tile: Tile, size: int, width: int, itemsize: int) -> Tile:
     """Of a matrix of `size` rows and columns. Four warps where its rows of `width` columns fit into their
-    registers; of float32 at least 32 columns, with which the compiler needs fewer."""
+    registers."""
     whole = max(SMALLEST, 1 << (size - 1).bit_length())
-    rows, columns = min(tile.rows, whole), min(tile.columns, max(whole, 8 * itemsize))
+    rows, columns = min(tile.rows, whole), min(tile.columns, whole)
     few = itemsize == 2 and rows * width <= 4096
     return Tile(rows, columns, 4 if few else tile.num_warps, tile.num_stages)
