@@ -24,7 +24,7 @@ SMALL = {
         MonarchCase("tiles", 40, 20, 2, tile=16, heads=1, dtype="float32", head_dim=16),
         MonarchCase("column", 40, 2, 2, tile=16, heads=1, dtype="float32", head_dim=16),
         MonarchCase("low", 32, 8, 1, kind="constant", sm_scale=60.0, dtype="float32", heads=1, head_dim=16),
-        MonarchCase("far", 64, 8, 2, kind="large", sm_scale=2.0, dtype="float32", heads=1, head_dim=16),
+        MonarchCase("far", 64, 16, 2, kind="large", heads=1, head_dim=16),
         MonarchCase("negative", 32, 8, 2, sm_scale=-0.3, dtype="float32", heads=1, head_dim=16),
         MonarchCase("narrow", 20, 4, 2, dtype="float32", heads=1, head_dim=24),
         MonarchCase("groups", 16, 4, 1, batch=2, heads=4, kv_heads=2, dtype="float32", head_dim=16),
