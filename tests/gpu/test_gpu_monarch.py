@@ -79,7 +79,9 @@ def test_more_than_2_31_elements() -> None:
     far = whole.flatten().as_strided((1, 2, 4096, 64), (0, (1 << 31) + 64 * 64, 64, 1))
     far.copy_(torch.randn(1, 2, 4096, 64, device=DEVICE))
     near = far.contiguous()
-    assert torch.equal(attention_monarch(far, far, far, steps=2), attention_monarch(near, near, near, steps=2))
+    assert torch.equal(
+        attention_monarch(far, far, far, steps=2), attention_monarch(near, near, near, steps=2)
+    )
     rows = whole.flatten().as_strided((1, 1, 512, 64), (0, 0, 1 << 23, 1))
     rows.copy_(torch.randn(1, 1, 512, 64, device=DEVICE))
     near = rows.contiguous()

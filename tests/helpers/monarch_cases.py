@@ -99,7 +99,7 @@ def draw(number: int) -> MonarchCase:
     """A random call of family `number % FAMILIES`."""
     family, rng = random.Random(number % FAMILIES), random.Random(number)
     block = family.choice((1, 2, 7, 8, 16, 24, 32, 45, 64, 64, 100, 128, 200, 256, 300))
-    most = family.choice((16, 32, 64, 64, 128, 256, 400))  # blocks
+    most = min(family.choice((16, 32, 64, 64, 128, 256, 400)), max(16, 16384 // block))  # blocks
     uneven, masked, flipped = (family.random() < share for share in (0.6 * (block > 1), 0.4, 0.3))
     head_dim = family.choice((64, 64, 64, 128, 256, 8 * family.randint(1, 32)))
     dtype = family.choice(("float16", "bfloat16", "bfloat16", "float32"))

@@ -42,8 +42,8 @@ LARGEST = {
     (4, 128): MonarchConfig(Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
     (4, 256): MonarchConfig(Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 32, 8, 2)),
 }
-"""Bytes of an element, tile width -> the largest tiles, which compile for sm_90 without spills (but for float32 in blocks of
-up to 16 tokens of 256 columns)."""
+"""Bytes of an element, tile width -> the largest tiles. They compile for sm_90 without spills, except float32
+in blocks of up to 16 tokens of 256 columns."""
 
 
 def monarch_config(block: int, blocks: int, head_dim: int, itemsize: int) -> MonarchConfig:

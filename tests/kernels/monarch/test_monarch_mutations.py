@@ -69,7 +69,8 @@ MUTATIONS = [
              "negative", VALUES),
     Mutation("centers are of the wrong sign", "        b_q = -b_q if FLIP else b_q\n        b_x",
              "        b_x", "negative", VALUES),
-    Mutation("the second round starts from the queries again", "    if FIRST:", "    if True:", "rounds", VALUES),
+    Mutation("the second round starts from the queries again", "    if FIRST:", "    if True:", "rounds",
+             VALUES),
     Mutation("rows of L are not divided by their sums", "b_x - tl.where(counts, b_lse, 0.0)[None, :]", "b_x",
              "rounds", VALUES),
     Mutation("weights of a block that hardly anyone looks at underflow", "b_w, alpha, b_max, b_sum = "
