@@ -7,8 +7,9 @@
 One table, `sweep`: one sequence, 12 heads of 64 columns, float16, blocks of the default size, one to three
 rounds; attnlib's dense kernel and SDPA's backends. Every call is replayed from a CUDA graph, so that what a
 call of two short kernels takes is not the time of its launches. All that is compared is timed in the same
-shuffled rounds, cold L2, with a control row. Outputs are judged before and after: of Monarch the first and the
-last head against its model in fp64, of the others the last 256 queries of those heads against softmax in fp64.
+shuffled rounds, cold L2, with a control row. Outputs are judged before and after: of Monarch the first
+and the last head against its model in fp64, of the others the last 256 queries of those heads against softmax
+in fp64.
 TFLOP/s count what is computed: 4 * N * N * D for a dense head, and of Monarch the products of all rounds.
 First one process for each number of tokens compiles, side by side.
 Status 0 when all of attnlib's were right, 1 otherwise, 2 without a GPU.
