@@ -6,8 +6,8 @@
 Two tables. `errors`: the matrix of weights against that of softmax, over rounds and blocks, for queries and
 keys of four kinds: the relative Frobenius norm of the difference, and the mean over rows of the divergence
 KL(Monarch || softmax), whose sum the fit makes small. `vision`: a small transformer that was trained with
-softmax to tell shapes in noisy pictures, and then runs with other attention, without any further training. Two
-controls: attention that weighs all tokens alike, and none across blocks.
+softmax to tell shapes in noisy pictures, and then runs with other attention, without any further training.
+Two controls: attention that weighs all tokens alike, and none across blocks.
 """
 
 from __future__ import annotations

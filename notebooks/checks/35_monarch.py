@@ -9,20 +9,27 @@ from attnlib.book import lesson
 
 
 def check_best_block(best_block):
-    """Fewest FLOPs among all powers of two."""
-    for tokens in (1, 256, 2048, 4096, 8192, 65536):
-        for rounds in (1, 2, 5):
-            blocks = [1 << i for i in range(tokens.bit_length())]
-            want = min(blocks, key=lambda b: rounds * 2 * (b + tokens // b) + b)
-            got = best_block(tokens, rounds)
-            assert got == want, f"N = {tokens}, {rounds} rounds: expected {want}, got {got}"
+    """Fewest scores in tiles among all blocks."""
+
+    def in_tiles(size):
+        return 16 if size <= 16 else 1 << (size - 1).bit_length()
+
+    for tokens in (20, 256, 1000, 2048, 4096, 8192):
+        scores = {}
+        for block in range(1, tokens + 1):
+            blocks = math.ceil(tokens / block)
+            scores[block] = blocks * in_tiles(block) ** 2 + block * in_tiles(blocks) ** 2
+        want, got = min(scores, key=scores.get), best_block(tokens)
+        assert got in scores, f"N = {tokens}: expected a block from 1 to N, got {got!r}"
+        told = f"{want} with {scores[want]} scores, got {got} with {scores[got]}"
+        assert got == want, f"N = {tokens}: expected {told}"
 
 
 def check_centers(centers):
     """Mean queries against fp64: several sizes of column and block, half precision, and far blocks."""
     torch.manual_seed(0)
     sizes = ((64, 8, 1.0, torch.float32), (60, 3, 1.0, torch.float32), (64, 8, 1.0, torch.float16))
-    for tokens, block, spread, dtype in (*sizes, (64, 8, 60.0, torch.float32)):
+    for tokens, block, spread, dtype in (*sizes, (64, 8, 400.0, torch.float32)):
         q, mean_k = (torch.randn(1, 2, tokens, 16, device=lesson.device()).to(dtype) for _ in range(2))
         q = q * spread
         entropy = torch.rand(1, 2, tokens, device=q.device)
