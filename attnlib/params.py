@@ -1,6 +1,7 @@
 """What a call of attention asks for besides its tensors: one object that goes from `attention` to the
 launcher."""
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -108,6 +109,12 @@ class MonarchParams(NamedTuple):
     def blocks(self, tokens: int) -> int:
         """How many blocks so many tokens take."""
         return -(-tokens // self.block)
+
+
+def default_block(tokens: int) -> int:
+    """Keys of a block where the caller names none: the largest power of two up to sqrt(tokens). Blocks and
+    columns then have about as many tokens, and tiles are full."""
+    return 1 << (max(1, math.isqrt(tokens)).bit_length() - 1)
 
 
 class Params(NamedTuple):

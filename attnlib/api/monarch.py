@@ -10,9 +10,7 @@ import torch
 from attnlib.api.inference import refuse_derivatives, refuse_onlookers
 from attnlib.arguments.monarch import MonarchOptions, check_monarch
 from attnlib.kernels import MONARCH
-from attnlib.kernels.monarch.configs import default_block
-from attnlib.kernels.reference import monarch as model
-from attnlib.params import MonarchParams
+from attnlib.params import MonarchParams, default_block
 
 __all__ = ["attention_monarch", "monarch_matrix"]
 
@@ -113,7 +111,7 @@ def monarch_matrix(
     refuse_derivatives("monarch_matrix", q=q, k=k)
     if not q.numel():
         return torch.zeros(*q.shape[:3], q.shape[2], dtype=torch.float64, device=q.device)
-    return model.matrix(q, k, _params(q, block, steps, pad, key_mask, sm_scale))
+    return MONARCH["reference"].matrix(q, k, _params(q, block, steps, pad, key_mask, sm_scale))
 
 
 def _params(q, block, steps, pad, key_mask, sm_scale) -> MonarchParams:

@@ -47,5 +47,5 @@ DECODERS = {"triton": decode, "reference": reference_decode}
 
 MONARCH = {"triton": monarch, "reference": reference_monarch}
 """The same for `attention_monarch`, which only an explicit `impl` leads to the reference: modules with
-unsupported(q, params) and forward(q, k, v, params), which returns the output. `params` is an
-`attnlib.params.MonarchParams`."""
+unsupported(q, params) and forward(q, k, v, params), which returns the output; the reference has the matrix
+of weights, too. `params` is an `attnlib.params.MonarchParams`."""

@@ -38,10 +38,10 @@ from attnlib.bench.oracle import Budget, Verdict, make_inputs, max_and_rms  # no
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import monarch  # noqa: E402
-from attnlib.kernels.monarch.configs import MonarchConfig, Tile, default_block, monarch_config  # noqa: E402
+from attnlib.kernels.monarch.configs import MonarchConfig, Tile, monarch_config  # noqa: E402
 from attnlib.kernels.reference import monarch as model  # noqa: E402
 from attnlib.kernels.reference.dense import attention_fp64  # noqa: E402
-from attnlib.params import MonarchParams  # noqa: E402
+from attnlib.params import MonarchParams, default_block  # noqa: E402
 
 DEVICE = "cuda"
 OURS, DENSE = "monarch, {} rounds", "attnlib"

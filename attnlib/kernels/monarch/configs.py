@@ -1,6 +1,5 @@
 """Configurations of the Monarch kernels: frozen dataclasses, chosen by a pure function."""
 
-import math
 from dataclasses import dataclass
 
 from attnlib.kernels.common.tiles import tile_width
@@ -26,12 +25,6 @@ class MonarchConfig:
     r_step: Tile
     l_step: Tile
     center_step: Tile
-
-
-def default_block(tokens: int) -> int:
-    """Keys of a block where the caller names none: the largest power of two up to sqrt(tokens). Blocks and
-    columns then have about as many tokens, and tiles are full."""
-    return 1 << (max(1, math.isqrt(tokens)).bit_length() - 1)
 
 
 LARGEST = {

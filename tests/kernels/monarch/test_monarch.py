@@ -10,9 +10,10 @@ from cases import INTERPRETER_REMARKS
 from monarch_cases import MonarchCase, check, make, run
 
 from attnlib import attention_monarch, monarch_matrix
-from attnlib.kernels.monarch.configs import default_block, monarch_config
+from attnlib.kernels.monarch.configs import monarch_config
 from attnlib.kernels.reference import monarch as model
 from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.params import default_block
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")]
 
