@@ -7,13 +7,16 @@ from attnlib.api import (
     attention_entmax,
     attention_fp8,
     attention_fp8_varlen,
+    attention_monarch,
     attention_varlen,
     explain,
+    monarch_matrix,
     quantize_fp8,
 )  # fmt: skip
 
 __all__ = [
     "Fp8", "__version__", "attention", "attention_decode", "attention_entmax", "attention_fp8",
-    "attention_fp8_varlen", "attention_varlen", "explain", "quantize_fp8",
+    "attention_fp8_varlen", "attention_monarch", "attention_varlen", "explain", "monarch_matrix",
+    "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """What a call of attention asks for besides its tensors: one object that goes from `attention` to the
 launcher."""
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -83,6 +84,37 @@ class DecodeParams(NamedTuple):
     split: str | int | None = None
     config: Any = None
     starts: torch.Tensor | None = None
+
+
+class MonarchParams(NamedTuple):
+    """What a call of `attention_monarch` asks for besides its tensors.
+
+    Attributes:
+        block: tokens of a block.
+        steps: rounds of the fit, at least 1.
+        first: the place of token 0 among the blocks: what is missing in the last block, or 0 where the
+            last block may be short.
+        sm_scale: factor on the scores.
+        key_mask: (B, N) bool, which tokens count; None where all do.
+        config: how the kernels are compiled, of the class of the family; None for its choice.
+    """
+
+    block: int
+    steps: int
+    first: int
+    sm_scale: float
+    key_mask: torch.Tensor | None = None
+    config: Any = None
+
+    def blocks(self, tokens: int) -> int:
+        """How many blocks so many tokens take."""
+        return -(-tokens // self.block)
+
+
+def default_block(tokens: int) -> int:
+    """Keys of a block where the caller names none: the largest power of two up to sqrt(tokens). Blocks and
+    columns then have about as many tokens, and tiles are full."""
+    return 1 << (max(1, math.isqrt(tokens)).bit_length() - 1)
 
 
 class Params(NamedTuple):

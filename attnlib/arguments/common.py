@@ -101,6 +101,16 @@ def check_window(window, symbols: bool) -> None:
             raise ValueError(f"window: expected ints from 0 on, or -1 for no bound, got {tuple(window)}")
 
 
+def check_choice(name: str, value, choices: tuple[str, ...], more: str = "") -> None:
+    """One of some words. more: what else it may be, for the message."""
+    words = [repr(choice) for choice in choices]
+    expected = ", ".join(words) + more if more else ", ".join(words[:-1]) + " or " + words[-1]
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected {expected}, got {type_name(value)}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
 # ---------------------------------------------------------------- what messages and compilers need
 
 

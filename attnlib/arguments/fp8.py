@@ -8,6 +8,7 @@ from attnlib.arguments.common import (
     DTYPES,
     MAX_HEAD_DIM,
     NO_STRIDES,
+    check_choice,
     check_scale,
     check_window,
     type_name,
@@ -37,7 +38,7 @@ class Options(NamedTuple):
 def check_quantize(x, role, scaling, rotate, cu_seqlens, max_seqlen) -> None:
     """Arguments of `quantize_fp8`, except for the values in `cu_seqlens`. TypeError or ValueError if one is
     wrong."""
-    _check_choice("role", role, ROLES)
+    check_choice("role", role, ROLES)
     _check_recipe(scaling, rotate)
     if cu_seqlens is None and max_seqlen is not None:
         raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
@@ -156,26 +157,17 @@ def _check_options(options: Options) -> None:
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected None, float16, bfloat16 or float32, got {_shown(out_dtype)}")
     if impl is not None:
-        _check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
 
 
 def _check_recipe(scaling, rotate) -> None:
-    _check_choice("scaling", scaling, SCALINGS)
+    check_choice("scaling", scaling, SCALINGS)
     _check_bool("rotate", rotate)
 
 
 def _check_bool(name: str, value) -> None:
     if value is not True and value is not False:
         raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
-
-
-def _check_choice(name: str, value, choices: tuple[str, ...], more: str = "") -> None:
-    words = [repr(choice) for choice in choices]
-    expected = ", ".join(words) + more if more else ", ".join(words[:-1]) + " or " + words[-1]
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected {expected}, got {type_name(value)}")
-    if value not in choices:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def _shown(value) -> str:

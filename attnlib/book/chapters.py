@@ -29,6 +29,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("20_backward", "The backward pass"),
     ("22_fp8", "FP8"),
     ("34_entmax", "Entmax"),
+    ("35_monarch", "MonarchAttention"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""
 

@@ -14,12 +14,13 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import decode, entmax, fp8, hopper, portable, reference
+from attnlib.kernels import decode, entmax, fp8, hopper, monarch, portable, reference
 from attnlib.kernels.decode import few_queries
 from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.reference import decode as reference_decode
 from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import fp8 as reference_fp8
+from attnlib.kernels.reference import monarch as reference_monarch
 
 FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "reference": reference}
 """Name, as in `impl` -> family, in the order of preference. The last one runs every call."""
@@ -53,3 +54,8 @@ ENTMAX = {"triton": entmax, "reference": reference_entmax}
     forward(q, k, v, params)                  (out, tau, flags), params an `attnlib.params.EntmaxParams`
     backward(d_out, q, k, v, tau, flags, params)     (dq, dk, dv)
 """
+
+MONARCH = {"triton": monarch, "reference": reference_monarch}
+"""The same for `attention_monarch`, which only an explicit `impl` leads to the reference: modules with
+unsupported(q, params) and forward(q, k, v, params), which returns the output; the reference has the matrix
+of weights, too. `params` is an `attnlib.params.MonarchParams`."""

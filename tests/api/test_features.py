@@ -33,8 +33,9 @@ from attnlib.kernels.common import preprocess
 from attnlib.kernels.portable import backward_kernels
 from attnlib.kernels.portable.configs_backward import backward_config
 from attnlib.kernels.reference import entmax as reference_entmax
+from attnlib.kernels.reference import monarch as reference_monarch
 from attnlib.kernels.reference.dense import attention_fp64
-from attnlib.params import EntmaxParams, MaskWindow, Params, Varlen
+from attnlib.params import EntmaxParams, MaskWindow, MonarchParams, Params, Varlen, default_block
 
 PAGE = ROOT / "notebooks" / "features.md"
 API = (ROOT / "notebooks" / "api.md").read_text()
@@ -124,7 +125,13 @@ def entmax_of(alpha: float) -> Callable:
     return lambda q, k, v: reference_entmax.forward(q, k, v, EntmaxParams(alpha, False, 0.125))[0]
 
 
+def monarch_of(steps: int) -> Callable:
+    params = MonarchParams(default_block(512), steps, 0, 0.125)
+    return lambda q, k, v: reference_monarch.forward(q, k, v, params)
+
+
 IN_FP64 = {f"`attention_entmax`, alpha = {alpha:g}": entmax_of(alpha) for alpha in (1.5, 2.0)}
+IN_FP64 |= {f"`attention_monarch`, steps = {steps}": monarch_of(steps) for steps in (1, 2)}
 """Row -> the function in fp64."""
 
 

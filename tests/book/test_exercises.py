@@ -52,6 +52,11 @@ PLANTED = {
         ("owned_attention", Q_IS_READ, "", "Deadlock"),
         ("owned_attention", FIRST_MASK, Q_IS_READ + FIRST_MASK, "has not said that it read|arrivals"),
     ),
+    "35_monarch": (
+        ("centers", "tl.sum(b_w, 0)", "tl.sum(b_w, 1)", "max error"),
+        ("centers", "b_s - b_top[None, :]", "b_s", "queries times 400: max error"),
+        ("best_block", "max(16, ", "max(1, ", "expected"),
+    ),
     "20_backward": (
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnlib import dispatch, node
-from attnlib.kernels import decode, hopper, portable
+from attnlib.kernels import decode, hopper, monarch, portable
 from attnlib.kernels.common import launcher
 from attnlib.kernels.fp8 import launch_quantize
 from attnlib.kernels.hopper import launch_fp8
@@ -41,6 +41,7 @@ def forget_launches() -> None:
     launcher._compiled.clear()
     launch_fp8.prepare.cache_clear()
     decode.launch.prepare.cache_clear()
+    monarch.launch.prepare.cache_clear()
     for family in (portable, hopper):
         family.launch.prepare.cache_clear()
         family.launch_backward.prepare.cache_clear()

@@ -1,0 +1,82 @@
+"""The arguments of `attention_monarch` and `monarch_matrix`, checked."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnlib.arguments.common import (
+    MAX_HEAD_DIM,
+    NO_STRIDES,
+    check_choice,
+    check_scale,
+    check_tensors,
+    type_name,
+)
+
+PADS = "post", "pre"
+IMPLEMENTATIONS = "triton", "reference"
+
+
+class MonarchOptions(NamedTuple):
+    """The options of `attention_monarch`, as they were given."""
+
+    block: Any = None
+    steps: Any = 1
+    pad: Any = "post"
+    key_mask: Any = None
+    sm_scale: Any = None
+    impl: Any = None
+
+
+def check_monarch(q, k, v, options: MonarchOptions) -> None:
+    """Arguments of `attention_monarch`; of `monarch_matrix` with k as v. TypeError or ValueError if one is
+    wrong."""
+    check_tensors(q, k, v, "4 dimensions (B, H, N, D)", 4)
+    (batch, heads, tokens, head_dim), (first, kv_heads, keys, width) = q.shape, k.shape
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ValueError(
+            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    if first != batch:
+        raise ValueError(f"k: expected batch size {batch} as q has, got {first}")
+    if keys != tokens:
+        raise ValueError(f"k: expected {tokens} tokens as q has, which are its queries too, got {keys}")
+    if width != head_dim:
+        raise ValueError(f"k: expected head dimension {head_dim} as q has, got {width}")
+    if heads and (not kv_heads or heads % kv_heads):
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {tuple(k.shape)} as k has, got {tuple(v.shape)}")
+    block, steps, pad, key_mask, sm_scale, impl = options
+    _check_count("block", block, "a number of tokens from 1 on, or None", optional=True)
+    _check_count("steps", steps, "a number of rounds from 1 on")
+    check_choice("pad", pad, PADS)
+    if key_mask is not None:
+        _check_mask(key_mask, q)
+    if sm_scale is not None:
+        check_scale(sm_scale, False)
+    if impl is not None:
+        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+
+
+def _check_count(name: str, count, expected: str, optional: bool = False) -> None:
+    if count is None and optional:
+        return
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name}: expected {expected}, got {type_name(count)}")
+    if count < 1:
+        raise ValueError(f"{name}: expected {expected}, got {count}")
+
+
+def _check_mask(mask, q: torch.Tensor) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"key_mask: expected a torch.Tensor or None, got {type_name(mask)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_mask: expected dtype bool, got {mask.dtype}")
+    if mask.layout is not torch.strided:
+        raise TypeError(f"key_mask: {NO_STRIDES} {mask.layout}")
+    if tuple(mask.shape) != (q.shape[0], q.shape[2]):
+        wanted = q.shape[0], q.shape[2]
+        raise ValueError(f"key_mask: expected shape (B, N) = {wanted} as q has, got {tuple(mask.shape)}")
+    if mask.device != q.device:
+        raise ValueError(f"key_mask: expected device {q.device} as q has, got {mask.device}")
