@@ -4,6 +4,7 @@ from attnlib.api import (
     Fp8,
     attention,
     attention_decode,
+    attention_distr,
     attention_fp8,
     attention_fp8_varlen,
     attention_varlen,
@@ -12,7 +13,7 @@ from attnlib.api import (
 )  # fmt: skip
 
 __all__ = [
-    "Fp8", "__version__", "attention", "attention_decode", "attention_fp8", "attention_fp8_varlen",
-    "attention_varlen", "explain", "quantize_fp8",
+    "Fp8", "__version__", "attention", "attention_decode", "attention_distr", "attention_fp8",
+    "attention_fp8_varlen", "attention_varlen", "explain", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -4,14 +4,13 @@ inference, so without a gradient."""
 from __future__ import annotations
 
 import math
-from typing import Literal, NoReturn, overload
+from typing import Literal, overload
 
 import torch
-from torch.autograd import forward_ad
 
+from attnlib.api.inference import refuse_derivatives, refuse_onlookers
 from attnlib.arguments.fp8 import Options, check_fp8, check_quantize
 from attnlib.arguments.offsets import check_offsets_of
-from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import FP8, QUANTIZERS
 from attnlib.kernels.common.fp8 import Fp8, Recipe, Role, Scaling
 from attnlib.params import Params, Varlen, mask_window
@@ -60,9 +59,9 @@ def quantize_fp8(
         >>> k8, v8 = quantize_fp8(k, "k"), quantize_fp8(v, "v")
         >>> outs = [attention_fp8(q, k8, v8) for q in queries]
     """
-    _refuse_onlookers("quantize_fp8")
+    refuse_onlookers("quantize_fp8")
     check_quantize(x, role, scaling, rotate, cu_seqlens, max_seqlen)
-    _refuse_derivatives("quantize_fp8", x=x)
+    refuse_derivatives("quantize_fp8", x=x)
     if cu_seqlens is not None:
         check_offsets_of("x", len(x), cu_seqlens, max_seqlen)
     return _quantized(x, role, Recipe(scaling, rotate), cu_seqlens, max_seqlen)
@@ -141,10 +140,10 @@ def attention_fp8(
         >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_fp8(q, k, v, causal=True)
     """
-    _refuse_onlookers("attention_fp8")
+    refuse_onlookers("attention_fp8")
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
     check_fp8(q, k, v, options)
-    _refuse_derivatives("attention_fp8", q=q, k=k, v=v)
+    refuse_derivatives("attention_fp8", **_tensors(q=q, k=k, v=v))
     return _call(q, k, v, None, options)
 
 
@@ -211,11 +210,11 @@ def attention_fp8_varlen(
         >>> q, k, v = (torch.randn(1024, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_fp8_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
     """
-    _refuse_onlookers("attention_fp8_varlen")
+    refuse_onlookers("attention_fp8_varlen")
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_fp8(q, k, v, options, varlen)
-    _refuse_derivatives("attention_fp8_varlen", q=q, k=k, v=v)
+    refuse_derivatives("attention_fp8_varlen", **_tensors(q=q, k=k, v=v))
     check_offsets_of("q", q.shape[0], cu_seqlens_q, max_seqlen_q)
     check_offsets_of("k", k.shape[0], cu_seqlens_k, max_seqlen_k)
     return _call(q, k, v, varlen, options)
@@ -249,37 +248,10 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     return (out, lse) if return_lse else out
 
 
+def _tensors(**operands: Operand) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in operands.items() if not isinstance(x, Fp8)}
+
+
 def _quantized(x: torch.Tensor, role: Role, recipe: Recipe, cu_seqlens, max_seqlen) -> Fp8:
     family = next(family for family in QUANTIZERS.values() if family.unsupported(x.device) is None)
     return family.quantize(x.detach().resolve_neg(), role, recipe, cu_seqlens, max_seqlen)
-
-
-# ---------------------------------------------------------------- what is not supported
-
-
-def _refuse_onlookers(function: str) -> None:
-    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        _refuse(function, "torch.compile, torch.export or a dispatch mode")
-    if torch._C._are_functorch_transforms_active():
-        _refuse(function, "torch.func")
-
-
-def _refuse(function: str, what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{function} under {what}: not supported; call it outside, as in a function with "
-        "torch.compiler.disable"
-    )
-
-
-def _refuse_derivatives(function: str, **tensors: Operand) -> None:
-    given = {name: x for name, x in tensors.items() if not isinstance(x, Fp8)}
-    for name, tensor in given.items():
-        if tensor.is_meta:
-            _refuse(function, 'device "meta"')
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
-                f"does: {function} has no gradient; attention has one"
-            )
-    if given and forward_ad._current_level >= 0:
-        check_tangents(*given.values())

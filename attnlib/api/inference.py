@@ -1,0 +1,39 @@
+"""What functions without a gradient refuse: compilers and transformations that look on, and derivatives."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from attnlib.arguments.tangents import check_tangents
+
+
+def refuse_onlookers(function: str) -> None:
+    """NotImplementedError if a compiler, a dispatch mode or a transformation looks on."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        _refuse(function, "torch.compile, torch.export or a dispatch mode")
+    if torch._C._are_functorch_transforms_active():
+        _refuse(function, "torch.func")
+
+
+def refuse_derivatives(function: str, **tensors: torch.Tensor) -> None:
+    """RuntimeError if a derivative is asked for; NotImplementedError for tensors without values."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            _refuse(function, 'device "meta"')
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
+                f"does: {function} has no gradient; attention has one"
+            )
+    if tensors and forward_ad._current_level >= 0:
+        check_tangents(*tensors.values())
+
+
+def _refuse(function: str, what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{function} under {what}: not supported; call it outside, as in a function with "
+        "torch.compiler.disable"
+    )
