@@ -16,6 +16,8 @@ MODULE = "attnlib.kernels.distr.group_kernels"
 TENSORS = "q", "k", "partial", "places", "q_grouped", "k_grouped"
 ROWS = 128
 """Of a tile; the product reads keys in tiles that divide it."""
+ROWS_FLOAT32 = 32
+"""The same in float32, whose products on the CUDA cores take more registers."""
 MOST_CHUNKS = 32
 """Parts of rows that share their groups, whose projections are summed apart: enough programs for a GPU, few
 enough to be summed by one."""
@@ -84,10 +86,11 @@ def prepare(call: Call) -> Plan:
     of_block = -(-hashed // chunk)
     chunks = -(-rows // chunk)
     columns, width = grouping.columns(D), block_d(D)
-    tiles_q, tiles_k = -(-S_q // ROWS), -(-S_k // ROWS)
+    tile_rows = ROWS_FLOAT32 if call.dtype == torch.float32 else ROWS
+    tiles_q, tiles_k = -(-S_q // tile_rows), -(-S_k // tile_rows)
     programs = max(chunks * heads * B, tiles_q * H * B, tiles_k * heads * blocks * B)
     if programs >= LIMIT:
-        raise ValueError(f"q, k: expected fewer than 2^31 tiles of {ROWS} rows over all heads, got {programs}")
+        raise ValueError(f"q, k: expected fewer than 2^31 tiles of {tile_rows} rows over all heads, got {programs}")
     unit = 16 // call.dtype.itemsize
 
     def strides(number: int) -> dict[str, int]:
@@ -106,12 +109,12 @@ def prepare(call: Call) -> Plan:
     side = 0 if of_queries else 1
     hashed_name = "qk"[side]
     tile = {"UNIT": unit, "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32"}
-    narrow = tile | {"GROUP": grouping.group, "COLUMNS": columns, "ROWS": ROWS}
+    narrow = tile | {"GROUP": grouping.group, "COLUMNS": columns, "ROWS": tile_rows}
     group = H // H_kv
     launches = [
         launch("project_columns", chunks * heads * B, {"x": hashed_name, "partial": "partial"},
                strides(side) | {"S": rows, "H": heads, "chunks": chunks, "chunk_rows": chunk,
-                                "seed": grouping.seed}, tile | {"ROWS": 64}),
+                                "seed": grouping.seed}, tile | {"ROWS": min(64, tile_rows)}),
         launch("order_columns", blocks * heads * B, {"partial": "partial", "places": "places"},
                {"chunks": chunks, "of_block": of_block, "blocks": blocks}, {}),
         launch("sum_queries", tiles_q * H * B, {"x": "q", "places": "places", "y": "q_grouped"},

@@ -197,7 +197,7 @@ def of_keys(row, i_b, i_h, work, plan: gl.constexpr):
     if plan.own_keys:
         i_own, _ = divide(row, work.shared_rows)
         return i_b, i_kv, i_h * work.key_blocks + i_own, 0
-    if plan.varlen:
+    elif plan.varlen:
         seq = sequence(i_b, work, plan)
         at = seq.end_k, i_kv, VARLEN_ROWS - seq.S_k
         if plan.fp8:  # and of V^T, whose sequences begin at multiples of 16

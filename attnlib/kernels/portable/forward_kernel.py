@@ -113,6 +113,7 @@ def attention_forward(
     T_q,  # rows of all varlen sequences
     H,  # query heads
     left, right,  # keys that a row sees before and after its place; None for no left bound, and for right = 0
+    shared_rows,  # query rows that have keys of their own, like those of so many heads; None where all share
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_QK: tl.constexpr,  # columns of queries and keys; BLOCK_D are those of values
@@ -128,7 +129,6 @@ def attention_forward(
     FLAT: tl.constexpr,  # a grid of one dimension
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    shared_rows=None,  # query rows that have keys of their own, which lie like those of so many heads
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of shape (B, H, S, D), or those of varlen sequences;
     see the module docstring.

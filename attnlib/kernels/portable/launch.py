@@ -69,7 +69,6 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
     out = made_like(call, call.q, call.strides[0] if narrow is None else contiguous(call.q))
     ones = (1, 1, 1) if call.varlen else (1, 1)
     rows, keys = (*ones, config.block_m, width), (*ones, config.block_n, width)
-    own_rows = {} if narrow is None or narrow.rows is None else {"shared_rows": narrow.rows}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
@@ -91,7 +90,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
             "H": H,
             "left": left,
             "right": right or None,
-            **own_rows,
+            "shared_rows": None if narrow is None else narrow.rows,
         },
         constants={
             "GROUP": H // H_kv,
