@@ -1,7 +1,7 @@
 """FP8 attention on this Hopper GPU: right in random calls, then timed beside 16 bits and the peers.
 
     python tests/gpu/time_fp8.py                  about 100 seconds; figures/data/<gpu>/fp8.json
-    python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; about 25 a second)
+    python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; compiling takes most of 5 s each)
     python tests/gpu/time_fp8.py --tune           the quantizing kernels with other numbers of programs
 
 Two tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and the
