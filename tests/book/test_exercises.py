@@ -56,6 +56,14 @@ PLANTED = {
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),
     ),
+    "36_distr": (
+        ("sum_columns", "tl.load(places_ptr + o_d) // GROUP", "o_d // GROUP", "sums are wrong"),
+        ("sum_columns", "b_y, mask=(o_m < S)[:, None])", "b_y)", "beyond S are written"),
+        ("summed_keys", "o_c * GROUP + i)", "o_c * GROUP)", "max error"),
+        ("summed_keys", "tl.zeros([C, BLOCK_N], tl.float32)  # [C, BLOCK_N]",
+         "tl.zeros([C, BLOCK_N], tl.float32) + 1e-2", "max error"),
+        ("rows_that_pay", "(group - 1)", "group", "the copy of a key"),
+    ),
 }
 
 
