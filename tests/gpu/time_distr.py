@@ -271,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     good = all(row["status"] == "ok" for row in timed)
     if not args.short:
         header = records.provenance(harness.method(SWEEP, DENSE))
-        records.write_report(records.report_path("distr", header, args.out), header, tables)
+        tables = {name: {"rows": rows} for name, rows in tables.items()}
+        records.write_report(records.report_path("distr", header, args.out), {"notebook": "distr", **header}, tables)
     return int(not good)
 
 
