@@ -1,5 +1,5 @@
-"""`attention_distr()`: attention whose scores are sums over fewer columns. An approximation, for inference, so
-without a gradient."""
+"""`attention_distr()`: attention whose scores are sums over fewer columns. An approximation, for inference,
+so without a gradient."""
 
 from __future__ import annotations
 

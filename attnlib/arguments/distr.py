@@ -34,7 +34,9 @@ def check_distr(q, k, v, options: DistrOptions) -> None:
     _check_shapes(q.shape, k.shape, v.shape)
     _check_int("group", group, 1, MAX_GROUP)
     if q.shape[-1] % group:
-        raise ValueError(f"group: expected a number that divides the head dimension {q.shape[-1]}, got {group}")
+        raise ValueError(
+            f"group: expected a number that divides the head dimension {q.shape[-1]}, got {group}"
+        )
     if causal is not True and causal is not False:
         raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
     _check_int("seed", seed, 0, MAX_SEED)

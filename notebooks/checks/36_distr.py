@@ -41,11 +41,13 @@ def check_summed_keys(summed_keys):
 
 def check_rows_that_pay(rows_that_pay):
     """At that many queries both take the same time."""
-    for flops, written, group, head_dim in ((600e12, 2e12, 2, 64), (700e12, 1.5e12, 4, 128), (1e12, 1e12, 8, 64)):
+    for flops, written, group, head_dim in (
+        (600e12, 2e12, 2, 64), (700e12, 1.5e12, 4, 128), (1e12, 1e12, 8, 64)
+    ):  # fmt: skip
         rows = rows_that_pay(flops, written, group)
         copy = 2 * head_dim / group / written
         saved = 2 * rows * head_dim * (1 - 1 / group) / flops
         assert np.isclose(copy, saved), (
-            f"{flops:.3g} FLOP/s, {written:.3g} B/s, groups of {group}: with {rows:.4g} queries the copy of a key "
-            f"takes {copy:.3g} s, and the products save {saved:.3g} s"
+            f"{flops:.3g} FLOP/s, {written:.3g} B/s, groups of {group}: with {rows:.4g} queries the copy of a "
+            f"key takes {copy:.3g} s, and the products save {saved:.3g} s"
         )

@@ -18,8 +18,9 @@ def sum_columns(x_ptr, places_ptr, y_ptr, S, GROUP: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
-def summed_keys_forward(q_ptr, k_ptr, v_ptr, o_ptr, q_columns_ptr, members_ptr, S, qk_scale, GROUP: tl.constexpr,
-                        D: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def summed_keys_forward(q_ptr, k_ptr, v_ptr, o_ptr, q_columns_ptr, members_ptr, S, qk_scale,
+                        GROUP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
+                        BLOCK_N: tl.constexpr):
     i_m, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start_of_head = i_bh * S * D
     o_m, o_c, o_d = i_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, C), tl.arange(0, D)

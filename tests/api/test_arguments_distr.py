@@ -29,7 +29,8 @@ GOOD = {"q": zeros(2, 4, 8, 16), "k": zeros(2, 2, 8, 16), "v": zeros(2, 2, 8, 16
 DENSE = "expected a dense tensor (layout torch.strided), got"
 DIMS = "expected a head dimension that is a multiple of 8 from 8 to 128, got"
 GROUP, SEED = "expected an int from 1 to 16, got", "expected an int from 0 to 2147483647, got"
-ROWS, IMPL = "expected None or a multiple of 128, got", "expected 'hopper', 'triton', 'reference' or None, got"
+ROWS = "expected None or a multiple of 128, got"
+IMPL = "expected 'hopper', 'triton', 'reference' or None, got"
 
 # What is changed in a good call; the error; its message.
 CHANGES = [

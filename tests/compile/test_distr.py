@@ -1,4 +1,4 @@
-"""attention_distr() compiled for sm_90: the kernels that group columns, and the product with fewer of them."""
+"""attention_distr() compiled for sm_90: the kernels that group columns, and the product of fewer."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def products() -> dict[tuple, Stats]:
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(map(str, case)))
 def test_product(products: dict[tuple, Stats], case: tuple) -> None:
-    """No spill, no serialized wgmma, and as many products as the columns are for: D / 16 / group steps of Q K^T
-    for BLOCK_N keys, BLOCK_N / 16 steps of P V."""
+    """No spill, no serialized wgmma, and as many products as the columns are for: D / 16 / group steps of
+    Q K^T for BLOCK_N keys, BLOCK_N / 16 steps of P V."""
     width, group, name, *_ = case
     stats, config = products[case], CONFIGS[name]
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
@@ -106,7 +106,8 @@ def test_grouping(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
     dtype = case[2]
     assert len(compiled[case]) == 4
     for number, stats in enumerate(compiled[case]):
-        print(f"{case} {number}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+        used = f"{stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes"
+        print(f"{case} {number}: {used}")
         assert stats.spills == 0 and stats.warnings == () and stats.shared_bytes <= SMEM_LIMIT
         if dtype != "float32" and number != 1:
             assert stats.opcodes.get("HGMMA") or stats.opcodes.get("HMMA")

@@ -1,5 +1,5 @@
-"""attention_distr() on a GPU: random calls against the model, both products; equal bits in every run, streams,
-CUDA graphs, tensors of more than 2^31 elements.
+"""attention_distr() on a GPU: random calls against the model, both products; equal bits in every run,
+streams, CUDA graphs, tensors of more than 2^31 elements.
 
 Each draw belongs to one of `KINDS`, so that a worker compiles few kernels: 14 kinds of 40 draws, about 20
 seconds with 12 workers.

@@ -41,8 +41,8 @@ class DistrCase:
 
     def __str__(self) -> str:
         group, hashed, rows, _ = self.grouping
-        name = f"B{self.batch} H{self.heads}/{self.kv_heads} S{self.S}x{self.keys or self.S} D{self.D} G{group}"
-        name += f" {hashed}{'' if rows is None else rows} {'causal' if self.causal else 'dense'} {self.dtype}"
+        name = f"B{self.batch} H{self.heads}/{self.kv_heads} S{self.S}x{self.keys or self.S} D{self.D}"
+        name += f" G{group} {hashed}{'' if rows is None else rows} {'causal' if self.causal else 'dense'} {self.dtype}"
         more = [self.kind] * (self.kind != "normal") + ["strided"] * self.strided
         more += [f"scale {self.sm_scale:g}"] if self.sm_scale is not None else []
         more += [f"alike {self.alike}"] if self.alike != (1, 1) else []
@@ -51,8 +51,9 @@ class DistrCase:
     def tensors(self, device: str) -> list[torch.Tensor]:
         """q, k, v."""
         shape = Shape(
-            self.batch, self.heads, self.S, self.D, self.causal, self.dtype, self.kv_heads, self.keys or self.S
-        )
+            self.batch, self.heads, self.S, self.D, self.causal, self.dtype, self.kv_heads,
+            self.keys or self.S,
+        )  # fmt: skip
         q, k, v = make_inputs(shape, self.kind, device=device)
         order = torch.randperm(self.D, generator=torch.Generator().manual_seed(3)).to(device)
         q, k = (
@@ -150,13 +151,15 @@ CASES = {
     for case in [
         DistrCase(), DistrCase(causal=False), DistrCase(grouping=Grouping(1)),
         DistrCase(grouping=Grouping(4, seed=7), D=128), DistrCase(grouping=Grouping(16), D=128, S=70),
-        DistrCase(200, Grouping(2), 64, 4, 2, 230, 2), DistrCase(200, QUERIES, 64, 4, 2, 230, 2, causal=False),
+        DistrCase(200, Grouping(2), 64, 4, 2, 230, 2),
+        DistrCase(200, QUERIES, 64, 4, 2, 230, 2, causal=False),
         DistrCase(300, BLOCKS), DistrCase(300, BLOCKS, 128, 2, 1, 330), DistrCase(300, BLOCKS, causal=False),
         DistrCase(300, BLOCKS, keys=200), DistrCase(130, BLOCKS, keys=400, dtype="bfloat16"),
         DistrCase(600, Grouping(4, "q", 256), heads=1, kv_heads=1), DistrCase(100, BLOCKS, keys=40),
-        DistrCase(40, Grouping(5), 40), DistrCase(33, Grouping(8), 8, keys=70), DistrCase(1), DistrCase(17, keys=1),
-        DistrCase(70, BLOCKS, dtype="float32", strided=True), DistrCase(70, dtype="float32", sm_scale=-0.3),
-        DistrCase(90, dtype="bfloat16", strided=True), DistrCase(90, kind="sink"), DistrCase(90, kind="outlier"),
+        DistrCase(40, Grouping(5), 40), DistrCase(33, Grouping(8), 8, keys=70), DistrCase(1),
+        DistrCase(17, keys=1), DistrCase(70, BLOCKS, dtype="float32", strided=True),
+        DistrCase(70, dtype="float32", sm_scale=-0.3), DistrCase(90, dtype="bfloat16", strided=True),
+        DistrCase(90, kind="sink"), DistrCase(90, kind="outlier"),
         DistrCase(90, kind="constant", sm_scale=0.0), DistrCase(70, alike=(2, 2)),
     ]
 }  # fmt: skip

@@ -90,7 +90,9 @@ def prepare(call: Call) -> Plan:
     tiles_q, tiles_k = -(-S_q // tile_rows), -(-S_k // tile_rows)
     programs = max(chunks * heads * B, tiles_q * H * B, tiles_k * heads * blocks * B)
     if programs >= LIMIT:
-        raise ValueError(f"q, k: expected fewer than 2^31 tiles of {tile_rows} rows over all heads, got {programs}")
+        raise ValueError(
+            f"q, k: expected fewer than 2^31 tiles of {tile_rows} rows over all heads, got {programs}"
+        )
     unit = 16 // call.dtype.itemsize
 
     def strides(number: int) -> dict[str, int]:

@@ -222,8 +222,8 @@ def attention_forward(
             gap, width = seen_by_all, tl.maximum(unmasked - seen_by_all, 0)
         if ORDER == "two loops":
             b_acc, b_m, b_l = _tiles_upwards(
-                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_kv, seen_by_all, unmasked, None, None, last_key, None,
-                qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
+                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_kv, seen_by_all, unmasked, None, None, last_key,
+                None, qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
         elif left is None:
             unmasked = 0

@@ -30,8 +30,9 @@ def test_kernels(case: DistrCase, device: str) -> None:
 
 EMULATED = [
     DistrCase(200, Grouping(2), 64, 4, 2, 330), DistrCase(300, Grouping(4), 128, 2, 1, causal=False),
-    DistrCase(300, BLOCKS, 128), DistrCase(300, BLOCKS, 64, 4, 2, 330), DistrCase(300, QUERIES, 64, 2, 1, 200),
-    DistrCase(520, Grouping(4, "q", 256), 64, 1, 1), DistrCase(70, Grouping(1), 128), DistrCase(70, Grouping(8), 40),
+    DistrCase(300, BLOCKS, 128), DistrCase(300, BLOCKS, 64, 4, 2, 330),
+    DistrCase(300, QUERIES, 64, 2, 1, 200), DistrCase(520, Grouping(4, "q", 256), 64, 1, 1),
+    DistrCase(70, Grouping(1), 128), DistrCase(70, Grouping(8), 40),
     DistrCase(130, Grouping(2, seed=1), 72, 2, 1, dtype="bfloat16", sm_scale=-0.1),
 ]  # fmt: skip
 

@@ -31,8 +31,8 @@ VALUES = r"max error .* \(budget .*\), RMS error|\d+ of \d+ values are not finit
 MUTATIONS = [
     Mutation("the seed changes nothing", "_mixed(seed.to(tl.uint32))", "_mixed(0 * seed.to(tl.uint32))", WIDE,
              "places"),
-    Mutation("rows of a chunk are taken twice", "tl.range(i_c * chunk_rows, tl", "tl.range(0 * i_c, tl", BLOCKED,
-             "places"),
+    Mutation("rows of a chunk are taken twice", "tl.range(i_c * chunk_rows, tl",
+             "tl.range(0 * i_c, tl", BLOCKED, "places"),
     Mutation("a projection is left out", "1 << o_j[:, None], 0), 0)",
              "(1 << o_j[:, None]) & 0x7FFF, 0), 0)", PLAIN, "places"),
     Mutation("codes are sorted as numbers", "    code ^= code >> 1\n    code ^= code >> 2\n",
@@ -44,9 +44,10 @@ MUTATIONS = [
     Mutation("parts of other blocks are summed", "tl.range(i_n * of_block,", "tl.range(0 * i_n,", BLOCKED,
              "places"),
     Mutation("sums are of the next group", "D, WIDTH) // GROUP", "D, WIDTH) // GROUP + 1", PLAIN, "q"),
-    Mutation("sums miss a column", "(group[:, None] == tl", "((group - (tl.arange(0, WIDTH) == 3))[:, None] == tl",
-             PLAIN, "q"),
-    Mutation("all rows have the groups of the first block", "+ i_m * ROWS // shared)", "+ 0 * i_m)", BLOCKED, "q"),
+    Mutation("sums miss a column", "(group[:, None] == tl",
+             "((group - (tl.arange(0, WIDTH) == 3))[:, None] == tl", PLAIN, "q"),
+    Mutation("all rows have the groups of the first block", "+ i_m * ROWS // shared)", "+ 0 * i_m)", BLOCKED,
+             "q"),
     Mutation("query heads have the groups of another key head", "(i_bh // PER_KEY_HEAD) * blocks",
              "(i_bh % H // PER_KEY_HEAD) * blocks", SHARED, "q"),
     Mutation("the last column of a group is taken", "place[:, None] == (tl.arange(0, COLUMNS) * GROUP)[",
@@ -61,18 +62,20 @@ MUTATIONS = [
 ]  # fmt: skip
 
 PRODUCT = [
-    Mutation("all rows have the keys of the first block", "own = i_h * tl.cdiv(S_q, shared_rows) + start // shared",
+    Mutation("all rows have the keys of the first block",
+             "own = i_h * tl.cdiv(S_q, shared_rows) + start // shared",
              "own = i_h * tl.cdiv(S_q, shared_rows) + 0 * start // shared", BLOCKED, VALUES),
-    Mutation("keys are of the key head", "at_kv = (i_b, own), (i_b, i_kv)", "at_kv = (i_b, i_kv), (i_b, i_kv)",
-             OWN, VALUES),
-    Mutation("values are of the keys' head", "at_kv = (i_b, own), (i_b, i_kv)", "at_kv = (i_b, own), (i_b, i_h)",
-             GROUPED, VALUES),
+    Mutation("keys are of the key head", "at_kv = (i_b, own), (i_b, i_kv)",
+             "at_kv = (i_b, i_kv), (i_b, i_kv)", OWN, VALUES),
+    Mutation("values are of the keys' head", "at_kv = (i_b, own), (i_b, i_kv)",
+             "at_kv = (i_b, own), (i_b, i_h)", GROUPED, VALUES),
 ]  # fmt: skip
 
 HOPPER = [
-    Mutation("all rows have the keys of the first block", "+ i_own, 0", "+ 0 * i_own, 0", "blocks", VALUES, (),
-             tile_scheduler),
-    Mutation("values are of the keys' head", "    if plan.own_keys:\n        return at[0], at[1], key, 0\n    elif",
+    Mutation("all rows have the keys of the first block", "+ i_own, 0", "+ 0 * i_own, 0", "blocks", VALUES,
+             (), tile_scheduler),
+    Mutation("values are of the keys' head",
+             "    if plan.own_keys:\n        return at[0], at[1], key, 0\n    elif",
              "    if plan.own_keys:\n        return at[0], at[2], key, 0\n    elif", "blocks", VALUES, (),
              tile_scheduler),
     Mutation("a head has as many blocks as it has in one tile", "i_h * work.key_blocks + i_own",
