@@ -62,7 +62,7 @@ PLANTED = {
         ("summed_keys", "o_c * GROUP + i)", "o_c * GROUP)", "max error"),
         ("summed_keys", "tl.zeros([C, BLOCK_N], tl.float32)  # [C, BLOCK_N]",
          "tl.zeros([C, BLOCK_N], tl.float32) + 1e-2", "max error"),
-        ("rows_that_pay", "(group - 1)", "group", "queries the copy of a"),
+        ("rows_that_pay", "(group - 1)", "group", "the copy of a key"),
     ),
 }
 

@@ -4,13 +4,13 @@
     python tests/gpu/time_distr.py --short    the first shapes alone, no record
 
 Three tables. `attention`: whole calls and the product alone at D = 64 and 128 and S = 1K to 32K, in bfloat16:
-groups of 1, 2 and 4 with hashed keys, groups of 2 by blocks of queries, and chapter 36's kernel, which
-gathers inside of its loop. `parts`: hash, sort, sum, gather and product apart. `errors`: relative Frobenius errors
-against fp64 for N(0, 1), U(0, 1) and keys with pairs of similar columns, beside those of FP8, of 16 bits and
-of the mean of the values in place of attention. All that is compared is timed in the same shuffled rounds,
-cold L2, with a control row; outputs are judged before and after, on the first and the last head, against
-dense attention of the summed queries, which is what the method computes. Status 0 when all were right, 1 otherwise,
-2 without a Hopper GPU.
+groups of 1, 2 and 4 with hashed keys, groups of 2 by blocks of queries, and the kernel of chapter 36, which
+gathers inside of its loop. `parts`: hash, sort, sum, gather and product apart. `errors`: relative Frobenius
+errors against fp64 for N(0, 1), U(0, 1) and keys with pairs of similar columns, beside those of FP8, of 16
+bits and of the mean of the values in place of attention. All that is compared is timed in the same shuffled
+rounds, cold L2, with a control row; outputs are judged before and after, on the first and the last head,
+against dense attention of the summed queries, which is what the method computes. Status 0 when all were
+right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations

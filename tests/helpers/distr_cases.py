@@ -42,7 +42,8 @@ class DistrCase:
     def __str__(self) -> str:
         group, hashed, rows, _ = self.grouping
         name = f"B{self.batch} H{self.heads}/{self.kv_heads} S{self.S}x{self.keys or self.S} D{self.D}"
-        name += f" G{group} {hashed}{'' if rows is None else rows} {'causal' if self.causal else 'dense'} {self.dtype}"
+        name += f" G{group} {hashed}{'' if rows is None else rows}"
+        name += f" {'causal' if self.causal else 'dense'} {self.dtype}"
         more = [self.kind] * (self.kind != "normal") + ["strided"] * self.strided
         more += [f"scale {self.sm_scale:g}"] if self.sm_scale is not None else []
         more += [f"alike {self.alike}"] if self.alike != (1, 1) else []
