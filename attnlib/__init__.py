@@ -4,6 +4,7 @@ from attnlib.api import (
     Fp8,
     attention,
     attention_decode,
+    attention_distr,
     attention_entmax,
     attention_fp8,
     attention_fp8_varlen,
@@ -15,8 +16,8 @@ from attnlib.api import (
 )  # fmt: skip
 
 __all__ = [
-    "Fp8", "__version__", "attention", "attention_decode", "attention_entmax", "attention_fp8",
-    "attention_fp8_varlen", "attention_monarch", "attention_varlen", "explain", "monarch_matrix",
-    "quantize_fp8",
+    "Fp8", "__version__", "attention", "attention_decode", "attention_distr", "attention_entmax",
+    "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_varlen", "explain",
+    "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -30,6 +30,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("22_fp8", "FP8"),
     ("34_entmax", "Entmax"),
     ("35_monarch", "MonarchAttention"),
+    ("36_distr", "DistrAttention"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""
 

@@ -14,10 +14,13 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import decode, entmax, fp8, hopper, monarch, portable, reference
+from attnlib.kernels import decode, distr, entmax, fp8, hopper, monarch, portable, reference
 from attnlib.kernels.decode import few_queries
 from attnlib.kernels.hopper import fp8 as hopper_fp8
+from attnlib.kernels.hopper import narrow as hopper_narrow
+from attnlib.kernels.portable import narrow as portable_narrow
 from attnlib.kernels.reference import decode as reference_decode
+from attnlib.kernels.reference import distr as reference_distr
 from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import fp8 as reference_fp8
 from attnlib.kernels.reference import monarch as reference_monarch
@@ -59,3 +62,11 @@ MONARCH = {"triton": monarch, "reference": reference_monarch}
 """The same for `attention_monarch`, which only an explicit `impl` leads to the reference: modules with
 unsupported(q, params) and forward(q, k, v, params), which returns the output; the reference has the matrix
 of weights, too. `params` is an `attnlib.params.MonarchParams`."""
+
+GROUPERS = {"triton": distr, "reference": reference_distr}
+"""What groups the columns for `attention_distr`: modules with group(q, k, grouping, causal), which gives a
+`common.distr.Grouped`."""
+
+DISTR = {"hopper": hopper_narrow, "triton": portable_narrow, "reference": reference_distr}
+"""What multiplies them, in the order of preference: modules with unsupported(q) and forward(grouped, v,
+params). The reference takes what its own grouper gives."""

@@ -30,12 +30,14 @@ from attnlib.bench.paths import ROOT
 from attnlib.bench.shapes import Shape
 from attnlib.dispatch import resolve
 from attnlib.kernels.common import preprocess
+from attnlib.kernels.common.distr import Grouping
 from attnlib.kernels.portable import backward_kernels
 from attnlib.kernels.portable.configs_backward import backward_config
+from attnlib.kernels.reference import distr as reference_distr
 from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import monarch as reference_monarch
 from attnlib.kernels.reference.dense import attention_fp64
-from attnlib.params import EntmaxParams, MaskWindow, MonarchParams, Params, Varlen, default_block
+from attnlib.params import EntmaxParams, MaskWindow, MonarchParams, Params, Varlen, default_block, mask_window
 
 PAGE = ROOT / "notebooks" / "features.md"
 API = (ROOT / "notebooks" / "api.md").read_text()
@@ -130,8 +132,17 @@ def monarch_of(steps: int) -> Callable:
     return lambda q, k, v: reference_monarch.forward(q, k, v, params)
 
 
+def distr_of(columns: int) -> Callable:
+    def distr(q, k, v):
+        grouped = reference_distr.group(q, k, Grouping(columns), False)
+        return reference_distr.forward(grouped, v, Params(mask_window(False, None), 0.125))
+
+    return distr
+
+
 IN_FP64 = {f"`attention_entmax`, alpha = {alpha:g}": entmax_of(alpha) for alpha in (1.5, 2.0)}
 IN_FP64 |= {f"`attention_monarch`, steps = {steps}": monarch_of(steps) for steps in (1, 2)}
+IN_FP64 |= {f"`attention_distr`, group = {columns}": distr_of(columns) for columns in (2, 4)}
 """Row -> the function in fp64."""
 
 

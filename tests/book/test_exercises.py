@@ -66,6 +66,13 @@ PLANTED = {
         ("sparsemax_attention", "b_l += tl.sum(b_x, 1)", "b_l += tl.sum(b_x * b_x, 1)", "max error"),
         ("sparsemax_attention", "tl.minimum(o_m, S - 1) if", "tl.minimum(o_m + 1, S - 1) if", "max error"),
     ),
+    "36_distr": (
+        ("sum_columns", "tl.load(places_ptr + o_d) // GROUP", "o_d // GROUP", "sums are wrong"),
+        ("sum_columns", "b_y, mask=(o_m < S)[:, None])", "b_y)", "beyond S are written"),
+        ("summed_keys", "o_c * GROUP + i)", "o_c * GROUP)", "max error"),
+        ("summed_keys", "b_k += tl.load", "b_k = tl.load", "max error"),
+        ("rows_that_pay", "(group - 1)", "group", "the copy of a key"),
+    ),
 }
 
 

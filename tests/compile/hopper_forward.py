@@ -15,6 +15,7 @@ OPTIONS = {  # of what a call asks -> the arguments that it has then
     "left": ("left",),
     "shifted": ("right",),
     "fp8": (*SCALES, "q_scale_h", "q_scale_n", "k_scale_h", "k_scale_n", "v_scale_h"),
+    "own keys": ("shared_rows", "key_blocks"),
     "fp8 batch": tuple(f"{name}_b" for name in SCALES),
 }
 

@@ -22,6 +22,7 @@ from attnlib.kernels.hopper import (
     backward_wide_kernel,
     forward_kernel,
     launch_fp8,
+    narrow,
     support,
 )
 from attnlib.kernels.hopper.configs import HopperConfig
@@ -83,7 +84,7 @@ def on_the_cpu(
         patch.setattr(support, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
-        for module in forward_plan, launch_fp8:
+        for module in forward_plan, launch_fp8, narrow:
             patch.setattr(module, "counter", lambda index: counter)
         families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:

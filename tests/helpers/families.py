@@ -10,6 +10,7 @@ import torch
 from attnlib import dispatch, node
 from attnlib.kernels import decode, hopper, monarch, portable
 from attnlib.kernels.common import launcher
+from attnlib.kernels.distr import launch_group
 from attnlib.kernels.fp8 import launch_quantize
 from attnlib.kernels.hopper import launch_fp8
 from attnlib.params import Params
@@ -46,6 +47,7 @@ def forget_launches() -> None:
         family.launch.prepare.cache_clear()
         family.launch_backward.prepare.cache_clear()
     launch_quantize.prepare.cache_clear()
+    launch_group.prepare.cache_clear()
 
 
 @pytest.fixture

@@ -64,6 +64,9 @@ by counting on from the one before, 32 sequences at a time; it tells the consume
 sequence.
 
 Operands in e4m3 (`Fp8Plan`) have scales, and V lies transposed; see `e4m3`.
+
+Queries and keys may have fewer columns than values (`NarrowPlan`), and each block of query rows keys of its
+own, which lie like those of so many heads (chapter 36).
 """
 
 from typing import NamedTuple
@@ -118,12 +121,12 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _copy_k(desc_k, mem, c, at, block, VALUES: gl.constexpr, plan: gl.constexpr):
-    """Start to copy the keys of `block` to slot c. VALUES: its values follow, as many bytes as the keys."""
+def _copy_k(desc_k, mem, c, at, block, FOLLOWED_BY: gl.constexpr, plan: gl.constexpr):
+    """Start to copy the keys of `block` to slot c. FOLLOWED_BY: the bytes of the values that follow."""
     bar = mem.k_full.index(slot(c, plan))
-    mbarrier.expect(bar, (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes)
+    mbarrier.expect(bar, desc_k.block_type.nbytes + (FOLLOWED_BY if plan.pipeline.joint else 0))
     tma.async_copy_global_to_shared(
-        desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(slot(c, plan))
+        desc_k, tiling.of_key(at, block * plan.block_n, plan), bar, mem.k.index(slot(c, plan))
     )
 
 
@@ -142,7 +145,7 @@ def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr
     """Keys of blocks `begin` to `end`, counted down from `top`, each with the values of the one before."""
     for i in range(begin, end):
         acquire(mem, c + i, plan)
-        _copy_k(desc_k, mem, c + i, at, top - 1 - i, True, plan)
+        _copy_k(desc_k, mem, c + i, at, top - 1 - i, desc_v.block_type.nbytes, plan)
         _copy_v(desc_v, mem, c + i, at, top - i, not plan.pipeline.joint, plan)
 
 
@@ -186,9 +189,9 @@ def _produce(given, plan: gl.constexpr):
     end = tiling.tiles(all_blocks, work, plan)
     number = gl.program_id(0)  # of the tile among all
     row, i_b, i_h, top, cursor = tiling.locate(number, all_blocks, (0, 0), work, plan)
-    at_k = tiling.of_keys(i_b, i_h, work, plan)
+    at_k = tiling.of_keys(row, i_b, i_h, work, plan)
     if number < end:
-        _copy_k(desc_k, mem, 0, at_k, top - 1, False, plan)
+        _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
     _tell(mem, 0, number >= end, row, i_b, i_h, top, (0, 0), work, plan)
     if not plan.pipeline.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
@@ -219,8 +222,8 @@ def _produce(given, plan: gl.constexpr):
         acquire(mem, c, plan)
         at_v = at_k
         if number < end:
-            at_k = tiling.of_keys(i_b, i_h, work, plan)
-            _copy_k(desc_k, mem, c, at_k, top - 1, True, plan)
+            at_k = tiling.of_keys(row, i_b, i_h, work, plan)
+            _copy_k(desc_k, mem, c, at_k, top - 1, desc_v.block_type.nbytes, plan)
             _copy_v(desc_v, mem, c, at_v, low, not plan.pipeline.joint, plan)
         else:
             _copy_v(desc_v, mem, c, at_v, low, True, plan)
@@ -238,10 +241,10 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
         return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    elif plan.q_columns == plan.d:
+    elif plan.q_columns == plan.qk_width:
         return warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
-        rest: gl.constexpr = plan.d - plan.q_columns
+        rest: gl.constexpr = plan.qk_width - plan.q_columns
         k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
         k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
         part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
@@ -485,7 +488,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
+NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B shared_rows key_blocks".split()
 STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"]
 
 
@@ -510,6 +513,7 @@ def attention_forward_hopper(
     q_scale_b=None, q_scale_h=None, q_scale_n=None,  # strides: of batches, heads, blocks of 64 rows
     k_scale_b=None, k_scale_h=None, k_scale_n=None,  # of blocks of 128 keys
     v_scale_b=None, v_scale_h=None,
+    shared_rows=None, key_blocks=None,  # query rows that share keys, and how many times these fit in S_q
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     k_full = barriers(plan.pipeline.stages, 1)
@@ -535,7 +539,8 @@ def attention_forward_hopper(
         v_scale, v_scale_b, v_scale_h,
     )  # fmt: skip
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales
+        S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales,
+        shared_rows, key_blocks,
     )
     given = desc_o, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work

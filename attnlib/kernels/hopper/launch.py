@@ -6,6 +6,7 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import given, made_like
+from attnlib.kernels.common.distr import Narrow, contiguous, narrow_shapes
 from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
@@ -35,7 +36,8 @@ def forward(
 
 
 @lru_cache(PREPARED)
-def prepare(call: Signature) -> ForwardPlan:
+def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
+    """narrow: q and k of the call have fewer columns than v, whose shape it names."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperConfig = call.config
     width = tile_width(call.head_dim)
@@ -50,12 +52,15 @@ def prepare(call: Signature) -> ForwardPlan:
             f"got {S_q}, {S_k} and {tiles}"
         )
     left, right = call.window.clipped(S_q, S_k)
-    windows = given(call, call.q, call.k, call.k)
-    out = made_like(call, call.q, call.strides[0])
+    windows = given(call, *narrow_shapes(call, narrow))
+    out = made_like(call, call.q, call.strides[0] if narrow is None else contiguous(call.q))
+    own_keys = {}
+    if narrow is not None and narrow.rows is not None:
+        own_keys = {"shared_rows": narrow.rows, "key_blocks": -(-S_q // narrow.rows)}
     launch = Launch(
         KERNEL,
         (min(tiles, device.num_sms(call.device)), 1, 1),
-        descriptors=descriptors((*windows, out.window), width, config, call.dtype, call.varlen),
+        descriptors=descriptors((*windows, out.window), width, config, call.dtype, call.varlen, narrow),
         pointers={
             "lse_ptr": Part("lse"), "counter_ptr": Part("counter"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")
         },  # fmt: skip
@@ -73,33 +78,37 @@ def prepare(call: Signature) -> ForwardPlan:
             "left": left,
             "T_q": call.q[0] if call.varlen else None,
             "B": B if call.varlen else None,
+            **own_keys,
         },
-        constants={"plan": plan_of(call)},
+        constants={"plan": plan_of(call, narrow)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     return ForwardPlan(Launches([launch], call.device, TENSORS), out, counted=True)
 
 
-def plan_of(call: Signature):
+def plan_of(call: Signature, narrow: Narrow | None = None):
     """The kernel's constants for a call."""
     _, _, _, S_q, S_k = call.dimensions()
     left, right = call.window.clipped(S_q, S_k)
     blocks, skip = (1 if right is None else 2, True) if call.varlen else _masks(right, S_q, S_k, call.config)
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask |= {"blocks": blocks, "skip": skip}
-    return make_plan(
-        tile_width(call.head_dim), call.config, mask, call.sm_scale < 0, call.return_lse, call.varlen
-    )
+    options = {"flip": call.sm_scale < 0, "store_lse": call.return_lse, "varlen": call.varlen}
+    return make_plan(tile_width(call.head_dim), call.config, mask, **options, narrow=narrow)
 
 
 def make_plan(
-    width: int, config: HopperConfig, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool
-):
+    width: int, config: HopperConfig, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool,
+    narrow: Narrow | None = None,
+):  # fmt: skip
     """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
-    from attnlib.kernels.hopper.plan import ForwardMask, ForwardPlan, Pipeline, Registers
+    from attnlib.kernels.hopper.plan import ForwardMask, ForwardPlan, NarrowPlan, Pipeline, Registers
 
-    return ForwardPlan(
-        d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
+    own, more = ForwardPlan, {}
+    if narrow is not None:
+        own, more = NarrowPlan, {"columns": narrow.columns, "keys_by_rows": narrow.rows is not None}
+    return own(
+        **more, d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
         flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
             config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin
@@ -109,14 +118,16 @@ def make_plan(
 
 
 def descriptors(
-    windows: tuple, width: int, config: HopperConfig, dtype: torch.dtype, varlen: bool
+    windows: tuple, width: int, config: HopperConfig, dtype: torch.dtype, varlen: bool,
+    narrow: Narrow | None = None,
 ) -> dict[str, Descriptor]:
     """Of Q, K, V and the output: what one copy of each moves."""
     from triton.experimental.gluon import language as gl
 
     ones = (1, 1, 1) if varlen else (1, 1)
-    keys = (*ones, config.block_n, width)
-    blocks = (*ones, 64, width), keys, keys, (*ones, 64, config.o_columns)
+    qk_width = width if narrow is None else narrow.columns
+    keys = (*ones, config.block_n)
+    blocks = (*ones, 64, qk_width), (*keys, qk_width), (*keys, width), (*ones, 64, config.o_columns)
     element = getattr(gl, HALF[dtype])
     return {
         f"desc_{letter}": Descriptor(

@@ -86,6 +86,8 @@ class ForwardPlan(Constants):
 
     fp8 = gl.constexpr(False)
     element_bits = gl.constexpr(16)
+    own_keys = gl.constexpr(False)  # of each block of query rows
+    qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
 
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
     words = property(  # told of a tile
@@ -111,6 +113,22 @@ class Fp8Plan(ForwardPlan):
 
     fp8 = gl.constexpr(True)
     element_bits = gl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class NarrowPlan(ForwardPlan):
+    """The same for queries and keys with fewer columns than values.
+
+    Attributes:
+        columns: of a tile of queries or keys: 16 or more.
+        keys_by_rows: each block of query rows has keys of its own.
+    """
+
+    columns: int
+    keys_by_rows: bool
+
+    qk_width = property(lambda self: self.columns)
+    own_keys = property(lambda self: self.keys_by_rows)
 
 
 # ---------------------------------------------------------------- backward

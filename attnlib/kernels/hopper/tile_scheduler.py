@@ -47,6 +47,8 @@ class Work(NamedTuple):
     T_q: gl.tensor
     B: gl.tensor
     scales: Scales
+    shared_rows: gl.tensor = None
+    key_blocks: gl.tensor = None
 
 
 class Sequence(NamedTuple):
@@ -189,10 +191,13 @@ def first_block(row, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def of_keys(i_b, i_h, work, plan: gl.constexpr):
-    """Where a descriptor finds the keys of a query head; see `coordinates`."""
+def of_keys(row, i_b, i_h, work, plan: gl.constexpr):
+    """Where a descriptor finds the keys of the tile from `row` on of a query head; see `coordinates`."""
     i_kv, _ = divide(i_h, work.GROUP)
-    if plan.varlen:
+    if plan.own_keys:
+        i_own, _ = divide(row, work.shared_rows)
+        return i_b, i_kv, i_h * work.key_blocks + i_own, 0
+    elif plan.varlen:
         seq = sequence(i_b, work, plan)
         at = seq.end_k, i_kv, VARLEN_ROWS - seq.S_k
         if plan.fp8:  # and of V^T, whose sequences begin at multiples of 16
@@ -222,9 +227,20 @@ def coordinates(at, row, column):
 
 
 @gluon.jit
+def of_key(at, key, plan: gl.constexpr):
+    """The coordinates of the keys from `key` on."""
+    if plan.own_keys:
+        return at[0], at[2], key, 0
+    else:
+        return coordinates(at, key, 0)
+
+
+@gluon.jit
 def of_values(at, key, plan: gl.constexpr):
     """The coordinates of the values from `key` on: of their row, or of their column where V is transposed."""
-    if not plan.fp8:
+    if plan.own_keys:
+        return at[0], at[1], key, 0
+    elif not plan.fp8:
         return coordinates(at, key, 0)
     elif len(at) == 2:
         return at[0], at[1], 0, key

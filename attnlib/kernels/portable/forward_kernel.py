@@ -25,9 +25,8 @@ from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
 
 
 @triton.jit
-def _scores(b_q, desc_k, at, row, FLIP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-            PRECISION: tl.constexpr):
-    b_k = load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+def _scores(b_q, desc_k, at, row, FLIP: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    b_k = load_tile(desc_k, at[0], row, BLOCK_N, b_q.shape[1])  # [BLOCK_N, BLOCK_QK]
     b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     return -b_s if FLIP else b_s
 
@@ -61,7 +60,7 @@ def _mask(b_s, last_key, earlier, first, BLOCK_N: tl.constexpr):
 @triton.jit
 def _add_values(b_acc, b_p, alpha, desc_v, at, row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                 PRECISION: tl.constexpr):
-    b_v = load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = load_tile(desc_v, at[1], row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     b_acc = b_acc * alpha[:, None]  # [BLOCK_M, BLOCK_D]
     return tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
 
@@ -77,7 +76,7 @@ def _tiles_upwards(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, gap, wi
         row = j * BLOCK_N
         if gap is not None:
             row += tl.where(j < gap, 0, width * BLOCK_N)
-        b_s = _scores(b_q, desc_k, at, row, FLIP, BLOCK_N, BLOCK_D, PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_s = _scores(b_q, desc_k, at, row, FLIP, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             b_s = _mask(b_s, last_key, earlier, row, BLOCK_N)
         b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale, GUARD)
@@ -94,7 +93,7 @@ def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at, first
     still to be done, and afterwards that of the last one. So P and its rescale come in and go out too."""
     for i in tl.range(0, count, num_stages=NUM_STAGES):
         row = (first - i) * BLOCK_N
-        b_s = _scores(b_q, desc_k, at, row, FLIP, BLOCK_N, BLOCK_D, PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_s = _scores(b_q, desc_k, at, row, FLIP, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
         b_acc = _add_values(b_acc, b_p, alpha, desc_v, at, row + BLOCK_N, BLOCK_N, BLOCK_D, PRECISION)
         if MASKED:
             b_s = _mask(b_s, last_key, None, row, BLOCK_N)
@@ -103,7 +102,7 @@ def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at, first
 
 
 @triton.jit(
-    do_not_specialize=["S_q", "S_k", "T_q", "H", "left", "right"],
+    do_not_specialize=["S_q", "S_k", "T_q", "H", "left", "right", "shared_rows"],
     do_not_specialize_on_alignment=["cu_q", "cu_k"],
 )
 def attention_forward(
@@ -114,8 +113,10 @@ def attention_forward(
     T_q,  # rows of all varlen sequences
     H,  # query heads
     left, right,  # keys that a row sees before and after its place; None for no left bound, and for right = 0
+    shared_rows,  # query rows that have keys of their own, like those of so many heads; None where all share
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_QK: tl.constexpr,  # columns of queries and keys; BLOCK_D are those of values
     DIAGONAL: tl.constexpr,  # the keys of a row end on a diagonal: it has a right bound, causal is that of 0
     HAS_TAIL: tl.constexpr,  # no diagonal, and S_k is not a multiple of BLOCK_N
     ONE_MASKED_TILE: tl.constexpr,  # BLOCK_M == BLOCK_N and the diagonal starts at a tile's corner
@@ -149,13 +150,17 @@ def attention_forward(
 
     start = i_m * BLOCK_M
     if cu_q is None:
-        at_q, at_k = (i_b, i_h), (i_b, i_kv)
+        at_q, at_kv = (i_b, i_h), ((i_b, i_kv), (i_b, i_kv))  # of keys and of values
+        if shared_rows is not None:
+            own = i_h * tl.cdiv(S_q, shared_rows) + start // shared_rows
+            at_kv = (i_b, own), (i_b, i_kv)
     else:
         end_q, end_k = tl.load(cu_q + i_b + 1), tl.load(cu_k + i_b + 1)
         S_q, S_k = end_q - tl.load(cu_q + i_b), end_k - tl.load(cu_k + i_b)
         if start >= S_q:
             return
-        at_q, at_k = (end_q, i_h, VARLEN_ROWS - S_q), (end_k, i_kv, VARLEN_ROWS - S_k)
+        at_k = end_k, i_kv, VARLEN_ROWS - S_k
+        at_q, at_kv = (end_q, i_h, VARLEN_ROWS - S_q), (at_k, at_k)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     shift = S_k - S_q  # query i has its place at key i + shift: bottom-right alignment
     if DIAGONAL:
@@ -172,7 +177,7 @@ def attention_forward(
     last = tl.maximum(tl.cdiv(visible, BLOCK_N) - 1, 0)
     unmasked = shared // BLOCK_N  # tiles below this one need no mask on their right
 
-    b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_QK)  # [BLOCK_M, BLOCK_QK]
     if Q_IN_REGISTERS:
         # The tensor cores read A from shared memory or from registers. A value fresh from a load goes to
         # shared memory; one that was computed stays in registers, which halves the shared-memory traffic
@@ -186,7 +191,7 @@ def attention_forward(
     if ORDER == "late":
         # 1. The last visible tile, on the diagonal or the tail of the keys. A row may see none of it.
         GUARD: tl.constexpr = EMPTY_ROWS or (DIAGONAL and not ONE_MASKED_TILE)
-        b_s = _scores(b_q, desc_k, at_k, last * BLOCK_N, FLIP, BLOCK_N, BLOCK_D, PRECISION)
+        b_s = _scores(b_q, desc_k, at_kv, last * BLOCK_N, FLIP, BLOCK_N, PRECISION)
         if MASKED:
             b_s = _mask(b_s, last_key, None, last * BLOCK_N, BLOCK_N)
         b_p, alpha, b_m, b_l = _softmax_step(b_s, b_m, b_l, qk_scale, GUARD)
@@ -195,15 +200,15 @@ def attention_forward(
         unmasked = tl.minimum(unmasked, last)
         if DIAGONAL and not ONE_MASKED_TILE:
             b_acc, b_m, b_l, b_p, alpha = _tiles_downwards(
-                b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at_k, last - 1, last - unmasked,
+                b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at_kv, last - 1, last - unmasked,
                 last_key, qk_scale, True, GUARD, FLIP, 1, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
         # 3. All the tiles before them, without a mask.
         b_acc, b_m, b_l, b_p, alpha = _tiles_downwards(
-            b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at_k, unmasked - 1, unmasked,
+            b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at_kv, unmasked - 1, unmasked,
             last_key, qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
-        b_acc = _add_values(b_acc, b_p, alpha, desc_v, at_k, 0, BLOCK_N, BLOCK_D, PRECISION)
+        b_acc = _add_values(b_acc, b_p, alpha, desc_v, at_kv, 0, BLOCK_N, BLOCK_D, PRECISION)
     else:
         if left is None:
             first, seen_by_all, earlier, gap, width = 0, 0, None, None, None
@@ -217,8 +222,8 @@ def attention_forward(
             gap, width = seen_by_all, tl.maximum(unmasked - seen_by_all, 0)
         if ORDER == "two loops":
             b_acc, b_m, b_l = _tiles_upwards(
-                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, seen_by_all, unmasked, None, None, last_key, None,
-                qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
+                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_kv, seen_by_all, unmasked, None, None, last_key,
+                None, qk_scale, False, False, FLIP, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
         elif left is None:
             unmasked = 0
@@ -235,7 +240,7 @@ def attention_forward(
         # trip keeps the compiler from moving Q to registers anew for every tile of the loop before it.
         if MASKED or ORDER == "one loop" or Q_IN_REGISTERS:
             b_acc, b_m, b_l = _tiles_upwards(
-                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, first, end, gap, width, last_key, earlier,
+                b_acc, b_m, b_l, b_q, desc_k, desc_v, at_kv, first, end, gap, width, last_key, earlier,
                 qk_scale, MASKED or ORDER == "two loops", EMPTY_ROWS or left is not None, FLIP,
                 NUM_STAGES if DIAGONAL or left is not None or ORDER == "one loop" else 1, BLOCK_N, BLOCK_D,
                 PRECISION,

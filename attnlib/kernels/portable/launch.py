@@ -6,6 +6,7 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import describable, given, made_like, readable
+from attnlib.kernels.common.distr import Narrow, contiguous, narrow_shapes
 from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
 from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
@@ -42,8 +43,9 @@ def forward(
 
 
 @lru_cache(PREPARED)
-def prepare(call: Signature) -> ForwardPlan | None:
-    """None if an input has to be copied. ValueError if the call is too large."""
+def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None:
+    """None if an input has to be copied. ValueError if the call is too large. narrow: q and k of the call
+    have fewer columns than v, whose shape it names."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config = call.config if call.window.left is None else upwards(call.config)
     width = block_d(call.head_dim)
@@ -54,7 +56,8 @@ def prepare(call: Signature) -> ForwardPlan | None:
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
         )
-    windows = given(call, call.q, call.k, call.k)
+    qk_width = width if narrow is None else narrow.columns
+    windows = given(call, *narrow_shapes(call, narrow))
     if windows is None:
         return None
     left, right = call.window.clipped(S_q, S_k)
@@ -63,7 +66,7 @@ def prepare(call: Signature) -> ForwardPlan | None:
     flat = max(grid[1:]) > GRID_YZ
     shift = S_k - S_q + (right or 0)
     diagonal = right is not None
-    out = made_like(call, call.q, call.strides[0])
+    out = made_like(call, call.q, call.strides[0] if narrow is None else contiguous(call.q))
     ones = (1, 1, 1) if call.varlen else (1, 1)
     rows, keys = (*ones, config.block_m, width), (*ones, config.block_n, width)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -73,8 +76,8 @@ def prepare(call: Signature) -> ForwardPlan | None:
         KERNEL,
         (programs, 1, 1) if flat else grid,
         descriptors={
-            "desc_q": Descriptor(Part("q"), windows[0], rows),
-            "desc_k": Descriptor(Part("k"), windows[1], keys),
+            "desc_q": Descriptor(Part("q"), windows[0], (*rows[:-1], qk_width)),
+            "desc_k": Descriptor(Part("k"), windows[1], (*keys[:-1], qk_width)),
             "desc_v": Descriptor(Part("v"), windows[2], keys),
             "desc_o": Descriptor(Part("out"), out.window, rows),
         },
@@ -87,12 +90,14 @@ def prepare(call: Signature) -> ForwardPlan | None:
             "H": H,
             "left": left,
             "right": right or None,
+            "shared_rows": None if narrow is None else narrow.rows,
         },
         constants={
             "GROUP": H // H_kv,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_D": width,
+            "BLOCK_QK": qk_width,
             "DIAGONAL": diagonal,
             # The mask of a diagonal covers the tail.
             "HAS_TAIL": not diagonal and (call.varlen or S_k % config.block_n != 0),

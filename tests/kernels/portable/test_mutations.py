@@ -101,7 +101,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the values of the last tile are skipped",
-        "b_acc = _add_values(b_acc, b_p, alpha, desc_v, at_k, 0, BLOCK_N, BLOCK_D, PRECISION)",
+        "b_acc = _add_values(b_acc, b_p, alpha, desc_v, at_kv, 0, BLOCK_N, BLOCK_D, PRECISION)",
         "b_acc = b_acc",
         "B1 H2 S129 D64 causal fp16", WRONG_VALUES,
     ),

@@ -1,0 +1,78 @@
+"""The arguments of `attention_distr`, checked."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnlib.arguments.common import check_choice, check_scale, check_tensors, type_name
+
+MAX_HEAD_DIM = 128
+MAX_GROUP = 16
+ROWS = 128
+"""Of which `rows` is a multiple: tiles of the kernels."""
+MAX_SEED = 2**31 - 1
+HASHED = "q", "k"
+IMPLEMENTATIONS = "hopper", "triton", "reference"
+
+
+class DistrOptions(NamedTuple):
+    """The options of `attention_distr`, as they were given."""
+
+    group: Any
+    causal: Any = False
+    seed: Any = 0
+    sm_scale: Any = None
+    hashed: Any = "k"
+    rows: Any = None
+    impl: Any = None
+
+
+def check_distr(q, k, v, options: DistrOptions) -> None:
+    """TypeError or ValueError if an argument is wrong."""
+    group, causal, seed, sm_scale, hashed, rows, impl = options
+    check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4)
+    _check_shapes(q.shape, k.shape, v.shape)
+    _check_int("group", group, 1, MAX_GROUP)
+    if q.shape[-1] % group:
+        raise ValueError(
+            f"group: expected a number that divides the head dimension {q.shape[-1]}, got {group}"
+        )
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
+    _check_int("seed", seed, 0, MAX_SEED)
+    if sm_scale is not None:
+        check_scale(sm_scale, False)
+    check_choice("hashed", hashed, HASHED)
+    if rows is not None:
+        if isinstance(rows, bool) or not isinstance(rows, int):
+            raise TypeError(f"rows: expected None or a multiple of {ROWS}, got {type_name(rows)}")
+        if rows < ROWS or rows % ROWS:
+            raise ValueError(f"rows: expected None or a multiple of {ROWS}, got {rows}")
+        if hashed == "k":
+            raise ValueError(f"rows: expected None where keys are hashed (hashed='k'), got {rows}")
+    if impl is not None:
+        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    if not 8 <= q[3] <= MAX_HEAD_DIM or q[3] % 8:
+        raise ValueError(
+            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {q[3]}"
+        )
+    for name, shape in (("k", k), ("v", v)):
+        if shape[0] != q[0]:
+            raise ValueError(f"{name}: expected batch size {q[0]} as q has, got {shape[0]}")
+        if shape[3] != q[3]:
+            raise ValueError(f"{name}: expected head dimension {q[3]} as q has, got {shape[3]}")
+    if v != k:
+        raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
+    if q[1] and (not k[1] or q[1] % k[1]):
+        raise ValueError(f"k: expected a number of heads that divides q's {q[1]}, got {k[1]}")
+
+
+def _check_int(name: str, value, least: int, most: int) -> None:
+    expected = f"expected an int from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {expected}, got {type_name(value)}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: {expected}, got {value}")

@@ -1,0 +1,53 @@
+"""Checks of the exercises of chapter 36."""
+
+import numpy as np
+import torch
+
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.book import lesson
+
+
+def check_sum_columns(sum_columns):
+    """Sums of whole numbers, which are exact in any order; nothing is written beyond the last row."""
+    rng = torch.Generator().manual_seed(0)
+    for S, D, group in ((16, 16, 1), (40, 32, 2), (33, 64, 4), (7, 128, 2), (20, 64, 1)):
+        columns = max(16, D // group)
+        x = torch.randint(-50, 50, (S + 16, D), generator=rng).float().to(lesson.device())  # room for a tile
+        places = torch.randperm(D, generator=rng).int().to(lesson.device())
+        y = torch.full((S + 16, columns), -777.0, device=lesson.device())
+        sum_columns[(-(-S // 16),)](x, places, y, S, group, D, columns, 16)
+        expected = x[:S, places.argsort()].reshape(S, -1, group).sum(2)
+        case = f"S = {S}, D = {D}, groups of {group}"
+        wrong = y[:S, : D // group] != expected
+        assert not wrong.any(), f"{case}: {int(wrong.sum())} of {wrong.numel()} sums are wrong"
+        assert not y[:S, D // group :].any(), f"{case}: expected 0 in columns of y that no group has"
+        assert (y[S:] == -777.0).all(), f"{case}: rows beyond S are written"
+
+
+def check_summed_keys(summed_keys):
+    """Dense attention, in fp64 judged, of keys that hold a group's sum in the column that Q keeps."""
+    rng = torch.Generator().manual_seed(1)
+    for S, D, group in ((40, 32, 2), (70, 64, 4), (33, 16, 1)):
+        q, k, v = make_inputs(Shape(1, 2, S, D, causal=False), device=lesson.device())
+        members = torch.randperm(D, generator=rng).int().view(-1, group).to(q.device)
+        sums = torch.zeros_like(k)
+        sums[..., members[:, 0].long()] = k[..., members.long()].float().sum(-1).to(k.dtype)
+        with np.errstate(all="ignore"):
+            out = summed_keys(q, k, v, members[:, 0].contiguous(), members.contiguous())
+        found = Oracle(q, sums, v).judge(out)
+        assert found.ok, f"S = {S}, D = {D}, groups of {group}: {found.reason}"
+
+
+def check_rows_that_pay(rows_that_pay):
+    """At that many queries both take the same time."""
+    for flops, written, group, head_dim in (
+        (600e12, 2e12, 2, 64), (700e12, 1.5e12, 4, 128), (1e12, 1e12, 8, 64)
+    ):  # fmt: skip
+        rows = rows_that_pay(flops, written, group)
+        copy = 2 * head_dim / group / written
+        saved = 2 * rows * head_dim * (1 - 1 / group) / flops
+        assert np.isclose(copy, saved, atol=0), (
+            f"{flops:.3g} FLOP/s, {written:.3g} B/s, groups of {group}: with {rows:.4g} queries "
+            f"the copy of a key takes {copy:.3g} s, the products save {saved:.3g} s"
+        )
