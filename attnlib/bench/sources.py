@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from attnlib.bench.changes import changed
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import NOTEBOOKS
 
