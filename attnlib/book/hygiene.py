@@ -30,7 +30,7 @@ BOX = ("Prerequisites", "What changes", "Needs", "Runs for")
 """Rows of the table under a chapter's title."""
 FOLDED = "hide-input"
 """Tag of a code cell whose source the HTML book folds; its output stays."""
-OPEN = {"kernel", "variant", "exercise"}
+OPEN = {"kernel", "change", "variant", "exercise"}
 """Tags of code cells that are there to be read."""
 PLUMBING = re.compile(
     r"\blesson\.(?:begin|measure|measure_backward|measure_sustained|table|ladder|show_table|say|verdict)\("
@@ -272,9 +272,10 @@ def named_figures(nb: Notebook) -> Found:
 
 
 def kernel_cell(nb: Notebook) -> Found:
-    """Every step has one cell tagged `kernel`: it defines `attention` and says the shape of each block."""
+    """Every step has one cell tagged `kernel`, or changes the kernel of another one: it defines `attention`
+    and says the shape of each block."""
     found = [cell for cell in nb.code if "kernel" in tags(cell)]
-    needed = nb.name in dict(STEPS)
+    needed = nb.name in dict(STEPS) and not any("change" in tags(cell) for cell in nb.code)
     if len(found) > 1 or (needed and not found):
         yield "", f"expected one cell tagged 'kernel', got {len(found)}"
     for cell in found:
