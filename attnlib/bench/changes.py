@@ -7,6 +7,7 @@ of a step's kernel is put together here: it is complete, so that it can be impor
 
 import ast
 import re
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 ENTRY = "attention"
@@ -90,3 +91,59 @@ def joined(found: list[Part]) -> str:
         text += part.text
         before = simple, part.is_import
     return text + "\n"
+
+
+def plain(text: str) -> str:
+    """`text` of functions without comments and docstrings, in one format: what two kernels do can be
+    compared."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.unparse(tree)
+
+
+def folded(text: str, function: str, constants: Mapping[str, object], dropped: Collection[str]) -> str:
+    """One function of `text` as it is for some constants, such as {"plan.fp8": False}: without the branches
+    that it does not take, the constants that it sets itself, and calls of `dropped`."""
+    found = [node for node in ast.parse(text).body if getattr(node, "name", None) == function]
+    if not found:
+        raise ValueError(f"function: expected one that the text has, got {function!r}")
+    return ast.unparse(ast.fix_missing_locations(_Folding(constants, dropped).visit(found[0])))
+
+
+class _Folding(ast.NodeTransformer):
+    def __init__(self, constants: Mapping[str, object], dropped: Collection[str]) -> None:
+        self.constants, self.dropped = constants, dropped
+
+    def visit(self, node: ast.AST):
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in self.constants:
+            return ast.Constant(self.constants[ast.unparse(node)])
+        return super().visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp):
+        self.generic_visit(node)
+        known = isinstance(node.op, ast.Not) and isinstance(node.operand, ast.Constant)
+        return ast.Constant(not node.operand.value) if known else node
+
+    def visit_BoolOp(self, node: ast.BoolOp):
+        self.generic_visit(node)
+        decides = isinstance(node.op, ast.Or)
+        left = [x for x in node.values if not isinstance(x, ast.Constant) or bool(x.value) == decides]
+        if any(isinstance(x, ast.Constant) for x in left) or not left:
+            return ast.Constant(decides if left else not decides)
+        return left[0] if len(left) == 1 else ast.BoolOp(node.op, left)
+
+    def visit_If(self, node: ast.If):
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Constant):
+            return node.body if node.test.value else node.orelse
+        return node if node.body else None
+
+    def visit_Expr(self, node: ast.Expr):
+        call = node.value
+        is_dropped = isinstance(call, ast.Call) and ast.unparse(call.func) in self.dropped
+        return None if is_dropped or isinstance(call, ast.Constant) else node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign):
+        return None if ast.unparse(node.target) in self.constants else self.generic_visit(node)
