@@ -21,8 +21,8 @@ def acquire(mem, c, plan: gl.constexpr):
 def copy_blocks(k_desc, v_desc, mem, c, begin, end, i_h, blocks, plan: gl.constexpr):
     for i in range(begin, end):
         acquire(mem, c + i, plan)
-        copy_k(k_desc, mem, c + i, i_h, blocks - 1 - i, plan)
-        copy_v(v_desc, mem, c + i, i_h, blocks - i, plan)  # the values of the block before
+        copy(k_desc, mem.k_full, mem.k, c + i, i_h, blocks - 1 - i, plan)
+        copy(v_desc, mem.v_full, mem.v, c + i, i_h, blocks - i, plan)  # the values of the block before
 
 
 mended_ring = [release, acquire, copy_blocks]
