@@ -161,8 +161,8 @@ def machine_code(stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Seq
 
 STRIP = {
     "HGMMA": ("product", "#222222"), "wait": ("wait for products", palette.COLORS["fa3"]),
-    "BAR": ("barrier", palette.COLORS["flash"]), "FMNMX": ("maximum", palette.COLORS["cudnn"]),
-    "SHFL": ("exchange in a row", "#9A5B9A"), "MUFU.EX2": ("exponential", palette.OURS),
+    "BAR": ("barrier", "#9A5B9A"), "FMNMX": ("maximum", palette.COLORS["cudnn"]),
+    "SHFL": ("exchange in a row", "#6B4C1E"), "MUFU.EX2": ("exponential", palette.OURS),
     "FADD": ("sum", palette.COLORS["faded"]), "FMUL": ("rescaling", "#E8A33D"),
 }  # fmt: skip
 """Kind of instruction in `strip` -> what it is, and its color."""

@@ -52,6 +52,15 @@ PLANTED = {
         ("owned_attention", Q_IS_READ, "", "Deadlock"),
         ("owned_attention", FIRST_MASK, Q_IS_READ + FIRST_MASK, "has not said that it read|arrivals"),
     ),
+    "14_ring": (
+        ("mended_ring", "    if c >= plan.stages:  # what was never filled is not given back\n    ", "", "Dead"),
+        ("mended_ring", "i_h, blocks - i, plan)", "i_h, blocks - 1 - i, plan)", "max error"),
+        ("whole_shifts", "gl.where(grown, gl.ceil(top), shift)", "gl.where(grown, top, shift)", "no whole"),
+    ),
+    "15_teaching": (
+        ("in_four_goes", "o_desc, third, mem, i_h, row, 2 *", "o_desc, third, mem, i_h, row, 1 *", "max error"),
+        ("fits", "d // 2 + block_n // 2", "d // 2", "expected"),
+    ),
     "20_backward": (
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),

@@ -1,0 +1,55 @@
+"""The kernels of chapters 14 and 15 compiled for sm_90, each change at each head dimension."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.book import changes
+
+DIMS = (64, 128, 256)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, int], Stats]:
+    later = changes.load("15_teaching")
+    kernels, last = later | changes.load("14_ring"), list(later)[-1]  # "14_ring": before its changes
+    dense = changes.compiled({f"{last}, dense": kernels[last]}, DIMS, causal=False)
+    return changes.compiled(kernels, DIMS) | dense
+
+
+def test_no_kernel_spills_or_serializes_its_products(compiled: dict[tuple[str, int], Stats]) -> None:
+    for case, stats in compiled.items():
+        assert stats.spills == 0, f"{case}: spills"
+        assert stats.warnings == (), f"{case}: {stats.warnings}"
+        assert stats.shared_bytes <= SMEM_LIMIT, f"{case}: does not fit"
+        assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA"), case
+
+
+def in_loop(stats: Stats, what: str) -> int:
+    return sum(what in text for text in stats.loop_listings[0])
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_what_each_change_takes_out_of_the_loop(d: int, compiled: dict[tuple[str, int], Stats]) -> None:
+    synchronized = [in_loop(compiled[name, d], "BAR.SYNC") for name in ("14_ring", "ring", "named")]
+    assert synchronized == [3, 2, 1]
+    exchanges = [in_loop(compiled[name, d], "SHFL") for name in ("lazy", "parts")]
+    assert exchanges == [8, 4]
+    assert in_loop(compiled["lazy", d], "VOTE") == 1 and not in_loop(compiled["named", d], "VOTE")
+    if d == 256:
+        assert in_loop(compiled["told", d], "FSEL") and not in_loop(compiled["diagonal", d], "FSEL")
+
+
+def test_the_place_of_the_wait(compiled: dict[tuple[str, int], Stats]) -> None:
+    assert compiled["parts", 128].order(0).endswith("wait 1, wait 0, 66 EX2")
+    assert compiled["place", 128].order(0).endswith("wait 1, 34 EX2, wait 0, 32 EX2")
+
+
+def test_the_kernel_in_pieces_is_that_of_chapter_13(compiled: dict[tuple[str, int], Stats]) -> None:
+    from test_ladder import jobs
+
+    old = inspect_sm90.compile_all(jobs("13_scheduling", d, "causal")[0] for d in DIMS)
+    for d, stats in zip(DIMS, old, strict=True):
+        assert compiled["14_ring", d].loops[0] == stats.loops[0]
