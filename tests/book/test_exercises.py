@@ -12,6 +12,7 @@ STORE_WAIT = "        tma.store_wait(0)  # the O of the job before has left the 
 END_OF_PV = "        b_o = warpgroup_mma_wait(0, deps=(token,))  # [64, D]\n"
 NEXT_V = "            ten.load_tile(v_desc, i_h, later, full.index(2 + slot), v_tiles.index(slot))\n"
 LOAD_V = "        if i + 2 < tiles:\n" + NEXT_V
+NEVER_FILLED = "    if c >= plan.stages:  # what was never filled is not given back\n"
 
 PLANTED = {
     "04_exp2": (
@@ -53,12 +54,12 @@ PLANTED = {
         ("owned_attention", FIRST_MASK, Q_IS_READ + FIRST_MASK, "has not said that it read|arrivals"),
     ),
     "14_ring": (
-        ("mended_ring", "    if c >= plan.stages:  # what was never filled is not given back\n    ", "", "Dead"),
+        ("mended_ring", NEVER_FILLED, "    if c >= 0:\n", "Deadlock"),
         ("mended_ring", "i_h, blocks - i, plan)", "i_h, blocks - 1 - i, plan)", "max error"),
         ("whole_shifts", "gl.where(grown, gl.ceil(top), shift)", "gl.where(grown, top, shift)", "no whole"),
     ),
     "15_teaching": (
-        ("in_four_goes", "o_desc, third, mem, i_h, row, 2 *", "o_desc, third, mem, i_h, row, 1 *", "max error"),
+        ("in_four_goes", "third, mem, i_h, row, 2 *", "third, mem, i_h, row, 1 *", "not finite"),
         ("fits", "d // 2 + block_n // 2", "d // 2", "expected"),
     ),
     "20_backward": (

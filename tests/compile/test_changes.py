@@ -39,7 +39,7 @@ def test_what_each_change_takes_out_of_the_loop(d: int, compiled: dict[tuple[str
     assert exchanges == [8, 4]
     assert in_loop(compiled["lazy", d], "VOTE") == 1 and not in_loop(compiled["named", d], "VOTE")
     if d == 256:
-        assert in_loop(compiled["told", d], "FSEL") and not in_loop(compiled["diagonal", d], "FSEL")
+        assert in_loop(compiled["told", d], "ISETP") > 30 > 3 > in_loop(compiled["diagonal", d], "ISETP")
 
 
 def test_the_place_of_the_wait(compiled: dict[tuple[str, int], Stats]) -> None:
@@ -52,4 +52,6 @@ def test_the_kernel_in_pieces_is_that_of_chapter_13(compiled: dict[tuple[str, in
 
     old = inspect_sm90.compile_all(jobs("13_scheduling", d, "causal")[0] for d in DIMS)
     for d, stats in zip(DIMS, old, strict=True):
-        assert compiled["14_ring", d].loops[0] == stats.loops[0]
+        new = compiled["14_ring", d]
+        assert new.order(0) == stats.order(0)
+        assert sum(new.loops[0].values()) == sum(stats.loops[0].values())
