@@ -9,19 +9,18 @@ import pytest
 import torch
 from launches import jobs_of
 
-from attnlib.bench import inspect_sm90, sources
+from attnlib.bench import changed_kernels, inspect_sm90, sources
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
-from attnlib.book import changes
 
 DIMS = (64, 128, 256)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, int], Stats]:
-    later = changes.load("15_teaching")
-    kernels, last = later | changes.load("14_ring"), list(later)[-1]  # "14_ring": before its changes
-    dense = changes.compiled({f"{last}, dense": kernels[last]}, DIMS, causal=False)
-    return changes.compiled(kernels, DIMS) | dense
+    later = changed_kernels.load("15_teaching")
+    kernels, last = later | changed_kernels.load("14_ring"), list(later)[-1]  # "14_ring": before its changes
+    dense = changed_kernels.compiled({f"{last}, dense": kernels[last]}, DIMS, causal=False)
+    return changed_kernels.compiled(kernels, DIMS) | dense
 
 
 def test_no_kernel_spills_or_serializes_its_products(compiled: dict[tuple[str, int], Stats]) -> None:
