@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,8 @@ def compile(
 
 
 def compile_all(jobs: Iterable[Job]) -> list[Stats]:
-    """Compile several kernels in one child process (its start-up costs seconds, a kernel 0.5 to 2 s).
+    """Compile several kernels in a child process (its start-up costs seconds, a kernel 0.5 to 2 s), or in
+    some side by side where there are the cores.
 
     Returns one Stats per job, in order. Raises RuntimeError naming the kernel if one does not compile, or if
     it takes more than `KERNEL_SECONDS`.
@@ -203,7 +205,7 @@ def compile_all(jobs: Iterable[Job]) -> list[Stats]:
     found = {file: _read(file) for file, _ in files}
     missing = {file: job for file, job in files if found[file] is None}
     if missing:
-        _compile_in_child(list(missing.values()))
+        _compile_in_children(list(missing.values()))
         found |= {file: _read(file) for file in missing}
     return [found[file] for file, _ in files]
 
@@ -218,6 +220,16 @@ def compiling_environment() -> dict[str, str]:
 def last_lines(errors: str) -> str:
     """The end of what a compiler said, which has the reason."""
     return "\n".join(errors.strip().splitlines()[-15:])
+
+
+def _compile_in_children(jobs: list[Job]) -> None:
+    """In as many children as half of the cores, since each has a process of ptxas beside it; two kernels or
+    more for each. The first failure is raised when all have ended."""
+    count = max(1, min((os.cpu_count() or 1) // 2, len(jobs) // 2))
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(_compile_in_child, jobs[i::count]) for i in range(count)]
+    for child in running:
+        child.result()
 
 
 def _compile_in_child(jobs: list[Job]) -> None:

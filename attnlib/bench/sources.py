@@ -7,11 +7,13 @@ import html
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from attnlib.bench.changes import changed
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import NOTEBOOKS
 
@@ -34,11 +36,30 @@ def cells_tagged(notebook: Path, tag: str) -> list[str]:
 
 
 def kernel_source(notebook: Path) -> str:
-    """The source of the one code cell tagged `kernel`; ValueError if there is none or more than one."""
-    found = cells_tagged(notebook, "kernel")
-    if len(found) != 1:
+    """The source of the one code cell tagged `kernel`, with what the cells tagged `change` make of it;
+    ValueError if there is no such cell or more than one. A notebook with changes may go on where another one
+    ended, and has no such cell then."""
+    return list(kernel_sources(notebook).values())[-1]
+
+
+def kernel_sources(notebook: Path) -> dict[str, str]:
+    """What `kernel_source` is before the changes and after each of them. The first line of a change is
+    "# change NAME", of one that begins with the kernel of another notebook "# change NAME, of NOTEBOOK"; the
+    name of what is there before is that of its notebook."""
+    found, changes = cells_tagged(notebook, "kernel"), cells_tagged(notebook, "change")
+    heads = [re.match(r"# change (\w+)(?:, of (\w+))?\n", change) for change in changes]
+    if None in heads:
+        raise ValueError(f"{notebook.stem}: expected '# change NAME' as the first line of each change")
+    if not found and heads and heads[0][2]:
+        text, step = kernel_source(notebook.parent / f"{heads[0][2]}.ipynb"), heads[0][2]
+    elif len(found) == 1:
+        text, step = found[0].rstrip() + "\n", notebook.stem
+    else:
         raise ValueError(f"{notebook.stem}: expected one code cell tagged 'kernel', found {len(found)}")
-    return found[0].rstrip() + "\n"
+    texts = {step: text}
+    for head, change in zip(heads, changes, strict=True):
+        text = texts[head[1]] = changed(text, change.removeprefix(head[0]))
+    return texts
 
 
 def load_source(name: str, source: str) -> ModuleType:

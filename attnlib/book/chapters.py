@@ -19,12 +19,19 @@ STEPS: list[tuple[str, str]] = [
 """(notebook name, title) of each step, in the order in which the book takes them. Chapters are numbered by
 decades, one a part, so that a part can grow: numbers have gaps."""
 
+NEXT_STEPS: list[tuple[str, str]] = [
+    ("14_ring", "The ring and the shift"),
+    ("15_teaching", "The teaching kernel"),
+]
+"""Steps that the ladder of chapter 19 has not measured yet; they belong at the end of `STEPS` when it has."""
+
 GLUON_FROM = 10
 """The first chapter number whose step is written in Gluon, for Hopper."""
 
 CHAPTERS: list[tuple[str, str]] = [
     ("00_how_we_measure", "How we measure"),
     *STEPS,
+    *NEXT_STEPS,
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
     ("22_fp8", "FP8"),

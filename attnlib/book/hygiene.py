@@ -22,6 +22,8 @@ MAX_KERNEL_LINES = 60
 MAX_GLUON_CELL_LINES = 175
 MAX_GLUON_LINES = 140
 """The same in Gluon, where a kernel is two or three programs, and copies and waits are written out."""
+MAX_PIECES_CELL_LINES = 250
+"""The same for a kernel that later cells change: it has a short function for each thing that they replace."""
 MAX_BACKWARD_CELL_LINES = 185
 MAX_BACKWARD_LINES = 120
 """The same for a backward pass, which has three kernels, and a launcher that takes both ways."""
@@ -30,7 +32,7 @@ BOX = ("Prerequisites", "What changes", "Needs", "Runs for")
 """Rows of the table under a chapter's title."""
 FOLDED = "hide-input"
 """Tag of a code cell whose source the HTML book folds; its output stays."""
-OPEN = {"kernel", "variant", "exercise"}
+OPEN = {"kernel", "change", "variant", "exercise"}
 """Tags of code cells that are there to be read."""
 PLUMBING = re.compile(
     r"\blesson\.(?:begin|measure|measure_backward|measure_sustained|table|ladder|show_table|say|verdict)\("
@@ -247,11 +249,13 @@ def begins(nb: Notebook) -> Found:
 
 def sizes(nb: Notebook) -> Found:
     """Few code cells and short ones."""
+    in_pieces = any("change" in tags(cell) for cell in nb.code)
     if len(nb.code) > MAX_CODE_CELLS:
         yield "", f"expected at most {MAX_CODE_CELLS} code cells, got {len(nb.code)}"
     for cell in nb.code:
         limit = MAX_KERNEL_CELL_LINES if "@triton.jit" in source(cell) else MAX_CELL_LINES
-        limit = MAX_GLUON_CELL_LINES if "@gluon.jit" in source(cell) else limit
+        if "@gluon.jit" in source(cell):
+            limit = MAX_PIECES_CELL_LINES if in_pieces else MAX_GLUON_CELL_LINES
         limit = MAX_BACKWARD_CELL_LINES if _is_backward(cell) else limit
         lines = source(cell).count("\n") + 1
         if lines > limit:
@@ -272,9 +276,10 @@ def named_figures(nb: Notebook) -> Found:
 
 
 def kernel_cell(nb: Notebook) -> Found:
-    """Every step has one cell tagged `kernel`: it defines `attention` and says the shape of each block."""
+    """Every step has one cell tagged `kernel`, or changes the kernel of another one: it defines `attention`
+    and says the shape of each block."""
     found = [cell for cell in nb.code if "kernel" in tags(cell)]
-    needed = nb.name in dict(STEPS)
+    needed = nb.name in dict(STEPS) and not any("change" in tags(cell) for cell in nb.code)
     if len(found) > 1 or (needed and not found):
         yield "", f"expected one cell tagged 'kernel', got {len(found)}"
     for cell in found:

@@ -151,11 +151,12 @@ def load_kernel(step: str) -> ModuleType:
 
 def show_diff(old_step: str, new_step: str) -> None:
     """Show what changed from one step's kernel to the next, as a unified diff."""
-    _display(
-        sources.diff_bundle(
-            kernel_source(old_step), kernel_source(new_step), label(old_step), label(new_step)
-        )
-    )
+    show_texts(kernel_source(old_step), kernel_source(new_step), label(old_step), label(new_step))
+
+
+def show_texts(old: str, new: str, old_name: str, new_name: str) -> None:
+    """Show what changed from one text to another, as a unified diff."""
+    _display(sources.diff_bundle(old, new, old_name, new_name))
 
 
 # What a notebook shows
@@ -250,6 +251,19 @@ def measure_sustained(name: str, implementations: Mapping[str, Callable | None],
     from attnlib.bench import sustained
 
     return sustained.measure(name, dict(implementations), list(shapes), notebook=current())
+
+
+def awaited(measured: Callable[[], Table]) -> Table | None:
+    """`measured()`, or None where a replay finds no record: says that it has not been measured yet."""
+    from attnlib.bench.records import RecordError, can_measure
+
+    try:
+        return measured()
+    except RecordError as why:
+        if can_measure():
+            raise
+        say(f"*Not measured yet: {str(why).split('/')[-1]}*")
+        return None
 
 
 def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Table:

@@ -76,7 +76,7 @@ class Language:
             program_id=lambda axis: Int(place[axis]), num_programs=lambda axis=0: Int(grid[axis]),
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
-            exp2=_exp2, log2=_log2, max=_max, sum=_sum, broadcast=_broadcast,
+            exp2=_exp2, log2=_log2, ceil=_ceil, max=_max, sum=_sum, broadcast=_broadcast,
             convert_layout=lambda x, layout, assert_trivial=False: x, split=_split,
             join=_join, load=_load, store=_store,
             atomic_add=self._atomic_add, allocate_shared_memory=self._allocate,
@@ -306,6 +306,10 @@ _maximum = _pairwise(torch.fmax, max)
 
 def _exp2(x):
     return Tensor(torch.exp2(x.data)) if isinstance(x, Tensor) else 2.0**x
+
+
+def _ceil(x: Tensor) -> Tensor:
+    return Tensor(torch.ceil(x.data))
 
 
 def _log2(x: Tensor) -> Tensor:

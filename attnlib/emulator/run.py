@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
+from triton.runtime.jit import ConstexprFunction
 
 from attnlib.emulator.language import Language, named
 from attnlib.emulator.machine import Machine, Order, Program
@@ -141,6 +142,8 @@ class _Translation:
             return self.language.mbarrier
         if isinstance(value, JITFunction):
             return self.function(value)
+        if isinstance(value, ConstexprFunction):  # what it gives may be a plan of constants
+            return lambda *given: _unwrapped(value.fn(*given))
         if getattr(value, "__module__", "").startswith("triton.") and name in self.language.hopper:
             return self.language.hopper[name]
         if isinstance(value, ModuleType):

@@ -12,6 +12,7 @@ STORE_WAIT = "        tma.store_wait(0)  # the O of the job before has left the 
 END_OF_PV = "        b_o = warpgroup_mma_wait(0, deps=(token,))  # [64, D]\n"
 NEXT_V = "            ten.load_tile(v_desc, i_h, later, full.index(2 + slot), v_tiles.index(slot))\n"
 LOAD_V = "        if i + 2 < tiles:\n" + NEXT_V
+NEVER_FILLED = "    if c >= plan.stages:  # what was never filled is not given back\n"
 
 PLANTED = {
     "04_exp2": (
@@ -52,10 +53,14 @@ PLANTED = {
         ("owned_attention", Q_IS_READ, "", "Deadlock"),
         ("owned_attention", FIRST_MASK, Q_IS_READ + FIRST_MASK, "has not said that it read|arrivals"),
     ),
-    "35_monarch": (
-        ("centers", "tl.sum(b_w, 0)", "tl.sum(b_w, 1)", "max error"),
-        ("centers", "b_s - b_top[None, :]", "b_s", "queries times 400: max error"),
-        ("best_block", "max(16, ", "max(1, ", "expected"),
+    "14_ring": (
+        ("mended_ring", NEVER_FILLED, "    if c >= 0:\n", "Deadlock"),
+        ("mended_ring", "i_h, blocks - i, plan)", "i_h, blocks - 1 - i, plan)", "max error"),
+        ("whole_shifts", "gl.where(grown, gl.ceil(top), shift)", "gl.where(grown, top, shift)", "no whole"),
+    ),
+    "15_teaching": (
+        ("in_four_goes", "third, mem, i_h, row, 2 *", "third, mem, i_h, row, 1 *", "not finite"),
+        ("fits", "d // 2 + block_n // 2", "d // 2", "expected"),
     ),
     "20_backward": (
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
@@ -65,6 +70,11 @@ PLANTED = {
         ("sparsemax_attention", "range(5)", "range(0)", "max error"),
         ("sparsemax_attention", "b_l += tl.sum(b_x, 1)", "b_l += tl.sum(b_x * b_x, 1)", "max error"),
         ("sparsemax_attention", "tl.minimum(o_m, S - 1) if", "tl.minimum(o_m + 1, S - 1) if", "max error"),
+    ),
+    "35_monarch": (
+        ("centers", "tl.sum(b_w, 0)", "tl.sum(b_w, 1)", "max error"),
+        ("centers", "b_s - b_top[None, :]", "b_s", "queries times 400: max error"),
+        ("best_block", "max(16, ", "max(1, ", "expected"),
     ),
     "36_distr": (
         ("sum_columns", "tl.load(places_ptr + o_d) // GROUP", "o_d // GROUP", "sums are wrong"),

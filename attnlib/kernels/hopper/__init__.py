@@ -1,4 +1,4 @@
-"""Exact attention in Gluon, for GPUs of compute capability 9.x. Chapters 10 to 13 build the forward kernel,
+"""Exact attention in Gluon, for GPUs of compute capability 9.x. Chapters 10 to 15 build the forward kernel,
 chapter 20 the backward pass."""
 
 from attnlib.kernels.common import device

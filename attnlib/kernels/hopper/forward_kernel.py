@@ -1,6 +1,6 @@
 """Exact attention, forward, for Hopper (sm_90a) in Gluon: TMA, warp specialization, asynchronous wgmma.
 
-Chapters 10 to 13 build this kernel step by step, chapter 19 measures what the package has beyond them.
+Chapters 10 to 15 build this kernel step by step, without its options; chapter 19 measures it.
 
 One persistent program per SM: W consumer warpgroups of 64 query rows each, and one producer warp that does
 nothing but start copies. A tile is 64 W query rows of one head; keys are visited from the last visible block

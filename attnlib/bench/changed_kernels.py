@@ -1,0 +1,116 @@
+"""Kernels that chapters make by changes, as modules, and what the compiler makes of them for sm_90."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from attnlib.bench import inspect_sm90, sources
+from attnlib.bench.changes import changed
+from attnlib.kernels import hopper
+
+
+def load(step: str) -> dict[str, ModuleType]:
+    """The kernels of a chapter as modules: before its changes, and after each of them."""
+    texts = sources.kernel_sources(sources.notebook_of(step))
+    return {name: sources.load_source(module_name(step, name), text) for name, text in texts.items()}
+
+
+def beside(step: str, name: str, change: str) -> ModuleType:
+    """A kernel that is not on the way: one of the chapter's with another change."""
+    text = changed(sources.kernel_sources(sources.notebook_of(step))[name], change)
+    return sources.load_source(f"{step}_beside_{name}", text)
+
+
+def with_functions(step: str, functions: Iterable, *constants: str) -> ModuleType:
+    """A chapter's last kernel with these functions, and texts of constants, in the place of its own: an
+    answer to an exercise."""
+    text = sources.kernel_source(sources.notebook_of(step))
+    for change in ("\n\n\n".join(inspect.getsource(function.fn) for function in functions), *constants):
+        text = changed(text, change)
+    return sources.load_source(f"{step}_answer", text)
+
+
+def module_name(step: str, change: str) -> str:
+    return change if change[:2].isdigit() else f"{step}_{change}"
+
+
+def job(module: ModuleType, head_dim: int, causal: bool = True) -> inspect_sm90.Job:
+    """A kernel as its launcher compiles it, fp16."""
+    plan = module.plan_of.fn(head_dim, causal)
+    keys, columns = plan.block_n.value, of_plan(plan, "o_columns", head_dim)
+    tiles = {"q": (64, head_dim), "k": (keys, head_dim), "v": (keys, head_dim), "o": (64, columns)}
+    types = {f"{name}_desc": inspect_sm90.gluon_descriptor([1, *tile]) for name, tile in tiles.items()}
+    types |= {"counter_ptr": "*i32:16", "qk_scale": "fp32"}
+    types |= dict.fromkeys(("S", "heads", "section", "tiles"), "i32")
+    fixed = {"D": head_dim, "CAUSAL": causal}
+    registers = of_plan(plan, "max_registers", 168)
+    return inspect_sm90.Job(module.__file__, "flash_forward", types, fixed, 4, max_registers=registers)
+
+
+NUMBERS = "S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles"
+PACKAGE = """# {digest}
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.hopper.forward_kernel import attention_forward_hopper
+from attnlib.kernels.hopper.launch import make_plan
+PLAN = gl.constexpr(make_plan({d}, {config}, {mask}, flip=False, store_lse=False, varlen=False))
+@gluon.jit
+def fixed(desc_q, desc_k, desc_v, desc_o, lse_ptr, counter_ptr, qk_scale, {numbers}):
+    attention_forward_hopper(
+        desc_q, desc_k, desc_v, desc_o, lse_ptr, counter_ptr, qk_scale, {numbers}, PLAN)
+"""
+"""A file in which a plan of the package's kernel is a constant: a plan can't be handed to another process."""
+
+
+def package_stats(head_dims: Iterable[int]) -> dict[int, inspect_sm90.Stats]:
+    """What the compiler makes of the package's kernel for a causal fp16 call with many rows."""
+    kernels = Path(hopper.__file__).parent
+    text = "".join(file.read_text(encoding="utf-8") for file in sorted(kernels.glob("*.py")))
+    digest, jobs = hashlib.sha256(text.encode()).hexdigest(), {}
+    for d in head_dims:
+        c = hopper.configs.hopper_config(d)
+        mask = {"causal": True, "blocks": 1, "skip": c.block_n != 64 * c.warpgroups, "shifted": False}
+        tiles = {"q": (64, d), "k": (c.block_n, d), "v": (c.block_n, d), "o": (64, c.o_columns)}
+        types = {f"desc_{x}": inspect_sm90.gluon_descriptor((1, 1, *tile)) for x, tile in tiles.items()}
+        types |= {"counter_ptr": "*i32:16", "qk_scale": "fp32"} | dict.fromkeys(NUMBERS.split(", "), "i32")
+        source = PACKAGE.format(
+            digest=digest, d=d, config=c, mask=mask | {"left": False}, numbers=NUMBERS
+        )
+        file = sources.load_source(f"package_d{d}", source).__file__
+        registers = c.max_registers
+        jobs[d] = inspect_sm90.Job(file, "fixed", types, {"lse_ptr": None}, 4, max_registers=registers)
+    return dict(zip(jobs, inspect_sm90.compile_all(jobs.values()), strict=True))
+
+
+def of_plan(plan, field: str, default: int) -> int:
+    """A constant of a plan, or what it is in kernels that have no such constant yet."""
+    return getattr(plan, field).value if hasattr(plan, field) else default
+
+
+def compiled(
+    modules: Mapping[str, ModuleType], head_dims: Iterable[int], causal: bool = True
+) -> dict[tuple[str, int], inspect_sm90.Stats]:
+    """(name, head dimension) -> what the compiler makes of each kernel for sm_90."""
+    cases = [(name, d) for d in head_dims for name in modules]
+    jobs = [job(modules[name], d, causal) for name, d in cases]
+    return dict(zip(cases, inspect_sm90.compile_all(jobs), strict=True))
+
+
+def machine_code(stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Sequence[str]) -> list[dict]:
+    """The table of some kernels' hot loops, a row for each head dimension and kernel."""
+    rows = []
+    for (name, d), found in stats.items():
+        if name in names:
+            loop, listing = found.loops[0], found.loop_listings[0]
+            rows.append({
+                "D": d, "kernel": name, "order in the loop": found.order(0), "loop": sum(loop.values()),
+                "BAR.SYNC": sum("BAR.SYNC" in text for text in listing), "SHFL": loop.get("SHFL", 0),
+                "FMUL": loop.get("FMUL", 0), "FMNMX": loop.get("FMNMX", 0), "registers": found.registers,
+                "spills": found.spills, "shared memory (B)": found.shared_bytes,
+            })  # fmt: skip
+    return sorted(rows, key=lambda row: row["D"])

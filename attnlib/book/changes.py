@@ -1,0 +1,112 @@
+"""What a chapter shows of a kernel that it makes by changes: what each replaces, its hot loops as pictures,
+and that it is right in the emulator. The kernels come from `bench.changed_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnlib.bench import inspect_sm90, sources
+from attnlib.bench.changed_kernels import (
+    beside,
+    compiled,
+    load,
+    machine_code,
+    package_stats,
+    with_functions,
+)
+from attnlib.bench.changes import parts
+from attnlib.bench.sass import opcode
+from attnlib.bench.setting import warming
+from attnlib.bench.shapes import Shape
+from attnlib.book import lesson, palette
+from attnlib.book.charts import new_figure
+from attnlib.book.exercises import ORDERS, judge_gluon
+
+__all__ = [
+    "beside",
+    "compiled",
+    "judge",
+    "load",
+    "machine_code",
+    "package_stats",
+    "show",
+    "strips",
+    "with_functions",
+]
+
+SMALL = (Shape(1, 3, 300, 64), Shape(1, 2, 200, 64, causal=False))
+"""Calls of several tiles for a program of the emulator, with rows that end inside of a block."""
+
+
+def show(step: str, name: str) -> None:
+    """The diff of what a change replaces, without what it adds, which its cell shows."""
+    texts = sources.kernel_sources(sources.notebook_of(step))
+    before = dict(zip(list(texts)[1:], texts, strict=False))[name]
+    old = {part.names: part.text for part in parts(texts[before]) if not part.is_import}
+    new = {part.names: part.text for part in parts(texts[name]) if not part.is_import}
+    both = [names for names in new if names in old and new[names] != old[names]]
+    was, now = ("\n\n\n".join(text[names] for names in both) for text in (old, new))
+    lesson.show_texts(was, now, f"{before}, what is replaced", name)
+    gone = [", ".join(names) for names in old if names not in new]
+    added = [", ".join(names) for names in new if names not in old]
+    said = [f"{word}: {', '.join(f'`{x}`' for x in found)}" for word, found in
+            (("new", added), ("gone", gone)) if found]  # fmt: skip
+    if said:
+        lesson.say("; ".join(said) + ".")
+
+
+def judge(module: ModuleType) -> None:
+    """Run a kernel in the emulator, in several orders, and say so; AssertionError if it is wrong."""
+    if warming():
+        return
+    for shape in SMALL:
+        judge_gluon(module.attention, shape)
+    orders = ", ".join(f"{order} {seed}" for order, seed in ORDERS)
+    lesson.say(
+        f"In the emulator, causal and dense, S = {' and '.join(str(shape.seqlen) for shape in SMALL)}, "
+        f"D = 64, in the orders {orders}: right, no race, no deadlock."
+    )
+
+
+STRIP = {
+    "HGMMA": ("product", "#222222"), "wait": ("wait for products", palette.COLORS["fa3"]),
+    "BAR": ("barrier", "#9A5B9A"), "FMNMX": ("maximum", palette.COLORS["cudnn"]),
+    "SHFL": ("exchange in a row", "#6B4C1E"), "MUFU.EX2": ("exponential", palette.OURS),
+    "FADD": ("sum", palette.COLORS["faded"]), "FMUL": ("rescaling", "#E8A33D"),
+}  # fmt: skip
+"""Kind of instruction in `strip` -> what it is, and its color."""
+
+
+def strips(stats: Mapping[str, inspect_sm90.Stats], where: str) -> Figure:
+    """Hot loops under each other, with what the colors mean above them."""
+    figure, axes = new_figure(palette.WIDE, 0.55 + 0.5 * len(stats), len(stats) + 1, 1, sharex=True,
+                              height_ratios=[0.55, *[1] * len(stats)])  # fmt: skip
+    axes[0, 0].axis("off")
+    for i, (text, color) in enumerate(STRIP.values()):
+        axes[0, 0].text(0.25 * (i % 4), 0.75 - 0.75 * (i // 4), f"▮ {text}", color=color, fontsize=6.5,
+                        transform=axes[0, 0].transAxes)  # fmt: skip
+    for ax, (title, found) in zip(axes[1:, 0], stats.items(), strict=True):
+        strip(ax, found)
+        ax.set_ylabel(title, rotation=0, ha="right", va="center", fontsize=7)
+    axes[-1, 0].set(xlabel=f"instruction of the loop, in order ({where})",
+                    xlim=(-2, 2 + max(len(found.loop_listings[0]) for found in stats.values())))  # fmt: skip
+    return figure
+
+
+def strip(ax: Axes, stats: inspect_sm90.Stats) -> None:
+    """A hot loop from left to right, a line for each instruction, colored by what it does."""
+    listing = stats.loop_listings[0]
+    for i, text in enumerate(listing):
+        kind = opcode(text)
+        if kind == "WARPGROUP":
+            kind = "wait" if "DEPBAR" in text else ""
+        if kind in STRIP:
+            tall = kind in ("HGMMA", "wait", "BAR")
+            ax.plot([i, i], [0 if tall else 0.12, 1 if tall else 0.88], color=STRIP[kind][1],
+                    lw=1.6 if tall else 0.7, solid_capstyle="butt", zorder=3 if tall else 2)  # fmt: skip
+    ax.set(ylim=(0, 1), yticks=[])
+    ax.grid(visible=False)
