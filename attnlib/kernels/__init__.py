@@ -14,11 +14,12 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import decode, fp8, hopper, portable, reference
+from attnlib.kernels import decode, fp8, hopper, merge, portable, reference
 from attnlib.kernels.decode import few_queries
 from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.reference import decode as reference_decode
 from attnlib.kernels.reference import fp8 as reference_fp8
+from attnlib.kernels.reference import merge as reference_merge
 
 FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "reference": reference}
 """Name, as in `impl` -> family, in the order of preference. The last one runs every call."""
@@ -43,3 +44,7 @@ QUANTIZERS = {"triton": fp8, "reference": reference_fp8}
 DECODERS = {"triton": decode, "reference": reference_decode}
 """The same for `attention_decode`: modules with unsupported(q, params) and forward(q, k, v, params), where
 `params` is an `attnlib.params.DecodeParams`."""
+
+MERGERS = {"triton": merge, "reference": reference_merge}
+"""What joins attention to disjoint sets of keys, in the order of preference: modules with unsupported(device)
+and merge(first, second, result), each of the three an (out, LSE)."""

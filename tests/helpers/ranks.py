@@ -1,0 +1,78 @@
+"""Functions run on processes that are the ranks of a gloo group, all of them with one start of Python."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """Processes that stay, and do one job after another."""
+
+    def __init__(self, count: int, timeout: float = 30.0) -> None:
+        context = mp.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(), "store")
+        self.pipes, self.processes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, store, theirs, timeout), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, job: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """What `job(*args)` returns on each rank. AssertionError with a rank's traceback if one raises."""
+        found = self.outcomes(job, *args, timeout=timeout)
+        for rank, (ok, value) in enumerate(found):
+            assert ok, f"rank {rank}: {value}"
+        return [value for _, value in found]
+
+    def outcomes(self, job: Callable, *args: Any, timeout: float = 60.0) -> list[tuple[bool, Any]]:
+        """(True, result) or (False, traceback) of each rank; (False, "died") of one that is gone."""
+        for pipe in self.pipes:
+            pipe.send((job, args))
+        found = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(timeout):
+                found.append((False, f"no answer in {timeout} s"))
+                continue
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                self.processes[rank].join(5)
+                found.append((False, "died"))
+        return found
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank: int, count: int, store: str, pipe, timeout: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count,
+        timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            answer = True, function(*args)
+        except Exception:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+    os._exit(0)
