@@ -72,7 +72,7 @@ def summed(
 ) -> torch.Tensor:
     """A gradient (B, H, S, D): a rank's own part, by groups of heads, plus what other ranks or their keys
     give for some rows. Where a row gets more than one of these they are added in float32."""
-    apart = not _overlap([rows for rows, _ in others])
+    apart = not overlap([rows for rows, _ in others])
     found = torch.empty_like(like) if apart else torch.empty_like(like, dtype=torch.float32)
     for heads, part in own:
         for rows, other in _covering(others if apart else [], like.shape[2]):
@@ -91,7 +91,8 @@ def as_slice(rows: range) -> slice:
     return slice(rows.start, rows.stop)
 
 
-def _overlap(ranges: list[range]) -> bool:
+def overlap(ranges: list[range]) -> bool:
+    """Whether two of them have a number in common."""
     ordered = sorted(ranges, key=lambda rows: rows.start)
     return any(a.stop > b.start for a, b in zip(ordered, ordered[1:], strict=False))
 

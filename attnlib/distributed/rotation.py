@@ -12,7 +12,7 @@ import torch
 
 from attnlib import dispatch
 from attnlib.distributed.links import Links, Sent, Transfer
-from attnlib.distributed.pieces import Heads, Remote, Result, as_slice, joined, summed
+from attnlib.distributed.pieces import Heads, Remote, Result, as_slice, joined, overlap, summed
 from attnlib.distributed.schedule import Method, Round, rounds
 from attnlib.distributed.streams import Streams
 from attnlib.params import Params
@@ -96,7 +96,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job) -> tupl
     results: Heads = [own(*first)]
     mark = None
     with streams.side():
-        remote = Remote(q, len(plan) > 1)
+        remote = Remote(q, overlap([call.rows for each in plan for call in each.calls]))
         for i, each in enumerate(plan):
             if i + 1 < len(plan):
                 keys.start(i + 1)

@@ -38,10 +38,12 @@ def merge_rows(
     b_max = tl.where(b_max == float("-inf"), 0.0, b_max)  # no key at all: the weights below are 0, not NaN
     b_wa, b_wb = tl.exp(b_la - b_max), tl.exp(b_lb - b_max)
     b_sum = b_wa + b_wb
-    b_inverse = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)
+    b_none = b_sum == 0.0
+    b_sum = tl.where(b_none, 1.0, b_sum)
+    b_inverse = 1.0 / b_sum
     # A part without keys has weight 0. It is left out, so that nothing in it counts.
     b_a = tl.where((b_wa == 0.0)[:, None], 0.0, b_a.to(tl.float32) * (b_wa * b_inverse)[:, None])
     b_b = tl.where((b_wb == 0.0)[:, None], 0.0, b_b.to(tl.float32) * (b_wb * b_inverse)[:, None])
-    b_lse = b_max + tl.log(b_sum)
+    b_lse = tl.where(b_none, float("-inf"), b_max + tl.log(b_sum))
     tl.store(_rows(o_ptr, o_stride, at, o_m, o_d), (b_a + b_b).to(o_ptr.dtype.element_ty), mask=in_md)
     tl.store(_column(o_lse_ptr, o_lse_stride, at, o_m), b_lse, mask=in_m)
