@@ -1,4 +1,4 @@
-"""Functions run on processes that are the ranks of a gloo group, all of them with one start of Python."""
+"""Functions run on processes that are the ranks of a group, all of them with one start of Python."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ import torch.multiprocessing as mp
 
 
 class Ranks:
-    """Processes that stay, and do one job after another."""
+    """Processes that stay, and do one job after another. backend: "gloo", or "nccl" for a GPU each."""
 
-    def __init__(self, count: int, timeout: float = 30.0) -> None:
+    def __init__(self, count: int, timeout: float = 30.0, backend: str = "gloo") -> None:
         context = mp.get_context("spawn")
         store = os.path.join(tempfile.mkdtemp(), "store")
         self.pipes, self.processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, store, theirs, timeout), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, count, store, theirs, timeout, backend), daemon=True
+            )
             process.start()
+            theirs.close()  # else nobody hears that the process is gone
             self.pipes.append(ours)
             self.processes.append(process)
 
@@ -62,10 +65,12 @@ class Ranks:
                 process.kill()
 
 
-def _serve(rank: int, count: int, store: str, pipe, timeout: float) -> None:
+def _serve(rank: int, count: int, store: str, pipe, timeout: float, backend: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count,
+        backend, store=dist.FileStore(store, count), rank=rank, world_size=count,
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     while (job := pipe.recv()) is not None:
