@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from attnlib import dispatch
 from attnlib import api as single
+from attnlib import dispatch
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
 from attnlib.distributed.groups import Group, Ranks, device_of, ranks_of
@@ -22,9 +22,9 @@ __all__ = ["attention", "positions", "shard", "unshard"]
 Method = Literal["ring", "all_gather", "ulysses", "auto"]
 
 ROWS_PER_SHIFT = 6000
-"""With "auto", rows of a rank from which its own attention takes longer than the keys and values of one more
-rank take to come, if all heads have their own: 4 * H * S^2 * D / 2 causal FLOPs at 700 TFLOP/s against 4 * H *
-S * D bytes at 250 GB/s, as H200s and NVLink have them."""
+"""With "auto", rows of a rank from which its own attention takes longer than the keys and values of one
+more rank take to come, if all heads have their own: 4 * H * S^2 * D / 2 causal FLOPs at 700 TFLOP/s against
+4 * H * S * D bytes at 250 GB/s, as H200s and NVLink have them."""
 
 
 @torch.compiler.disable
@@ -61,8 +61,8 @@ def attention(
         group: a process group; None for all ranks; or a DeviceMesh. A mesh of two dimensions (r, u) is the
             hybrid: u ranks next to each other share out the heads as "ulysses" does, and `method` is what the
             r do with the keys. DTensors bring their mesh along.
-        causal, window, sm_scale, deterministic, impl: as in `attnlib.attention`, of the whole sequence. With a
-            left bound only the keys within it are sent.
+        causal, window, sm_scale, deterministic, impl: as in `attnlib.attention`, of the whole sequence. With
+            a left bound only the keys within it are sent.
         return_lse: also return the LSE of this rank's rows. No gradient flows through it.
         method: how keys reach all rows.
             "all_gather": those that a rank needs come at once; memory for up to a sequence of k and v.
@@ -77,8 +77,8 @@ def attention(
         out, (B, H, S / ranks, D); with `return_lse` the pair (out, lse), lse (B, H, S / ranks) float32.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on all
-            of them.
+        TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on
+            all of them.
         RuntimeError: another rank had an error, died, or did not come within `timeout`; or torch.distributed
             is not initialized. On GPUs, a rank that dies while keys are on their way ends the others by
             NCCL's watchdog after `timeout`.
@@ -98,7 +98,7 @@ def attention(
     device = q.device if isinstance(q, torch.Tensor) else device_of(ranks.outer)
     outer = links_of(ranks.outer, device, timeout)
     inner = None if ranks.inner is None else links_of(ranks.inner, device, timeout)
-    _agree(q, k, v, options, method, outer, inner)
+    _agree((q, k, v), options, method, outer, inner)
     asked = mask_window(causal, window)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     params = Params(asked, scale, None, True, deterministic, impl)
@@ -152,13 +152,14 @@ class _Attention(torch.autograd.Function):
         return *backward(d_out, saved, job), None
 
 
-def _agree(q, k, v, options: Options, method: Method, outer: Links, inner: Links | None) -> None:
+def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner: Links | None) -> None:
     """Check the arguments here and compare them with those of the other ranks."""
     error, stated = None, {}
+    q, k, v = tensors
     try:
         window = _window_of(options)
-        arguments.check_distributed(q, k, v, options, 2 if is_zigzag(window) and inner is None
-                                    and outer.ranks > 1 else 1)  # fmt: skip
+        halves = is_zigzag(window) and inner is None and outer.ranks > 1
+        arguments.check_distributed(q, k, v, options, 2 if halves else 1)
         shares = 1 if inner is None else inner.ranks
         arguments.check_heads(q.shape[1], k.shape[1], shares)
         arguments.check_method(method, q.shape[1] // shares, k.shape[1] // shares, outer.ranks)
@@ -196,7 +197,7 @@ def _dtensors(q: DTensor, k: DTensor, v: DTensor, options: dict):
 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor) or any(place != Shard(2) for place in x.placements):
-            raise TypeError(f"{name}: expected a DTensor with Shard(2) in every dimension of its mesh, as q is")
+            raise TypeError(f"{name}: expected a DTensor with Shard(2) in every dimension of its mesh")
     found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
     if not options["return_lse"]:
         return DTensor.from_local(found, q.device_mesh, q.placements)
@@ -209,7 +210,7 @@ def _dtensors(q: DTensor, k: DTensor, v: DTensor, options: dict):
 def positions(
     rows: int, *, group: Group = None, causal: bool = False, window: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """(rows) int64 on the CPU: where in the sequence the rows of this rank stand, as rotary embeddings need it.
+    """(rows) int64 on the CPU: where in the sequence the rows of this rank stand, as rotary embeddings need.
 
     A causal sequence is cut into two parts for each rank, and rank r of n holds parts r and 2n - 1 - r: late
     rows see more keys, and so all ranks have the same to do. With a left bound in `window`, or without a mask,

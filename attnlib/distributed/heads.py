@@ -8,7 +8,7 @@ from attnlib.distributed.rotation import packed, unpacked
 
 
 class ToHeads(torch.autograd.Function):
-    """(B, H, S/n, D) -> (B, H/n, S, D), positions in order. parts: the positions of each rank of the links."""
+    """(B, H, S/n, D) -> (B, H/n, S, D), positions in order. parts: the positions of each rank."""
 
     @staticmethod
     def forward(ctx, x, links: Links, parts: tuple[Parts, ...]):

@@ -1,5 +1,5 @@
-"""What ranks send each other: their options, which have to agree, and rows of keys and values. torch.distributed
-does it, NCCL between GPUs and gloo between CPUs."""
+"""What ranks send each other: their options, which have to agree, and rows of keys and values.
+torch.distributed does it, NCCL between GPUs and gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Links:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 options.config.max_ctas = CTAS
-                options.config.cga_cluster_size = 0  # clusters wait for neighboring multiprocessors to be free
+                options.config.cga_cluster_size = 0  # clusters wait for free neighbors
                 self._data = dist.new_group(
                     ranks, backend="nccl", pg_options=options, group_desc="attnlib", **common
                 )
@@ -133,7 +133,7 @@ _links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float) -> Links:
     """Made at the first call, which all ranks of the group have to make."""
     of_group = _links.setdefault(group, {})
-    key = device.type, timeout
+    key = device.type, timeout, CTAS
     if key not in of_group:
         of_group[key] = Links(group, device, timeout)
     return of_group[key]

@@ -1,9 +1,9 @@
 """Attention of a rank's rows to the keys of all ranks, forward and backward: its own keys at once, the others
 round by round as they come.
 
-The heads are computed in two groups, so that there is work of the rank's own at both ends. Forward and
-backward: own keys, first heads, while keys come | keys of others, all heads | own keys, the other heads, which
-are causal and so end with short tiles. In the backward pass gradients of keys go back under these.
+The heads are computed in two groups, so that there is work of the rank's own at both ends: own keys, first
+heads, while keys come | keys of others, all heads | own keys, the other heads, which if causal end with short
+tiles. In the backward pass the gradients of keys go back under the last of these.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""attnlib.distributed on two processes of a CPU: equal to one process; every mistake an error on all ranks."""
+"""attnlib.distributed on two processes of a CPU: equal to one process; mistakes are errors on all ranks."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ UNLIKE = {
     "on rank 0 and shape (1, 2, 16, 8) of float32 on rank 1",
     "dtype": "ValueError: q: expected the same on all ranks of the group, got shape (1, 2, 8, 8) of float32 "
     "on rank 0 and shape (1, 2, 8, 8) of float16 on rank 1",
-    "mask": "ValueError: causal: expected the same on all ranks of the group, got True on rank 0 and False on "
-    "rank 1",
+    "mask": "ValueError: causal: expected the same on all ranks of the group, got True on rank 0 and False "
+    "on rank 1",
 }
 
 

@@ -28,8 +28,8 @@ def _gradient(
     are relative to: dP - delta may cancel, as it does in a row with a single key. P itself counts for more
     where the LSE is large, because a rounding of the LSE in float32 is |LSE| roundings of P.
     out_dtype: delta from dO and an output that was rounded to it, which is all that a kernel is given.
-    given: (out, LSE) of the forward pass. Rows whose LSE says that there were more keys than these get the part
-    of the gradient that these keys have.
+    given: (out, LSE) of the forward pass. Rows whose LSE says that there were more keys than these get the
+    part of the gradient that these keys have.
     """
     group = q.shape[1] // k.shape[1]
     seen = visible(q.shape[2], k.shape[2], bounds, q.device)
@@ -54,8 +54,8 @@ def _gradient(
 
 
 def _of_more_keys(p, delta, own, d_out, out, lse) -> tuple[torch.Tensor, torch.Tensor]:
-    """P and delta with the LSE and the output of all keys, in rows that saw more than those with the LSE `own`:
-    more than float32 rounds it by."""
+    """P and delta with the LSE and the output of all keys, in rows that saw more of them: those whose LSE is
+    not `own`, by more than float32 rounds it."""
     lse = lse.to(p.dtype)[..., None]
     more = (own - lse).abs() > 3e-7 * lse.abs().clamp_min(1)
     more |= own.isneginf() & ~lse.isneginf()
