@@ -213,8 +213,8 @@ def positions(
     """(rows) int64 on the CPU: where in the sequence the rows of this rank stand, as rotary embeddings need.
 
     A causal sequence is cut into two parts for each rank, and rank r of n holds parts r and 2n - 1 - r: late
-    rows see more keys, and so all ranks have the same to do. With a left bound in `window`, or without a mask,
-    a rank holds one piece. The order does not depend on the method.
+    rows see more keys, and so all ranks have the same to do. With a left bound in `window`, or without a
+    mask, a rank holds one piece. The order does not depend on the method.
     """
     arguments.check_mask(causal, window)
     parts = ranks_of(group).parts(rows, mask_window(causal, window))
