@@ -40,4 +40,4 @@ def check_rows_to_hide(answer: Callable) -> None:
         want = math.ceil(0.75 * 4 * kv_heads * tflops * 1e12 / (2 * heads * rate * 1e9))
         got = answer(heads, kv_heads, tflops, rate)
         assert isinstance(got, int), f"expected an int, got {type(got).__name__}"
-        assert got == want, f"H = {heads}, Hkv = {kv_heads}, {tflops} TFLOP/s, {rate} GB/s: want {want}, got {got}"
+        assert got == want, f"H = {heads}, Hkv = {kv_heads}, {tflops} TFLOP/s, {rate} GB/s: {want}, not {got}"
