@@ -15,7 +15,10 @@ ROW, LSE = ("i64", "i32", "i32", "constexpr"), ("i32", "i32", "constexpr")
 """Types of strides; the last one is 1."""
 
 
-@pytest.mark.parametrize("parts, D", [("bf16", 64), ("bf16", 128), ("fp16", 256), ("bf16", 40), ("fp32", 128)])
+CASES = [("bf16", 64), ("bf16", 128), ("fp16", 256), ("bf16", 40), ("fp32", 128)]
+
+
+@pytest.mark.parametrize("parts, D", CASES)
 @pytest.mark.parametrize("result", ["same", "fp32"])
 def test_rows_are_vectors(parts, D, result):
     kind = parts if result == "same" else "fp32"
