@@ -391,7 +391,7 @@ def several_gpus(device) -> str:
     assert all(f'"{method}"' in tests for method in METHODS) and "mesh=(1, 2)" in tests
     with pytest.raises(RuntimeError, match="torch.distributed is not initialized"):
         over_ranks(*make_inputs(Shape(1, 1, 8, 8), device=device))
-    return "yes, `attnlib.distributed`"
+    return "yes, `attnlib.distributed`: ring, all-gather, Ulysses, hybrid"
 
 
 # ---------------------------------------------------------------- in PyTorch
