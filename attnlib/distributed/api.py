@@ -54,9 +54,8 @@ def attention(
     Rows lie so that all ranks have the same to do: see `positions`.
 
     Args:
-        q: (B, H, S / ranks, D), this rank's rows. Best with B = 1 or H of dimension order (B, S, H, D) in
-            memory: then nothing is copied to be sent.
-        k: (B, Hkv, S / ranks, D).
+        q: (B, H, S / ranks, D), this rank's rows.
+        k: (B, Hkv, S / ranks, D). Sent without a copy where B is 1 and memory has the order (B, S, H, D).
         v: (B, Hkv, S / ranks, D).
         group: a process group; None for all ranks; or a DeviceMesh. A mesh of two dimensions (r, u) is the
             hybrid: u ranks next to each other share out the heads as "ulysses" does, and `method` is what the

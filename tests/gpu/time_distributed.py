@@ -196,7 +196,7 @@ def window_ms(call: Callable[[], Any], count: int, alone: bool) -> float:
     taken = torch.zeros(1, device="cuda")
     if not alone or dist.get_rank() == 0:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(400_000)  # some 0.2 ms, in which the host gets ahead
+        torch.cuda._sleep(4_000_000)  # some 2 ms, in which the host gets ahead
         begin.record()
         for _ in range(count):
             call()
