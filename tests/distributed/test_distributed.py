@@ -40,7 +40,7 @@ def test_equal_to_one_process(two):
 
 def test_equal_with_kernels(two):
     """The same in Triton's interpreter, the merging kernel among them."""
-    for found in two.run(jobs.many_errors, WITH_KERNELS, timeout=120):
+    for found in two.run(jobs.many_errors, WITH_KERNELS):
         for case, errors in zip(WITH_KERNELS, found, strict=True):
             assert all(error <= 2 * EXACT for error in errors), (case, errors)
 
@@ -107,16 +107,16 @@ def test_without_a_group():
 
 
 def test_a_rank_that_does_not_come(two):
-    (message, seconds), late = two.run(jobs.late, 1.0)
-    assert late[0] == "late" and seconds < 3
-    assert message.startswith("RuntimeError: attention: a rank of the group died, or did not come within 1 s")
+    (message, seconds), late = two.run(jobs.late, 3.0)
+    assert late[0] == "late" and seconds < 12
+    assert message.startswith("RuntimeError: attention: a rank of the group died, or did not come within 3 s")
 
 
 def test_a_rank_that_dies(two):
     """The last test of these ranks."""
-    (ok, found), (_, other) = two.outcomes(jobs.died, 5.0)
+    (ok, found), (_, other) = two.outcomes(jobs.died, 100.0)
     assert ok and other == "died", (found, other)
     first, second, seconds = found
-    assert seconds < 10
+    assert seconds < 50, "the lost connection, not the time limit"
     for message in (first, second):
         assert message.startswith("RuntimeError: attention: a rank of the group died"), message

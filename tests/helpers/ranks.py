@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 class Ranks:
     """Processes that stay, and do one job after another. backend: "gloo", or "nccl" for a GPU each."""
 
-    def __init__(self, count: int, timeout: float = 30.0, backend: str = "gloo") -> None:
+    def __init__(self, count: int, timeout: float = 240.0, backend: str = "gloo") -> None:
         context = mp.get_context("spawn")
         store = os.path.join(tempfile.mkdtemp(), "store")
         self.pipes, self.processes = [], []
@@ -31,20 +31,21 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, job: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, job: Callable, *args: Any, timeout: float = 240.0) -> list[Any]:
         """What `job(*args)` returns on each rank. AssertionError with a rank's traceback if one raises."""
         found = self.outcomes(job, *args, timeout=timeout)
         for rank, (ok, value) in enumerate(found):
             assert ok, f"rank {rank}: {value}"
         return [value for _, value in found]
 
-    def outcomes(self, job: Callable, *args: Any, timeout: float = 60.0) -> list[tuple[bool, Any]]:
+    def outcomes(self, job: Callable, *args: Any, timeout: float = 240.0) -> list[tuple[bool, Any]]:
         """(True, result) or (False, traceback) of each rank; (False, "died") of one that is gone."""
         for pipe in self.pipes:
             pipe.send((job, args))
         found = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
+                self.close()  # an answer that comes later would be taken for that of another job
                 found.append((False, f"no answer in {timeout} s"))
                 continue
             try:
@@ -55,14 +56,9 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            try:
-                pipe.send(None)
-            except OSError:
-                pass
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
 def _serve(rank: int, count: int, store: str, pipe, timeout: float, backend: str) -> None:
@@ -73,11 +69,10 @@ def _serve(rank: int, count: int, store: str, pipe, timeout: float, backend: str
         backend, store=dist.FileStore(store, count), rank=rank, world_size=count,
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
-    while (job := pipe.recv()) is not None:
-        function, args = job
+    while True:
+        function, args = pipe.recv()
         try:
             answer = True, function(*args)
         except Exception:
             answer = False, traceback.format_exc()
         pipe.send(answer)
-    os._exit(0)
