@@ -38,6 +38,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("34_entmax", "Entmax"),
     ("35_monarch", "MonarchAttention"),
     ("36_distr", "DistrAttention"),
+    ("42_context_parallel", "One sequence on several GPUs"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""
 

@@ -276,6 +276,16 @@ def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Ta
 # Counters: one record for the whole book, made by `python -m attnlib.bench --profile --book`
 
 
+def recorded(record: str, name: str) -> Table | None:
+    """A table that a script of tests/gpu wrote; None where it has not been run yet."""
+    from attnlib.bench import records
+
+    try:
+        return records.load(record, name)
+    except records.RecordError:
+        return None
+
+
 def profile() -> Table:
     """The counters of every step, the package and the peers. RecordError where none were recorded."""
     from attnlib.bench import profiling, records

@@ -14,7 +14,7 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import decode, distr, entmax, fp8, hopper, monarch, portable, reference
+from attnlib.kernels import decode, distr, entmax, fp8, hopper, merge, monarch, portable, reference
 from attnlib.kernels.decode import few_queries
 from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.hopper import narrow as hopper_narrow
@@ -23,6 +23,7 @@ from attnlib.kernels.reference import decode as reference_decode
 from attnlib.kernels.reference import distr as reference_distr
 from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import fp8 as reference_fp8
+from attnlib.kernels.reference import merge as reference_merge
 from attnlib.kernels.reference import monarch as reference_monarch
 
 FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "reference": reference}
@@ -70,3 +71,7 @@ GROUPERS = {"triton": distr, "reference": reference_distr}
 DISTR = {"hopper": hopper_narrow, "triton": portable_narrow, "reference": reference_distr}
 """What multiplies them, in the order of preference: modules with unsupported(q) and forward(grouped, v,
 params). The reference takes what its own grouper gives."""
+
+MERGERS = {"triton": merge, "reference": reference_merge}
+"""What joins attention to disjoint sets of keys, in the order of preference: modules with unsupported(device)
+and merge(first, second, result), each of the three an (out, LSE)."""

@@ -429,6 +429,21 @@ def second_derivatives(device) -> str:
     return "no"
 
 
+@row("one sequence over several GPUs")
+def several_gpus(device) -> str:
+    """Each rank in its own process: tests/distributed. Here that the four ways are among the arguments."""
+    from attnlib.arguments.distributed import METHODS
+    from attnlib.distributed import attention as over_ranks
+
+    assert METHODS == ("ring", "all_gather", "ulysses", "auto")
+    assert "hybrid" in inspect.getdoc(over_ranks)
+    tests = (ROOT / "tests" / "distributed" / "test_distributed.py").read_text()
+    assert all(f'"{method}"' in tests for method in METHODS) and "mesh=(1, 2)" in tests
+    with pytest.raises(RuntimeError, match="torch.distributed is not initialized"):
+        over_ranks(*make_inputs(Shape(1, 1, 8, 8), device=device))
+    return "yes, `attnlib.distributed`: ring, all-gather, Ulysses, hybrid"
+
+
 # ---------------------------------------------------------------- in PyTorch
 
 

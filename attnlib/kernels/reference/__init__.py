@@ -34,12 +34,13 @@ def forward(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) in the dtype of q."""
+    """(dq, dk, dv) in the dtype of q. Where the LSE of a batch is of more keys than k has, the parts of the
+    gradients that k and v have."""
     from attnlib.kernels.reference.gradients import gradient_fp64
 
     options = _options(params)
     if params.varlen is None:
-        gradients = gradient_fp64(d_out, q, k, v, **options)
+        gradients = gradient_fp64(d_out, q, k, v, given=(out, lse), **options)
         return tuple(torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), gradients, strict=True))
     results = [torch.zeros_like(x) for x in (q, k, v)]
     for rows, keys, one in sequences(q, k, v, *params.varlen[:2]):

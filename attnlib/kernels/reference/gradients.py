@@ -20,7 +20,7 @@ def visible(S_q: int, S_k: int, bounds: MaskWindow, device: torch.device | str =
 
 def _gradient(
     d_out, q, k, v, bounds: MaskWindow, scale: float, sizes: bool = False, out_dtype: torch.dtype | None =
-    None
+    None, given: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv as plain PyTorch computes them in the dtype of the inputs, P kept whole.
 
@@ -28,6 +28,8 @@ def _gradient(
     are relative to: dP - delta may cancel, as it does in a row with a single key. P itself counts for more
     where the LSE is large, because a rounding of the LSE in float32 is |LSE| roundings of P.
     out_dtype: delta from dO and an output that was rounded to it, which is all that a kernel is given.
+    given: (out, LSE) of the forward pass. Rows whose LSE says that there were more keys than these get the
+    part of the gradient that these keys have.
     """
     group = q.shape[1] // k.shape[1]
     seen = visible(q.shape[2], k.shape[2], bounds, q.device)
@@ -43,10 +45,22 @@ def _gradient(
         delta = (p * dp).sum(-1, keepdim=True)
     else:
         delta = (d_out * (p @ values).to(out_dtype).to(p.dtype)).sum(-1, keepdim=True)
+    if given is not None:
+        p, delta = _of_more_keys(p, delta, torch.logsumexp(scores, -1, keepdim=True), d_out, *given)
     ds = p * (dp + delta if sizes else dp - delta)
     dk, dv = ds.mT @ q * scale, p.mT @ d_out
     dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (dk, dv))
     return ds @ keys * scale, dk, dv
+
+
+def _of_more_keys(p, delta, own, d_out, out, lse) -> tuple[torch.Tensor, torch.Tensor]:
+    """P and delta with the LSE and the output of all keys, in rows that saw more of them: those whose LSE is
+    not `own`, by more than float32 rounds it."""
+    lse = lse.to(p.dtype)[..., None]
+    more = (own - lse).abs() > 3e-7 * lse.abs().clamp_min(1)
+    more |= own.isneginf() & ~lse.isneginf()
+    weight = torch.exp(own - lse.masked_fill(lse.isneginf(), 0))
+    return torch.where(more, p * weight, p), torch.where(more, (d_out * out).sum(-1, keepdim=True), delta)
 
 
 @torch.no_grad()
@@ -59,20 +73,28 @@ def gradient_fp64(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     sm_scale: float | None = None,
+    given: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of dense attention in fp64, the truth of every test of a backward.
 
     d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. One batch entry at a time, whose
-    scores it holds whole: 8 * H * Sq * Sk bytes some four times over.
+    scores it holds whole: 8 * H * Sq * Sk bytes some four times over. given: out and LSE of the forward pass,
+    which may have seen more keys; then these are the parts of the gradients that k and v have.
     """
-    return gradients_by_batch(d_out, q, k, v, mask_window(causal, window), sm_scale, torch.float64)
+    bounds = mask_window(causal, window)
+    return gradients_by_batch(d_out, q, k, v, bounds, sm_scale, torch.float64, given=given)
 
 
-def gradients_by_batch(d_out, q, k, v, bounds, sm_scale, dtype, **options) -> tuple[torch.Tensor, ...]:
+def gradients_by_batch(
+    d_out, q, k, v, bounds, sm_scale, dtype, given=None, **options
+) -> tuple[torch.Tensor, ...]:
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     d_out, q, k, v = (x.to(dtype) for x in (d_out, q, k, v))
     parts = [
-        _gradient(*(x[b : b + 1] for x in (d_out, q, k, v)), bounds, scale, **options)
+        _gradient(
+            *(x[b : b + 1] for x in (d_out, q, k, v)), bounds, scale,
+            given=given and tuple(x[b : b + 1].to(dtype) for x in given), **options,
+        )
         for b in range(q.shape[0])
-    ]
+    ]  # fmt: skip
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))

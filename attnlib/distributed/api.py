@@ -1,0 +1,268 @@
+"""`attention()` of a sequence that is spread over ranks, and what spreads and joins it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from attnlib import api as single
+from attnlib import dispatch
+from attnlib.arguments import distributed as arguments
+from attnlib.arguments.exact import Options
+from attnlib.distributed.groups import Group, Ranks, device_of, ranks_of
+from attnlib.distributed.heads import ToHeads, ToRows
+from attnlib.distributed.layout import is_zigzag, parts_of, take
+from attnlib.distributed.links import Links, links_of
+from attnlib.distributed.rotation import Job, backward, forward
+from attnlib.params import Implementation, MaskWindow, Params, mask_window
+
+__all__ = ["attention", "positions", "shard", "unshard"]
+Method = Literal["ring", "all_gather", "ulysses", "auto"]
+
+ROWS_PER_SHIFT = 6000
+"""With "auto", rows of a rank from which its own attention takes longer than the keys and values of one
+more rank take to come, if all heads have their own: 4 * H * S^2 * D / 2 causal FLOPs at 700 TFLOP/s against
+4 * H * S * D bytes at 250 GB/s, as H200s and NVLink have them."""
+
+
+@torch.compiler.disable
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    method: Method = "auto",
+    impl: Implementation | None = None,
+    timeout: float = 120.0,
+):
+    """`attnlib.attention` of one sequence whose positions are spread over the ranks of a group.
+
+    Each rank gives its rows of q, k and v, as `shard` made them, and gets its rows of the output. The result
+    is that of one process up to rounding, and so are the gradients. Every rank has to call it, with equal
+    shapes and options, and to go backward through it if one does.
+
+    A rank computes attention to its own keys while those of others come, then to those, and merges the
+    results by their LSE. The backward pass sends keys and values again, and gradients back to whose they are.
+    Rows lie so that all ranks have the same to do: see `positions`.
+
+    Args:
+        q: (B, H, S / ranks, D), this rank's rows.
+        k: (B, Hkv, S / ranks, D). Sent without a copy where B is 1 and memory has the order (B, S, H, D).
+        v: (B, Hkv, S / ranks, D).
+        group: a process group; None for all ranks; or a DeviceMesh. A mesh of two dimensions (r, u) is the
+            hybrid: u ranks next to each other share out the heads as "ulysses" does, and `method` is what the
+            r do with the keys. DTensors bring their mesh along.
+        causal, window, sm_scale, deterministic, impl: as in `attnlib.attention`, of the whole sequence. With
+            a left bound only the keys within it are sent.
+        return_lse: also return the LSE of this rank's rows. No gradient flows through it.
+        method: how keys reach all rows.
+            "all_gather": those that a rank needs come at once; memory for up to a sequence of k and v.
+            "ring": round by round, from the rank one place before, then two; memory for two ranks' k and v,
+            however many ranks there are.
+            "ulysses": instead of rows of all heads a rank computes all rows of some heads. H and Hkv have to
+            be multiples of the ranks.
+            "auto": "all_gather" where it is no slower or needs no more memory, else "ring".
+        timeout: seconds that a rank waits for the others.
+
+    Returns:
+        out, (B, H, S / ranks, D); with `return_lse` the pair (out, lse), lse (B, H, S / ranks) float32.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on
+            all of them.
+        RuntimeError: another rank had an error, died, or did not come within `timeout`; or torch.distributed
+            is not initialized. On GPUs, a rank that dies while keys are on their way ends the others by
+            NCCL's watchdog after `timeout`.
+
+    Example, under torchrun:
+        >>> q, k, v = (shard(x, causal=True) for x in (q, k, v))
+        >>> out = unshard(attention(q, k, v, causal=True), causal=True)
+    """
+    if isinstance(q, DTensor):
+        return _dtensors(q, k, v, {
+            "causal": causal, "window": window, "sm_scale": sm_scale, "return_lse": return_lse,
+            "deterministic": deterministic, "method": method, "impl": impl, "timeout": timeout,
+        })  # fmt: skip
+    ranks = ranks_of(group)
+    arguments.check_timeout(timeout)
+    options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
+    device = q.device if isinstance(q, torch.Tensor) else device_of(ranks.outer)
+    outer = links_of(ranks.outer, device, timeout)
+    inner = None if ranks.inner is None else links_of(ranks.inner, device, timeout)
+    _agree((q, k, v), options, method, outer, inner)
+    asked = mask_window(causal, window)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    params = Params(asked, scale, None, True, deterministic, impl)
+    if inner is not None:
+        rows = q.shape[2]
+        pieces = tuple((range(i * rows, (i + 1) * rows),) for i in range(inner.ranks))
+        q, k, v = (ToHeads.apply(x, inner, pieces) for x in (q, k, v))
+    out, lse = _between_ranks(q, k, v, params, outer, method)
+    if inner is not None:
+        out, lse = ToRows.apply(out, inner, pieces), ToRows.apply(lse[..., None], inner, pieces)[..., 0]
+    return (out, lse.detach()) if return_lse else out
+
+
+def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
+    window, scale, *_, deterministic, impl, _, _ = params
+    if links.ranks > 1 and method != "ulysses":
+        return _Attention.apply(q, k, v, Job(links, params, _decided(method, q, k, links.ranks, window)))
+    parts = tuple(parts_of(rank, links.ranks, q.shape[2], window) for rank in range(links.ranks))
+    if links.ranks > 1:
+        q, k, v = (ToHeads.apply(x, links, parts) for x in (q, k, v))
+    bounds = tuple(-1 if bound is None else bound for bound in window)
+    out, lse = single.attention(
+        q, k, v, window=bounds, sm_scale=scale, return_lse=True, deterministic=deterministic, impl=impl
+    )
+    if links.ranks > 1:
+        out, lse = ToRows.apply(out, links, parts), ToRows.apply(lse[..., None], links, parts)[..., 0]
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    """(out, LSE) of a rank's rows. The LSE is a statistic: no gradient flows through it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, job: Job):
+        out, lse = forward(q, k, v, job)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.job = job
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        job: Job = ctx.job
+        saved = dispatch.Saved(*ctx.saved_tensors)
+        if d_out is None:  # the other ranks' rows still need this rank's keys, and theirs its gradient
+            d_out = torch.zeros_like(saved.out)
+        job.links.agree({"step": f"backward of {tuple(saved.q.shape)}"})
+        if 0 in d_out.stride() or d_out.stride(-1) != 1:
+            d_out = torch.empty_like(saved.out).copy_(d_out)
+        return *backward(d_out, saved, job), None
+
+
+def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner: Links | None) -> None:
+    """Check the arguments here and compare them with those of the other ranks."""
+    error, stated = None, {}
+    q, k, v = tensors
+    try:
+        window = _window_of(options)
+        halves = is_zigzag(window) and inner is None and outer.ranks > 1
+        arguments.check_distributed(q, k, v, options, 2 if halves else 1)
+        shares = 1 if inner is None else inner.ranks
+        arguments.check_heads(q.shape[1], k.shape[1], shares)
+        arguments.check_method(method, q.shape[1] // shares, k.shape[1] // shares, outer.ranks)
+        stated = {
+            "q": f"shape {tuple(q.shape)} of {str(q.dtype).removeprefix('torch.')}",
+            "k": f"shape {tuple(k.shape)}",
+            **options._asdict(),
+            "method": method,
+            "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+            "step": "forward",
+        }
+    except (TypeError, ValueError) as found:
+        error = found
+    for links in filter(None, (inner, outer)):
+        links.agree(stated, error)
+
+
+def _window_of(options: Options) -> MaskWindow:
+    arguments.check_mask(options.causal, options.window)
+    return mask_window(options.causal, options.window)
+
+
+def _decided(method: Method, q, k, ranks: int, window: MaskWindow) -> str:
+    if method != "auto":
+        return method
+    if ranks == 2 or window.left is not None:  # one round either way, or what is near
+        return "all_gather"
+    needed = (ranks - 1) * ROWS_PER_SHIFT * k.shape[1] / q.shape[1]
+    return "all_gather" if ranks <= 8 and q.shape[2] >= needed else "ring"
+
+
+def _dtensors(q: DTensor, k: DTensor, v: DTensor, options: dict):
+    """The same of DTensors, sharded in dimension 2, whose local parts `shard` has made."""
+    from torch.distributed.tensor import Shard
+
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, DTensor) or any(place != Shard(2) for place in x.placements):
+            raise TypeError(f"{name}: expected a DTensor with Shard(2) in every dimension of its mesh")
+    found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
+    if not options["return_lse"]:
+        return DTensor.from_local(found, q.device_mesh, q.placements)
+    return tuple(DTensor.from_local(x, q.device_mesh, q.placements) for x in found)
+
+
+# ---------------------------------------------------------------- a sequence and its parts
+
+
+def positions(
+    rows: int, *, group: Group = None, causal: bool = False, window: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """(rows) int64 on the CPU: where in the sequence the rows of this rank stand, as rotary embeddings need.
+
+    A causal sequence is cut into two parts for each rank, and rank r of n holds parts r and 2n - 1 - r: late
+    rows see more keys, and so all ranks have the same to do. With a left bound in `window`, or without a
+    mask, a rank holds one piece. The order does not depend on the method.
+    """
+    arguments.check_mask(causal, window)
+    parts = ranks_of(group).parts(rows, mask_window(causal, window))
+    return torch.cat([torch.arange(part.start, part.stop) for part in parts])
+
+
+def shard(
+    x: torch.Tensor, *, dim: int = 2, group: Group = None, causal: bool = False,
+    window: tuple[int, int] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """This rank's part of a tensor that has the whole sequence in dimension `dim`, in the order of
+    `positions`. ValueError if the length is no multiple of the ranks, of twice the ranks if causal."""
+    arguments.check_mask(causal, window)
+    ranks, asked = ranks_of(group), mask_window(causal, window)
+    arguments.check_whole(x, dim, ranks.divisor(asked))
+    return take(x, ranks.parts(x.shape[dim] // _count(ranks), asked), dim)
+
+
+@torch.no_grad()
+def unshard(
+    x: torch.Tensor, *, dim: int = 2, group: Group = None, causal: bool = False,
+    window: tuple[int, int] | None = None, timeout: float = 120.0,
+) -> torch.Tensor:  # fmt: skip
+    """The whole sequence from the ranks' parts, in order, on every rank. No gradient flows through it."""
+    arguments.check_mask(causal, window)
+    arguments.check_timeout(timeout)
+    arguments.check_whole(x, dim, 1)
+    ranks, asked = ranks_of(group), mask_window(causal, window)
+    rows = x.movedim(dim, 0).contiguous()
+    for process_group, inner in ((ranks.inner, True), (ranks.outer, False)):
+        if process_group is None:
+            continue
+        links = links_of(process_group, x.device, timeout)
+        links.agree({"x": f"shape {tuple(x.shape)} of {x.dtype}", "dim": dim, "step": "unshard"})
+        each = torch.empty(links.ranks, *rows.shape, dtype=rows.dtype, device=rows.device)
+        each[links.rank] = rows
+        others = [rank for rank in range(links.ranks) if rank != links.rank]
+        links.start([(rank, rows) for rank in others], [(rank, each[rank]) for rank in others]).wait()
+        if inner:
+            rows = each.flatten(0, 1)
+            continue
+        whole = torch.empty_like(each.flatten(0, 1))
+        for rank in range(links.ranks):
+            parts = parts_of(rank, links.ranks, len(rows), asked)
+            for part, piece in zip(parts, each[rank].split([len(p) for p in parts]), strict=True):
+                whole[part.start : part.stop] = piece
+        rows = whole
+    return rows.movedim(0, dim)
+
+
+def _count(ranks: Ranks) -> int:
+    return torch.distributed.get_world_size(ranks.outer) * ranks.shares

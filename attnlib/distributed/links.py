@@ -1,0 +1,139 @@
+"""What ranks send each other: their options, which have to agree, and rows of keys and values.
+torch.distributed does it, NCCL between GPUs and gloo between CPUs."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+CTAS = 16
+"""Programs of NCCL's kernels at most: each takes a multiprocessor from attention while it runs."""
+ROOM = 4096
+"""Bytes of a rank's options, written as JSON."""
+
+Sent = list[tuple[int, torch.Tensor]]
+"""(rank of the group, contiguous tensor)"""
+
+
+class Transfer(NamedTuple):
+    """Sends and receives that were started, and their tensors, which stay until they are done."""
+
+    works: list[dist.Work]
+    tensors: list[torch.Tensor]
+    links: Links
+
+    def wait(self) -> None:
+        """The current stream goes on when all has come and gone; on a CPU the caller does."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            self.links.fail(error)
+
+
+class Links:
+    """The private groups of one group of ranks: a rank's requests meet no others of the program there, have a
+    time limit of their own and, on GPUs, streams of high priority."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.rank, self.ranks, self.timeout = dist.get_rank(group), len(ranks), timeout
+        self.broken: str | None = None
+        common = {"timeout": timedelta(seconds=timeout), "use_local_synchronization": True}
+        try:
+            self._control = dist.new_group(ranks, backend="gloo", group_desc="attnlib control", **common)
+            self._data = self._control
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options.config.max_ctas = CTAS
+                options.config.cga_cluster_size = 0  # clusters wait for free neighbors
+                self._data = dist.new_group(
+                    ranks, backend="nccl", pg_options=options, group_desc="attnlib", **common
+                )
+                dist.all_reduce(torch.zeros(1, device=device), group=self._data)  # connects all of them
+        except RuntimeError as error:
+            self.fail(error)
+
+    def agree(self, options: Mapping[str, Any], error: Exception | None = None) -> None:
+        """Compare the ranks' options. `error`: why this rank can't take part.
+
+        Raises:
+            ValueError: options differ; on all ranks, with the same words.
+            RuntimeError: another rank can't take part, died, or did not come in time.
+        """
+        if self.broken:
+            raise RuntimeError(self.broken)
+        mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(options)
+        text = json.dumps(mine, default=str)
+        if len(text) > ROOM:
+            text = json.dumps({"error": text[: ROOM // 2]})
+        mine_as_bytes = torch.frombuffer(bytearray(text.encode().ljust(ROOM)), dtype=torch.uint8)
+        every = torch.empty(self.ranks, ROOM, dtype=torch.uint8)
+        try:
+            dist.all_gather(list(every), mine_as_bytes, group=self._control)
+        except RuntimeError as failure:
+            self.fail(failure)
+        if error:
+            raise error
+        given = [json.loads(bytes(row.tolist())) for row in every]
+        for rank, other in enumerate(given):
+            if "error" in other:
+                raise RuntimeError(f"attention: rank {rank} of the group can't take part: {other['error']}")
+        for rank, other in enumerate(given):
+            for name in {**given[0], **other}:
+                first, here = given[0].get(name), other.get(name)
+                if first != here:
+                    raise ValueError(
+                        f"{name}: expected the same on all ranks of the group, got {first} on rank 0 and "
+                        f"{here} on rank {rank}"
+                    )
+
+    def start(self, sent: Sent, received: Sent) -> Transfer:
+        """Start to send and to receive; between two ranks, in the order of these lists."""
+        ops = [
+            dist.P2POp(op, tensor, group=self._data, group_peer=peer, tag=i)
+            for op, pairs in ((dist.isend, sent), (dist.irecv, received))
+            for i, (peer, tensor) in _numbered(pairs)
+        ]
+        tensors = [tensor for _, tensor in sent + received]
+        try:
+            return Transfer(dist.batch_isend_irecv(ops) if ops else [], tensors, self)
+        except RuntimeError as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """A rank is missing: say so, now and at every later call."""
+        self.broken = (
+            f"attention: a rank of the group died, or did not come within {self.timeout:g} s; seen by rank "
+            f"{self.rank} of {self.ranks}: {error}"
+        )
+        raise RuntimeError(self.broken) from error
+
+
+def _numbered(pairs: Sent) -> list[tuple[int, tuple[int, torch.Tensor]]]:
+    """The number of each among those of the same rank."""
+    seen: dict[int, int] = {}
+    found = []
+    for peer, tensor in pairs:
+        number = seen.get(peer, 0)
+        seen[peer] = number + 1
+        found.append((number, (peer, tensor)))
+    return found
+
+
+_links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float) -> Links:
+    """Made at the first call, which all ranks of the group have to make."""
+    of_group = _links.setdefault(group, {})
+    key = device.type, timeout, CTAS
+    if key not in of_group:
+        of_group[key] = Links(group, device, timeout)
+    return of_group[key]

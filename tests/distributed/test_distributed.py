@@ -1,0 +1,122 @@
+"""attnlib.distributed on two processes of a CPU: equal to one process; mistakes are errors on all ranks."""
+
+from __future__ import annotations
+
+import distributed_jobs as jobs
+import pytest
+import torch
+from distributed_jobs import Case
+from ranks import Ranks
+
+from attnlib import distributed as cp
+
+MASKS = [(True, None), (False, None), (False, (5, 3)), (True, (20, -1)), (False, (40, -1)), (False, (-1, 7))]
+CASES = [
+    Case(causal, window, method)
+    for causal, window in MASKS
+    for method in ("ring", "all_gather", "ulysses", "auto")
+] + [
+    Case(causal=True, heads=6, kv_heads=3), Case(causal=True, heads=4, kv_heads=1),
+    Case(heads=2, kv_heads=2, scale=-0.7), Case(causal=True, window=(0, 0)), Case(causal=True, mesh=(1, 2)),
+    Case(causal=True, mesh=(2, 1), method="ring"), Case(causal=True, window=(100, -1)), Case(rows=4),
+]  # fmt: skip
+WITH_KERNELS = [Case(True, None, "ring", impl=None), Case(False, (9, 3), "all_gather", impl=None)]
+EXACT = 1e-6
+"""Float32 results of fp64 attention, merged once."""
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def test_equal_to_one_process(two):
+    for found in two.run(jobs.many_errors, CASES):
+        for case, errors in zip(CASES, found, strict=True):
+            assert all(error <= EXACT for error in errors), (case, errors)
+
+
+def test_equal_with_kernels(two):
+    """The same in Triton's interpreter, the merging kernel among them."""
+    for found in two.run(jobs.many_errors, WITH_KERNELS):
+        for case, errors in zip(WITH_KERNELS, found, strict=True):
+            assert all(error <= 2 * EXACT for error in errors), (case, errors)
+
+
+def test_a_loss_of_one_ranks_rows(two):
+    assert all(error <= EXACT for found in two.run(jobs.one_rank_has_no_gradient) for error in found)
+
+
+def test_dtensors(two):
+    assert max(two.run(jobs.dtensors)) == 0
+
+
+def test_in_a_compiled_function(two):
+    assert max(two.run(jobs.compiled)) <= EXACT
+
+
+def test_positions(two):
+    found = two.run(jobs.where)
+    assert found[0][0] == found[0][1] == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert found[1][0] == found[1][1] == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+UNLIKE = {
+    "shape": "ValueError: q: expected the same on all ranks of the group, got shape (1, 2, 8, 8) of float32 "
+    "on rank 0 and shape (1, 2, 16, 8) of float32 on rank 1",
+    "dtype": "ValueError: q: expected the same on all ranks of the group, got shape (1, 2, 8, 8) of float32 "
+    "on rank 0 and shape (1, 2, 8, 8) of float16 on rank 1",
+    "mask": "ValueError: causal: expected the same on all ranks of the group, got True on rank 0 and False "
+    "on rank 1",
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_that_differ_hear_the_same(two, what):
+    assert two.run(jobs.unlike, what) == [(UNLIKE[what], "no error")] * 2
+
+
+def test_the_error_of_one_rank_reaches_the_other(two):
+    own = "TypeError: sm_scale: expected a number or None, got str"
+    first, second = two.run(jobs.unlike, "argument")
+    assert second == (own, "no error")
+    assert first == (f"RuntimeError: attention: rank 1 of the group can't take part: {own}", "no error")
+
+
+BAD = {
+    "method": "ValueError: method: expected 'ring', 'all_gather', 'ulysses' or 'auto', got 'best'",
+    "kind": "TypeError: method: expected 'ring', 'all_gather', 'ulysses' or 'auto', got int",
+    "heads": "ValueError: q: expected a multiple of 2 heads, which the ranks share, got 3",
+    "rows": "ValueError: q: expected a multiple of 2 rows on each rank, for a part of either half of the "
+    "sequence, got 9",
+    "timeout": "ValueError: timeout: expected seconds above 0, got 0",
+    "group": "TypeError: group: expected a ProcessGroup, a DeviceMesh or None, got int",
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_mistake(two, what):
+    assert two.run(jobs.bad, what) == [BAD[what]] * 2
+
+
+def test_without_a_group():
+    with pytest.raises(RuntimeError, match="torch.distributed is not initialized"):
+        cp.attention(*(torch.zeros(1, 1, 8, 8) for _ in range(3)))
+
+
+def test_a_rank_that_does_not_come(two):
+    (message, seconds), late = two.run(jobs.late, 3.0)
+    assert late[0] == "late" and seconds < 12
+    assert message.startswith("RuntimeError: attention: a rank of the group died, or did not come within 3 s")
+
+
+def test_a_rank_that_dies(two):
+    """The last test of these ranks."""
+    (ok, found), (_, other) = two.outcomes(jobs.died, 100.0)
+    assert ok and other == "died", (found, other)
+    first, second, seconds = found
+    assert seconds < 50, "the lost connection, not the time limit"
+    for message in (first, second):
+        assert message.startswith("RuntimeError: attention: a rank of the group died"), message
