@@ -14,11 +14,14 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import decode, hopper, portable, reference
+from attnlib.kernels import decode, hopper, portable, reference, sparse
 from attnlib.kernels.reference import decode as reference_decode
 
 FAMILIES = {"hopper": hopper, "triton": portable, "reference": reference}
 """Name, as in `impl` -> family, in the order of preference. The last one runs every call."""
+
+MASKED = {"hopper": sparse.hopper, "triton": sparse.portable, "reference": reference}
+"""The same for calls with a block mask."""
 
 DECODERS = {"triton": decode, "reference": reference_decode}
 """The same for `attention_decode`: modules with unsupported(q, params) and forward(q, k, v, params), where

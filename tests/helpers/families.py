@@ -10,6 +10,12 @@ import torch
 from attnlib import dispatch, node
 from attnlib.kernels import decode, hopper, portable
 from attnlib.kernels.common import launcher
+from attnlib.kernels.sparse import (
+    launch_backward,
+    launch_forward,
+    launch_hopper,
+    launch_hopper_backward,
+)
 from attnlib.params import Params
 
 
@@ -41,6 +47,8 @@ def forget_launches() -> None:
     for family in (portable, hopper):
         family.launch.prepare.cache_clear()
         family.launch_backward.prepare.cache_clear()
+    for module in (launch_forward, launch_backward, launch_hopper, launch_hopper_backward):
+        module.prepare.cache_clear()
 
 
 @pytest.fixture

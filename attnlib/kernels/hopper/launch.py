@@ -8,11 +8,11 @@ import torch
 from attnlib.kernels.common import device
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like
+from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs import HopperConfig
-from attnlib.kernels.hopper.support import HALF
 from attnlib.params import Params
 
 TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k"
