@@ -10,9 +10,10 @@ from attnlib.api import (
     explain,
     quantize_fp8,
 )  # fmt: skip
+from attnlib.block_mask import BlockMask
 
 __all__ = [
-    "Fp8", "__version__", "attention", "attention_decode", "attention_fp8", "attention_fp8_varlen",
-    "attention_varlen", "explain", "quantize_fp8",
+    "BlockMask", "Fp8", "__version__", "attention", "attention_decode", "attention_fp8",
+    "attention_fp8_varlen", "attention_varlen", "explain", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from attnlib.arguments.tangents import check_tangents
-from attnlib.kernels import DECODERS, FAMILIES, FOR_FEW_CALLS
+from attnlib.kernels import DECODERS, FAMILIES, FOR_FEW_CALLS, MASKED
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
@@ -133,8 +134,8 @@ class _Road:
 
     __slots__ = ("_call", "backward", "choice", "family", "plan")
 
-    def __init__(self, choice: Choice, call: Signature | None, backward: bool) -> None:
-        self.choice, self.family, self.backward = choice, FAMILIES[choice.kernel], backward
+    def __init__(self, choice: Choice, family: ModuleType, call: Signature | None, backward: bool) -> None:
+        self.choice, self.family, self.backward = choice, family, backward
         self._call, self.plan = call, None
 
     def resolved(self, params: Params) -> Params:
@@ -143,11 +144,12 @@ class _Road:
         if call is not None:  # another thread may do the same meanwhile; the results are equal
             self.plan = self.family.prepare(call, self.backward)
             self._call = None
-        _, sm_scale, varlen, return_lse, deterministic, impl, _, _ = params
+        _, sm_scale, varlen, return_lse, deterministic, impl, _, _, mask = params
         choice = self.choice
         return Params(
-            choice.window, sm_scale, varlen, return_lse, deterministic, impl, choice.configuration, self.plan
-        )
+            choice.window, sm_scale, varlen, return_lse, deterministic, impl, choice.configuration, self.plan,
+            mask,
+        )  # fmt: skip
 
 
 _roads: dict[tuple, _Road] = {}
@@ -173,15 +175,20 @@ def _road(params: Params, backward: bool, q, k, v, *strided: torch.Tensor) -> _R
         call = call._replace(window=choice.window, config=choice.configuration)
         if len(_roads) >= PREPARED:
             _roads.clear()
-        found = _roads[key] = _Road(choice, None if any(addresses) else call, backward)
+        family = _families(params)[choice.kernel]
+        found = _roads[key] = _Road(choice, family, None if any(addresses) else call, backward)
     return found
+
+
+def _families(params: Params) -> dict[str, ModuleType]:
+    return FAMILIES if params.block_mask is None else MASKED
 
 
 def _choose(q, k, v, params: Params, backward: bool) -> Choice:
     rows, keys = (q.shape[2], k.shape[2]) if params.varlen is None else params.varlen[2:]
     params = params._replace(window=params.window.tightened(rows, keys))
     asked, reason = params.impl, None
-    for name, family in FAMILIES.items():
+    for name, family in _families(params).items():
         if asked not in (None, name):
             continue
         why_not = family.unsupported(q, k, v, params, backward)

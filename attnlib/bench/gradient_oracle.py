@@ -30,10 +30,12 @@ class GradientOracle:
         causal: bool = False,
         window: tuple[int, int] | None = None,
         sm_scale: float | None = None,
+        *,
+        mask: torch.Tensor | None = None,
     ) -> None:
-        bounds, self.dtype = mask_window(causal, window), q.dtype
+        seen, self.dtype = mask_window(causal, window) if mask is None else mask, q.dtype
         with torch.no_grad():
-            call = d_out, q, k, v, bounds, sm_scale
+            call = d_out, q, k, v, seen, sm_scale
             truth = gradients_by_batch(*call, torch.float64)
             plain = gradients_by_batch(*call, q.dtype)
             sizes = gradients_by_batch(*call, torch.float64, sizes=True)

@@ -11,8 +11,9 @@ import numpy
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from torch.nn.attention.flex_attention import create_block_mask
 
-from attnlib import attention, attention_decode, attention_varlen, explain
+from attnlib import BlockMask, attention, attention_decode, attention_varlen, explain
 from attnlib.arguments import offsets as offset_checks
 from attnlib.params import Varlen
 
@@ -325,10 +326,36 @@ DECODE = [
     ),
 ]  # fmt: skip
 
+
+def mask(*shape, **options):
+    """A block mask of (B, H, S_q, S_k) where all is seen."""
+    B, H, *lengths = shape
+    return BlockMask.from_function(lambda b, h, q, k: q >= 0, *lengths, B=B, H=H, **options)
+
+
+THEIR_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device="cpu")
+MASKS = [
+    ({"block_mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError,
+     "block_mask: expected an attnlib.BlockMask or None, got torch.Tensor"),
+    ({"block_mask": THEIR_MASK}, TypeError,
+     "block_mask: expected an attnlib.BlockMask or None, got torch.nn.attention.flex_attention.BlockMask; "
+     "attnlib.BlockMask.from_torch makes one of it"),
+    ({"block_mask": mask(1, 1, 9, 8)}, ValueError,
+     "block_mask: expected 8 queries and 8 keys as q and k have, got 9 and 8"),
+    ({"block_mask": mask(1, 1, 8, 7)}, ValueError,
+     "block_mask: expected 8 queries and 8 keys as q and k have, got 8 and 7"),
+    ({"block_mask": mask(3, 1, 8, 8)}, ValueError,
+     "block_mask: expected a batch size of 1 or 2 as q has, got 3"),
+    ({"block_mask": mask(1, 2, 8, 8)}, ValueError,
+     "block_mask: expected a number of heads of 1 or 4 as q has, got 2"),
+    ({"block_mask": mask(1, 1, 8, 8), **{x: GOOD[x].to("meta") for x in "qkv"}}, ValueError,
+     "block_mask: expected device meta as q has, got cpu"),
+]  # fmt: skip
+
 COMMON = [row for row in OPTIONS if not {"deterministic", "impl"} & set(row[0])]
 TABLE = {
     attention_decode: (GOOD_DECODE, [*DECODE, *COMMON]),
-    attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS]),
+    attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS, *MASKS]),
     attention_varlen: (GOOD_VARLEN, [*TENSORS, *PACKED_TENSORS, *SEQUENCES, *OPTIONS]),
 }
 

@@ -54,4 +54,5 @@ def _options(params: Params) -> dict:
     left, right = params.window
     bounds = tuple(-1 if bound is None else bound for bound in params.window)
     plain = params.window in (MaskWindow(None, None), MaskWindow(None, 0))
-    return {"causal": right == 0, "window": None if plain else bounds, "sm_scale": params.sm_scale}
+    found = {"causal": right == 0, "window": None if plain else bounds, "sm_scale": params.sm_scale}
+    return found if params.block_mask is None else found | {"mask": params.block_mask.to_dense()}

@@ -19,9 +19,9 @@ def visible(S_q: int, S_k: int, bounds: MaskWindow, device: torch.device | str =
 
 
 def _gradient(
-    d_out, q, k, v, bounds: MaskWindow, scale: float, sizes: bool = False, out_dtype: torch.dtype | None =
-    None
-) -> tuple[torch.Tensor, ...]:
+    d_out, q, k, v, seen: MaskWindow | torch.Tensor, scale: float, sizes: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """dq, dk, dv as plain PyTorch computes them in the dtype of the inputs, P kept whole.
 
     sizes: instead of each gradient the sum of the absolute values of its terms, which is what rounding errors
@@ -30,7 +30,8 @@ def _gradient(
     out_dtype: delta from dO and an output that was rounded to it, which is all that a kernel is given.
     """
     group = q.shape[1] // k.shape[1]
-    seen = visible(q.shape[2], k.shape[2], bounds, q.device)
+    if isinstance(seen, MaskWindow):
+        seen = visible(q.shape[2], k.shape[2], seen, q.device)
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = (q @ keys.mT * scale).masked_fill(~seen, -math.inf)  # [B, H, S_q, S_k]
     p = torch.softmax(scores, -1).masked_fill(~seen, 0.0)  # and rows that see nothing: 0, not NaN
@@ -58,21 +59,29 @@ def gradient_fp64(
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    mask: torch.Tensor | None = None,
     sm_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of dense attention in fp64, the truth of every test of a backward.
 
-    d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. One batch entry at a time, whose
-    scores it holds whole: 8 * H * Sq * Sk bytes some four times over.
+    d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. `mask`: bool (B, H, Sq, Sk), B
+    and H or 1, instead of causal and window. One batch entry at a time, whose scores it holds whole: 8 * H *
+    Sq * Sk bytes some four times over.
     """
-    return gradients_by_batch(d_out, q, k, v, mask_window(causal, window), sm_scale, torch.float64)
+    seen = mask_window(causal, window) if mask is None else mask
+    return gradients_by_batch(d_out, q, k, v, seen, sm_scale, torch.float64)
 
 
-def gradients_by_batch(d_out, q, k, v, bounds, sm_scale, dtype, **options) -> tuple[torch.Tensor, ...]:
+def gradients_by_batch(d_out, q, k, v, seen, sm_scale, dtype, **options) -> tuple[torch.Tensor, ...]:
+    """`seen`: a `MaskWindow`, or a mask, bool (B, H, Sq, Sk), B and H or 1."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     d_out, q, k, v = (x.to(dtype) for x in (d_out, q, k, v))
     parts = [
-        _gradient(*(x[b : b + 1] for x in (d_out, q, k, v)), bounds, scale, **options)
+        _gradient(*(x[b : b + 1] for x in (d_out, q, k, v)), _of_batch(seen, b), scale, **options)
         for b in range(q.shape[0])
     ]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def _of_batch(seen: MaskWindow | torch.Tensor, b: int) -> MaskWindow | torch.Tensor:
+    return seen if isinstance(seen, MaskWindow) else seen[b : b + 1] if len(seen) > 1 else seen

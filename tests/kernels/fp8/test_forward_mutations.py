@@ -15,7 +15,8 @@ from fp8_cases import check_forward
 from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8, ring, tile_scheduler
+from attnlib.kernels.common import ring, tile_scheduler
+from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
 
 pytestmark = INTERPRETER_REMARKS
