@@ -55,6 +55,16 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int, names: tuple[str, str]) -
             raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
 
 
+def check_int32(name: str, given, expected: str = "a torch.Tensor") -> None:
+    """Its type, dtype and layout. expected: what the argument may be."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {type_name(given)}")
+    if given.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {given.dtype}")
+    if given.layout is not torch.strided:
+        raise TypeError(f"{name}: {NO_STRIDES} {given.layout}")
+
+
 # ---------------------------------------------------------------- options
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import MAX_HEAD_DIM, NO_STRIDES, check_common, check_tensors, type_name
+from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_int32, check_tensors, type_name
 
 MOST_QUERIES = 16
 SMALLEST_PAGE = 16
@@ -72,12 +72,7 @@ def _check_integers(name: str, given, q: torch.Tensor, rank: str, dims: int) -> 
     if type(given) is torch.Tensor and given.dtype is torch.int32 and given.layout is torch.strided:
         if given.dim() == dims and given.shape[0] == q.shape[0] and given.device == q.device:
             return  # nearly always
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type_name(given)}")
-    if given.dtype != torch.int32:
-        raise TypeError(f"{name}: expected dtype int32, got {given.dtype}")
-    if given.layout is not torch.strided:
-        raise TypeError(f"{name}: {NO_STRIDES} {given.layout}")
+    check_int32(name, given, "a torch.Tensor or None")
     if given.dim() != dims:
         raise ValueError(f"{name}: expected {rank}, got shape {tuple(given.shape)}")
     if len(given) != len(q):

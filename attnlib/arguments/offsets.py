@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from attnlib.arguments.common import NO_STRIDES, certain, type_name
+from attnlib.arguments.common import certain, check_int32
 from attnlib.params import Varlen
 
 
@@ -51,12 +51,7 @@ def check_longest(name: str, longest: int, symbols: bool = False) -> None:
 
 
 def check_offsets_form(name: str, offsets, device: torch.device, side: str = "q") -> None:
-    if not isinstance(offsets, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(offsets)}")
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{name}: expected dtype int32, got {offsets.dtype}")
-    if offsets.layout is not torch.strided:
-        raise TypeError(f"{name}: {NO_STRIDES} {offsets.layout}")
+    check_int32(name, offsets)
     if offsets.dim() != 1 or len(offsets) < 2:
         raise ValueError(
             f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape {tuple(offsets.shape)}"

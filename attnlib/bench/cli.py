@@ -180,8 +180,7 @@ def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _write(path: Path, header: Mapping[str, Any], table: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    record = {"schema": records.SCHEMA, **header, "tables": {table: {"rows": rows}}}
-    records.write_json(path, records.rounded(record))
+    records.write_report(path, header, {table: {"rows": rows}})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

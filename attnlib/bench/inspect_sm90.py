@@ -208,9 +208,20 @@ def compile_all(jobs: Iterable[Job]) -> list[Stats]:
     return [found[file] for file, _ in files]
 
 
-def _compile_in_child(jobs: list[Job]) -> None:
+def compiling_environment() -> dict[str, str]:
+    """Of a child process that compiles: without Triton's interpreter, and with this project to import."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    return env
+
+
+def last_lines(errors: str) -> str:
+    """The end of what a compiler said, which has the reason."""
+    return "\n".join(errors.strip().splitlines()[-15:])
+
+
+def _compile_in_child(jobs: list[Job]) -> None:
+    env = compiling_environment()
     command = [sys.executable, "-m", __name__]
     with tempfile.TemporaryFile("w+") as request, tempfile.TemporaryFile("w+") as errors:
         json.dump([dataclasses.asdict(job) for job in jobs], request)
@@ -219,7 +230,7 @@ def _compile_in_child(jobs: list[Job]) -> None:
         if status == 0:
             return
         errors.seek(0)
-        tail = "\n".join(errors.read().strip().splitlines()[-15:])
+        tail = last_lines(errors.read())
     name, count = jobs[min(finished, len(jobs) - 1)].kernel_name, f"after {finished} of {len(jobs)} kernels"
     what = f"took more than {KERNEL_SECONDS} s" if status is None else "failed"
     raise RuntimeError(f"compiling {name} for sm_90 {what} ({count}):\n{tail}")

@@ -210,6 +210,16 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, encode(value) + "\n")
 
 
+def report_path(name: str, header: Mapping[str, Any], out: Path | None = None) -> Path:
+    """Where a script's report of this name goes: to `out`, or beside the records of the header's GPU."""
+    return out or data_dir() / gpu_slug(header["gpu"]["name"]) / f"{name}.json"
+
+
+def write_report(path: Path, header: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    """Write a script's report as a record: `provenance` as its header, and its tables."""
+    write_json(path, rounded({"schema": SCHEMA, **header, "tables": tables}))
+
+
 def read(path: Path) -> dict[str, Any]:
     """A record; RecordError when the file is missing, can't be read, is no JSON, has another schema, or lacks
     what every record has."""

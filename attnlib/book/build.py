@@ -204,21 +204,23 @@ def host_table() -> str:
     steps = [
         {
             "step": "{layers} layers, {tokens} tokens, batch {batch}".format(**row),
-            **{f"{name}_us": f"{row[f'{name}_us'] / 1000:.1f}" for name in ("attnlib", "sdpa")},
-            "of_sdpa": "{:.3f} ({:.3f} to {:.3f})".format(*(row[f"attnlib_of_sdpa{end}"] for end in ENDS)),
-            "control": "{:.3f} ({:.3f} to {:.3f})".format(*(row[f"control_of_sdpa{end}"] for end in ENDS)),
+            **{impl: f"{row[f'{impl}_us'] / 1000:.1f}" for impl in ("attnlib", "sdpa")},
+            "of_sdpa": _interval(row, "attnlib_of_sdpa"),
+            "control": _interval(row, "control_of_sdpa"),
         }
         for row in records.load(*STEP, gpu=records.REFERENCE_GPU).rows
     ]
     names = {
-        "step": "Step of a model, bf16", "attnlib_us": "attnlib, ms", "sdpa_us": "SDPA, ms",
+        "step": "Step of a model, bf16", "attnlib": "attnlib, ms", "sdpa": "SDPA, ms",
         "of_sdpa": "attnlib / SDPA (99 of 100)", "control": "SDPA / SDPA",
     }  # fmt: skip
     parts = tables.markdown(table.rows, columns, formats=forms), tables.markdown(steps, names)
     return "\n\n".join([*parts, f"*{table.gpu}, {table.date}*"])
 
 
-ENDS = "", "_low", "_high"
+def _interval(row: dict, field: str) -> str:
+    """A median and where 99 of 100 repetitions would have it."""
+    return "{:.3f} ({:.3f} to {:.3f})".format(*(row[field + end] for end in ("", "_low", "_high")))
 
 
 def decode_table() -> str:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from triton._C.libtriton import gluon_ir, ir
 
-from attnlib.bench.inspect_sm90 import Job, compiled_here
-from attnlib.bench.paths import ROOT
+from attnlib.bench.inspect_sm90 import Job, compiled_here, compiling_environment, last_lines
 
 ROWS = 64
 """Of a tile that a warpgroup holds."""
@@ -67,8 +65,7 @@ def layout_of_load(
     `inspect_sm90.Job`. RuntimeError with the compiler's message.
     """
     source = "import triton\nimport triton.language as tl\n\n\n" + inspect.getsource(kernel.fn)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    env = compiling_environment()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.py"
         path.write_text(source, encoding="utf-8")
@@ -77,8 +74,7 @@ def layout_of_load(
         command = [sys.executable, "-m", "attnlib.book.layouts"]
         done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=env)
     if done.returncode:
-        tail = "\n".join(done.stderr.strip().splitlines()[-15:])
-        raise RuntimeError(f"compiling {kernel.fn.__name__} for sm_90 failed:\n{tail}")
+        raise RuntimeError(f"compiling {kernel.fn.__name__} for sm_90 failed:\n{last_lines(done.stderr)}")
     return first_load(done.stdout)
 
 

@@ -1,6 +1,7 @@
 """Pictures of a tile over the threads that hold it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -40,10 +41,14 @@ def thread_map(panels: Mapping[str, tuple[np.ndarray, np.ndarray]], marked: int)
     return figure
 
 
+def _equal(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where runs of equal values begin and end."""
+    return pairwise([0, *(np.flatnonzero(np.diff(values)) + 1), len(values)])
+
+
 def _runs(ax: Axes, row: int, held: np.ndarray, warp: int, marked: int) -> None:
     """One row of a tile: a box with its thread for each run of columns that a thread holds."""
-    starts = [0, *(np.flatnonzero(np.diff(held)) + 1), len(held)]
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in _equal(held):
         dark = warp == 0 and held[start] == marked
         color = OURS if dark else WARPS[warp % len(WARPS)]
         edge = {"edgecolor": "#666666", "lw": 0.35, "clip_on": False}
@@ -55,7 +60,6 @@ def _runs(ax: Axes, row: int, held: np.ndarray, warp: int, marked: int) -> None:
 
 def _name_warps(ax: Axes, warps: np.ndarray, columns: int) -> None:
     """The number of the warp beside the rows that it holds."""
-    starts = [0, *(np.flatnonzero(np.diff(warps)) + 1), len(warps)]
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in _equal(warps):
         place = {"ha": "left", "va": "center", "rotation": 90, "fontsize": 6.5, "color": COLORS["roof"]}
         ax.text(columns + 0.5, (start + end) / 2, f"warp {warps[start]}", **place)

@@ -45,10 +45,11 @@ def timeline_chart(
     height = 0.55 + sum(0.5 + 0.17 * (len(found) + 1) for found in lanes.values())
     figure, axes = new_figure(width, height, len(panels), 1)
     bars: dict[str, list[tuple]] = {}
+    looks = _looks(colors)
     for ax, (d, (first, last)) in zip(axes[:, 0], panels.items(), strict=True):
         low, high = _window(rows[d], first, last)
         shown = [row for row in rows[d] if row["end"] > low and row["begin"] < high]
-        _draw(ax, shown, lanes[d], _looks(colors), low)
+        _draw(ax, shown, lanes[d], looks, low)
         below = len(lanes[d]) + 0.1
         for begin, end in under_way(shown, PRODUCTS):
             ends = [max(begin, low) - low, min(end, high) - low]

@@ -203,9 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{found['calls']} calls in {found['seconds']:.0f} s, {found['failed']} failed")
     header = records.provenance({"seed": args.seed, "limit_s": args.seconds})
     name = "random_draws_decode" if args.decode else "random_draws"
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / f"{name}.json"
-    tables = {name: {"rows": [found]}}
-    records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
+    path = records.report_path(name, header, args.out)
+    records.write_report(path, header, {name: {"rows": [found]}})
     print(path)
     return int(bool(found["failed"]) or not found["calls"])
 

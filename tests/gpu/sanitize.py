@@ -324,12 +324,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("the kernels need a CUDA GPU, and there is none", file=sys.stderr)
         return 2
     header = records.provenance({"limit_s": args.limit})
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sanitizer.json"
+    path = records.report_path("sanitizer", header, args.out)
     tools = args.tool or TOOLS
     with ThreadPoolExecutor(len(tools)) as pool:  # most of the time goes into compiling, on the CPU
         rows = list(pool.map(lambda tool: check(program, tool, args.limit, args.jobs), tools))
     tables = {"sanitizer": {"rows": merged(rows, earlier(path, header["commit"]))}}
-    records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
+    records.write_report(path, header, tables)
     print(path)
     return int(any(row["verdict"] != "ok" for row in rows))
 

@@ -357,9 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(*map(show, tables["host"]["rows"]), sep="\n")
     counted = {"bytes": "keys and values read; of the copy read and written"}
     header = records.provenance(harness.method(BOOK, OURS) | counted)
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "decode.json"
-    record = {"schema": records.SCHEMA, "notebook": "decode", **header, "tables": tables}
-    records.write_json(path, records.rounded(record))
+    path = records.report_path("decode", header, args.out)
+    records.write_report(path, {"notebook": "decode", **header}, tables)
     print(path)
     return int(bool(wrong))
 

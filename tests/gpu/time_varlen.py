@@ -190,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             times = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in calls)
             print(f"{label:36}", "  ".join(times), flush=True)
     header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "varlen.json"
-    records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
+    path = records.report_path("varlen", header, args.out)
+    records.write_report(path, header, tables)
     print(path)
     return int(wrong > 0)
 
