@@ -15,9 +15,6 @@ class Pipeline(Constants):
     named: bool
     late_wait: bool
     pin: bool
-    turns: bool = False
-    ones: bool = False
-    on_fma: int = 0
 
 
 @dataclass(frozen=True)

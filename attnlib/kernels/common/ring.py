@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.kernels.common.named_barrier import named_barrier
 
 KV_FREE = gl.constexpr(8)  # the first of the named barriers that Triton does not use in this kernel
-TURN = gl.constexpr(12)  # the first of those of the consumers' turns
 
 
 @gluon.constexpr_function
@@ -35,21 +34,6 @@ def _parity(c, plan: gl.constexpr):
 def _kv_free(operation: gl.constexpr, c, plan: gl.constexpr):
     threads: gl.constexpr = 32 + 128 * plan.pipeline.warpgroups  # of the producer and all consumers
     named_barrier(operation, KV_FREE + slot(c, plan), threads)
-
-
-@gluon.jit
-def take_turn(WG: gl.constexpr, plan: gl.constexpr):
-    """Wait until the warpgroup before has started its products, where `plan` has turns. They go round in a
-    circle: the last one passes the first turn of all, and the first one takes the last."""
-    if plan.pipeline.turns:
-        named_barrier("sync", TURN + WG, 256)
-
-
-@gluon.jit
-def pass_turn(WG: gl.constexpr, plan: gl.constexpr):
-    """The next warpgroup may start its products."""
-    if plan.pipeline.turns:
-        named_barrier("arrive", TURN + (WG + 1) % plan.pipeline.warpgroups, 256)
 
 
 @gluon.jit

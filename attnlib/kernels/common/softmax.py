@@ -122,44 +122,12 @@ def new_shift(s, shift, qk_scale, MASKED: gl.constexpr, room: gl.constexpr = LAZ
 
 
 @gluon.jit
-def weights(s, shift, qk_scale, MASKED: gl.constexpr, on_fma: gl.constexpr = 0):
+def weights(s, shift, qk_scale, MASKED: gl.constexpr):
     """P = 2**(s * qk_scale - shift) [64, N]; 0 in a row that has seen no key and has a shift of -inf."""
     if MASKED:
         shift = gl.where(shift == float("-inf"), 0.0, shift)
     shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
-    if on_fma == 0:
-        return gl.exp2(s * qk_scale - shift[:, None])
-    else:
-        n: gl.constexpr = 8
-        return gl.inline_asm_elementwise(
-            _exp2_asm(n, on_fma), _exp2_constraints(n), [s * qk_scale - shift[:, None]],
-            dtype=gl.float32, is_pure=True, pack=n,
-        )
-
-
-# 2**x without the exponential unit, whose 16 results a clock are fewer than the 128 of the FMA units: x is
-# rounded to a whole number by adding 1.5 * 2**23, which leaves that number in the lowest bits of the sum; a
-# polynomial is the rest, at most 1.1e-4 off, and the whole number is added to its exponent. The polynomial
-# is 1 at 0, so that 2**-127 and what is below are 0.
-@gluon.constexpr_function
-def _exp2_asm(n, on_fma):
-    lines = []
-    for i in range(n):
-        if i < on_fma:
-            lines.append(
-                f"max.NaN.f32 r, ${n + i}, 0fC2FE0000; add.f32 t, r, 0f4B400000; sub.f32 p, t, 0f4B400000; "
-                f"sub.f32 r, r, p; fma.rn.f32 p, r, 0f3D61510C, 0f3E780626; fma.rn.f32 p, p, r, 0f3F317AFD; "
-                f"fma.rn.f32 p, p, r, 0f3F800000; mov.b32 w, t; shl.b32 w, w, 23; mov.b32 v, p; "
-                f"add.s32 w, w, v; mov.b32 ${i}, w;"
-            )
-        else:
-            lines.append(f"ex2.approx.ftz.f32 ${i}, ${n + i};")
-    return "{ .reg .f32 t, r, p; .reg .b32 w, v; " + " ".join(lines) + " }"
-
-
-@gluon.constexpr_function
-def _exp2_constraints(n):
-    return ",".join(["=f"] * n + ["f"] * n)
+    return gl.exp2(s * qk_scale - shift[:, None])
 
 
 @gluon.jit

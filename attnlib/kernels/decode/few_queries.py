@@ -46,7 +46,7 @@ def _work(q: torch.Size, k: torch.Size, params: Params, tensor: torch.Tensor) ->
     group = q[1] // max(1, k[1])
     keys = k[2] if left is None else min(k[2], left + q[2])
     sms = launch.sms_of(tensor.get_device())
-    return Work(max(1, group * q[2]), q[3], dtype, k[0] * k[1], keys, sms)
+    return Work(max(1, group * q[2]), q[3], dtype, k[0] * k[1], keys, sms, equal=True)
 
 
 def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:

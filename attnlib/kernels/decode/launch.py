@@ -134,7 +134,8 @@ def configuration(call: Call) -> DecodeConfig:
     left, keys = call.window.left, call.capacity
     dtype = str(call.dtype).removeprefix("torch.")
     seen = keys if left is None else min(keys, left + call.q[2])
-    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device))
+    equal = not (call.ragged or call.starting or call.table)
+    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal)
     return decode_config(work, call.split)
 
 

@@ -79,13 +79,3 @@ def unpacked(words, plan: gl.constexpr):
 @gluon.jit
 def _byte(words, i: gl.constexpr):
     return (words >> (8 * i)).to(gl.int8).to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
-def all_ones(plan: gl.constexpr):
-    """[8, BLOCK_N] in shared memory: a product with P whose result are the sums of its rows."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, plan.block_n], gl.float8e4nv)
-    one = gl.full([8, plan.block_n], 0x38, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-    memory = gl.allocate_shared_memory(gl.float8e4nv, [8, plan.block_n], layout)
-    memory.store(one.to(gl.float8e4nv, bitcast=True))
-    return memory

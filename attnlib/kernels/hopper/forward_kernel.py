@@ -81,8 +81,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels.common import softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
-from attnlib.kernels.common.ring import acquire, pass_turn, release, slot, take_turn, wait_k, wait_v
-from attnlib.kernels.hopper.e4m3 import OFFSET, ROOM, all_ones, block_scale, operand, tile_scales, unpacked
+from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
+from attnlib.kernels.hopper.e4m3 import OFFSET, ROOM, block_scale, operand, tile_scales, unpacked
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -112,7 +112,6 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
     drawn: gl.shared_memory_descriptor
-    ones: gl.shared_memory_descriptor
 
 
 # ---------------------------------------------------------------- producer
@@ -260,21 +259,11 @@ def _issue_output(p, acc, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _issue_sums(p, sums, mem, plan: gl.constexpr):
-    """Start sums += P times ones: [64, BLOCK_N] x [BLOCK_N, 8]."""
-    return warpgroup_mma(unpacked(p, plan), mem.ones.permute((1, 0)), sums, is_async=True)
-
-
-@gluon.jit
-def _wait_output(o_token, sums, alpha, changed, mem, c, plan: gl.constexpr):
-    """O of the blocks before, in the units of the new shift, and the sums; slot c is free."""
-    if plan.pipeline.ones:
-        acc, sums = warpgroup_mma_wait(0, deps=(o_token, sums))  # [64, D], [64, 8]
-        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, plan.sums_layout))[:, None]
-    else:
-        acc = warpgroup_mma_wait(0, deps=(o_token,))
+def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
+    """O of the blocks before, in the units of the new shift; slot c is free."""
+    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
     release(mem, c, plan)
-    return softmax.rescale(acc, alpha, changed, plan), sums
+    return softmax.rescale(acc, alpha, changed, plan)
 
 
 @gluon.jit
@@ -287,21 +276,14 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     dtype: gl.constexpr = mem.v.dtype
     MASKED: gl.constexpr = plan.mask.blocks == 2  # a row may have seen no key in the block before
     wait_k(mem, c, plan)
-    take_turn(WG, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
-    if plan.pipeline.ones:
-        sums = _issue_sums(p, sums, mem, plan)
-    pass_turn(WG, plan)
     qk_scale = scale
     if plan.fp8:  # not before the products: ptxas would wait for the load at once
         qk_scale = block_scale(scale, first)
-    if plan.pipeline.ones:
-        s = warpgroup_mma_wait(2, deps=(s_token,))  # [64, BLOCK_N]
-    else:
-        s = warpgroup_mma_wait(1, deps=(s_token,))
+    s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
     if MASKED or plan.mask.left:
@@ -311,25 +293,23 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
         shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, ROOM, OFFSET)
     else:
         shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED)
-    if not plan.pipeline.ones:
-        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, MASKED, plan.pipeline.on_fma)
+        left = softmax.weights(left, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
-        acc, sums = _wait_output(o_token, sums, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, MASKED, plan.pipeline.on_fma)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        right = softmax.weights(right, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, right)
         p = operand(left, right, dtype, plan)
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
-        acc, sums = _wait_output(o_token, sums, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, MASKED, plan.pipeline.on_fma)
-        if not plan.pipeline.ones:
-            sums = softmax.add_sums(sums, weights)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        weights = softmax.weights(s, shift, qk_scale, MASKED)
+        sums = softmax.add_sums(sums, weights)
         p = operand(weights, None, dtype, plan)
     return p, acc, shift, sums
 
@@ -374,8 +354,6 @@ def _word(mem, number, w, plan: gl.constexpr):
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
-    if WG == plan.pipeline.warpgroups - 1:
-        pass_turn(WG, plan)
     if not plan.pipeline.joint:
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
         mbarrier.wait(mem.v_full.index(0), 0)
@@ -420,15 +398,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                     if i > c:
                         wait_v(mem, i, plan)
                 release(mem, i, plan)
-                take_turn(WG, plan)
-                pass_turn(WG, plan)
 
         # 1. The last block that these rows see. Its slot's values are of a block that was skipped, or
         # of the tile before.
         wait_k(mem, start, plan)
-        take_turn(WG, plan)
         s_token = _issue_scores(q_registers, mem, start, WG, plan)
-        pass_turn(WG, plan)
         if plan.mask.skip:
             if not plan.pipeline.joint:
                 if start > c:
@@ -448,11 +422,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         shift = softmax.row_max(s) * first_scale  # [64]
         if plan.fp8:
             shift -= OFFSET
-        weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0, plan.pipeline.on_fma)
-        if plan.pipeline.ones:
-            sums = gl.zeros([64, 8], gl.float32, plan.sums_layout)
-        else:
-            sums = softmax.row_sum(weights)  # [64, 4]
+        weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
+        sums = softmax.row_sum(weights)  # [64, 4]
         p = operand(weights, None, dtype, plan)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         start += 1
@@ -484,11 +455,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         c = end
         wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
-        if plan.pipeline.ones:
-            sums = warpgroup_mma_wait(0, deps=(_issue_sums(p, sums, mem, plan),))
-            row_sums = gl.convert_layout(gl.max(sums, 1), plan.row_layout)
-        else:
-            row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
+        row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         turn += 1
         first_row = _told(mem, turn, plan)
         at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
@@ -513,8 +480,6 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             o = acc * softmax.rows_of_o(factor, acc, plan)  # [64, D]
             _store_output(desc_o, o.to(mem.o.dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
-    if WG == 0:
-        take_turn(WG, plan)  # the last arrival is not left behind
 
 
 # ---------------------------------------------------------------- kernel
@@ -551,9 +516,6 @@ def attention_forward_hopper(
     v_full = k_full
     if not plan.pipeline.joint:
         v_full = barriers(plan.pipeline.stages, 1)
-    ones = None
-    if plan.pipeline.ones:
-        ones = all_ones(plan)
     mem = Memory(
         buffers(desc_q, plan.pipeline.warpgroups),
         buffers(desc_k, plan.pipeline.stages),
@@ -566,7 +528,6 @@ def attention_forward_hopper(
         v_full,
         barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
         barriers(2, 1),  # drawn
-        ones,
     )
     fence_async_shared()
     scales = tiling.Scales(

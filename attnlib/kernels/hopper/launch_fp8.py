@@ -160,7 +160,6 @@ def make_plan(
         flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
             config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin,
-            config.turns, config.ones and not store_lse, config.on_fma,
         ),
         registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip

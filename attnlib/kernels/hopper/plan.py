@@ -87,7 +87,6 @@ class ForwardPlan(Constants):
 class Fp8Plan(ForwardPlan):
     """The same for operands in e4m3 with scales, whose V lies transposed; see `e4m3`."""
 
-    sums_layout = property(lambda self: accumulator(8, 8))
     # Four elements of P as one of 32 bits.
     word_layout = property(lambda self: first_operand(accumulator(self.d.value, 32), 32))
 

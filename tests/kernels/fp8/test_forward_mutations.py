@@ -14,8 +14,7 @@ from emulated_fp8 import Call
 from fp8_cases import check_forward
 from mutations import Mutation
 
-from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import ring, tile_scheduler
+from attnlib.kernels.common import tile_scheduler
 from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
 
@@ -27,7 +26,7 @@ ROWS = Call(64, 1, 1, 300, 100)
 LARGE = Call(64, 1, 1, 130, 300, causal=False, sm_scale=2.0)
 VARLEN = Call(64, 2, 1, varlen=((40, 70), (100, 300), (70, 90)), causal=False, spread=6.0)
 TALL = replace(fp8_config(64), warpgroups=2, stages=2)
-WINDOW = Call(64, 2, 1, 300, 400, window=(70, -1), config=replace(TALL, turns=True, block_n=64))
+WINDOW = Call(64, 2, 1, 300, 400, window=(70, -1), config=replace(TALL, block_n=64))
 CALLS = {
     "spread": SPREAD, "heads": HEADS, "rows without keys": ROWS, "large": LARGE, "varlen": VARLEN,
     "window": WINDOW,
@@ -61,15 +60,6 @@ MUTATIONS = [
     Mutation("the scale of a block is that of the block after", "(low + end - 1 - i) * plan.block_n",
              "(low + end - i) * plan.block_n", "spread", "(RMS|max) error|LSE", (), forward_kernel),
 ]  # fmt: skip
-TURNS = [
-    Mutation("no turn is passed", '"arrive", TURN + (WG + 1)', '"arrive", TURN + WG', "window",
-             "Deadlock|Race", (), ring),
-    Mutation("the first turn of all is not passed", "if WG == plan.pipeline.warpgroups - 1:",
-             "if WG == plan.pipeline.warpgroups:", "window", "Deadlock", (), forward_kernel),
-    Mutation("a block that is not seen takes no turn",
-             "                take_turn(WG, plan)\n                pass_turn", "                pass_turn",
-             "window", "Deadlock|Race", (), forward_kernel),
-]  # fmt: skip
 
 
 def judged(call: Call, mutants: dict | None = None) -> None:
@@ -82,13 +72,6 @@ def judged(call: Call, mutants: dict | None = None) -> None:
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_the_kernel_passes(call: Call) -> None:
     judged(call)
-
-
-@pytest.mark.parametrize("mutation", TURNS, ids=str)
-def test_turns_are_kept(mutation: Mutation) -> None:
-    with pytest.raises((Deadlock, Race)) as raised:
-        judged(CALLS[mutation.caught_by], mutate(mutation))
-    assert re.match(mutation.verdict, type(raised.value).__name__), raised.value
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
