@@ -11,9 +11,10 @@ from attnlib.api import (
     quantize_fp8,
 )  # fmt: skip
 from attnlib.block_mask import BlockMask
+from attnlib.scores import Score
 
 __all__ = [
-    "BlockMask", "Fp8", "__version__", "attention", "attention_decode", "attention_fp8",
+    "BlockMask", "Fp8", "Score", "__version__", "attention", "attention_decode", "attention_fp8",
     "attention_fp8_varlen", "attention_varlen", "explain", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -15,6 +15,8 @@ from attnlib.autograd import Asked, Attention
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Choice
 from attnlib.params import Implementation, MaskWindow, Params, Varlen, mask_window
+from attnlib.scored_call import masked, refuse_onlookers, run
+from attnlib.scores import Score, parts_of
 
 __all__ = ["Choice", "Window", "attention", "attention_varlen", "explain"]
 Window = tuple[int, int]
@@ -31,6 +33,7 @@ def attention(
     sm_scale: float | None = None,
     return_lse: Literal[False] = False,
     block_mask: BlockMask | None = None,
+    score: Score | None = None,
     deterministic: bool = False,
     impl: Implementation | None = None,
 ) -> torch.Tensor: ...
@@ -45,13 +48,14 @@ def attention(
     sm_scale: float | None = None,
     return_lse: Literal[True],
     block_mask: BlockMask | None = None,
+    score: Score | None = None,
     deterministic: bool = False,
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, block_mask=None,
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, block_mask=None, score=None,
     deterministic=False, impl=None,
 ):  # fmt: skip
     """Exact scaled dot-product attention, softmax(sm_scale * Q K^T) V, forward and backward.
@@ -85,6 +89,10 @@ def attention(
         block_mask: an `attnlib.BlockMask`: query i sees key j where the mask says so, and only if `causal`
             and `window` allow it too. What work there is goes by its blocks. The first call with a mask and a
             window makes the mask of both, which waits for the GPU and is kept.
+        score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, an additive bias. Such a call runs in the
+            kernels for block masks. It has gradients of sinks and bias, too, and no `torch.vmap`,
+            `torch.compile` or `torch.export`. The LSE has the sink in it, and is that of the sink where a row
+            sees nothing.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
@@ -103,7 +111,7 @@ def attention(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices, `window`, `block_mask`, `sm_scale` or `impl` do not fit.
+        ValueError: shapes, devices, `window`, `block_mask`, `score`, `sm_scale` or `impl` do not fit.
         RuntimeError: a second or a forward-mode derivative was asked for.
         NotImplementedError: `torch.jit.trace` looks on.
 
@@ -112,15 +120,17 @@ def attention(
         >>> out = attention(q, k, v, causal=True)
     """
     asked = causal, window, sm_scale, return_lse, deterministic, impl
-    if block_mask is None and not torch.compiler.is_dynamo_compiling():
+    if block_mask is None and score is None and not torch.compiler.is_dynamo_compiling():
         results = node.shortcut(q, k, v, asked)
         if results is not None:
             return results
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     symbols = _symbolic()
-    options = Options(*asked, block_mask)
+    options = Options(*asked, block_mask, score)
     check(q, k, v, options, symbols)
+    if score is not None:
+        refuse_onlookers(symbols, plain(q, k, v))
     if symbols or not plain(q, k, v):
         return _operator(q, k, v, None, options)
     return _call(q, k, v, None, options)
@@ -221,9 +231,14 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
         check_offsets(q, k, varlen)
         cu_seqlens_q, cu_seqlens_k = (x.resolve_neg().contiguous() for x in varlen[:2])
         lengths = varlen[2:]
-    causal, window, sm_scale, return_lse, deterministic, impl, mask = options
+    causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     seen = mask_window(causal, window)
+    if score is not None:
+        mask = masked(mask, seen, q, k)
+        params = Params(MaskWindow(None, None), scale, None, return_lse, deterministic, impl, None, None, mask)
+        results = run(q, k, v, score, params)
+        return results if return_lse else results[0]
     if mask is not None:
         mask, seen = mask.within(seen), MaskWindow(None, None)
     differentiable = functorch or _differentiable(q, k, v)
@@ -239,7 +254,7 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
         attend = Attention.apply if functorch or mask is not None else node.attend
         results = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
     if varlen is None and mask is None and not functorch:
-        node.keep((q, k, v), options[:-1], asked, results[0])
+        node.keep((q, k, v), options[:-2], asked, results[0])
     return results if return_lse else results[0]
 
 
@@ -298,7 +313,7 @@ _TransformType = torch._C._functorch.TransformType
 
 def _operator(q, k, v, varlen: Varlen | None, options: Options):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
-    causal, window, sm_scale, return_lse, deterministic, impl, mask = options
+    causal, window, sm_scale, return_lse, deterministic, impl, mask, _ = options
     lse_needed = return_lse or _differentiable(q, k, v)
     scale = None if sm_scale is None else float(sm_scale)
     handle = None if mask is None else mask.handle
@@ -311,7 +326,7 @@ def _operator(q, k, v, varlen: Varlen | None, options: Options):
 
 
 def explain(
-    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, block_mask=None,
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, block_mask=None, score=None,
     deterministic=False, impl=None,
 ) -> Choice:  # fmt: skip
     """Which kernel `attention` would run with these arguments, with which configuration, and why.
@@ -322,12 +337,14 @@ def explain(
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
         reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
     """
-    check(q, k, v, Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask))
+    check(q, k, v, Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score))
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     seen = mask_window(causal, window)
+    if score is not None:
+        score, block_mask = parts_of(score, q, k), masked(block_mask, MaskWindow(None, None), q, k)
     if block_mask is not None:
         block_mask, seen = block_mask.within(seen), MaskWindow(None, None)
-    params = Params(seen, scale, None, return_lse, deterministic, impl, None, None, block_mask)
+    params = Params(seen, scale, None, return_lse, deterministic, impl, None, None, block_mask, score)
     choice = dispatch.resolve(q, k, v, params)
     if dispatch.nothing_to_do(q, k):
         choice = replace(choice, reason=f"{choice.reason}; nothing to compute, so nothing is launched")

@@ -8,6 +8,7 @@ import torch
 from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_tensors, type_name
 from attnlib.arguments.masks import check_block_mask
 from attnlib.arguments.offsets import check_longest, check_offsets_form
+from attnlib.arguments.scores import check_score
 from attnlib.params import Varlen
 
 
@@ -21,6 +22,7 @@ class Options(NamedTuple):
     deterministic: Any = False
     impl: Any = None
     block_mask: Any = None
+    score: Any = None
 
 
 def check(q, k, v, options: Options, symbols: bool = False) -> None:
@@ -30,6 +32,8 @@ def check(q, k, v, options: Options, symbols: bool = False) -> None:
     _check_options(options, symbols)
     if options.block_mask is not None:
         check_block_mask(options.block_mask, q, k)
+    if options.score is not None:
+        check_score(options.score, q, k)
 
 
 def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = False) -> None:
@@ -77,7 +81,7 @@ _check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from c
 
 
 def _check_options(options: Options, symbols: bool) -> None:
-    causal, window, sm_scale, return_lse, deterministic, impl, _ = options
+    causal, window, sm_scale, return_lse, deterministic, impl, _, _ = options
     check_common(causal, window, sm_scale, return_lse, symbols)
     if deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic: expected a bool, got {type_name(deterministic)}")

@@ -19,6 +19,8 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
     if params.varlen is not None:
         return "needs sequences in one batch; attention_decode takes lengths"
+    if params.score is not None:
+        return "takes no score"
     if params.block_mask is not None:
         return "takes no block mask"
     if backward:
@@ -53,7 +55,7 @@ def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:
     """The launches of all calls with this signature; None if an input has to be copied."""
     if call.strides[0][-1] != 1 or (call.dtype == torch.bfloat16 and device.interpreted()):
         return None
-    q, k, strides, dtype, index, window, sm_scale, _, return_lse, config, _ = call
+    q, k, strides, dtype, index, window, sm_scale, _, return_lse, config, _, _ = call
     return launch.prepare(
         launch.Call(q, k, strides, None, 0, False, False, (True, True), dtype, index, window, sm_scale,
                     return_lse, None, config)

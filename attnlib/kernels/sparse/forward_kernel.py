@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common.tile_access import load_tile, store_tile
+from attnlib.kernels.sparse.scores import LOG2_E, head_score, scored
 from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
 
 
 @triton.jit
 def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr, bits_ptr, words_ptr,
-           qk_scale, PARTIAL: tl.constexpr, FLIP: tl.constexpr, STEP: tl.constexpr,
+           qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr, STEP: tl.constexpr,
            NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Steps first .. end - 1 of the lists; returns the output before its division by l, and m, l."""
@@ -26,15 +27,22 @@ def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr,
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if FLIP:
             b_s = -b_s
+        if SCORED:
+            o_q, o_k = start + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
+            EXACT: tl.constexpr = PRECISION == "ieee"
+            b_s, _ = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, EXACT)
+            unit = 1.0
+        else:
+            unit = qk_scale
         if PARTIAL:
             bits = tl.load(bits_ptr + j // pieces)
             b_s = tl.where(seen(words_ptr, bits, row, column, BLOCK_M, BLOCK_N), b_s, float("-inf"))
-        m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)  # [BLOCK_M]
+        m_new = tl.maximum(b_m, tl.max(b_s, 1) * unit)  # [BLOCK_M]
         m_ref = m_new
-        if PARTIAL:
+        if PARTIAL or score[2] is not None:
             # A row that has seen no key yet has m = -inf; subtracting it from itself would give NaN.
             m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-        b_p = tl.math.exp2(b_s * qk_scale - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
+        b_p = tl.math.exp2(b_s * unit - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.math.exp2(b_m - m_ref)  # [BLOCK_M]
         b_m, b_l = m_new, b_l * alpha + tl.sum(b_p, 1)
         b_v = load_tile(desc_v, at, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
@@ -42,20 +50,28 @@ def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr,
     return b_acc, b_m, b_l
 
 
-@triton.jit(do_not_specialize=["S_q", "H", "HEADS", "num_tiles", "mask_b", "mask_h"])
+NUMBERS = "S_q S_k H HEADS num_tiles mask_b mask_h bias_b bias_h bias_m".split()
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def attention_sparse_forward(
     desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     lse_ptr,  # (B, H, S_q)
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr,  # see `block_mask.lists.Lists`
     words_ptr,  # (slots, 128, 4)
-    qk_scale,  # |sm_scale| * log2(e), positive
-    S_q,
+    alibi_ptr, sinks_ptr, bias_ptr,  # (H), (H), and of any strides; None for what the score does not have
+    qk_scale,  # |sm_scale| * log2(e), positive; SCORED see `scores.scored`
+    cap,  # the soft cap times log2(e), or None
+    S_q, S_k,
     H,  # query heads
     HEADS,  # B * H
     num_tiles,  # rows of tiles of a mask
     mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
+    bias_b, bias_h, bias_m,  # strides of the bias; BIAS_N is the last one
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCORED: tl.constexpr,  # the score is more than sinks
+    BIAS_N: tl.constexpr,
     PARTIAL: tl.constexpr,  # some steps carry bits
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
     STORE_LSE: tl.constexpr,
@@ -77,20 +93,25 @@ def attention_sparse_forward(
     )  # fmt: skip
     at_k = (i_b, i_h // GROUP)
     b_q = load_tile(desc_q, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
-    b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
+    score = head_score(cap, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, BIAS_N, i_b, i_h)
+    if sinks_ptr is None:
+        b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
+        b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
+    else:  # a row begins with its sink, as with a key whose value is 0
+        b_m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + i_h) * LOG2_E
+        b_l = tl.full([BLOCK_M], 1.0, tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # output, not yet divided by l
     row = start - tile * TILE
     b_acc, b_m, b_l = _steps(
         b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, first, middle, row, steps_ptr, bits_ptr, words_ptr,
-        qk_scale, False, FLIP, STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+        qk_scale, start, S_q, S_k, score, SCORED, False, FLIP, STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if PARTIAL:
         b_acc, b_m, b_l = _steps(
             b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, middle, end, row, steps_ptr, bits_ptr, words_ptr,
-            qk_scale, True, FLIP, STEP, 1, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            qk_scale, start, S_q, S_k, score, SCORED, True, FLIP, STEP, 1, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
-    # A row that sees nothing has l = 0: output 0, LSE -inf.
+    # A row that sees nothing, and has no sink, has l = 0: output 0, LSE -inf.
     empty = b_l == 0.0
     if STORE_LSE:
         LN2: tl.constexpr = 0.6931471805599453

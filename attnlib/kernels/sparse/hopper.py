@@ -29,6 +29,8 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     lacks = hopper_gpu.unsupported_here(q)
     if lacks is not None:
         return lacks
+    if params.score is not None:
+        return "takes no score"
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"

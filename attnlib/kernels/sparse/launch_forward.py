@@ -8,7 +8,7 @@ import torch
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import Made, describable, given, lse_for, made_like, readable
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
-from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
+from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.sparse.configs import SparseTile
 from attnlib.params import Params
@@ -17,7 +17,9 @@ TILE = 128  # rows that share a list; steps of these kernels have half as many c
 STEP = 64
 LISTS = "starts", "middles", "steps", "bits", "order", "words"
 """What launches call the lists of a mask and its words."""
-TENSORS = ("q", "k", "v", "out", "lse", *LISTS)
+SCORES = "alibi", "sinks", "bias"
+"""What launches call the tensors of a score."""
+TENSORS = ("q", "k", "v", "out", "lse", *LISTS, *SCORES)
 KERNEL = "attnlib.kernels.sparse.forward_kernel.attention_sparse_forward"
 
 
@@ -42,7 +44,7 @@ def forward(
             return forward(*(readable(tensor) for tensor in (q, k, v)), params)
     out, lse = plan.out.like(q), lse_for(q, params)
     mask = params.block_mask
-    plan.launches(q, k, v, out, lse, *mask.lists(STEP), mask.words)
+    plan.launches(q, k, v, out, lse, *mask.lists(STEP), mask.words, *tensors_of(params))
     return out, lse
 
 
@@ -76,10 +78,10 @@ def prepare(call: Signature) -> Plan | None:
             "desc_v": Descriptor(Part("v"), windows[2], keys),
             "desc_o": Descriptor(Part("out"), out.window, rows),
         },
-        pointers={"lse_ptr": Part("lse")} | {f"{name}_ptr": Part(name) for name in LISTS},
+        pointers={"lse_ptr": Part("lse")} | {f"{name}_ptr": Part(name) for name in (*LISTS, *SCORES)},
         scalars={
-            "qk_scale": exp2_scale(call.sm_scale), "S_q": S_q, "H": H, "HEADS": B * H, "num_tiles": num_tiles,
-            **mask_strides(call),
+            "S_q": S_q, "S_k": S_k, "H": H, "HEADS": B * H, "num_tiles": num_tiles, **mask_strides(call),
+            **score_scalars(call),
         },
         constants={
             "GROUP": H // H_kv,
@@ -89,6 +91,30 @@ def prepare(call: Signature) -> Plan | None:
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )  # fmt: skip
     return Plan(Launches([launch], call.device, TENSORS), out)
+
+
+def tensors_of(params: Params) -> tuple[torch.Tensor | None, ...]:
+    """Those of `SCORES`."""
+    score = params.score
+    return (None, None, None) if score is None else (score.alibi, score.sinks, score.bias)
+
+
+def is_scored(call: Signature) -> bool:
+    """Whether the score is more than sinks."""
+    score = call.score
+    return score is not None and not (score.soft_cap is None and not score.alibi and score.bias is None)
+
+
+def score_scalars(call: Signature) -> dict[str, float | None]:
+    """Numbers of a score, and what products of queries and keys are multiplied with; see `scores.scored`."""
+    scale, cap, strides = exp2_scale(call.sm_scale), None, (None,) * 4
+    if is_scored(call):
+        scale, cap = call.sm_scale * LOG2_E, call.score.soft_cap
+        if cap is not None:
+            scale, cap = call.sm_scale / cap, cap * LOG2_E
+        strides = call.score.strides or strides
+    names = "bias_b", "bias_h", "bias_m"
+    return {"qk_scale": scale, "cap": cap, **dict(zip(names, strides, strict=False))}
 
 
 def check_size(call: Signature, programs: int) -> None:
@@ -113,7 +139,9 @@ def constants_of(call: Signature, tile: SparseTile) -> dict[str, object]:
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d(call.head_dim),
         "PARTIAL": call.mask.partial,
-        "FLIP": call.sm_scale < 0,
+        "FLIP": call.sm_scale < 0 and not is_scored(call),  # then the scale has its sign
+        "SCORED": is_scored(call),
+        "BIAS_N": call.score.strides[3] if is_scored(call) and call.score.strides else None,
         "SECTION": tile.heads_per_section,
         "STEP": STEP,
         "NUM_STAGES": tile.num_stages,
