@@ -34,6 +34,7 @@ from attnlib.kernels.sparse.configs_hopper import (
     hopper_sparse_config,
 )
 from attnlib.params import MaskWindow, Params
+from attnlib.scores import Score, parts_of
 
 CONFIGS = {
     "64": hopper_sparse_config(64),
@@ -47,7 +48,15 @@ KINDS = {
     "blocks": (False, False, False), "blocks, LSE": (False, False, True), "bits": (True, False, False),
     "bits, negative, LSE": (True, True, True),
 }  # fmt: skip
-CASES = [*product(CONFIGS, KINDS, ("fp16",)), *product(CONFIGS, ("bits, negative, LSE",), ("bf16",))]
+SCORES = {
+    "cap": Score(soft_cap=30.0), "alibi": Score(alibi=torch.zeros(2)), "sinks": Score(sinks=torch.zeros(2)),
+    "all": Score(soft_cap=30.0, alibi=torch.zeros(2), sinks=torch.zeros(2)),
+}  # fmt: skip
+KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
+SCORED = [("64", "bits, LSE, cap"), ("64", "bits, LSE, alibi"), ("64", "bits, LSE, all"),
+          *product(("128", "256"), ("bits, LSE, cap", "bits, LSE, sinks", "bits, LSE, all"))]  # fmt: skip
+CASES = [*product(CONFIGS, list(KINDS)[:4], ("fp16",)), *product(CONFIGS, ("bits, negative, LSE",), ("bf16",))]
+CASES += [(*case, "fp16") for case in SCORED]
 BACKWARD = [*product((64, 128), (False, True), ("fp16",)), (64, True, "bf16"), (128, True, "bf16")]
 """Head dimension, whether steps carry bits, dtype."""
 SPILLS = {False: 4, True: 18}
@@ -70,16 +79,25 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
 
     name, kind, dtype = case
     width, config = int(name.split()[0]), CONFIGS[name]
-    partial, flip, lse = KINDS[kind]
-    plan = launch_hopper.make_plan(width, config, flip, lse, partial)
-    pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and (lse or name != "lse_ptr")]
-    types = dict.fromkeys(pointers, "*i32") | {"qk_scale": "fp32"} | ({"lse_ptr": "*fp32"} if lse else {})
+    partial, flip, lse, *rest = KINDS[kind]
+    score = None
+    if rest:
+        q = torch.zeros(1, 2, 256, width)
+        score = parts_of(SCORES[rest[0]], q, q).form
+    plan = launch_hopper.make_plan(width, config, flip, lse, partial, score)
+    has = {
+        "lse_ptr": lse, "inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value,
+        "sinks_ptr": plan.sinks.value,
+    }  # fmt: skip
+    absent = [name for name, there in has.items() if not there]
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
+    types = dict.fromkeys(pointers, "*i32") | {"qk_scale": "fp32", "inner": "fp32"}
+    types |= {name: "*fp32" for name, there in has.items() if there and name != "inner"}
     descriptors = launch_hopper.descriptors((None,) * 4, 1, width, config, DTYPES[dtype])
     for name, descriptor in descriptors.items():
         element = "i32" if name == "desc_words" else dtype
         types[name] = f"tensordesc<{element}{list(descriptor.block)},{descriptor.layout!r}>"
     names = kernel.arg_names
-    absent = [] if lse else ["lse_ptr"]
     signature = {name: types.get(name, "i32") for name in names}
     signature |= dict.fromkeys([*absent, "plan"], "constexpr")
     constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}

@@ -29,8 +29,14 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     lacks = hopper_gpu.unsupported_here(q)
     if lacks is not None:
         return lacks
-    if params.score is not None:
-        return "takes no score"
+    score = params.score
+    if score is not None:
+        if score.bias is not None:
+            return "takes no bias"
+        if score.alibi is not None and score.soft_cap is None and abs(params.sm_scale) < 1e-15:
+            return f"needs an sm_scale of 1e-15 or more under ALiBi; it is {params.sm_scale}"
+        if backward and score.changes_scores:
+            return "has a backward pass under scores with sinks alone"
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"

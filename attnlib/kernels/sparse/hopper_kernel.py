@@ -14,6 +14,8 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
+- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi the number of a
+  step's keys, which the producer stores beside the slot before it arrives at k_full.
 
 A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
 """
@@ -35,6 +37,7 @@ from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.sparse.bits import hide
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, tanh
 
 LN2 = gl.constexpr(0.6931471805599453)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
@@ -44,6 +47,7 @@ FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
 STEPS = gl.constexpr(1)
 WHOLE = gl.constexpr(2)  # steps without bits
 OUTPUT = gl.constexpr(3)  # and the word after: batch and head of the output of the tile before
+HEAD = gl.constexpr(5)  # of this tile, for a score
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -57,6 +61,7 @@ class Memory(NamedTuple):
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
     words: gl.shared_memory_descriptor  # [2 * stages, 1, 1, 256]: of slot c for warpgroup w, 2 c + w
+    steps: gl.shared_memory_descriptor  # [stages, 32]: whose keys are in a slot, for ALiBi
     next_tile: gl.shared_memory_descriptor  # [2 * plan.words, 32]
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
@@ -83,6 +88,15 @@ class Work(NamedTuple):
     steps: gl.tensor
     bits: gl.tensor
     order: gl.tensor
+
+
+class Score(NamedTuple):
+    """What a score has for all tiles; see the kernel's arguments."""
+
+    inner: gl.tensor
+    place: gl.tensor
+    alibi: gl.tensor
+    sinks: gl.tensor
 
 
 class Tile(NamedTuple):
@@ -119,6 +133,8 @@ def _copy_k(desc_k, desc_words, mem, c, tile, j, step, VALUES: gl.constexpr, wor
     any. VALUES: values follow, as many bytes as the keys."""
     s = slot(c, plan)
     bar = mem.k_full.index(s)
+    if plan.alibi:
+        mem.steps.index(s).store(gl.full([32], step, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     size: gl.constexpr = (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes
     if plan.partial:
         if j >= tile.middle:
@@ -183,7 +199,7 @@ def _tell(mem, number, last, tile, before, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
     # In the order of their names.
-    words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before
+    words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before + (tile.i_h,)
     for w in gl.static_range(plan.words):
         word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         mem.next_tile.index(b * plan.words + w).store(word)
@@ -286,7 +302,22 @@ def _seen(s, mem, c, masked, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _step(q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, WG: gl.constexpr, plan: gl.constexpr):
+def _scored(s, mem, c, row, inner, slope, plan: gl.constexpr):
+    """Scores of slot c after the soft cap and ALiBi, not yet flipped. row: the place of the first among the
+    keys."""
+    if plan.soft_cap:
+        s = tanh(s * inner)
+    if plan.alibi:
+        step = _lane(mem.steps.index(slot(c, plan)))
+        s = away(s, slope, row - step * plan.block_n, plan)
+    return s
+
+
+@gluon.jit
+def _step(
+    q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, place, inner, slope, WG: gl.constexpr,
+    plan: gl.constexpr,
+):  # fmt: skip
     """Slot c of a tile: its scores and softmax, and P V of the step before it.
 
     p: P of the step before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
@@ -298,6 +329,7 @@ def _step(q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, WG: gl.con
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
+    s = _scored(s, mem, c, place, inner, slope, plan)
     s = _seen(s, mem, c, masked, WG, plan)
     shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, plan.partial)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -359,13 +391,18 @@ def _told(mem, number, plan: gl.constexpr):
 @gluon.jit
 def _word(mem, number, w, plan: gl.constexpr):
     """Word w of what the producer told."""
-    lanes = mem.next_tile.index((number & 1) * plan.words + w)
+    return _lane(mem.next_tile.index((number & 1) * plan.words + w))
+
+
+@gluon.jit
+def _lane(lanes):
+    """The number that all 32 places have."""
     return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
-    desc_o, lse_ptr, mem, qk_scale, work = given
+    desc_o, lse_ptr, mem, qk_scale, score, work = given
     dtype: gl.constexpr = mem.v.dtype
     if not plan.pipeline.joint:
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
@@ -377,6 +414,14 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         row = first_row + WG * 64
         end = c + _word(mem, turn, STEPS, plan)  # slot of the next tile's first keys, and of the last values
         middle = c + _word(mem, turn, WHOLE, plan)  # the first slot with bits
+        place, slope, sink = 0, 0.0, 0.0
+        if plan.alibi:
+            place = row + score.place
+            slope = gl.load(score.alibi + _word(mem, turn, HEAD, plan)) * (LOG2_E / qk_scale)
+            if plan.flip:
+                slope = -slope
+        if plan.sinks:
+            sink = gl.load(score.sinks + _word(mem, turn, HEAD, plan)) * LOG2_E
 
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
@@ -388,9 +433,12 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         wait_k(mem, c, plan)
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
+        s = _scored(s, mem, c, place, score.inner, slope, plan)
         s = _seen(s, mem, c, c >= middle, WG, plan)
         release(mem, c, plan)
         shift = softmax.row_max(s) * qk_scale  # [64]
+        if plan.sinks:
+            shift = gl.maximum(shift, sink)
         weights = softmax.weights(s, shift, qk_scale, plan.partial)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
@@ -399,8 +447,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 2. The other steps.
         for i in range(c + 1, end):
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, WG, plan
-            )
+                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, place, score.inner, slope, WG, plan
+            )  # fmt: skip
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it
         mbarrier.arrive(mem.q_free.index(WG), count=1)
@@ -410,6 +458,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         wait_v(mem, c, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
+        if plan.sinks:  # shift is its maximum with all scores, less what the maximum grew by little
+            row_sums += gl.exp2(sink - gl.where(shift == float("-inf"), 0.0, shift))
         turn += 1
         first_row = _told(mem, turn, plan)
         at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
@@ -431,7 +481,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "S_q H GROUP HEADS SECTION num_m tiles mask_b mask_h".split()
+NUMBERS = "S_q H GROUP HEADS SECTION num_m tiles mask_b mask_h place".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -441,7 +491,10 @@ def attention_sparse_forward_hopper(
     lse_ptr,  # (B, H, S_q)
     counter_ptr,  # one int32, 0 before and after a launch
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr,  # see `block_mask.lists.Lists`
-    qk_scale,  # |sm_scale| * log2(e), positive
+    alibi_ptr, sinks_ptr,  # (H), None without
+    qk_scale,  # |sm_scale| * log2(e), positive; of capped scores the cap times log2(e)
+    inner,  # sm_scale over the soft cap, None without
+    place,  # of query 0 among the keys
     S_q,
     H,  # query heads
     GROUP,  # query heads that share one key/value head
@@ -458,7 +511,8 @@ def attention_sparse_forward_hopper(
         S_q, H, GROUP, HEADS, SECTION, num_m, tiles, mask_b, mask_h, starts_ptr, middles_ptr, steps_ptr,
         bits_ptr, order_ptr,
     )  # fmt: skip
-    given = desc_o, lse_ptr, mem, qk_scale, work
+    score = Score(inner, place, alibi_ptr, sinks_ptr)
+    given = desc_o, lse_ptr, mem, qk_scale, score, work
     copied = desc_q, desc_k, desc_v, desc_words, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer
     few: gl.constexpr = plan.registers.producer
@@ -470,7 +524,7 @@ def attention_sparse_forward_hopper(
         ], [4, 1], [regs, few])
     else:
         mem_1 = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan)
-        given_1 = desc_o, lse_ptr, mem_1, qk_scale, work
+        given_1 = desc_o, lse_ptr, mem_1, qk_scale, score, work
         copied_1 = desc_q, desc_k, desc_v, desc_words, counter_ptr, mem_1, work
         fence_async_shared()
         gl.warp_specialize([
@@ -495,6 +549,9 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan: gl.constexpr):
         buffers(desc_v, stages),
         buffers(desc_o, 2),
         gl.allocate_shared_memory(gl.int32, [places, 1, 1, 256], desc_words.layout),
+        gl.allocate_shared_memory(
+            gl.int32, [stages if plan.alibi else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
         gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),  # q_full
         barriers(2, 1),  # q_free

@@ -9,13 +9,14 @@ from attnlib.kernels.common import counters, device
 from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
-from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
+from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
-from attnlib.kernels.sparse.launch_forward import LISTS, TILE, check_size, mask_strides
+from attnlib.kernels.sparse.launch_forward import LISTS, SCORES, TILE, check_size, mask_strides, tensors_of
 from attnlib.params import Params
+from attnlib.scores import ScoreForm
 
-TENSORS = ("q", "k", "v", "out", "lse", "counter", *LISTS)
+TENSORS = ("q", "k", "v", "out", "lse", "counter", *LISTS, *SCORES)
 KERNEL = "attnlib.kernels.sparse.hopper_kernel.attention_sparse_forward_hopper"
 
 
@@ -34,7 +35,8 @@ def forward(
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     mask, step = params.block_mask, params.config.block_n
-    plan.launches(q, k, v, out, lse, counters.counter(index), *mask.lists(step), mask.words_of(step))
+    lists = *mask.lists(step), mask.words_of(step)
+    plan.launches(q, k, v, out, lse, counters.counter(index), *lists, *tensors_of(params))
     return out, lse
 
 
@@ -55,14 +57,22 @@ def prepare(call: Signature) -> Plan:
     check_size(call, tiles)
     out = made_like(call, call.q, call.strides[0])
     windows = *given(call, call.q, call.k, call.k), out.window
+    score = call.score
+    cap = None if score is None else score.soft_cap
+    scale, inner = exp2_scale(call.sm_scale), None
+    if cap is not None:
+        scale, inner = cap * LOG2_E, call.sm_scale / cap
     launch = Launch(
         KERNEL,
         (min(-(-tiles // config.pairs), device.num_sms(call.device)), 1, 1),
         descriptors=descriptors(windows, call.mask.slots, width, config, call.dtype),
         pointers={"lse_ptr": Part("lse"), "counter_ptr": Part("counter")}
-        | {f"{name}_ptr": Part(name) for name in LISTS if name != "words"},
+        | {f"{name}_ptr": Part(name) for name in LISTS if name != "words"}
+        | {"alibi_ptr": Part("alibi"), "sinks_ptr": Part("sinks")},
         scalars={
-            "qk_scale": exp2_scale(call.sm_scale),
+            "qk_scale": scale,
+            "inner": inner,
+            "place": S_k - S_q,
             "S_q": S_q,
             "H": H,
             "GROUP": H // H_kv,
@@ -73,14 +83,19 @@ def prepare(call: Signature) -> Plan:
             **mask_strides(call),
         },
         constants={
-            "plan": make_plan(width, config, call.sm_scale < 0, call.return_lse, call.mask.partial)
+            "plan": make_plan(
+                width, config, call.sm_scale < 0 and cap is None, call.return_lse, call.mask.partial, score
+            )
         },
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     return Plan(Launches([launch], call.device, TENSORS), out)
 
 
-def make_plan(width: int, config: HopperSparseConfig, flip: bool, store_lse: bool, partial: bool):
+def make_plan(
+    width: int, config: HopperSparseConfig, flip: bool, store_lse: bool, partial: bool,
+    score: ScoreForm | None = None,
+):  # fmt: skip
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Pipeline, Registers
     from attnlib.kernels.sparse.plan import SparsePlan
@@ -90,6 +105,8 @@ def make_plan(width: int, config: HopperSparseConfig, flip: bool, store_lse: boo
         store_lse=store_lse, partial=partial, pairs=config.pairs,
         pipeline=Pipeline(2, config.stages, config.joint, config.named, config.late_wait, config.pin),
         registers=Registers(config.consumer_registers, config.producer_registers),
+        soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
+        sinks=score is not None and score.sinks,
     )  # fmt: skip
 
 

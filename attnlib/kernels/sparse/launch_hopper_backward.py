@@ -14,11 +14,11 @@ from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches,
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseBackwardConfig
-from attnlib.kernels.sparse.launch_backward import COLUMNS
+from attnlib.kernels.sparse.launch_backward import COLUMNS, sinks_gradient
 from attnlib.kernels.sparse.launch_forward import TILE, mask_strides
 from attnlib.params import Params
 
-TENSORS = (*backward_plan.TENSORS, *COLUMNS)
+TENSORS = (*backward_plan.TENSORS, *COLUMNS, "sinks", "dsinks")
 KERNEL = "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper"
 
 
@@ -30,16 +30,19 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     params: Params,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
-    every run, dq up to the order of a sum."""
+    every run, dq up to the order of a sum. With a score, of sinks alone, also (dsinks, None)."""
     index = q.get_device()
     if index != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(index):
             return backward(d_out, q, k, v, out, lse, params)
     mask, step = params.block_mask, params.config.block_m
     lists = *mask.lists(step, columns=True), mask.words_of(step, columns=True)
-    return backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, lists)
+    sinks = None if params.score is None else params.score.sinks
+    dsinks = None if sinks is None else torch.empty_like(sinks)
+    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, (*lists, sinks, dsinks))
+    return found if params.score is None else (*found, dsinks, None)
 
 
 @lru_cache(PREPARED)
@@ -80,6 +83,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
+    launches += sinks_gradient(call, first)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 

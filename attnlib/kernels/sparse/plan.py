@@ -21,6 +21,7 @@ class SparsePlan(Constants):
         store_lse: write the LSE.
         partial: some steps carry bits.
         pairs: of consumer warpgroups in a program, 1 or 2.
+        soft_cap, alibi, sinks: what the score has.
     """
 
     d: int
@@ -33,8 +34,12 @@ class SparsePlan(Constants):
     pairs: int
     pipeline: Pipeline
     registers: Registers
+    soft_cap: bool = False
+    alibi: bool = False
+    sinks: bool = False
 
-    words = gl.constexpr(5)  # told of a tile
+    # Told of a tile; a score needs its head.
+    words = property(lambda self: gl.constexpr(6 if self.alibi.value or self.sinks.value else 5))
 
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: accumulator(self.block_n.value))
