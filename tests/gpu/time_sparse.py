@@ -11,7 +11,8 @@ The report goes to figures/data/<gpu>/sparse.json, or to --out.
 fp16. Random blocks of 128 x 128, for each head its own, as many in each row; 50 to 3% of them are kept. A
 time is the median over shuffled rounds of calls with a cold L2; "attnlib again" is the same call under
 another name and shows the noise. Ideal is the time of the dense kernel times the part that is kept. Then the
-backward pass at 25%, masks of functions (causal, documents), and what it takes to make a mask. Before it is
+backward pass at 25%, masks of functions (causal, documents), scores (soft cap, ALiBi, sinks), and what it
+takes to make a mask. Before it is
 timed a call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
 
 FlexAttention comes with PyTorch. ATTNLIB_SPARSE_PEERS names a Python file with more peers: functions
@@ -39,19 +40,21 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import BlockMask, attention, dispatch  # noqa: E402
+from attnlib import BlockMask, Score, attention, dispatch  # noqa: E402
 from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
 from attnlib.bench.setting import WINDOW  # noqa: E402
 from attnlib.params import MaskWindow, Params  # noqa: E402
+from attnlib.scores import parts_of  # noqa: E402
 
 HEADS = {64: 32, 128: 16, 256: 8}
 """Head dimension -> heads of 16384 tokens, as in the shapes of the task."""
 TOKENS, BLOCK = 16384, 128
 KEPT = 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32
 PEERS = "ATTNLIB_SPARSE_PEERS"
-TABLES = "blocks", "making", "functions", "backward"
+TABLES = "blocks", "making", "functions", "scores", "backward"
+SOFT_CAP = 30.0
 MADE = 65536
 """Length of the masks that are made of functions."""
 
@@ -90,18 +93,25 @@ def causal(b, h, q, k):
 class Judge:
     """Truth and budget of the last head of a call."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], mask: BlockMask) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], mask: BlockMask, score: Score | None = None
+    ) -> None:
         self.inputs = [x[-1:, -1:] for x in tensors]
         dense = BlockMask.to_dense(mask) if mask.shape[1] == 1 else _last_head(mask)
         self.mask = dense
-        self.oracle = Oracle(*self.inputs[:3], mask=dense)
+        self.score = None
+        if score is not None:
+            own = Score(score.soft_cap, *(None if x is None else x[-1:] for x in (score.alibi, score.sinks)))
+            self.score = parts_of(own, *self.inputs[:2])
+        self.oracle = Oracle(*self.inputs[:3], mask=dense, score=self.score)
 
     def forward(self, name: str, out: torch.Tensor) -> None:
         self.oracle.judge(out[-1:, -1:].contiguous()).raise_if_bad(name)
 
     def backward(self, name: str, gradients: Sequence[torch.Tensor]) -> None:
         q, k, v, d_out = self.inputs
-        found = GradientOracle(d_out, q, k, v, mask=self.mask).judge(*(x[-1:, -1:] for x in gradients))
+        found = GradientOracle(d_out, q, k, v, mask=self.mask, score=self.score)
+        found = found.judge(*(x[-1:, -1:] for x in gradients[:3]))
         for verdict in found.values():
             verdict.raise_if_bad(name)
 
@@ -271,6 +281,54 @@ class Run:
             rows += row_of(f"{self.name} {name}", part, self.flops, found, None)
         return rows
 
+    def scores(self) -> list[dict]:
+        """Forward and, up to 16384 tokens, backward, causal, with a soft cap, with ALiBi, and with sinks;
+        the first two beside FlexAttention."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        S, H, rows = self.seqlen, self.q.shape[1], []
+        slopes = 2.0 ** (-8 * torch.arange(1, H + 1, device="cuda") / H)
+        mask = BlockMask.from_function(causal, S, S, device="cuda")
+        theirs = create_block_mask(causal, None, None, S, S, device="cuda")
+        part = (S + 1) / (2 * S)
+
+        def capped(s, b, h, q, k):
+            return SOFT_CAP * torch.tanh(s / SOFT_CAP)
+
+        def sloping(s, b, h, q, k):
+            return s - slopes[h] * (q - k)
+
+        for name, score, function in (
+            ("soft cap", Score(soft_cap=SOFT_CAP), capped), ("ALiBi", Score(alibi=slopes), sloping),
+            ("sinks", Score(sinks=torch.zeros(H, device="cuda")), None),
+        ):  # fmt: skip
+            leaves = [x.clone().requires_grad_() for x in self.tensors[:3]]
+            ways = {"attnlib": lambda x, score=score: attention(*x, causal=True, score=score)}
+            if function is not None:
+                ways["FlexAttention"] = lambda x, function=function: flex()(*x, function, block_mask=theirs)
+            judge = Judge(self.tensors, mask, score)
+            for backward in (False, True)[: 2 if S <= TOKENS else 1]:
+                calls = {}
+                for who, way in ways.items():
+                    try:
+                        call = lambda way=way: way(self.tensors[:3])  # noqa: E731
+                        if backward:
+                            out = way(leaves)
+                            call = lambda out=out: torch.autograd.grad(  # noqa: E731
+                                out, leaves, self.d_out, retain_graph=True
+                            )
+                    except Exception as error:  # whatever a peer raises
+                        print(f"  left out: {who}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                        continue
+                    right = checked(who, call, judge.backward if backward else judge.forward, calls)
+                    self.right &= right
+                if "attnlib" in calls:
+                    calls["attnlib again"] = calls["attnlib"]
+                found, flops = times(calls, self.rounds), self.flops * (2.5 if backward else 1)
+                kind = "backward " if backward else ""
+                rows += row_of(f"{self.name} {kind}causal, {name}", part, flops, found, None)
+        return rows
+
     def configurations(self) -> None:
         """The Hopper kernel in its configurations, at 25 and 6%."""
         from dataclasses import replace
@@ -391,6 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "blocks": lambda: [row for run in runs for row in run.blocks(more)],
         "making": making,
         "functions": lambda: [row for run in runs for row in run.functions()],
+        "scores": lambda: [row for run in runs for row in run.scores()],
         # The judge of gradients holds all scores of a head.
         "backward": lambda: [row for run in runs if run.seqlen <= 2 * TOKENS for row in run.backward()],
     }
