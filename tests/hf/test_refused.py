@@ -19,8 +19,7 @@ WITHOUT_SDPA = [
     "BloomForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "XGLMForCausalLM",
     "TrOCRForCausalLM", "RoFormerForCausalLM", "RemBertForCausalLM",
     "MegatronBertForCausalLM", "BlipTextLMHeadModel", "LEDModel",
-    "MvpModel", "SplinterModel", "NllbMoeModel", "PegasusXModel", "BigBirdPegasusModel", "Gemma2ForCausalLM",
-    "GptOssForCausalLM",
+    "MvpModel", "SplinterModel", "NllbMoeModel", "PegasusXModel", "BigBirdPegasusModel",
 ]  # fmt: skip
 
 
@@ -64,15 +63,14 @@ def test_models_that_compute_attention_themselves():
 
 def test_switching_a_model_that_does_not_support_sdpa():
     """By the method for it, and behind the model's back."""
-    config = transformers.Gemma2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16,
+    config = transformers.GPTNeoXJapaneseConfig(
+        vocab_size=97, hidden_size=32, intermediate_multiple_size=1, num_hidden_layers=1, num_attention_heads=2,
     )  # fmt: skip
-    model = transformers.Gemma2ForCausalLM(config)
-    with pytest.raises(ValueError, match="^attn_implementation: expected .* got Gemma2ForCausalLM"):
+    model = transformers.GPTNeoXJapaneseForCausalLM(config)
+    with pytest.raises(ValueError, match="^attn_implementation: expected .* got GPTNeoXJapaneseForCausalLM"):
         model.set_attn_implementation(attnlib.hf.NAME)
     model.config._attn_implementation = attnlib.hf.NAME
-    with pytest.raises(ValueError, match="^attn_implementation: expected .* got Gemma2"):
+    with pytest.raises(ValueError, match="^attn_implementation: expected .* got GPTNeoXJapanese"):
         model(tokens(1, 5, "cpu"))
 
 
@@ -101,7 +99,7 @@ def test_other_implementations_are_chosen_as_before(device):
 @pytest.mark.parametrize(
     "name",
     [
-        *("softcap", "s_aux", "sinks", "position_bias", "cache", "head_mask", "output_attentions"),
+        *("sinks", "position_bias", "cache", "head_mask", "output_attentions"),
         *("block_indices", "indices", "block_table", "anything"),
     ],
 )
