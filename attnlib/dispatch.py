@@ -94,8 +94,8 @@ class Saved(NamedTuple):
 
 
 def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`; with a score
-    those of its sinks (H) and its bias, in float32, too, None where it has none or nobody asks."""
+    """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`; with a
+    score those of its sinks (H) and its bias, in float32, too, None where it has none or nobody asks."""
     if forward_ad._current_level >= 0:
         check_tangents(d_out, *saved[:3])
     if nothing_to_do(saved.q, saved.k):

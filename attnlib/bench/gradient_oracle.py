@@ -60,16 +60,17 @@ class GradientOracle:
 
     @torch.no_grad()
     def judge(self, *gradients: torch.Tensor) -> dict[str, Verdict]:
-        """A verdict on each gradient: dq, dk, dv, and of a score the gradients of sinks and of bias in float32,
-        where it has them. Never raises for a wrong one."""
+        """A verdict on each gradient: dq, dk, dv, and of a score the gradients of sinks and of bias in
+        float32, where it has them. Never raises for a wrong one."""
         found = dict(zip(self.truth, gradients, strict=True))
         return {name: self._judge(name, gradient) for name, gradient in found.items()}
 
     def _judge(self, name: str, gradient: torch.Tensor) -> Verdict:
         exact, budget = self.truth[name], self.budget[name]
-        if gradient.shape != exact.shape or gradient.dtype != (self.dtype if name in ("dq", "dk", "dv") else torch.float32):
+        dtype = self.dtype if name in ("dq", "dk", "dv") else torch.float32
+        if gradient.shape != exact.shape or gradient.dtype != dtype:
             reason = (
-                f"{name}: expected shape {tuple(exact.shape)} {self.dtype}, "
+                f"{name}: expected shape {tuple(exact.shape)} {dtype}, "
                 f"got {tuple(gradient.shape)} {gradient.dtype}"
             )
             return Verdict(math.nan, math.nan, budget, False, reason)

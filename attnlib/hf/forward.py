@@ -83,7 +83,8 @@ def attention_forward(
     query, key, value, scaling, value_dim = _same_head_dim(query, key, value, scaling)
     score = score_of(softcap, s_aux, query)
     if static.is_made(attention_mask):
-        if score is None and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
+        decoding = score is None and static.fits_decode(query, attention_mask)
+        if decoding and not _differentiated(query, key, value):
             out = static.decode(query, key, value, attention_mask, scaling)
             return out.transpose(1, 2)[..., :value_dim].contiguous(), None
         attention_mask = static.read(attention_mask, query.shape[2])

@@ -19,14 +19,16 @@ def score_of(softcap: float | None, s_aux: torch.Tensor | None, query: torch.Ten
     name = "softcap" if softcap is not None else "s_aux"
     if not values_known(query):
         raise ValueError(
-            f"{name}: expected None under torch.compile, torch.export and in a CUDA graph, where attnlib does "
-            "not support it. Use attn_implementation='eager'"
+            f"{name}: expected None under torch.compile, torch.export and in a CUDA graph, where attnlib "
+            "does not support it. Use attn_implementation='eager'"
         )
     if softcap is not None and (isinstance(softcap, bool) or not isinstance(softcap, int | float)):
         raise ValueError(f"softcap: expected a number or None, got a {type(softcap).__name__}")
     if s_aux is not None and (not isinstance(s_aux, torch.Tensor) or s_aux.numel() != query.shape[1]):
         got = tuple(s_aux.shape) if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
-        raise ValueError(f"s_aux: expected a tensor with a value for each of {query.shape[1]} heads, got {got}")
+        raise ValueError(
+            f"s_aux: expected a tensor with a value for each of {query.shape[1]} heads, got {got}"
+        )
     return Score(softcap, sinks=None if s_aux is None else s_aux.flatten())
 
 
@@ -35,8 +37,8 @@ _known: weakref.WeakKeyDictionary[Mask, tuple] = weakref.WeakKeyDictionary()
 
 
 def block_mask_of(mask: Mask, layout: Layout | None, query: torch.Tensor) -> BlockMask | None:
-    """Which keys padding or packing leaves to the queries (B, H, Sq, D); None for all. The window, and what is
-    causal, is not in it."""
+    """Which keys padding or packing leaves to the queries (B, H, Sq, D); None for all. The window, and what
+    is causal, is not in it."""
     if layout is None and not mask.spans:
         return None
     known = _known.get(mask)

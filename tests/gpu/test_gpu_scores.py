@@ -1,4 +1,4 @@
-"""attention(score=) on a GPU: the calls of the interpreter's tests in both kernels, and calls drawn at random."""
+"""attention(score=) on a GPU: the calls of the interpreter's tests in both kernels, and random ones."""
 
 from __future__ import annotations
 

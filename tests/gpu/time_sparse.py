@@ -314,7 +314,7 @@ class Run:
                         call = lambda way=way: way(self.tensors[:3])  # noqa: E731
                         if backward:
                             out = way(leaves)
-                            call = lambda out=out: torch.autograd.grad(  # noqa: E731
+                            call = lambda out=out, leaves=leaves: torch.autograd.grad(  # noqa: E731
                                 out, leaves, self.d_out, retain_graph=True
                             )
                     except Exception as error:  # whatever a peer raises

@@ -25,8 +25,8 @@ BIASES = {
 
 @dataclass(frozen=True)
 class ScoreCase:
-    """A call, and its score: names of parts, of "cap" with a number, "alibi", "sinks", and of "bias" with a key
-    of `BIASES`, joined by " + "."""
+    """A call, and its score: names of parts, of "cap" with a number, "alibi", "sinks", and of "bias" with a
+    key of `BIASES`, joined by " + "."""
 
     call: SparseCase
     score: str
@@ -73,7 +73,8 @@ def options_of(case: ScoreCase, device: str, impl: str) -> dict:
 
 def check_scored(case: ScoreCase, device: str, impl: str | None = "triton", backward: bool = True) -> None:
     """AssertionError unless output, LSE and all gradients are within the error budget."""
-    q, k, v = (x.requires_grad_(backward) for x in make_inputs(case.call.shape, case.call.kind, device=device))
+    inputs = make_inputs(case.call.shape, case.call.kind, device=device)
+    q, k, v = (x.requires_grad_(backward) for x in inputs)
     d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
     score = case.make(device)
     with torch.set_grad_enabled(backward):

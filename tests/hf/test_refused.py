@@ -64,7 +64,8 @@ def test_models_that_compute_attention_themselves():
 def test_switching_a_model_that_does_not_support_sdpa():
     """By the method for it, and behind the model's back."""
     config = transformers.GPTNeoXJapaneseConfig(
-        vocab_size=97, hidden_size=32, intermediate_multiple_size=1, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=97, hidden_size=32, intermediate_multiple_size=1, num_hidden_layers=1,
+        num_attention_heads=2,
     )  # fmt: skip
     model = transformers.GPTNeoXJapaneseForCausalLM(config)
     with pytest.raises(ValueError, match="^attn_implementation: expected .* got GPTNeoXJapaneseForCausalLM"):

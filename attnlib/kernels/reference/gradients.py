@@ -24,7 +24,8 @@ def _gradient(
     d_out, q, k, v, seen: MaskWindow | torch.Tensor, scale: float, sizes: bool = False,
     out_dtype: torch.dtype | None = None, score: ScoreParts | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """dq, dk, dv, and the gradients of a score's sinks (1, H) and bias, as plain PyTorch computes them in the dtype of the inputs, P kept whole.
+    """dq, dk, dv, and the gradients of a score's sinks (1, H) and bias, as plain PyTorch computes them in the
+    dtype of the inputs, P kept whole.
 
     sizes: instead of each gradient the sum of the absolute values of its terms, which is what rounding errors
     are relative to: dP - delta may cancel, as it does in a row with a single key. P itself counts for more
@@ -77,8 +78,8 @@ def gradient_fp64(
     sm_scale: float | None = None,
     score: ScoreParts | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv of dense attention in fp64, the truth of every test of a backward; with a score the gradients
-    of its sinks and its bias as well, None where it has none.
+    """dq, dk, dv of dense attention in fp64, the truth of every test of a backward; with a score the
+    gradients of its sinks and its bias as well, None where it has none.
 
     d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. `mask`: bool (B, H, Sq, Sk), B
     and H or 1, instead of causal and window. One batch entry at a time, whose scores it holds whole: 8 * H *

@@ -52,8 +52,8 @@ def _key_steps(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
             b_p = tl.where(seen(words_ptr, bits, row, column, BLOCK_M, BLOCK_N), b_p, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])  # [BLOCK_M, BLOCK_N]
         if gradient[0] is not None:
-            add_bias_gradient(gradient[0], b_ds, start, key, S_q, S_k, gradient[1], gradient[2], ROWS, COLUMNS,
-                              ALONE, BLOCK_M, BLOCK_N)  # fmt: skip
+            add_bias_gradient(gradient[0], b_ds, start, key, S_q, S_k, gradient[1], gradient[2], ROWS,
+                              COLUMNS, ALONE, BLOCK_M, BLOCK_N)  # fmt: skip
         if SCORED:
             b_ds = b_ds * slope
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
@@ -111,7 +111,8 @@ def attention_sparse_backward_dq(
     gradient = (dbias_ptr, dbias_m, dbias_n)
     b_dq = _key_steps(
         b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, first, middle, row, steps_ptr, bits_ptr,
-        words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, ROWS, COLUMNS, ALONE, False, FLIP, STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+        words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, ROWS, COLUMNS, ALONE, False, FLIP,
+        STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if PARTIAL:
         b_dq = _key_steps(
@@ -124,7 +125,8 @@ def attention_sparse_backward_dq(
 
 @triton.jit
 def _query_steps(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, first, end, row, steps_ptr,
-                 bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
+                 bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr,
+                 PARTIAL: tl.constexpr, FLIP: tl.constexpr,
                  WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STEP: tl.constexpr, NUM_STAGES: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
@@ -209,8 +211,8 @@ def attention_sparse_backward_dkdv(
         )  # fmt: skip
         b_dk, b_dv = _query_steps(
             b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, first, middle, row, steps_ptr,
-            bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED, False, FLIP, WANT_DK, WANT_DV, STEP,
-            NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED, False, FLIP, WANT_DK, WANT_DV,
+            STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
         if PARTIAL:
             b_dk, b_dv = _query_steps(

@@ -15,7 +15,8 @@ from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
 
 @triton.jit
 def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr, bits_ptr, words_ptr,
-           qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr, STEP: tl.constexpr,
+           qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr, PARTIAL: tl.constexpr,
+           FLIP: tl.constexpr, STEP: tl.constexpr,
            NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Steps first .. end - 1 of the lists; returns the output before its division by l, and m, l."""
@@ -104,12 +105,14 @@ def attention_sparse_forward(
     row = start - tile * TILE
     b_acc, b_m, b_l = _steps(
         b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, first, middle, row, steps_ptr, bits_ptr, words_ptr,
-        qk_scale, start, S_q, S_k, score, SCORED, False, FLIP, STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+        qk_scale, start, S_q, S_k, score, SCORED, False, FLIP, STEP, NUM_STAGES,
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if PARTIAL:
         b_acc, b_m, b_l = _steps(
             b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, middle, end, row, steps_ptr, bits_ptr, words_ptr,
-            qk_scale, start, S_q, S_k, score, SCORED, True, FLIP, STEP, 1, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            qk_scale, start, S_q, S_k, score, SCORED, True, FLIP, STEP, 1,
+            BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     # A row that sees nothing, and has no sink, has l = 0: output 0, LSE -inf.
     empty = b_l == 0.0

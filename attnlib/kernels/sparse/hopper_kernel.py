@@ -199,7 +199,8 @@ def _tell(mem, number, last, tile, before, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
     # In the order of their names.
-    words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before + (tile.i_h,)
+    words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before
+    words += (tile.i_h,)
     for w in gl.static_range(plan.words):
         word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         mem.next_tile.index(b * plan.words + w).store(word)
@@ -447,7 +448,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 2. The other steps.
         for i in range(c + 1, end):
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, place, score.inner, slope, WG, plan
+                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, place, score.inner,
+                slope, WG, plan,
             )  # fmt: skip
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it

@@ -23,7 +23,10 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     score = params.score
     if backward and params.deterministic and score is not None and score.bias_gradient:
         if score.sizes != score.bias.shape:
-            return "adds up the gradient of a bias that broadcasts in an order that changes; deterministic=True"
+            return (
+                "adds up the gradient of a bias that broadcasts in an order that changes; deterministic=True "
+                "is asked for"
+            )
     if q.is_cuda or device.interpreted():
         return None
     return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"

@@ -2,8 +2,8 @@
 `triton.language`.
 
 `score` is (cap, slope, bias_ptr, bias_m, bias_n), of one head: the soft cap times log2(e); the slope of ALiBi
-times log2(e); the first element of the bias, and its strides along queries and keys. What a call does not have
-is None.
+times log2(e); the first element of the bias, and its strides along queries and keys. What a call does not
+have is None.
 """
 
 import triton
