@@ -168,7 +168,6 @@ class Rounding(NamedTuple):
 
 
 AS_KERNEL = Rounding()
-"""With 64 keys in a block where the head dimension is above 128."""
 
 
 @torch.no_grad()
@@ -181,8 +180,6 @@ def forward(
     rounding: Rounding = AS_KERNEL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`."""
-    if rounding is AS_KERNEL and q.width == 256:
-        rounding = rounding._replace(keys=64)
     outs, lses = [], []
     for b_q, b_k, b_v in zip(values_of(q), values_of(k), values_of(v), strict=True):
         group, out, lse = len(b_q) // max(1, len(b_k)), [], []
