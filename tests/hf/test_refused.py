@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="the optional extra at
 from small_models import build, tokens  # noqa: E402
 
 import attnlib.hf  # noqa: E402
+from attnlib.hf import models  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 WITHOUT_SDPA = [
@@ -61,17 +62,19 @@ def test_models_that_compute_attention_themselves():
         transformers.FalconForCausalLM(config)
 
 
-def test_switching_a_model_that_does_not_support_sdpa():
-    """By the method for it, and behind the model's back."""
-    config = transformers.GPTNeoXJapaneseConfig(
-        vocab_size=97, hidden_size=32, intermediate_multiple_size=1, num_hidden_layers=1,
-        num_attention_heads=2,
+def test_switching_a_model_that_does_not_support_sdpa(monkeypatch):
+    """By the method for it, and behind the model's back: Gemma 2, if its soft cap were not known."""
+    monkeypatch.setattr(models, "WITH_SCORES", set())
+    models.check_config.cache_clear()
+    config = transformers.Gemma2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
     )  # fmt: skip
-    model = transformers.GPTNeoXJapaneseForCausalLM(config)
-    with pytest.raises(ValueError, match="^attn_implementation: expected .* got GPTNeoXJapaneseForCausalLM"):
+    model = transformers.Gemma2ForCausalLM(config)
+    with pytest.raises(ValueError, match="^attn_implementation: expected .* got Gemma2ForCausalLM"):
         model.set_attn_implementation(attnlib.hf.NAME)
     model.config._attn_implementation = attnlib.hf.NAME
-    with pytest.raises(ValueError, match="^attn_implementation: expected .* got GPTNeoXJapanese"):
+    with pytest.raises(ValueError, match="^attn_implementation: expected .* got Gemma2"):
         model(tokens(1, 5, "cpu"))
 
 
