@@ -14,10 +14,12 @@ from attnlib.api import (
     monarch_matrix,
     quantize_fp8,
 )  # fmt: skip
+from attnlib.block_mask import BlockMask
+from attnlib.scores import Score
 
 __all__ = [
-    "Fp8", "__version__", "attention", "attention_decode", "attention_distr", "attention_entmax",
-    "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_varlen", "explain",
-    "monarch_matrix", "quantize_fp8",
+    "BlockMask", "Fp8", "Score", "__version__", "attention", "attention_decode", "attention_distr",
+    "attention_entmax", "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_varlen",
+    "explain", "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

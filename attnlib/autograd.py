@@ -114,6 +114,12 @@ def _folded(size: int, in_dims: tuple, tensors: tuple, asked: Asked) -> tuple[in
         raise NotImplementedError(
             "attention_varlen under torch.vmap: not supported; pack the mapped sequences too, in one call"
         )
+    mask = asked.params.block_mask
+    if mask is not None and mask.shape[0] > 1:
+        raise NotImplementedError(
+            "attention under torch.vmap with a block mask for each batch element: not supported; use one "
+            "with B of 1"
+        )
     moved = [
         x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(tensors, in_dims, strict=True)

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from attnlib.arguments.tangents import check_tangents
-from attnlib.kernels import DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS
+from attnlib.kernels import DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS, MASKED
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
@@ -47,6 +48,8 @@ def forward(
     road = _road(params, False, q, k, v, q, k, v)
     if nothing_to_do(q, k):  # no row, or none with anything to attend to
         lse = torch.full(lse_shape(q), -math.inf, dtype=torch.float32, device=q.device)
+        if params.score is not None and params.score.sinks is not None:
+            lse = params.score.sinks[:, None].expand(q.shape[:3]).clone()
         return torch.zeros_like(q), lse
     return road.family.forward(q, k, v, road.resolved(params))
 
@@ -141,12 +144,13 @@ class Saved(NamedTuple):
 
 
 def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`."""
+    """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`; with a
+    score those of its sinks (H) and its bias, in float32, too, None where it has none or nobody asks."""
     if forward_ad._current_level >= 0:
         check_tangents(d_out, *saved[:3])
     if nothing_to_do(saved.q, saved.k):
         q, k, v = (x.resolve_neg() for x in saved[:3])
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *_no_gradients(params)
     d_out, q, k, v, out, lse, params = _as_kernels_take_it(d_out, saved, params)
     road = _road(params, True, q, k, v, d_out, q, k, v, out)
     return road.family.backward(d_out, q, k, v, out, lse, road.resolved(params))
@@ -183,8 +187,8 @@ class _Road:
 
     __slots__ = ("_call", "backward", "choice", "family", "plan")
 
-    def __init__(self, choice: Choice, call: Signature | None, backward: bool) -> None:
-        self.choice, self.family, self.backward = choice, FAMILIES[choice.kernel], backward
+    def __init__(self, choice: Choice, family: ModuleType, call: Signature | None, backward: bool) -> None:
+        self.choice, self.family, self.backward = choice, family, backward
         self._call, self.plan = call, None
 
     def resolved(self, params: Params) -> Params:
@@ -193,11 +197,12 @@ class _Road:
         if call is not None:  # another thread may do the same meanwhile; the results are equal
             self.plan = self.family.prepare(call, self.backward)
             self._call = None
-        _, sm_scale, varlen, return_lse, deterministic, impl, _, _ = params
+        _, sm_scale, varlen, return_lse, deterministic, impl, _, _, mask, score = params
         choice = self.choice
         return Params(
-            choice.window, sm_scale, varlen, return_lse, deterministic, impl, choice.configuration, self.plan
-        )
+            choice.window, sm_scale, varlen, return_lse, deterministic, impl, choice.configuration, self.plan,
+            mask, score,
+        )  # fmt: skip
 
 
 _roads: dict[tuple, _Road] = {}
@@ -223,15 +228,20 @@ def _road(params: Params, backward: bool, q, k, v, *strided: torch.Tensor) -> _R
         call = call._replace(window=choice.window, config=choice.configuration)
         if len(_roads) >= PREPARED:
             _roads.clear()
-        found = _roads[key] = _Road(choice, None if any(addresses) else call, backward)
+        family = _families(params)[choice.kernel]
+        found = _roads[key] = _Road(choice, family, None if any(addresses) else call, backward)
     return found
+
+
+def _families(params: Params) -> dict[str, ModuleType]:
+    return FAMILIES if params.block_mask is None else MASKED
 
 
 def _choose(q, k, v, params: Params, backward: bool) -> Choice:
     rows, keys = (q.shape[2], k.shape[2]) if params.varlen is None else params.varlen[2:]
     params = params._replace(window=params.window.tightened(rows, keys))
     asked, reason = params.impl, None
-    for name, family in FAMILIES.items():
+    for name, family in _families(params).items():
         if asked not in (None, name):
             continue
         why_not = family.unsupported(q, k, v, params, backward)
@@ -246,6 +256,15 @@ def _choose(q, k, v, params: Params, backward: bool) -> Choice:
             return Choice(name, family.configuration(q, k, params, backward), reason, params.window)
         reason = f"{name} {why_not}"
     raise AssertionError("the last family runs every call")
+
+
+def _no_gradients(params: Params) -> tuple:
+    """Of the sinks and the bias of a score, where there is nothing to do."""
+    score = params.score
+    if score is None:
+        return ()
+    bias = torch.zeros(score.sizes, device=score.bias.device) if score.bias_gradient else None
+    return None if score.sinks is None else torch.zeros_like(score.sinks), bias
 
 
 def nothing_to_do(q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -7,6 +7,8 @@ from importlib.abc import MetaPathFinder
 
 import torch
 
+from attnlib.block_mask.mask import by_handle
+
 COUNTER = "torch.utils.flop_counter"
 
 
@@ -53,17 +55,22 @@ class _Watch(MetaPathFinder):
 
 def forward_flops(q, k, v, *options, **named) -> int:
     """4 * H * D * Sq * Sk of each sequence. As for PyTorch's own attention, a causal mask halves nothing
-    here; a window of left + right + 1 keys does count, because work grows with it."""
+    here; a window of left + right + 1 keys does count, because work grows with it, and so do the blocks of a
+    block mask."""
     given = dict(zip(_OPTIONS, options, strict=False)) | named
     left, right = given.get("left"), given.get("right")
     width = None if left is None or right is None else left + right + 1
     pairs = sum(
         rows * (keys if width is None else min(keys, width)) for rows, keys in _lengths(q, k, given)
     )
-    return 4 * q.shape[1] * q.shape[-1] * pairs
+    flops = 4 * q.shape[1] * q.shape[-1] * pairs
+    handle = given.get("block_mask")
+    return flops if handle is None else round(flops * by_handle(handle).density())
 
 
-_OPTIONS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "left", "right"
+_OPTIONS = (
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "left", "right", "sm_scale", "block_mask",
+)  # fmt: skip
 """Of the operators, in their order."""
 
 

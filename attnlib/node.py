@@ -36,7 +36,8 @@ NAME = "attnlib_node"
 
 def shortcut(q, k, v, options: tuple):
     """What `attention` returns, where `node.cpp` knows how such calls are launched; else None, and nothing is
-    done. options: those of `attention`, in order, as they were given. Nothing has to be checked before.
+    done. options: those of `attention` but for a block mask, in order, as they were given; a call with one is
+    not for `node.cpp`. Nothing has to be checked before.
 
     This one knows none. That of `node.cpp` takes its place, once it is there.
     """

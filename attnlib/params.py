@@ -130,6 +130,10 @@ class Params(NamedTuple):
         config: how the kernel is compiled and launched, of the class of its family; None for what the
             family's `configuration` chooses.
         plan: the launches that the family prepared for such a call; None where it has yet to.
+        block_mask: an `attnlib.BlockMask`, which keys each query sees; None where the window alone says it.
+            With a mask the window is in the mask (`BlockMask.within`), and is empty here.
+        score: what becomes of scores, an `attnlib.scores.ScoreParts`; None for nothing. A call with one has a
+            block mask, too.
     """
 
     window: MaskWindow
@@ -140,6 +144,8 @@ class Params(NamedTuple):
     impl: Implementation | None = None
     config: Any = None
     plan: Any = None
+    block_mask: Any = None
+    score: Any = None
 
 
 class EntmaxParams(NamedTuple):

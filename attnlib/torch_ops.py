@@ -20,14 +20,16 @@ from attnlib import dispatch, flops
 from attnlib.arguments.offsets import check_longest
 from attnlib.arguments.tangents import check_tangents
 from attnlib.autograd import no_second_derivative
+from attnlib.block_mask.mask import by_handle
 from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
 from attnlib.params import DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
-    "SymInt? left=None, SymInt? right=None, float? sm_scale=None"
+    "SymInt? left=None, SymInt? right=None, float? sm_scale=None, SymInt? block_mask=None"
 )
+"""`block_mask` is the `handle` of a BlockMask: operators take numbers and tensors only."""
 
 
 def _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Varlen | None:
@@ -36,6 +38,14 @@ def _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Varlen | 
     check_longest("max_seqlen_q", max_seqlen_q)  # which the graph itself may have computed
     check_longest("max_seqlen_k", max_seqlen_k)
     return Varlen(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+
+
+def _masked(params: Params, handle: int | None) -> Params:
+    """With the block mask of a handle, in the window that the call asks for."""
+    if handle is None:
+        return params
+    mask = by_handle(handle).within(params.window)
+    return params._replace(window=MaskWindow(None, None), block_mask=mask)
 
 
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -58,12 +68,13 @@ def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 )
 def attention_forward(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    left=None, right=None, sm_scale=None, lse=True, deterministic=False, impl=None,
+    left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
     """(out, lse). `deterministic` says how the backward pass is to be computed."""
     varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     params = Params(MaskWindow(left, right), scale, varlen, lse, deterministic, impl)
+    params = _masked(params, block_mask)
     with own_counters():
         out, found = dispatch.forward(q, k, v, params)
     return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
@@ -72,7 +83,7 @@ def attention_forward(
 @attention_forward.register_fake
 def _forward_fake(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    left=None, right=None, sm_scale=None, lse=True, deterministic=False, impl=None,
+    left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
     shape = dispatch.lse_shape(q) if lse else (0,)
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
@@ -80,8 +91,8 @@ def _forward_fake(
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *options = inputs
-    ctx.max_seqlens, ctx.bounds = options[:2], options[2:5]
-    ctx.has_lse, *ctx.choice = options[5:]
+    ctx.max_seqlens, ctx.bounds = options[:2], options[2:6]
+    ctx.has_lse, *ctx.choice = options[6:]
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(lse)
@@ -93,7 +104,7 @@ def _differentiate(ctx, d_out, _):
     if not ctx.has_lse:  # a graph made where no gradient was wanted
         _, lse = attention_forward(q, k, v, *options, True, *ctx.choice)
     gradients = attention_backward(d_out, q, k, v, out, lse, *options, *ctx.choice)
-    return *gradients, *(None,) * 10
+    return *gradients, *(None,) * 11
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_save)
@@ -110,12 +121,13 @@ attention_forward.register_autograd(_differentiate, setup_context=_save)
 )
 def attention_backward(
     d_out, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    left=None, right=None, sm_scale=None, deterministic=False, impl=None,
+    left=None, right=None, sm_scale=None, block_mask=None, deterministic=False, impl=None,
 ):  # fmt: skip
     """(dq, dk, dv)."""
     varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     params = Params(MaskWindow(left, right), scale, varlen, True, deterministic, impl)
+    params = _masked(params, block_mask)
     gradients = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
 

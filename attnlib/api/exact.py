@@ -12,8 +12,11 @@ from attnlib import dispatch, node, torch_ops
 from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.arguments.offsets import check_offsets
 from attnlib.autograd import Asked, Attention
+from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Choice
-from attnlib.params import Implementation, Params, Varlen, mask_window
+from attnlib.params import Implementation, MaskWindow, Params, Varlen, mask_window
+from attnlib.scored_call import masked, refuse_onlookers, run
+from attnlib.scores import Score, parts_of
 
 __all__ = ["Choice", "Window", "attention", "attention_varlen", "explain"]
 Window = tuple[int, int]
@@ -29,6 +32,8 @@ def attention(
     window: Window | None = None,
     sm_scale: float | None = None,
     return_lse: Literal[False] = False,
+    block_mask: BlockMask | None = None,
+    score: Score | None = None,
     deterministic: bool = False,
     impl: Implementation | None = None,
 ) -> torch.Tensor: ...
@@ -42,14 +47,17 @@ def attention(
     window: Window | None = None,
     sm_scale: float | None = None,
     return_lse: Literal[True],
+    block_mask: BlockMask | None = None,
+    score: Score | None = None,
     deterministic: bool = False,
     impl: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None
-):
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, block_mask=None, score=None,
+    deterministic=False, impl=None,
+):  # fmt: skip
     """Exact scaled dot-product attention, softmax(sm_scale * Q K^T) V, forward and backward.
 
     Scores, running row maximum, row sum and output are accumulated in float32. The kernel reads its inputs
@@ -78,14 +86,21 @@ def attention(
             a relative error of about 1e-7 times the magnitude of the scores: beyond 1e4 it begins to matter.
         return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. No gradient
             flows through it.
+        block_mask: an `attnlib.BlockMask`: query i sees key j where the mask says so, and only if `causal`
+            and `window` allow it too. What work there is goes by its blocks. The first call with a mask and a
+            window makes the mask of both, which waits for the GPU and is kept.
+        score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, an additive bias. Such a call runs in
+            the kernels for block masks. It has gradients of sinks and bias, too, and no `torch.vmap`,
+            `torch.compile` or `torch.export`. The LSE has the sink in it, and is that of the sink where a row
+            sees nothing.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
-        impl: "decode" (1 to 16 queries, the forward pass alone; the keys are split over the whole GPU),
-            "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
-            triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in
-            float64, any device), or None: the first of these that can run the call, but "decode" only for so
-            many keys that it is faster, and not "hopper" for the shortest sequences. An explicit choice never
-            falls back to another. `explain` tells what a call would run.
+        impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
+            whole GPU), "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA
+            can read; triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference"
+            (PyTorch in float64, any device), or None: the first of these that can run the call, but "decode"
+            only for so many keys that it is faster, and not "hopper" for the shortest sequences. An explicit
+            choice never falls back to another. `explain` tells what a call would run.
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
@@ -96,7 +111,7 @@ def attention(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices, `window`, `sm_scale` or `impl` do not fit.
+        ValueError: shapes, devices, `window`, `block_mask`, `score`, `sm_scale` or `impl` do not fit.
         RuntimeError: a second or a forward-mode derivative was asked for.
         NotImplementedError: `torch.jit.trace` looks on.
 
@@ -105,15 +120,17 @@ def attention(
         >>> out = attention(q, k, v, causal=True)
     """
     asked = causal, window, sm_scale, return_lse, deterministic, impl
-    if not torch.compiler.is_dynamo_compiling():
+    if block_mask is None and score is None and not torch.compiler.is_dynamo_compiling():
         results = node.shortcut(q, k, v, asked)
         if results is not None:
             return results
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     symbols = _symbolic()
-    options = Options(*asked)
+    options = Options(*asked, block_mask, score)
     check(q, k, v, options, symbols)
+    if score is not None:
+        refuse_onlookers(symbols, plain(q, k, v))
     if symbols or not plain(q, k, v):
         return _operator(q, k, v, None, options)
     return _call(q, k, v, None, options)
@@ -214,22 +231,31 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
         check_offsets(q, k, varlen)
         cu_seqlens_q, cu_seqlens_k = (x.resolve_neg().contiguous() for x in varlen[:2])
         lengths = varlen[2:]
-    causal, window, sm_scale, return_lse, deterministic, impl = options
+    causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    seen = mask_window(causal, window)
+    if score is not None:
+        mask = masked(mask, seen, q, k)
+        everything = MaskWindow(None, None)
+        params = Params(everything, scale, None, return_lse, deterministic, impl, None, None, mask)
+        results = run(q, k, v, score, params)
+        return results if return_lse else results[0]
+    if mask is not None:
+        mask, seen = mask.within(seen), MaskWindow(None, None)
     differentiable = functorch or _differentiable(q, k, v)
     lse_needed = return_lse or differentiable
-    asked = Asked(
-        Params(mask_window(causal, window), scale, None, lse_needed, deterministic, impl), lengths
-    )
+    params = Params(seen, scale, None, lse_needed, deterministic, impl, None, None, mask)
+    asked = Asked(params, lengths)
     if not differentiable:
         results = dispatch.forward(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k))
     else:
         if impl in ("decode", "hopper"):  # an error now rather than in the backward pass
             dispatch.resolve(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k), backward=True)
-        attend = Attention.apply if functorch else node.attend
+        # A mask's tensors are not among those that `node.cpp` launches with.
+        attend = Attention.apply if functorch or mask is not None else node.attend
         results = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
-    if varlen is None and not functorch:
-        node.keep((q, k, v), options, asked, results[0])
+    if varlen is None and mask is None and not functorch:
+        node.keep((q, k, v), options[:-2], asked, results[0])
     return results if return_lse else results[0]
 
 
@@ -288,10 +314,11 @@ _TransformType = torch._C._functorch.TransformType
 
 def _operator(q, k, v, varlen: Varlen | None, options: Options):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
-    causal, window, sm_scale, return_lse, deterministic, impl = options
+    causal, window, sm_scale, return_lse, deterministic, impl, mask, _ = options
     lse_needed = return_lse or _differentiable(q, k, v)
     scale = None if sm_scale is None else float(sm_scale)
-    asked = (*(varlen or (None, None, 0, 0)), *mask_window(causal, window), scale)
+    handle = None if mask is None else mask.handle
+    asked = (*(varlen or (None, None, 0, 0)), *mask_window(causal, window), scale, handle)
     out, lse = torch_ops.attention_forward(q, k, v, *asked, lse_needed, deterministic, impl)
     return (out, lse) if return_lse else out
 
@@ -300,8 +327,9 @@ def _operator(q, k, v, varlen: Varlen | None, options: Options):
 
 
 def explain(
-    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, deterministic=False, impl=None
-) -> Choice:
+    q, k, v, *, causal=False, window=None, sm_scale=None, return_lse=False, block_mask=None, score=None,
+    deterministic=False, impl=None,
+) -> Choice:  # fmt: skip
     """Which kernel `attention` would run with these arguments, with which configuration, and why.
 
     Nothing is computed or compiled. Arguments and errors are those of `attention`.
@@ -310,9 +338,14 @@ def explain(
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
         reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
     """
-    check(q, k, v, Options(causal, window, sm_scale, return_lse, deterministic, impl))
+    check(q, k, v, Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score))
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    params = Params(mask_window(causal, window), scale, None, return_lse, deterministic, impl)
+    seen = mask_window(causal, window)
+    if score is not None:
+        score, block_mask = parts_of(score, q, k), masked(block_mask, MaskWindow(None, None), q, k)
+    if block_mask is not None:
+        block_mask, seen = block_mask.within(seen), MaskWindow(None, None)
+    params = Params(seen, scale, None, return_lse, deterministic, impl, None, None, block_mask, score)
     choice = dispatch.resolve(q, k, v, params)
     if dispatch.nothing_to_do(q, k):
         choice = replace(choice, reason=f"{choice.reason}; nothing to compute, so nothing is launched")

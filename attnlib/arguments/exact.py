@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_tensors, type_name
+from attnlib.arguments.masks import check_block_mask
 from attnlib.arguments.offsets import check_longest, check_offsets_form
+from attnlib.arguments.scores import check_score
 from attnlib.params import Varlen
 
 
@@ -19,6 +21,8 @@ class Options(NamedTuple):
     return_lse: Any = False
     deterministic: Any = False
     impl: Any = None
+    block_mask: Any = None
+    score: Any = None
 
 
 def check(q, k, v, options: Options, symbols: bool = False) -> None:
@@ -26,6 +30,10 @@ def check(q, k, v, options: Options, symbols: bool = False) -> None:
     check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4)
     (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
     _check_options(options, symbols)
+    if options.block_mask is not None:
+        check_block_mask(options.block_mask, q, k)
+    if options.score is not None:
+        check_score(options.score, q, k)
 
 
 def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = False) -> None:
@@ -73,7 +81,7 @@ _check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from c
 
 
 def _check_options(options: Options, symbols: bool) -> None:
-    causal, window, sm_scale, return_lse, deterministic, impl = options
+    causal, window, sm_scale, return_lse, deterministic, impl, _, _ = options
     check_common(causal, window, sm_scale, return_lse, symbols)
     if deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic: expected a bool, got {type_name(deterministic)}")

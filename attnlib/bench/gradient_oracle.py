@@ -7,6 +7,7 @@ import torch
 from attnlib.bench.oracle import Budget, Verdict, max_and_rms
 from attnlib.kernels.reference.gradients import gradients_by_batch
 from attnlib.params import mask_window
+from attnlib.scores import ScoreParts
 
 FP32 = torch.finfo(torch.float32).eps
 
@@ -18,7 +19,7 @@ class GradientOracle:
 
     The rule is that of `reference`: at most twice the error of plain PyTorch in the same dtype, plus a
     rounding of the result, plus what comes of computing delta from an output that was rounded. Attributes:
-    `truth` and `budget`, by name ("dq", "dk", "dv").
+    `truth` and `budget`, by name ("dq", "dk", "dv", "dsinks", "dbias").
     """
 
     def __init__(
@@ -30,15 +31,26 @@ class GradientOracle:
         causal: bool = False,
         window: tuple[int, int] | None = None,
         sm_scale: float | None = None,
+        *,
+        mask: torch.Tensor | None = None,
+        score: ScoreParts | None = None,
     ) -> None:
-        bounds, self.dtype = mask_window(causal, window), q.dtype
+        seen, self.dtype = mask_window(causal, window) if mask is None else mask, q.dtype
         with torch.no_grad():
-            call = d_out, q, k, v, bounds, sm_scale
-            truth = gradients_by_batch(*call, torch.float64)
-            plain = gradients_by_batch(*call, q.dtype)
-            sizes = gradients_by_batch(*call, torch.float64, sizes=True)
-            given = gradients_by_batch(*call, torch.float64, out_dtype=q.dtype)
-        self.truth = dict(zip(("dq", "dk", "dv"), truth, strict=True))
+            call = d_out, q, k, v, seen, sm_scale
+            more = {"score": score}
+            truth = gradients_by_batch(*call, torch.float64, **more)
+            plain = gradients_by_batch(*call, q.dtype, **more)
+            sizes = gradients_by_batch(*call, torch.float64, sizes=True, **more)
+            given = gradients_by_batch(*call, torch.float64, out_dtype=q.dtype, **more)
+        results = [
+            [x for x in found if x is not None] for found in (truth, plain, sizes, given)
+        ]
+        truth, plain, sizes, given = results
+        names = ["dq", "dk", "dv"]
+        if score is not None:
+            names += ["dsinks"] * (score.sinks is not None) + ["dbias"] * (score.bias is not None)
+        self.truth = dict(zip(names, truth, strict=True))
         self.budget = {}
         for (name, exact), rough, size, best in zip(self.truth.items(), plain, sizes, given, strict=True):
             # Kernels accumulate in fp32; that much is granted where a rounding of the result is less.
@@ -47,16 +59,18 @@ class GradientOracle:
             self.budget[name] = Budget(*(2 * (x[0] + x[1] + max(x[2:])) for x in (largest, rms)))
 
     @torch.no_grad()
-    def judge(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> dict[str, Verdict]:
-        """A verdict on each gradient; never raises for a wrong one."""
-        found = {"dq": dq, "dk": dk, "dv": dv}
+    def judge(self, *gradients: torch.Tensor) -> dict[str, Verdict]:
+        """A verdict on each gradient: dq, dk, dv, and of a score the gradients of sinks and of bias in
+        float32, where it has them. Never raises for a wrong one."""
+        found = dict(zip(self.truth, gradients, strict=True))
         return {name: self._judge(name, gradient) for name, gradient in found.items()}
 
     def _judge(self, name: str, gradient: torch.Tensor) -> Verdict:
         exact, budget = self.truth[name], self.budget[name]
-        if gradient.shape != exact.shape or gradient.dtype != self.dtype:
+        dtype = self.dtype if name in ("dq", "dk", "dv") else torch.float32
+        if gradient.shape != exact.shape or gradient.dtype != dtype:
             reason = (
-                f"{name}: expected shape {tuple(exact.shape)} {self.dtype}, "
+                f"{name}: expected shape {tuple(exact.shape)} {dtype}, "
                 f"got {tuple(gradient.shape)} {gradient.dtype}"
             )
             return Verdict(math.nan, math.nan, budget, False, reason)

@@ -27,6 +27,7 @@ from attnlib.kernels.reference.dense import (
     attention_varlen_fp64,
     attention_varlen_math,
 )
+from attnlib.scores import ScoreParts
 
 INPUTS = ("normal", "large", "outlier", "constant", "sink")
 """Kinds of input, see `make_inputs`."""
@@ -70,7 +71,9 @@ class Oracle:
         oracle = Oracle(q, k, v, causal=True)
         oracle.judge(attention(q, k, v, causal=True)).raise_if_bad("my kernel")
 
-    With cu_seqlens=(cu_seqlens_q, cu_seqlens_k) the input is varlen sequences, see `attention_varlen_fp64`.
+    With cu_seqlens=(cu_seqlens_q, cu_seqlens_k) the input is varlen sequences, see `attention_varlen_fp64`;
+    with a mask, bool (B, H, Sq, Sk), that alone says which keys a query sees, and a score may say what
+    becomes of scores.
 
     Attributes: `out` (B, H, Sq, D) and `lse` (B, H, Sq) in fp64, or (Tq, H, D) and (H, Tq), `budget`,
     `lse_tolerance` (absolute).
@@ -86,6 +89,8 @@ class Oracle:
         *,
         window: tuple[int, int] | None = None,
         cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mask: torch.Tensor | None = None,
+        score: ScoreParts | None = None,
     ) -> None:
         self.dtype = q.dtype
         truth, yardstick = attention_fp64, attention_math
@@ -93,6 +98,10 @@ class Oracle:
             truth, yardstick = attention_varlen_fp64, attention_varlen_math
         tensors = q, k, v, *(cu_seqlens or ())
         how = {"causal": causal, "window": window, "sm_scale": sm_scale}
+        if mask is not None:
+            how["mask"] = mask
+        if score is not None:
+            how["score"] = score
         self.out, self.lse = truth(*tensors, **how)
         plain = yardstick(*tensors, **how).double().sub_(self.out)
         math_max, math_rms = max_and_rms(plain)

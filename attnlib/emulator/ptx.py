@@ -80,6 +80,7 @@ OPERATIONS: dict[str, Callable] = {
     "fma.rn.f32": lambda a, b, c: np.float32(np.float64(a) * b + c),
     "max.NaN.f32": np.maximum,
     "ex2.approx.ftz.f32": np.exp2,
+    "tanh.approx.f32": np.tanh,
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,

@@ -18,8 +18,11 @@ with a cache that is still empty too, if the model hands them to its attention (
 Inside of a compiled graph the values of a mask can't be read, so padding is computed too, and up to 64 packed
 sequences per row; more, or holes under a window, fail when the graph runs.
 
+Soft caps (Gemma 2) and attention sinks (GPT-OSS) are computed, padded and packed batches too, but not in a
+graph.
+
 ValueError, which names the argument or the model's class, for everything else: masks and biases of a model's
-own, chunks, attention sinks, soft caps, dropout, attention weights as a result, paged caches, models that
+own, chunks, dropout, attention weights as a result, paged caches, models that
 don't support "sdpa", and every argument that attnlib does not know.
 """
 

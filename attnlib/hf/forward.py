@@ -11,6 +11,7 @@ from attnlib.hf import mask as masks
 from attnlib.hf import static
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
 from attnlib.hf.mask import Mask
+from attnlib.hf.score import block_mask_of, score_of
 
 NAME = "attnlib"
 
@@ -48,6 +49,8 @@ def attention_forward(
     max_length_q: int | torch.Tensor | None = None,
     max_length_k: int | torch.Tensor | None = None,
     deterministic: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -65,6 +68,8 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences in a batch of one, as
             `attention_varlen` has them; all four or none.
         deterministic: as in `attention`.
+        softcap: the soft cap of the scores, as in Gemma 2.
+        s_aux: (H) attention sinks, as in GPT-OSS.
 
     Returns:
         ((B, Sq, H, Dv), None).
@@ -76,8 +81,10 @@ def attention_forward(
     if dropout:
         raise ValueError(f"dropout: expected 0, attnlib has no dropout in attention, got {dropout}")
     query, key, value, scaling, value_dim = _same_head_dim(query, key, value, scaling)
+    score = score_of(softcap, s_aux, query)
     if static.is_made(attention_mask):
-        if static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
+        decoding = score is None and static.fits_decode(query, attention_mask)
+        if decoding and not _differentiated(query, key, value):
             out = static.decode(query, key, value, attention_mask, scaling)
             return out.transpose(1, 2)[..., :value_dim].contiguous(), None
         attention_mask = static.read(attention_mask, query.shape[2])
@@ -96,7 +103,11 @@ def attention_forward(
         if position_ids is not None and mask.causal:
             layout = _with_positions(position_ids, query.shape[0], mask)
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
-    if layout is None and mask.spans:
+    if score is not None:
+        seen = block_mask_of(mask, layout, query)
+        out = attention(query, key, value, sm_scale=scaling, score=score, block_mask=seen, **options)
+        out = out.transpose(1, 2)
+    elif layout is None and mask.spans:
         if _differentiated(query, key, value):
             out = attend(query, key, value, masks.padded(mask), sm_scale=scaling, **options)
             return out[..., :value_dim].contiguous(), None

@@ -29,7 +29,7 @@ def check_when_chosen() -> None:
 def check_model(model: type[PreTrainedModel]) -> None:
     """ValueError for a class of models that would not call attnlib, or not say all that it has to know: one
     that does not support "sdpa", or whose code computes attention without transformers' interface."""
-    if not model._supports_sdpa:
+    if not model._supports_sdpa and _type_of(model) not in WITH_SCORES:
         raise ValueError(
             f"attn_implementation: expected a model that supports 'sdpa' for {NAME!r}, got {model.__name__}, "
             "which does not. Use attn_implementation='eager'"
@@ -39,6 +39,14 @@ def check_model(model: type[PreTrainedModel]) -> None:
             "attn_implementation: expected a model that calls transformers' AttentionInterface for "
             f"{NAME!r}, got {model.__name__}, which computes attention itself. Use attn_implementation='sdpa'"
         )
+
+
+WITH_SCORES = {"gemma2", "gpt_oss"}
+"""Types of models that don't support "sdpa" because of a soft cap or sinks, and of nothing else."""
+
+
+def _type_of(model: type[PreTrainedModel]) -> str | None:
+    return getattr(model.config_class, "model_type", None)
 
 
 def _calls_the_interface(model: type[PreTrainedModel]) -> bool:
@@ -55,7 +63,7 @@ def check_config(config: type) -> None:
     """The same for the models of a configuration, none of which supports "sdpa": for a configuration on which
     somebody set `_attn_implementation` without asking the model."""
     models = [model for model in _below(PreTrainedModel) if model.config_class is config]
-    if models and not any(model._supports_sdpa for model in models):
+    if models and not any(m._supports_sdpa or _type_of(m) in WITH_SCORES for m in models):
         check_model(models[-1])
 
 

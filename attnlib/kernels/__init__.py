@@ -14,7 +14,18 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 `configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
 """
 
-from attnlib.kernels import decode, distr, entmax, fp8, hopper, merge, monarch, portable, reference
+from attnlib.kernels import (
+    decode,
+    distr,
+    entmax,
+    fp8,
+    hopper,
+    merge,
+    monarch,
+    portable,
+    reference,
+    sparse,
+)
 from attnlib.kernels.decode import few_queries
 from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.hopper import narrow as hopper_narrow
@@ -31,6 +42,11 @@ FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "refere
 
 FOR_FEW_CALLS = {"decode"}
 """Families for calls of one kind. That a call is of another kind is no reason to tell for what runs it."""
+
+MASKED = {
+    "decode": few_queries, "hopper": sparse.hopper, "triton": sparse.portable, "reference": reference
+}  # fmt: skip
+"""The same as `FAMILIES` for calls with a block mask."""
 
 FP8 = {"hopper": hopper_fp8, "reference": reference_fp8}
 """The same for `attention_fp8`, which only an explicit `impl` leads to the reference: modules with

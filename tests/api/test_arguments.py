@@ -11,8 +11,17 @@ import numpy
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from torch.nn.attention.flex_attention import create_block_mask
 
-from attnlib import attention, attention_decode, attention_entmax, attention_varlen, explain
+from attnlib import (
+    BlockMask,
+    Score,
+    attention,
+    attention_decode,
+    attention_entmax,
+    attention_varlen,
+    explain,
+)
 from attnlib.arguments import offsets as offset_checks
 from attnlib.params import Varlen
 
@@ -339,11 +348,78 @@ ENTMAX = [
 ]  # fmt: skip
 ENTMAX += [row for row in OPTIONS if set(row[0]) <= {"causal", "sm_scale"}]
 
+
+def mask(*shape, **options):
+    """A block mask of (B, H, S_q, S_k) where all is seen."""
+    B, H, *lengths = shape
+    return BlockMask.from_function(lambda b, h, q, k: q >= 0, *lengths, B=B, H=H, **options)
+
+
+THEIR_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device="cpu")
+MASKS = [
+    ({"block_mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError,
+     "block_mask: expected an attnlib.BlockMask or None, got torch.Tensor"),
+    ({"block_mask": THEIR_MASK}, TypeError,
+     "block_mask: expected an attnlib.BlockMask or None, got torch.nn.attention.flex_attention.BlockMask; "
+     "attnlib.BlockMask.from_torch makes one of it"),
+    ({"block_mask": mask(1, 1, 9, 8)}, ValueError,
+     "block_mask: expected 8 queries and 8 keys as q and k have, got 9 and 8"),
+    ({"block_mask": mask(1, 1, 8, 7)}, ValueError,
+     "block_mask: expected 8 queries and 8 keys as q and k have, got 8 and 7"),
+    ({"block_mask": mask(3, 1, 8, 8)}, ValueError,
+     "block_mask: expected a batch size of 1 or 2 as q has, got 3"),
+    ({"block_mask": mask(1, 2, 8, 8)}, ValueError,
+     "block_mask: expected a number of heads of 1 or 4 as q has, got 2"),
+    ({"block_mask": mask(1, 1, 8, 8), **{x: GOOD[x].to("meta") for x in "qkv"}}, ValueError,
+     "block_mask: expected device meta as q has, got cpu"),
+]  # fmt: skip
+
+SCORES = [
+    ({"score": 30.0}, TypeError, "score: expected an attnlib.Score or None, got float"),
+    ({"score": Score(alibi=torch.ones(3))}, ValueError,
+     "score.alibi: expected 4 values, one for each head of q, got 3"),
+    ({"score": Score(sinks=torch.ones(2))}, ValueError,
+     "score.sinks: expected 4 values, one for each head of q, got 2"),
+    ({"score": Score(bias=torch.ones(7, 8))}, ValueError,
+     "score.bias: expected a shape that broadcasts to (B, H, Sq, Sk) = (2, 4, 8, 8), got (7, 8)"),
+    ({"score": Score(bias=torch.ones(1, 1, 1, 8, 8))}, ValueError,
+     "score.bias: expected a shape that broadcasts to (B, H, Sq, Sk) = (2, 4, 8, 8), got (1, 1, 1, 8, 8)"),
+    ({"score": Score(sinks=torch.ones(4, device="meta"))}, ValueError,
+     "score.sinks: expected device cpu as q has, got meta"),
+]  # fmt: skip
+PARTS = [
+    ({}, ValueError, "score: expected at least one of soft_cap, alibi, sinks and bias, got none"),
+    ({"soft_cap": "30"}, TypeError, "score.soft_cap: expected a number or None, got str"),
+    ({"soft_cap": True}, TypeError, "score.soft_cap: expected a number or None, got bool"),
+    *(({"soft_cap": x}, ValueError, f"score.soft_cap: expected a number from 1e-6 to 1e6, got {x}")
+      for x in (0.0, -3, float("nan"), float("inf"))),
+    ({"alibi": [0.5]}, TypeError, "score.alibi: expected a torch.Tensor or None, got list"),
+    ({"alibi": torch.ones(4, dtype=torch.int32)}, TypeError,
+     "score.alibi: expected dtype float16, bfloat16 or float32, got torch.int32"),
+    ({"alibi": torch.ones(1, 4)}, ValueError, "score.alibi: expected shape (H), got (1, 4)"),
+    ({"alibi": torch.ones(4, requires_grad=True)}, ValueError,
+     "score.alibi: expected slopes that do not require grad, got some that do: attnlib has no gradient of "
+     "them"),
+    ({"sinks": torch.ones(4, dtype=torch.float64)}, TypeError,
+     "score.sinks: expected dtype float16, bfloat16 or float32, got torch.float64"),
+    ({"sinks": torch.ones(())}, ValueError, "score.sinks: expected shape (H), got ()"),
+    ({"bias": torch.ones(2, 2).to_sparse()}, TypeError,
+     "score.bias: expected a dense tensor (layout torch.strided), got torch.sparse_coo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "error", "message"), PARTS)
+def test_wrong_parts_of_a_score_are_named(parts, error, message):
+    with pytest.raises(error) as raised:
+        Score(**parts)
+    assert str(raised.value) == message
+
+
 COMMON = [row for row in OPTIONS if not {"deterministic", "impl"} & set(row[0])]
 TABLE = {
     attention_decode: (GOOD_DECODE, [*DECODE, *COMMON]),
     attention_entmax: (GOOD, [*TENSORS, *DENSE_TENSORS, *ENTMAX]),
-    attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS]),
+    attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS, *MASKS, *SCORES]),
     attention_varlen: (GOOD_VARLEN, [*TENSORS, *PACKED_TENSORS, *SEQUENCES, *OPTIONS]),
 }
 
@@ -378,11 +454,11 @@ def test_wrong_arguments_are_named(function, good, wrong, error, message):
 @pytest.mark.parametrize("function", TABLE)
 def test_the_table_has_every_argument(function):
     good, wrongs = TABLE[function]
-    named = {message.split(":")[0] for _, _, message in wrongs}
+    named = {message.split(":")[0].split(".")[0] for _, _, message in wrongs}
     assert named == parameters(function)
     told = ("meta as q has", "k_cache: expected batch size 2")  # another argument than the one changed
     for wrong, _, message in wrongs:
-        assert message.split(":")[0] in wrong or any(text in message for text in told)
+        assert message.split(":")[0].split(".")[0] in wrong or any(text in message for text in told)
     # What the table changes is all that is wrong.
     out = function(**good)
     assert out.shape == good["q"].shape and not out.any()

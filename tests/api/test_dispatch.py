@@ -16,10 +16,10 @@ from attnlib.api import Choice
 from attnlib.dispatch import resolve
 from attnlib.kernels import hopper, portable
 from attnlib.kernels.common import device as devices
+from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.signature import mean_keys
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper import support
 from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
 from attnlib.kernels.portable.configs import forward_config
 from attnlib.params import MaskWindow, Params, Varlen, mask_window
@@ -253,13 +253,13 @@ def test_kernels_in_the_interpreter_on_a_gpu(gpu, monkeypatch):
 
 
 def test_another_triton_has_another_gluon(monkeypatch):
-    support._gluon_amiss.cache_clear()
+    hopper_gpu._gluon_amiss.cache_clear()
     monkeypatch.setattr(triton, "__version__", "3.7.1")
-    assert support._gluon_amiss() == "needs the Gluon of triton 3.6.x; this is triton 3.7.1"
-    support._gluon_amiss.cache_clear()
+    assert hopper_gpu._gluon_amiss() == "needs the Gluon of triton 3.6.x; this is triton 3.7.1"
+    hopper_gpu._gluon_amiss.cache_clear()
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert support._gluon_amiss() is None
-    support._gluon_amiss.cache_clear()
+    assert hopper_gpu._gluon_amiss() is None
+    hopper_gpu._gluon_amiss.cache_clear()
 
 
 def test_explain_reads_well_and_is_frozen(gpu):

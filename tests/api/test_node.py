@@ -19,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from triton import knobs
 
-from attnlib import attention, attention_varlen, node
+from attnlib import BlockMask, attention, attention_varlen, node
 from attnlib.kernels.common import direct
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches that compute on a CPU")
 SHAPE = 1, 2, 16, 8
+MASK = BlockMask.from_function(lambda b, h, q, k: (q + k) % 3 > 0, 16, 16)
 
 
 def inputs(*shape, dtype=torch.float32, grad=True):
@@ -328,6 +329,7 @@ FOR_PYTHON = {
     "a sign that is not in memory": lambda q, k, v: attend(q, torch._neg_view(k), v),
     "an address that TMA does not take": lambda q, k, v: attend(q, k, misaligned(v)),
     "torch.compile": lambda q, k, v: torch.compile(attend, fullgraph=True, backend="eager")(q, k, v),
+    "a block mask": lambda q, k, v: attend(q, k, v, block_mask=MASK),
     "a window as a list": lambda q, k, v: attend(q, k, v, causal=False, window=[-1, 0]),
 }  # fmt: skip
 
@@ -350,6 +352,16 @@ def test_calls_for_python(name, launcher):
     assert not launcher.forwards
     attend(*tensors)
     assert len(launcher.forwards) == 1, "the kind was not known"
+
+
+def test_calls_with_a_block_mask_leave_no_kind_behind(launcher):
+    """Nor passes: calls without a mask would be taken for them."""
+    tensors = inputs()
+    for _ in range(2):
+        gradients(attend(*tensors, block_mask=MASK), tensors)
+    out = attend(*tensors)
+    assert not launcher.forwards and not launcher.through_python
+    assert torch.equal(out, in_python(lambda: attend(*tensors)))
 
 
 def test_no_hooks_at_all_are_no_profiler(launcher):

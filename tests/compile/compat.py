@@ -90,7 +90,7 @@ def format_outcomes(version: str, outcomes: list[Outcome]) -> str:
 
 def main() -> int:
     """Status 1 if a configuration of the portable kernel does not compile: it has to, with every Triton that
-    pyproject.toml allows, while the Hopper kernel is for the one that `hopper.support` names."""
+    pyproject.toml allows, while the Hopper kernel is for the one that `hopper_gpu` names."""
     import test_hopper
     import triton
 

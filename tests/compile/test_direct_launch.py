@@ -19,7 +19,7 @@ from triton import knobs
 
 from attnlib import attention, node
 from attnlib.kernels import decode, hopper, portable
-from attnlib.kernels.common import device, direct, forward_plan
+from attnlib.kernels.common import device, direct, forward_plan, hopper_gpu
 from attnlib.kernels.common.launcher import Launch, Launches
 from attnlib.params import DecodeParams, MaskWindow, Params, Varlen
 
@@ -206,7 +206,7 @@ def node_cpp(sm_90, monkeypatch):
     monkeypatch.setattr(node, "attend", partial(node.record, module))
     monkeypatch.setattr(node, "shortcut", module.attend)
     monkeypatch.setattr(portable, "unsupported", lambda *args: None)
-    monkeypatch.setattr(hopper.support, "unsupported_here", lambda q: None)
+    monkeypatch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
     yield sm_90.driver
     module.forget()
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
+from attnlib.kernels.common import postprocess
 from attnlib.kernels.common import preprocess as preprocess_kernel
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import Launch
@@ -30,7 +31,6 @@ from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     launch_backward,
-    postprocess,
 )
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 from attnlib.params import MaskWindow
@@ -203,7 +203,7 @@ def test_the_program_fits_its_registers(compiled) -> None:
 def test_postprocess(width: int, dtype: str, varlen: bool) -> None:
     """16 bytes a load, and rows leave through TMA."""
     call, rows = call_of(width, dtype, varlen)
-    launch = launch_backward._postprocess(call, (call.q, call.strides[0]), rows, width)
+    launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
     (stats,) = inspect_sm90.compile_all([job(postprocess, launch, call)])
     loads = Counter("LDG.E.128" in text for text in stats.listing if "LDG" in text)
     assert loads == ({True: 8, False: 3} if varlen else {True: 8}), "and offsets of sequences"

@@ -59,6 +59,7 @@ class Call(NamedTuple):
     shape: Any
     window: tuple[int, int] | None = None
     varlen: bool = False
+    mask: str = ""  # a block mask: "dots", in which all blocks are partial, or "blocks"
 
 
 class DecodeCall(NamedTuple):
@@ -102,6 +103,11 @@ def calls() -> Iterator[Call | DecodeCall | EntmaxCall]:
         yield Call("hopper", Shape(1, 2, 130, head_dim, True, "bfloat16"))
         yield Call("triton", Shape(1, 2, 130, head_dim, True, "bfloat16"))
     yield Call("triton", Shape(1, 2, 70, 64, True, "float32"))
+    for head_dim, impl in product((64, 128, 256), ("hopper", "triton")):
+        for mask in ("dots", "blocks"):
+            yield Call(impl, Shape(2, 4, 300, head_dim, False, heads_kv=2, seqlen_k=390), mask=mask)
+        # More tiles than an H200 has SMs.
+        yield Call(impl, Shape(1, 75, 260, head_dim, False, seqlen_k=260), mask="dots")
     for head_dim, page, split, same_launch in product(
         (64, 96, 256), (None, 16), ("none", "fixed", "stream_k"), (False, True)
     ):
@@ -134,7 +140,7 @@ def run_training(call: Call) -> tuple:
     from attnlib.kernels import hopper
     from attnlib.params import Params, mask_window
 
-    impl, shape, window, varlen = call
+    impl, shape, window, varlen, mask = call
     # Made on the CPU: a copy to the GPU is no kernel, and the sanitizer knows that it initializes.
     inputs = make_inputs(shape, device="cpu")
     if varlen:
@@ -142,6 +148,10 @@ def run_training(call: Call) -> tuple:
     q, k, v = (x.cuda().requires_grad_() for x in inputs)
     d_out = torch.randn(q.shape).to(q.dtype).cuda()
     how = {"causal": shape.causal, "window": window, "impl": impl, "return_lse": True}
+    if mask:
+        how |= {"block_mask": block_mask(mask, shape)}
+        if shape.head_dim > 128:  # the backward pass is the portable one, which no explicit choice takes
+            how["impl"] = "triton" if impl == "triton" else None
     if varlen:
         cu = torch.tensor([0, 65, 65, shape.seqlen], dtype=torch.int32).cuda()
         out, lse = attention_varlen(q, k, v, cu, cu, shape.seqlen - 65, shape.seqlen - 65, **how)
@@ -193,6 +203,17 @@ def run_entmax(call: EntmaxCall) -> tuple:
     out.backward(torch.randn(out.shape).half().cuda())
     torch.cuda.synchronize()
     return out, tau, q.grad, k.grad, v.grad
+
+
+def block_mask(name: str, shape: Any):
+    """Made of a tensor that was made on the CPU; some keys are seen by nobody."""
+    import torch
+
+    from attnlib import BlockMask
+
+    q, k = torch.arange(shape.seqlen)[:, None], torch.arange(shape.keys)
+    seen = (q + k) % 3 == 0 if name == "dots" else (q // 128 + k // 128) % 2 == 0
+    return BlockMask.from_mask((seen & (k >= 128)).cuda())
 
 
 # ---------------------------------------------------------------- what the sanitizer says

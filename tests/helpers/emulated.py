@@ -16,18 +16,18 @@ from mutations import Mutation
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
 from attnlib.kernels import hopper
-from attnlib.kernels.common import device, forward_plan
+from attnlib.kernels.common import counters, device, forward_plan, hopper_gpu
 from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     forward_kernel,
     launch_fp8,
     narrow,
-    support,
 )
 from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
+from attnlib.kernels.sparse import hopper_backward_kernel, hopper_kernel
 from attnlib.params import Params, Varlen, mask_window
 
 ORDERS = "eager", "late", "random"
@@ -35,6 +35,8 @@ KERNELS = {
     "attention_forward_hopper": forward_kernel,
     "attention_backward_hopper": backward_kernel,
     "attention_backward_hopper_wide": backward_wide_kernel,
+    "attention_sparse_forward_hopper": hopper_kernel,
+    "attention_sparse_backward_hopper": hopper_backward_kernel,
 }
 
 
@@ -81,10 +83,10 @@ def on_the_cpu(
             kernel = getattr((mutants or KERNELS).get(name, module), name)
             kernels[name] = Recorded(kernel, order, seed, sms)
             patch.setattr(module, name, kernels[name])
-        patch.setattr(support, "unsupported_here", lambda q: None)
+        patch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
-        for module in forward_plan, launch_fp8, narrow:
+        for module in counters, forward_plan, launch_fp8, narrow:
             patch.setattr(module, "counter", lambda index: counter)
         families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from families import forget_launches
 
-from attnlib.kernels.common import device
-from attnlib.kernels.hopper import support
+from attnlib.kernels.common import device, hopper_gpu
 
 
 class OnGpu(torch.Tensor):
@@ -36,7 +35,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(device, "interpreted", lambda: False)
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
-    monkeypatch.setattr(support, "_gluon_amiss", lambda: None)
+    monkeypatch.setattr(hopper_gpu, "_gluon_amiss", lambda: None)
     is_a(9)
     yield is_a
     forget_launches()

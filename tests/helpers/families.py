@@ -13,6 +13,12 @@ from attnlib.kernels.common import launcher
 from attnlib.kernels.distr import launch_group
 from attnlib.kernels.fp8 import launch_quantize
 from attnlib.kernels.hopper import launch_fp8
+from attnlib.kernels.sparse import (
+    launch_backward,
+    launch_forward,
+    launch_hopper,
+    launch_hopper_backward,
+)
 from attnlib.params import Params
 
 
@@ -48,6 +54,8 @@ def forget_launches() -> None:
         family.launch_backward.prepare.cache_clear()
     launch_quantize.prepare.cache_clear()
     launch_group.prepare.cache_clear()
+    for module in (launch_forward, launch_backward, launch_hopper, launch_hopper_backward):
+        module.prepare.cache_clear()
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ transformers = pytest.importorskip("transformers", reason="the optional extra at
 from small_models import build, tokens  # noqa: E402
 
 import attnlib.hf  # noqa: E402
+from attnlib.hf import models  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 WITHOUT_SDPA = [
     "BloomForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "XGLMForCausalLM",
     "TrOCRForCausalLM", "RoFormerForCausalLM", "RemBertForCausalLM",
     "MegatronBertForCausalLM", "BlipTextLMHeadModel", "LEDModel",
-    "MvpModel", "SplinterModel", "NllbMoeModel", "PegasusXModel", "BigBirdPegasusModel", "Gemma2ForCausalLM",
-    "GptOssForCausalLM",
+    "MvpModel", "SplinterModel", "NllbMoeModel", "PegasusXModel", "BigBirdPegasusModel",
 ]  # fmt: skip
 
 
@@ -62,8 +62,10 @@ def test_models_that_compute_attention_themselves():
         transformers.FalconForCausalLM(config)
 
 
-def test_switching_a_model_that_does_not_support_sdpa():
-    """By the method for it, and behind the model's back."""
+def test_switching_a_model_that_does_not_support_sdpa(monkeypatch):
+    """By the method for it, and behind the model's back: Gemma 2, if its soft cap were not known."""
+    monkeypatch.setattr(models, "WITH_SCORES", set())
+    models.check_config.cache_clear()
     config = transformers.Gemma2Config(
         vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16,
@@ -101,7 +103,7 @@ def test_other_implementations_are_chosen_as_before(device):
 @pytest.mark.parametrize(
     "name",
     [
-        *("softcap", "s_aux", "sinks", "position_bias", "cache", "head_mask", "output_attentions"),
+        *("sinks", "position_bias", "cache", "head_mask", "output_attentions"),
         *("block_indices", "indices", "block_table", "anything"),
     ],
 )

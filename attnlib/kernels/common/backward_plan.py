@@ -13,7 +13,7 @@ from attnlib.kernels.common.launcher import Launches
 from attnlib.kernels.common.signature import Signature, signature
 from attnlib.params import Params
 
-TENSORS = "d_out q k v out lse buffer none dq dk dv cu_q cu_k".split()
+TENSORS = tuple("d_out q k v out lse buffer none dq dk dv cu_q cu_k".split())
 """What launches of a backward pass call their tensors; `none` is the absent one."""
 
 
@@ -39,9 +39,10 @@ def run(
     tensors: tuple[torch.Tensor, ...],
     lse: torch.Tensor,
     params: Params,
+    more: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) by the plan of `params`, or by what `prepare` gives. tensors: d_out, q, k, v, out, of
-    which those that a descriptor can't express are copied."""
+    which those that a descriptor can't express are copied. more: tensors whose names follow `TENSORS`."""
     plan = params.plan
     if plan is None:
         tensors = tuple(map(readable, tensors))
@@ -50,5 +51,5 @@ def run(
     dq, dk, dv = plan.dq.like(q), plan.dk.like(k), plan.dv.like(v)
     buffer = torch.empty(plan.elements, dtype=torch.float32, device=q.device)
     cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
-    plan.launches(*tensors, lse, buffer, None, dq, dk, dv, cu_q, cu_k)
+    plan.launches(*tensors, lse, buffer, None, dq, dk, dv, cu_q, cu_k, *more)
     return dq, dk, dv

@@ -26,7 +26,8 @@ class Signature(NamedTuple):
 
     q, k: the shapes (B, H, S_q, D) and (B, H_kv, S_k, D), varlen (T_q, H, D) and (T_k, H_kv, D). strides: of
     q, k and v; of the backward pass those of d_out and out as well. device: a CUDA device's index, -1 for a
-    CPU.
+    CPU. mask, score: what launches depend on of a block mask (`block_mask.mask.Form`) and of a score
+    (`scores.ScoreForm`).
     """
 
     q: tuple[int, ...]
@@ -39,6 +40,8 @@ class Signature(NamedTuple):
     lengths: Lengths | None
     return_lse: bool
     config: Any
+    mask: Any = None
+    score: Any = None
 
     @property
     def varlen(self) -> bool:
@@ -62,14 +65,15 @@ class Signature(NamedTuple):
 
 def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.Tensor) -> Signature:
     """The signature of a call; `strided` are the tensors whose strides it has."""
-    window, sm_scale, varlen, return_lse, _, _, config, _ = params
+    window, sm_scale, varlen, return_lse, _, _, config, _, mask, score = params
     lengths = None
     if varlen is not None:
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
     strides = tuple([x.stride() for x in strided])
     return Signature(
-        q.shape, k.shape, strides, q.dtype, q.get_device(), window, sm_scale, lengths, return_lse, config
-    )
+        q.shape, k.shape, strides, q.dtype, q.get_device(), window, sm_scale, lengths, return_lse, config,
+        None if mask is None else mask.form, None if score is None else score.form,
+    )  # fmt: skip
 
 
 def mean_keys(S_q: int, S_k: int, window: MaskWindow) -> int:

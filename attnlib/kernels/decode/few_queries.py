@@ -19,6 +19,10 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
     if params.varlen is not None:
         return "needs sequences in one batch; attention_decode takes lengths"
+    if params.score is not None:
+        return "takes no score"
+    if params.block_mask is not None:
+        return "takes no block mask"
     if backward:
         return "has no backward pass"
     if not 1 <= q.shape[2] <= MOST_QUERIES:
@@ -51,7 +55,7 @@ def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:
     """The launches of all calls with this signature; None if an input has to be copied."""
     if call.strides[0][-1] != 1 or (call.dtype == torch.bfloat16 and device.interpreted()):
         return None
-    q, k, strides, dtype, index, window, sm_scale, _, return_lse, config = call
+    q, k, strides, dtype, index, window, sm_scale, _, return_lse, config, _, _ = call
     return launch.prepare(
         launch.Call(q, k, strides, None, 0, False, False, (True, True), dtype, index, window, sm_scale,
                     return_lse, None, config)
@@ -62,7 +66,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse); lse is None unless it was asked for."""
-    window, sm_scale, _, return_lse, _, _, config, plan = params
+    window, sm_scale, _, return_lse, _, _, config, plan, _ = params
     if plan is not None:
         return launch.run(plan, q, k, v)
     return launch.forward(q, k, v, DecodeParams(window, sm_scale, return_lse=return_lse, config=config))

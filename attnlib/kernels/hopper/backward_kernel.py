@@ -76,21 +76,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common.memory import barriers, buffers, matrix
-from attnlib.kernels.common.named_barrier import named_barrier
-from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_shared import (
+from attnlib.kernels.common.backward_ring import (
     DO_FREE,
-    NUMBERS,
     Q_FREE,
     STAGES,
     add_dq,
     opaque_zero,
     parity_of,
-    produce,
     release,
     slot_of,
 )
+from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.named_barrier import named_barrier
+from attnlib.kernels.hopper import backward_tiles as tiling
+from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
 
 DS_FULL = gl.constexpr(12)  # of the named barriers; Q_FREE and DO_FREE are 8 to 11
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper.tile_scheduler import VARLEN_ROWS, by_sections
+from attnlib.kernels.common.tile_scheduler import VARLEN_ROWS, by_sections
 
 ARMS = gl.constexpr(128)  # of a search
 HIDDEN = gl.constexpr(1 << 30)  # farther than any query

@@ -8,7 +8,7 @@ they are rounded, so that the LSE is that of the scores. docs/lab/fp8.md has wha
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper.softmax import whole
+from attnlib.kernels.common.softmax import whole
 
 OFFSET = gl.constexpr(6)
 ROOM = gl.constexpr(8.8)  # 448 = 2**8.807

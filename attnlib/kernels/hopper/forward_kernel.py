@@ -81,11 +81,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common import softmax
+from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
-from attnlib.kernels.hopper import softmax
-from attnlib.kernels.hopper import tile_scheduler as tiling
+from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.hopper.e4m3 import OFFSET, ROOM, block_scale, operand, tile_scales, unpacked
-from attnlib.kernels.hopper.ring import acquire, release, slot, wait_k, wait_v
 
 LN2 = gl.constexpr(0.6931471805599453)
 

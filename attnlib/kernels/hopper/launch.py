@@ -8,11 +8,11 @@ from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import given, made_like
 from attnlib.kernels.common.distr import Narrow, contiguous, narrow_shapes
 from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
+from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs import HopperConfig
-from attnlib.kernels.hopper.support import HALF
 from attnlib.params import Params
 
 KERNEL = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"

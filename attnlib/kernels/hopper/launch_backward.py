@@ -6,17 +6,17 @@ import torch
 
 from attnlib.kernels.common.backward_plan import TENSORS, BackwardPlan, gradients_like, run
 from attnlib.kernels.common.descriptors import Window, given
+from attnlib.kernels.common.hopper_gpu import HALF
+from attnlib.kernels.common.launch_postprocess import postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
-from attnlib.kernels.hopper.support import HALF
 from attnlib.params import Params
 
 KERNEL = "attnlib.kernels.hopper.backward_kernel.attention_backward_hopper"
 WIDE_KERNEL = "attnlib.kernels.hopper.backward_wide_kernel.attention_backward_hopper_wide"
-POSTPROCESS = "attnlib.kernels.hopper.postprocess.attention_backward_postprocess"
 
 
 def backward(
@@ -90,7 +90,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         constants={"plan": make_plan(width, config, mask, call.varlen)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
-    launches = [first.launch, launch, _postprocess(call, dq.window, first, width)]
+    launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
@@ -133,20 +133,3 @@ def descriptors(
     }
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return found | {"desc_rows": rows.descriptor(config.block_m, as_it_is)}
-
-
-def _postprocess(call: Signature, dq: Window, rows: Preprocess, width: int) -> Launch:
-    """What makes dQ of its sums, 64 rows a program."""
-    B, H, _, S_q, _ = call.dimensions()
-    blocks = rows.padded // 64  # of a head
-    tiles = blocks if call.varlen else -(-S_q // 64)  # of a head, that are converted
-    ones = (1, 1, 1) if call.varlen else (1, 1)
-    return Launch(
-        POSTPROCESS,
-        (tiles * rows.heads, 1, 1),
-        descriptors={"desc_dq": Descriptor(Part("dq"), dq, (*ones, 64, width))},
-        pointers={"sums_ptr": Part("buffer"), "cu_q": Part("cu_q")},
-        scalars={"sm_scale": call.sm_scale, "H": H, "B": B, "num_m": blocks, "tiles": tiles},
-        constants={"BLOCK_D": width, "PADDING": call.config.block_m},
-        options={"num_warps": width // 16},  # 32 sums a thread, eight loads of 16 bytes
-    )

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from attnlib.kernels.common import device
+from attnlib.kernels.common import device, hopper_gpu
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import readable
 from attnlib.kernels.common.distr import Grouped, Narrow, narrow_call
 from attnlib.kernels.common.signature import Signature, mean_keys
 from attnlib.kernels.hopper.configs import M128N128, M256N64, HopperConfig, hopper_config
 from attnlib.kernels.hopper.launch import prepare
-from attnlib.kernels.hopper.support import unsupported_here
 from attnlib.params import Params
 
 __all__ = ["configuration", "forward", "unsupported"]
@@ -20,7 +19,7 @@ __all__ = ["configuration", "forward", "unsupported"]
 
 def unsupported(q: torch.Tensor) -> str | None:
     """What the kernel needs and a call with valid arguments does not have; None if it has all."""
-    return unsupported_here(q)
+    return hopper_gpu.unsupported_here(q)
 
 
 def configuration(call: Signature, narrow: Narrow) -> HopperConfig:

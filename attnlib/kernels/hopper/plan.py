@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.kernels.common.constants import Constants
 from attnlib.kernels.common.layouts import accumulator, first_operand
+from attnlib.kernels.common.pipeline import Pipeline, Registers
 
 # ---------------------------------------------------------------- both passes
 
@@ -39,26 +40,6 @@ class ForwardMask(Mask):
 
     blocks: int
     skip: bool
-
-
-@dataclass(frozen=True)
-class Pipeline(Constants):
-    """How the work of a program is divided, and what runs beside what; fields as in `HopperConfig`."""
-
-    warpgroups: int
-    stages: int
-    joint: bool
-    named: bool
-    late_wait: bool
-    pin: bool
-
-
-@dataclass(frozen=True)
-class Registers(Constants):
-    """Registers of a thread, after the program has shared them out anew."""
-
-    consumer: int
-    producer: int
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,16 @@ def forward(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) in the dtype of q. Where the LSE of a batch is of more keys than k has, the parts of the
-    gradients that k and v have."""
+    """(dq, dk, dv) in the dtype of q; with a score the float32 gradients of its sinks and bias, too. Where
+    the LSE of a batch is of more keys than k has, the parts of the gradients that k and v have."""
     from attnlib.kernels.reference.gradients import gradient_fp64
 
     options = _options(params)
     if params.varlen is None:
-        gradients = gradient_fp64(d_out, q, k, v, given=(out, lse), **options)
-        return tuple(torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), gradients, strict=True))
+        given = (out, lse) if params.score is None else None
+        dq, dk, dv, *more = gradient_fp64(d_out, q, k, v, given=given, **options)
+        own = tuple(torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), (dq, dk, dv), strict=True))
+        return *own, *(None if x is None else x.float() for x in more)
     results = [torch.zeros_like(x) for x in (q, k, v)]
     for rows, keys, one in sequences(q, k, v, *params.varlen[:2]):
         gradients = gradient_fp64(d_out[rows].transpose(0, 1)[None], *one, **options)
@@ -55,4 +57,7 @@ def _options(params: Params) -> dict:
     left, right = params.window
     bounds = tuple(-1 if bound is None else bound for bound in params.window)
     plain = params.window in (MaskWindow(None, None), MaskWindow(None, 0))
-    return {"causal": right == 0, "window": None if plain else bounds, "sm_scale": params.sm_scale}
+    found = {"causal": right == 0, "window": None if plain else bounds, "sm_scale": params.sm_scale}
+    if params.block_mask is not None:
+        found["mask"] = params.block_mask.to_dense()
+    return found if params.score is None else found | {"score": params.score}

@@ -9,9 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from attnlib.kernels.reference.scores import scored, with_sinks
 from attnlib.params import MaskWindow, mask_window
+from attnlib.scores import ScoreParts
 
 _BLOCK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+Seen = MaskWindow | torch.Tensor
+"""Which keys a query sees: by its place, or by a mask, bool (B, H, S_q, S_k), B and H or 1."""
 
 
 class _Shape(NamedTuple):
@@ -48,13 +52,16 @@ def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Shape:
 
 
 def _row_blocks(
-    shape: _Shape, seen: MaskWindow, device: torch.device, itemsize: int
+    shape: _Shape, seen: Seen, device: torch.device, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first row, end row, first key, end key): blocks of query rows whose scores fit in a fixed number
     of bytes, and the keys that some row of a block sees.
 
-    Rows that see no key are not yielded: with a bound on the right, the first S_q - S_k - right.
+    Rows that see no key are not yielded: with a bound on the right, the first S_q - S_k - right. Of a mask
+    all are.
     """
+    if isinstance(seen, torch.Tensor):
+        seen = MaskWindow(None, None)
     shift = shape.keys - shape.seqlen
     first = 0 if seen.right is None else max(0, -(shift + seen.right))
     row_bytes = shape.batch * shape.heads * shape.keys * itemsize
@@ -72,10 +79,15 @@ def _grouped(x: torch.Tensor, shape: _Shape) -> torch.Tensor:
 
 
 def _hide(
-    scores: torch.Tensor, shape: _Shape, seen: MaskWindow, start: int, end: int, left: int
+    scores: torch.Tensor, shape: _Shape, seen: Seen, start: int, end: int, left: int
 ) -> torch.Tensor | None:
     """Write -inf to the scores [B, H_kv, H/H_kv * rows, keys] of rows start..end-1 and keys from `left` on
-    wherever a row does not see a key. Returns what they see, [H/H_kv * rows, keys] bool; None for all."""
+    wherever a row does not see a key. Returns what they see, [H/H_kv * rows, keys] bool, of a mask [B, H_kv,
+    H/H_kv * rows, keys]; None for all."""
+    if isinstance(seen, torch.Tensor):
+        visible = seen[:, :, start:end].expand(shape.batch, shape.heads, -1, -1).reshape(scores.shape)
+        scores.masked_fill_(~visible, -math.inf)
+        return visible
     if seen == MaskWindow(None, None):
         return None
     place = torch.arange(start, end, device=scores.device)[:, None] + (shape.keys - shape.seqlen)
@@ -88,6 +100,18 @@ def _hide(
     visible = visible.repeat(shape.heads // shape.kv_heads, 1)
     scores.masked_fill_(~visible, -math.inf)
     return visible
+
+
+def _scored(scores: torch.Tensor, shape: _Shape, score: ScoreParts | None, start: int, end: int):
+    """Scores [B, H_kv, H/H_kv * rows, keys] as the softmax takes them; and the sinks of their rows, [B, H_kv,
+    H/H_kv * rows, 1], None for none."""
+    if score is None:
+        return scores, None
+    own = scores.view(shape.batch, shape.heads, end - start, shape.keys)
+    changed, _ = scored(own, score, start, (shape.seqlen, shape.keys))
+    found = with_sinks(changed, score)
+    sinks = found[..., shape.keys :].reshape(*scores.shape[:3], -1)
+    return changed.reshape(scores.shape), sinks if score.sinks is not None else None
 
 
 def _weighted(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
@@ -117,18 +141,21 @@ def attention_fp64(
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    mask: torch.Tensor | None = None,
     sm_scale: float | None = None,
+    score: ScoreParts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention in fp64, the truth of every test.
 
     q is (B, H, Sq, D); k and v are (B, H_kv, Sk, D), H a multiple of H_kv; any float dtype. `sm_scale`
     defaults to 1/sqrt(D). Query i stands at p = i + Sk - Sq and sees, with window=(left, right), the keys
-    p - left .. p + right; -1 is no bound, and `causal` bounds the right at 0. Returns out (B, H, Sq, D) and
-    the natural-log LSE (B, H, Sq), both fp64. A row that sees no key has out 0 and LSE -inf, and what a row
-    does not see does not reach it, not even NaN. Works over blocks of query rows: about 1 GiB of scratch on a
-    GPU.
+    p - left .. p + right; -1 is no bound, and `causal` bounds the right at 0. `mask`: bool (B, H, Sq, Sk), B
+    and H or 1, instead of these. `score`: what becomes of scores, beside a mask only.
+    Returns out (B, H, Sq, D) and the natural-log LSE (B, H, Sq), both fp64. A row that sees no key has out 0
+    and LSE -inf, or that of its sink, and what a row does not see does not reach it, not even NaN. Works over
+    blocks of query rows: about 1 GiB of scratch on a GPU.
     """
-    shape, seen = _shape_of(q, k, v), mask_window(causal, window)
+    shape, seen = _shape_of(q, k, v), mask_window(causal, window) if mask is None else mask
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
     k64, v64 = k.double(), v.double()
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -136,12 +163,20 @@ def attention_fp64(
     for start, end, left, right in _row_blocks(shape, seen, q.device, 8):
         b_q = _grouped(q[:, :, start:end].double() * scale, shape)
         scores = b_q @ k64[:, :, left:right].transpose(-1, -2)  # [B, H_kv, H/H_kv * rows, keys]
+        scores, sinks = _scored(scores, shape, score, start, end)
         visible = _hide(scores, shape, seen, start, end, left)
         m = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            m = torch.maximum(m, sinks)
+        if mask is not None:  # rows that see nothing
+            m = m.masked_fill(m == -math.inf, 0.0)
         p = scores.sub_(m).exp_()
         l = p.sum(-1, keepdim=True)  # noqa: E741  (m and l are the names used through the book)
+        if sinks is not None:
+            l = l + (sinks - m).exp()  # noqa: E741
         rows = (shape.batch, shape.heads, end - start)
-        out[:, :, start:end] = (_weighted(p, v64[:, :, left:right], visible) / l).view(*rows, shape.head_dim)
+        b_out = _weighted(p, v64[:, :, left:right], visible) / l.masked_fill(l == 0, 1.0)
+        out[:, :, start:end] = b_out.view(*rows, shape.head_dim)
         lse[:, :, start:end] = (m + l.log()).view(rows)
     return out, lse
 
@@ -154,7 +189,9 @@ def attention_math(
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    mask: torch.Tensor | None = None,
     sm_scale: float | None = None,
+    score: ScoreParts | None = None,
 ) -> torch.Tensor:
     """Dense attention as plain PyTorch computes it in the dtype of the inputs: the yardstick of the error
     budget.
@@ -164,14 +201,19 @@ def attention_math(
     Arguments as `attention_fp64`; returns out (B, H, Sq, D) in the input dtype. Works over blocks of query
     rows, which changes no result because rows are independent.
     """
-    shape, seen = _shape_of(q, k, v), mask_window(causal, window)
+    shape, seen = _shape_of(q, k, v), mask_window(causal, window) if mask is None else mask
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for start, end, left, right in _row_blocks(shape, seen, q.device, 4):
         b_q = _grouped(q[:, :, start:end] * scale, shape)
         scores = b_q @ k[:, :, left:right].transpose(-1, -2)
+        scores, sinks = _scored(scores, shape, score, start, end)
         visible = _hide(scores, shape, seen, start, end, left)
-        p = torch.softmax(scores, -1)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks], -1)
+        p = torch.softmax(scores, -1)[..., : right - left]
+        if mask is not None:
+            p = p.masked_fill(~visible.any(-1, keepdim=True), 0.0)  # rows that see nothing
         b_out = _weighted(p, v[:, :, left:right], visible)
         out[:, :, start:end] = b_out.view(shape.batch, shape.heads, end - start, shape.head_dim)
     return out

@@ -4,7 +4,9 @@ import math
 
 import torch
 
+from attnlib.kernels.reference.scores import scored, summed, with_sinks
 from attnlib.params import MaskWindow, mask_window
+from attnlib.scores import ScoreParts
 
 
 def visible(S_q: int, S_k: int, bounds: MaskWindow, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -19,10 +21,12 @@ def visible(S_q: int, S_k: int, bounds: MaskWindow, device: torch.device | str =
 
 
 def _gradient(
-    d_out, q, k, v, bounds: MaskWindow, scale: float, sizes: bool = False, out_dtype: torch.dtype | None =
-    None, given: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv as plain PyTorch computes them in the dtype of the inputs, P kept whole.
+    d_out, q, k, v, seen: MaskWindow | torch.Tensor, scale: float, sizes: bool = False,
+    out_dtype: torch.dtype | None = None, score: ScoreParts | None = None,
+    given: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """dq, dk, dv, and the gradients of a score's sinks (1, H) and bias, as plain PyTorch computes them in the
+    dtype of the inputs, P kept whole.
 
     sizes: instead of each gradient the sum of the absolute values of its terms, which is what rounding errors
     are relative to: dP - delta may cancel, as it does in a row with a single key. P itself counts for more
@@ -32,13 +36,21 @@ def _gradient(
     part of the gradient that these keys have.
     """
     group = q.shape[1] // k.shape[1]
-    seen = visible(q.shape[2], k.shape[2], bounds, q.device)
+    if isinstance(seen, MaskWindow):
+        seen = visible(q.shape[2], k.shape[2], seen, q.device)
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = (q @ keys.mT * scale).masked_fill(~seen, -math.inf)  # [B, H, S_q, S_k]
-    p = torch.softmax(scores, -1).masked_fill(~seen, 0.0)  # and rows that see nothing: 0, not NaN
+    scores, slope = q @ keys.mT * scale, 1.0  # [B, H, S_q, S_k]
+    if score is not None:
+        scores, slope = scored(scores, score, 0, (q.shape[2], k.shape[2]))
+    scores = with_sinks(scores.masked_fill(~seen, -math.inf), score)
+    weights, length = torch.softmax(scores, -1), k.shape[2]
+    # Rows that see nothing: 0, not NaN. A bias may hide keys, too.
+    p = weights[..., :length].masked_fill(~seen | (scores[..., :length] == -math.inf), 0.0)
+    p_sink = weights[..., length:]
     if sizes:
         lse = torch.logsumexp(scores, -1, keepdim=True)
-        p = p * (1 + torch.where(lse.isfinite(), lse.abs(), 0.0))
+        more = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0)
+        p, p_sink = p * more, p_sink * more
         d_out, q, keys, values, scale = d_out.abs(), q.abs(), keys.abs(), values.abs(), abs(scale)
     dp = d_out @ values.mT
     if out_dtype is None:
@@ -48,9 +60,14 @@ def _gradient(
     if given is not None:
         p, delta = _of_more_keys(p, delta, torch.logsumexp(scores, -1, keepdim=True), d_out, *given)
     ds = p * (dp + delta if sizes else dp - delta)
+    more = ()
+    if score is not None:
+        d_sinks = None if score.sinks is None else (p_sink * (delta if sizes else -delta)).sum((2, 3))
+        more = d_sinks, None if score.bias is None else summed(ds, (q.shape[0], *score.sizes[1:]))
+        ds = ds * slope
     dk, dv = ds.mT @ q * scale, p.mT @ d_out
     dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (dk, dv))
-    return ds @ keys * scale, dk, dv
+    return ds @ keys * scale, dk, dv, *more
 
 
 def _of_more_keys(p, delta, own, d_out, out, lse) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,29 +89,50 @@ def gradient_fp64(
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    mask: torch.Tensor | None = None,
     sm_scale: float | None = None,
+    score: ScoreParts | None = None,
     given: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv of dense attention in fp64, the truth of every test of a backward.
+) -> tuple[torch.Tensor | None, ...]:
+    """dq, dk, dv of dense attention in fp64, the truth of every test of a backward; with a score the
+    gradients of its sinks and its bias as well, None where it has none.
 
-    d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. One batch entry at a time, whose
-    scores it holds whole: 8 * H * Sq * Sk bytes some four times over. given: out and LSE of the forward pass,
-    which may have seen more keys; then these are the parts of the gradients that k and v have.
+    d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. `mask`: bool (B, H, Sq, Sk), B
+    and H or 1, instead of causal and window. One batch entry at a time, whose scores it holds whole: 8 * H *
+    Sq * Sk bytes some four times over. given, without a score: out and LSE of the forward pass, which may
+    have seen more keys; then these are the parts of the gradients that k and v have.
     """
-    bounds = mask_window(causal, window)
-    return gradients_by_batch(d_out, q, k, v, bounds, sm_scale, torch.float64, given=given)
+    seen = mask_window(causal, window) if mask is None else mask
+    return gradients_by_batch(d_out, q, k, v, seen, sm_scale, torch.float64, score, given=given)
 
 
 def gradients_by_batch(
-    d_out, q, k, v, bounds, sm_scale, dtype, given=None, **options
-) -> tuple[torch.Tensor, ...]:
+    d_out, q, k, v, seen, sm_scale, dtype, score: ScoreParts | None = None, given=None, **options
+) -> tuple[torch.Tensor | None, ...]:
+    """`seen`: a `MaskWindow`, or a mask, bool (B, H, Sq, Sk), B and H or 1."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     d_out, q, k, v = (x.to(dtype) for x in (d_out, q, k, v))
     parts = [
         _gradient(
-            *(x[b : b + 1] for x in (d_out, q, k, v)), bounds, scale,
-            given=given and tuple(x[b : b + 1].to(dtype) for x in given), **options,
+            *(x[b : b + 1] for x in (d_out, q, k, v)), _of_batch(seen, b), scale,
+            score=_score_of_batch(score, b), given=given and tuple(x[b : b + 1].to(dtype) for x in given),
+            **options,
         )
         for b in range(q.shape[0])
     ]  # fmt: skip
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    found = [None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)]
+    if score is not None and score.sinks is not None:
+        found[3] = found[3].sum(0)
+    if score is not None and score.bias is not None:
+        found[4] = summed(found[4], score.sizes)
+    return tuple(found)
+
+
+def _score_of_batch(score: ScoreParts | None, b: int) -> ScoreParts | None:
+    if score is None or score.bias is None:
+        return score
+    return score._replace(bias=score.bias[b : b + 1])
+
+
+def _of_batch(seen: MaskWindow | torch.Tensor, b: int) -> MaskWindow | torch.Tensor:
+    return seen if isinstance(seen, MaskWindow) else seen[b : b + 1] if len(seen) > 1 else seen

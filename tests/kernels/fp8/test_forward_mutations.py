@@ -14,7 +14,8 @@ from emulated_fp8 import Call
 from fp8_cases import check_forward
 from mutations import Mutation
 
-from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8, tile_scheduler
+from attnlib.kernels.common import tile_scheduler
+from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
 
 pytestmark = INTERPRETER_REMARKS

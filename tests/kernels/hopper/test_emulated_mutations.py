@@ -11,8 +11,9 @@ from emulated import Call, check_backward, check_forward, mutate
 from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
+from attnlib.kernels.common import backward_ring
+from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import backward_kernel, backward_shared, backward_wide_kernel, forward_kernel
-from attnlib.kernels.hopper import ring as ring_module
 from attnlib.kernels.hopper.configs import HopperConfig
 
 pytestmark = INTERPRETER_REMARKS
@@ -60,6 +61,12 @@ def shared(
     bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
 ) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, backward_shared)
+
+
+def slots(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_ring)
 
 
 def wide(bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
@@ -195,7 +202,7 @@ MUTATIONS = [
              ("mem.ds.index((j & 1) * 2 + WG).store", "mem.ds.index(WG).store")),
     backward("a consumer does not tell", DEADLOCK,
              ("    _tell_ds(j, WG)\n", "    if j != 3:\n        _tell_ds(j, WG)\n")),
-    shared("the parity stays 0", f"{TAKEN}|{DEADLOCK}", ("return (j // STAGES) & 1", "return 0 * j")),
+    slots("the parity stays 0", f"{TAKEN}|{DEADLOCK}", ("return (j // STAGES) & 1", "return 0 * j")),
     # One fence for what was stored and what was loaded.
     backward("dS is not fenced", f"{UNFENCED.format('ds')}|{LOADED.format('lse')}",
              without("    fence_async_shared()\n", "", "    _tell_ds")),
@@ -221,7 +228,7 @@ MUTATIONS = [
              without("        acquire(Q_FREE, j)\n"), call="256"),
     shared("in the wide kernel: dO is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
              without("        acquire(DO_FREE, j)\n"), call="256"),
-    shared("in the wide kernel: the parity stays 0", f"{TAKEN}|{DEADLOCK}|{TWICE}",
+    slots("in the wide kernel: the parity stays 0", f"{TAKEN}|{DEADLOCK}|{TWICE}",
              ("return (j // STAGES) & 1", "return 0 * j"), call="256"),
 
     wide("Q of the next block is not waited for", TAKEN,

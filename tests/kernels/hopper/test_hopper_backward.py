@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from attnlib.kernels import hopper
+from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.launch_preprocess import preprocess
 from attnlib.kernels.common.launcher import Launches
 from attnlib.kernels.common.signature import Signature
-from attnlib.kernels.hopper import launch_backward, support
+from attnlib.kernels.hopper import launch_backward
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 from attnlib.params import MaskWindow, Params
 
@@ -43,7 +44,7 @@ def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
     )
     rows = preprocess(call, window, window, config.block_m, 64)
     sums = torch.arange(rows.elements, dtype=torch.float32)
-    launches = [launch_backward._postprocess(call, window, rows, 64)]
+    launches = [launch_backward.postprocess(call, window, rows, 64)]
     Launches(launches, -1, ("buffer", "dq", "cu_q"))(sums, dq, None)
     sums = sums[: rows.rows.start]
     blocks = sums.numpy().reshape(2, -1, 64 * 64) * np.float32(SCALE)
@@ -75,7 +76,7 @@ def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width:
     ],
 )
 def test_what_it_cannot_run(head_dim, deterministic, reason, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "unsupported_here", lambda q: None)
+    monkeypatch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
     q = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
     params = Params(MaskWindow(None, None), SCALE, deterministic=deterministic)
     assert hopper.unsupported(q, q, q, params, backward=True) == reason

@@ -19,9 +19,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.emulator import run
+from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.varlen_rows import row_of
 from attnlib.kernels.hopper import backward_tiles, launch, launch_backward
-from attnlib.kernels.hopper import tile_scheduler as tiling
 from attnlib.kernels.hopper.configs import M256N64
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 

@@ -7,7 +7,7 @@ No memory, no barrier, no wait: those are in `forward_kernel`. `plan` is a `plan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper import tile_scheduler as tiling
+from attnlib.kernels.common import tile_scheduler as tiling
 
 LAZY = gl.constexpr(8)  # a row maximum may grow by 2**LAZY before the output is rescaled
 

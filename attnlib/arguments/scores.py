@@ -1,0 +1,63 @@
+"""What an `attnlib.Score` is made of, and a score as an argument of `attention`, checked."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attnlib.arguments.common import DTYPES, NO_STRIDES, type_name
+
+
+def check_parts(soft_cap, alibi, sinks, bias) -> None:
+    """What can be said without queries."""
+    if soft_cap is None and alibi is None and sinks is None and bias is None:
+        raise ValueError("score: expected at least one of soft_cap, alibi, sinks and bias, got none")
+    if soft_cap is not None:
+        if isinstance(soft_cap, bool) or not isinstance(soft_cap, int | float):
+            raise TypeError(f"score.soft_cap: expected a number or None, got {type_name(soft_cap)}")
+        if not 1e-6 <= soft_cap <= 1e6:
+            raise ValueError(f"score.soft_cap: expected a number from 1e-6 to 1e6, got {soft_cap}")
+    for name, tensor in (("alibi", alibi), ("sinks", sinks), ("bias", bias)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"score.{name}: expected a torch.Tensor or None, got {type_name(tensor)}")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"score.{name}: {NO_STRIDES} {tensor.layout}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"score.{name}: expected dtype float16, bfloat16 or float32, got {tensor.dtype}"
+            )
+        if name != "bias" and tensor.dim() != 1:
+            raise ValueError(f"score.{name}: expected shape (H), got {tuple(tensor.shape)}")
+    if alibi is not None and alibi.requires_grad:
+        raise ValueError(
+            "score.alibi: expected slopes that do not require grad, got some that do: attnlib has no "
+            "gradient of them"
+        )
+
+
+def check_score(score, q: torch.Tensor, k: torch.Tensor) -> None:
+    """A score for these queries and keys."""
+    if type_name(score) != "attnlib.scores.Score":  # which imports this file
+        raise TypeError(f"score: expected an attnlib.Score or None, got {type_name(score)}")
+    for name in ("alibi", "sinks", "bias"):
+        tensor = getattr(score, name)
+        if tensor is None:
+            continue
+        if tensor.device != q.device:
+            raise ValueError(f"score.{name}: expected device {q.device} as q has, got {tensor.device}")
+        if name != "bias" and tensor.shape[0] != q.shape[1]:
+            raise ValueError(
+                f"score.{name}: expected {q.shape[1]} values, one for each head of q, got {tensor.shape[0]}"
+            )
+    if score.bias is not None:
+        full, own = (*q.shape[:3], k.shape[2]), tuple(score.bias.shape)
+        fits = len(own) <= 4 and all(
+            x in (1, y) for x, y in zip(reversed(own), reversed(full), strict=False)
+        )
+        if not fits or (math.prod(own) == 0 != math.prod(full)):
+            raise ValueError(
+                f"score.bias: expected a shape that broadcasts to (B, H, Sq, Sk) = {full}, got {own}"
+            )

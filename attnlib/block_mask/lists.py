@@ -1,0 +1,65 @@
+"""What a kernel walks along: for each row of tiles of a mask, the steps that it takes across."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from attnlib.block_mask.tiles import FULL, TILE, UNIT, Tiles
+
+
+class Lists(NamedTuple):
+    """Steps of `step` columns each, 64 or 128, that rows of 128 elements take, over all masks of a batch.
+
+    Row r of mask m, m = b * H + h, has number m * rows + r. Its steps are those from starts[number] to
+    starts[number + 1] - 1, in ascending order: first those that all its elements see, up to
+    middles[number], then those that have bits. A row that sees nothing takes one step, which it sees nothing
+    of, so that no kernel has to do without one.
+
+    Attributes:
+        starts, middles: int32 (masks * rows + 1), (masks * rows).
+        steps: int32 (n), the number of a step's columns, in units of `step`.
+        bits: int32 (n), -1 where all is seen; else twice the slot of the words, plus 1 for the right half of
+            their columns.
+        order: int32 (masks * rows), the rows of each mask, the longest first.
+    """
+
+    starts: torch.Tensor
+    middles: torch.Tensor
+    steps: torch.Tensor
+    bits: torch.Tensor
+    order: torch.Tensor
+
+
+def lists_of(tiles: Tiles, step: int, columns: bool) -> Lists:
+    """Of queries along keys, or with `columns` of keys along queries."""
+    kinds, slots = (x.mT if columns else x for x in (tiles.kinds, tiles.slots))
+    kinds, slots = kinds.flatten(0, 1), slots.flatten(0, 1)
+    pairs = kinds.unflatten(1, (-1, TILE // UNIT))
+    full, some = (pairs == FULL).all(2), (pairs != 0).any(2)  # (masks, rows, units across)
+    if step == TILE:
+        full, some = (x.unflatten(2, (-1, 2)) for x in (full, some))
+        full, some = full.all(3), some.any(3)
+    partial = some & ~full
+    masks, rows, _ = full.shape
+    fulls, partials = full.sum(2, dtype=torch.int32), partial.sum(2, dtype=torch.int32)
+    empty = fulls + partials == 0
+    counts = (fulls + partials + empty).flatten()
+    ends = counts.cumsum(0, dtype=torch.int32)
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+    middles = starts[:-1] + fulls.flatten()
+    steps = torch.zeros(int(starts[-1]), dtype=torch.int32, device=kinds.device)
+    bits = torch.zeros_like(steps)  # the words that nobody sees, for rows that take no other step
+    for chosen, first in ((full, starts[:-1]), (partial, middles)):
+        m, row, column = chosen.nonzero(as_tuple=True)
+        rank = chosen.cumsum(2, dtype=torch.int32)[m, row, column] - 1
+        place = (first[m * rows + row] + rank).long()
+        steps[place] = column.int()
+        if chosen is full:
+            bits[place] = -1
+        else:
+            bits[place] = 2 * slots[m, row, column * step // TILE]
+            bits[place] += (column % 2).int() if step == UNIT else 0
+    order = counts.view(masks, rows).sort(dim=1, descending=True, stable=True).indices
+    return Lists(starts, middles, steps, bits, order.int().flatten())

@@ -1,0 +1,267 @@
+"""`BlockMask`: which queries see which keys, for `attention(..., block_mask=)`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cached_property
+from itertools import count
+from typing import NamedTuple
+
+import torch
+
+from attnlib.arguments import masks as checks
+from attnlib.block_mask import tiles as tiling
+from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
+from attnlib.block_mask.lists import Lists, lists_of
+from attnlib.block_mask.tiles import ABSENT, FULL, PARTIAL, TILE, UNIT, Grid, Tiles
+from attnlib.params import MaskWindow
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""mask(b, h, q, k), integers as tensors without dimensions -> a bool tensor without dimensions: whether query
+q sees key k. What `torch.nn.attention.flex_attention.create_block_mask` takes."""
+
+_handles = count()
+_living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
+
+
+class Form(NamedTuple):
+    """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
+    of any list needs bits, and whether steps of 128 keys cover not much more than those of 64."""
+
+    B: int
+    H: int
+    slots: int
+    partial: bool
+    coarse: bool
+
+
+class BlockMask:
+    """Which queries see which keys, as blocks that are full, absent or partial.
+
+    A block that is absent costs nothing, a full one needs no mask, and a partial one carries a bit for each
+    element. Made once, on the device of the mask, and kept for all layers and steps that use it: making one
+    waits for the GPU. Positions are as they are: query i and key j are element (i, j), whatever the lengths.
+
+        mask = BlockMask.from_function(lambda b, h, q, k: q >= k, 4096, 4096, device="cuda")
+        out = attnlib.attention(q, k, v, block_mask=mask)
+
+    `from_blocks`, `from_csr`, `from_function`, `from_mask` and `from_torch` make one. A mask does not change
+    after that.
+
+    Attributes:
+        shape: (B, H, S_q, S_k); B and H are 1 where all batch elements, or heads, share one mask. H counts
+            query heads.
+        device: of its tensors, which has to be that of the queries.
+    """
+
+    def __init__(self, tiles: Tiles, grid: Grid) -> None:
+        """For the functions that make one, and `within`."""
+        self._tiles, self._grid = tiles, grid
+        self._lists: dict[tuple[int, bool], Lists] = {}
+        self._within: dict[MaskWindow, BlockMask] = {}
+        self.shape, self.device = tuple(grid[:4]), grid.device
+        self.handle = next(_handles)
+        _living[self.handle] = self
+
+    # ------------------------------------------------------------ making one
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: torch.Tensor, seqlen_q: int, seqlen_k: int, *, block_size: int | tuple[int, int] = 128
+    ) -> BlockMask:
+        """From a bool tensor (B, H, blocks of queries, blocks of keys), without B and H for one mask for all.
+
+        blocks: True where a block is seen. block_size: rows and columns of a block, multiples of 64.
+        """
+        size = checks.check_block_size(block_size)
+        blocks = checks.check_blocks(blocks, seqlen_q, seqlen_k, size)
+        kinds = blocks.to(torch.int8) * FULL
+        return cls._of_kinds(kinds, None, size, _grid_of(blocks, seqlen_q, seqlen_k))
+
+    @classmethod
+    def from_csr(
+        cls,
+        starts: torch.Tensor,
+        indices: torch.Tensor,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        block_size: int | tuple[int, int] = 128,
+    ) -> BlockMask:
+        """From lists of blocks: row i of blocks sees those of indices[starts[i]] .. indices[starts[i+1] - 1].
+
+        starts: int32 or int64 (B, H, blocks of queries + 1), or without B and H. indices: (n), the lists of
+        all rows of all heads, each in ascending order.
+        """
+        size = checks.check_block_size(block_size)
+        blocks = checks.check_csr(starts, indices, seqlen_q, seqlen_k, size)
+        kinds = blocks.to(torch.int8) * FULL
+        return cls._of_kinds(kinds, None, size, _grid_of(blocks, seqlen_q, seqlen_k))
+
+    @classmethod
+    def from_function(
+        cls,
+        function: MaskFunction,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        B: int | None = None,
+        H: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """From a function of torch, mask(b, h, q, k) -> bool, as FlexAttention takes it.
+
+        It is vmapped, and called for pieces of the mask: no memory grows with seqlen_q * seqlen_k but that of
+        the bits of partial blocks, an eighth of a byte for each of their elements. B, H: None where the mask
+        is the same for all batch elements or heads.
+        """
+        checks.check_function(function)
+        shape = checks.check_lengths(seqlen_q, seqlen_k), checks.check_shared(B, H)
+        grid = Grid(*shape[1], *shape[0], checks.check_device(device))
+        kinds = torch.full(grid.units, PARTIAL, dtype=torch.int8, device=grid.device)
+        return cls(tiling.build(kinds, seen_by_function(function), grid), grid)
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor) -> BlockMask:
+        """From a bool tensor (B, H, S_q, S_k), or (S_q, S_k), True where a query sees a key. B and H of 1 are
+        for all."""
+        mask = checks.check_mask(mask)
+        grid = Grid(*mask.shape, mask.device)
+        kinds = torch.full(grid.units, PARTIAL, dtype=torch.int8, device=grid.device)
+        return cls(tiling.build(kinds, seen_by_tensor(mask), grid), grid)
+
+    @classmethod
+    def from_torch(cls, mask: torch.nn.attention.flex_attention.BlockMask) -> BlockMask:
+        """From what `torch.nn.attention.flex_attention.create_block_mask` gives: its full blocks as they are,
+        the others by its function."""
+        kinds, size = checks.check_torch_mask(mask)
+        grid = _grid_of(kinds, *mask.seq_lengths)
+        return cls._of_kinds(kinds, seen_by_function(mask.mask_mod), size, grid)
+
+    @classmethod
+    def _of_kinds(cls, kinds: torch.Tensor, seen, size: tuple[int, int], grid: Grid) -> BlockMask:
+        """From the kinds of blocks of any size that units divide."""
+        kinds = kinds.repeat_interleave(size[0] // UNIT, 2).repeat_interleave(size[1] // UNIT, 3)
+        _, _, down, across = grid.units
+        rows = torch.arange(down, device=grid.device).clamp(max=-(-grid.S_q // UNIT) - 1)
+        units = torch.zeros(grid.units, dtype=torch.int8, device=grid.device)
+        present = -(-grid.S_k // UNIT)
+        units[..., :present] = kinds[:, :, rows, :present]
+        return cls(tiling.build(units, seen, grid), grid)
+
+    def within(self, window: MaskWindow) -> BlockMask:
+        """The part of it in a window of the keys, positions as in `attention(window=)`: at the bottom right.
+        Kept with the mask, so that it is made once."""
+        if window == MaskWindow(None, None):
+            return self
+        if window not in self._within:
+            self._within[window] = self._cut(window)
+        return self._within[window]
+
+    def _cut(self, window: MaskWindow) -> BlockMask:
+        grid = self._grid
+        first_q, last_q = _ends(grid.units[2], grid.S_q, grid.device)
+        first_k, last_k = _ends(grid.units[3], grid.S_k, grid.device)
+        shift = grid.S_k - grid.S_q
+        right = grid.S_k + grid.S_q if window.right is None else window.right
+        left = grid.S_k + grid.S_q if window.left is None else window.left
+        low, high = (x[:, None] + shift for x in (first_q, last_q))
+        whole = (last_k <= low + right) & (first_k >= high - left)
+        none = (first_k > high + right) | (last_k < low - left)
+        kinds = self._tiles.kinds
+        kinds = torch.where(none, ABSENT, torch.where(whole, kinds, kinds.clamp(max=PARTIAL)))
+
+        def seen(b, h, queries, keys):
+            offset = keys[:, None, :] - queries[:, :, None] - shift
+            inside = (offset <= right) & (offset >= -left)
+            return inside & self._elements(b, h, queries[:, 0] // TILE, keys[:, 0] // TILE)
+
+        return BlockMask(tiling.build(kinds.to(torch.int8), seen, grid), grid)
+
+    # ------------------------------------------------------------ what it holds
+
+    def __repr__(self) -> str:
+        return f"BlockMask(shape={self.shape}, device={str(self.device)!r}, density={self.density():.3f})"
+
+    def density(self, step: int = UNIT) -> float:
+        """Which part of all 128 x `step` blocks is not absent."""
+        some = self._tiles.kinds.unflatten(2, (-1, TILE // UNIT)).unflatten(4, (-1, step // UNIT)) != ABSENT
+        return some.any(5).any(3).float().mean().item() if some.numel() else 0.0
+
+    def to_dense(self) -> torch.Tensor:
+        """Bool (B, H, S_q, S_k), for small masks."""
+        B, H, S_q, S_k = self.shape
+        down, across = self._grid.tiles
+        numbers = (torch.arange(n, device=self.device) for n in (B, H, down, across))
+        b, h, i, j = torch.cartesian_prod(*numbers).T
+        dense = self._elements(b, h, i, j).view(B, H, down, across, TILE, TILE).transpose(3, 4)
+        return dense.reshape(B, H, down * TILE, across * TILE)[:, :, :S_q, :S_k]
+
+    def _elements(self, b, h, down, across) -> torch.Tensor:
+        """Bool (n, 128, 128) of tiles."""
+        slots = self._tiles.slots[b, h, down, across]
+        found = tiling.unpack(self._tiles.words[slots.clamp(min=0)])
+        full = self._tiles.kinds[b, h, 2 * down, 2 * across] == FULL
+        return torch.where((slots < 0)[:, None, None], full[:, None, None], found)
+
+    # ------------------------------------------------------------ for kernels
+
+    @cached_property
+    def form(self) -> Form:
+        """What launches depend on."""
+        absent = tiling.by_tile(self._tiles.kinds == ABSENT).all(5).all(4)  # (B, H, tiles down, across)
+        empty = absent.all(3).any() | absent.all(2).any()  # a row takes a step of which it sees nothing
+        partial = len(self._tiles.words) > 1 or bool(empty)
+        coarse = self.density(TILE) <= 1.1 * self.density(UNIT)
+        return Form(*self.shape[:2], len(self._tiles.words), partial, coarse)
+
+    def lists(self, step: int, columns: bool = False) -> Lists:
+        """Of queries along keys in steps of 64 or 128, or with `columns` of keys along queries."""
+        key = step, columns
+        if key not in self._lists:
+            self._lists[key] = lists_of(self._tiles, step, columns)
+        return self._lists[key]
+
+    @property
+    def words(self) -> torch.Tensor:
+        """int32 (slots, 128, 4); see `tiles`."""
+        return self._tiles.words
+
+    @cached_property
+    def words_of_columns(self) -> torch.Tensor:
+        """The same of the transposed tiles."""
+        return tiling.transposed(self._tiles.words)
+
+    def words_of(self, step: int, columns: bool = False) -> torch.Tensor:
+        """The words of steps of 64 or 128: those of tiles, or of each its left and its right half."""
+        if step == TILE:
+            return self.words_of_columns if columns else self.words
+        return self._halves_of_columns if columns else self._halves
+
+    @cached_property
+    def _halves(self) -> torch.Tensor:
+        return tiling.halves(self.words)
+
+    @cached_property
+    def _halves_of_columns(self) -> torch.Tensor:
+        return tiling.halves(self.words_of_columns)
+
+
+def by_handle(handle: int) -> BlockMask:
+    """The living mask with this `handle`: operators of PyTorch take numbers and tensors only. ValueError if
+    there is none."""
+    found = _living.get(handle)
+    if found is None:
+        raise ValueError(f"block_mask: expected a mask that is alive, got number {handle}, which is not")
+    return found
+
+
+def _ends(units: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last element of each unit."""
+    first = torch.arange(units, device=device) * UNIT
+    return first.clamp(max=length - 1), (first + UNIT - 1).clamp(max=length - 1)
+
+
+def _grid_of(kinds: torch.Tensor, seqlen_q: int, seqlen_k: int) -> Grid:
+    return Grid(kinds.shape[0], kinds.shape[1], seqlen_q, seqlen_k, kinds.device)

@@ -1,0 +1,25 @@
+"""How a forward kernel in Gluon shares its work among warpgroups: constants of a plan."""
+
+from dataclasses import dataclass
+
+from attnlib.kernels.common.constants import Constants
+
+
+@dataclass(frozen=True)
+class Pipeline(Constants):
+    """How the work of a program is divided, and what runs beside what; fields as in `HopperConfig`."""
+
+    warpgroups: int
+    stages: int
+    joint: bool
+    named: bool
+    late_wait: bool
+    pin: bool
+
+
+@dataclass(frozen=True)
+class Registers(Constants):
+    """Registers of a thread, after the program has shared them out anew."""
+
+    consumer: int
+    producer: int

@@ -1,0 +1,40 @@
+"""What becomes of scores before the softmax (`attnlib.Score`), in PyTorch, in the dtype of the scores."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib.scores import ScoreParts
+
+
+def scored(
+    scores: torch.Tensor, score: ScoreParts, first_row: int, sizes: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scores (B, H, rows, Sk) times sm_scale, of rows from `first_row` on, as the softmax takes them; and
+    their derivative by what they were. sizes: (Sq, Sk)."""
+    slope = 1.0
+    if score.soft_cap is not None:
+        t = torch.tanh(scores / score.soft_cap)
+        scores, slope = t * score.soft_cap, 1 - t * t
+    rows = slice(first_row, first_row + scores.shape[2])
+    if score.alibi is not None:
+        place = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + (sizes[1] - sizes[0])
+        distance = (place - torch.arange(sizes[1], device=scores.device)).abs()
+        scores = scores - score.alibi.to(scores.dtype)[:, None, None] * distance.to(scores.dtype)
+    if score.bias is not None:
+        scores = scores + score.bias[:, :, rows].to(scores.dtype)
+    return scores, slope
+
+
+def with_sinks(scores: torch.Tensor, score: ScoreParts | None) -> torch.Tensor:
+    """Scores (B, H, rows, Sk) and, behind the last key, the sink of each head."""
+    if score is None or score.sinks is None:
+        return scores
+    sinks = score.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], -1)
+
+
+def summed(terms: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """(B, H, Sq, Sk) added up to where `sizes` has a 1."""
+    dims = [dim for dim, size in enumerate(sizes) if size == 1 < terms.shape[dim]]
+    return terms.sum(dims, keepdim=True) if dims else terms

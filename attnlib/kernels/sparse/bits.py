@@ -1,0 +1,27 @@
+"""A step's bits in the registers of a warpgroup, as the accumulator of its scores lies there."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+
+@gluon.jit
+def hide(s, words, value: gl.constexpr):
+    """s [64, N] with `value` where a bit is 0; words: in shared memory [64, 4], of `block_mask.tiles`.
+
+    A thread has two rows and, of N columns, N / 4 that have their bits in one word. So it reads two words,
+    and which bit an element has is known to the compiler. The fence is for the copy that overwrites the
+    words: a load belongs to the generic proxy and a copy to the async proxy, and a barrier does not order one
+    after the other.
+    """
+    N: gl.constexpr = s.shape[1]
+    # Rows, eights of columns, the pair within, the column within that.
+    parts = s.reshape([64, N // 8, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    own = words.load(gl.SliceLayout(1, gl.SliceLayout(3, layout)))[:, None, :, None]  # [64, 1, 4, 1]
+    fence_async_shared()
+    eights = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    bit = 1 << (2 * eights[None, :, None, None] + second[None, None, None, :])  # [1, N / 8, 1, 2]
+    parts = gl.where((own & bit) != 0, parts, value)
+    return gl.convert_layout(parts.reshape([64, N]), s.type.layout)

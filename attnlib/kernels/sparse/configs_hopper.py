@@ -1,0 +1,116 @@
+"""Configurations of the Hopper kernel under a block mask: a frozen dataclass, chosen by a pure function."""
+
+from dataclasses import dataclass
+
+from attnlib.kernels.common.tiles import tile_width
+
+
+@dataclass(frozen=True)
+class HopperSparseConfig:
+    """How `hopper_kernel.attention_sparse_forward_hopper` is compiled and launched. A tile is two consumer
+    warpgroups of 64 query rows.
+
+    Attributes:
+        block_n: keys of one step, 64 or 128.
+        stages: slots of the ring of key and value blocks in shared memory; a power of two.
+        o_columns: columns of the buffer through which the output leaves: all, a half or a quarter of them.
+        pairs: of warpgroups in a program, 1 or 2, each with tiles of its own.
+        q_columns: leading columns of Q that stay in registers.
+        late_wait: wait for P V of the block before half way through the exponentials, not before them.
+        pin: keep the assembler from moving that wait up.
+        joint: one barrier for the keys and the values of a slot, instead of one each.
+        named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        max_registers: of a thread when the program starts.
+        l2_bytes: keys and values of the heads that advance together should fit in here.
+    """
+
+    block_n: int
+    stages: int
+    o_columns: int
+    pairs: int = 1
+    q_columns: int = 0
+    late_wait: bool = False
+    pin: bool = False
+    joint: bool = False
+    named: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    max_registers: int = 168
+    l2_bytes: int = 16 << 20
+
+    def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
+        """Query heads that advance together: a power of two times `group`, at most about `heads`."""
+        kv_heads, bytes_per_head = 1, 4 * keys * width
+        while 2 * kv_heads * group <= heads and 2 * kv_heads * bytes_per_head <= self.l2_bytes:
+            kv_heads *= 2
+        return kv_heads * group
+
+
+# Not measured. At D = 128 and 256 those of `kernels.hopper` for the same tile. At D = 64 that has tiles of
+# four warpgroups, which would have to take the steps of all their rows; here they are two pairs.
+SHARED = HopperSparseConfig(
+    64, 4, 64, pairs=2, joint=True, consumer_registers=112, producer_registers=32, max_registers=96
+)
+WIDE = HopperSparseConfig(128, 2, 64, late_wait=True, pin=True, joint=True, named=True)
+_CHOSEN = {
+    64: SHARED,
+    128: HopperSparseConfig(
+        128, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20
+    ),
+    256: HopperSparseConfig(64, 2, 64, q_columns=128, named=True),
+}
+_FINE = {128: HopperSparseConfig(64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True)}
+
+
+def hopper_sparse_config(head_dim: int, coarse: bool = True) -> HopperSparseConfig:
+    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64.
+
+    Raises:
+        ValueError: `head_dim` out of range.
+    """
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
+    width = tile_width(head_dim)
+    return _CHOSEN[width] if coarse else _FINE.get(width, _CHOSEN[width])
+
+
+@dataclass(frozen=True)
+class HopperSparseBackwardConfig:
+    """How `hopper_backward_kernel.attention_sparse_backward_hopper` is compiled and launched.
+
+    Attributes:
+        block_m: queries of one step, 64 or 128.
+        half_p: dS from P as it was rounded for dV; its registers are free earlier.
+        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        max_registers: of a thread when the program starts.
+        l2_bytes: what the heads that advance together read and add to should fit in here.
+    """
+
+    block_m: int
+    half_p: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    max_registers: int = 168
+    l2_bytes: int = 16 << 20
+
+    def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
+        """Key/value heads that advance together: a power of two, at most about `heads`. Q and dO have two
+        bytes for each element, the sums of dQ four."""
+        chosen, bytes_per_head = 1, 8 * rows * width * group
+        while 2 * chosen <= heads and 2 * chosen * bytes_per_head <= self.l2_bytes:
+            chosen *= 2
+        return chosen
+
+
+# Not measured: those of `kernels.hopper`.
+_BACKWARD = {64: HopperSparseBackwardConfig(128, half_p=True), 128: HopperSparseBackwardConfig(64)}
+WIDEST_BACKWARD = max(_BACKWARD)
+"""Head dimensions beyond it have a backward pass in plain Triton."""
+
+
+def hopper_sparse_backward_config(head_dim: int) -> HopperSparseBackwardConfig:
+    """For a head dimension of at most `WIDEST_BACKWARD`."""
+    if not 1 <= head_dim <= WIDEST_BACKWARD:
+        raise ValueError(f"head_dim: expected 1 to {WIDEST_BACKWARD}, got {head_dim}")
+    return _BACKWARD[tile_width(head_dim)]

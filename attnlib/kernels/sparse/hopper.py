@@ -1,0 +1,68 @@
+"""The family for Hopper under a block mask, in Gluon: the forward pass, and for D up to 128 the backward
+pass."""
+
+from attnlib.kernels.common import hopper_gpu
+from attnlib.kernels.common.backward_plan import BackwardPlan
+from attnlib.kernels.common.descriptors import describable
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.sparse import launch_hopper, launch_hopper_backward
+from attnlib.kernels.sparse.configs_hopper import (
+    WIDEST_BACKWARD,
+    HopperSparseBackwardConfig,
+    HopperSparseConfig,
+    hopper_sparse_backward_config,
+    hopper_sparse_config,
+)
+from attnlib.kernels.sparse.launch_hopper import forward
+from attnlib.kernels.sparse.launch_hopper_backward import backward
+from attnlib.params import Params
+
+__all__ = ["FITS", "backward", "configuration", "forward", "prepare", "slower", "unsupported"]
+FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
+
+
+def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
+    """What the kernels need and a call with valid arguments does not have; None if it has all.
+
+    The backward pass copies layouts that TMA can't read, and sums dQ in an order that changes.
+    """
+    lacks = hopper_gpu.unsupported_here(q)
+    if lacks is not None:
+        return lacks
+    score = params.score
+    if score is not None:
+        if score.bias is not None:
+            return "takes no bias"
+        if score.alibi is not None and score.soft_cap is None and abs(params.sm_scale) < 1e-15:
+            return f"needs an sm_scale of 1e-15 or more under ALiBi; it is {params.sm_scale}"
+        if backward and score.changes_scores:
+            return "has a backward pass under scores with sinks alone"
+    if backward:
+        if params.deterministic:
+            return "adds up dq in an order that changes; deterministic=True is asked for"
+        if q.shape[-1] > WIDEST_BACKWARD:
+            limit = f"D up to {WIDEST_BACKWARD}"
+            return f"has a backward pass under a block mask for {limit}; q has {q.shape[-1]}"
+        return None
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not describable(tensor):
+            return f"needs layouts that TMA can read; {name} has strides {tuple(tensor.stride())}"
+    return None
+
+
+def slower(q, k, params: Params, backward: bool = False) -> None:
+    """Where it runs, it is preferred."""
+
+
+def configuration(
+    q, k, params: Params, backward: bool = False
+) -> HopperSparseConfig | HopperSparseBackwardConfig:
+    """How the kernels are compiled and launched for queries and a mask like these."""
+    if backward:
+        return hopper_sparse_backward_config(q.shape[-1])
+    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse)
+
+
+def prepare(call: Signature, backward: bool = False) -> launch_hopper.Plan | BackwardPlan | None:
+    """The launches of all calls with this signature; None if an input has to be copied."""
+    return launch_hopper_backward.prepare(call) if backward else launch_hopper.prepare(call)

@@ -1,0 +1,564 @@
+"""Exact attention under a block mask, forward, for Hopper (sm_90a) in Gluon.
+
+The kernel of `kernels.hopper.forward_kernel` for lists instead of windows; its docstring has the protocol
+of the ring, of Q and of the tiles that the producer draws and tells of, and all of that holds here. What
+differs:
+
+- A tile is 128 query rows of one head, for a pair of consumer warpgroups, and has a list
+  (`block_mask.lists`). The producer alone walks along it: it loads the number of each step's keys, one step
+  ahead of the copy that needs it, and consumers never hear of a block that is absent. They are told how many
+  steps there are, and how many of these all rows see whole. Those come first; the others carry bits.
+- A program has one pair of consumers or two. Each pair has a producer warp and memory of its own, and takes
+  tiles of its own: two pairs are two programs that share the registers of an SM.
+- Bits come through the ring too. Slot c has room for the words of a step, 64 rows of four words for each
+  consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
+  slot, with a fence between (`bits.hide`).
+- Tiles are numbered so that in each head the longest lists come first.
+- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi the number of a
+  step's keys, which the producer stores beside the slot before it arrives at k_full.
+
+A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnlib.kernels.common import softmax
+from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
+from attnlib.kernels.sparse.bits import hide
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, tanh
+
+LN2 = gl.constexpr(0.6931471805599453)
+BLOCK_M = gl.constexpr(128)  # rows of a tile
+
+# What the producer tells of a tile, word by word.
+FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
+STEPS = gl.constexpr(1)
+WHOLE = gl.constexpr(2)  # steps without bits
+OUTPUT = gl.constexpr(3)  # and the word after: batch and head of the output of the tile before
+HEAD = gl.constexpr(5)  # of this tile, for a score
+
+
+# ---------------------------------------------------------------- what is passed around
+
+
+class Memory(NamedTuple):
+    """Buffers and barriers in shared memory."""
+
+    q: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
+    k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
+    v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
+    o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
+    words: gl.shared_memory_descriptor  # [2 * stages, 1, 1, 256]: of slot c for warpgroup w, 2 c + w
+    steps: gl.shared_memory_descriptor  # [stages, 32]: whose keys are in a slot, for ALiBi
+    next_tile: gl.shared_memory_descriptor  # [2 * plan.words, 32]
+    q_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    kv_free: gl.shared_memory_descriptor
+    drawn: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """The problem and its lists; see the kernel's arguments."""
+
+    S_q: gl.tensor
+    H: gl.tensor
+    GROUP: gl.tensor
+    HEADS: gl.tensor
+    SECTION: gl.tensor
+    num_m: gl.tensor
+    tiles: gl.tensor
+    mask_b: gl.tensor
+    mask_h: gl.tensor
+    starts: gl.tensor
+    middles: gl.tensor
+    steps: gl.tensor
+    bits: gl.tensor
+    order: gl.tensor
+
+
+class Score(NamedTuple):
+    """What a score has for all tiles; see the kernel's arguments."""
+
+    inner: gl.tensor
+    place: gl.tensor
+    alibi: gl.tensor
+    sinks: gl.tensor
+
+
+class Tile(NamedTuple):
+    """What the producer works on: rows and head, and the entries of its list."""
+
+    row: gl.tensor
+    i_b: gl.tensor
+    i_h: gl.tensor
+    i_kv: gl.tensor
+    first: gl.tensor
+    middle: gl.tensor
+    end: gl.tensor
+
+
+# ---------------------------------------------------------------- producer
+
+
+@gluon.jit
+def _locate(number, work):
+    """The tile of a number, any where there are none left."""
+    number = gl.minimum(number, work.tiles - 1)
+    rank, head = tiling.by_sections(number, work.num_m, work.HEADS, work.SECTION)
+    i_b, i_h = tiling.divide(head, work.H)
+    i_kv, _ = tiling.divide(i_h, work.GROUP)
+    mask = (i_b * work.mask_b + i_h * work.mask_h) * work.num_m
+    i_m = gl.load(work.order + mask + rank)
+    first, end = gl.load(work.starts + mask + i_m), gl.load(work.starts + mask + i_m + 1)
+    return Tile(i_m * BLOCK_M, i_b, i_h, i_kv, first, gl.load(work.middles + mask + i_m), end)
+
+
+@gluon.jit
+def _copy_k(desc_k, desc_words, mem, c, tile, j, step, VALUES: gl.constexpr, work, plan: gl.constexpr):
+    """Start to copy the keys of entry j of the lists, step number `step`, to slot c, and its bits if it has
+    any. VALUES: values follow, as many bytes as the keys."""
+    s = slot(c, plan)
+    bar = mem.k_full.index(s)
+    if plan.alibi:
+        mem.steps.index(s).store(gl.full([32], step, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    size: gl.constexpr = (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes
+    if plan.partial:
+        if j >= tile.middle:
+            bits = gl.load(work.bits + j)
+            if plan.block_n == 128:
+                bits = bits >> 1
+            mbarrier.expect(bar, size + 2 * desc_words.block_type.nbytes)
+            for w in gl.static_range(2):
+                tma.async_copy_global_to_shared(desc_words, [bits, w, 0], bar, mem.words.index(2 * s + w))
+        else:
+            mbarrier.expect(bar, size)
+    else:
+        mbarrier.expect(bar, size)
+    tma.async_copy_global_to_shared(
+        desc_k, tiling.coordinates((tile.i_b, tile.i_kv), step * plan.block_n, 0), bar, mem.k.index(s)
+    )
+
+
+@gluon.jit
+def _copy_v(desc_v, mem, c, tile, step, EXPECT: gl.constexpr, plan: gl.constexpr):
+    bar = mem.v_full.index(slot(c, plan))
+    if EXPECT:
+        mbarrier.expect(bar, desc_v.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        desc_v, tiling.coordinates((tile.i_b, tile.i_kv), step * plan.block_n, 0), bar,
+        mem.v.index(slot(c, plan)),
+    )
+
+
+@gluon.jit
+def _copy_steps(desc_k, desc_v, desc_words, mem, c, begin, end, tile, before, step, work, plan: gl.constexpr):
+    """Keys of steps `begin` to `end` of a tile, each with the values of the one before. `before` and `step`
+    are the numbers of the step before `begin` and of `begin`; returns those of `end`."""
+    for i in range(begin, end):
+        after = gl.load(work.steps + gl.minimum(tile.first + i + 1, tile.end - 1))
+        acquire(mem, c + i, plan)
+        _copy_k(desc_k, desc_words, mem, c + i, tile, tile.first + i, step, True, work, plan)
+        _copy_v(desc_v, mem, c + i, tile, before, not plan.pipeline.joint, plan)
+        before = step
+        step = after
+    return before, step
+
+
+@gluon.jit
+def _draw(counter_ptr):
+    """Start to draw a number from the counter; `_drawn` waits for it."""
+    lane = tiling.lanes()
+    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def _drawn(asked, counter_ptr, end, plan: gl.constexpr):
+    number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
+    # Each pair's last draw finds no tile, so there are as many draws as tiles.
+    if number == end - 1:
+        gl.store(counter_ptr, 0)
+    return number + plan.pairs * gl.num_programs(0)
+
+
+@gluon.jit
+def _tell(mem, number, last, tile, before, plan: gl.constexpr):
+    """Consumers read which tile has this number, and where the output of the one before goes."""
+    b = number & 1
+    # In the order of their names.
+    words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before
+    words += (tile.i_h,)
+    for w in gl.static_range(plan.words):
+        word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        mem.next_tile.index(b * plan.words + w).store(word)
+    mbarrier.arrive(mem.drawn.index(b), count=1)
+
+
+@gluon.jit
+def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
+    desc_q, desc_k, desc_v, desc_words, counter_ptr, mem, work = given
+    number = plan.pairs * gl.program_id(0) + PAIR  # of the tile among all
+    tile = _locate(number, work)
+    step = gl.load(work.steps + tile.first)
+    if number < work.tiles:
+        _copy_k(desc_k, desc_words, mem, 0, tile, tile.first, step, False, work, plan)
+    _tell(mem, 0, number >= work.tiles, tile, (0, 0), plan)
+    if not plan.pipeline.joint:
+        mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
+    while number < work.tiles:
+        for w in gl.static_range(2):
+            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                desc_q, tiling.coordinates((tile.i_b, tile.i_h), tile.row + w * 64, 0), mem.q_full.index(w),
+                mem.q.index(w),
+            )
+        steps = tile.end - tile.first
+        before = step
+        step = gl.load(work.steps + gl.minimum(tile.first + 1, tile.end - 1))
+        early, late = gl.maximum(steps - 4, 1), gl.maximum(steps - 2, 1)
+        before, step = _copy_steps(
+            desc_k, desc_v, desc_words, mem, c, 1, early, tile, before, step, work, plan
+        )
+        asked = _draw(counter_ptr)
+        before, step = _copy_steps(
+            desc_k, desc_v, desc_words, mem, c, early, late, tile, before, step, work, plan
+        )
+        number = _drawn(asked, counter_ptr, work.tiles, plan)
+        next_tile = _locate(number, work)
+        first = gl.load(work.steps + next_tile.first)
+        turn += 1
+        _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)
+        before, step = _copy_steps(
+            desc_k, desc_v, desc_words, mem, c, late, steps, tile, before, step, work, plan
+        )
+        c += steps
+        acquire(mem, c, plan)
+        if number < work.tiles:
+            _copy_k(desc_k, desc_words, mem, c, next_tile, next_tile.first, first, True, work, plan)
+            _copy_v(desc_v, mem, c, tile, before, not plan.pipeline.joint, plan)
+        else:
+            _copy_v(desc_v, mem, c, tile, before, True, plan)
+        tile = next_tile
+        step = first
+
+
+# ---------------------------------------------------------------- consumer
+
+
+@gluon.jit
+def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
+    """Start Q K^T of slot c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers."""
+    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
+    q = matrix(mem.q, WG)  # [64, D]
+    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
+    if plan.q_columns == 0:
+        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        rest: gl.constexpr = plan.d - plan.q_columns
+        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
+        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
+        part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+
+
+@gluon.jit
+def _issue_output(p, acc, mem, c, plan: gl.constexpr):
+    """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
+    return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
+
+
+@gluon.jit
+def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
+    """O of the blocks before, in the units of the new shift; slot c is free."""
+    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+    release(mem, c, plan)
+    return softmax.rescale(acc, alpha, changed, plan)
+
+
+@gluon.jit
+def _seen(s, mem, c, masked, WG: gl.constexpr, plan: gl.constexpr):
+    """Scores [64, BLOCK_N] of slot c, -inf where the bits of the slot hide a key, if it has bits."""
+    if plan.flip:
+        s = -s
+    if plan.partial:
+        if masked:
+            s = hide(s, mem.words.index(2 * slot(c, plan) + WG).reshape([64, 4]), float("-inf"))
+    return s
+
+
+@gluon.jit
+def _scored(s, mem, c, row, inner, slope, plan: gl.constexpr):
+    """Scores of slot c after the soft cap and ALiBi, not yet flipped. row: the place of the first among the
+    keys."""
+    if plan.soft_cap:
+        s = tanh(s * inner)
+    if plan.alibi:
+        step = _lane(mem.steps.index(slot(c, plan)))
+        s = away(s, slope, row - step * plan.block_n, plan)
+    return s
+
+
+@gluon.jit
+def _step(
+    q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, place, inner, slope, WG: gl.constexpr,
+    plan: gl.constexpr,
+):  # fmt: skip
+    """Slot c of a tile: its scores and softmax, and P V of the step before it.
+
+    p: P of the step before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
+    """
+    dtype: gl.constexpr = mem.v.dtype
+    wait_k(mem, c, plan)
+    s_token = _issue_scores(q_registers, mem, c, WG, plan)
+    if not plan.pipeline.joint:
+        wait_v(mem, c, plan)
+    o_token = _issue_output(p, acc, mem, c, plan)
+    s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
+    s = _scored(s, mem, c, place, inner, slope, plan)
+    s = _seen(s, mem, c, masked, WG, plan)
+    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, plan.partial)
+    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+    if plan.pipeline.late_wait:
+        left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
+        left = softmax.weights(left, shift, qk_scale, plan.partial)
+        sums = softmax.add_sums(sums, left)
+        if plan.pipeline.pin:
+            sums = softmax.pin(sums)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        right = softmax.weights(right, shift, qk_scale, plan.partial)
+        sums = softmax.add_sums(sums, right)
+        p = softmax.whole(left.to(dtype), right.to(dtype))
+    else:
+        if plan.pipeline.pin:
+            shift = softmax.pin(shift)
+        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+        weights = softmax.weights(s, shift, qk_scale, plan.partial)
+        sums = softmax.add_sums(sums, weights)
+        p = weights.to(dtype)
+    return gl.convert_layout(p, plan.p_layout), acc, shift, sums
+
+
+@gluon.jit
+def _store_columns(desc_o, part, mem, at, row, column: gl.constexpr, WG: gl.constexpr):
+    tma.store_wait(0)  # what was there before must have left
+    matrix(mem.o, WG).store(part)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, column), mem.o.index(WG))
+
+
+@gluon.jit
+def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
+    """Through shared memory, at once, in two halves or in four parts."""
+    if plan.o_columns == plan.d:
+        _store_columns(desc_o, o, mem, at, row, 0, WG)
+    elif 2 * plan.o_columns == plan.d:
+        left, right = softmax.halves(o)
+        _store_columns(desc_o, left, mem, at, row, 0, WG)
+        _store_columns(desc_o, right, mem, at, row, plan.o_columns, WG)
+    else:
+        left, right = softmax.halves(o)
+        first, second = softmax.halves(left)
+        _store_columns(desc_o, first, mem, at, row, 0, WG)
+        _store_columns(desc_o, second, mem, at, row, plan.o_columns, WG)
+        first, second = softmax.halves(right)
+        _store_columns(desc_o, first, mem, at, row, 2 * plan.o_columns, WG)
+        _store_columns(desc_o, second, mem, at, row, 3 * plan.o_columns, WG)
+
+
+@gluon.jit
+def _told(mem, number, plan: gl.constexpr):
+    """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
+    b = number & 1
+    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
+    return _word(mem, number, FIRST_ROW, plan)
+
+
+@gluon.jit
+def _word(mem, number, w, plan: gl.constexpr):
+    """Word w of what the producer told."""
+    return _lane(mem.next_tile.index((number & 1) * plan.words + w))
+
+
+@gluon.jit
+def _lane(lanes):
+    """The number that all 32 places have."""
+    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
+    desc_o, lse_ptr, mem, qk_scale, score, work = given
+    dtype: gl.constexpr = mem.v.dtype
+    if not plan.pipeline.joint:
+        # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
+        mbarrier.wait(mem.v_full.index(0), 0)
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
+    first_row = _told(mem, 0, plan)
+    while first_row >= 0:
+        row = first_row + WG * 64
+        end = c + _word(mem, turn, STEPS, plan)  # slot of the next tile's first keys, and of the last values
+        middle = c + _word(mem, turn, WHOLE, plan)  # the first slot with bits
+        place, slope, sink = 0, 0.0, 0.0
+        if plan.alibi:
+            place = row + score.place
+            slope = gl.load(score.alibi + _word(mem, turn, HEAD, plan)) * (LOG2_E / qk_scale)
+            if plan.flip:
+                slope = -slope
+        if plan.sinks:
+            sink = gl.load(score.sinks + _word(mem, turn, HEAD, plan)) * LOG2_E
+
+        mbarrier.wait(mem.q_full.index(WG), turn & 1)
+        q_registers = 0
+        if plan.q_columns > 0:
+            q_left = matrix(mem.q, WG).slice(0, plan.q_columns, 1)
+            q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
+
+        # 1. The first step. Its slot's values are of the tile before.
+        wait_k(mem, c, plan)
+        s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+        s = _scored(s, mem, c, place, score.inner, slope, plan)
+        s = _seen(s, mem, c, c >= middle, WG, plan)
+        release(mem, c, plan)
+        shift = softmax.row_max(s) * qk_scale  # [64]
+        if plan.sinks:
+            shift = gl.maximum(shift, sink)
+        weights = softmax.weights(s, shift, qk_scale, plan.partial)
+        sums = softmax.row_sum(weights)  # [64, 4]
+        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+        acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
+
+        # 2. The other steps.
+        for i in range(c + 1, end):
+            p, acc, shift, sums = _step(
+                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, place, score.inner,
+                slope, WG, plan,
+            )  # fmt: skip
+        if plan.q_columns > 0:
+            fence_async_shared()  # between the load of Q and the copy that overwrites it
+        mbarrier.arrive(mem.q_free.index(WG), count=1)
+
+        # 3. The last P V, and what can be done beside it.
+        c = end
+        wait_v(mem, c, plan)
+        o_token = _issue_output(p, acc, mem, c, plan)
+        row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
+        if plan.sinks:  # shift is its maximum with all scores, less what the maximum grew by little
+            row_sums += gl.exp2(sink - gl.where(shift == float("-inf"), 0.0, shift))
+        turn += 1
+        first_row = _told(mem, turn, plan)
+        at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
+        acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+        # A row that sees nothing has a sum of 0: its output is 0 and its LSE -inf.
+        empty = row_sums == 0.0
+        if plan.store_lse:
+            o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+            lse = (shift + gl.log2(row_sums)) * LN2
+            lse = gl.where(empty, float("-inf"), lse)
+            place = (at[0] * work.H + at[1]).to(gl.int64) * work.S_q
+            gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
+        if row < work.S_q:
+            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
+            _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------- kernel
+
+
+NUMBERS = "S_q H GROUP HEADS SECTION num_m tiles mask_b mask_h place".split()
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def attention_sparse_forward_hopper(
+    desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    desc_words,  # (slots, 2, 256) int32: words of steps as a tile's two warpgroups read them
+    lse_ptr,  # (B, H, S_q)
+    counter_ptr,  # one int32, 0 before and after a launch
+    starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr,  # see `block_mask.lists.Lists`
+    alibi_ptr, sinks_ptr,  # (H), None without
+    qk_scale,  # |sm_scale| * log2(e), positive; of capped scores the cap times log2(e)
+    inner,  # sm_scale over the soft cap, None without
+    place,  # of query 0 among the keys
+    S_q,
+    H,  # query heads
+    GROUP,  # query heads that share one key/value head
+    HEADS,  # B * H
+    SECTION,  # heads that advance together
+    num_m,  # row tiles of a head
+    tiles,  # num_m * HEADS
+    mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
+    plan: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(sm_scale * Q K^T) V where the mask has a bit; see the module docstring."""
+    mem = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan)
+    work = Work(
+        S_q, H, GROUP, HEADS, SECTION, num_m, tiles, mask_b, mask_h, starts_ptr, middles_ptr, steps_ptr,
+        bits_ptr, order_ptr,
+    )  # fmt: skip
+    score = Score(inner, place, alibi_ptr, sinks_ptr)
+    given = desc_o, lse_ptr, mem, qk_scale, score, work
+    copied = desc_q, desc_k, desc_v, desc_words, counter_ptr, mem, work
+    regs: gl.constexpr = plan.registers.consumer
+    few: gl.constexpr = plan.registers.producer
+    # A consumer's number is a constant, so each has code of its own.
+    if plan.pairs == 1:
+        fence_async_shared()
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (copied, 0, plan)),
+        ], [4, 1], [regs, few])
+    else:
+        mem_1 = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan)
+        given_1 = desc_o, lse_ptr, mem_1, qk_scale, score, work
+        copied_1 = desc_q, desc_k, desc_v, desc_words, counter_ptr, mem_1, work
+        fence_async_shared()
+        gl.warp_specialize([
+            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)),
+            (_consume, (given_1, 0, plan)), (_consume, (given_1, 1, plan)),
+            (_produce, (copied, 0, plan)), (_produce, (copied_1, 1, plan)),
+        ], [4, 4, 4, 1, 1], [regs, regs, regs, few, few])
+
+
+@gluon.jit
+def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan: gl.constexpr):
+    """Of a pair of consumers and their producer."""
+    stages: gl.constexpr = plan.pipeline.stages
+    k_full = barriers(stages, 1)
+    v_full = k_full
+    if not plan.pipeline.joint:
+        v_full = barriers(stages, 1)
+    places: gl.constexpr = 2 * stages if plan.partial else 1
+    return Memory(
+        buffers(desc_q, 2),
+        buffers(desc_k, stages),
+        buffers(desc_v, stages),
+        buffers(desc_o, 2),
+        gl.allocate_shared_memory(gl.int32, [places, 1, 1, 256], desc_words.layout),
+        gl.allocate_shared_memory(
+            gl.int32, [stages if plan.alibi else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
+        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(2, 1),  # q_full
+        barriers(2, 1),  # q_free
+        k_full,
+        v_full,
+        barriers(stages, 2),  # kv_free
+        barriers(2, 1),  # drawn
+    )

@@ -1,0 +1,131 @@
+"""Launch the Hopper forward kernel under a block mask."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from attnlib.kernels.common import counters, device
+from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like
+from attnlib.kernels.common.hopper_gpu import HALF
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
+from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
+from attnlib.kernels.sparse.launch_forward import LISTS, SCORES, TILE, check_size, mask_strides, tensors_of
+from attnlib.params import Params
+from attnlib.scores import ScoreForm
+
+TENSORS = ("q", "k", "v", "out", "lse", "counter", *LISTS, *SCORES)
+KERNEL = "attnlib.kernels.sparse.hopper_kernel.attention_sparse_forward_hopper"
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run `hopper_kernel.attention_sparse_forward_hopper` on a call that it supports, no argument empty.
+
+    Returns (out, lse); lse is None unless it was asked for. ValueError if a length or the tiles are beyond
+    2^31.
+    """
+    index = q.get_device()
+    if index != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(index):
+            return forward(q, k, v, params)
+    plan = params.plan or prepare(signature(params, q, k, q, k, v))
+    out, lse = plan.out.like(q), lse_for(q, params)
+    mask, step = params.block_mask, params.config.block_n
+    lists = *mask.lists(step), mask.words_of(step)
+    plan.launches(q, k, v, out, lse, counters.counter(index), *lists, *tensors_of(params))
+    return out, lse
+
+
+class Plan(NamedTuple):
+    """The launch of a call, and the layout of its output."""
+
+    launches: Launches
+    out: Made
+
+
+@lru_cache(PREPARED)
+def prepare(call: Signature) -> Plan:
+    B, H, H_kv, S_q, S_k = call.dimensions()
+    config: HopperSparseConfig = call.config
+    width = tile_width(call.head_dim)
+    num_m = -(-S_q // TILE)
+    tiles = num_m * B * H
+    check_size(call, tiles)
+    out = made_like(call, call.q, call.strides[0])
+    windows = *given(call, call.q, call.k, call.k), out.window
+    score = call.score
+    cap = None if score is None else score.soft_cap
+    scale, inner = exp2_scale(call.sm_scale), None
+    if cap is not None:
+        scale, inner = cap * LOG2_E, call.sm_scale / cap
+    launch = Launch(
+        KERNEL,
+        (min(-(-tiles // config.pairs), device.num_sms(call.device)), 1, 1),
+        descriptors=descriptors(windows, call.mask.slots, width, config, call.dtype),
+        pointers={"lse_ptr": Part("lse"), "counter_ptr": Part("counter")}
+        | {f"{name}_ptr": Part(name) for name in LISTS if name != "words"}
+        | {"alibi_ptr": Part("alibi"), "sinks_ptr": Part("sinks")},
+        scalars={
+            "qk_scale": scale,
+            "inner": inner,
+            "place": S_k - S_q,
+            "S_q": S_q,
+            "H": H,
+            "GROUP": H // H_kv,
+            "HEADS": B * H,
+            "SECTION": config.heads_per_section(B * H, H // H_kv, S_k, width),
+            "num_m": num_m,
+            "tiles": tiles,
+            **mask_strides(call),
+        },
+        constants={
+            "plan": make_plan(
+                width, config, call.sm_scale < 0 and cap is None, call.return_lse, call.mask.partial, score
+            )
+        },
+        options={"num_warps": 4, "maxnreg": config.max_registers},
+    )
+    return Plan(Launches([launch], call.device, TENSORS), out)
+
+
+def make_plan(
+    width: int, config: HopperSparseConfig, flip: bool, store_lse: bool, partial: bool,
+    score: ScoreForm | None = None,
+):  # fmt: skip
+    """The kernel's constants."""
+    from attnlib.kernels.common.pipeline import Pipeline, Registers
+    from attnlib.kernels.sparse.plan import SparsePlan
+
+    return SparsePlan(
+        d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns, flip=flip,
+        store_lse=store_lse, partial=partial, pairs=config.pairs,
+        pipeline=Pipeline(2, config.stages, config.joint, config.named, config.late_wait, config.pin),
+        registers=Registers(config.consumer_registers, config.producer_registers),
+        soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
+        sinks=score is not None and score.sinks,
+    )  # fmt: skip
+
+
+def descriptors(
+    windows: tuple, slots: int, width: int, config: HopperSparseConfig, dtype: torch.dtype
+) -> dict[str, Descriptor]:
+    """Of Q, K, V, the output, and the words of steps: what one copy of each moves."""
+    from triton.experimental.gluon import language as gl
+
+    keys = (1, 1, config.block_n, width)
+    blocks = (1, 1, 64, width), keys, keys, (1, 1, 64, config.o_columns)
+    element = getattr(gl, HALF[dtype])
+    found = {
+        f"desc_{letter}": Descriptor(
+            Part(name), window, block, gl.NVMMASharedLayout.get_default_for(list(block), element)
+        )
+        for letter, name, window, block in zip("qkvo", TENSORS, windows, blocks, strict=False)
+    }
+    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    # Of a step of half a tile there are twice as many as slots.
+    window = (slots * (TILE // config.block_n), 2, 256), (512, 256, 1)
+    return found | {"desc_words": Descriptor(Part("words"), window, (1, 1, 256), as_it_is)}

@@ -1,0 +1,120 @@
+"""Launch the Hopper backward kernel under a block mask, what goes before it, and what makes dQ of sums."""
+
+from functools import lru_cache
+
+import torch
+
+from attnlib.kernels.common import backward_plan
+from attnlib.kernels.common.backward_plan import BackwardPlan, gradients_like
+from attnlib.kernels.common.descriptors import given
+from attnlib.kernels.common.hopper_gpu import HALF
+from attnlib.kernels.common.launch_postprocess import postprocess
+from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
+from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
+from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.sparse.configs_hopper import HopperSparseBackwardConfig
+from attnlib.kernels.sparse.launch_backward import COLUMNS, sinks_gradient
+from attnlib.kernels.sparse.launch_forward import TILE, mask_strides
+from attnlib.params import Params
+
+TENSORS = (*backward_plan.TENSORS, *COLUMNS, "sinks", "dsinks")
+KERNEL = "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper"
+
+
+def backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    params: Params,
+) -> tuple[torch.Tensor | None, ...]:
+    """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
+    every run, dq up to the order of a sum. With a score, of sinks alone, also (dsinks, None)."""
+    index = q.get_device()
+    if index != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(index):
+            return backward(d_out, q, k, v, out, lse, params)
+    mask, step = params.block_mask, params.config.block_m
+    lists = *mask.lists(step, columns=True), mask.words_of(step, columns=True)
+    sinks = None if params.score is None else params.score.sinks
+    dsinks = None if sinks is None else torch.empty_like(sinks)
+    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, (*lists, sinks, dsinks))
+    return found if params.score is None else (*found, dsinks, None)
+
+
+@lru_cache(PREPARED)
+def prepare(call: Signature) -> BackwardPlan | None:
+    """None if an input has to be copied."""
+    windows = given(call, call.q, call.q, call.k, call.k, call.q)
+    if windows is None:
+        return None
+    d_out, q, k, v, out = windows
+    dq, dk, dv = gradients_like(call)
+    B, H, H_kv, S_q, S_k = call.dimensions()
+    config: HopperSparseBackwardConfig = call.config
+    width = tile_width(call.head_dim)
+    first = preprocess(call, d_out, out, TILE, width)  # lists may name queries up to a whole tile
+    num_n = -(-S_k // TILE)
+    if max(num_n * B * H_kv, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
+        raise ValueError(
+            f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
+        )
+    launch = Launch(
+        KERNEL,
+        (num_n * B * H_kv, 1, 1),
+        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call),
+        pointers={"dq_ptr": Part("buffer")}
+        | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")},
+        scalars={
+            "qk_scale": call.sm_scale * LOG2_E,
+            "sm_scale": call.sm_scale,
+            "H": H,
+            "GROUP": H // H_kv,
+            "HEADS_KV": B * H_kv,
+            "SECTION": config.heads_per_section(B * H_kv, H // H_kv, S_q, width),
+            "num_m": first.padded // config.block_m,
+            "num_n": num_n,
+            **mask_strides(call),
+        },
+        constants={"plan": make_plan(width, config, call.mask.partial)},
+        options={"num_warps": 4, "maxnreg": config.max_registers},
+    )
+    launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
+    launches += sinks_gradient(call, first)
+    return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
+
+
+def make_plan(width: int, config: HopperSparseBackwardConfig, partial: bool):
+    """The kernel's constants."""
+    from attnlib.kernels.common.pipeline import Registers
+    from attnlib.kernels.sparse.plan import SparseBackwardPlan
+
+    registers = Registers(config.consumer_registers, config.producer_registers)
+    return SparseBackwardPlan(width, config.block_m, config.half_p, partial, registers)
+
+
+def descriptors(windows: tuple, slots: int, rows: Preprocess, call: Signature) -> dict[str, Descriptor]:
+    """Of Q, K, V, dO, dK, dV, of LSE and delta, and of words: what one copy of each moves."""
+    from triton.experimental.gluon import language as gl
+
+    block_m, width = call.config.block_m, tile_width(call.head_dim)
+    queries, keys = (1, 1, block_m, width), (1, 1, 64, width)
+    names = "q", "k", "v", "do", "dk", "dv"
+    blocks = queries, keys, keys, queries, keys, keys
+    element = getattr(gl, HALF[call.dtype])
+    found = {
+        f"desc_{name}": Descriptor(
+            Part("d_out" if name == "do" else name), window, block,
+            gl.NVMMASharedLayout.get_default_for(list(block), element),
+        )
+        for name, window, block in zip(names, windows, blocks, strict=True)
+    }
+    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    window = (slots * (TILE // block_m), 2, 256), (512, 256, 1)
+    return found | {
+        "desc_rows": rows.descriptor(block_m, as_it_is),
+        "desc_words": Descriptor(Part("column_words"), window, (1, 1, 256), as_it_is),
+    }

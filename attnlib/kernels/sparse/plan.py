@@ -1,0 +1,79 @@
+"""What the Hopper kernels under a block mask are compiled for: all constants of a kernel in one object."""
+
+from dataclasses import dataclass
+
+from triton.experimental.gluon import language as gl
+
+from attnlib.kernels.common.constants import Constants
+from attnlib.kernels.common.layouts import accumulator, first_operand
+from attnlib.kernels.common.pipeline import Pipeline, Registers
+
+
+@dataclass(frozen=True)
+class SparsePlan(Constants):
+    """What a call asks for, and how it is computed.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 64, 128 or 256.
+        block_n: keys of a step of the lists, 64 or 128.
+        q_columns, o_columns: as in `HopperSparseConfig`.
+        flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
+        store_lse: write the LSE.
+        partial: some steps carry bits.
+        pairs: of consumer warpgroups in a program, 1 or 2.
+        soft_cap, alibi, sinks: what the score has.
+    """
+
+    d: int
+    block_n: int
+    q_columns: int
+    o_columns: int
+    flip: bool
+    store_lse: bool
+    partial: bool
+    pairs: int
+    pipeline: Pipeline
+    registers: Registers
+    soft_cap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+
+    # Told of a tile; a score needs its head.
+    words = property(lambda self: gl.constexpr(6 if self.alibi.value or self.sinks.value else 5))
+
+    # Accumulators: of Q K^T [64, block_n], of P V [64, d].
+    s_layout = property(lambda self: accumulator(self.block_n.value))
+    o_layout = property(lambda self: accumulator(self.d.value))
+    # P and part of Q as first operands of a product, in registers.
+    p_layout = property(lambda self: first_operand(self.o_layout))
+    q_layout = property(lambda self: first_operand(self.s_layout))
+    # A value per row [64].
+    row_layout = property(lambda self: gl.constexpr(gl.SliceLayout(1, self.s_layout.value)))
+
+
+@dataclass(frozen=True)
+class SparseBackwardPlan(Constants):
+    """The same for the backward kernel.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 64 or 128.
+        block_m, half_p: as in `HopperSparseBackwardConfig`.
+        partial: some steps carry bits.
+    """
+
+    d: int
+    block_m: int
+    half_p: bool
+    partial: bool
+    registers: Registers
+
+    # Halves of dQ that the two consumers form: of the queries, or of the columns.
+    by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
+    dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
+
+    # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d], of half of dQ [64, dq_columns].
+    s_layout = property(lambda self: accumulator(self.block_m.value))
+    d_layout = property(lambda self: accumulator(self.d.value))
+    dq_layout = property(lambda self: accumulator(self.dq_columns.value))
+    # P^T and dS^T as first operands of a product, in registers.
+    p_layout = property(lambda self: first_operand(self.d_layout))

@@ -1,0 +1,107 @@
+"""What becomes of a tile's scores before the softmax (`attnlib.Score`), and the gradient of a bias, in plain
+`triton.language`.
+
+`score` is (cap, slope, bias_ptr, bias_m, bias_n), of one head: the soft cap times log2(e); the slope of ALiBi
+times log2(e); the first element of the bias, and its strides along queries and keys. What a call does not
+have is None.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tanh(x, EXACT: tl.constexpr):
+    """By one exponential. Next to 0 that has the absolute error of 1, about 1e-7; EXACT: a series there."""
+    e = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
+    t = (1 - e) / (1 + e)
+    t = tl.where(x < 0, -t, t)
+    if EXACT:
+        y = x * x
+        series = 1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+        t = tl.where(y < 0.0625, x * series, t)
+    return t
+
+
+@triton.jit
+def head_score(cap, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, BIAS_N: tl.constexpr, i_b, i_h):
+    """`score` of one head."""
+    slope = None
+    if alibi_ptr is not None:
+        slope = tl.load(alibi_ptr + i_h) * LOG2_E
+    if bias_ptr is not None:
+        bias_ptr += i_b.to(tl.int64) * bias_b + i_h.to(tl.int64) * bias_h
+    return cap, slope, bias_ptr, bias_m, BIAS_N
+
+
+@triton.jit
+def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, EXACT: tl.constexpr):
+    """(scores in base 2, their derivative by sm_scale * Q K^T) of the products b_s of queries o_q and keys
+    o_k, which broadcast against each other. qk_scale: what sm_scale * Q K^T is multiplied with, log2(e), or
+    one over the soft cap."""
+    cap, slope, bias_ptr, bias_m, BIAS_N = score
+    b_s = b_s * qk_scale
+    derivative = 1.0
+    if cap is not None:
+        b_t = tanh(b_s, EXACT)
+        b_s = b_t * cap
+        derivative = 1 - b_t * b_t
+    if slope is not None:
+        b_s -= slope * tl.abs(o_k - (o_q + (S_k - S_q))).to(tl.float32)
+    if bias_ptr is not None:
+        inside = (o_q < S_q) & (o_k < S_k)
+        b_bias = tl.load(bias_ptr + (o_q.to(tl.int64) * bias_m + o_k.to(tl.int64) * BIAS_N), mask=inside,
+                         other=0.0)  # fmt: skip
+        b_s += b_bias.to(tl.float32) * LOG2_E
+    return b_s, derivative
+
+
+@triton.jit
+def add_bias_gradient(dbias_ptr, b_ds, start, key, S_q, S_k, dbias_m, dbias_n, ROWS: tl.constexpr,
+                      COLUMNS: tl.constexpr, ALONE: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr):  # fmt: skip
+    """Add dS [BLOCK_M, BLOCK_N] of the tile from (start, key) on to the gradient of a bias that has `ROWS` or
+    one value for all queries, and `COLUMNS` or one for all keys. ALONE: nobody else adds to these."""
+    o_q = start + tl.arange(0, BLOCK_M)
+    o_k = key + tl.arange(0, BLOCK_N)
+    at = o_q.to(tl.int64)[:, None] * dbias_m + o_k.to(tl.int64)[None, :] * dbias_n
+    inside = (o_q < S_q)[:, None] & (o_k < S_k)[None, :]
+    if ROWS and COLUMNS:
+        if ALONE:
+            tl.store(dbias_ptr + at, b_ds, mask=inside)
+        else:
+            tl.atomic_add(dbias_ptr + at, b_ds, mask=inside, sem="relaxed")
+    elif COLUMNS:
+        b_sum = tl.sum(tl.where(inside, b_ds, 0.0), 0)
+        tl.atomic_add(dbias_ptr + o_k.to(tl.int64) * dbias_n, b_sum, mask=o_k < S_k, sem="relaxed")
+    elif ROWS:
+        b_sum = tl.sum(tl.where(inside, b_ds, 0.0), 1)
+        tl.atomic_add(dbias_ptr + o_q.to(tl.int64) * dbias_m, b_sum, mask=o_q < S_q, sem="relaxed")
+    else:
+        b_sum = tl.sum(tl.sum(tl.where(inside, b_ds, 0.0), 1), 0)
+        tl.atomic_add(dbias_ptr, b_sum, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["H", "B", "padded"])
+def attention_sinks_gradient(
+    rows_ptr,  # (2, B * H, padded): lse2 and delta, see `common.preprocess`
+    sinks_ptr,  # (H)
+    dsinks_ptr,  # (H)
+    H, B,
+    padded,  # a multiple of BLOCK
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dsink = -sum of exp(sink - LSE) * delta over the rows of a head. Grid: (H,)."""
+    i_h = tl.program_id(0)
+    sink = tl.load(sinks_ptr + i_h) * LOG2_E
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for i in range(B * (padded // BLOCK)):
+        head = i // (padded // BLOCK) * H + i_h
+        o_m = i % (padded // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+        place = head.to(tl.int64) * padded + o_m
+        b_lse2 = tl.load(rows_ptr + place)  # +inf in rows that there are not
+        b_delta = tl.load(rows_ptr + B.to(tl.int64) * H * padded + place)
+        b_sum += tl.math.exp2(sink - b_lse2) * b_delta
+    tl.store(dsinks_ptr + i_h, -tl.sum(b_sum, 0))

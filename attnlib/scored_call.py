@@ -1,0 +1,127 @@
+"""A call of `attention` with a score: its mask, its derivatives, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from attnlib import dispatch
+from attnlib.arguments.tangents import no_forward_derivative
+from attnlib.autograd import _Function, no_second_derivative
+from attnlib.block_mask import BlockMask
+from attnlib.dispatch import Saved
+from attnlib.params import MaskWindow, Params
+from attnlib.scores import Score, parts_of
+
+
+class Scored(NamedTuple):
+    """What a call asks for besides q, k, v, sinks and bias."""
+
+    params: Params
+    score: Score
+
+    def of(self, q: torch.Tensor, k: torch.Tensor, sinks, bias, bias_gradient: bool = False) -> Params:
+        """With the tensors as kernels take them: under torch.func they are not those of `score`."""
+        own = replace(self.score, sinks=sinks, bias=bias)
+        return self.params._replace(score=parts_of(own, q, k, bias_gradient))
+
+
+class ScoredAttention(_Function):
+    """(out, LSE) of q, k, v, and the sinks and the bias of a score. No gradient flows through the LSE."""
+
+    @staticmethod
+    def forward(q, k, v, sinks, bias, asked: Scored):
+        return dispatch.forward(q, k, v, asked.of(q, k, sinks, bias))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        q, k, v, sinks, bias, ctx.asked = inputs
+        out, lse = output
+        ctx.save_for_backward(q, k, v, out, lse, sinks, bias)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, d_out, *_):
+        if d_out is None:
+            return (None,) * 6
+        wanted = ctx.needs_input_grad[4]
+        apply = ScoredGradient.apply if torch.is_grad_enabled() else ScoredGradient.forward
+        dq, dk, dv, dsinks, dbias = apply(d_out, *ctx.saved_tensors, wanted, ctx.asked)
+        return dq, dk, dv, dsinks, dbias, None
+
+    @staticmethod
+    def jvp(ctx, *_):
+        no_forward_derivative()
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError("attention under torch.vmap with a score: not supported")
+
+
+class ScoredGradient(_Function):
+    """(dq, dk, dv, dsinks, dbias), the last two None where there is none."""
+
+    @staticmethod
+    def forward(d_out, q, k, v, out, lse, sinks, bias, wanted: bool, asked: Scored):
+        params = asked.of(q, k, sinks, bias, wanted)
+        dq, dk, dv, dsinks, dbias = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
+        dsinks = None if dsinks is None else dsinks.to(sinks.dtype)
+        return dq, dk, dv, dsinks, None if dbias is None else dbias.to(bias.dtype).reshape(bias.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        no_second_derivative()
+
+    @staticmethod
+    def jvp(ctx, *_):
+        no_second_derivative()
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError("attention under torch.vmap with a score: not supported")
+
+
+def refuse_onlookers(symbols: bool, plain: bool) -> None:
+    """NotImplementedError where a compiler, or a tensor without memory, would need an operator."""
+    if symbols or not plain:
+        raise NotImplementedError(
+            "attention with a score under torch.compile, torch.export, a dispatch mode, or of tensors "
+            "without memory: not supported; call it outside, as in a function with torch.compiler.disable"
+        )
+
+
+def masked(
+    mask: BlockMask | None, window: MaskWindow, q: torch.Tensor, k: torch.Tensor
+) -> BlockMask:
+    """The block mask of a call with a score: its own, or that of its window."""
+    if mask is None:
+        mask = _everything(max(1, q.shape[2]), max(1, k.shape[2]), q.device)
+    return mask.within(window)
+
+
+@lru_cache(64)
+def _everything(S_q: int, S_k: int, device: torch.device) -> BlockMask:
+    blocks = torch.ones(-(-S_q // 128), -(-S_k // 128), dtype=torch.bool, device=device)
+    return BlockMask.from_blocks(blocks, S_q, S_k)
+
+
+def run(q, k, v, score: Score, params: Params) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, LSE), differentiable. `params` has a block mask."""
+    args, asked = (q, k, v, score.sinks, score.bias), Scored(params, score)
+    functorch = torch._C._are_functorch_transforms_active()
+    given = [x for x in args if x is not None]
+    if not (functorch or (torch.is_grad_enabled() and any(x.requires_grad for x in given))):
+        return dispatch.forward(q, k, v, asked.of(q, k, score.sinks, score.bias))
+    asked = asked._replace(params=params._replace(return_lse=True))
+    if params.impl in ("decode", "hopper"):  # an error now rather than in the backward pass
+        wanted = score.bias is not None and score.bias.requires_grad
+        dispatch.resolve(q, k, v, asked.of(q, k, score.sinks, score.bias, wanted), backward=True)
+    return ScoredAttention.apply(*args, asked)

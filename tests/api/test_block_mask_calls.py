@@ -1,0 +1,154 @@
+"""attention(block_mask=): what runs and why, autograd, compilers, transformations, FLOPs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
+from sparse_cases import FUNCTIONS
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnlib import BlockMask, attention, dispatch, explain
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.params import MaskWindow, Params
+
+pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+def inputs(*shape, device="cpu", S_k=None, grad=False):
+    B, H, S, D = shape
+    rng = torch.Generator().manual_seed(0)
+    sizes = shape, (B, H, S_k or S, D), (B, H, S_k or S, D)
+    return [torch.randn(s, generator=rng).to(device).requires_grad_(grad) for s in sizes]
+
+
+def on_gpu(mask: BlockMask) -> BlockMask:
+    mask.device = torch.device("cuda", 0)
+    return mask
+
+
+def test_what_runs(gpu):
+    q = tensor(1, 2, 256, 64)
+    mask = on_gpu(BlockMask.from_function(FUNCTIONS["causal"], 256, 256))
+    choice = explain(q, q, q, block_mask=mask)
+    assert choice.kernel == "hopper" and choice.configuration.pairs == 2
+    assert choice.reason == "compute capability 9.x, a half precision, layouts that TMA can read"
+    assert explain(q.float(), q.float(), q.float(), block_mask=mask).kernel == "triton"
+    odd = tensor(1, 2, 256, 64, strides=(256 * 128 * 2, 256 * 128, 1, 256))
+    assert explain(odd, q, q,
+    block_mask=mask).reason.startswith("hopper needs layouts that TMA can read; q has")
+    gpu(8)
+    assert explain(q, q, q, block_mask=mask).kernel == "triton"
+
+
+def test_decoding_kernels_take_none(gpu):
+    # Rows of keys overlap, to take less memory.
+    q, k = tensor(1, 1, 16, 256), tensor(1, 1, 4096, 256, strides=(256, 256, 16, 1))
+    mask = on_gpu(BlockMask.from_function(lambda b, h, q, k: k % 3 > 0, 16, 4096))
+    assert explain(q, k, k).kernel == "decode"
+    assert explain(q, k, k, block_mask=mask).kernel == "hopper"
+    with pytest.raises(ValueError, match="impl: 'decode' takes no block mask"):
+        explain(q, k, k, block_mask=mask, impl="decode")
+
+
+def test_the_backward_pass_is_chosen_for_itself(gpu):
+    q = tensor(1, 2, 256, 64)
+    mask = on_gpu(BlockMask.from_function(FUNCTIONS["causal"], 256, 256))
+    params = Params(MaskWindow(None, None), 0.1, return_lse=True, block_mask=mask)
+    assert dispatch.resolve(q, q, q, params).kernel == "hopper"
+    assert dispatch.resolve(q, q, q, params, backward=True).kernel == "hopper"
+    assert dispatch.resolve(q, q, q, params._replace(deterministic=True), backward=True).kernel == "triton"
+    wide = tensor(1, 1, 256, 256)
+    assert dispatch.resolve(wide, wide, wide, params, backward=True).reason == (
+        "hopper has a backward pass under a block mask for D up to 128; q has 256"
+    )
+
+
+def test_steps_of_half_a_tile_where_a_mask_needs_no_more(gpu):
+    q = tensor(1, 1, 256, 128)
+    for name, block_n in (("causal", 128), ("stripes", 64)):
+        mask = on_gpu(BlockMask.from_function(FUNCTIONS[name], 256, 256))
+        assert explain(q, q, q, block_mask=mask).configuration.block_n == block_n
+
+
+def test_the_reference_takes_masks_too():
+    q, k, v = inputs(1, 2, 20, 16, S_k=30)
+    mask = BlockMask.from_function(FUNCTIONS["dots"], 20, 30)
+    out, lse = attention(q, k, v, block_mask=mask, return_lse=True, impl="reference")
+    expected = attention_fp64(q, k, v, mask=mask.to_dense())
+    torch.testing.assert_close(out.double(), expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_window_and_a_mask_are_both_kept():
+    q, k, v = inputs(1, 1, 40, 16, S_k=50)
+    mask = BlockMask.from_function(FUNCTIONS["dots"], 40, 50)
+    i, j = torch.arange(40)[:, None] + 10, torch.arange(50)
+    for options, seen in (
+        ({"causal": True}, j <= i), ({"window": (5, 3)}, (j >= i - 5) & (j <= i + 3)),
+        ({"causal": True, "window": (5, -1)}, (j >= i - 5) & (j <= i)),
+    ):  # fmt: skip
+        expected, _ = attention_fp64(q, k, v, mask=mask.to_dense() & seen)
+        out = attention(q, k, v, block_mask=mask, **options)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_see_nothing_and_calls_without_keys():
+    q, k, v = inputs(1, 1, 20, 16, grad=True)
+    out, lse = attention(q, k, v, block_mask=BlockMask.from_function(FUNCTIONS["none"], 20, 20),
+    return_lse=True)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    assert not any(x.any() for x in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, mask: BlockMask) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q, k, v):
+        return attention(q, k, v, block_mask=self.mask, causal=True) * 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    """One graph, the same numbers, gradients too; another mask is another run of it."""
+    compiled = torch.compile(
+        lambda layer, *x: layer(*x), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    for name in ("dots", "documents"):
+        x = inputs(1, 2, 40, 16, grad=True)
+        layer = Layer(BlockMask.from_function(FUNCTIONS[name], 40, 40))
+        found, expected = compiled(layer, *x), layer(*x)
+        torch.testing.assert_close(found, expected)
+        for ours, theirs in zip(
+            *(torch.autograd.grad(out, x, torch.ones_like(out)) for out in (found, expected)), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_functional_gradients_and_vmap():
+    q, k, v = inputs(3, 2, 20, 16)
+    mask = BlockMask.from_function(FUNCTIONS["dots"], 20, 20)
+    x = [y.clone().requires_grad_() for y in (q, k, v)]
+    expected = torch.autograd.grad(attention(*x, block_mask=mask).sum(), x)
+    found = torch.func.grad(lambda *x: attention(*x, block_mask=mask).sum(), (0, 1, 2))(q, k, v)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    mapped = torch.vmap(lambda *x: attention(*(y[None] for y in x), block_mask=mask)[0])(q, k, v)
+    torch.testing.assert_close(mapped, attention(q, k, v, block_mask=mask))
+    own = BlockMask.from_function(FUNCTIONS["dots"], 20, 20, B=2)
+    with pytest.raises(NotImplementedError, match="with a block mask for each batch element"):
+        torch.vmap(lambda *x: attention(*(y.expand(2, -1, -1, -1) for y in x), block_mask=own))(q, k, v)
+
+
+def test_flops_go_by_the_blocks():
+    q, k, v = inputs(1, 2, 256, 16)
+    mask = BlockMask.from_blocks(torch.eye(4, dtype=torch.bool), 256, 256, block_size=64)
+    counts = []
+    for options in ({}, {"block_mask": mask}):
+        with FlopCounterMode(display=False) as counter:
+            attention(q, k, v, **options)
+        counts.append(counter.get_total_flops())
+    assert counts[1] == round(counts[0] * mask.density()) == counts[0] // 2  # rows of tiles are 128

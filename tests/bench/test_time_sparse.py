@@ -1,0 +1,55 @@
+"""What tests/gpu/time_sparse.py times on a GPU: its masks, and that a wrong result is refused."""
+
+from __future__ import annotations
+
+import pytest
+import time_sparse
+import torch
+from cases import INTERPRETER_REMARKS
+from time_sparse import Judge, checked, flex_mask, inputs_of, kept_blocks
+
+from attnlib import BlockMask, attention
+
+pytestmark = INTERPRETER_REMARKS
+
+
+@pytest.mark.parametrize("part", time_sparse.KEPT)
+def test_rows_keep_as_many_blocks_each_head_others(part):
+    keep = kept_blocks(2, time_sparse.TOKENS, part, "cpu")
+    assert set(keep.sum(-1).flatten().tolist()) == {round(part * 128)}
+    assert not torch.equal(keep[:, 0], keep[:, 1])
+
+
+def test_the_mask_of_flex_attention_is_the_same():
+    keep = kept_blocks(2, 512, 1 / 2, "cpu")
+    ours = BlockMask.from_blocks(keep, 512, 512)
+    assert torch.equal(BlockMask.from_torch(flex_mask(keep)).to_dense(), ours.to_dense())
+    assert torch.equal(time_sparse._last_head(ours), ours.to_dense()[:, -1:])
+
+
+def test_a_right_call_is_kept_and_a_wrong_one_not(device, capsys):
+    tensors = [x[:, :2] for x in inputs_of(16, 256, device)]
+    q, k, v, d_out = tensors
+    mask = BlockMask.from_blocks(kept_blocks(2, 256, 1 / 2, device), 256, 256)
+    judge, calls = Judge(tensors, mask), {}
+    out = attention(q, k, v, block_mask=mask)
+    assert checked("attnlib", lambda: out, judge.forward, calls)
+    assert not checked("attnlib wrong", lambda: out * 1.1, judge.forward, calls)
+    assert checked("a peer", lambda: out * 1.1, judge.forward, calls), "a peer that is wrong is left out"
+    assert list(calls) == ["attnlib"] and "left out: a peer: AssertionError" in capsys.readouterr().out
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    gradients = torch.autograd.grad(attention(*leaves, block_mask=mask), leaves, d_out)
+    judge.backward("attnlib", gradients)
+    with pytest.raises(AssertionError, match="is wrong: dv"):
+        judge.backward("attnlib", (*gradients[:2], gradients[2] * 1.1))
+
+
+def test_peers_come_from_a_file_that_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv(time_sparse.PEERS, raising=False)
+    assert time_sparse.peers() == {} and "is not set" in capsys.readouterr().out
+    path = tmp_path / "mine.py"
+    fa4 = "make_fa4_sparse = lambda q, k, v, keep, causal: (q, causal)"
+    path.write_text(f"{fa4}\nmake_cudnn_bsa = lambda *x: x\n")
+    monkeypatch.setenv(time_sparse.PEERS, str(path))
+    made = time_sparse.peers()
+    assert made["FlashAttention-4"](1, 2, 3, 4) == (1, False) and made["cuDNN"](1, 2, 3, 4) == (1, 2, 3, 4)

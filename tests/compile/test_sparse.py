@@ -1,0 +1,233 @@
+"""The kernels under a block mask compiled for sm_90, in every configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+from launches import jobs_of
+
+from attnlib import BlockMask
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.block_mask.mask import Form
+from attnlib.kernels.common import preprocess
+from attnlib.kernels.common.launch_preprocess import preprocess as preprocess_of
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.sparse import (
+    backward_kernels,
+    forward_kernel,
+    launch_hopper,
+    launch_hopper_backward,
+    portable,
+)
+from attnlib.kernels.sparse.configs import sparse_backward_config, sparse_forward_config
+from attnlib.kernels.sparse.configs_hopper import (
+    WIDE,
+    hopper_sparse_backward_config,
+    hopper_sparse_config,
+)
+from attnlib.params import MaskWindow, Params
+from attnlib.scores import Score, parts_of
+
+CONFIGS = {
+    "64": hopper_sparse_config(64),
+    "64 wide": WIDE,
+    "128": hopper_sparse_config(128),
+    "128 fine": hopper_sparse_config(128, coarse=False),
+    "256": hopper_sparse_config(256),
+}
+# Whether steps carry bits, negative scale, LSE.
+KINDS = {
+    "blocks": (False, False, False), "blocks, LSE": (False, False, True), "bits": (True, False, False),
+    "bits, negative, LSE": (True, True, True),
+}  # fmt: skip
+SCORES = {
+    "cap": Score(soft_cap=30.0), "alibi": Score(alibi=torch.zeros(2)), "sinks": Score(sinks=torch.zeros(2)),
+    "all": Score(soft_cap=30.0, alibi=torch.zeros(2), sinks=torch.zeros(2)),
+}  # fmt: skip
+KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
+SCORED = [("64", "bits, LSE, cap"), ("64", "bits, LSE, alibi"), ("64", "bits, LSE, all"),
+          *product(("128", "256"), ("bits, LSE, cap", "bits, LSE, sinks", "bits, LSE, all"))]  # fmt: skip
+CASES = [*product(CONFIGS, list(KINDS)[:4], ("fp16",))]
+CASES += product(CONFIGS, ("bits, negative, LSE",), ("bf16",))
+CASES += [(*case, "fp16") for case in SCORED]
+BACKWARD = [*product((64, 128), (False, True), ("fp16",)), (64, True, "bf16"), (128, True, "bf16")]
+"""Head dimension, whether steps carry bits, dtype."""
+SPILLS = {False: 4, True: 18}
+"""Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
+lists and are not uniform to the compiler, and up to two of a consumer in a step. The forward kernel has
+none."""
+HGMMA = {"64": 64, "64 wide": 48, "128": 64, "128 fine": 48, "256": 80}
+"""Products in the code of all consumers: first step, loop, last values."""
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def compile_case(case: tuple[str, str, str]) -> Stats:
+    """In a child process, so that cases share the cores."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from attnlib.kernels.sparse.hopper_kernel import attention_sparse_forward_hopper as kernel
+
+    name, kind, dtype = case
+    width, config = int(name.split()[0]), CONFIGS[name]
+    partial, flip, lse, *rest = KINDS[kind]
+    score = None
+    if rest:
+        q = torch.zeros(1, 2, 256, width)
+        score = parts_of(SCORES[rest[0]], q, q).form
+    plan = launch_hopper.make_plan(width, config, flip, lse, partial, score)
+    has = {
+        "lse_ptr": lse, "inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value,
+        "sinks_ptr": plan.sinks.value,
+    }  # fmt: skip
+    absent = [name for name, there in has.items() if not there]
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
+    types = dict.fromkeys(pointers, "*i32") | {"qk_scale": "fp32", "inner": "fp32"}
+    types |= {name: "*fp32" for name, there in has.items() if there and name != "inner"}
+    descriptors = launch_hopper.descriptors((None,) * 4, 1, width, config, DTYPES[dtype])
+    for name, descriptor in descriptors.items():
+        element = "i32" if name == "desc_words" else dtype
+        types[name] = f"tensordesc<{element}{list(descriptor.block)},{descriptor.layout!r}>"
+    names = kernel.arg_names
+    signature = {name: types.get(name, "i32") for name in names}
+    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
+    constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled = triton.compile(
+            GluonASTSource(kernel, signature, constants, divisible), target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": 4, "maxnreg": config.max_registers},
+        )  # fmt: skip
+    return inspect_sm90.stats_of(compiled, log.getvalue())
+
+
+def compile_backward(case: tuple[int, bool, str]) -> Stats:
+    """The same for the backward pass."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from attnlib.kernels.sparse.hopper_backward_kernel import attention_sparse_backward_hopper as kernel
+
+    width, partial, dtype = case
+    config = hopper_sparse_backward_config(width)
+    shape = 1, 2, 256, width
+    strides = (torch.empty(shape, device="meta").stride(),) * 5
+    call = Signature(
+        shape, shape, strides, DTYPES[dtype], -1, MaskWindow(None, None), 0.1, None, True, config,
+        Form(1, 1, 1, partial, True),
+    )  # fmt: skip
+    window = shape, strides[0]
+    rows = preprocess_of(call, window, window, 128, width)
+    plan = launch_hopper_backward.make_plan(width, config, partial)
+    names = kernel.arg_names
+    pointers = [name for name in names if name.endswith("_ptr")]
+    types = dict.fromkeys(pointers, "*i32") | {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
+    for name, descriptor in launch_hopper_backward.descriptors((window,) * 6, 1, rows, call).items():
+        element = {"desc_words": "i32", "desc_rows": "fp32"}.get(name, dtype)
+        types[name] = f"tensordesc<{element}{list(descriptor.block)},{descriptor.layout!r}>"
+    signature = {name: types.get(name, "i32") for name in names} | {"plan": "constexpr"}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled = triton.compile(
+            GluonASTSource(kernel, signature, {(names.index("plan"),): plan}, divisible),
+            target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers},
+        )  # fmt: skip
+    return inspect_sm90.stats_of(compiled, log.getvalue())
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, Stats]:
+    children = min(8, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        found = dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
+        return found | dict(zip(BACKWARD, pool.map(compile_backward, BACKWARD), strict=True))
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: "-".join(map(str, case)))
+def test_hopper_backward(compiled: dict[tuple, Stats], case: tuple) -> None:
+    stats, (width, _, _) = compiled[case], case
+    print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+    assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
+    assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
+    assert stats.spills <= SPILLS[case[1]]
+    assert stats.warnings == (), "wgmma serialized?"
+    assert stats.shared_bytes <= SMEM_LIMIT
+    assert stats.registers == hopper_sparse_backward_config(width).max_registers
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
+def test_hopper(compiled: dict[tuple, Stats], case: tuple) -> None:
+    stats, (name, _, _) = compiled[case], case
+    print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+    assert stats.opcodes["HGMMA"] == HGMMA[name] and not stats.opcodes.get("HMMA")
+    assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
+    assert stats.spills == 0
+    assert stats.warnings == (), "wgmma serialized?"
+    assert stats.shared_bytes <= SMEM_LIMIT
+    assert stats.registers == CONFIGS[name].max_registers
+
+
+def test_bits_take_two_instructions_for_each_score(compiled: dict[tuple, Stats]) -> None:
+    """A test of a bit that the compiler knows, and a select; and a few more for each row."""
+    for name, config in CONFIGS.items():
+        plain, bits = (compiled[name, kind, "fp16"].loop_size for kind in ("blocks", "bits"))
+        scores = 64 * config.block_n // 128
+        assert 2 * scores <= bits - plain <= 2 * scores + 24
+
+
+# ---------------------------------------------------------------- plain Triton
+
+
+def launched(head_dim: int, dtype: str, name: str, arch) -> list:
+    """What a call, and its backward pass, would launch."""
+    q = torch.zeros(1, 2, 256, head_dim, dtype=getattr(torch, dtype))
+    blocks = torch.eye(2, dtype=torch.bool)
+    mask = BlockMask.from_blocks(blocks, 256, 256)
+    if name == "bits":
+        mask = BlockMask.from_function(lambda b, h, q, k: q >= k, 256, 256)
+    params = Params(MaskWindow(None, None), 0.1, return_lse=True, block_mask=mask)
+    forward = params._replace(config=sparse_forward_config(head_dim, dtype, arch))
+    backward = params._replace(config=sparse_backward_config(head_dim, dtype, arch))
+    modules = forward_kernel, backward_kernels, preprocess
+    jobs = jobs_of(modules, lambda: portable.forward(q, q, q, forward))
+    jobs += jobs_of(modules, lambda: portable.backward(q, q, q, q, q, torch.zeros(1, 2, 256), backward))
+    return [job for job in jobs if "preprocess" not in job.kernel_name]
+
+
+PORTABLE = [
+    (d, dtype, name)
+    for d, dtype, name in product((64, 128, 256), ("float16", "bfloat16"), ("blocks", "bits"))
+    if dtype == "float16" or name == "bits"
+]
+
+
+@pytest.fixture(scope="module")
+def portables() -> dict[tuple, list[Stats]]:
+    jobs = {case: launched(*case, (9, 0)) for case in PORTABLE}
+    found = iter(inspect_sm90.compile_all(job for some in jobs.values() for job in some))
+    return {case: [next(found) for _ in some] for case, some in jobs.items()}
+
+
+@pytest.mark.parametrize("case", PORTABLE, ids=lambda case: "-".join(map(str, case)))
+def test_portable(portables: dict[tuple, list[Stats]], case: tuple) -> None:
+    for stats in portables[case]:
+        print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+        assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
+        assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0
+        # Where a loop is not pipelined, the compiler says that it puts in an instruction (C7519).
+        assert not [text for text in stats.warnings if "C7519" not in text], "wgmma serialized?"
+        assert stats.spills == 0

@@ -1,0 +1,76 @@
+"""Block masks on a GPU: the calls of the interpreter's tests in both kernels, and at full size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sparse_cases import CASES, FUNCTIONS, check_backward, check_forward
+
+from attnlib import BlockMask, attention
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import Oracle
+from attnlib.kernels.sparse.configs_hopper import WIDEST_BACKWARD
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+KERNELS = ("hopper", "triton") if HOPPER else ("triton",)
+NAMES = [(label, kernel) for label, case in CASES.items() for kernel in KERNELS
+         if kernel == "triton" or case.shape.dtype != "float32"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "kernel"), NAMES)
+def test_forward(label, kernel):
+    check_forward(CASES[label], "cuda", kernel)
+
+
+@pytest.mark.parametrize(("label", "kernel"), NAMES)
+def test_backward(label, kernel):
+    if kernel == "hopper" and CASES[label].shape.head_dim > WIDEST_BACKWARD:
+        pytest.skip("no backward pass of the Hopper family")
+    check_backward(CASES[label], "cuda", kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["random", "band by head", "dots"])
+def test_many_tiles(mask, head_dim, kernel):
+    """Each program has several tiles of several lengths; twice, as the second launch takes another way."""
+    B, H, H_kv, S_q, S_k = 2, 8, 4, 3001, 4001
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (B, H, S_q, head_dim), *2 * [(B, H_kv, S_k, head_dim)]
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").half() for shape in shapes)
+    d_out = torch.randn(q.shape, generator=generator, device="cuda").half()
+    if mask == "random":
+        blocks = torch.rand(B, H, 24, 32, generator=generator, device="cuda") < 0.3
+        block_mask = BlockMask.from_blocks(blocks, S_q, S_k)
+    else:
+        block_mask = BlockMask.from_function(FUNCTIONS[mask], S_q, S_k, H=H, device="cuda")
+    dense = block_mask.to_dense()
+    oracle, gradients = Oracle(q, k, v, mask=dense), GradientOracle(d_out, q, k, v, mask=dense)
+    for _ in range(2):
+        x = [y.clone().requires_grad_() for y in (q, k, v)]
+        out, lse = attention(*x, block_mask=block_mask, return_lse=True, impl=kernel)
+        oracle.judge(out, lse).raise_if_bad(f"{mask} D{head_dim} {kernel}")
+        for verdict in gradients.judge(*torch.autograd.grad(out, x, d_out)).values():
+            verdict.raise_if_bad(f"{mask} D{head_dim} {kernel}")
+
+
+def test_in_a_cuda_graph():
+    q, k, v = (torch.randn(1, 4, 1024, 64, device="cuda").half() for _ in range(3))
+    mask = BlockMask.from_function(FUNCTIONS["causal"], 1024, 1024, device="cuda")
+    expected = attention(q, k, v, block_mask=mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, block_mask=mask)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_torch_masks_on_the_gpu():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    theirs = create_block_mask(FUNCTIONS["documents"], None, None, 400, 400, device="cuda")
+    ours = BlockMask.from_torch(theirs)
+    direct = BlockMask.from_function(FUNCTIONS["documents"], 400, 400, device="cuda")
+    assert torch.equal(ours.to_dense(), direct.to_dense())

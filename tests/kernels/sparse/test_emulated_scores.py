@@ -1,0 +1,108 @@
+"""Scores in the Hopper kernels in the emulator: soft cap, ALiBi, sinks; and bugs planted in their text."""
+
+from __future__ import annotations
+
+import re
+
+import families
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from emulated import mutate, on_the_cpu
+from mutations import Mutation
+from sparse_cases import FUNCTIONS
+
+from attnlib import Score
+from attnlib.block_mask import BlockMask
+from attnlib.emulator import Deadlock, Race
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.kernels.reference.gradients import gradient_fp64
+from attnlib.kernels.sparse import hopper, hopper_kernel, hopper_scores
+from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
+from attnlib.params import MaskWindow, Params
+from attnlib.scores import parts_of
+
+pytestmark = INTERPRETER_REMARKS
+SLOPES, LOGITS = torch.tensor([0.05, -0.02, 0.01]), torch.tensor([1.0, -2.0, 300.0])
+SCORES = {
+    "cap": Score(soft_cap=2.0), "alibi": Score(alibi=SLOPES), "sinks": Score(sinks=LOGITS),
+    "all": Score(soft_cap=3.0, alibi=SLOPES, sinks=LOGITS),
+    "no sinks": Score(sinks=torch.full((3,), -torch.inf)),
+}  # fmt: skip
+PAIRS = HopperSparseConfig(64, 2, 64, pairs=2, joint=True)
+CALLS = {  # D, mask, S_q, S_k, sm_scale, config
+    "64": (64, "documents", 100, 130, 0.1, None),
+    "pairs": (64, "causal", 200, 190, 0.1, PAIRS),
+    "128": (128, "dots", 70, 100, -0.1, None),
+    "nothing": (64, "none", 70, 100, 0.1, None),
+}
+CASES = [*[("64", score) for score in SCORES], ("pairs", "all"), ("pairs", "alibi"), ("128", "all"),
+         ("128", "alibi"), ("128", "sinks"), ("nothing", "all"), ("nothing", "no sinks")]  # fmt: skip
+
+
+def check(call: str, score: str, order: str = "random", seed: int = 0, **where) -> None:
+    """AssertionError for a wrong result; of sinks alone the gradients are looked at, too."""
+    D, mask, S_q, S_k, sm_scale, config = CALLS[call]
+    rng, mask = torch.Generator().manual_seed(0), BlockMask.from_function(FUNCTIONS[mask], S_q, S_k)
+    shapes = (1, 3, S_q, D), *2 * [(1, 1, S_k, D)]
+    q, k, v, d_out = (torch.randn(shape, generator=rng).half() for shape in (*shapes, shapes[0]))
+    parts = parts_of(SCORES[score], q, k)
+    params = Params(
+        MaskWindow(None, None), sm_scale, return_lse=True, config=config, block_mask=mask, score=parts
+    )
+    with on_the_cpu(order, seed, **where):
+        out, lse = families.forward(hopper, q, k, v, params)
+    how = {"sm_scale": sm_scale, "mask": mask.to_dense(), "score": parts}
+    truth, truth_lse = attention_fp64(q, k, v, **how)
+    torch.testing.assert_close(out.double(), truth, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=2e-5, atol=2e-5)
+    if score != "sinks" or where:
+        return
+    with on_the_cpu(order, seed):
+        found = families.backward(
+            hopper, d_out, q, k, v, truth.half(), truth_lse.float(), params._replace(config=None)
+        )
+    for ours, theirs in zip(found[:4], gradient_fp64(d_out, q, k, v, **how)[:4], strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=5e-3, atol=5e-3)
+    assert found[4] is None
+
+
+@pytest.mark.parametrize(("call", "score"), CASES)
+def test_call(call, score):
+    check(call, score)
+
+
+def planted(bug: str, case: str, before: str, after: str, module=hopper_kernel) -> Mutation:
+    return Mutation(bug, before, after, case, "Race|Deadlock|Assertion|Overflow", module=module)
+
+
+MUTATIONS = [
+    planted("all slots have the number of one step", "pairs alibi",
+            "mem.steps.index(s).store(", "mem.steps.index(0).store("),
+    planted("the number of a step is stored too late", "pairs alibi",
+            "_lane(mem.steps.index(slot(c, plan)))", "_lane(mem.steps.index(slot(c + 1, plan)))"),
+    planted("all heads have the slope of the first", "64 alibi",
+            "score.alibi + _word(mem, turn, HEAD, plan)", "score.alibi + 0"),
+    planted("all heads have the sink of the first", "64 sinks",
+            "score.sinks + _word(mem, turn, HEAD, plan)", "score.sinks + 0"),
+    planted("a sink larger than all scores", "64 sinks",
+            "            shift = gl.maximum(shift, sink)\n", "            shift = shift - 0 * sink\n"),
+    planted("a sink does not count", "64 sinks", "row_sums += gl.exp2(sink", "row_sums += 0 * gl.exp2(sink"),
+    planted("a slope that is not flipped", "128 alibi", "slope = -slope\n", "slope = slope\n"),
+    planted("the place is that of the first row of all", "64 alibi",
+            "place = row + score.place", "place = score.place"),
+    planted("keys after a query count as those before", "pairs alibi",
+            "gl.maximum(distance, -distance)", "distance", hopper_scores),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_planted_bug_is_found(mutation):
+    mutants = mutate(mutation)
+    for order, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]:
+        try:
+            check(*mutation.caught_by.split(), order, seed, mutants=mutants)
+        except (Race, Deadlock, AssertionError, OverflowError) as found:
+            assert re.match(mutation.verdict, f"{type(found).__name__}: {found}")
+            return
+    pytest.fail(f"no run revealed: {mutation.bug}")

@@ -1,0 +1,253 @@
+"""The Hopper kernels under a block mask in the emulator: every kind of mask and option, in many orders; and
+bugs planted in their text, each of which the emulator notices."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import families
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from emulated import ORDERS, Recorded, mutate, on_the_cpu
+from mutations import Mutation
+from sparse_cases import FUNCTIONS
+
+from attnlib import BlockMask
+from attnlib.emulator import Deadlock, Race
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.kernels.reference.gradients import gradient_fp64
+from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel
+from attnlib.kernels.sparse.configs_hopper import WIDE, HopperSparseConfig, hopper_sparse_config
+from attnlib.params import MaskWindow, Params
+
+pytestmark = INTERPRETER_REMARKS
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call under a mask of `FUNCTIONS`, or under random blocks of 128 without bits."""
+
+    D: int = 64
+    mask: str = "causal"
+    S_q: int = 300
+    S_k: int = 400
+    H: int = 2
+    H_kv: int = 1
+    B: int = 1
+    dtype: torch.dtype = torch.float16
+    sm_scale: float = 0.1
+    return_lse: bool = True
+    config: HopperSparseConfig | None = None
+
+    def block_mask(self) -> BlockMask:
+        if self.mask == "random":
+            rng = torch.Generator().manual_seed(1)
+            blocks = torch.rand(1, self.H, -(-self.S_q // 128), self.S_k // 128, generator=rng) < 0.5
+            blocks[..., 0] = True  # a row that sees nothing would need bits
+            return BlockMask.from_blocks(blocks, self.S_q, self.S_k)
+        by_batch, by_head = (self.mask.endswith((f"by {word}", "by both")) for word in ("batch", "head"))
+        shared = {"B": self.B if by_batch else None, "H": self.H if by_head else None}
+        return BlockMask.from_function(FUNCTIONS[self.mask], self.S_q, self.S_k, **shared)
+
+
+def check(call: Call, order: str = "random", seed: int = 0, **where) -> Recorded:
+    """AssertionError for a wrong result; returns what ran."""
+    rng, mask = torch.Generator().manual_seed(0), call.block_mask()
+    shapes = (call.B, call.H, call.S_q, call.D), *2 * [(call.B, call.H_kv, call.S_k, call.D)]
+    q, k, v = (torch.randn(shape, generator=rng).to(call.dtype) for shape in shapes)
+    params = Params(
+        MaskWindow(None, None), call.sm_scale, return_lse=call.return_lse, config=call.config, block_mask=mask
+    )
+    with on_the_cpu(order, seed, **where) as kernels:
+        out, lse = families.forward(hopper, q, k, v, params)
+    truth, truth_lse = attention_fp64(q, k, v, sm_scale=call.sm_scale, mask=mask.to_dense())
+    close = {"rtol": 1e-2, "atol": 1e-2} if call.dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(out.double(), truth, **close)
+    assert (lse is not None) == call.return_lse
+    if lse is not None:
+        torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
+    return kernels["attention_sparse_forward_hopper"]
+
+
+def check_backward(call: Call, order: str = "random", seed: int = 0, **where) -> Recorded:
+    """AssertionError for a wrong gradient; returns what ran."""
+    rng, mask = torch.Generator().manual_seed(0), call.block_mask()
+    shapes = (call.B, call.H, call.S_q, call.D), *2 * [(call.B, call.H_kv, call.S_k, call.D)]
+    q, k, v, d_out = (torch.randn(shape, generator=rng).to(call.dtype) for shape in (*shapes, shapes[0]))
+    options = {"sm_scale": call.sm_scale, "mask": mask.to_dense()}
+    out, lse = attention_fp64(q, k, v, **options)
+    params = Params(MaskWindow(None, None), call.sm_scale, return_lse=True, block_mask=mask)
+    with on_the_cpu(order, seed, **where) as kernels:
+        found = families.backward(hopper, d_out, q, k, v, out.to(q.dtype), lse.float(), params)
+    close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
+    for ours, theirs in zip(found, gradient_fp64(d_out, q, k, v, **options), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, **close)
+    return kernels["attention_sparse_backward_hopper"]
+
+
+PAIRS = HopperSparseConfig(64, 2, 64, pairs=2, joint=True)
+APART = HopperSparseConfig(64, 2, 32)
+NAMED = HopperSparseConfig(128, 2, 64, joint=True, named=True)
+Q_KEPT = HopperSparseConfig(64, 2, 64, q_columns=32, late_wait=True, pin=True)
+CALLS = {
+    **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
+    **{f"{D} random": Call(D, "random", 300, 384, 3, 3) for D in (64, 128, 256)},
+    **{f"{D} dots": Call(D, "dots", 200, 150) for D in (128, 256)},
+    "fine, of 128": Call(128, "stripes", 200, 300, config=hopper_sparse_config(128, coarse=False)),
+    "by both": Call(64, "band by both", 140, 300, 4, 2, 2),
+    "bfloat16": Call(64, "dots", 140, 150, dtype=torch.bfloat16),
+    "negative": Call(64, "documents", 140, 150, sm_scale=-0.2),
+    "no LSE": Call(64, "documents", 140, 150, return_lse=False),
+    "one row": Call(64, "all", 1, 1),
+    "wide": Call(64, "documents", 260, 390, config=WIDE),
+    "apart": Call(64, "documents", 260, 390, config=APART),
+    "named": Call(64, "documents", 260, 390, config=NAMED),
+    "quarters": Call(256, "causal", 140, 140, config=HopperSparseConfig(64, 2, 64)),
+    "Q in registers": Call(64, "dots", 260, 260, config=Q_KEPT),
+    "many tiles": Call(64, "causal", 520, 520, 5, 1, config=PAIRS),
+    "short": Call(64, "random", 100, 128, 9, 1, config=PAIRS),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_call(call):
+    check(CALLS[call])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("call", ["apart", "named", "many tiles", "short", "Q in registers", "64 random"])
+def test_orders(call, order):
+    kernel = check(CALLS[call], order, 1)
+    for seed in range(2, 6 if order == "random" else 3):
+        kernel.repeat(order, seed)
+
+
+BACKWARD = {
+    **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
+    **{f"{D} random": Call(D, "random", 300, 384, 3, 3) for D in (64, 128)},
+    "128 documents": Call(128, "documents", 260, 390),
+    "by both": Call(64, "band by both", 140, 300, 4, 2, 2),
+    "128 by both": Call(128, "band by both", 140, 300, 4, 2, 2),
+    "bfloat16": Call(64, "dots", 140, 150, dtype=torch.bfloat16),
+    "negative": Call(128, "documents", 140, 150, sm_scale=-0.08),
+    "one row": Call(64, "all", 1, 1),
+    "many steps": Call(64, "dots", 900, 100),
+    "128 many steps": Call(128, "dots", 390, 100),
+    "one group": Call(64, "random", 128, 128, 6, 1),
+}
+
+
+@pytest.mark.parametrize("call", BACKWARD)
+def test_backward(call):
+    check_backward(BACKWARD[call])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("call", ["many steps", "128 many steps", "by both", "one group"])
+def test_orders_of_the_backward_pass(call, order):
+    kernel = check_backward(BACKWARD[call], order, 1)
+    for seed in range(2, 6 if order == "random" else 3):
+        kernel.repeat(order, seed)
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+def planted(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, hopper_kernel)
+
+
+WRONG = "AssertionError: Tensor-likes"
+MUTATIONS = [
+    planted("the words of a step are not waited for", "apart", "Race|Deadlock|Assertion",
+            ("mbarrier.expect(bar, size + 2 * desc_words.block_type.nbytes)", "mbarrier.expect(bar, size)")),
+    planted("a slot is released before its words are read", "apart", "Race",
+            ("        s = _seen(s, mem, c, c >= middle, WG, plan)\n        release(mem, c, plan)\n",
+             "        release(mem, c, plan)\n        s = _seen(s, mem, c, c >= middle, WG, plan)\n")),
+    planted("the second warpgroup reads the words of the first", "apart", WRONG,
+            ("mem.words.index(2 * slot(c, plan) + WG)", "mem.words.index(2 * slot(c, plan))")),
+    planted("the first step with bits is taken for a whole one", "apart", WRONG,
+            ("sums, i, i >= middle, mem", "sums, i, i > middle, mem")),
+    planted("a tile of bits alone has a first step without", "many tiles", WRONG,
+            ("_seen(s, mem, c, c >= middle, WG, plan)\n        release",
+             "_seen(s, mem, c, c > middle, WG, plan)\n        release")),
+    planted("values of the step itself", "apart", WRONG,
+            ("_copy_v(desc_v, mem, c + i, tile, before, not", "_copy_v(desc_v, mem, c + i, tile, step, not")),
+    planted("the step after is that of two further on", "apart", WRONG,
+            ("gl.minimum(tile.first + i + 1, tile.end - 1)", "gl.minimum(tile.first + i + 2, tile.end - 1)")),
+    planted("the next tile begins with the step of this one", "many tiles", WRONG,
+            ("        tile = next_tile\n        step = first\n", "        tile = next_tile\n")),
+    planted("a drawn tile is that of one pair", "many tiles", f"{WRONG}|AssertionError: the counter",
+            ("number + plan.pairs * gl.num_programs(0)", "number + gl.num_programs(0)")),
+    planted("both pairs begin with one tile", "many tiles", WRONG,
+            ("plan.pairs * gl.program_id(0) + PAIR", "plan.pairs * gl.program_id(0)")),
+    planted("the counter is not set back", "many tiles", "AssertionError: the counter",
+            ("gl.store(counter_ptr, 0)", "gl.store(counter_ptr, number)")),
+    planted("the producer fills a slot that is in use", "apart", "Race",
+            ("        acquire(mem, c + i, plan)\n", "")),
+    planted("Q is overwritten while it is read", "apart", "Race|Deadlock|Assertion",
+            ("            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)\n", "")),
+    planted("all heads have the mask of the first", "by both", WRONG,
+            ("(i_b * work.mask_b + i_h * work.mask_h)", "(i_b * work.mask_b)")),
+    planted("the output of a row that sees nothing is divided by 0", "none", WRONG,
+            ("gl.where(empty, 1.0, row_sums)", "row_sums")),
+    Mutation("words are overwritten without a fence", "    fence_async_shared()\n", "", "apart", "Race",
+             module=bits),
+    Mutation("bits of the pair's columns change places", "second[None, None, None, :]",
+             "1 - second[None, None, None, :]", "apart", WRONG, module=bits),
+]  # fmt: skip
+
+
+def backward(bug: str, call: str, verdict: str, edit: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, (), hopper_backward_kernel)
+
+
+MUTATIONS += [
+    backward("words are not waited for", "many steps", "Race|Deadlock|Assertion",
+             ("mbarrier.expect(bar, size + 2 * desc_words.block_type.nbytes)", "mbarrier.expect(bar, size)")),
+    backward("the second consumer reads the words of the first", "many steps", WRONG,
+             ("mem.words.index(2 * slot + WG)", "mem.words.index(2 * slot)")),
+    backward("no step has bits", "many steps", WRONG, ("word += (bits >= 0).to(gl.int32)", "word += 0")),
+    backward("dQ is added to the block of the step itself", "many steps", WRONG,
+             ("gl.maximum(j - 1, 0) & 3", "j & 3")),
+    backward("there are two places for words", "many steps", "Race|Assertion|IndexError",
+             ("mem.told.index(j & 3).store(", "mem.told.index(j & 1).store(")),
+    backward("Q is filled without asking", "many steps", "Race|Deadlock|Assertion",
+             ("            acquire(Q_FREE, j)\n", "")),
+    backward("dO is filled without asking", "many steps", "Race|Deadlock|Assertion",
+             ("            acquire(DO_FREE, j)\n", "")),
+    backward("dS is not fenced", "128 many steps", "Race",
+             ("    fence_async_shared()\n    _tell_ds(j, WG)", "    _tell_ds(j, WG)")),
+    backward("dS is not waited for", "128 many steps", "Race|Deadlock", ("        _await_ds(j - 1, WG)\n",
+    "")),
+    backward("all heads of a group have the mask of the first", "by both", f"{WRONG}|Deadlock",
+             ("number = work.number + g * work.mask_h * work.num_n", "number = work.number + 0 * g")),
+    backward("steps of the first head alone are counted", "one group", "Race|Deadlock|Assertion",
+             ("count += gl.load(own + 1) - gl.load(own)", "count = gl.load(own + 1) - gl.load(own)")),
+    backward("dK is not scaled", "many steps", WRONG, ("(dk * sm_scale)", "(dk * 1.0)")),
+]  # fmt: skip
+RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(20))]
+
+
+def said_of(mutation: Mutation, mutants, order: str, seed: int) -> str:
+    """What is said of a run; empty if nothing."""
+    run, calls = (check, CALLS) if mutation.module is not hopper_backward_kernel else (check_backward,
+    BACKWARD)
+    try:
+        run(calls[mutation.caught_by], order, seed, mutants=mutants)
+    except (Race, Deadlock, AssertionError, IndexError) as found:
+        return f"{type(found).__name__}: {found}"
+    return ""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_planted_bug_is_found(mutation):
+    mutants = mutate(mutation)
+    for order, seed in RUNS:
+        said = said_of(mutation, mutants, order, seed)
+        if said:
+            assert re.match(mutation.verdict, said), said
+            return
+    pytest.fail(f"{len(RUNS)} runs did not reveal: {mutation.bug}")

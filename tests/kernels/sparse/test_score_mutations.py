@@ -1,0 +1,69 @@
+"""Bugs planted in what the portable kernels do for a score: a case of `score_cases` fails."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from cases import INTERPRETER_REMARKS
+from families import fresh_launches  # noqa: F401  (a fixture)
+from mutations import Mutation, load
+from score_cases import CASES, check_scored
+
+from attnlib.kernels.sparse import backward_kernels, forward_kernel, scores
+
+pytestmark = INTERPRETER_REMARKS
+
+DOTS = "B1 H2 S130x170 D64 dense fp16 dots"
+GROUPS = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + alibi + sinks + bias by key"
+WRONG = r"max error|not finite|LSE"
+
+
+def of(part: str) -> str:
+    return f"{DOTS}, {part}"
+
+
+MUTATIONS = [
+    Mutation("a cap is not scaled back", "b_s = b_t * cap", "b_s = b_t", of("cap 2"), WRONG, module=scores),
+    Mutation("a cap has no derivative", "derivative = 1 - b_t * b_t", "derivative = 1 - 0 * b_t", of("cap 2"),
+             "d[qk]", module=scores),
+    Mutation("tanh of negative scores", "tl.where(x < 0, -t, t)", "t", of("cap 2"), WRONG, module=scores),
+    Mutation("queries stand at their own number", "(o_q + (S_k - S_q))", "o_q", of("alibi"), WRONG,
+             module=scores),
+    Mutation("keys after a query are nearer than itself", "tl.abs(o_k - (o_q + (S_k - S_q)))",
+             "(o_q + (S_k - S_q) - o_k)", of("alibi"), WRONG, module=scores),
+    Mutation("slopes of the first head", "alibi_ptr + i_h", "alibi_ptr + 0 * i_h", of("alibi"), WRONG,
+             module=scores),
+    Mutation("a bias in base 2", "b_bias.to(tl.float32) * LOG2_E", "b_bias.to(tl.float32)",
+             of("bias by all"), WRONG, module=scores),
+    Mutation("the bias of the first head", "i_h.to(tl.int64) * bias_h", "0",
+             of("bias by head and key"), WRONG, module=scores),
+    Mutation("the bias of the first batch element", "i_b.to(tl.int64) * bias_b", "0", GROUPS, WRONG,
+             module=scores),
+    Mutation("a row begins without its sink", "b_l = tl.full([BLOCK_M], 1.0, tl.float32)",
+             "b_l = tl.zeros([BLOCK_M], tl.float32)", of("sinks"), WRONG, module=forward_kernel),
+    Mutation("the sign of the sinks' gradient", "-tl.sum(b_sum, 0)", "tl.sum(b_sum, 0)", of("sinks"),
+             "dsinks", module=scores),
+    Mutation("sinks of the first batch element", "range(B * (padded // BLOCK))", "range(padded // BLOCK)",
+             GROUPS, "dsinks", module=scores),
+    Mutation("dK does not know the cap", "b_dst = b_dst * slope", "b_dst = b_dst * 1.0", of("cap 2"), "dk",
+             module=backward_kernels),
+    Mutation("dQ does not know the cap", "b_ds = b_ds * slope", "b_ds = b_ds * 1.0", of("cap 2"), "dq",
+             module=backward_kernels),
+    Mutation("dbias of all heads goes to the first", "i_h.to(tl.int64) * dbias_h", "0",
+             of("bias by head and key"), "dbias", module=backward_kernels),
+    Mutation("dbias of keys is not summed up", "b_sum = tl.sum(tl.where(inside, b_ds, 0.0), 1)",
+             "b_sum = tl.max(tl.where(inside, b_ds, 0.0), 1)", of("bias by query"), "dbias", module=scores),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_is_caught(mutation, device, tmp_path, monkeypatch, fresh_launches):
+    mutant = load(mutation.of(inspect.getsource(mutation.module)), tmp_path)
+    for name, value in vars(mutant).items():
+        if getattr(getattr(value, "fn", value), "__module__", "") == "mutant":
+            for user in (mutation.module, forward_kernel, backward_kernels):
+                if hasattr(user, name):
+                    monkeypatch.setattr(user, name, value)
+    with pytest.raises(Exception, match=mutation.verdict):
+        check_scored(CASES[mutation.caught_by], device)

@@ -1,0 +1,89 @@
+"""attention(score=) by the portable kernels, forward and backward, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from score_cases import CASES, check_scored
+
+from attnlib import BlockMask, Score, attention
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.kernels.reference.gradients import gradient_fp64
+from attnlib.scores import parts_of
+
+pytestmark = INTERPRETER_REMARKS
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_forward_and_backward(label, device):
+    check_scored(CASES[label], device)
+
+
+def test_the_reference_is_what_autograd_makes_of_the_formula():
+    """The fp64 reference beside a softmax in plain PyTorch, forward and all gradients."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(2, 4, 20, 16, generator=rng).double().requires_grad_() for _ in range(4))
+    sinks = torch.randn(4, generator=rng).requires_grad_()
+    bias = torch.randn(2, 1, 20, 20, generator=rng).requires_grad_()
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0])
+    seen = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
+    scores = 3 * torch.tanh(q @ k.mT * 0.4 / 3) + bias.double()
+    distance = (torch.arange(20)[:, None] - torch.arange(20)).abs()
+    scores = (scores - slopes[:, None, None] * distance).masked_fill(~seen, -torch.inf)
+    logits = torch.cat([scores, sinks.double()[:, None, None].expand(2, 4, 20, 1)], -1)
+    out = torch.softmax(logits, -1)[..., :20] @ v
+    expected = torch.autograd.grad(out, (q, k, v, sinks, bias), d_out)
+    score = parts_of(Score(soft_cap=3.0, alibi=slopes, sinks=sinks, bias=bias), q, k)
+    plain = [x.detach() for x in (q, k, v)]
+    ours, lse = attention_fp64(*plain, sm_scale=0.4, mask=seen, score=score)
+    torch.testing.assert_close(ours, out.detach())
+    torch.testing.assert_close(lse, torch.logsumexp(logits, -1).detach())
+    found = gradient_fp64(d_out.detach(), *plain, sm_scale=0.4, mask=seen, score=score)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-6, atol=1e-6)
+
+
+def tensors(*shape, device):
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=rng).half().to(device) for _ in range(3)]
+
+
+def test_a_bias_of_minus_infinity_is_a_mask(device):
+    q, k, v = tensors(1, 2, 70, 64, device=device)
+    mask = torch.rand(1, 1, 70, 70, generator=torch.Generator().manual_seed(3)).to(device) < 0.3
+    mask[:, :, 5] = False  # a row that sees nothing
+    bias = torch.zeros(mask.shape, device=device).masked_fill(~mask, -torch.inf)
+    x = [y.clone().requires_grad_() for y in (q, k, v)]
+    out, lse = attention(*x, score=Score(bias=bias), return_lse=True, impl="triton")
+    y = [z.clone().requires_grad_() for z in (q, k, v)]
+    made = BlockMask.from_mask(mask)
+    expected, expected_lse = attention(*y, block_mask=made, return_lse=True, impl="triton")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(lse, expected_lse)
+    found = zip(*(torch.autograd.grad(o.sum(), z) for o, z in ((out, x), (expected, y))), strict=True)
+    for a, b in found:
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_sink_of_minus_infinity_is_none(device):
+    q, k, v = tensors(1, 2, 70, 64, device=device)
+    sinks = torch.full((2,), -torch.inf, device=device, requires_grad=True)
+    out, lse = attention(q, k, v, causal=True, score=Score(sinks=sinks), return_lse=True, impl="triton")
+    plain, plain_lse = attention(q, k, v, causal=True, return_lse=True, impl="triton")
+    torch.testing.assert_close(out, plain, rtol=0, atol=1e-3)
+    torch.testing.assert_close(lse, plain_lse)
+    assert not torch.autograd.grad(out.sum(), sinks)[0].any()
+
+
+def test_a_bias_of_any_layout_and_dtype(device):
+    q, k, v = tensors(1, 2, 40, 64, device=device)
+    bias = torch.randn(40, 2, 40, generator=torch.Generator().manual_seed(4)).bfloat16().to(device)
+    turned = bias.permute(1, 2, 0).requires_grad_()
+    out = attention(q, k, v, score=Score(bias=turned), impl="triton")
+    found = torch.autograd.grad(out.sum(), turned)[0]
+    own = turned.detach().float().contiguous().requires_grad_()
+    same = attention(q, k, v, score=Score(bias=own), impl="triton")
+    assert torch.equal(out, same)
+    assert found.dtype == torch.bfloat16 and found.shape == turned.shape
+    torch.testing.assert_close(found.float(), torch.autograd.grad(same.sum(), own)[0], rtol=1e-2, atol=1e-3)
