@@ -112,7 +112,7 @@ def attention(
 
 
 def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
-    window, scale, *_, deterministic, impl, _, _ = params
+    window = params.window
     if links.ranks > 1 and method != "ulysses":
         return _Attention.apply(q, k, v, Job(links, params, _decided(method, q, k, links.ranks, window)))
     parts = tuple(parts_of(rank, links.ranks, q.shape[2], window) for rank in range(links.ranks))
@@ -120,8 +120,9 @@ def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
         q, k, v = (ToHeads.apply(x, links, parts) for x in (q, k, v))
     bounds = tuple(-1 if bound is None else bound for bound in window)
     out, lse = single.attention(
-        q, k, v, window=bounds, sm_scale=scale, return_lse=True, deterministic=deterministic, impl=impl
-    )
+        q, k, v, window=bounds, sm_scale=params.sm_scale, return_lse=True,
+        deterministic=params.deterministic, impl=params.impl,
+    )  # fmt: skip
     if links.ranks > 1:
         out, lse = ToRows.apply(out, links, parts), ToRows.apply(lse[..., None], links, parts)[..., 0]
     return out, lse

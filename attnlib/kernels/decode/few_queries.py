@@ -66,7 +66,9 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse); lse is None unless it was asked for."""
-    window, sm_scale, _, return_lse, _, _, config, plan, _ = params
-    if plan is not None:
-        return launch.run(plan, q, k, v)
-    return launch.forward(q, k, v, DecodeParams(window, sm_scale, return_lse=return_lse, config=config))
+    if params.plan is not None:
+        return launch.run(params.plan, q, k, v)
+    asked = DecodeParams(
+        params.window, params.sm_scale, return_lse=params.return_lse, config=params.config
+    )  # fmt: skip
+    return launch.forward(q, k, v, asked)
