@@ -18,10 +18,12 @@ from cases import INTERPRETER_REMARKS, judge_forward
 from decode_cases import DecodeCase
 from decode_cases import check as check_decode
 from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
+from score_cases import ScoreCase, check_scored
+from sparse_cases import SparseCase
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnlib.hf
-from attnlib import BlockMask, attention, attention_fp8, attention_varlen, explain, quantize_fp8
+from attnlib import BlockMask, Score, attention, attention_fp8, attention_varlen, explain, quantize_fp8
 from attnlib.arguments.common import DTYPES
 from attnlib.arguments.offsets import check_offsets
 from attnlib.bench.gradient_oracle import GradientOracle
@@ -351,15 +353,27 @@ def any_mask(device) -> str:
     return "yes"
 
 
+def scored(score: str) -> str:
+    """Forward and backward, beside fp64."""
+    call = SparseCase(Shape(1, 2, 30, 16, causal=False, seqlen_k=40), window=(20, 5))
+    check_scored(ScoreCase(call, score, block_mask=False), "cuda" if torch.cuda.is_available() else "cpu")
+    return "yes"
+
+
 @row("any bias")
 def any_bias() -> str:
-    return refuses("bias")
+    assert refuses("bias") == "no"  # it is a part of a Score
+    return scored("bias by all")
 
 
 @row("soft cap on the scores")
-def soft_cap() -> str:
-    hf_refuses(softcap=30.0)
-    return refuses("softcap")
+def soft_cap(device) -> str:
+    assert refuses("softcap") == "no"
+    q, k, v = make_inputs(Shape(1, 1, 12, 16), device=device)
+    layer = SimpleNamespace(is_causal=True)
+    found, _ = attnlib.hf.attention_forward(layer, q, k, v, None, softcap=2.0)
+    assert torch.equal(found.transpose(1, 2), attention(q, k, v, causal=True, score=Score(soft_cap=2.0)))
+    return scored("cap 2")
 
 
 @row("dropout")
