@@ -204,7 +204,8 @@ def test_few_queries_to_many_keys_are_split(call, window, kernel, gpu):
     assert choice.kernel == kernel
     if kernel == "decode":
         assert choice.reason == "few queries, whose keys are split over all multiprocessors"
-        assert choice.configuration.split == "stream_k"
+        full = call[0] * call[2] == 128  # pairs of equal length, which fill 132 SMs
+        assert choice.configuration.split == ("none" if full else "stream_k")
         assert resolve(q, k, k, params, backward=True).kernel in ("hopper", "triton")
     elif call[3] <= 16:
         heads, keys = call[0] * call[1], min(call[4], (window.left or call[4]) + call[3])

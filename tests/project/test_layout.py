@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,12 @@ def test_no_test_imports_a_test():
     for file in [*TESTS.rglob("test_*.py"), TESTS / "conftest.py", *(TESTS / "helpers").glob("*.py")]:
         imported = {name.partition(".")[0] for name in imported_names(file.read_text())}
         assert not imported & names, f"{short([file])} imports {sorted(imported & names)}"
+
+
+def test_tests_of_one_process_have_names_of_their_own():
+    """pytest imports them by their names alone; tests/compile is a process by itself."""
+    names = Counter(file.name for file in TESTS.rglob("test_*.py") if file.parent != TESTS / "compile")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 # ---------------------------------------------------------------- signatures

@@ -11,9 +11,10 @@ from emulated import mutate, on_the_cpu
 from families import fresh_launches  # noqa: F401  (a fixture)
 from mutations import Mutation, load
 
+from attnlib.kernels.common import tile_scheduler
 from attnlib.kernels.common.distr import Grouping
 from attnlib.kernels.distr import group_kernels
-from attnlib.kernels.hopper import narrow, tile_scheduler
+from attnlib.kernels.hopper import narrow
 from attnlib.kernels.portable import forward_kernel as portable_kernel
 
 pytestmark = INTERPRETER_REMARKS
