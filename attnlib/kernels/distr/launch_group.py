@@ -16,8 +16,9 @@ MODULE = "attnlib.kernels.distr.group_kernels"
 TENSORS = "q", "k", "partial", "places", "q_grouped", "k_grouped"
 ROWS = 128
 """Of a tile; the product reads keys in tiles that divide it."""
-ROWS_FLOAT32 = 32
-"""The same in float32, whose products on the CUDA cores take more registers."""
+ROWS_FLOAT32, WARPS_FLOAT32 = 16, 8
+"""The same in float32, whose products on the CUDA cores take more registers: with 32 rows and four warps a
+sum of 128 columns spills 1590 words."""
 MOST_CHUNKS = 32
 """Parts of rows that share their groups, whose projections are summed apart: enough programs for a GPU, few
 enough to be summed by one."""
@@ -86,7 +87,7 @@ def prepare(call: Call) -> Plan:
     of_block = -(-hashed // chunk)
     chunks = -(-rows // chunk)
     columns, width = grouping.columns(D), block_d(D)
-    tile_rows = ROWS_FLOAT32 if call.dtype == torch.float32 else ROWS
+    tile_rows, warps = (ROWS_FLOAT32, WARPS_FLOAT32) if call.dtype == torch.float32 else (ROWS, 4)
     tiles_q, tiles_k = -(-S_q // tile_rows), -(-S_k // tile_rows)
     programs = max(chunks * heads * B, tiles_q * H * B, tiles_k * heads * blocks * B)
     if programs >= LIMIT:
@@ -121,11 +122,12 @@ def prepare(call: Call) -> Plan:
                {"chunks": chunks, "of_block": of_block, "blocks": blocks}, {}),
         launch("sum_queries", tiles_q * H * B, {"x": "q", "places": "places", "y": "q_grouped"},
                strides(0) | {"S": S_q, "H": H, "tiles": tiles_q, "blocks": blocks, "shared": shared},
-               narrow | {"PER_KEY_HEAD": 1 if of_queries else group}),
+               narrow | {"PER_KEY_HEAD": 1 if of_queries else group}, warps),
         launch("gather_keys", tiles_k * heads * B, {"x": "k", "places": "places", "y": "k_grouped"},
                strides(1) | {"S": S_k, "H": heads, "tiles": tiles_k, "blocks": blocks, "shared": shared,
                              "shift": S_k - S_q},
-               narrow | {"PER_KEY_HEAD": group if of_queries else 1, "CAUSAL": call.causal and blocks > 1}),
+               narrow | {"PER_KEY_HEAD": group if of_queries else 1, "CAUSAL": call.causal and blocks > 1},
+               warps),
     ]  # fmt: skip
     return Plan(
         Launches(launches, call.device, TENSORS),
