@@ -26,6 +26,7 @@ from attnlib.kernels.sparse import (
     launch_hopper,
     launch_hopper_backward,
     portable,
+    scores,
 )
 from attnlib.kernels.sparse.configs import sparse_backward_config, sparse_forward_config
 from attnlib.kernels.sparse.configs_hopper import (
@@ -200,12 +201,15 @@ def launched(head_dim: int, dtype: str, name: str, arch) -> list:
     if name == "bits":
         mask = BlockMask.from_function(lambda b, h, q, k: q >= k, 256, 256)
     params = Params(MaskWindow(None, None), 0.1, return_lse=True, block_mask=mask)
+    if name == "score":
+        slopes, bias = torch.ones(2), torch.zeros(256, 256)
+        params = params._replace(score=parts_of(Score(30.0, slopes, slopes, bias), q, q, bias_gradient=True))
     forward = params._replace(config=sparse_forward_config(head_dim, dtype, arch))
     backward = params._replace(config=sparse_backward_config(head_dim, dtype, arch))
-    modules = forward_kernel, backward_kernels, preprocess
+    modules = forward_kernel, backward_kernels, scores, preprocess
     jobs = jobs_of(modules, lambda: portable.forward(q, q, q, forward))
     jobs += jobs_of(modules, lambda: portable.backward(q, q, q, q, q, torch.zeros(1, 2, 256), backward))
-    return [job for job in jobs if "preprocess" not in job.kernel_name]
+    return [job for job in jobs if "preprocess" not in job.kernel_name and "sinks" not in job.kernel_name]
 
 
 PORTABLE = [
@@ -231,3 +235,10 @@ def test_portable(portables: dict[tuple, list[Stats]], case: tuple) -> None:
         # Where a loop is not pipelined, the compiler says that it puts in an instruction (C7519).
         assert not [text for text in stats.warnings if "C7519" not in text], "wgmma serialized?"
         assert stats.spills == 0
+
+
+def test_portable_with_every_part_of_a_score() -> None:
+    """Compiled, that is; with a bias and its gradient dQ spills a little and serializes its products."""
+    for stats in inspect_sm90.compile_all(launched(64, "float16", "score", (9, 0))):
+        assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
+        assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0 and stats.spills <= 64

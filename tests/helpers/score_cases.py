@@ -11,7 +11,7 @@ from sparse_cases import SparseCase
 from attnlib import Score, attention
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
-from attnlib.bench.shapes import DTYPES, Shape
+from attnlib.bench.shapes import Shape
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import mask_window
 from attnlib.scores import parts_of
@@ -100,10 +100,9 @@ def _cases() -> list[ScoreCase]:
     cases.append(ScoreCase(window, "cap 5 + sinks", False))
     grouped = SparseCase(Shape(2, 4, 70, 64, False, heads_kv=2, seqlen_k=140), "band by both")
     cases.append(ScoreCase(grouped, "cap 2 + alibi + sinks + bias by key"))
-    for dtype in DTYPES:
-        for head_dim in (40, 256):
-            call = SparseCase(Shape(1, 2, 40, head_dim, False, dtype, heads_kv=1, seqlen_k=70))
-            cases.append(ScoreCase(call, "cap 2 + alibi + sinks + bias by all"))
+    for head_dim, dtype in ((40, "float16"), (256, "bfloat16"), (256, "float32")):
+        call = SparseCase(Shape(1, 2, 40, head_dim, False, dtype, heads_kv=1, seqlen_k=70))
+        cases.append(ScoreCase(call, "cap 2 + alibi + sinks + bias by all"))
     for mask in ("none", "corner"):  # rows that see nothing
         call = SparseCase(Shape(1, 2, 150, 64, False, seqlen_k=140), mask)
         cases += [ScoreCase(call, part) for part in ("sinks", "cap 2 + bias by both places")]

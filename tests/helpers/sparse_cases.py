@@ -10,7 +10,7 @@ from cases import judge_forward
 from attnlib import BlockMask, attention
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
-from attnlib.bench.shapes import DTYPES, Shape
+from attnlib.bench.shapes import Shape
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import mask_window
 
@@ -116,9 +116,11 @@ def _cases() -> list[SparseCase]:
     for size in (64, 128):
         cases.append(SparseCase(Shape(1, 2, 300, 64, False, seqlen_k=290), f"random {size}"))
         cases.append(SparseCase(Shape(1, 2, 256, 64, False, heads_kv=1), f"random {size}"))
-    for dtype in DTYPES:
-        for head_dim in (40, 128, 256):
-            cases.append(SparseCase(Shape(1, 2, 70, head_dim, False, dtype, heads_kv=1, seqlen_k=140)))
+    for head_dim, dtype in (
+        (40, "float16"), (128, "float16"), (256, "float16"), (128, "bfloat16"), (40, "float32"),
+        (256, "float32"),
+    ):  # fmt: skip
+        cases.append(SparseCase(Shape(1, 2, 70, head_dim, False, dtype, heads_kv=1, seqlen_k=140)))
     for scale in (0.0, -0.1, 2.0):
         cases.append(SparseCase(Shape(1, 1, 90, 64, False, seqlen_k=70), sm_scale=scale))
     for kind in ("large", "outlier", "sink"):
@@ -131,4 +133,4 @@ def _cases() -> list[SparseCase]:
 
 CASES: dict[str, SparseCase] = {case.label: case for case in _cases()}
 """Label -> case."""
-assert set(DTYPES) and len(CASES) == len(_cases()), "two cases have one label"
+assert len(CASES) == len(_cases()), "two cases have one label"

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_access import load_tile, store_tile
-from attnlib.kernels.sparse.scores import add_bias_gradient, head_score, scored
+from attnlib.kernels.sparse.scores import add_bias_gradient, head_bias, head_slope, scored
 from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
 
 NUMBERS = "S_q S_k H HEADS num_tiles mask_b mask_h bias_b bias_h bias_m".split()
@@ -105,7 +105,12 @@ def attention_sparse_backward_dq(
     b_lse2 = _load_rows(desc_rows, LSE2, head, start, BLOCK_M)  # [BLOCK_M]
     b_delta = _load_rows(desc_rows, DELTA, head, start, BLOCK_M)  # [BLOCK_M]
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    score = head_score(cap, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, BIAS_N, i_b, i_h)
+    slope, bias = alibi_ptr, bias_ptr
+    if alibi_ptr is not None:
+        slope = head_slope(alibi_ptr, i_h)
+    if bias_ptr is not None:
+        bias = head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
+    score = (cap, slope, bias, bias_m, BIAS_N)
     if dbias_ptr is not None:
         dbias_ptr += i_b.to(tl.int64) * dbias_b + i_h.to(tl.int64) * dbias_h
     gradient = (dbias_ptr, dbias_m, dbias_n)
@@ -204,7 +209,12 @@ def attention_sparse_backward_dkdv(
     for g in range(GROUP):
         i_h = i_kv * GROUP + g
         at, head = (i_b, i_h), head_kv * GROUP + g
-        score = head_score(cap, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, BIAS_N, i_b, i_h)
+        slope, bias = alibi_ptr, bias_ptr
+        if alibi_ptr is not None:
+            slope = head_slope(alibi_ptr, i_h)
+        if bias_ptr is not None:
+            bias = head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
+        score = (cap, slope, bias, bias_m, BIAS_N)
         number = (mask + g * mask_h) * num_tiles + tile
         first, middle, end = (
             tl.load(starts_ptr + number), tl.load(middles_ptr + number), tl.load(starts_ptr + number + 1)

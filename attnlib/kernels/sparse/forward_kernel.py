@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common.tile_access import load_tile, store_tile
-from attnlib.kernels.sparse.scores import LOG2_E, head_score, scored
+from attnlib.kernels.sparse.scores import LOG2_E, head_bias, head_slope, scored
 from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
 
 
@@ -94,7 +94,12 @@ def attention_sparse_forward(
     )  # fmt: skip
     at_k = (i_b, i_h // GROUP)
     b_q = load_tile(desc_q, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    score = head_score(cap, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, BIAS_N, i_b, i_h)
+    slope, bias = alibi_ptr, bias_ptr
+    if alibi_ptr is not None:
+        slope = head_slope(alibi_ptr, i_h)
+    if bias_ptr is not None:
+        bias = head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
+    score = (cap, slope, bias, bias_m, BIAS_N)
     if sinks_ptr is None:
         b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
         b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum

@@ -3,7 +3,7 @@
 
 `score` is (cap, slope, bias_ptr, bias_m, bias_n), of one head: the soft cap times log2(e); the slope of ALiBi
 times log2(e); the first element of the bias, and its strides along queries and keys. What a call does not
-have is None.
+have is None. A kernel makes the tuple itself: compiled functions can't return a None.
 """
 
 import triton
@@ -26,14 +26,15 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def head_score(cap, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, BIAS_N: tl.constexpr, i_b, i_h):
-    """`score` of one head."""
-    slope = None
-    if alibi_ptr is not None:
-        slope = tl.load(alibi_ptr + i_h) * LOG2_E
-    if bias_ptr is not None:
-        bias_ptr += i_b.to(tl.int64) * bias_b + i_h.to(tl.int64) * bias_h
-    return cap, slope, bias_ptr, bias_m, BIAS_N
+def head_slope(alibi_ptr, i_h):
+    """That of `score`."""
+    return tl.load(alibi_ptr + i_h) * LOG2_E
+
+
+@triton.jit
+def head_bias(bias_ptr, bias_b, bias_h, i_b, i_h):
+    """The first element of a head's bias."""
+    return bias_ptr + (i_b.to(tl.int64) * bias_b + i_h.to(tl.int64) * bias_h)
 
 
 @triton.jit
