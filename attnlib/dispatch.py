@@ -8,10 +8,11 @@ import torch
 from torch.autograd import forward_ad
 
 from attnlib.arguments.tangents import check_tangents
-from attnlib.kernels import FAMILIES
+from attnlib.kernels import DECODERS, FAMILIES, FOR_FEW_CALLS
 from attnlib.kernels.common.backward_plan import BackwardPlan
+from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
-from attnlib.params import Implementation, MaskWindow, Params
+from attnlib.params import DecodeParams, Implementation, MaskWindow, Params
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Choice:
     """What a call of `attention` runs.
 
     Attributes:
-        kernel: "hopper", "triton" or "reference", as in `impl`.
+        kernel: "decode", "hopper", "triton" or "reference", as in `impl`.
         configuration: how the kernel is compiled and launched; None for the reference.
         reason: why this kernel.
         window: the keys that a query sees, without bounds that no row reaches.
@@ -48,6 +49,34 @@ def forward(
         lse = torch.full(lse_shape(q), -math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros_like(q), lse
     return road.family.forward(q, k, v, road.resolved(params))
+
+
+def decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `forward` is for `attention`, for `attention_decode`."""
+    if forward_ad._current_level >= 0:
+        check_tangents(q, k, v)
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
+    if nothing_to_do(q, k) or (params.page_table is not None and not params.page_table.numel()):
+        lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+        return torch.zeros_like(q), lse
+    for family in DECODERS.values():
+        if family.unsupported(q, params) is None:
+            return family.forward(q, k, v, params)
+    raise AssertionError("the last family runs every call")
+
+
+def prepared_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
+) -> ForwardPlan | None:
+    """The launch with which `forward` runs these tensors; None where there is none, or a tensor has to be
+    converted first."""
+    if nothing_to_do(q, k) or q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    plan = _road(params, False, q, k, v, q, k, v).plan
+    return plan if isinstance(plan, ForwardPlan) else None  # decoding has launches of its own
 
 
 class Saved(NamedTuple):
@@ -159,6 +188,8 @@ def _choose(q, k, v, params: Params, backward: bool) -> Choice:
         if asked is not None and why_not is not None:
             rest = "; leave impl out, or call it without grad" if backward else ""
             raise ValueError(f"impl: {name!r} {why_not}{rest}")
+        if why_not is not None and name in FOR_FEW_CALLS:
+            continue
         why_not = why_not or (None if asked else family.slower(q, k, params, backward))
         if why_not is None:
             reason = "asked for" if asked else reason or family.FITS

@@ -22,7 +22,11 @@ def register_when_counted() -> None:
 
 
 def _register(counter) -> None:
-    formulas = {"attention_forward": forward_flops, "attention_backward": backward_flops}
+    formulas = {
+        "attention_forward": forward_flops,
+        "attention_backward": backward_flops,
+        "attention_decode": decode_flops,
+    }
     for name, formula in formulas.items():
         counter.register_flop_formula(getattr(torch.ops.attnlib, name), get_raw=True)(formula)
 
@@ -64,6 +68,22 @@ _OPTIONS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "left
 def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
     """Five products where the forward pass has two."""
     return forward_flops(q, k, v, *options, **named) * 5 // 2
+
+
+def decode_flops(q, k, v, *options, **named) -> int:
+    """4 * H * D * Sq * S of each sequence, S its length; where nobody knows that, what the cache has room
+    for. A window counts as in `forward_flops`."""
+    given = dict(zip(_DECODE_OPTIONS, options, strict=False)) | named
+    lengths, page_table, left, right = map(given.get, _DECODE_OPTIONS)
+    room = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
+    unknown = lengths is None or lengths.is_meta or isinstance(lengths, torch._subclasses.FakeTensor)
+    counts = [room] * q.shape[0] if unknown else [min(max(n, 0), room) for n in lengths.tolist()]
+    if left is not None and right is not None:
+        counts = [min(n, left + right + 1) for n in counts]
+    return 4 * q.shape[1] * q.shape[-1] * q.shape[2] * sum(counts)
+
+
+_DECODE_OPTIONS = "lengths", "page_table", "left", "right"
 
 
 def _lengths(q, k, given: dict) -> Iterable[tuple[int, int]]:

@@ -1,9 +1,12 @@
-// The backward pass of `attnlib.attention` as a node of PyTorch's autograd, so that its engine finds C++ where
-// a `torch.autograd.Function` would bring it to Python.
+// Calls of `attnlib.attention` without Python: the forward pass, and the backward pass as a node of PyTorch's
+// autograd, so that its engine finds C++ where a `torch.autograd.Function` would bring it to Python.
 //
-// Decisions stay in Python. The first backward pass of a kind goes through `attnlib.dispatch` and leaves a
-// `Pass`: the bytes that `direct.c` launches, and the layouts of the gradients. Those after it only allocate
-// and launch. What counts as the same kind is in `kind_of`.
+// Decisions stay in Python. The first call of a kind goes through `attnlib.api` and `attnlib.dispatch`, which
+// check it, choose a kernel and leave the bytes that `direct.c` launches, and the layouts of the results; so
+// does the first backward pass. Those after it only allocate and launch. What counts as the same kind is in
+// `Kind`: all that the checks, the choice and the launches depend on. Where something else than autograd,
+// autocast and inference mode looks on (`ordinary`), or a tensor is no plain one (`Kind::add`), Python does
+// it.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -12,13 +15,20 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <ATen/Context.h>
 #include <ATen/DeviceGuard.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/SafePyObject.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,7 +38,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// What `kernels/common/backward_plan.py` calls TENSORS: d_out q k v out lse buffer none dq dk dv cu_q cu_k.
+// Tensors that a backward pass reads; `kernels/common/backward_plan.py` names those of its launches.
 enum { D_OUT, Q, K, V, OUT, LSE, CU_Q, CU_K, READ };
 constexpr size_t KINDS = 1024;  // that stay prepared, as `signature.PREPARED`
 
@@ -41,46 +51,142 @@ struct Owned {  // a reference of Python's, used and dropped with the GIL held
   ~Owned() { Py_DECREF(object); }
 };
 
-// How a backward pass of some kind is launched without Python.
-struct Pass {
+// An `autograd.Asked`, which may be dropped without the GIL. Equal ones are one object.
+using Asked = std::shared_ptr<const c10::SafePyObject>;
+
+Asked owned(PyObject *asked) {
+  Py_INCREF(asked);
+  return std::make_shared<c10::SafePyObject>(asked, getPyInterpreter());
+}
+
+// What calls have in common that are launched alike, but for addresses.
+class Kind {
+  static constexpr size_t WORDS = 96, RANK = 4;
+  std::array<int64_t, WORDS> words;
+  size_t count = 0;
+
+ public:
+  void add(int64_t word) { words[count++] = word; }
+
+  // False for a tensor that is no plain one, or lies at an address that TMA does not take.
+  bool add(const at::Tensor &tensor) {
+    if (!tensor.defined()) {
+      add(-1);
+      return true;
+    }
+    // Not on device "meta", not sparse, none that stands for others or has a sign that is not in memory.
+    const auto keys = tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+                      c10::autocast_dispatch_keyset;
+    const auto device = tensor.device();
+    const auto plain = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+    if (keys != c10::DispatchKeySet(plain) || tensor.dim() > RANK) return false;
+    if (reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()->data()) % 16) return false;
+    add(static_cast<int64_t>(tensor.scalar_type()) << 32 | device.is_cuda() << 24 |
+        (device.index() & 0xff) << 16 | tensor.dim());
+    for (int64_t size : tensor.sizes()) add(size);
+    for (int64_t stride : tensor.strides()) add(stride);
+    return true;
+  }
+
+  bool operator==(const Kind &other) const {
+    return count == other.count && std::equal(words.begin(), words.begin() + count, other.words.begin());
+  }
+
+  struct Hash {
+    size_t operator()(const Kind &kind) const {
+      uint64_t hash = kind.count;
+      for (size_t i = 0; i < kind.count; ++i) {
+        hash = (hash ^ static_cast<uint64_t>(kind.words[i])) * 0x9E3779B97F4A7C15;
+        hash ^= hash >> 32;
+      }
+      return hash;
+    }
+  };
+};
+
+// How calls of a kind are launched without Python.
+struct Forward {
+  std::string launches;
+  std::vector<int64_t> strides;  // of the output
+  bool lse;                      // whether there is one
+  bool counted;                  // whether programs draw their tiles from a counter
+  Asked asked;                   // for the backward pass
+};
+
+struct Backward {
   std::string launches;
   int64_t elements;  // of the float32 buffer that the launches share
   std::array<std::vector<int64_t>, 3> strides;  // of dq, dk and dv
-  c10::SafePyObject asked;  // lives as long as its address is part of a kind
+  Asked asked;  // lives as long as its address is part of a kind
 };
 
-// Guarded by the GIL.
-std::unordered_map<std::string, std::shared_ptr<const Pass>> passes;
-PyObject *slowly, *stream_of;  // functions of `attnlib.node`
+// All of these are guarded by the GIL.
+template <typename Pass>
+using Prepared = std::unordered_map<Kind, std::shared_ptr<const Pass>, Kind::Hash>;
+Prepared<Forward> forwards;
+Prepared<Backward> backwards;
+std::map<std::pair<int, uint64_t>, at::Tensor> counters;  // of a device and a stream
+PyObject *slowly, *counter, *capturing;                   // functions: see `connect`
+PyObject *runtime, *enter_hook, *exit_hook, *calls;       // `triton.knobs.runtime`; names of attributes
 int (*launch_all)(const char *, size_t, long, uint64_t, const uint64_t *, uint32_t);
 
-template <typename T>
-void append(std::string &bytes, const T &value) {
-  bytes.append(reinterpret_cast<const char *>(&value), sizeof value);
+template <typename Pass>
+void prepare(Prepared<Pass> &prepared, const Kind &kind, Pass &&pass) {
+  if (prepared.size() >= KINDS) prepared.clear();
+  prepared[kind] = std::make_shared<Pass>(std::move(pass));
 }
 
-// What the launches depend on besides addresses. Empty where an address is not one that TMA takes.
-std::string kind_of(const std::array<at::Tensor, READ> &tensors, PyObject *asked) {
-  std::string kind;
-  kind.reserve(1024);
-  append(kind, asked);
-  for (const auto &tensor : tensors) {
-    append(kind, tensor.defined());
-    if (!tensor.defined()) continue;
-    if (!tensor.has_storage() || tensor.layout() != at::kStrided) return {};
-    if (reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()->data()) % 16) return {};
-    // Those of autograd depend on who asks for a gradient, which the launches do not.
-    append(kind, (tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView).raw_repr());
-    append(kind, tensor.scalar_type());
-    append(kind, tensor.device());
-    append(kind, tensor.dim());
-    for (int64_t size : tensor.sizes()) append(kind, size);
-    for (int64_t stride : tensor.strides()) append(kind, stride);
+template <typename Pass>
+std::shared_ptr<const Pass> find(const Prepared<Pass> &prepared, const Kind &kind) {
+  auto found = prepared.find(kind);
+  return found == prepared.end() ? nullptr : found->second;
+}
+
+// Whether a profiler has asked Triton to hear of launches, as `launcher.observed`.
+bool observed(PyObject *name) {
+  Owned hook(PyObject_GetAttr(runtime, name));
+  PyObject *chain = PyObject_GetAttr(hook.object, calls);
+  if (!chain) PyErr_Clear();  // a function of its own
+  const int any = PyObject_IsTrue(chain ? chain : hook.object);
+  Py_XDECREF(chain);
+  if (any < 0) throw python_error();
+  return any;
+}
+
+// Whether a call at this moment is as any other: no mode, compiler, transformation or profiler looks on.
+bool ordinary() {
+  auto included = c10::default_included_set, excluded = c10::default_excluded_set;
+  if (c10::InferenceMode::is_enabled()) {
+    included = included.remove(c10::DispatchKey::ADInplaceOrView);
+    excluded = excluded | c10::autograd_dispatch_keyset;
   }
-  return kind;
+  // Names of dimensions, which no plain tensor has, are off in backward passes.
+  const auto any = c10::autocast_dispatch_keyset.add(c10::DispatchKey::Named);
+  const auto now = c10::impl::tls_local_dispatch_key_set();
+  return now.included_ == included && ((now.excluded_ ^ excluded) - any).empty() &&
+         !at::impl::PythonTorchFunctionTLS::stack_len() && !at::globalContext().deterministicAlgorithms() &&
+         !torch::autograd::ForwardADLevel::try_get_by_idx(0) &&  // no level of forward-mode differentiation
+         !observed(enter_hook) && !observed(exit_hook);
 }
 
-variable_list launch(const Pass &pass, const std::array<at::Tensor, READ> &tensors, uint64_t stream) {
+uint64_t stream_of(c10::Device device) {
+  if (!device.is_cuda()) return 0;
+  const auto *guard = c10::impl::getDeviceGuardImpl(device.type());
+  return reinterpret_cast<uint64_t>(guard->getStreamNativeHandle(guard->getStream(device)));
+}
+
+uint64_t address(const at::Tensor &tensor) {
+  return tensor.defined() ? reinterpret_cast<uint64_t>(tensor.data_ptr()) : 0;
+}
+
+template <size_t N>
+void launch(const std::string &launches, c10::Device device, uint64_t stream, const uint64_t (&addresses)[N]) {
+  if (launch_all(launches.data(), launches.size(), device.index(), stream, addresses, N)) throw python_error();
+}
+
+// ---------------------------------------------------------------- backward
+
+variable_list run(const Backward &pass, const std::array<at::Tensor, READ> &tensors) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto &q = tensors[Q];
   c10::OptionalDeviceGuard guard(q.device());
@@ -89,59 +195,56 @@ variable_list launch(const Pass &pass, const std::array<at::Tensor, READ> &tenso
   for (int i = 0; i < 3; ++i)
     gradients.push_back(at::empty_strided(tensors[Q + i].sizes(), pass.strides[i], tensors[Q + i].options()));
   auto buffer = at::empty({pass.elements}, q.options().dtype(at::kFloat));
-  auto address = [](const at::Tensor &tensor) {
-    return tensor.defined() ? reinterpret_cast<uint64_t>(tensor.data_ptr()) : 0;
-  };
   const uint64_t addresses[] = {
       address(tensors[D_OUT]), address(q), address(tensors[K]), address(tensors[V]), address(tensors[OUT]),
       address(tensors[LSE]), address(buffer), 0, address(gradients[0]), address(gradients[1]),
       address(gradients[2]), address(tensors[CU_Q]), address(tensors[CU_K])};
-  if (launch_all(pass.launches.data(), pass.launches.size(), q.get_device(), stream, addresses,
-                 std::size(addresses)))
-    throw python_error();
+  launch(pass.launches, q.device(), stream_of(q.device()), addresses);
   return gradients;
 }
 
 std::vector<int64_t> strides_of(PyObject *tensor) { return THPVariable_Unpack(tensor).strides().vec(); }
 
-// Through `attnlib.dispatch`; leaves a Pass where there may be one.
-variable_list through_python(const std::array<at::Tensor, READ> &tensors, const c10::SafePyObject &asked,
-                             const std::string &kind) {
+std::string bytes_of(PyObject *bytes) { return {PyBytes_AS_STRING(bytes), size_t(PyBytes_GET_SIZE(bytes))}; }
+
+// Through `attnlib.dispatch`; leaves a Backward of this kind where there may be one. kind: null for none.
+variable_list through_python(const std::array<at::Tensor, READ> &tensors, const Asked &asked, const Kind *kind) {
   Owned arguments(PyTuple_New(READ + 1));
   for (int i = 0; i < READ; ++i) {
     PyObject *tensor = THPVariable_Wrap(tensors[i]);  // None for one that is not there
     if (!tensor) throw python_error();
     PyTuple_SET_ITEM(arguments.object, i, tensor);
   }
-  PyObject *options = asked.ptr(getPyInterpreter());
+  PyObject *options = asked->ptr(getPyInterpreter());
   Py_INCREF(options);
   PyTuple_SET_ITEM(arguments.object, READ, options);
   Owned found(PyObject_CallObject(slowly, arguments.object));
   PyObject *dq, *dk, *dv, *launches;
   Py_ssize_t elements;
   if (!PyArg_ParseTuple(found.object, "(OOO)On", &dq, &dk, &dv, &launches, &elements)) throw python_error();
-  if (launches != Py_None && !kind.empty()) {
-    Py_INCREF(options);
-    if (passes.size() >= KINDS) passes.clear();
-    passes[kind] = std::make_shared<Pass>(Pass{
-        std::string(PyBytes_AS_STRING(launches), PyBytes_GET_SIZE(launches)), elements,
-        {strides_of(dq), strides_of(dk), strides_of(dv)}, c10::SafePyObject(options, getPyInterpreter())});
-  }
+  if (launches != Py_None && kind)
+    prepare(backwards, *kind,
+            {bytes_of(launches), elements, {strides_of(dq), strides_of(dk), strides_of(dv)}, asked});
   return {THPVariable_Unpack(dq), THPVariable_Unpack(dk), THPVariable_Unpack(dv)};
 }
 
 struct AttentionBackward : torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, READ> saved;  // but D_OUT
-  c10::SafePyObject asked;
+  Asked asked;
 
-  AttentionBackward(torch::autograd::edge_list &&edges, PyObject *asked)
-      : Node(std::move(edges)), asked(asked, getPyInterpreter()) {}
+  AttentionBackward(torch::autograd::edge_list &&edges, const Asked &asked)
+      : Node(std::move(edges)), asked(asked) {}
 
   std::string name() const override { return "AttentionBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto &variable : saved) variable.reset_data();
+  }
+
+  bool describe(Kind &kind, const std::array<at::Tensor, READ> &tensors) const {
+    kind.add(reinterpret_cast<int64_t>(asked->ptr(getPyInterpreter())));
+    return std::all_of(tensors.begin(), tensors.end(), [&](const auto &tensor) { return kind.add(tensor); });
   }
 
   variable_list apply(variable_list &&gradients) override {
@@ -158,18 +261,11 @@ struct AttentionBackward : torch::autograd::Node {
       ~Release() { PyGILState_Release(gil); }
     } release{gil};
     try {
-      std::string kind;
-      if (!at::GradMode::is_enabled()) {
-        kind = kind_of(tensors, asked.ptr(getPyInterpreter()));
-        auto found = passes.find(kind);
-        if (found != passes.end()) {
-          auto pass = found->second;
-          Owned device(PyLong_FromLong(tensors[Q].get_device()));
-          Owned stream(PyObject_CallOneArg(stream_of, device.object));
-          if (stream.object != Py_None) return launch(*pass, tensors, PyLong_AsUnsignedLongLong(stream.object));
-        }
-      }
-      return through_python(tensors, asked, kind);
+      Kind kind;
+      if (at::GradMode::is_enabled() || !ordinary() || !describe(kind, tensors))
+        return through_python(tensors, asked, nullptr);
+      auto pass = find(backwards, kind);
+      return pass ? run(*pass, tensors) : through_python(tensors, asked, &kind);
     } catch (python_error &error) {
       error.persist();
       throw;
@@ -177,49 +273,215 @@ struct AttentionBackward : torch::autograd::Node {
   }
 };
 
+// `out` was computed from q, k and v; `read` is what its backward pass reads, but for d_out.
+void record(const std::array<at::Tensor, READ> &read, const Asked &asked) {
+  auto node = std::shared_ptr<AttentionBackward>(
+      new AttentionBackward(torch::autograd::collect_next_edges(read[Q], read[K], read[V]), asked),
+      torch::autograd::deleteNode);
+  torch::autograd::set_history(read[OUT], node);
+  for (int i = Q; i < READ; ++i) node->saved[i] = torch::autograd::SavedVariable(read[i], i == OUT);
+}
+
+// ---------------------------------------------------------------- forward
+
+// The options of `attention`, in their order. False where one is not of the usual type: Python has the error.
+bool describe(Kind &kind, PyObject *options) {
+  if (!PyTuple_Check(options) || PyTuple_GET_SIZE(options) != 6) return false;
+  auto option = [&](int i) { return PyTuple_GET_ITEM(options, i); };
+  PyObject *window = option(1), *scale = option(2), *impl = option(5);
+  for (int i : {0, 3, 4}) {  // causal, return_lse, deterministic
+    if (!PyBool_Check(option(i))) return false;
+    kind.add(option(i) == Py_True);
+  }
+  kind.add(window != Py_None);
+  if (window != Py_None) {
+    if (!PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2) return false;
+    for (int i : {0, 1}) {
+      PyObject *bound = PyTuple_GET_ITEM(window, i);
+      int overflow = 0;
+      if (!PyLong_CheckExact(bound)) return false;
+      kind.add(PyLong_AsLongLongAndOverflow(bound, &overflow));
+      if (overflow) return false;
+    }
+  }
+  kind.add(scale != Py_None);
+  if (scale != Py_None) {
+    if (!PyFloat_CheckExact(scale) && !PyLong_CheckExact(scale)) return false;
+    const double value = PyFloat_AsDouble(scale);
+    if (PyErr_Occurred()) {  // an int beyond all bounds
+      PyErr_Clear();
+      return false;
+    }
+    int64_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    kind.add(bits);
+  }
+  if (impl == Py_None) {
+    kind.add(0);
+    return true;
+  }
+  static const char *const names[] = {"hopper", "triton", "reference"};
+  for (int i = 0; i < 3; ++i) {
+    if (!PyUnicode_CheckExact(impl) || PyUnicode_CompareWithASCIIString(impl, names[i])) continue;
+    kind.add(i + 1);
+    return true;
+  }
+  return false;
+}
+
+// A call of `attention`.
+struct Call {
+  std::array<at::Tensor, 3> tensors;  // q, k, v
+  bool differentiated;
+  Kind kind;
+
+  // False where it is one for Python.
+  bool parse(PyObject *const *args) {
+    for (int i = 0; i < 3; ++i) {
+      if (!THPVariable_CheckExact(args[i])) return false;
+      tensors[i] = THPVariable_Unpack(args[i]);
+      if (!kind.add(tensors[i])) return false;
+    }
+    if (!describe(kind, args[3]) || !ordinary()) return false;
+    const auto device = tensors[0].device().type();
+    if (at::autocast::is_autocast_enabled(device))
+      for (const auto &tensor : tensors)
+        if (tensor.scalar_type() != at::autocast::get_autocast_dtype(device)) return false;
+    auto wanted = [](const at::Tensor &tensor) { return tensor.requires_grad(); };
+    differentiated = at::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), wanted);
+    kind.add(differentiated);
+    return true;
+  }
+};
+
+// The address of what programs draw their tiles from; 0 while a CUDA graph is captured, which has its own.
+uint64_t counter_for(c10::Device device, uint64_t stream) {
+  Owned captured(PyObject_CallNoArgs(capturing));
+  if (captured.object != Py_False) return 0;
+  const std::pair<int, uint64_t> key{device.index(), stream};
+  auto found = counters.find(key);
+  if (found == counters.end()) {
+    Owned index(PyLong_FromLong(device.index()));
+    Owned made(PyObject_CallOneArg(counter, index.object));
+    found = counters.insert_or_assign(key, THPVariable_Unpack(made.object)).first;
+  }
+  return address(found->second);
+}
+
+// (out, LSE); neither is defined where Python has to do it.
+std::pair<at::Tensor, at::Tensor> run(const Forward &pass, const Call &call) {
+  const auto &[q, k, v] = call.tensors;
+  at::Tensor out, lse;
+  c10::OptionalDeviceGuard guard(q.device());
+  const auto stream = stream_of(q.device());
+  const auto drawn = pass.counted ? counter_for(q.device(), stream) : 0;
+  if (pass.counted && !drawn) return {};
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    out = at::empty_strided(q.sizes(), pass.strides, q.options());
+    if (pass.lse) lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::kFloat));
+  }
+  // As `kernels/common/forward_plan.py` names them: q k v out lse counter cu_q cu_k.
+  const uint64_t addresses[] = {address(q), address(k), address(v), address(out), address(lse), drawn, 0, 0};
+  launch(pass.launches, q.device(), stream, addresses);
+  if (call.differentiated) record({at::Tensor(), q, k, v, out, lse}, pass.asked);
+  return {out, lse};
+}
+
+// ---------------------------------------------------------------- functions for Python
+
+// attend(q, k, v, options): what `attention` returns; None where Python has to do it.
+PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "attend: expected 4 arguments, got ", count);
+  Call call;
+  if (!call.parse(args)) Py_RETURN_NONE;
+  auto pass = find(forwards, call.kind);
+  if (!pass) Py_RETURN_NONE;
+  auto [out, lse] = run(*pass, call);
+  if (!out.defined()) Py_RETURN_NONE;
+  if (PyTuple_GET_ITEM(args[3], 3) == Py_False) return THPVariable_Wrap(out);
+  Owned first(THPVariable_Wrap(out)), second(THPVariable_Wrap(lse));
+  return PyTuple_Pack(2, first.object, second.object);
+  END_HANDLE_TH_ERRORS
+}
+
+// lacks(q, k, v, options): whether calls like this one can be kept, and are not yet.
+PyObject *lacks(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "lacks: expected 4 arguments, got ", count);
+  Call call;
+  return PyBool_FromLong(call.parse(args) && !find(forwards, call.kind));
+  END_HANDLE_TH_ERRORS
+}
+
+// keep(q, k, v, options, out, lse_needed, launches, counted, asked): calls like this one are launched so, with
+// an output like this one. A call whose options are wrong has not come so far.
+PyObject *keep(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 9, "keep: expected 9 arguments, got ", count);
+  Call call;
+  if (!call.parse(args)) Py_RETURN_NONE;
+  const bool lse = args[5] == Py_True, counted = args[7] == Py_True;
+  prepare(forwards, call.kind, {bytes_of(args[6]), strides_of(args[4]), lse, counted, owned(args[8])});
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // record(out, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, asked): out was computed from q, k and v.
 PyObject *record(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 8, "record: expected 8 arguments, got ", count);
   auto tensor = [&](int i) { return args[i] == Py_None ? at::Tensor() : THPVariable_Unpack(args[i]); };
-  auto out = tensor(0), q = tensor(1), k = tensor(2), v = tensor(3);
-  Py_INCREF(args[7]);
-  auto node = std::shared_ptr<AttentionBackward>(
-      new AttentionBackward(torch::autograd::collect_next_edges(q, k, v), args[7]),
-      torch::autograd::deleteNode);
-  torch::autograd::set_history(out, node);
-  const at::Tensor read[READ] = {{}, q, k, v, out, tensor(4), tensor(5), tensor(6)};
-  for (int i = Q; i < READ; ++i) node->saved[i] = torch::autograd::SavedVariable(read[i], i == OUT);
+  record({at::Tensor(), tensor(1), tensor(2), tensor(3), tensor(0), tensor(4), tensor(5), tensor(6)},
+         owned(args[7]));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 PyObject *forget(PyObject *, PyObject *) {
-  passes.clear();
+  forwards.clear();
+  backwards.clear();
+  counters.clear();
   Py_RETURN_NONE;
 }
 
-// connect(launch, slowly, stream_of): `launch_all` of direct.c, and two functions of `attnlib.node`.
+// connect(launch_all, slowly, counter, capturing, runtime): of `direct.c`; of `attnlib.node`; of
+// `kernels/common/counters.py`; of PyTorch, whether the current stream is captured; `triton.knobs.runtime`.
 PyObject *connect(PyObject *, PyObject *args) {
-  PyObject *capsule;
-  if (!PyArg_ParseTuple(args, "OOO", &capsule, &slowly, &stream_of)) return nullptr;
+  PyObject *capsule, *given[4];
+  if (!PyArg_ParseTuple(args, "OOOOO", &capsule, &given[0], &given[1], &given[2], &given[3])) return nullptr;
   void *pointer = PyCapsule_GetPointer(capsule, "attnlib_direct.launch_all");
   if (!pointer) return nullptr;
   launch_all = reinterpret_cast<decltype(launch_all)>(pointer);
-  Py_INCREF(slowly);
-  Py_INCREF(stream_of);
+  PyObject **const places[] = {&slowly, &counter, &capturing, &runtime};
+  for (int i = 0; i < 4; ++i) {
+    Py_INCREF(given[i]);
+    Py_XSETREF(*places[i], given[i]);
+  }
   Py_RETURN_NONE;
 }
 
+PyCFunction fast(_PyCFunctionFast function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(function));
+}
+
 PyMethodDef methods[] = {
-    {"record", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(record)), METH_FASTCALL,
-     "record(out, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, asked)"},
-    {"forget", forget, METH_NOARGS, "forget(): prepared passes."},
-    {"connect", connect, METH_VARARGS, "connect(launch, slowly, stream_of)"},
+    {"attend", fast(attend), METH_FASTCALL, "attend(q, k, v, options)"},
+    {"lacks", fast(lacks), METH_FASTCALL, "lacks(q, k, v, options)"},
+    {"keep", fast(keep), METH_FASTCALL, "keep(q, k, v, options, out, lse_needed, launches, counted, asked)"},
+    {"record", fast(record), METH_FASTCALL, "record(out, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, asked)"},
+    {"forget", forget, METH_NOARGS, "forget(): what is prepared."},
+    {"connect", connect, METH_VARARGS, "connect(launch_all, slowly, counter, capturing, runtime)"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "attnlib_node", nullptr, -1, methods};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_attnlib_node() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_attnlib_node() {
+  enter_hook = PyUnicode_InternFromString("launch_enter_hook");
+  exit_hook = PyUnicode_InternFromString("launch_exit_hook");
+  calls = PyUnicode_InternFromString("calls");
+  return PyModule_Create(&module);
+}

@@ -1,7 +1,8 @@
-"""Calls that are differentiated, where PyTorch's engine finds their backward pass in C++: `node.cpp`.
+"""Calls whose kind is known go to `node.cpp`, and PyTorch's engine finds their backward pass there too.
 
-It is compiled once for each version of PyTorch, which takes some ten seconds, and no call waits for it. Until
-it is done, and where there is no C++ compiler, `attnlib.autograd` does the same in Python.
+It is compiled once for each version of PyTorch, which takes some twenty seconds, and no call waits for it.
+Until it is done, and where there is no C++ compiler, `attnlib.api` and `attnlib.autograd` do the same in
+Python.
 """
 
 from __future__ import annotations
@@ -22,17 +23,43 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.autograd import forward_ad
 
 from attnlib import autograd, dispatch
 from attnlib.autograd import Asked, Attention
 from attnlib.dispatch import Saved
 from attnlib.kernels.common import direct
-from attnlib.kernels.common.device import current_stream
-from attnlib.kernels.common.launcher import observed
+from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.signature import PREPARED
 
 NAME = "attnlib_node"
+
+
+def shortcut(q, k, v, options: tuple):
+    """What `attention` returns, where `node.cpp` knows how such calls are launched; else None, and nothing is
+    done. options: those of `attention`, in order, as they were given. Nothing has to be checked before.
+
+    This one knows none. That of `node.cpp` takes its place, once it is there.
+    """
+
+
+def keep(tensors: tuple, options: tuple, asked: Asked, out: torch.Tensor) -> None:
+    """From now on `shortcut` runs calls like this one, which went through Python: on tensors (q, k, v), not
+    varlen, with this output."""
+    module = recorder() if tensors[0].is_cuda else None
+    if module is not None:
+        learn(module, tensors, options, asked, out)
+
+
+def learn(module: ModuleType, *args) -> None:
+    """`keep`, with its arguments, on any device."""
+    tensors, options, asked, out = args
+    tensors = tuple(map(_living, tensors))
+    if not module.lacks(*tensors, options):
+        return
+    plan = dispatch.prepared_forward(*tensors, asked.params)
+    if plan is not None and plan.launches.packed is not None:
+        lse_needed, packed = asked.params.return_lse, plan.launches.packed
+        module.keep(*tensors, options, out, lse_needed, packed, plan.counted, _one_object(asked))
 
 
 def attend(
@@ -86,14 +113,6 @@ def slowly(*args) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], byte
     return (gradients, None, 0) if plan is None else (gradients, plan.launches.packed, plan.elements)
 
 
-def stream_of(index: int) -> int | None:
-    """The current stream of a CUDA device; None where something of this moment wants a backward pass to go
-    through Python."""
-    if observed() or forward_ad._current_level >= 0 or torch.are_deterministic_algorithms_enabled():
-        return None
-    return current_stream(index)
-
-
 def recorder() -> ModuleType | None:
     """The module of `node.cpp`; None while it is being compiled, and where it can't be."""
     return _builder().module
@@ -106,7 +125,7 @@ def wait() -> ModuleType | None:
 
 
 def forget() -> None:
-    """The next backward pass of each kind goes through Python again."""
+    """The next call of each kind, and its backward pass, go through Python again."""
     if _builder.cache_info().currsize and (module := recorder()) is not None:  # one not built knows none
         module.forget()
 
@@ -122,11 +141,20 @@ class _Builder(threading.Thread):
             module = build()
         except Exception as error:
             warnings.warn(
-                f"attnlib: backward passes take longer, because {error}", RuntimeWarning, stacklevel=2
+                f"attnlib: calls take longer, because {error}", RuntimeWarning, stacklevel=2
             )
             return
-        module.connect(launcher.launch_all, slowly, stream_of)
+        connect(module, launcher.launch_all)
         self.module = module
+        global shortcut
+        shortcut = module.attend
+
+
+def connect(module: ModuleType, launch_all) -> None:
+    """Give the module of `node.cpp` what it calls. launch_all: of `direct.c`."""
+    from triton import knobs
+
+    module.connect(launch_all, slowly, counter, torch._C._cuda_isCurrentStreamCapturing, knobs.runtime)
 
 
 @cache

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-Implementation = Literal["hopper", "triton", "reference"]
+Implementation = Literal["decode", "hopper", "triton", "reference"]
 
 
 class MaskWindow(NamedTuple):
@@ -72,6 +72,7 @@ class DecodeParams(NamedTuple):
         split: how the keys are shared out: "none", "fixed", "stream_k", a number of splits, or None for the
             family's choice.
         config: how the kernels are compiled and launched, of the class of the family; None for its choice.
+        starts: (B) int32, the first key of each sequence that counts; None where all do.
     """
 
     window: MaskWindow
@@ -81,6 +82,7 @@ class DecodeParams(NamedTuple):
     return_lse: bool = False
     split: str | int | None = None
     config: Any = None
+    starts: torch.Tensor | None = None
 
 
 class Params(NamedTuple):

@@ -3,8 +3,9 @@ tensors and FLOP counters see. Calls that none of them looks at go past this fil
 
     torch.ops.attnlib.attention_forward    -> out, lse
     torch.ops.attnlib.attention_backward   -> dq, dk, dv
+    torch.ops.attnlib.attention_decode     -> out, lse
 
-Both take checked arguments and do what `dispatch` does. `lse` is empty where it is not needed.
+They take checked arguments and do what `dispatch` does. `lse` is empty where it is not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from attnlib.arguments.tangents import check_tangents
 from attnlib.autograd import no_second_derivative
 from attnlib.dispatch import Saved
 from attnlib.kernels.common.counters import own_counters
-from attnlib.params import MaskWindow, Params, Varlen
+from attnlib.params import DecodeParams, MaskWindow, Params, Varlen
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
@@ -124,6 +125,44 @@ def _backward_fake(d_out, q, k, v, *_, **__):
 attention_backward.register_autograd(lambda ctx, *_: no_second_derivative())
 
 
+# ---------------------------------------------------------------- decoding
+
+
+@torch.library.custom_op(
+    "attnlib::attention_decode",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? lengths=None, Tensor? page_table=None, "
+    "SymInt? left=None, SymInt? right=None, float? sm_scale=None, bool lse=False, str? split=None, "
+    "Tensor? starts=None) -> (Tensor, Tensor)",
+)
+def attention_decode(
+    q, k_cache, v_cache, lengths=None, page_table=None,
+    left=None, right=None, sm_scale=None, lse=False, split=None, starts=None,
+):  # fmt: skip
+    """(out, lse). `split`: as `attention_decode` has it, a number as a string."""
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    shared = int(split) if split is not None and split.isdecimal() else split
+    params = DecodeParams(MaskWindow(left, right), scale, lengths, page_table, lse, shared, None, starts)
+    with own_counters():
+        out, found = dispatch.decode(q, k_cache, v_cache, params)
+    return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
+
+
+@attention_decode.register_fake
+def _decode_fake(
+    q, k_cache, v_cache, lengths=None, page_table=None,
+    left=None, right=None, sm_scale=None, lse=False, split=None, starts=None,
+):  # fmt: skip
+    return torch.empty_like(q), q.new_empty(q.shape[:3] if lse else (0,), dtype=torch.float32)
+
+
+def _no_gradient(ctx, *_):
+    raise RuntimeError("attention_decode has no gradient; attention has one")
+
+
+attention_decode.register_autograd(_no_gradient)
+
+
 # ---------------------------------------------------------------- forward-mode differentiation
 
 _library = torch.library.Library("attnlib", "IMPL")
@@ -145,6 +184,7 @@ def _refuse_tangents(operator) -> None:
 
 _refuse_tangents(attention_forward)
 _refuse_tangents(attention_backward)
+_refuse_tangents(attention_decode)
 
 
 flops.register_when_counted()

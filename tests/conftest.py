@@ -75,7 +75,7 @@ def _poisoned_empty() -> object:
 
 @pytest.fixture(scope="session", autouse=True)
 def _backward_in_cpp() -> None:
-    """On a GPU no test runs while the backward pass of most calls is still being compiled."""
+    """On a GPU no test runs while `node.cpp` is still being compiled."""
     import torch
 
     from attnlib import node

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, overload
 
 import torch
-from torch.autograd import forward_ad
 
+from attnlib import dispatch, torch_ops
+from attnlib.api.exact import plain
 from attnlib.arguments.decode import DecodeOptions, check_decode
-from attnlib.arguments.tangents import check_tangents
-from attnlib.kernels import DECODERS
 from attnlib.params import DecodeParams, mask_window
 
 __all__ = ["attention_decode"]
@@ -23,6 +21,7 @@ def attention_decode(
     v_cache: torch.Tensor,
     *,
     lengths: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
@@ -37,6 +36,7 @@ def attention_decode(
     v_cache: torch.Tensor,
     *,
     lengths: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
@@ -48,7 +48,8 @@ def attention_decode(
 
 def attention_decode(
     q, k_cache, v_cache, *,
-    lengths=None, page_table=None, causal=True, window=None, sm_scale=None, return_lse=False, split=None,
+    lengths=None, starts=None, page_table=None, causal=True, window=None, sm_scale=None, return_lse=False,
+    split=None,
 ):  # fmt: skip
     """`attention` of a few new queries to the keys and values in a cache: decoding with a language model.
 
@@ -60,7 +61,8 @@ def attention_decode(
     fast are those whose last dimension is contiguous and whose other strides and address are multiples of 16
     bytes.
 
-    Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
+    Inference only: no gradient, no torch.func. `torch.compile(fullgraph=True)` and `torch.export` see it as
+    the operator `torch.ops.attnlib.attention_decode`. `torch.autocast` has no effect.
 
     Args:
         q: (B, H, Sq, D), Sq from 1 to 16, the newest tokens of each sequence; float16, bfloat16 or float32;
@@ -73,6 +75,9 @@ def attention_decode(
         lengths: (B) int32 on the device of `q`: how many keys each sequence has, the new ones among them,
             from 0 on; None where they fill the cache. Read on the device, where they count as at least 0 and
             at most what the cache has room for; those of CPU tensors are checked.
+        starts: (B) int32 on the device of `q`: how many keys at the beginning of each sequence nobody attends
+            to, as where batches are padded on the left; None for 0. They count in `lengths`, and are not
+            read. Taken as `lengths` are.
         page_table: (B, N) int32 on the device of `q`: the pages in which sequence b has its keys, in order;
             those beyond its length may be anything. A page may belong to several sequences. Wrong numbers
             are undefined behavior on a GPU; those of CPU tensors are checked.
@@ -97,7 +102,7 @@ def attention_decode(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: a transformation of torch.func looks on.
 
     Example:
         >>> q = torch.randn(2, 32, 1, 128, device="cuda", dtype=torch.float16)
@@ -105,14 +110,11 @@ def attention_decode(
         >>> lengths = torch.tensor([4096, 1000], dtype=torch.int32, device="cuda")
         >>> out = attention_decode(q, k, v, lengths=lengths)
     """
-    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        _refuse("torch.compile, torch.export or a dispatch mode")
     if torch._C._are_functorch_transforms_active():
-        _refuse("torch.func")
-    options = DecodeOptions(lengths, page_table, causal, window, sm_scale, return_lse, split)
-    check_decode(q, k_cache, v_cache, options)
-    if q.is_meta:
-        _refuse('device "meta"')
+        raise NotImplementedError("attention_decode under torch.func: not supported")
+    symbols = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    options = DecodeOptions(lengths, page_table, causal, window, sm_scale, return_lse, split, starts)
+    check_decode(q, k_cache, v_cache, options, symbols)
     if torch.is_grad_enabled():
         for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             if tensor.requires_grad:
@@ -120,24 +122,14 @@ def attention_decode(
                     f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
                     "does: attention_decode has no gradient; attention has one"
                 )
-    if forward_ad._current_level >= 0:
-        check_tangents(q, k_cache, v_cache)
-    if q.is_neg() or k_cache.is_neg() or v_cache.is_neg():  # a sign that is not in memory, where kernels read
-        q, k_cache, v_cache = (x.resolve_neg() for x in (q, k_cache, v_cache))
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    params = DecodeParams(mask_window(causal, window), scale, lengths, page_table, return_lse, split)
-    room = k_cache.numel() if page_table is None else k_cache.numel() and page_table.numel()
-    if not q.numel() or not room:  # no row, or none with anything to attend to
-        out = torch.zeros_like(q)
-        lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    seen = mask_window(causal, window)
+    if symbols or not plain(q, k_cache, v_cache):
+        scale = None if sm_scale is None else float(sm_scale)
+        told = None if split is None else str(split)
+        asked = (lengths, page_table, *seen, scale, return_lse, told, starts)
+        out, lse = torch_ops.attention_decode(q, k_cache, v_cache, *asked)
     else:
-        family = next(family for family in DECODERS.values() if family.unsupported(q, params) is None)
-        out, lse = family.forward(q, k_cache, v_cache, params)
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+        params = DecodeParams(seen, scale, lengths, page_table, return_lse, split, None, starts)
+        out, lse = dispatch.decode(q, k_cache, v_cache, params)
     return (out, lse) if return_lse else out
-
-
-def _refuse(what: str) -> None:
-    raise NotImplementedError(
-        f"attention_decode under {what}: not supported; call it outside, as in a function with "
-        "torch.compiler.disable"
-    )

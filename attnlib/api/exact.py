@@ -80,11 +80,12 @@ def attention(
             flows through it.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
-        impl: "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
+        impl: "decode" (1 to 16 queries, the forward pass alone; the keys are split over the whole GPU),
+            "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA can read;
             triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference" (PyTorch in
-            float64, any device), or None: the first of these that can run the call, but not "hopper" for the
-            shortest sequences. An explicit choice never falls back to another. `explain` tells what a call
-            would run.
+            float64, any device), or None: the first of these that can run the call, but "decode" only for so
+            many keys that it is faster, and not "hopper" for the shortest sequences. An explicit choice never
+            falls back to another. `explain` tells what a call would run.
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
@@ -103,12 +104,17 @@ def attention(
         >>> q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.float16) for _ in range(3))
         >>> out = attention(q, k, v, causal=True)
     """
+    asked = causal, window, sm_scale, return_lse, deterministic, impl
+    if not torch.compiler.is_dynamo_compiling():
+        results = node.shortcut(q, k, v, asked)
+        if results is not None:
+            return results
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     symbols = _symbolic()
-    options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
+    options = Options(*asked)
     check(q, k, v, options, symbols)
-    if symbols or not _plain(q, k, v):
+    if symbols or not plain(q, k, v):
         return _operator(q, k, v, None, options)
     return _call(q, k, v, None, options)
 
@@ -193,7 +199,7 @@ def attention_varlen(
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_varlen(q, k, v, varlen, options, symbols)
-    if symbols or not _plain(q, k, v):
+    if symbols or not plain(q, k, v):
         return _operator(q, k, v, varlen, options)
     return _call(q, k, v, varlen, options)
 
@@ -208,19 +214,23 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
         check_offsets(q, k, varlen)
         cu_seqlens_q, cu_seqlens_k = (x.resolve_neg().contiguous() for x in varlen[:2])
         lengths = varlen[2:]
-        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths)
     causal, window, sm_scale, return_lse, deterministic, impl = options
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    seen = mask_window(causal, window)
-    if not functorch and not _differentiable(q, k, v):
-        out, lse = dispatch.forward(q, k, v, Params(seen, scale, varlen, return_lse, deterministic, impl))
-        return (out, lse) if return_lse else out
-    if impl == "hopper":  # an error now rather than in the backward pass
-        dispatch.resolve(q, k, v, Params(seen, scale, varlen, True, deterministic, impl), backward=True)
-    asked = Asked(Params(seen, scale, None, True, deterministic, impl), lengths)
-    differentiable = Attention.apply if functorch else node.attend
-    out, lse = differentiable(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
-    return (out, lse) if return_lse else out
+    differentiable = functorch or _differentiable(q, k, v)
+    lse_needed = return_lse or differentiable
+    asked = Asked(
+        Params(mask_window(causal, window), scale, None, lse_needed, deterministic, impl), lengths
+    )
+    if not differentiable:
+        results = dispatch.forward(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k))
+    else:
+        if impl in ("decode", "hopper"):  # an error now rather than in the backward pass
+            dispatch.resolve(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k), backward=True)
+        attend = Attention.apply if functorch else node.attend
+        results = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
+    if varlen is None and not functorch:
+        node.keep((q, k, v), options, asked, results[0])
+    return results if return_lse else results[0]
 
 
 # ---------------------------------------------------------------- the ways of a call
@@ -242,7 +252,7 @@ def _symbolic() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether all three have memory of their own that a kernel can read: not on device "meta", not of a class
     that stands for other tensors (FakeTensor, DTensor)."""
     if q.is_meta:

@@ -22,25 +22,29 @@ class DecodeOptions(NamedTuple):
     sm_scale: Any = None
     return_lse: Any = False
     split: Any = None
+    starts: Any = None
 
 
-def check_decode(q, k, v, options: DecodeOptions) -> None:
+def check_decode(q, k, v, options: DecodeOptions, symbols: bool = False) -> None:
     """Arguments of `attention_decode`. TypeError or ValueError if one is wrong. The values of lengths and
-    pages are looked at where that does not wait for the GPU: on a CPU."""
-    lengths, table, causal, window, sm_scale, return_lse, split = options
+    pages are looked at where that does not wait for the GPU: on a CPU. symbols: sizes may be no numbers, and
+    tensors have no values."""
+    lengths, table, causal, window, sm_scale, return_lse, split, starts = options
     check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4, ("k_cache", "v_cache"))
-    _check_decode_shapes(q.shape, k.shape, v.shape, table is not None)
+    check_shapes = _check_decode_shapes if symbols else _check_decode_shapes_once
+    check_shapes(q.shape, k.shape, v.shape, table is not None)
     if table is not None:
         _check_integers("page_table", table, q, "2 dimensions (B, pages)", 2)
     if lengths is not None:
         _check_integers("lengths", lengths, q, "1 dimension (B)", 1)
-    check_common(causal, window, sm_scale, return_lse, False)
+    if starts is not None:
+        _check_integers("starts", starts, q, "1 dimension (B)", 1)
+    check_common(causal, window, sm_scale, return_lse, symbols)
     _check_split(split)
-    if q.device.type == "cpu":
-        _check_decode_values(lengths, table, k.shape)
+    if not symbols and not q.is_cuda and q.device.type == "cpu":
+        _check_decode_values(lengths, starts, table, k.shape)
 
 
-@lru_cache(1024)
 def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool) -> None:
     (batch, heads, queries, head_dim), (first, kv_heads, size, width) = q, k
     if not 1 <= queries <= MOST_QUERIES:
@@ -55,13 +59,19 @@ def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: boo
         raise ValueError(f"k_cache: expected head dimension {head_dim} as q has, got {width}")
     if heads and (not kv_heads or heads % kv_heads):
         raise ValueError(f"k_cache: expected a number of heads that divides q's {heads}, got {kv_heads}")
-    if paged and (size < SMALLEST_PAGE or size & (size - 1)):
+    if paged and (size < SMALLEST_PAGE or int(size) & (int(size) - 1)):
         raise ValueError(f"k_cache: expected pages of 16, 32, 64 ... keys (dimension 2), got {size}")
     if v != k:
         raise ValueError(f"v_cache: expected shape {tuple(k)} as k_cache has, got {tuple(v)}")
 
 
+_check_decode_shapes_once = lru_cache(1024)(_check_decode_shapes)
+
+
 def _check_integers(name: str, given, q: torch.Tensor, rank: str, dims: int) -> None:
+    if type(given) is torch.Tensor and given.dtype is torch.int32 and given.layout is torch.strided:
+        if given.dim() == dims and given.shape[0] == q.shape[0] and given.device == q.device:
+            return  # nearly always
     check_int32(name, given, "a torch.Tensor or None")
     if given.dim() != dims:
         raise ValueError(f"{name}: expected {rank}, got shape {tuple(given.shape)}")
@@ -81,12 +91,13 @@ def _check_split(split) -> None:
         raise ValueError(f"split: {expected}, got {split!r}")
 
 
-def _check_decode_values(lengths, table, cache: torch.Size) -> None:
+def _check_decode_values(lengths, starts, table, cache: torch.Size) -> None:
     room = cache[2] if table is None else table.shape[1] * cache[2]
     counts = None if lengths is None else lengths.tolist()
-    for count in counts or ():
-        if not 0 <= count <= room:
-            raise ValueError(f"lengths: expected 0 to {room}, which the cache has room for, got {count}")
+    for name, given in (("lengths", counts), ("starts", None if starts is None else starts.tolist())):
+        for count in given or ():
+            if not 0 <= count <= room:
+                raise ValueError(f"{name}: expected 0 to {room}, which the cache has room for, got {count}")
     if table is None:
         return
     for row, pages in enumerate(table.tolist()):

@@ -80,8 +80,8 @@ def _check_options(options: Options, symbols: bool) -> None:
     if impl is not None:
         if not isinstance(impl, str):
             raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {type_name(impl)}")
-        if impl not in ("hopper", "triton", "reference"):
+        if impl not in ("decode", "hopper", "triton", "reference"):
             raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")
 
 
-_IMPLEMENTATIONS = "expected 'hopper', 'triton', 'reference' or None"
+_IMPLEMENTATIONS = "expected 'decode', 'hopper', 'triton', 'reference' or None"

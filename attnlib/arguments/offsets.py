@@ -24,12 +24,22 @@ def check_offsets(q, k, varlen: Varlen) -> None:
         found_k = found_q
     else:
         found_k = _longest("cu_seqlens_k", cu_seqlens_k, "k", len(k))
-    for side, found, longest in (("q", found_q, max_seqlen_q), ("k", found_k, max_seqlen_k)):
-        if found is not None and found > longest:
-            raise ValueError(
-                f"max_seqlen_{side}: expected at least {found}, the longest sequence in cu_seqlens_{side}, "
-                f"got {longest}"
-            )
+    _check_longest_found("_q", found_q, max_seqlen_q)
+    _check_longest_found("_k", found_k, max_seqlen_k)
+
+
+def check_offsets_of(side: str, tokens: int, offsets: torch.Tensor, longest: int) -> None:
+    """The same of one tensor's: `cu_seqlens_q` and `max_seqlen_q` of side "q", without a suffix of "x"."""
+    suffix = "" if side == "x" else f"_{side}"
+    _check_longest_found(suffix, _longest(f"cu_seqlens{suffix}", offsets, side, tokens), longest)
+
+
+def _check_longest_found(suffix: str, found: int | None, longest: int) -> None:
+    if found is not None and found > longest:
+        raise ValueError(
+            f"max_seqlen{suffix}: expected at least {found}, the longest sequence in cu_seqlens{suffix}, got "
+            f"{longest}"
+        )
 
 
 def check_longest(name: str, longest: int, symbols: bool = False) -> None:
@@ -40,14 +50,14 @@ def check_longest(name: str, longest: int, symbols: bool = False) -> None:
         raise ValueError(f"{name}: expected 0 or more, got {longest}")
 
 
-def check_offsets_form(name: str, offsets, device: torch.device) -> None:
+def check_offsets_form(name: str, offsets, device: torch.device, side: str = "q") -> None:
     check_int32(name, offsets)
     if offsets.dim() != 1 or len(offsets) < 2:
         raise ValueError(
             f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape {tuple(offsets.shape)}"
         )
     if offsets.device != device:
-        raise ValueError(f"{name}: expected device {device} as q has, got {offsets.device}")
+        raise ValueError(f"{name}: expected device {device} as {side} has, got {offsets.device}")
 
 
 _known: dict[int, tuple[weakref.ref, int, int, int]] = {}

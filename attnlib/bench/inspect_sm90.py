@@ -130,7 +130,7 @@ class Stats:
         runs: list[list] = []
         for text in self.loop_listings[loop]:
             opcode = sass.opcode(text)
-            name = {"HGMMA": "HGMMA", "HMMA": "HMMA", "MUFU.EX2": "EX2"}.get(opcode)
+            name = {"HGMMA": "HGMMA", "QGMMA": "QGMMA", "HMMA": "HMMA", "MUFU.EX2": "EX2"}.get(opcode)
             if opcode == "WARPGROUP" and "DEPBAR" in text:
                 name = f"wait {int(text.split(',')[-1], 16)}"
             if name and runs and runs[-1][1] == name and not name.startswith("wait"):
@@ -258,11 +258,11 @@ def _follow(command: list[str], seconds: float, **options: Any) -> tuple[int, in
 def gluon_descriptor(tile: Iterable[int], dtype: str = "fp16") -> str:
     """The type of a Gluon tensor descriptor whose tiles, of this shape, have the default swizzled layout.
 
-    dtype: "fp16" or "bf16".
+    dtype: "fp16", "bf16" or "fp8e4nv" (e4m3).
     """
     from triton.experimental.gluon import language as gl
 
-    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[dtype]
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp8e4nv": gl.float8e4nv}[dtype]
     tile = list(tile)
     return f"tensordesc<{dtype}{tile},{gl.NVMMASharedLayout.get_default_for(tile, element)!r}>"
 

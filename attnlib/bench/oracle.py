@@ -191,8 +191,8 @@ def poisoned_empty() -> Iterator[None]:
     """Within the block `torch.empty` and its relatives return NaN instead of whatever the memory held.
 
     A kernel that leaves part of its output unwritten then fails, rather than passing on what a good call
-    left behind. Integer tensors stay as they are. Of the backward passes within, the first of each kind is
-    sure to see it: those after it allocate in C++.
+    left behind. Integer tensors stay as they are. Of the calls and the backward passes within, the first of
+    each kind is sure to see it: those after it allocate in C++.
     """
     node.forget()
     functions = {

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-_TENSOR_CORE = ("HGMMA", "HMMA")  # Hopper's warpgroup instruction, and the older one Triton falls back to
+_TENSOR_CORE = ("HGMMA", "QGMMA", "HMMA")  # Hopper's, with 16 and 8 bits, and the older one
 
 
 class Sass(NamedTuple):

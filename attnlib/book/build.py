@@ -228,7 +228,10 @@ def decode_table() -> str:
     from attnlib.bench import records, tables
 
     table = records.load(*DECODE, gpu=records.REFERENCE_GPU)
-    impls = {"attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "copy": "device copy"}
+    impls = {
+        "attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "flashinfer": "FlashInfer",
+        "flashinfer, xqa": "its XQA", "copy": "device copy",
+    }  # fmt: skip
     rows: dict[str, dict[str, str | None]] = {}
     for row in table.rows:
         if row["impl"] in impls and row["status"] == "ok":

@@ -27,6 +27,7 @@ CHAPTERS: list[tuple[str, str]] = [
     *STEPS,
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
+    ("22_fp8", "FP8"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""
 

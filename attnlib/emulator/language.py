@@ -76,8 +76,9 @@ class Language:
             program_id=lambda axis: Int(place[axis]), num_programs=lambda axis=0: Int(grid[axis]),
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
-            exp2=_exp2, log2=_log2, max=_max, sum=_sum, convert_layout=lambda x, layout: x,
-            broadcast=_broadcast, split=_split, join=_join, load=_load, store=_store,
+            exp2=_exp2, log2=_log2, max=_max, sum=_sum, broadcast=_broadcast,
+            convert_layout=lambda x, layout, assert_trivial=False: x, split=_split,
+            join=_join, load=_load, store=_store,
             atomic_add=self._atomic_add, allocate_shared_memory=self._allocate,
             inline_asm_elementwise=self._inline_asm, warp_specialize=self._warp_specialize,
         )  # fmt: skip
@@ -130,8 +131,10 @@ class Language:
         product = Product(a, b, acc, bool(use_acc))
         if list(acc.shape) != product.shape or a.shape[1] != b.shape[0] or a.shape[0] != 64:
             raise TypeError(f"{a.shape} times {b.shape} plus {list(acc.shape)}")
-        if a.dtype != b.dtype or b.dtype not in (gl.float16, gl.bfloat16):
+        if a.dtype != b.dtype or b.dtype not in (gl.float16, gl.bfloat16, gl.float8e4nv):
             raise TypeError(f"{a.dtype} times {b.dtype}")
+        if b.dtype == gl.float8e4nv and b.values.stride()[0] != 1:
+            raise TypeError(f"{b.name}: the columns of a second operand of 8 bits lie contiguously")
         for operand in product.reads:
             operand.begin_reading("a product")
         self.machine.issue(current.products, product)
@@ -202,7 +205,10 @@ class Language:
             run.run(asm)
             if outputs == pack:
                 for i in range(pack):
-                    collected[places[:, start + i]] = run.registers[f"${i}"]
+                    found = run.registers[f"${i}"]
+                    if dtype.is_floating() and np.issubdtype(found.dtype, np.integer):
+                        found = found.astype(np.uint32).view(np.float32)
+                    collected[places[:, start + i]] = found
         if not shape:
             if dtype.is_floating():
                 return float(collected[0])

@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from attnlib.emulator.barriers import NamedBarrier
 from attnlib.emulator.machine import Partition
@@ -55,14 +56,34 @@ def _insert(low: np.ndarray, into: np.ndarray, first: int, bits: int) -> np.ndar
     return (into & ~hole) | ((low << first) & hole)
 
 
+def _e4m3x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    high, low = (
+        torch.from_numpy(np.ascontiguousarray(x, np.float32)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        for x in (high, low)
+    )
+    return (high.view(torch.uint8).long() << 8 | low.view(torch.uint8)).numpy()
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """Of a float32, or what is an integer already."""
+    return x.astype(np.float32).view(np.uint32).astype(np.int64) if np.issubdtype(x.dtype, np.floating) else x
+
+
 OPERATIONS: dict[str, Callable] = {
     **dict.fromkeys(["mov.b32", "mov.u32", "mov.u64", "cvt.u64.u32"], lambda a: a),
     "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
     "and.b32": operator.and_,
-    "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
+    "shl.b32": lambda a, b: (_bits(a) << b) & 0xFFFFFFFF,
+    "add.s32": lambda a, b: (_bits(a) + _bits(b)) & 0xFFFFFFFF,
+    "add.f32": operator.add,
+    "sub.f32": operator.sub,
+    "fma.rn.f32": lambda a, b, c: np.float32(np.float64(a) * b + c),
+    "max.NaN.f32": np.maximum,
+    "ex2.approx.ftz.f32": np.exp2,
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,
+    "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
     "sub.u32": lambda a, b: (a - b) & 0xFFFFFFFF,
     "setp.lt.u32": operator.lt,
     "setp.nan.f32": lambda a, b: np.isnan(a) | np.isnan(b),
@@ -90,6 +111,8 @@ class Threads:
         if name in ("%globaltimer", "%clock"):
             now = time.perf_counter_ns()
             return np.full(self.threads, now if name == "%globaltimer" else now & 0xFFFFFFFF)
+        if name.startswith("0f"):
+            return np.uint32(int(name[2:], 16)).view(np.float32)
         return np.int64(int(name, 0))
 
     def set(self, name: str, value) -> None:
@@ -120,6 +143,9 @@ class Threads:
         if operation == "pmevent":
             return None
         target, *sources = names
+        if operation == "mov.b32" and len(sources) == 2:  # of two halves
+            low, high = (self.value(name.strip("{ }")) for name in sources)
+            return self.set(target, high << 16 | low)
         values = [self.value(name) for name in sources]
         if operation == "add.s64" and isinstance(values[1], Pointer):
             self.set(target, _Address(values[1], values[0]))

@@ -103,7 +103,7 @@ def _unwrapped(value):
     if is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
         names = [field.name for field in fields(kind)]
-        names += [name for name in vars(kind) if isinstance(vars(kind)[name], property | gl.constexpr)]
+        names += [name for name in dir(kind) if isinstance(getattr(kind, name), property | gl.constexpr)]
         return SimpleNamespace(**{name: _unwrapped(getattr(value, name)) for name in names})
     return value
 

@@ -13,6 +13,7 @@ TORCH = {
     gl.float16: torch.float16,
     gl.bfloat16: torch.bfloat16,
     gl.float32: torch.float32,
+    gl.float8e4nv: torch.float8_e4m3fn,
     gl.int8: torch.int8,
     gl.int32: torch.int32,
     gl.int64: torch.int64,
@@ -89,8 +90,13 @@ class Tensor:
     def shape(self) -> list[int]:
         return list(self.data.shape)
 
-    def to(self, dtype: gl.dtype) -> Tensor:
-        data = self.data.to(TORCH[dtype])
+    def to(self, dtype: gl.dtype, bitcast: bool = False) -> Tensor:
+        data = self.data
+        if bitcast:
+            return Tensor(data.view(TORCH[dtype]), dtype)
+        if dtype == gl.float8e4nv:  # cvt.rn.satfinite
+            data = data.clamp(-448, 448)
+        data = data.to(TORCH[dtype])
         return Tensor(data & 0xFFFFFFFF if dtype == gl.uint32 else data, dtype)
 
     def reshape(self, shape: list[int]) -> Tensor:

@@ -6,10 +6,11 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnlib")
 
 Computed: causal, full and sliding-window attention, one-sided or two-sided; cross-attention; grouped heads;
-values with a head dimension of their own (filled up with zeros); training; a cache that grows; batches padded
-on the left, on the right, or with holes (not under a window that is shorter than the text), of which only the
-tokens are computed; packed sequences, told by `position_ids` that begin anew inside a row, or by
-`cu_seq_lens_q` and its kin; `torch.compile` in one graph, and `torch.export`.
+values with a head dimension of their own (filled up with zeros); training; caches that grow, and those of a
+fixed size, with `generate()` by any search; batches padded on the left, on the right, or with holes (not
+under a window that is shorter than the text, nor in a cache of a fixed size), of which only the tokens are
+computed, a new one from a cache where it lies; packed sequences, told by `position_ids` that begin anew
+inside a row, or by `cu_seq_lens_q` and its kin; `torch.compile` in one graph, and `torch.export`.
 
 An attention_mask, where there is one, decides what is attended to. `position_ids` say it where there is none,
 with a cache that is still empty too, if the model hands them to its attention (its "sdpa" ignores them then).
@@ -18,8 +19,8 @@ Inside of a compiled graph the values of a mask can't be read, so padding is com
 sequences per row; more, or holes under a window, fail when the graph runs.
 
 ValueError, which names the argument or the model's class, for everything else: masks and biases of a model's
-own, chunks, attention sinks, soft caps, dropout, attention weights as a result, static and paged caches,
-models that don't support "sdpa", and every argument that attnlib does not know.
+own, chunks, attention sinks, soft caps, dropout, attention weights as a result, paged caches, models that
+don't support "sdpa", and every argument that attnlib does not know.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import weakref
 
 import torch
 
-from attnlib import attention
+from attnlib import attention, attention_decode
 from attnlib.hf import mask as masks
+from attnlib.hf import static
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
 from attnlib.hf.mask import Mask
 
@@ -74,6 +75,13 @@ def attention_forward(
     check_unknown(others)
     if dropout:
         raise ValueError(f"dropout: expected 0, attnlib has no dropout in attention, got {dropout}")
+    query, key, value, scaling, value_dim = _same_head_dim(query, key, value, scaling)
+    if static.is_made(attention_mask):
+        if static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
+            out = static.decode(query, key, value, attention_mask, scaling)
+            return out.transpose(1, 2)[..., :value_dim].contiguous(), None
+        attention_mask = static.read(attention_mask, query.shape[2])
+        key, value = (x[:, :, : attention_mask.kv_length] for x in (key, value))
     sizes = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
         mask = _fitting(attention_mask, sizes, is_causal)
@@ -88,12 +96,22 @@ def attention_forward(
         if position_ids is not None and mask.causal:
             layout = _with_positions(position_ids, query.shape[0], mask)
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
-    query, key, value, scaling, value_dim = _same_head_dim(query, key, value, scaling)
-    if layout is None:
+    if layout is None and mask.spans:
+        if _differentiated(query, key, value):
+            out = attend(query, key, value, masks.padded(mask), sm_scale=scaling, **options)
+            return out[..., :value_dim].contiguous(), None
+        del options["deterministic"]
+        spans = {"starts": mask.starts, "lengths": mask.lengths}
+        out = attention_decode(query, key, value, **spans, sm_scale=scaling, **options).transpose(1, 2)
+    elif layout is None:
         out = attention(query, key, value, sm_scale=scaling, **options).transpose(1, 2)
     else:
         out = attend(query, key, value, layout, sm_scale=scaling, **options)
     return out[..., :value_dim].contiguous(), None
+
+
+def _differentiated(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _same_head_dim(query, key, value, scaling) -> tuple:
@@ -165,7 +183,7 @@ def _told(lengths: tuple, query: torch.Tensor, mask: Mask) -> Layout:
             raise ValueError(f"{name}: expected all of {', '.join(names)} or none, got None")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q: expected a batch of one beside it, got {query.shape[0]}")
-    if mask.kept is not None and mask.layout is not None:
+    if mask.kept is not None and (mask.layout is not None or mask.spans):
         raise ValueError("attention_mask: expected no padding beside cu_seq_lens_q, got some")
     offsets = (x.to(query.device, torch.int32) for x in lengths[:2])
     longest = (int(x) if isinstance(x, torch.Tensor) else x for x in lengths[2:])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.hf.layout import Layout, require, values_known, without_holes, without_padding
 
 
@@ -21,6 +22,8 @@ class Mask:
         causal, window: as in `attention`.
         kept: bool (B, Sk), False for padding; None if the caller gave no attention_mask.
         layout: the sequences to compute; None if each row is one.
+        starts, lengths: of few queries the first key that each row sees, and where its keys end, (B) int32;
+            None where padding asks for neither.
         config: the name of the class of the model's configuration.
     """
 
@@ -32,15 +35,32 @@ class Mask:
     kept: torch.Tensor | None = None
     layout: Layout | None = None
     config: str = ""
+    starts: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
     def to(self, *args, **kwargs) -> Mask:
         """The mask on another device: what moves a model's inputs between its parts calls this."""
         if self.kept is None and self.layout is None:
             return self
-        moved = None
-        if self.layout is not None:
-            moved = Layout(*(x.to(*args, **kwargs) if torch.is_tensor(x) else x for x in self.layout))
-        return replace(self, kept=None if self.kept is None else self.kept.to(*args, **kwargs), layout=moved)
+
+        def moved(x):
+            return x.to(*args, **kwargs) if torch.is_tensor(x) else x
+
+        layout = None if self.layout is None else Layout(*map(moved, self.layout))
+        tensors = {name: moved(getattr(self, name)) for name in ("kept", "starts", "lengths")}
+        return replace(self, layout=layout, **tensors)
+
+    ndim = 4
+    """transformers asks whether a mask is padding still to be looked at, of two dimensions."""
+
+    def contiguous(self) -> Mask:
+        """transformers asks a mask for this that it makes before the model is called."""
+        return self
+
+    @property
+    def spans(self) -> bool:
+        """Whether starts and lengths say what padding there is."""
+        return self.starts is not None or self.lengths is not None
 
     def __eq__(self, other) -> bool:
         if isinstance(other, torch.Tensor | bool | int | float):
@@ -88,7 +108,19 @@ def settled(mask: Mask) -> Mask:
     if window is not None:
         left, right = (-1 if bound >= mask.kv_length - 1 else bound for bound in window)
         window = None if left == -1 and (mask.causal or right == -1) else (left, right)
-    if kept is not None and not (values_known(kept) and bool(kept.all())):
+    if kept is not None and values_known(kept):
+        few = mask.q_length <= MOST_QUERIES
+        spans = _are_spans(kept, mask.causal or window is not None)
+        every, spans = torch.stack([kept.all(), spans]).tolist()
+        if every:
+            return replace(mask, window=window)
+        if few and spans:
+            starts = kept.int().argmax(1) if mask.kv_length else kept.sum(1)
+            empty = kept.sum(1) == 0
+            starts = starts.masked_fill(empty, mask.kv_length)
+            lengths = None if mask.causal or window is not None else (starts + kept.sum(1)).int()
+            return replace(mask, window=window, starts=starts.int(), lengths=lengths)
+    if kept is not None:
         if window is not None:
             # Without the tokens in a hole those on its two sides would come closer to each other.
             require(
@@ -97,5 +129,17 @@ def settled(mask: Mask) -> Mask:
                 f"{window} that is shorter than the {mask.kv_length} keys, got a row with a hole. "
                 "Use attn_implementation='sdpa'",
             )
-        layout = without_padding(kept, mask.q_length, mask.causal or window is not None)
+        layout = padded(mask)
     return replace(mask, window=window, layout=layout)
+
+
+def padded(mask: Mask) -> Layout:
+    """The sequences without their padding."""
+    return without_padding(mask.kept, mask.q_length, mask.causal or mask.window is not None)
+
+
+def _are_spans(kept: torch.Tensor, to_the_end: bool) -> torch.Tensor:
+    """Whether the tokens kept, bool (B, S), follow each other in every row, up to its last one if
+    `to_the_end`; a bool tensor of one element."""
+    whole = without_holes(kept)
+    return whole & (kept[:, -1:].all(1) | ~kept.any(1)).all() if to_the_end else whole

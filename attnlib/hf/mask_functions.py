@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from transformers import masking_utils
 
-from attnlib.hf import mask
+from attnlib.hf import mask, static
 from attnlib.hf.forward import check_unknown
 from attnlib.hf.layout import packed
 from attnlib.hf.models import check_config
@@ -38,12 +38,15 @@ def attention_mask(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     **others,
-) -> mask.Mask:
-    """What transformers calls once for each kind of mask in a forward pass of the model.
+) -> mask.Mask | torch.Tensor:
+    """What transformers calls once for each kind of mask in a forward pass of the model. A tensor, see
+    `attnlib.hf.static`, for a cache of a fixed size.
 
     ValueError if the model's class does not support "sdpa", or asks for a mask that `causal` and `window` of
     `attention`, padding and packed sequences do not give.
     """
+    if isinstance(attention_mask, mask.Mask):  # made before the model was called
+        return attention_mask
     check_unknown(others)
     name = "" if config is None else type(config).__name__
     if not torch.compiler.is_dynamo_compiling():
@@ -63,31 +66,39 @@ def attention_mask(
     causal, window = found.right == 0, None
     if found.left is not None or found.right:
         window = (-1 if found.left is None else found.left, -1 if found.right is None else found.right)
-    if causal or window is not None:
-        _check_cache(q_length, kv_length, q_offset, kv_offset)
+    # With one token for a cache that can be compiled, transformers does not allow to leave the mask out.
+    compileable = q_length == 1 and found.right == 0 and not allow_is_causal_skip and batch_size is not None
+    fixed = compileable or (
+        (causal or window is not None) and _is_fixed(q_length, kv_length, q_offset, kv_offset)
+    )
     kept = None
     if attention_mask is not None:
         kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        if fixed:  # it may end with the newest token
+            kept = torch.nn.functional.pad(kept, (0, kv_length - kept.shape[1]))
         if kept.shape[1] != kv_length:
             got = tuple(attention_mask.shape)
             raise ValueError(
                 f"attention_mask: expected {kv_length} tokens from {kv_offset} on, got shape {got}"
             )
     offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
+    if fixed:
+        plain = mask.Mask(q_length, kv_length, offset, causal, window, kept)
+        return static.made(plain, q_offset + q_length - kv_offset, batch_size, device)
     layout = None if found.sequences is None else packed(found.sequences)
     return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, name))
 
 
-def _check_cache(q_length: int, kv_length: int, q_offset, kv_offset: int) -> None:
-    """ValueError unless the last query is at the position of the last key."""
-    static = isinstance(q_offset, torch.Tensor)
-    if static or q_offset + q_length != kv_offset + kv_length:
-        first = "a position" if static else q_offset
+def _is_fixed(q_length: int, kv_length: int, q_offset, kv_offset: int) -> bool:
+    """Whether the cache has a fixed size: the last query is not at the last key, or nobody can say."""
+    if isinstance(q_offset, torch.Tensor):
+        return True
+    if q_offset + q_length > kv_offset + kv_length:
         raise ValueError(
-            f"past_key_values: expected a cache that ends with the newest token, got {kv_length} keys from "
-            f"{kv_offset} on for {q_length} queries from {first} on; static caches need "
-            "attn_implementation='sdpa'"
+            f"past_key_values: expected a cache with keys for all queries, got {kv_length} keys from "
+            f"{kv_offset} on for {q_length} queries from {q_offset} on. Use attn_implementation='sdpa'"
         )
+    return q_offset + q_length < kv_offset + kv_length
 
 
 # ---------------------------------------------------------------- parts of a mask function

@@ -43,6 +43,7 @@ GOOD_VARLEN = {
 
 DENSE = "expected a dense tensor (layout torch.strided), got"
 NUMPY_BOOL = f"numpy.{numpy.bool_.__name__}"  # "bool" from NumPy 2 on
+IMPL = "impl: expected 'decode', 'hopper', 'triton', 'reference' or None"
 NESTED = f"{DENSE} a nested tensor; attention_varlen takes packed sequences"
 
 
@@ -140,10 +141,10 @@ OPTIONS = [
     ({"deterministic": numpy.bool_(True)}, TypeError, f"deterministic: expected a bool, got {NUMPY_BOOL}"),
     ({"deterministic": 1}, TypeError, "deterministic: expected a bool, got int"),
     ({"deterministic": None}, TypeError, "deterministic: expected a bool, got NoneType"),
-    ({"impl": "flash"}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got 'flash'"),
-    ({"impl": "Triton"}, ValueError, "impl: expected 'hopper', 'triton', 'reference' or None, got 'Triton'"),
+    ({"impl": "flash"}, ValueError, f"{IMPL}, got 'flash'"),
+    ({"impl": "Triton"}, ValueError, f"{IMPL}, got 'Triton'"),
     *(
-        ({"impl": impl}, TypeError, f"impl: expected 'hopper', 'triton', 'reference' or None, got {kind}")
+        ({"impl": impl}, TypeError, f"{IMPL}, got {kind}")
         for impl, kind in (
             (True, "bool"),
             (["triton"], "list"),
@@ -297,6 +298,15 @@ DECODE = [
     ({"lengths": offsets(20)}, ValueError, "lengths: expected batch size 2 as q has, got 1"),
     ({"lengths": offsets(20, 7, device="meta")}, ValueError,
      "lengths: expected device cpu as q has, got meta"),
+    ({"starts": [2, 7]}, TypeError, "starts: expected a torch.Tensor or None, got list"),
+    ({"starts": offsets(2, 7, dtype=torch.int64)}, TypeError,
+     "starts: expected dtype int32, got torch.int64"),
+    ({"starts": offsets(2, 7)[None]}, ValueError, "starts: expected 1 dimension (B), got shape (1, 2)"),
+    ({"starts": offsets(2)}, ValueError, "starts: expected batch size 2 as q has, got 1"),
+    ({"starts": offsets(2, 7, device="meta")}, ValueError,
+     "starts: expected device cpu as q has, got meta"),
+    ({"starts": offsets(2, -7)}, ValueError,
+     "starts: expected 0 to 32, which the cache has room for, got -7"),
     ({"lengths": offsets(33, 7)}, ValueError,
      "lengths: expected 0 to 32, which the cache has room for, got 33"),
     ({"lengths": offsets(20, -1)}, ValueError,
@@ -336,7 +346,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("function", "good", "wrong", "error", "message"), ROWS)
 def test_wrong_arguments_are_named(function, good, wrong, error, message):
-    impls = ("hopper", "triton", "reference", None) if "impl" in parameters(function) else (None,)
+    impls = ("decode", "hopper", "triton", "reference", None) if "impl" in parameters(function) else (None,)
     for options in ({} if impl is None else {"impl": impl} for impl in impls):
         with pytest.raises(error) as raised:
             function(**{**good, **options, **wrong})

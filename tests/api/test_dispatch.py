@@ -8,10 +8,10 @@ import dataclasses
 import pytest
 import torch
 import triton
-from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
+from fake_gpu import OnGpu, gpu, tensor  # noqa: F401  (a fixture)
 from families import configured, forget_launches, fresh_launches  # noqa: F401  (a fixture)
 
-from attnlib import attention, explain
+from attnlib import attention, explain, node
 from attnlib.api import Choice
 from attnlib.dispatch import resolve
 from attnlib.kernels import hopper, portable
@@ -39,6 +39,8 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(portable, "forward", stand_in("triton"))
     monkeypatch.setattr(hopper, "forward", stand_in("hopper"))
+    monkeypatch.setattr(node, "shortcut", lambda *args: None)
+    monkeypatch.setattr(node, "keep", lambda *args: None)
     return names
 
 
@@ -168,6 +170,66 @@ def test_short_sequences_are_for_the_portable_kernels(rows, keys, head_dim, forw
             assert chosen_for(call, varlen, "hopper", backward=x) == ("hopper", "asked for")
 
 
+def few(batch, heads, kv_heads, rows, keys, head_dim=128, dtype=torch.float16):
+    """q and k of a call, without memory."""
+    shapes = (batch, heads, rows, head_dim), (batch, kv_heads, keys, head_dim)
+    return [torch.empty(shape, dtype=dtype, device="meta").as_subclass(OnGpu) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("call", "window", "kernel"),
+    [
+        ((1, 32, 8, 1, 8192), DENSE, "decode"),
+        ((1, 32, 8, 1, 512), DENSE, "hopper"),  # nothing to split
+        ((16, 32, 8, 1, 8192), DENSE, "decode"),  # each of four heads would read the same keys
+        ((4, 32, 32, 1, 32768, 64), DENSE, "hopper"),  # 128 heads fill 132 SMs, at the speed of memory
+        ((4, 33, 33, 1, 32768), DENSE, "hopper"),  # 132 do
+        ((133, 1, 1, 1, 32768), DENSE, "decode"),  # and one is left
+        ((200, 1, 1, 1, 32768), DENSE, "hopper"),
+        ((7, 8, 8, 1, 40000), DENSE, "decode"),
+        ((1, 32, 8, 16, 8192), MaskWindow(None, 0), "decode"),
+        ((1, 32, 8, 17, 8192), MaskWindow(None, 0), "hopper"),
+        ((1, 32, 8, 1, 131072), MaskWindow(255, 0), "hopper"),  # few keys in sight
+        ((1, 32, 8, 1, 131072), MaskWindow(32767, 0), "decode"),
+        ((1, 32, 8, 1, 8192, 72), DENSE, "decode"),
+        ((1, 32, 8, 1, 8192, 128, torch.float32), DENSE, "decode"),
+        ((1, 1, 1, 16, 4096, 256), DENSE, "decode"),
+    ],
+    ids=str,
+)
+def test_few_queries_to_many_keys_are_split(call, window, kernel, gpu):
+    q, k = few(*call)
+    params = Params(window, 0.1)
+    choice = resolve(q, k, k, params)
+    assert choice.kernel == kernel
+    if kernel == "decode":
+        assert choice.reason == "few queries, whose keys are split over all multiprocessors"
+        assert choice.configuration.split == "stream_k"
+        assert resolve(q, k, k, params, backward=True).kernel in ("hopper", "triton")
+    elif call[3] <= 16:
+        heads, keys = call[0] * call[1], min(call[4], (window.left or call[4]) + call[3])
+        assert choice.reason == f"decode is slower for {heads} heads of {keys} keys on 132 multiprocessors"
+        assert resolve(q, k, k, params._replace(impl="decode")).reason == "asked for"
+    else:
+        assert choice.reason == hopper.FITS
+    gpu(8)
+    assert (resolve(q, k, k, params).kernel == "decode") == (kernel == "decode")
+
+
+def test_decode_by_name_says_what_it_needs(gpu):
+    q, k = few(1, 8, 8, 17, 4096)
+    with pytest.raises(ValueError, match="^impl: 'decode' needs 1 to 16 queries; q has 17$"):
+        resolve(q, k, k, Params(DENSE, 0.1, impl="decode"))
+    with pytest.raises(ValueError, match="^impl: 'decode' has no backward pass; leave impl out, or call it"):
+        resolve(q[:, :, :1], k, k, Params(DENSE, 0.1, impl="decode"), backward=True)
+    tokens = tensor(260, 1, 64)
+    with pytest.raises(ValueError, match="^impl: 'decode' needs sequences in one batch; attention_decode ta"):
+        chosen_for((tokens,) * 3, lengths_of(1, 260), "decode", backward=False)
+    q = torch.zeros(1, 1, 1, 64)  # on a CPU
+    with pytest.raises(ValueError, match="^impl: 'decode' needs CUDA tensors, or TRITON_INTERPRET=1 set"):
+        attention(q, q, q, impl="decode")
+
+
 def test_hopper_by_name_where_there_is_no_gpu(monkeypatch, fresh_launches):
     q = torch.zeros(1, 1, 8, 64)
     with pytest.raises(ValueError) as raised:
@@ -215,7 +277,7 @@ def test_explain_reads_well_and_is_frozen(gpu):
 
 def test_explain_checks_as_attention_does():
     q = torch.zeros(1, 1, 8, 64)
-    with pytest.raises(ValueError, match="^impl: expected 'hopper', 'triton', 'reference' or None"):
+    with pytest.raises(ValueError, match="^impl: expected 'decode', 'hopper', 'triton', 'reference' or None"):
         explain(q, q, q, impl="flash")
     with pytest.raises(TypeError, match="^causal: expected a bool"):
         explain(q, q, q, causal=1)

@@ -21,7 +21,7 @@ from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnlib.hf
-from attnlib import attention, attention_varlen, explain
+from attnlib import attention, attention_fp8, attention_varlen, explain, quantize_fp8
 from attnlib.arguments.common import DTYPES
 from attnlib.arguments.offsets import check_offsets
 from attnlib.bench.gradient_oracle import GradientOracle
@@ -218,7 +218,13 @@ def fp8() -> str:
     q = torch.zeros(1, 1, 4, 16).to(torch.float8_e4m3fn)
     with pytest.raises(TypeError, match="^q: expected dtype float16, .* got torch.float8_e4m3fn$"):
         attention(q, q, q)
-    return "no"
+    q, k, v = torch.randn(3, 1, 1, 40, 64)
+    out = attention_fp8(q, quantize_fp8(k, "k"), v, impl="reference")
+    error = (out - attention(q, k, v)).square().mean().sqrt()
+    assert 1e-4 < error < 0.03
+    with pytest.raises(RuntimeError, match="attention_fp8 has no gradient"):
+        attention_fp8(q.requires_grad_(), k, v)
+    return "forward, e4m3, by `attention_fp8` on Hopper"
 
 
 # ---------------------------------------------------------------- which keys

@@ -23,6 +23,20 @@ def test_draws_are_the_same_every_time_and_varied():
     assert any(0 in pair for call, _, _ in calls for pair in call.lengths)  # empty sequences
 
 
+def test_draws_of_decoding_are_valid_and_varied():
+    calls = [random_draws.draw_decode(n) for n in range(2000)]
+    assert calls == [random_draws.draw_decode(n) for n in range(2000)]
+    for call in calls:
+        starts = call.starts or (0,) * len(call.counts)
+        assert all(0 <= s <= n <= call.room for s, n in zip(starts, call.counts, strict=True))
+        assert 8 <= call.head_dim <= 256 and call.head_dim % 8 == 0 and call.heads % call.kv_heads == 0
+        assert call.page is None or call.lengths is not None or call.room % call.page == 0
+    for name in ("dtype", "split", "kind", "page", "causal", "same_launch", "queries"):
+        assert len({getattr(call, name) for call in calls}) > 1
+    assert any(call.starts for call in calls) and any(call.window for call in calls)
+    assert max(sum(call.counts) for call in calls) > 50000
+
+
 def test_failures_are_counted_and_told(monkeypatch, capsys):
     def check(call: Draw, device, impl, deterministic):
         if call.seed % 10 == 3:

@@ -41,14 +41,12 @@ def test_right_outputs_pass_and_wrong_ones_do_not(name, device):
     judge = time_decode.Judge(call, inputs)
     made = time_decode.implementations(inputs)
     ours = [impl for impl in made if impl.startswith("attnlib")]
-    assert len(ours) == 5
+    assert len(ours) == 6 + (name == "batch")
+    assert ("cudnn" in made) == ("flash" in made) == (name == "batch")
     for impl in ours:
         out = made[impl]()()
         judge.judge(out).raise_if_bad(impl)
         assert not judge.judge(out * 1.1).ok
-    if name == "ragged":
-        with pytest.raises(ValueError, match="SDPA knows no lengths"):
-            made["cudnn"]()
 
 
 @pytest.fixture
@@ -78,9 +76,10 @@ def test_the_record(small, tmp_path, capsys):
     assert row["gb_per_s"] == pytest.approx(call.bytes / row["ms"] * 1e-6, rel=1e-3) and "tflops" not in row
     assert verdict.judge(table, call.shape, "attnlib", "attnlib, fixed").word == "tie"
     status = {row["impl"]: row["status"] for row in table.select(call.shape)}
-    assert status.pop("copy") == "ok" and status.pop("cudnn") == status.pop("fa3") == "failed"
-    status.pop("flash")
-    assert len(status) == 5 and set(status.values()) == {"ok"}
+    peers = [status.pop(impl) for impl in list(status) if not impl.startswith("attnlib")]
+    assert "not installed" in peers and peers.count("ok") == 2, peers  # the copies
+    assert len(status) == 6 and set(status.values()) == {"ok"}
+    assert table.one(call.shape, impl="copy")["percent_of_copy"] == 100
     assert "GB/s" in capsys.readouterr().out
 
 
@@ -96,3 +95,32 @@ def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
 def test_without_a_gpu(capsys):
     assert time_decode.main([]) == 2
     assert "compute capability 9.x" in capsys.readouterr().err
+
+
+PACKAGED = ["flashinfer", "flashinfer, persistent", "flashinfer, xqa", "cudnn, lengths"]
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_peer_that_is_not_there_is_named(name, device, monkeypatch, tmp_path):
+    """And where it may lie instead."""
+    made = time_decode.implementations(time_decode.make_inputs(SMALL["batch"], device))
+    package = "cudnn" if name.startswith("cudnn") else "flashinfer"
+    monkeypatch.setitem(time_decode.sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"^{package}"):
+        made[name]()
+    monkeypatch.setenv("ATTNLIB_PEERS", str(tmp_path))
+    (tmp_path / "a_peer.py").write_text("found = True")
+    assert time_decode.decode_peers._package("a_peer").found
+
+
+def test_pages_hold_the_caches(device):
+    k = torch.randn(2, 3, 64, 8)
+    pages = time_decode.decode_peers.in_pages(k, -k, None, 16)
+    whole = pages.k[pages.table.long()].flatten(1, 2).transpose(1, 2)
+    assert torch.equal(whole, k) and pages.used.tolist() == [64, 64]
+    assert torch.equal(pages.v[pages.table.long()].flatten(1, 2).transpose(1, 2), -k)
+    begins, listed, last = time_decode.decode_peers._listed(
+        pages._replace(used=torch.tensor([17, 64], dtype=torch.int32)), 16
+    )
+    assert begins.tolist() == [0, 2, 6] and last.tolist() == [1, 16]
+    assert listed.tolist() == [*pages.table[0, :2].tolist(), *pages.table[1].tolist()]

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnlib.bench.inspect_sm90 import Job, gluon_descriptor
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+TYPES[torch.float8_e4m3fn] = "fp8e4nv"
 
 
 def jobs_of(modules: ModuleType | tuple[ModuleType, ...], call: Callable[[], object]) -> list[Job]:
@@ -46,6 +47,7 @@ class _Recorder:
         num_warps: int = 4,
         num_stages: int = 3,
         maxnreg: int | None = None,
+        launch_pdl: bool = False,  # says how to launch, not what
         **kwargs: object,
     ) -> None:
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -11,8 +9,8 @@ from itertools import product
 
 import pytest
 import torch
+from hopper_forward import compile_forward
 
-from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.kernels.hopper import launch
 from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
@@ -69,13 +67,6 @@ SPILLS = {("256", "varlen, all, LSE"): 2}
 
 def compile_case(case: tuple[str, str, str]) -> Stats:
     """In a child process, so that cases share the cores."""
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from attnlib.kernels.hopper.forward_kernel import attention_forward_hopper
-
     name, kind, dtype = case
     width, config = int(name.split()[0]), CONFIGS[name]
     causal, masked, skip, flip, lse, *others = KINDS[kind]
@@ -85,28 +76,13 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     mask = {"causal": causal, "shifted": "shifted" in others, "left": "left" in others}
     mask |= {"blocks": masked, "skip": skip}
     plan = launch.make_plan(width, config, mask, flip, lse, varlen)
-    types = {"counter_ptr": "*i32", "qk_scale": "fp32", "lse_ptr": "*fp32"}
-    types |= {"cu_q": "*i32", "cu_k": "*i32"} if varlen else {}
-    absent = {"lse_ptr": lse, "cu_q": varlen, "cu_k": varlen, "T_q": varlen, "B": varlen}
-    absent |= {"left": "left" in others, "right": "shifted" in others}
-    absent = [name for name, there in absent.items() if not there]
     # What is described does not depend on the window of a tensor.
-    descriptors = launch.descriptors((None,) * 4, width, config, DTYPES[dtype], varlen)
-    for name, descriptor in descriptors.items():
-        types[name] = f"tensordesc<{dtype}{list(descriptor.block)},{descriptor.layout!r}>"
-    names = attention_forward_hopper.arg_names
-    signature = {name: types.get(name, "i32") for name in names}
-    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
-    constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
-    divisible = {(names.index("counter_ptr"),): [["tt.divisibility", 16]]}
-    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(
-            GluonASTSource(attention_forward_hopper, signature, constants, divisible),
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": 4, "maxnreg": config.max_registers},
-        )
-    return inspect_sm90.stats_of(compiled, log.getvalue())
+    described = launch.descriptors((None,) * 4, width, config, DTYPES[dtype], varlen)
+    types = {
+        name: f"tensordesc<{dtype}{list(descriptor.block)},{descriptor.layout!r}>"
+        for name, descriptor in described.items()
+    }
+    return compile_forward(plan, types, {*others, *["LSE"] * lse}, config.max_registers)
 
 
 @pytest.fixture(scope="module")

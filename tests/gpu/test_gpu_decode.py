@@ -9,8 +9,11 @@ import pytest
 import torch
 from decode_cases import CASES, DecodeCase, check, judge, make, run
 
-from attnlib import attention_decode
+from attnlib import attention, attention_decode, explain
 from attnlib.bench import timing
+from attnlib.bench.oracle import Oracle
+from attnlib.bench.oracle import make_inputs as inputs_of
+from attnlib.bench.shapes import Shape
 from attnlib.kernels.decode import configs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -165,7 +168,9 @@ def test_launches_without_spills(head_dim, device):
             run(case, inputs)
         assert len(kernels) == 2
     assert all(kernel.n_spills == 0 for kernel in kernels)
-    assert configs.programs_per_sm(16, head_dim) * (kernels[0].metadata.shared + 1024) <= 228 * 1024
+    asked = configs.Work(4, head_dim, "float16", 4, 9000, 132)
+    programs = configs.residency(16, asked).programs
+    assert programs * (kernels[0].metadata.shared + 1024) <= 228 * 1024
 
 
 @hopper
@@ -178,3 +183,59 @@ def test_host_time(monkeypatch, device):
     us = min(timing.host_us(lambda: attention_decode(q, k, v, lengths=lengths)) for _ in range(5))
     print(f"host time of attention_decode: {us:.1f} us")
     assert us < 60  # how long depends on the host: this notices a wait or a preparation at each call
+
+
+# ---------------------------------------------------------------- in PyTorch's world
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("page", [None, 16])
+def test_compiled_in_one_graph(mode, page, device):
+    """reduce-overhead replays CUDA graphs; the lengths change between the replays."""
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, mode=mode)
+    def step(q, k, v, lengths, table):
+        return attention_decode(q + 0, k, v, lengths=lengths, page_table=table) * 1
+
+    case = DecodeCase("compiled", (3000, 17, 0, 5000), heads=8, kv_heads=2, head_dim=128, page=page)
+    inputs = make(case, device)
+    try:
+        for lengths in [(3000, 17, 0, 5000), (5000, 1, 9, 40), (1, 2, 3, 4)]:
+            inputs.lengths.copy_(torch.tensor(lengths))
+            k, v = (x.nan_to_num() for x in inputs[1:3])
+            table = None if page is None else inputs.table.clamp(max=len(k) - 1)
+            for _ in range(3):
+                torch.compiler.cudagraph_mark_step_begin()
+                out = step(inputs.q, k, v, inputs.lengths, table)
+            plain = attention_decode(inputs.q, k, v, lengths=inputs.lengths, page_table=table)
+            assert torch.equal(out, plain)
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "causal", "window"), [(1, False, None), (16, True, None), (5, True, (300, 0))]
+)
+def test_attention_takes_this_road(dtype, rows, causal, window, device):
+    shape = Shape(2, 32, rows, 128, causal, dtype, 8, 20000)
+    q, k, v = inputs_of(shape, device=device)
+    options = {"causal": causal, "window": window}
+    choice = explain(q, k, v, **options)
+    assert (choice.kernel == "decode") == (window is None), choice
+    for impl in (None, "decode"):
+        out, lse = attention(q, k, v, **options, return_lse=True, impl=impl)
+        Oracle(q, k, v, **options).judge(out, lse).raise_if_bad(f"{impl} {options}")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, **options)
+    k.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, attention(q, k, v, **options))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention(q, k, v, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from attnlib import attention, attention_varlen, explain, node
+from attnlib import attention, attention_varlen, dispatch, explain, node
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
@@ -48,7 +48,7 @@ def test_a_training_step(impl):
 
 
 @pytest.mark.parametrize("impl", [None, "triton"])
-def test_the_backward_pass_in_cpp_does_what_it_does_in_python(impl, monkeypatch):
+def test_cpp_does_what_python_does(impl, monkeypatch):
     assert node.wait() is not None
     inputs, d_out = make()
     node.forget()
@@ -58,12 +58,39 @@ def test_the_backward_pass_in_cpp_does_what_it_does_in_python(impl, monkeypatch)
         found = [step(inputs, layout, impl=impl) for _ in range(3)]  # the first goes through Python
         with monkeypatch.context() as patch:
             patch.setattr(node, "recorder", lambda: None)
+            patch.setattr(node, "shortcut", lambda *args: None)
             found.append(step(inputs, layout, impl=impl))
         for results in found:
             judge(inputs, layout, results, f"{impl}, strides {layout.stride()}")
             for number in (0, 2, 3):  # out, dk and dv are the same in every run
                 assert torch.equal(results[number], found[0][number])
             assert [x.stride() for x in results] == [x.stride() for x in found[0]]
+
+
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_a_known_kind_never_comes_to_python(impl, monkeypatch):
+    """Forward and backward, on any stream, under autocast to the tensors' dtype, without gradients."""
+    assert node.wait() is not None
+    inputs, d_out = make()
+    expected = step(inputs, d_out, deterministic=True, impl=impl)
+    attention(*inputs, impl=impl)
+
+    def broken(*args):
+        raise AssertionError("a call or a backward pass came to Python")
+
+    torch.cuda.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "forward", broken)
+        patch.setattr(dispatch, "backward", broken)
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream), torch.autocast("cuda", torch.float16):
+                found = step(inputs, d_out, deterministic=True, impl=impl)
+            stream.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        with torch.inference_mode():
+            assert attention(*inputs, impl=impl).is_inference()
+        with pytest.raises(AssertionError, match="came to Python"):
+            attention(*(x[:, :, 1:] for x in inputs), impl=impl)
 
 
 def test_deterministic_gradients_have_the_same_bits_in_a_hundred_runs():

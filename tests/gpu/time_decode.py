@@ -1,15 +1,19 @@
-"""Time decoding on this GPU: few queries to a long KV cache, beside cuDNN, FlashAttention-2 and 3 and a copy.
+"""Time decoding on this GPU: few queries to a long KV cache, beside the peers and a copy.
 
-    python tests/gpu/time_decode.py                  about a minute; figures/data/<gpu>/decode.json
+    python tests/gpu/time_decode.py                  about two minutes; figures/data/<gpu>/decode.json
     python tests/gpu/time_decode.py --tune           configurations of attnlib beside each other; no record
     python tests/gpu/time_decode.py --only ragged    calls whose label has this in it; no record
 
 Three tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with pages
-of 16 keys and with its merge in the same launch, of the peers, and of a device copy of 1 GiB. `pairs`:
-numbers of sequences times key/value heads around the number of multiprocessors. `host`: what a call keeps the
-host busy.
-GB/s are of keys and values read, of the copy of what is read and written. All that is compared is timed in
-the same shuffled rounds, cold L2, with a control row; every output is judged against fp64 before and after.
+of 16 and 64 keys and with its merge in the same launch, of the peers, and of device copies: one of 1 GiB, and
+one that moves as many bytes as the call reads. `pairs`: numbers of sequences times key/value heads around the
+number of multiprocessors. `host`: what a call keeps the host busy.
+Peers: cuDNN, FlashAttention-2 and 3, FlashInfer's decoding, persistent and XQA kernels. ATTNLIB_FA3 names
+FlashAttention-3's library, ATTNLIB_PEERS a folder with the packages flashinfer and cudnn (NVIDIA's frontend);
+what is missing is "not installed".
+GB/s are of keys and values read, of copies of what is read and written; % are of the copy of 1 GiB. All that
+is compared is timed in the same shuffled rounds, cold L2, with a control row; every output is judged against
+fp64 before and after.
 Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -20,7 +24,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import attention_decode  # noqa: E402
-from attnlib.bench import harness, peers, records, timing  # noqa: E402
+from attnlib import attention, attention_decode  # noqa: E402
+from attnlib.bench import decode_peers, harness, peers, records, timing  # noqa: E402
 from attnlib.bench.oracle import Oracle, Verdict  # noqa: E402
 from attnlib.bench.setting import BOOK, SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
@@ -43,7 +46,7 @@ from attnlib.kernels.decode.launch import call_of, configuration  # noqa: E402
 from attnlib.params import DecodeParams, mask_window  # noqa: E402
 
 RAGGED = (1024, 1024, 2048, 2048, 4096, 4096, 32768, 65536)
-PAGE = 16
+PAGES = 16, 64
 COPIED = 1 << 30
 DEVICE = "cuda"
 OURS = "attnlib"
@@ -89,21 +92,20 @@ CALLS = [
     Call((32768,) * 4, 32, 32, 64),
     Call(RAGGED),
 ]
-TUNED = [CALLS[i] for i in (0, 2, 4, 6, 7)]
+TUNED = [CALLS[i] for i in (0, 2, 4, 6, 7)] + [Call((16384,), 4, 1), Call((16384,) * 132, 4, 1)]
+TUNED_SIZES = [(1, 2, 2), (1, 2, 3), (1, 3, 1), (1, 3, 2), (1, 3, 3), (1, 4, 2)]
+TUNED_SIZES += [(2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1)]
+"""Times as many keys as usual, stages, programs of an SM."""
 PAIRS = [Call((16384,) * pairs, 4, 1) for pairs in (1, 8, 56, 132, 133, 200)]
 
 
 class Inputs(NamedTuple):
-    """q (B, H, 1, D), caches (B, Hkv, S, D), lengths (B) or None where they are full, the same caches in
-    pages, in a random order, and their table."""
+    """q (B, H, 1, D), caches (B, Hkv, S, D), lengths (B) or None where they are full."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     lengths: torch.Tensor | None
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
-    table: torch.Tensor
 
 
 def make_inputs(call: Call, where: str) -> Inputs:
@@ -117,15 +119,7 @@ def make_inputs(call: Call, where: str) -> Inputs:
     q = randn(B, call.heads, 1, D)
     k, v = (randn(B, call.kv_heads, S, D) for _ in range(2))
     lengths = torch.tensor(call.lengths, dtype=torch.int32, device=where) if call.ragged else None
-    count = -(-S // PAGE)
-    order = torch.randperm(B * count, generator=generator, device=where)
-    pages = []
-    for cache in (k, v):
-        whole = F.pad(cache, (0, 0, 0, count * PAGE - S)).unflatten(2, (count, PAGE)).transpose(1, 2)
-        paged = torch.empty(B * count, call.kv_heads, PAGE, D, device=where, dtype=dtype)
-        paged[order] = whole.reshape(B * count, call.kv_heads, PAGE, D)
-        pages.append(paged)
-    return Inputs(q, k, v, lengths, *pages, order.int().view(B, count))
+    return Inputs(q, k, v, lengths)
 
 
 class Judge:
@@ -150,12 +144,22 @@ Function = Callable[[], torch.Tensor]
 
 
 def ours(inputs: Inputs, split: str | None = None) -> Function:
-    q, k, v, lengths, *_ = inputs
+    q, k, v, lengths = inputs
     return lambda: attention_decode(q, k, v, lengths=lengths, split=split)
 
 
-def paged(inputs: Inputs) -> Function:
-    q, _, _, lengths, k, v, table = inputs
+def dispatched(inputs: Inputs) -> Function:
+    """What `attention` does of its own accord."""
+    q, k, v, _ = inputs
+    return lambda: attention(q, k, v)
+
+
+def paged(inputs: Inputs, page: int) -> Function:
+    """Pages in a random order, (pages, Hkv, page size, D)."""
+    q, k, v, lengths = inputs
+    whole = [F.pad(x, (0, 0, 0, -x.shape[2] % page)) for x in (k, v)]
+    k, v, table, _ = decode_peers.in_pages(*whole, None, page)
+    k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
     if lengths is None:  # the last page may be a part of one
         lengths = torch.full((len(q),), inputs.k.shape[2], dtype=torch.int32, device=q.device)
     return lambda: attention_decode(q, k, v, lengths=lengths, page_table=table)
@@ -163,16 +167,14 @@ def paged(inputs: Inputs) -> Function:
 
 def configured(inputs: Inputs, change: Callable[[DecodeConfig], DecodeConfig]) -> Function:
     """attnlib in another configuration than its own."""
-    q, k, v, lengths, *_ = inputs
+    q, k, v, lengths = inputs
     params = DecodeParams(mask_window(True, None), q.shape[-1] ** -0.5, lengths)
     params = params._replace(config=change(configuration(call_of(q, k, v, None, params))))
     return lambda: DECODERS["triton"].forward(q, k, v, params)[0]
 
 
 def sdpa(inputs: Inputs, backend: SDPBackend) -> Function:
-    q, k, v, *_ = inputs
-    if inputs.lengths is not None:
-        raise ValueError("SDPA knows no lengths")
+    q, k, v, _ = inputs
 
     def call() -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -189,22 +191,38 @@ def fa3(inputs: Inputs) -> Function:
 
 
 def implementations(inputs: Inputs) -> dict[str, Callable[[], Function]]:
-    """Name -> what makes the call that is timed; it may raise."""
-    return {
+    """Name -> what makes the call that is timed; it may raise. Those that know no lengths are for full
+    caches."""
+    found = {
         OURS: lambda: ours(inputs),
         "attnlib, fixed": lambda: ours(inputs, "fixed"),
         "attnlib, none": lambda: ours(inputs, "none"),
         "attnlib, same launch": lambda: configured(inputs, lambda c: replace(c, same_launch=True)),
-        f"attnlib, pages of {PAGE}": lambda: paged(inputs),
-        "cudnn": lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION),
-        "flash": lambda: sdpa(inputs, SDPBackend.FLASH_ATTENTION),
+        **{f"attnlib, pages of {page}": lambda page=page: paged(inputs, page) for page in PAGES},
+        "cudnn, lengths": lambda: decode_peers.cudnn(*inputs[:3], lengths_of(inputs)),
+        **{f"cudnn, pages of {page}": lambda page=page: decode_peers.cudnn(*inputs, page) for page in PAGES},
         "fa3": lambda: fa3(inputs),
+        "flashinfer": lambda: decode_peers.flashinfer_decode(*inputs),
+        "flashinfer, persistent": lambda: decode_peers.flashinfer_persistent(*inputs),
+        "flashinfer, xqa": lambda: decode_peers.flashinfer_xqa(*inputs),
     }
+    if inputs.lengths is None:
+        found["attnlib.attention"] = lambda: dispatched(inputs)
+        found["cudnn"] = lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION)
+        found["flash"] = lambda: sdpa(inputs, SDPBackend.FLASH_ATTENTION)
+    return found
+
+
+def lengths_of(inputs: Inputs) -> torch.Tensor:
+    """On the device, of full caches too."""
+    if inputs.lengths is not None:
+        return inputs.lengths
+    return torch.full((len(inputs.q),), inputs.k.shape[2], dtype=torch.int32, device=inputs.q.device)
 
 
 def splits(inputs: Inputs) -> dict[str, Callable[[], Function]]:
-    return {OURS: lambda: ours(inputs), "attnlib, fixed": lambda: ours(inputs, "fixed"),
-            "cudnn": lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION)}  # fmt: skip
+    every = implementations(inputs)
+    return {name: every[name] for name in (OURS, "attnlib, fixed", "cudnn", "fa3", "flashinfer")}
 
 
 def variants(inputs: Inputs) -> dict[str, Callable[[], Function]]:
@@ -212,14 +230,20 @@ def variants(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     params = DecodeParams(mask_window(True, None), 1.0, inputs.lengths)
     own = configuration(call_of(*inputs[:3], None, params))
     sms = device.num_sms(inputs.q.get_device())
-    found = {OURS: lambda: ours(inputs)}
-    plans = [(*sizes, 4, False) for sizes in product((1, 2), (2, 3, 4), (1, 2, 3))]
-    plans += [(1, 3, 2, 8, False), (1, 3, 1, 4, True), (1, 3, 2, 4, True)]
-    for keys, stages, per_sm, warps, same in plans:
+    every = implementations(inputs)
+    found = {name: every[name] for name in (OURS, "cudnn", "fa3") if name in every}
+    plans = [(*sizes, 4, "") for sizes in TUNED_SIZES]
+    plans += [(1, 3, 2, 8, ""), (2, 3, 1, 8, ""), (1, 3, 1, 4, "same launch"), (1, 3, 2, 4, "same launch")]
+    plans += [(1, 3, 2, 4, "no prefetch"), (2, 3, 1, 4, "no prefetch")]
+    plans += [(*sizes, "none") for sizes in ((1, 4, 1, 4), (2, 3, 1, 4), (2, 4, 1, 4), (2, 3, 1, 8))]
+    for keys, stages, per_sm, warps, more in plans:
         config = replace(own, block_n=own.block_n * keys, num_stages=stages, num_warps=warps,
-                         split="stream_k", shares=sms * per_sm, same_launch=same)  # fmt: skip
+                         split="stream_k", shares=sms * per_sm, same_launch=more == "same launch",
+                         prefetch=own.prefetch and more != "no prefetch")  # fmt: skip
+        if more == "none":
+            config = replace(config, split="none", shares=1)
         name = f"{OURS}, {config.block_n} keys, {stages} stages, {per_sm} per SM, {warps} warps"
-        name += ", same launch" * same
+        name += f", {more}" * bool(more)
         found[name] = lambda config=config: configured(inputs, lambda _: config)
     return found
 
@@ -237,7 +261,10 @@ class Run(harness.Run):
         self.is_peer = not impl.startswith(OURS)
 
     def prepare(self, make: Callable[[], Function]) -> None:
-        self.call = make()
+        try:
+            self.call = make()
+        except ImportError as error:
+            self.stop("not installed", peers.brief(error))
 
     def finish(self, oracle: Judge | None) -> None:
         super().finish(oracle)
@@ -247,12 +274,12 @@ class Run(harness.Run):
 
 
 class Copy(Run):
-    """A device copy, which is judged by nobody."""
+    """A device copy of so many bytes, which is judged by nobody."""
 
-    def __init__(self, call: Call) -> None:
-        super().__init__("copy", call)
-        self.bytes = 2 * COPIED
-        source, target = (torch.empty(COPIED, dtype=torch.int8, device=DEVICE) for _ in range(2))
+    def __init__(self, name: str, call: Call, size: int) -> None:
+        super().__init__(name, call)
+        self.bytes = 2 * size
+        source, target = (torch.empty(size, dtype=torch.int8, device=DEVICE) for _ in range(2))
         self.call = lambda: target.copy_(source)
 
     def gate(self, oracle: Judge | None) -> None:
@@ -270,9 +297,13 @@ def rows(call: Call, make: Callable, setting: Setting, control: str = OURS) -> I
         run.attempt(lambda run=run, name=name: run.prepare(made[name]))
         run.attempt(lambda run=run: run.gate(judge))
         runs.append(run)
-    runs.append(Copy(call))
+    copy = Copy("copy", call, COPIED)
+    runs += [copy, Copy("copy of as much", call, call.bytes // 2)]
     harness.time_rounds(runs, judge, setting, lambda text: None)
-    yield from (run.row for run in runs)
+    for run in runs:
+        if "gb_per_s" in run.row:
+            run.row["percent_of_copy"] = 100 * run.row["gb_per_s"] / copy.row["gb_per_s"]
+        yield run.row
 
 
 def host_rows() -> Iterator[dict[str, Any]]:
@@ -292,7 +323,8 @@ def show(row: dict[str, Any]) -> str:
         return f"{row['call']:32} {row['impl']:44} {row['status']} {row.get('reason', '')}"
     low, high = row["ms_p20"], row["ms_p80"]
     times = f"{row['ms']:.4f} ms ({low:.4f} to {high:.4f})"
-    return f"{row['call']:32} {row['impl']:44} {row['gb_per_s']:6.0f} GB/s  {times}"
+    speed = f"{row['gb_per_s']:6.0f} GB/s {row['percent_of_copy']:5.1f}%"
+    return f"{row['call']:32} {row['impl']:44} {speed}  {times}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     if node.wait() is None:
-        print("the backward pass is Python here, not C++: see the warning above", file=sys.stderr)
+        print("calls go through Python here, not through node.cpp: see the warning above", file=sys.stderr)
     if args.only_step:
         print(*(step_row(batch, args.steps) for batch in (1, 4)), sep="\n")
         return 0

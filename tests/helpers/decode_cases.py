@@ -37,6 +37,7 @@ class DecodeCase:
     kind: str = "normal"
     split: str | int | None = None
     same_launch: bool = False
+    starts: tuple[int, ...] | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -52,11 +53,12 @@ class Inputs(NamedTuple):
     v: torch.Tensor
     lengths: torch.Tensor | None
     table: torch.Tensor | None
+    starts: torch.Tensor | None
     varlen: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make(case: DecodeCase, device: str) -> Inputs:
-    """Caches that hold NaN wherever no key of any sequence is, and page tables with numbers of no page."""
+    """Caches that hold NaN wherever no key is that counts, and page tables with numbers of no page."""
     counts, D = case.counts, case.head_dim
     B, total = len(counts), sum(counts)
     shape = Shape(1, case.heads, B * case.queries, D, False, case.dtype, case.kv_heads, max(total, 1))
@@ -85,23 +87,33 @@ def make(case: DecodeCase, device: str) -> Inputs:
             for first in range(0, count, case.page):
                 some = x[:, begin + first : min(begin + first + case.page, end)]
                 cache[int(table[i_b, first // case.page]), :, : some.shape[1]] = some
+        if case.starts is not None and case.page is None:
+            for cache in caches:
+                cache[i_b, :, : case.starts[i_b]] = math.nan
         if case.page is not None and lengths is not None:
             table[i_b, -(-count // case.page) :] = 1 << 30
-    return Inputs(q, *caches, lengths, table, varlen)
+    starts = None
+    if case.starts is not None:
+        starts = torch.tensor(case.starts, dtype=torch.int32, device=device)
+        ends = [sum(counts[: i + 1]) for i in range(B)]
+        seen = [range(end - n + start, end) for end, n, start in zip(ends, counts, case.starts, strict=True)]
+        rows = torch.tensor([i for keys in seen for i in keys], device=device, dtype=torch.int64)
+        varlen = varlen[0], varlen[1][rows], varlen[2][rows]
+    return Inputs(q, *caches, lengths, table, starts, varlen)
 
 
 def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the call; in the family's configuration with the merge in the same launch where the case
     asks for that."""
-    q, k, v, lengths, table, _ = inputs
+    q, k, v, lengths, table, starts, _ = inputs
     if not case.same_launch:
         return attention_decode(
             q, k, v, lengths=lengths, page_table=table, causal=case.causal, window=case.window,
-            sm_scale=case.sm_scale, return_lse=True, split=case.split,
+            sm_scale=case.sm_scale, return_lse=True, split=case.split, starts=starts,
         )  # fmt: skip
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     seen = mask_window(case.causal, case.window)
-    params = DecodeParams(seen, scale, lengths, table, True, case.split)
+    params = DecodeParams(seen, scale, lengths, table, True, case.split, None, starts)
     config = replace(configuration(call_of(q, k, v, table, params)), same_launch=True)
     return decode.forward(q, k, v, params._replace(config=config))
 
@@ -110,7 +122,9 @@ def judge(case: DecodeCase, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
     """AssertionError unless they are what fp64 says of each sequence alone."""
     q = inputs.q
     rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32) * case.queries
-    ends = torch.tensor([0, *case.counts], device=q.device).cumsum(0).int()
+    first = case.starts or (0,) * len(case.counts)
+    seen = [max(0, n - start) for n, start in zip(case.counts, first, strict=True)]
+    ends = torch.tensor([0, *seen], device=q.device).cumsum(0).int()
     oracle = Oracle(*inputs.varlen, case.causal, case.sm_scale, window=case.window, cu_seqlens=(rows, ends))
     assert out.shape == q.shape and lse.shape == q.shape[:3], f"{case.name} is wrong: shapes"
     out = out.transpose(1, 2).reshape(-1, case.heads, case.head_dim)
@@ -175,6 +189,14 @@ def _cases() -> list[DecodeCase]:
     for scale in (0.0, -0.5, 30.0):
         add(f"scale {scale}", (40, 300), sm_scale=scale, split="stream_k")
     add("pages of 64", (1, 64, 65, 300), page=64, split="fixed")
+    for split in SPLITS:
+        add(f"starts, {split}", (0, 50, 60, 400, 300), starts=(0, 3, 60, 333, 0), queries=3, split=split)
+    add("starts paged", (0, 50, 60, 400), starts=(0, 17, 60, 333), page=16, split="stream_k")
+    add("starts in a full cache", None, room=300, batch=3, starts=(0, 299, 130), split="stream_k")
+    add("starts and a window", (400, 400, 60), starts=(350, 9, 50), window=(99, 0), queries=4,
+        split="stream_k")  # fmt: skip
+    add("starts of many sequences", tuple(13 * i % 70 for i in range(130)), heads=1, kv_heads=1, head_dim=16,
+        starts=tuple(13 * i % 70 * (i % 3) // 2 for i in range(130)), split="stream_k")  # fmt: skip
     add("full pages", None, room=96, batch=2, page=32, split="stream_k")
     add("the default", ODD)
     return cases

@@ -16,12 +16,12 @@ from mutations import Mutation
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
 from attnlib.kernels import hopper
-from attnlib.kernels.common import device
+from attnlib.kernels.common import device, forward_plan
 from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     forward_kernel,
-    launch,
+    launch_fp8,
     support,
 )
 from attnlib.kernels.hopper.configs import HopperConfig
@@ -83,7 +83,8 @@ def on_the_cpu(
         patch.setattr(support, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
-        patch.setattr(launch, "counter", lambda index: counter)
+        for module in forward_plan, launch_fp8:
+            patch.setattr(module, "counter", lambda index: counter)
         families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:
             yield kernels
@@ -98,11 +99,15 @@ def mutate(mutation: Mutation) -> dict[str, ModuleType]:
     source = mutation.of(inspect.getsource(module))
     mutant = sources.load_source("mutant", source)
     found = {name: mutant for name, owner in KERNELS.items() if owner is module}
+    package, _, short = module.__name__.rpartition(".")
+    whole = f"from {package} import {short}\n", f"import {mutant.__name__} as {short}\n"
+    renamed = f"from {package} import {short} as ", f"import {mutant.__name__} as "
+    parts = f"from {module.__name__} import", f"from {mutant.__name__} import"
     for name, owner in KERNELS.items():
-        line = f"from {module.__name__} import"
         text = inspect.getsource(owner)
-        if line in text:
-            found[name] = sources.load_source("mutant", text.replace(line, f"from {mutant.__name__} import"))
+        changed = text.replace(*whole).replace(*renamed).replace(*parts)
+        if changed != text:
+            found[name] = sources.load_source("mutant", changed)
     return found
 
 

@@ -10,6 +10,8 @@ import torch
 from attnlib import dispatch, node
 from attnlib.kernels import decode, hopper, portable
 from attnlib.kernels.common import launcher
+from attnlib.kernels.fp8 import launch_quantize
+from attnlib.kernels.hopper import launch_fp8
 from attnlib.params import Params
 
 
@@ -37,10 +39,12 @@ def forget_launches() -> None:
     dispatch._roads.clear()
     node.forget()
     launcher._compiled.clear()
+    launch_fp8.prepare.cache_clear()
     decode.launch.prepare.cache_clear()
     for family in (portable, hopper):
         family.launch.prepare.cache_clear()
         family.launch_backward.prepare.cache_clear()
+    launch_quantize.prepare.cache_clear()
 
 
 @pytest.fixture

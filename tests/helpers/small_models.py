@@ -15,13 +15,20 @@ FAMILIES = {
     "one key head for each": ("Llama", {"num_key_value_heads": 4}),
     "sliding window": ("Mistral", {"sliding_window": 7}),
     "a window beyond the text": ("Mistral", {"sliding_window": 64}),
+    "qwen2": ("Qwen2", {}),
+    "gemma": ("Gemma", {}),
+    "gemma3": ("Gemma3", {
+        "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+    }),
 }
 
 
 def build(name: str, implementation: str, device: str, dtype: torch.dtype = torch.float32):
     family, config = FAMILIES[name]
     torch.manual_seed(0)
-    settings = getattr(transformers, f"{family}Config")(**SMALL | config, attn_implementation=implementation)
+    configure = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+    settings = configure(**SMALL | config, attn_implementation=implementation)
     model = getattr(transformers, f"{family}ForCausalLM")(settings).to(device, dtype)
     assert model.config._attn_implementation == implementation
     return model

@@ -257,11 +257,28 @@ def test_masks_that_are_not_known():
             asked(function, 4)
 
 
-def test_a_static_cache(device):
-    model = build("llama", "attnlib", device)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(ValueError, match="^past_key_values: expected a cache that ends with the newest"):
-        model(tokens(1, 7, device), past_key_values=cache)
+def test_a_cache_without_the_newest_tokens():
+    from transformers.masking_utils import causal_mask_function
+
+    with pytest.raises(ValueError, match="^past_key_values: expected a cache with keys for all queries, got"):
+        asked(causal_mask_function, 4, kv_length=9, q_offset=7)
+
+
+def test_what_a_static_cache_is_told():
+    """Rows of (start, length, left bound, causal); with one query the window is in the start."""
+    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+    kept = torch.ones(2, 9, dtype=torch.bool)
+    kept[0, :3] = False
+    inputs = {"kv_length": 16, "attention_mask": kept, "batch_size": 2}
+    found = asked(causal_mask_function, 1, **inputs, q_offset=torch.tensor(8))
+    assert found.shape == (4, 1, 1, 2) and found.dtype == torch.int32
+    assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [-1, -1], [1, 1]]
+    window = sliding_window_causal_mask_function(5)
+    found = asked(window, 1, **inputs, q_offset=8)
+    assert found[:, 0, 0].tolist() == [[4, 4], [9, 9], [-1, -1], [1, 1]]
+    found = asked(window, 2, **inputs, q_offset=7)
+    assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [4, 4], [1, 1]]
 
 
 def test_a_mask_of_ones_own(device):

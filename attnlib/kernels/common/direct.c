@@ -14,6 +14,7 @@
 #include "cuda.h"
 
 enum { MAX_PARAMS = 192, MAX_MAPS = 12, MAX_TENSORS = 24 };
+enum { OVERLAPS = 1 }; /* a flag of a launch */
 enum { IMMEDIATE = 0, ADDRESS = 1, TENSOR_MAP = 2 };
 
 typedef struct {
@@ -23,6 +24,7 @@ typedef struct {
   uint32_t shared_bytes;
   uint32_t params;
   uint32_t maps;
+  uint32_t flags;
   uint32_t padding[2];
 } Header;
 
@@ -46,6 +48,7 @@ static CUresult (*encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *
                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 static CUresult (*launch_kernel)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                                  unsigned, CUstream, void **, void **);
+static CUresult (*launch_kernel_with)(const CUlaunchConfig *, CUfunction, void **, void **);
 static CUresult (*error_string)(CUresult, const char **);
 static CUresult (*current_context)(CUcontext *);
 static CUresult (*set_context)(CUcontext);
@@ -73,6 +76,7 @@ static PyObject *load(PyObject *self, PyObject *path) {
   if (!library) return PyErr_Format(PyExc_ImportError, "%s can't be opened: %s", name, dlerror());
   if (!(encode = symbol(library, "cuTensorMapEncodeTiled"))) return NULL;
   if (!(launch_kernel = symbol(library, "cuLaunchKernel"))) return NULL;
+  if (!(launch_kernel_with = symbol(library, "cuLaunchKernelEx"))) return NULL;
   if (!(error_string = symbol(library, "cuGetErrorString"))) return NULL;
   if (!(current_context = symbol(library, "cuCtxGetCurrent"))) return NULL;
   if (!(set_context = symbol(library, "cuCtxSetCurrent"))) return NULL;
@@ -107,6 +111,22 @@ static Py_ssize_t addresses_of(PyObject *tensors, uint64_t *addresses) {
     if (PyErr_Occurred()) return -1;
   }
   return count;
+}
+
+/* Launch one kernel. With OVERLAPS it may begin before the kernel ahead of it in the stream is done: it waits
+   for that itself (griddepcontrol.wait). */
+static CUresult enqueue(const Header *header, CUstream stream, void **values) {
+  CUfunction function = (CUfunction)header->function;
+  const uint32_t *grid = header->grid;
+  if (!(header->flags & OVERLAPS))
+    return launch_kernel(function, grid[0], grid[1], grid[2], header->threads, 1, 1, header->shared_bytes, stream,
+                         values, NULL);
+  CUlaunchAttribute overlaps = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION};
+  overlaps.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig how = {.gridDimX = grid[0], .gridDimY = grid[1], .gridDimZ = grid[2], .blockDimX = header->threads,
+                        .blockDimY = 1, .blockDimZ = 1, .sharedMemBytes = header->shared_bytes, .hStream = stream,
+                        .attrs = &overlaps, .numAttrs = 1};
+  return launch_kernel_with(&how, function, values, NULL);
 }
 
 /* Bytes of the description of one kernel; 0 with an error set where it is damaged. */
@@ -159,8 +179,7 @@ static size_t launch_one(const char *bytes, size_t left, CUstream stream, const 
       return 0;
     }
   }
-  CUresult result = launch_kernel((CUfunction)header.function, header.grid[0], header.grid[1], header.grid[2],
-                                  header.threads, 1, 1, header.shared_bytes, stream, values, NULL);
+  CUresult result = enqueue(&header, stream, values);
   if (result != CUDA_SUCCESS) {
     failed("cuLaunchKernel", result);
     return 0;

@@ -17,8 +17,9 @@ TRITON = "3.6."
 """The version whose way of passing parameters to a kernel is known here."""
 DRIVER = "libcuda.so.1"
 
-_HEADER, _PARAM, _MAP = struct.Struct("<Q7I12x"), struct.Struct("<II8s"), struct.Struct("<4I5I4x11Q")
+_HEADER, _PARAM, _MAP = struct.Struct("<Q8I8x"), struct.Struct("<II8s"), struct.Struct("<4I5I4x11Q")
 _IMMEDIATE, _ADDRESS, _TENSOR_MAP = range(3)
+_OVERLAPS = 1
 _SCALARS = {"i1": "<?7x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q", "fp32": "<f4x"}
 """Type of a scalar parameter -> how it lies in 8 bytes."""
 
@@ -45,7 +46,7 @@ def pack(
     forms = list(metadata.tensordesc_meta or [])
     if None in forms or metadata.num_ctas != 1:
         return None
-    if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid or run.launch_pdl:
+    if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid:
         return None
     params, maps = [], []
     for name, kind in compiled.src.signature.items():
@@ -65,7 +66,8 @@ def pack(
             return None
     params += [(_IMMEDIATE, 0, 0, "i64")] * 2  # scratch memory, of which there is none
     threads = 32 * metadata.num_warps
-    header = _HEADER.pack(compiled.function, *grid, threads, metadata.shared, len(params), len(maps))
+    sizes = threads, metadata.shared, len(params), len(maps)
+    header = _HEADER.pack(compiled.function, *grid, *sizes, _OVERLAPS if run.launch_pdl else 0)
     packed = [
         _PARAM.pack(kind, index, struct.pack(_SCALARS[form], value)) for kind, index, value, form in params
     ]

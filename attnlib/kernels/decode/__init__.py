@@ -1,5 +1,6 @@
 """Exact attention of few queries to many keys in a cache, contiguous or in pages, split over the keys; in
-plain Triton, for every GPU that it knows, and for its interpreter."""
+plain Triton, for every GPU that it knows, and for its interpreter. `few_queries` is the same as a family of
+`attention`."""
 
 from attnlib.kernels.common import device
 from attnlib.kernels.decode.launch import forward

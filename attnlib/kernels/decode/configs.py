@@ -13,7 +13,7 @@ class Work(NamedTuple):
     """What a call has to read, and who reads it.
 
     rows: query rows of all heads that share a key/value head. pairs: sequences times key/value heads. keys:
-    the most that a sequence can have in sight. sms: multiprocessors of the GPU.
+    the most that a sequence can have in sight. sms: multiprocessors of the GPU. equal: all have so many keys.
     """
 
     rows: int
@@ -22,6 +22,7 @@ class Work(NamedTuple):
     pairs: int
     keys: int
     sms: int
+    equal: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class DecodeConfig:
         shares: programs of "stream_k", splits of "fixed", 1 of "none".
         same_launch: partial results are merged by the program that finishes a pair last, instead of by a
             second launch.
+        prefetch: a program asks for its first keys before its queries have come.
     """
 
     block_m: int
@@ -46,6 +48,7 @@ class DecodeConfig:
     split: Split
     shares: int
     same_launch: bool = False
+    prefetch: bool = True
 
 
 TILE_BYTES = 16 << 10
@@ -63,20 +66,51 @@ FEW_TILES = 2
 """Up to so many tiles a pair is not split: reading them takes less than a merge."""
 GOOD_WAVES = 0.9
 """Of the best use of the last wave of programs: the fewest splits that come so near are taken."""
+FULL_WAVES = 0.95
+"""Pairs of equal length that keep so many of the multiprocessors busy are not split."""
+
+
+ALONE = 0.5
+"""Of the time in which an SM's share of the memory bandwidth reads the keys and values of a head: a program
+of the dense kernels takes at least so long. With 32 of them on 132 SMs they read 67 GB/s each, on a GPU that
+copies 32.5 GB/s for each SM (docs/lab/decode.md)."""
+SLOWER, START = 1.05, 128 << 10
+"""What a split costs: 5% of the speed, and the bytes that an SM's share of the bandwidth reads in 4 us, which
+the merge and its launch take."""
+
+
+def pays_to_split(work: Work, heads: int) -> bool:
+    """Whether the decoding kernels read the keys faster than the dense ones, which give each of `heads` query
+    heads one program, on an SM of its own.
+
+    Three things make that slow: fewer heads than SMs, a last wave of few heads, and heads of one group that
+    each read the same keys (from L2, but no faster than an SM can). With one query head for each key head,
+    and about as many as SMs or several times more, nothing is left to gain.
+    """
+    group = max(1, heads // max(1, work.pairs))
+    waves, last = divmod(heads, work.sms)
+    dense = waves * max(ALONE, 1 / group)
+    if last:
+        dense += max(ALONE, last / work.sms / group)
+    split = SLOWER * work.pairs / work.sms
+    return (dense - split) * 2 * work.keys * work.head_dim * ITEMSIZE[work.dtype] > START
 
 
 def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     """The configuration for one call; `split`: as it was asked for, an int for so many splits, None for what
-    is best: "stream_k", which needs no luck with the number of pairs, but "none" for few keys."""
+    is best: "stream_k", which needs no luck with the number of pairs, but "none" for few keys, and for pairs
+    of equal length that fill the GPU."""
     block_m = min(MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
     row_bytes = block_d(work.head_dim) * ITEMSIZE[work.dtype]
     num_warps = 8 if block_m * row_bytes > LARGE_TILE else 4
     block_n = min(MOST_KEYS, max(FEWEST_KEYS, TILE_BYTES // row_bytes))
     tiles = max(1, -(-work.keys // block_n))
     pairs = work.pairs * -(-work.rows // block_m)
-    programs = work.sms * programs_per_sm(block_m, work.head_dim)
+    stages, programs_per_sm = residency(block_m, work)
+    programs = work.sms * programs_per_sm
     if split is None:
-        split = "none" if tiles <= FEW_TILES else "stream_k"
+        full = work.equal and pairs >= FULL_WAVES * -(-pairs // work.sms) * work.sms
+        split = "none" if full or tiles <= FEW_TILES else "stream_k"
     if split == "stream_k":
         shares = min(programs, pairs * tiles)
     elif split == "none":
@@ -84,14 +118,52 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     else:
         shares = min(tiles, fixed_splits(pairs, tiles, programs) if split == "fixed" else split)
         split = "none" if shares == 1 else "fixed"
-    return DecodeConfig(block_m, block_n, num_warps, num_stages=3, split=split, shares=shares)
+    if split == "none" and block_m == 16:  # a program for each SM: it alone keeps enough loads in flight
+        block_n, stages = 2 * block_n, 3
+    prefetch = row_bytes <= 256  # with more, its addresses are registers too many
+    return DecodeConfig(block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch)
 
 
-def programs_per_sm(block_m: int, head_dim: int) -> int:
-    """Programs that run on a multiprocessor at a time: two, which hide each other's starts, merges and waits
-    between a load and its exponentials. A program takes 72 to 115 KB of its 227 KB of shared memory. With 64
-    rows of 128 columns and more it takes most of the registers too, and is alone."""
-    return 1 if block_m == MOST_ROWS and block_d(head_dim) >= 128 else 2
+class MergeConfig(NamedTuple):
+    """parts: partial results that a program merges in one step. columns: of them that it takes."""
+
+    parts: int
+    columns: int
+
+
+MERGED = 8192
+"""Numbers that a program of 128 threads takes in one step: 64 registers of each."""
+NARROW = 32
+"""Columns: 128 bytes of float32, what memory moves at a time."""
+
+
+def merge_config(rows: int, width: int, most: int, sms: int) -> MergeConfig:
+    """How partial results are merged: `rows` of all pairs, `width` columns, at most `most` results of each.
+
+    A merge takes as long as memory takes to answer, once for each step. So few rows are cut into narrow
+    slices, of which many results are taken at once; many rows fill the GPU whole."""
+    columns = min(width, NARROW if rows * (width // NARROW) <= 16 * sms else 128)
+    return MergeConfig(min(1 << max(0, most - 1).bit_length(), MERGED // columns), columns)
+
+
+class Residency(NamedTuple):
+    """Stages of a program, and programs that run on a multiprocessor at a time."""
+
+    stages: int
+    programs: int
+
+
+def residency(block_m: int, work: Work) -> Residency:
+    """Two programs hide each other's starts, merges and waits between a load and its exponentials. A program
+    takes 72 to 115 KB of its 227 KB of shared memory. With 64 rows of 128 columns and more it takes most of
+    the registers too, and is alone. Three with one pair of tiles in flight each are 0.5 to 2% faster for few
+    rows of 128 columns in 16 bits, and 1% slower for 64 (docs/lab/decode.md)."""
+    width = block_d(work.head_dim)
+    if block_m == MOST_ROWS and width >= 128:
+        return Residency(3, 1)
+    if block_m == 16 and width == 128 and ITEMSIZE[work.dtype] == 2:
+        return Residency(2, 3)
+    return Residency(3, 2)
 
 
 def fixed_splits(pairs: int, tiles: int, programs: int) -> int:

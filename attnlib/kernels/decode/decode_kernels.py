@@ -21,9 +21,9 @@ launched for one batch of lengths, in a CUDA graph for instance, is right for an
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WIDTH = tl.constexpr(128)  # sequences whose tiles are counted in one step
-PARTS = tl.constexpr(16)  # results that are merged in one step
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -31,29 +31,39 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _length(lengths, o_b, inside, S):
-    """Keys of a sequence, or of several: never more than the cache has room for."""
-    return tl.minimum(tl.maximum(tl.load(lengths + o_b, mask=inside, other=0), 0), S)
+def _span(lengths, starts, o_b, inside, S):
+    """(keys of a sequence, or of several, the first one that counts): never more than the cache has room
+    for."""
+    if lengths is None:
+        length = S + o_b * 0
+    else:
+        length = tl.minimum(tl.maximum(tl.load(lengths + o_b, mask=inside, other=0), 0), S)
+    if starts is None:
+        start = o_b * 0
+    else:
+        start = tl.minimum(tl.maximum(tl.load(starts + o_b, mask=inside, other=0), 0), S)
+    return length, start
 
 
 @triton.jit
-def _tiles_of(length, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tiles_of(length, start, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
     """(the first tile in sight, how many there are): at least one, so that a program writes each row."""
-    first = tl.maximum(length - S_Q - left, 0) // BLOCK_N if left is not None else length * 0
+    first = (tl.maximum(start, length - S_Q - left) if left is not None else start) // BLOCK_N
     return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1)
 
 
 @triton.jit
-def _tiles_before(i_b, lengths, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tiles_before(i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
     """(tiles of the sequences before i_b, tiles of all), of one head."""
-    if lengths is None:
-        _, tiles = _tiles_of(S, left, S_Q, BLOCK_N)
+    if lengths is None and starts is None:
+        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N)
         return i_b * tiles, B * tiles
     else:
         before, total = 0, 0
-        for start in tl.range(0, B, WIDTH):
-            o_b = start + tl.arange(0, WIDTH)  # [WIDTH]
-            _, tiles = _tiles_of(_length(lengths, o_b, o_b < B, S), left, S_Q, BLOCK_N)  # [WIDTH]
+        for begin in tl.range(0, B, WIDTH):
+            o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
+            length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
+            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)  # [WIDTH]
             tiles = tl.where(o_b < B, tiles, 0)
             before += tl.sum(tl.where(o_b < i_b, tiles, 0), 0)
             total += tl.sum(tiles, 0)
@@ -61,17 +71,18 @@ def _tiles_before(i_b, lengths, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def _sequence_at(tile, pairs, lengths, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
     """(the sequence that has this tile of the line, tiles of one head before it). `pairs` of a sequence."""
-    if lengths is None:
-        _, tiles = _tiles_of(S, left, S_Q, BLOCK_N)
+    if lengths is None and starts is None:
+        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N)
         i_b = tile // (tiles * pairs)
         return i_b, i_b * tiles
     else:
         i_b, before, counted = 0, 0, 0
-        for start in tl.range(0, B, WIDTH):
-            o_b = start + tl.arange(0, WIDTH)  # [WIDTH]
-            _, tiles = _tiles_of(_length(lengths, o_b, o_b < B, S), left, S_Q, BLOCK_N)  # [WIDTH]
+        for begin in tl.range(0, B, WIDTH):
+            o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
+            length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
+            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)  # [WIDTH]
             first = counted + tl.cumsum(tiles, 0) - tiles  # [WIDTH]
             begun = (o_b < B) & (first * pairs <= tile)
             i_b = tl.maximum(i_b, tl.max(tl.where(begun, o_b, 0), 0))
@@ -82,14 +93,16 @@ def _sequence_at(tile, pairs, lengths, B, S, left, S_Q: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def _share(program, total, programs):
-    """The first tile of a program's share of the line."""
-    return (total.to(tl.int64) * program // programs).to(tl.int32)
+    """The first tile of a program's share of the line: the first `total % programs` have one more."""
+    return program * (total // programs) + tl.minimum(program, total % programs)
 
 
 @triton.jit
 def _owner(tile, total, programs):
-    """The program that has a tile of the line: the inverse of `_share`."""
-    return (((tile + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
+    """The program that has a tile of the line: the inverse of `_share`. Programs without a tile come last."""
+    fewer, longer = total // programs, total % programs
+    ahead = longer * (fewer + 1)  # tiles of the programs that have one more
+    return tl.where(tile < ahead, tile // (fewer + 1), longer + (tile - ahead) // tl.maximum(fewer, 1))
 
 
 @triton.jit
@@ -125,13 +138,17 @@ def _merge_row(
     slot,
     count,
     row,
+    column,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLICE: tl.constexpr,
     STREAM_K: tl.constexpr,
 ):
-    """(output [BLOCK_D] before its division by l, m, l) of a row of a tile, from `count` partial results."""
-    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    """(output [SLICE] before its division by l, from a column on, m, l) of a row of a tile, from `count`
+    partial results, of which PARTS are merged in one step: a step takes as long as memory to answer."""
+    o_d = column + tl.arange(0, SLICE)  # [SLICE]
+    b_acc = tl.zeros([SLICE], tl.float32)
     b_m = float("-inf")
     b_l = 0.0
     for start in tl.range(0, count, PARTS):
@@ -146,13 +163,13 @@ def _merge_row(
         p_o = tl.load(
             part_o + places[:, None] * BLOCK_D + o_d[None, :], mask=there[:, None], other=0.0,
             cache_modifier=".cg",
-        )  # [PARTS, BLOCK_D]  # fmt: skip
+        )  # [PARTS, SLICE]  # fmt: skip
         m_new = tl.maximum(b_m, tl.max(p_m, 0))
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key in sight yet: no -inf minus -inf
         alpha = tl.math.exp2(b_m - m_ref)
         weight = tl.math.exp2(p_m - m_ref)  # [PARTS]
         b_l = b_l * alpha + tl.sum(p_l * weight, 0)
-        b_acc = b_acc * alpha + tl.sum(p_o * weight[:, None], 0)  # [BLOCK_D]
+        b_acc = b_acc * alpha + tl.sum(p_o * weight[:, None], 0)  # [SLICE]
         b_m = m_new
     return b_acc, b_m, b_l
 
@@ -165,6 +182,7 @@ def _merge_and_store_row(
     slot,
     count,
     row,
+    column,
     out_ptr,
     lse_ptr,
     i_b,
@@ -179,22 +197,27 @@ def _merge_and_store_row(
     BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLICE: tl.constexpr,
     UNIT_Q: tl.constexpr,
     STORE_LSE: tl.constexpr,
     STREAM_K: tl.constexpr,
 ):
-    """Merge one row of the tile of pair i_p of sequence i_b, and write its output and LSE."""
-    b_acc, b_m, b_l = _merge_row(part_o, part_m, part_l, slot, count, row, BLOCK_M, BLOCK_D, STREAM_K)
+    """Merge SLICE columns of a row of the tile of pair i_p of sequence i_b, and write them; and its LSE."""
+    b_acc, b_m, b_l = _merge_row(
+        part_o, part_m, part_l, slot, count, row, column, BLOCK_M, BLOCK_D, PARTS, SLICE, STREAM_K
+    )
     divisor, b_lse = _finished(b_m, b_l)
-    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    o_d = column + tl.arange(0, SLICE)  # [SLICE]
     o_r = i_p % BLOCKS * BLOCK_M + row
     i_h, i_s = i_p // BLOCKS * GROUP + o_r // S_Q, o_r % S_Q
     there = o_r < GROUP * S_Q
     place = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s.to(tl.int64) * o_s) * UNIT_Q
-    b_o = (b_acc / divisor).to(out_ptr.dtype.element_ty)  # [BLOCK_D]
+    b_o = (b_acc / divisor).to(out_ptr.dtype.element_ty)  # [SLICE]
     tl.store(out_ptr + place + o_d, b_o, mask=there & (o_d < D))
     if STORE_LSE:
-        tl.store(lse_ptr + (i_b.to(tl.int64) * H_kv * GROUP + i_h) * S_Q + i_s, b_lse, mask=there)
+        lse_row = lse_ptr + (i_b.to(tl.int64) * H_kv * GROUP + i_h) * S_Q + i_s
+        tl.store(lse_row, b_lse, mask=there & (column == 0))
 
 
 # ---------------------------------------------------------------- the tiles of one pair
@@ -204,6 +227,35 @@ def _merge_and_store_row(
 def _pages(table, key, begin, end, PAGE: tl.constexpr):
     """The pages of keys [BLOCK_N]; 0 for those that are not read."""
     return tl.load(table + key // PAGE, mask=(key >= begin) & (key < end), other=0)
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask for the lines of 128 bytes that these are in, to L2, and wait for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _ask_for_first_tile(
+    k_ptr,
+    v_ptr,
+    first_key,
+    end,
+    k_s,
+    v_s,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIT_KV: tl.constexpr,
+):
+    """Keys and values that `_attend` will read first are on their way while the queries are: the compiler has
+    no copy begin before they have come. Where there are none, row 0 is asked for, which every cache has."""
+    LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements
+    key = tl.maximum(tl.minimum(first_key + tl.arange(0, BLOCK_N), end - 1), 0).to(tl.int64)  # [BLOCK_N]
+    column = tl.arange(0, max(1, BLOCK_D // LINE)) * LINE  # [lines]
+    _prefetch(k_ptr + (key * k_s * UNIT_KV)[:, None] + column[None, :])
+    _prefetch(v_ptr + (key * v_s * UNIT_KV)[:, None] + column[None, :])
 
 
 @triton.jit
@@ -285,7 +337,7 @@ def _attend(
         "B", "S", "H_kv", "left", "right", "shares", "q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "k_d",
         "v_b", "v_h", "v_s", "v_d", "o_b", "o_h", "o_s", "table_b",
     ],
-    do_not_specialize_on_alignment=["lengths", "page_table", "arrived"],
+    do_not_specialize_on_alignment=["lengths", "starts", "page_table", "arrived"],
 )  # fmt: skip
 def attention_decode(
     q_ptr,
@@ -298,6 +350,7 @@ def attention_decode(
     part_l,  # m and l [slots, BLOCK_M]
     arrived,  # partial results of each pair so far [pairs], all 0 before and after; None: no merge here
     lengths,  # keys of each sequence [B]; None where all have S
+    starts,  # of them the first that counts [B]; None where all do
     page_table,  # pages of each sequence [B, pages]; None where its keys lie in one piece
     qk_scale,  # |sm_scale| * log2(e), positive
     B,
@@ -329,10 +382,14 @@ def attention_decode(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,  # keys of a page; None where there are none
+    PARTS: tl.constexpr,  # partial results that are merged in one step
+    SLICE: tl.constexpr,  # columns of them
     STREAM_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # the launch that merges may begin before this one is done
     ALIGNED: tl.constexpr,  # which caches begin at a multiple of 16 bytes: the compiler is told by Triton
     UNIT_Q: tl.constexpr,
     UNIT_KV: tl.constexpr,
+    PREFETCH: tl.constexpr,  # keys are asked for before the queries are there
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
     STORE_LSE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -343,29 +400,29 @@ def attention_decode(
 
     Grid: `shares` with stream-K, otherwise shares * pairs, the splits of a pair one after the other.
     """
+    if OVERLAPS:
+        gdc_launch_dependents()
     place = tl.program_id(0)
     pairs = H_kv * BLOCKS  # of a sequence
     # What this program has to do: `todo` tiles, of pair i_p of sequence i_b from its tile `done` on, and so
     # on through the pairs after it.
     total = 0
     if STREAM_K:
-        # A program without a tile would leave a hole in the order of the partial results.
-        _, total = _tiles_before(0, lengths, B, S, left, S_Q, BLOCK_N)
+        _, total = _tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N)
         total = total * pairs
-        shares = tl.minimum(shares, total)
         tile = _share(place, total, shares)
-        todo = tl.where(place < shares, _share(place + 1, total, shares) - tile, 0)
-        i_b, before = _sequence_at(tile, pairs, lengths, B, S, left, S_Q, BLOCK_N)
-        length = S if lengths is None else _length(lengths, i_b, True, S)
-        _, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+        todo = _share(place + 1, total, shares) - tile
+        i_b, before = _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N)
+        length, start = _span(lengths, starts, i_b, True, S)
+        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
         tile -= before * pairs
         i_p, done = tile // tiles, tile % tiles
         begin = (before * pairs + i_p * tiles).to(tl.int32)  # the pair's first tile in the line
     else:
         pair = place // shares
         i_b, i_p = pair // pairs, pair % pairs
-        length = S if lengths is None else _length(lengths, i_b, True, S)
-        _, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+        length, start = _span(lengths, starts, i_b, True, S)
+        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
         share = tl.cdiv(tiles, shares)
         done = place % shares * share
         todo = tl.minimum(share, tiles - done)
@@ -373,12 +430,24 @@ def attention_decode(
 
     o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     while todo > 0:
-        length = S if lengths is None else _length(lengths, i_b, True, S)
-        first_tile, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+        length, start = _span(lengths, starts, i_b, True, S)
+        first_tile, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
         count = tl.minimum(tiles - done, todo)
 
-        # The rows: query by query of a head, head by head of the group.
         i_kv = i_p // BLOCKS
+        k_head = k_ptr + i_kv.to(tl.int64) * k_h * UNIT_KV
+        v_head = v_ptr + i_kv.to(tl.int64) * v_h * UNIT_KV
+        if page_table is None:
+            k_head += i_b.to(tl.int64) * k_b * UNIT_KV
+            v_head += i_b.to(tl.int64) * v_b * UNIT_KV
+            table = None
+            if PREFETCH:
+                key = (first_tile + done) * BLOCK_N
+                _ask_for_first_tile(k_head, v_head, key, length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
+        else:
+            table = page_table + i_b.to(tl.int64) * table_b
+
+        # The rows: query by query of a head, head by head of the group.
         o_r = i_p % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         i_h, i_s = i_kv * GROUP + o_r // S_Q, o_r % S_Q  # [BLOCK_M]
         row = o_r < GROUP * S_Q  # [BLOCK_M]
@@ -389,19 +458,13 @@ def attention_decode(
         last_key = tl.zeros([BLOCK_M], tl.int32) + (length - 1)  # [BLOCK_M]
         if right is not None:
             last_key = tl.minimum(last_key, position + right)  # [BLOCK_M]
-        if left is None:
+        if left is None and starts is None:
             first_key, from_key = None, 0
+        elif left is None:
+            first_key, from_key = tl.zeros([BLOCK_M], tl.int32) + start, start  # [BLOCK_M]
         else:
-            first_key = position - left  # [BLOCK_M]
-            from_key = length - S_Q - left
-        k_head = k_ptr + i_kv.to(tl.int64) * k_h * UNIT_KV
-        v_head = v_ptr + i_kv.to(tl.int64) * v_h * UNIT_KV
-        if page_table is None:
-            k_head += i_b.to(tl.int64) * k_b * UNIT_KV
-            v_head += i_b.to(tl.int64) * v_b * UNIT_KV
-            table = None
-        else:
-            table = page_table + i_b.to(tl.int64) * table_b
+            first_key = tl.maximum(position - left, start)  # [BLOCK_M]
+            from_key = tl.maximum(length - S_Q - left, start)
         b_acc, b_m, b_l = _attend(
             b_q, k_head, v_head, table, first_tile + done, count, from_key, length, first_key, last_key,
             qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, D, BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP,
@@ -427,11 +490,13 @@ def attention_decode(
                 first, parts = _parts_of(pair, begin, tiles, total, shares, STREAM_K)
                 tl.debug_barrier()  # all of this program's stores, then the one that says so
                 if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == parts - 1:
-                    for i in tl.range(0, tl.minimum(GROUP * S_Q - i_p % BLOCKS * BLOCK_M, BLOCK_M)):
+                    SLICES: tl.constexpr = BLOCK_D // SLICE
+                    rows = tl.minimum(GROUP * S_Q - i_p % BLOCKS * BLOCK_M, BLOCK_M)
+                    for i in tl.range(0, rows * SLICES):
                         _merge_and_store_row(
-                            part_o, part_m, part_l, first, parts, i, out_ptr, lse_ptr, i_b, i_p, H_kv,
-                            o_b, o_h, o_s, D, S_Q, GROUP, BLOCKS, BLOCK_M, BLOCK_D, UNIT_Q, STORE_LSE,
-                            STREAM_K,
+                            part_o, part_m, part_l, first, parts, i // SLICES, i % SLICES * SLICE, out_ptr,
+                            lse_ptr, i_b, i_p, H_kv, o_b, o_h, o_s, D, S_Q, GROUP, BLOCKS, BLOCK_M, BLOCK_D,
+                            PARTS, SLICE, UNIT_Q, STORE_LSE, STREAM_K,
                         )  # fmt: skip
                     tl.store(arrived + pair, 0)  # for the next launch
 
@@ -446,7 +511,7 @@ def attention_decode(
 
 @triton.jit(
     do_not_specialize=["B", "S", "H_kv", "left", "shares", "o_b", "o_h", "o_s"],
-    do_not_specialize_on_alignment=["lengths"],
+    do_not_specialize_on_alignment=["lengths", "starts"],
 )
 def attention_merge(
     out_ptr,
@@ -455,6 +520,7 @@ def attention_merge(
     part_m,
     part_l,
     lengths,
+    starts,
     B,
     S,
     H_kv,
@@ -470,30 +536,35 @@ def attention_merge(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLICE: tl.constexpr,
     STREAM_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     UNIT_Q: tl.constexpr,
     STORE_LSE: tl.constexpr,
 ):
     """Merge the partial results that `attention_decode` left; arguments as there.
 
-    Grid: rows of a tile * pairs, the rows of a pair one after the other.
+    Grid: slices of a row * rows of a tile * pairs, those of a row and of a pair one after the other.
     """
     ROWS: tl.constexpr = min(BLOCK_M, GROUP * S_Q)
+    SLICES: tl.constexpr = BLOCK_D // SLICE
     pairs = H_kv * BLOCKS
     place = tl.program_id(0)
-    row, pair = place % ROWS, place // ROWS
+    column, row, pair = place % SLICES * SLICE, place // SLICES % ROWS, place // (SLICES * ROWS)
     i_b, i_p = pair // pairs, pair % pairs
-    length = S if lengths is None else _length(lengths, i_b, True, S)
-    _, tiles = _tiles_of(length, left, S_Q, BLOCK_N)
+    length, start = _span(lengths, starts, i_b, True, S)
+    _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
     total, begin = 0, 0
     if STREAM_K:
-        before, total = _tiles_before(i_b, lengths, B, S, left, S_Q, BLOCK_N)
+        before, total = _tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N)
         total = total * pairs
         begin = before * pairs + i_p * tiles
-        shares = tl.minimum(shares, total)
     slot, count = _parts_of(pair, begin, tiles, total, shares, STREAM_K)
+    if OVERLAPS:
+        gdc_wait()  # until all of the launch before is done; what came before that is done since long
     if count > 1:  # else it was written
         _merge_and_store_row(
-            part_o, part_m, part_l, slot, count, row, out_ptr, lse_ptr, i_b, i_p, H_kv, o_b, o_h, o_s,
-            D, S_Q, GROUP, BLOCKS, BLOCK_M, BLOCK_D, UNIT_Q, STORE_LSE, STREAM_K,
+            part_o, part_m, part_l, slot, count, row, column, out_ptr, lse_ptr, i_b, i_p, H_kv, o_b, o_h,
+            o_s, D, S_Q, GROUP, BLOCKS, BLOCK_M, BLOCK_D, PARTS, SLICE, UNIT_Q, STORE_LSE, STREAM_K,
         )  # fmt: skip

@@ -10,10 +10,10 @@ from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, exp2_scale
 from attnlib.kernels.common.tiles import block_d
-from attnlib.kernels.decode.configs import DecodeConfig, Split, Work, decode_config
+from attnlib.kernels.decode.configs import DecodeConfig, Split, Work, decode_config, merge_config
 from attnlib.params import DecodeParams, MaskWindow
 
-TENSORS = "q", "k", "v", "out", "lse", "parts", "arrived", "lengths", "page_table"
+TENSORS = "q", "k", "v", "out", "lse", "parts", "arrived", "lengths", "starts", "page_table"
 MODULE = "attnlib.kernels.decode.decode_kernels"
 INTERPRETED_SMS = 3
 """That the interpreter is taken to have: few programs, as it runs them one by one."""
@@ -25,8 +25,8 @@ class Call(NamedTuple):
     """A call without its addresses: what its launches depend on.
 
     q, cache: shapes (B, H, Sq, D) and (B, Hkv, S, D), paged (pages, Hkv, page size, D). table: shape of the
-    page table, None without one; table_stride: that of its rows. ragged: there are lengths. aligned: which
-    caches begin at a multiple of 16 bytes.
+    page table, None without one; table_stride: that of its rows. ragged, starting: there are lengths, and
+    starts. aligned: which caches begin at a multiple of 16 bytes.
     """
 
     q: torch.Size
@@ -35,6 +35,7 @@ class Call(NamedTuple):
     table: torch.Size | None
     table_stride: int
     ragged: bool
+    starting: bool
     aligned: tuple[bool, bool]
     dtype: torch.dtype
     device: int
@@ -64,25 +65,37 @@ def forward(
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
         out, lse = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), lse
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return forward(q, k, v, params)
     if q.stride(-1) != 1 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)  # a few rows
-    lengths, table = params.lengths, params.page_table
+    lengths, starts, table = params.lengths, params.starts, params.page_table
     if lengths is not None:
         lengths = lengths.contiguous()
+    if starts is not None:
+        starts = starts.contiguous()
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    plan = prepare(call_of(q, k, v, table, params))
+    return run(prepare(call_of(q, k, v, table, params)), q, k, v, (lengths, starts, table))
+
+
+def run(
+    plan: "Plan",
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    integers: tuple[torch.Tensor | None, ...] = (None, None, None),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launch what was prepared for such tensors, on their device. integers: lengths, starts, page table."""
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(q.get_device()):
+            return run(plan, q, k, v, integers)
     out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if params.return_lse else None
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if plan.return_lse else None
     parts = torch.empty(plan.scratch, dtype=torch.float32, device=q.device) if plan.scratch else None
     arrived = None
     if plan.same_launch:
         index, size = q.get_device(), plan.pairs
         arrived = counter(index, size) if q.is_cuda else torch.zeros(size, dtype=torch.int32)
-    plan.launches(q, k, v, out, lse, parts, arrived, lengths, table)
+    plan.launches(q, k, v, out, lse, parts, arrived, *integers)
     return out, lse
 
 
@@ -90,8 +103,9 @@ def call_of(q, k, v, table: torch.Tensor | None, params: DecodeParams) -> Call:
     aligned = k.data_ptr() % 16 == 0, v.data_ptr() % 16 == 0
     return Call(
         q.shape, k.shape, (q.stride(), k.stride(), v.stride()), None if table is None else table.shape,
-        0 if table is None else table.stride(0), params.lengths is not None, aligned, q.dtype,
-        q.get_device(), params.window, params.sm_scale, params.return_lse, params.split, params.config,
+        0 if table is None else table.stride(0), params.lengths is not None, params.starts is not None,
+        aligned, q.dtype, q.get_device(), params.window, params.sm_scale, params.return_lse, params.split,
+        params.config,
     )  # fmt: skip
 
 
@@ -102,15 +116,26 @@ class Plan(NamedTuple):
     scratch: int
     pairs: int
     same_launch: bool
+    return_lse: bool
+
+
+def sms_of(index: int) -> int:
+    """Multiprocessors of a device."""
+    return INTERPRETED_SMS if device.interpreted() else device.num_sms(index)
+
+
+def _overlaps(index: int) -> bool:
+    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
+    return not device.interpreted() and device.capability(index)[0] >= 9
 
 
 def configuration(call: Call) -> DecodeConfig:
     """How the kernels are compiled and launched for a call."""
     left, keys = call.window.left, call.capacity
     dtype = str(call.dtype).removeprefix("torch.")
-    sms = INTERPRETED_SMS if device.interpreted() else device.num_sms(call.device)
     seen = keys if left is None else min(keys, left + call.q[2])
-    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms)
+    equal = not (call.ragged or call.starting or call.table)
+    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal)
     return decode_config(work, call.split)
 
 
@@ -124,14 +149,17 @@ def prepare(call: Call) -> Plan:
     pairs, stream_k = B * H_kv * blocks, config.split == "stream_k"
     tiles = -(-call.capacity // config.block_n)
     grid = config.shares * (1 if stream_k else pairs)
-    merged_rows = min(config.block_m, call.rows)
-    if max(pairs * tiles, grid, pairs * merged_rows) >= LIMIT:
+    merged_rows = pairs * min(config.block_m, call.rows)
+    merge = merge_config(merged_rows, width, min(config.shares, tiles), sms_of(call.device))
+    merging = merged_rows * (width // merge.columns)
+    if max(pairs * tiles, grid, merging) >= LIMIT:
         raise ValueError(
-            f"q, k_cache: expected fewer than 2^31 programs, rows and tiles of {config.block_n} keys over "
-            f"all heads, got {grid}, {pairs * merged_rows} and {pairs * tiles}"
+            f"q, k_cache: expected fewer than 2^31 programs of two launches and tiles of {config.block_n} "
+            f"keys over all heads, got {grid}, {merging} and {pairs * tiles}"
         )
     slots = 0 if config.split == "none" else config.shares * (2 if stream_k else pairs)
     same_launch = config.same_launch and slots > 0
+    overlaps = slots > 0 and not same_launch and _overlaps(call.device)
     left, right = call.window.clipped(S_q, call.capacity)
     unit = 16 // call.dtype.itemsize
     out = torch.empty_like(torch.empty_strided(call.q, call.strides[0], device="meta")).stride()
@@ -160,7 +188,10 @@ def prepare(call: Call) -> Plan:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": width,
+        "PARTS": merge.parts,
+        "SLICE": merge.columns,
         "STREAM_K": stream_k,
+        "OVERLAPS": overlaps,
         "UNIT_Q": unit_q,
         "STORE_LSE": call.return_lse,
     }
@@ -176,6 +207,7 @@ def prepare(call: Call) -> Plan:
             **partial,
             "arrived": Part("arrived"),
             "lengths": Part("lengths"),
+            "starts": Part("starts"),
             "page_table": Part("page_table"),
         },
         scalars={
@@ -192,6 +224,7 @@ def prepare(call: Call) -> Plan:
             "PAGE": None if call.table is None else call.cache[2],
             "ALIGNED": call.aligned,
             "UNIT_KV": unit_kv,
+            "PREFETCH": config.prefetch and unit_kv > 1 and not device.interpreted(),
             "FLIP": call.sm_scale < 0,
             "NUM_STAGES": config.num_stages,
             "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",
@@ -202,15 +235,16 @@ def prepare(call: Call) -> Plan:
     if slots and not same_launch:
         merge = Launch(
             f"{MODULE}.attention_merge",
-            (pairs * merged_rows, 1, 1),
+            (merging, 1, 1),
             descriptors={},
-            pointers={**outputs, **partial, "lengths": Part("lengths")},
+            pointers={**outputs, **partial, "lengths": Part("lengths"), "starts": Part("starts")},
             scalars=sizes,
             constants=constants,
-            options={"num_warps": 4},
+            options={"num_warps": 4} | ({"launch_pdl": True} if overlaps else {}),
         )
         launches.append(merge)
-    return Plan(Launches(launches, call.device, TENSORS), rows * (width + 2), pairs, same_launch)
+    scratch = rows * (width + 2)
+    return Plan(Launches(launches, call.device, TENSORS), scratch, pairs, same_launch, call.return_lse)
 
 
 def _used(shape: torch.Size, strides: Strides) -> Strides:

@@ -3,6 +3,7 @@ chapter 20 the backward pass."""
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.backward_plan import BackwardPlan
+from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import Signature, mean_keys, signature
 from attnlib.kernels.hopper import launch, launch_backward
 from attnlib.kernels.hopper.configs import HopperConfig, hopper_config
@@ -28,6 +29,6 @@ def configuration(q, k, params: Params, backward: bool = False) -> HopperConfig 
     return hopper_config(q.shape[-1], S_q, B * H, device.num_sms(q.get_device()), keys, seen)
 
 
-def prepare(call: Signature, backward: bool = False) -> launch.Plan | BackwardPlan | None:
+def prepare(call: Signature, backward: bool = False) -> ForwardPlan | BackwardPlan | None:
     """The launches of all calls with this signature; None if an input has to be copied."""
     return launch_backward.prepare(call) if backward else launch.prepare(call)

@@ -62,6 +62,8 @@ Varlen sequences lie one after the other in tensors (T, H, D), whose descriptors
 any sequence (`descriptors.varlen_window`). Each producer counts their row blocks once, and finds a drawn one
 by counting on from the one before, 32 sequences at a time; it tells the consumers the lengths of its
 sequence.
+
+Operands in e4m3 (`Fp8Plan`) have scales, and V lies transposed; see `e4m3`.
 """
 
 from typing import NamedTuple
@@ -79,6 +81,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.hopper import softmax
 from attnlib.kernels.hopper import tile_scheduler as tiling
+from attnlib.kernels.hopper.e4m3 import OFFSET, ROOM, block_scale, operand, tile_scales, unpacked
 from attnlib.kernels.hopper.ring import acquire, release, slot, wait_k, wait_v
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -89,6 +92,7 @@ BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
 OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of the tile before
 LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
 LENGTH_K = gl.constexpr(5)
+SCALES = gl.constexpr(-3)  # the last three: where those of Q, K and V begin, if these are e4m3
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -129,7 +133,7 @@ def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr)
     if EXPECT:
         mbarrier.expect(bar, desc_v.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(slot(c, plan))
+        desc_v, tiling.of_values(at, block * plan.block_n, plan), bar, mem.v.index(slot(c, plan))
     )
 
 
@@ -160,13 +164,15 @@ def _drawn(asked, counter_ptr, end):
 
 
 @gluon.jit
-def _tell(mem, number, last, row, i_b, top, before, work, plan: gl.constexpr):
+def _tell(mem, number, last, row, i_b, i_h, top, before, work, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
     words = (gl.where(last, -1, row), top) + before  # in the order of their names
     if plan.varlen:
         seq = tiling.sequence(i_b, work, plan)
         words = words + (seq.S_q, seq.S_k)
+    if plan.fp8:
+        words = words + tiling.of_scales(row, i_b, i_h, work, plan)
     for w in gl.static_range(plan.words):
         word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         mem.next_tile.index(b * plan.words + w).store(word)
@@ -183,7 +189,7 @@ def _produce(given, plan: gl.constexpr):
     at_k = tiling.of_keys(i_b, i_h, work, plan)
     if number < end:
         _copy_k(desc_k, mem, 0, at_k, top - 1, False, plan)
-    _tell(mem, 0, number >= end, row, i_b, top, (0, 0), work, plan)
+    _tell(mem, 0, number >= end, row, i_b, i_h, top, (0, 0), work, plan)
     if not plan.pipeline.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     turn = 0  # number of the tile within this program
@@ -206,7 +212,7 @@ def _produce(given, plan: gl.constexpr):
         number = _drawn(asked, counter_ptr, end)
         row, i_b, i_h, next_top, cursor = tiling.locate(number, all_blocks, cursor, work, plan)
         turn += 1
-        _tell(mem, turn, number >= end, row, i_b, next_top, (at_q[0], at_q[1]), work, plan)
+        _tell(mem, turn, number >= end, row, i_b, i_h, next_top, (at_q[0], at_q[1]), work, plan)
         _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
         top = next_top
         c += blocks
@@ -232,6 +238,8 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
         return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    elif plan.q_columns == plan.d:
+        return warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
         rest: gl.constexpr = plan.d - plan.q_columns
         k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
@@ -243,7 +251,11 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
 @gluon.jit
 def _issue_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
-    return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
+    if plan.fp8:
+        v = matrix(mem.v, slot(c, plan)).permute((1, 0))  # V^T lies there
+        return warpgroup_mma(unpacked(p, plan), v, acc, is_async=True)
+    else:
+        return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
 
 
 @gluon.jit
@@ -255,7 +267,7 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale, seq, work,
+def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, seq, work,
           WG: gl.constexpr, plan: gl.constexpr):
     """Block c of a tile: its scores and softmax, and P V of the block before it.
 
@@ -268,13 +280,19 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
+    qk_scale = scale
+    if plan.fp8:  # not before the products: ptxas would wait for the load at once
+        qk_scale = block_scale(scale, first)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     if plan.flip:
         s = -s
     if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
-    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED)
+    if plan.fp8:
+        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, ROOM, OFFSET)
+    else:
+        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
@@ -285,15 +303,15 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, qk_scale
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
         right = softmax.weights(right, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, right)
-        p = softmax.whole(left.to(dtype), right.to(dtype))
+        p = operand(left, right, dtype, plan)
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
         weights = softmax.weights(s, shift, qk_scale, MASKED)
         sums = softmax.add_sums(sums, weights)
-        p = weights.to(dtype)
-    return gl.convert_layout(p, plan.p_layout), acc, shift, sums
+        p = operand(weights, None, dtype, plan)
+    return p, acc, shift, sums
 
 
 @gluon.jit
@@ -355,6 +373,14 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         start = c
         first = (top - 1) * plan.block_n  # first key of the block of slot `start`
 
+        scale = qk_scale
+        if plan.fp8:
+            of_q = _word(mem, turn, plan.words + SCALES, plan)
+            of_k = _word(mem, turn, plan.words + SCALES + 1, plan)
+            of_v = _word(mem, turn, plan.words + SCALES + 2, plan)
+            before = gl.minimum(row, seq.S_q - 1) - first_row  # rows of the tile
+            scale, v_scale = tile_scales(qk_scale, of_q, before, of_k, of_v, work.scales)
+
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
         if plan.q_columns > 0:
@@ -381,6 +407,9 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             if not plan.pipeline.joint:
                 if start > c:
                     wait_v(mem, start, plan)
+        first_scale = scale
+        if plan.fp8:
+            first_scale = block_scale(scale, first)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         release(mem, start, plan)
         if plan.flip:
@@ -390,10 +419,12 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         elif plan.mask.blocks:
             if first + plan.block_n > seq.S_k:
                 s = softmax.mask(s, row, first, seq, work, plan)
-        shift = softmax.row_max(s) * qk_scale  # [64]
-        weights = softmax.weights(s, shift, qk_scale, plan.mask.blocks > 0)
+        shift = softmax.row_max(s) * first_scale  # [64]
+        if plan.fp8:
+            shift -= OFFSET
+        weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
-        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+        p = operand(weights, None, dtype, plan)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         start += 1
 
@@ -404,13 +435,14 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         for i in range(start, end):
             key = first - plan.block_n
             masked = (i == start) & crossed
-            if plan.mask.left:
+            if plan.mask.left or plan.fp8:
                 key = (low + end - 1 - i) * plan.block_n
+            if plan.mask.left:
                 masked = key < row + 63 + seq.S_k - seq.S_q - work.left
                 if plan.mask.blocks == 2:
                     masked = masked | ((i == start) & crossed)
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, row, key, i, masked, mem, qk_scale, seq, work,
+                q_registers, p, acc, shift, sums, row, key, i, masked, mem, scale, seq, work,
                 WG, plan,
             )  # fmt: skip
         if plan.q_columns > 0:
@@ -442,8 +474,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                 place = (at[0] * work.H + at[1]).to(gl.int64) * seq.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < seq.S_q)
         if row < seq.S_q:
-            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
-            _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
+            factor = 1.0 / gl.where(empty, 1.0, row_sums)
+            if plan.fp8:
+                factor *= v_scale
+            o = acc * softmax.rows_of_o(factor, acc, plan)  # [64, D]
+            _store_output(desc_o, o.to(mem.o.dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
 
 
@@ -451,9 +486,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
 
 NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B".split()
+STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"]
 
 
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
+@gluon.jit(do_not_specialize=NUMBERS + STRIDES, do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_forward_hopper(
     desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     lse_ptr,  # (B, H, S_q), varlen (H, T_q)
@@ -470,6 +506,10 @@ def attention_forward_hopper(
     right=None, left=None,  # keys that a row sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     T_q=None, B=None,  # rows of all varlen sequences, and how many these are
+    q_scale=None, k_scale=None, v_scale=None,  # float32, what the values of e4m3 operands are multiplied by
+    q_scale_b=None, q_scale_h=None, q_scale_n=None,  # strides: of batches, heads, blocks of 64 rows
+    k_scale_b=None, k_scale_h=None, k_scale_n=None,  # of blocks of 128 keys
+    v_scale_b=None, v_scale_h=None,
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     k_full = barriers(plan.pipeline.stages, 1)
@@ -490,7 +530,13 @@ def attention_forward_hopper(
         barriers(2, 1),  # drawn
     )
     fence_async_shared()
-    work = tiling.Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B)
+    scales = tiling.Scales(
+        q_scale, q_scale_b, q_scale_h, q_scale_n, k_scale, k_scale_b, k_scale_h, k_scale_n,
+        v_scale, v_scale_b, v_scale_h,
+    )  # fmt: skip
+    work = tiling.Work(
+        S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales
+    )
     given = desc_o, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer

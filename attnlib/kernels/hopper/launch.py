@@ -1,13 +1,12 @@
 """Launch the Hopper forward kernel."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.counters import counter
-from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like
+from attnlib.kernels.common.descriptors import given, made_like
+from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
@@ -15,7 +14,6 @@ from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.kernels.hopper.support import HALF
 from attnlib.params import Params
 
-TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k"
 KERNEL = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
 
 
@@ -33,21 +31,11 @@ def forward(
         with torch.cuda.device(index):
             return forward(q, k, v, params)
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
-    out, lse = plan.out.like(q), lse_for(q, params)
-    cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
-    plan.launches(q, k, v, out, lse, counter(index), cu_q, cu_k)
-    return out, lse
-
-
-class Plan(NamedTuple):
-    """The launch of a call, and the layout of its output."""
-
-    launches: Launches
-    out: Made
+    return plan.run(q, k, v, params)
 
 
 @lru_cache(PREPARED)
-def prepare(call: Signature) -> Plan:
+def prepare(call: Signature) -> ForwardPlan:
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperConfig = call.config
     width = tile_width(call.head_dim)
@@ -89,7 +77,7 @@ def prepare(call: Signature) -> Plan:
         constants={"plan": plan_of(call)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
-    return Plan(Launches([launch], call.device, TENSORS), out)
+    return ForwardPlan(Launches([launch], call.device, TENSORS), out, counted=True)
 
 
 def plan_of(call: Signature):

@@ -84,17 +84,33 @@ class ForwardPlan(Constants):
     pipeline: Pipeline
     registers: Registers
 
+    fp8 = gl.constexpr(False)
+    element_bits = gl.constexpr(16)
+
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
-    words = property(lambda self: gl.constexpr(6 if self.varlen.value else 4))  # told of a tile
+    words = property(  # told of a tile
+        lambda self: gl.constexpr((6 if self.varlen.value else 4) + (3 if self.fp8.value else 0))
+    )
 
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
-    s_layout = property(lambda self: accumulator(self.block_n.value))
-    o_layout = property(lambda self: accumulator(self.d.value))
+    s_layout = property(lambda self: accumulator(self.block_n.value, self.element_bits.value))
+    o_layout = property(lambda self: accumulator(self.d.value, self.element_bits.value))
     # P and part of Q as first operands of a product, in registers.
-    p_layout = property(lambda self: first_operand(self.o_layout))
-    q_layout = property(lambda self: first_operand(self.s_layout))
+    p_layout = property(lambda self: first_operand(self.o_layout, self.element_bits.value))
+    q_layout = property(lambda self: first_operand(self.s_layout, self.element_bits.value))
     # A value per row [64].
     row_layout = property(lambda self: gl.constexpr(gl.SliceLayout(1, self.s_layout.value)))
+
+
+@dataclass(frozen=True)
+class Fp8Plan(ForwardPlan):
+    """The same for operands in e4m3 with scales, whose V lies transposed; see `e4m3`."""
+
+    # Four elements of P as one of 32 bits.
+    word_layout = property(lambda self: first_operand(accumulator(self.d.value, 32), 32))
+
+    fp8 = gl.constexpr(True)
+    element_bits = gl.constexpr(8)
 
 
 # ---------------------------------------------------------------- backward

@@ -42,15 +42,21 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
 
 def unsupported_here(q: torch.Tensor) -> str | None:
     """The same for what does not depend on layouts: where `q` is, and of what dtype."""
-    if not q.is_cuda:
-        return f"needs CUDA tensors; q is on {q.device}"
+    lacks = unsupported_on(q.device)
+    if lacks is None and q.dtype not in HALF:
+        return f"needs float16 or bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
+    return lacks
+
+
+def unsupported_on(where: torch.device) -> str | None:
+    """The same for what depends on the device of `q` alone."""
+    if where.type != "cuda":
+        return f"needs CUDA tensors; q is on {where}"
     if device.interpreted():
         return "needs compiled kernels; TRITON_INTERPRET=1 is set, and Gluon has no interpreter"
-    major, minor = device.capability(q.get_device())
+    major, minor = device.capability(where.index)
     if major != 9:
-        return f"needs a GPU of compute capability 9.x; {q.device} has {major}.{minor}"
-    if q.dtype not in HALF:
-        return f"needs float16 or bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
+        return f"needs a GPU of compute capability 9.x; {where} has {major}.{minor}"
     return _gluon_amiss()
 
 

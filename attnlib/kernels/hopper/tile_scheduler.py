@@ -13,6 +13,22 @@ from attnlib.kernels.common import signature
 VARLEN_ROWS = gl.constexpr(signature.VARLEN_ROWS)
 
 
+class Scales(NamedTuple):
+    """Of e4m3 operands: pointers, and strides of a batch, a head, a block of rows or keys."""
+
+    q: gl.tensor
+    q_b: gl.tensor
+    q_h: gl.tensor
+    q_n: gl.tensor
+    k: gl.tensor
+    k_b: gl.tensor
+    k_h: gl.tensor
+    k_n: gl.tensor
+    v: gl.tensor
+    v_b: gl.tensor
+    v_h: gl.tensor
+
+
 class Work(NamedTuple):
     """The problem and its division into tiles; see the kernel's arguments."""
 
@@ -30,6 +46,7 @@ class Work(NamedTuple):
     cu_k: gl.tensor
     T_q: gl.tensor
     B: gl.tensor
+    scales: Scales
 
 
 class Sequence(NamedTuple):
@@ -177,7 +194,11 @@ def of_keys(i_b, i_h, work, plan: gl.constexpr):
     i_kv, _ = divide(i_h, work.GROUP)
     if plan.varlen:
         seq = sequence(i_b, work, plan)
-        return seq.end_k, i_kv, VARLEN_ROWS - seq.S_k
+        at = seq.end_k, i_kv, VARLEN_ROWS - seq.S_k
+        if plan.fp8:  # and of V^T, whose sequences begin at multiples of 16
+            groups = gl.cdiv(seq.S_k, 16)
+            at = at + ((seq.end_k - seq.S_k) // 16 + i_b + groups, VARLEN_ROWS - 16 * groups)
+        return at
     else:
         return i_b, i_kv
 
@@ -198,3 +219,31 @@ def coordinates(at, row, column):
         return at[0], at[1], row, column
     else:
         return VARLEN_ROWS, at[0], at[1], at[2] + row, column
+
+
+@gluon.jit
+def of_values(at, key, plan: gl.constexpr):
+    """The coordinates of the values from `key` on: of their row, or of their column where V is transposed."""
+    if not plan.fp8:
+        return coordinates(at, key, 0)
+    elif len(at) == 2:
+        return at[0], at[1], 0, key
+    else:
+        return VARLEN_ROWS // 16, at[3], at[1], 0, at[4] + key
+
+
+@gluon.jit
+def of_scales(row, i_b, i_h, work, plan: gl.constexpr):
+    """Where the scales of a tile are: of Q for its first row, of K for the first key, of V."""
+    i_kv, _ = divide(i_h, work.GROUP)
+    s = work.scales
+    if plan.varlen:
+        first_q = (gl.load(work.cu_q + i_b) // 64 + i_b + row // 64) * s.q_n
+        first_k = (gl.load(work.cu_k + i_b) // 128 + i_b) * s.k_n
+        return i_h * s.q_h + first_q, i_kv * s.k_h + first_k, i_kv * s.v_h
+    else:
+        return (
+            i_b * s.q_b + i_h * s.q_h + (row // 64) * s.q_n,
+            i_b * s.k_b + i_kv * s.k_h,
+            i_b * s.v_b + i_kv * s.v_h,
+        )

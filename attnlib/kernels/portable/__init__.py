@@ -2,6 +2,7 @@
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.backward_plan import BackwardPlan
+from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import Signature, mean_keys, signature
 from attnlib.kernels.portable import launch, launch_backward
 from attnlib.kernels.portable.configs import ForwardConfig, forward_config, upwards
@@ -36,6 +37,6 @@ def configuration(q, k, params: Params, backward: bool = False) -> ForwardConfig
     return config if params.window.left is None else upwards(config)
 
 
-def prepare(call: Signature, backward: bool = False) -> launch.Plan | BackwardPlan | None:
+def prepare(call: Signature, backward: bool = False) -> ForwardPlan | BackwardPlan | None:
     """The launches of all calls with this signature; None if an input has to be copied."""
     return launch_backward.prepare(call) if backward else launch.prepare(call)

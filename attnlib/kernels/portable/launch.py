@@ -1,19 +1,18 @@
 """Launch the portable forward kernel."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import Made, describable, given, lse_for, made_like, readable
+from attnlib.kernels.common.descriptors import describable, given, made_like, readable
+from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
 from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.portable.configs import upwards
 from attnlib.params import Params
 
-TENSORS = "q", "k", "v", "out", "lse", "cu_q", "cu_k"
 KERNEL = "attnlib.kernels.portable.forward_kernel.attention_forward"
 
 
@@ -39,21 +38,11 @@ def forward(
         plan = prepare(signature(params, q, k, q, k, v))  # an error before anything is copied
         if not (describable(q) and describable(k) and describable(v)):
             return forward(*(readable(tensor) for tensor in (q, k, v)), params)
-    out, lse = plan.out.like(q), lse_for(q, params)
-    cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
-    plan.launches(q, k, v, out, lse, cu_q, cu_k)
-    return out, lse
-
-
-class Plan(NamedTuple):
-    """The launch of a call, and the layout of its output."""
-
-    launches: Launches
-    out: Made
+    return plan.run(q, k, v, params)
 
 
 @lru_cache(PREPARED)
-def prepare(call: Signature) -> Plan | None:
+def prepare(call: Signature) -> ForwardPlan | None:
     """None if an input has to be copied. ValueError if the call is too large."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config = call.config if call.window.left is None else upwards(call.config)
@@ -123,4 +112,4 @@ def prepare(call: Signature) -> Plan | None:
         },
         options=options,
     )
-    return Plan(Launches([launch], call.device, TENSORS), out)
+    return ForwardPlan(Launches([launch], call.device, TENSORS), out)

@@ -17,7 +17,7 @@ def forward(q, k, v, params: DecodeParams) -> tuple[torch.Tensor, torch.Tensor]:
     bounds = tuple(-1 if bound is None else bound for bound in params.window)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-    for i_b, (keys, values) in enumerate(held(k, v, params.lengths, params.page_table, len(q))):
+    for i_b, (keys, values) in enumerate(held(k, v, params, len(q))):
         if keys.shape[1] and q[i_b].numel():
             one = q[i_b][None], keys[None], values[None]
             b_out, b_lse = attention_fp64(*one, window=bounds, sm_scale=params.sm_scale)
@@ -25,17 +25,19 @@ def forward(q, k, v, params: DecodeParams) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def held(k, v, lengths, page_table, batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each sequence, (Hkv, length, D). A length beyond what a cache has room for ends
-    there, and one below 0 is 0, as in the kernels."""
-    found = []
-    counts = [None] * batch if lengths is None else lengths.tolist()
-    for i_b, count in enumerate(counts):
-        if page_table is None:
+def held(k, v, params: DecodeParams, batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each sequence that count, (Hkv, n, D). A length beyond what a cache has room for
+    ends there, and one below 0 is 0, as in the kernels; starts likewise."""
+    found, table = [], params.page_table
+    counts = [None] * batch if params.lengths is None else params.lengths.tolist()
+    starts = [0] * batch if params.starts is None else params.starts.tolist()
+    for i_b, (count, start) in enumerate(zip(counts, starts, strict=True)):
+        if table is None:
             parts = k[i_b], v[i_b]
         else:  # (pages, Hkv, page size, D) -> (Hkv, keys, D)
-            used = -(-max(0, count) // k.shape[2]) if count is not None else page_table.shape[1]
-            pages = page_table[i_b, :used].long()  # those beyond may be anything
+            used = -(-max(0, count) // k.shape[2]) if count is not None else table.shape[1]
+            pages = table[i_b, :used].long()  # those beyond may be anything
             parts = tuple(x[pages].transpose(0, 1).flatten(1, 2) for x in (k, v))
-        found.append(tuple(x if count is None else x[:, : max(0, count)] for x in parts))
+        end = None if count is None else max(0, count)
+        found.append(tuple(x[:, :end][:, max(0, start) :] for x in parts))
     return found

@@ -108,6 +108,12 @@ def test_every_kind_of_parameter(cuda):
     assert found["attributes"] == 0 and found["stream"] == STREAM and found["function"] == kernel.function
 
 
+def test_a_launch_that_may_begin_before_the_one_ahead_is_done(cuda):
+    kernel = Kernel(cuda, {"n": "i32"}, launch_pdl=True)
+    found = kernel.directly({}, {"n": 5}, ())
+    assert found == kernel.by_triton({"n": 5}) and found["attributes"] == 1
+
+
 # name -> (type, form, shape, strides, element that it begins with), of a tensor of enough elements
 DESCRIPTORS = {
     "batch": ("fp16[1, 1, 64, 64]", form(1, 1, 64, 64), (1, 2, 70, 64), (8960, 4480, 64, 1), 0),
@@ -186,12 +192,12 @@ FAULTS = {
     "an absent tensor is an offset": ("address ? address + param->value : 0", "address + param->value"),
     "a part of a buffer begins with the buffer": ("address + param->value : 0", "address : 0"),
     "a descriptor's begins so too": ("addresses[map->tensor] + map->offset", "addresses[map->tensor]"),
-    "the grid is turned": ("header.grid[1], header.grid[2]", "header.grid[2], header.grid[1]"),
-    "no shared memory": ("header.threads, 1, 1, header.shared_bytes", "header.threads, 1, 1, 0"),
+    "the grid is turned": ("grid[1], grid[2], header->threads", "grid[2], grid[1], header->threads"),
+    "no shared memory": ("header->threads, 1, 1, header->shared_bytes", "header->threads, 1, 1, 0"),
     "another promotion": ("PROMOTION_L2_128B", "PROMOTION_NONE"),
     "no swizzling": ("(CUtensorMapSwizzle)map->swizzle", "CU_TENSOR_MAP_SWIZZLE_NONE"),
     "numbers begin with their upper half": ("(void *)&param->value", "(char *)&param->value + 4"),
-    "the stream is the default one": ("shared_bytes, stream, values", "shared_bytes, 0, values"),
+    "the stream is the default one": ("shared_bytes, stream,", "shared_bytes, 0,"),
 }  # fmt: skip
 
 
@@ -221,7 +227,7 @@ def test_a_planted_fault_is_noticed(fault, cuda):
 @pytest.mark.parametrize(
     "other",
     [
-        {"num_ctas": 2}, {"global_scratch_size": 128}, {"profile_scratch_size": 128}, {"launch_pdl": True},
+        {"num_ctas": 2}, {"global_scratch_size": 128}, {"profile_scratch_size": 128},
         {"launch_cooperative_grid": True},
     ],
     ids=lambda other: next(iter(other)),

@@ -14,7 +14,7 @@ from attnlib.kernels.decode.configs import (
     Work,
     decode_config,
     fixed_splits,
-    programs_per_sm,
+    residency,
 )
 
 SHARED_MEMORY = 227 * 1024
@@ -28,26 +28,34 @@ def work(**changes) -> Work:
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_every_call_has_a_configuration_that_fits(dtype):
     for head_dim, rows in product(range(8, 257, 8), (1, 4, 16, 17, 33, 64, 65, 512)):
-        config = decode_config(work(head_dim=head_dim, rows=rows, dtype=dtype))
+        asked = work(head_dim=head_dim, rows=rows, dtype=dtype)
+        config = decode_config(asked)
         for n in (config.block_m, config.block_n):
             assert n >= 16 and n & (n - 1) == 0
         row_bytes = block_d(head_dim) * ITEMSIZE[dtype]
         tiles = 2 * (config.num_stages - 1) * config.block_n * row_bytes
-        programs = programs_per_sm(config.block_m, head_dim)
+        programs = residency(config.block_m, asked).programs
         assert programs * (tiles + config.block_m * row_bytes) <= SHARED_MEMORY
         assert config.block_m >= min(rows, 64)
 
 
 def test_how_keys_are_shared_out():
-    assert decode_config(work()) == DecodeConfig(16, 64, 4, 3, "stream_k", 264)
+    assert decode_config(work()) == DecodeConfig(16, 64, 4, 2, "stream_k", 396)
     assert decode_config(work(), "fixed").split == "fixed"
-    assert decode_config(work(), "none") == decode_config(work(), 1) == DecodeConfig(16, 64, 4, 3, "none", 1)
+    assert decode_config(work(), "none") == decode_config(work(), 1) == DecodeConfig(16, 128, 4, 3, "none", 1)
     assert decode_config(work(), 5).shares == 5
     assert decode_config(work(keys=64 * 3), 5).shares == 3, "no more splits than tiles"
     assert decode_config(work(pairs=2, keys=64 * 3), "stream_k").shares == 6, "no more programs than tiles"
     for keys in (0, 1, 64 * FEW_TILES):
         assert decode_config(work(keys=keys)).split == "none"
     assert decode_config(work(keys=64 * FEW_TILES + 1)).split == "stream_k"
+
+
+@pytest.mark.parametrize(("pairs", "full"), [(8, False), (125, False), (126, True), (132, True), (133, False),
+                                             (200, False), (264, True), (10000, True)])  # fmt: skip
+def test_equal_pairs_that_fill_the_gpu_are_not_split(pairs, full):
+    assert decode_config(work(pairs=pairs, equal=True)).split == ("none" if full else "stream_k")
+    assert decode_config(work(pairs=pairs)).split == "stream_k", "one may be longer than all others"
 
 
 @pytest.mark.parametrize("pairs", [1, 8, 56, 132, 133, 200, 264, 265, 10000])

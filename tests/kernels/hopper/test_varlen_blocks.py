@@ -55,7 +55,7 @@ def needed(lengths: list[int], block: int) -> list[tuple[int, int, int]]:
 @gluon.jit
 def places(found, cu, B, H, SECTION, plan: gl.constexpr):
     """Row, sequence and head of all tiles of all programs, as the forward kernel's producer finds them."""
-    work = tiling.Work(0, 0, H, 1, 0, SECTION, 0, 0, 0, 0, cu, cu, 0, B)
+    work = tiling.Work(0, 0, H, 1, 0, SECTION, 0, 0, 0, 0, cu, cu, 0, B, None)
     blocks = tiling.row_blocks(work, plan)
     cursor = 0, 0
     for number in range(gl.program_id(0), tiling.tiles(blocks, work, plan), gl.num_programs(0)):

@@ -1,0 +1,285 @@
+"""`attention_fp8()` and `attention_fp8_varlen()`, and `quantize_fp8()` which makes what they read. For
+inference, so without a gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NoReturn, overload
+
+import torch
+from torch.autograd import forward_ad
+
+from attnlib.arguments.fp8 import Options, check_fp8, check_quantize
+from attnlib.arguments.offsets import check_offsets_of
+from attnlib.arguments.tangents import check_tangents
+from attnlib.kernels import FP8, QUANTIZERS
+from attnlib.kernels.common.fp8 import Fp8, Recipe, Role, Scaling
+from attnlib.params import Params, Varlen, mask_window
+
+__all__ = ["Fp8", "attention_fp8", "attention_fp8_varlen", "quantize_fp8"]
+Operand = torch.Tensor | Fp8
+
+
+def quantize_fp8(
+    x: torch.Tensor,
+    role: Role,
+    *,
+    scaling: Scaling = "block",
+    rotate: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Fp8:
+    """A tensor as `attention_fp8` reads it, in float8_e4m3fn: made once for several calls.
+
+    Queries and keys are rotated: their rows are multiplied by an orthogonal matrix, random signs times a
+    Hadamard matrix over sqrt(D). This leaves Q K^T as it is and spreads large entries over the row. Then each
+    block of 64 queries or 128 keys, each head or the tensor is divided by a scale that makes its largest
+    magnitude 448, and rounded to the nearest. Values are not rotated, and have a scale for each head or one
+    for all; they are transposed. All in one kernel, after one that finds the largest magnitude where that is
+    not a block's.
+
+    On a GPU of compute capability 8.9 or later and in Triton's interpreter that is a Triton kernel, elsewhere
+    PyTorch; but for the order of the sums in a rotation both give the same bits. No gradient.
+
+    Args:
+        x: (B, H, S, D), or (T, H, D) with `cu_seqlens`; float16, bfloat16 or float32; D a multiple of 8 up to
+            256, which is padded with zeros to 64, 128 or 256. An element that is not finite becomes NaN, with
+            its row if that is rotated, and takes no part in a scale.
+        role: "q", "k" or "v": what it is to be.
+        scaling: "block", "head" (of varlen sequences over all of them) or "tensor".
+        rotate: whether queries and keys are rotated; both or neither.
+        cu_seqlens, max_seqlen: of varlen sequences, as in `attention_varlen`; the very tensor with which
+            `attention_fp8_varlen` is called later.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        RuntimeError: a derivative was asked for.
+        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+
+    Example:
+        >>> k8, v8 = quantize_fp8(k, "k"), quantize_fp8(v, "v")
+        >>> outs = [attention_fp8(q, k8, v8) for q in queries]
+    """
+    _refuse_onlookers("quantize_fp8")
+    check_quantize(x, role, scaling, rotate, cu_seqlens, max_seqlen)
+    _refuse_derivatives("quantize_fp8", x=x)
+    if cu_seqlens is not None:
+        check_offsets_of("x", len(x), cu_seqlens, max_seqlen)
+    return _quantized(x, role, Recipe(scaling, rotate), cu_seqlens, max_seqlen)
+
+
+@overload
+def attention_fp8(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    scaling: Scaling = "block",
+    rotate: bool = True,
+    out_dtype: torch.dtype | None = None,
+    impl: Literal["hopper", "reference"] | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_fp8(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    scaling: Scaling = "block",
+    rotate: bool = True,
+    out_dtype: torch.dtype | None = None,
+    impl: Literal["hopper", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention_fp8(
+    q, k, v, *,
+    causal=False, window=None, sm_scale=None, return_lse=False, scaling="block", rotate=True, out_dtype=None,
+    impl=None,
+):  # fmt: skip
+    """`attention` whose two products are of numbers in float8_e4m3fn: faster, and with their rounding errors.
+
+    Tensors are quantized by `quantize_fp8` first, which costs time that grows with S, not S^2; prepared
+    operands are taken as they are, in any mix with tensors. The weights P are rounded to float8_e4m3fn as
+    well, as 2^offset * P with as large an offset as their range allows. Everything else is float32: scores,
+    row maximum, row sum (of the weights before rounding) and output. docs/lab/fp8.md has the errors by kinds
+    of input.
+
+    Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
+
+    Args:
+        q: (B, H, Sq, D), float16, bfloat16 or float32, D a multiple of 8 up to 256; or an `Fp8` of role "q".
+        k: (B, Hkv, Sk, D), or an `Fp8` of role "k". Tensors have the same dtype. Hkv divides H: query heads
+            h*H/Hkv ... share key head h.
+        v: like `k`, of role "v".
+        causal, window, sm_scale, return_lse: as in `attention`.
+        scaling, rotate: how tensors are quantized, as in `quantize_fp8`. If one of q and k is prepared, the
+            other is rotated or not as that one was, whatever `rotate` is.
+        out_dtype: of the output; None for that of `q`, or of what `q` was quantized from.
+        impl: "hopper" (compute capability 9.x, triton 3.6), "reference" (a model in PyTorch, float64 but for
+            the same roundings, on any device), or None for "hopper". Never another than this.
+
+    Returns:
+        out, (B, H, Sq, D); with `return_lse` the pair (out, lse), lse (B, H, Sq) float32, of the scores of
+        the quantized q and k. A row with nothing to attend to gives output 0 and LSE -inf.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices, operands or options do not fit, or this device can't run it.
+        RuntimeError: a derivative was asked for.
+        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        >>> out = attention_fp8(q, k, v, causal=True)
+    """
+    _refuse_onlookers("attention_fp8")
+    options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
+    check_fp8(q, k, v, options)
+    _refuse_derivatives("attention_fp8", q=q, k=k, v=v)
+    return _call(q, k, v, None, options)
+
+
+@overload
+def attention_fp8_varlen(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    scaling: Scaling = "block",
+    rotate: bool = True,
+    out_dtype: torch.dtype | None = None,
+    impl: Literal["hopper", "reference"] | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_fp8_varlen(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    scaling: Scaling = "block",
+    rotate: bool = True,
+    out_dtype: torch.dtype | None = None,
+    impl: Literal["hopper", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention_fp8_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
+    causal=False, window=None, sm_scale=None, return_lse=False, scaling="block", rotate=True, out_dtype=None,
+    impl=None,
+):  # fmt: skip
+    """`attention_fp8` of sequences of different lengths that lie one after the other, without padding.
+
+    Tensors are (Tq, H, D) and (Tk, Hkv, D), and `cu_seqlens_*` and `max_seqlen_*` as in `attention_varlen`,
+    whose rules for the values in `cu_seqlens_*` hold here too. A prepared operand was quantized with the very
+    tensor that is given here, which has not changed since. The other arguments are those of `attention_fp8`.
+
+    Returns:
+        out, (Tq, H, D); with `return_lse` the pair (out, lse), lse (H, Tq) float32.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: as `attention_fp8`; and ValueError as
+            `attention_varlen`.
+
+    Example:
+        >>> offsets = torch.tensor([0, 100, 1024], dtype=torch.int32, device="cuda")
+        >>> q, k, v = (torch.randn(1024, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        >>> out = attention_fp8_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
+    """
+    _refuse_onlookers("attention_fp8_varlen")
+    options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
+    varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_fp8(q, k, v, options, varlen)
+    _refuse_derivatives("attention_fp8_varlen", q=q, k=k, v=v)
+    check_offsets_of("q", q.shape[0], cu_seqlens_q, max_seqlen_q)
+    check_offsets_of("k", k.shape[0], cu_seqlens_k, max_seqlen_k)
+    return _call(q, k, v, varlen, options)
+
+
+def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Options):
+    """A call with valid arguments."""
+    causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl = options
+    family = FP8[impl or "hopper"]
+    lacks = family.unsupported(q.device)
+    if lacks is not None:
+        what = "q: attention_fp8" if impl is None else f"impl: {impl!r}"
+        raise ValueError(f"{what} {lacks}; impl='reference' runs on any device")
+    out_dtype = out_dtype or q.dtype
+    head_dim = q.shape[-1]
+    if not math.prod(q.shape) or not math.prod(k.shape):  # no row, or none with anything to attend to
+        lse_shape = q.shape[:3] if varlen is None else q.shape[1::-1]
+        out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
+        lse = torch.full(lse_shape, -math.inf, dtype=torch.float32, device=q.device)
+        return (out, lse) if return_lse else out
+    rotate = next((x.rotated for x in (q, k) if isinstance(x, Fp8)), rotate)
+    recipe = Recipe(scaling, rotate)
+    of_q, of_k = ((None, None),) * 2 if varlen is None else (varlen[0::2], varlen[1::2])
+    q, k, v = (
+        x if isinstance(x, Fp8) else _quantized(x, role, recipe, *lengths)
+        for x, role, lengths in ((q, "q", of_q), (k, "k", of_k), (v, "v", of_k))
+    )
+    scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+    params = Params(mask_window(causal, window), scale, varlen, return_lse, impl=impl)
+    out, lse = family.forward(q, k, v, params, out_dtype)
+    return (out, lse) if return_lse else out
+
+
+def _quantized(x: torch.Tensor, role: Role, recipe: Recipe, cu_seqlens, max_seqlen) -> Fp8:
+    family = next(family for family in QUANTIZERS.values() if family.unsupported(x.device) is None)
+    return family.quantize(x.detach().resolve_neg(), role, recipe, cu_seqlens, max_seqlen)
+
+
+# ---------------------------------------------------------------- what is not supported
+
+
+def _refuse_onlookers(function: str) -> None:
+    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        _refuse(function, "torch.compile, torch.export or a dispatch mode")
+    if torch._C._are_functorch_transforms_active():
+        _refuse(function, "torch.func")
+
+
+def _refuse(function: str, what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{function} under {what}: not supported; call it outside, as in a function with "
+        "torch.compiler.disable"
+    )
+
+
+def _refuse_derivatives(function: str, **tensors: Operand) -> None:
+    given = {name: x for name, x in tensors.items() if not isinstance(x, Fp8)}
+    for name, tensor in given.items():
+        if tensor.is_meta:
+            _refuse(function, 'device "meta"')
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
+                f"does: {function} has no gradient; attention has one"
+            )
+    if given and forward_ad._current_level >= 0:
+        check_tangents(*given.values())

@@ -1,0 +1,182 @@
+"""The arguments of `quantize_fp8`, `attention_fp8` and `attention_fp8_varlen`, checked."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnlib.arguments.common import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    NO_STRIDES,
+    check_scale,
+    check_window,
+    type_name,
+)  # fmt: skip
+from attnlib.arguments.offsets import check_longest, check_offsets_form
+from attnlib.kernels.common.fp8 import Fp8
+from attnlib.params import Varlen
+
+ROLES = "q", "k", "v"
+SCALINGS = "block", "head", "tensor"
+IMPLEMENTATIONS = "hopper", "reference"
+
+
+class Options(NamedTuple):
+    """The options of `attention_fp8`, as they were given."""
+
+    causal: Any = False
+    window: Any = None
+    sm_scale: Any = None
+    return_lse: Any = False
+    scaling: Any = "block"
+    rotate: Any = True
+    out_dtype: Any = None
+    impl: Any = None
+
+
+def check_quantize(x, role, scaling, rotate, cu_seqlens, max_seqlen) -> None:
+    """Arguments of `quantize_fp8`, except for the values in `cu_seqlens`. TypeError or ValueError if one is
+    wrong."""
+    _check_choice("role", role, ROLES)
+    _check_recipe(scaling, rotate)
+    if cu_seqlens is None and max_seqlen is not None:
+        raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
+    _check_tensor("x", x, cu_seqlens is not None)
+    if cu_seqlens is not None:
+        check_offsets_form("cu_seqlens", cu_seqlens, x.device, "x")
+        _check_length("max_seqlen", max_seqlen)
+
+
+def check_fp8(q, k, v, options: Options, varlen: Varlen | None = None) -> None:
+    """Arguments of `attention_fp8`, with `varlen` of `attention_fp8_varlen`, except for the values in
+    `cu_seqlens_*`. TypeError or ValueError if one is wrong."""
+    packed = varlen is not None
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Fp8):
+            _check_prepared(name, x, packed)
+        else:
+            _check_tensor(name, x, packed, "a torch.Tensor or an Fp8")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q has, got {x.device}")
+    _check_dtypes(q, k, v)
+    if isinstance(q, Fp8) and isinstance(k, Fp8) and q.rotated != k.rotated:
+        words = {True: "rotated", False: "not rotated"}
+        raise ValueError(f"k: expected to be {words[q.rotated]} as q is, got it {words[k.rotated]}")
+    _check_shapes(q.shape, k.shape, v.shape)
+    if packed:
+        _check_varlen(q, k, v, varlen)
+    _check_options(options)
+
+
+def _check_prepared(name: str, x: Fp8, packed: bool) -> None:
+    if x.role != name:
+        raise ValueError(f"{name}: expected an Fp8 of role {name!r}, got role {x.role!r}")
+    if x.varlen != packed:
+        other = "attention_fp8 takes batches" if packed else "attention_fp8_varlen takes them"
+        kinds = {True: "varlen sequences", False: "a batch"}
+        raise ValueError(f"{name}: expected an Fp8 of {kinds[packed]}, got {kinds[x.varlen]}; {other}")
+
+
+def _check_tensor(name: str, x, packed: bool, expected: str = "a torch.Tensor") -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name}: {NO_STRIDES} {'a nested tensor' if x.is_nested else x.layout}")
+    if x.dim() != (3 if packed else 4):
+        dims = "3 dimensions (T, H, D)" if packed else "4 dimensions (B, H, S, D)"
+        raise ValueError(f"{name}: expected {dims}, got shape {tuple(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected dtype float16, bfloat16 or float32, got {x.dtype}")
+    if not 8 <= x.shape[-1] <= MAX_HEAD_DIM or x.shape[-1] % 8:
+        raise ValueError(
+            f"{name}: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got "
+            f"{x.shape[-1]}"
+        )
+
+
+def _check_dtypes(q, k, v) -> None:
+    """Those of tensors: what is prepared may come from any."""
+    tensors = [(name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Fp8)]
+    for name, x in tensors[1:]:
+        first, other = tensors[0]
+        if x.dtype != other.dtype:
+            raise TypeError(f"{name}: expected dtype {other.dtype} as {first} has, got {x.dtype}")
+
+
+def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    for name, shape in (("k", k), ("v", v)):
+        if len(q) == 4 and shape[0] != q[0]:
+            raise ValueError(f"{name}: expected batch size {q[0]} as q has, got {shape[0]}")
+        if shape[-1] != q[-1]:
+            raise ValueError(f"{name}: expected head dimension {q[-1]} as q has, got {shape[-1]}")
+    if tuple(v) != tuple(k):
+        raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
+    if q[1] and (not k[1] or q[1] % k[1]):
+        raise ValueError(f"k: expected a number of heads that divides q's {q[1]}, got {k[1]}")
+
+
+def _check_varlen(q, k, v, varlen: Varlen) -> None:
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
+    check_offsets_form("cu_seqlens_q", cu_seqlens_q, q.device)
+    check_offsets_form("cu_seqlens_k", cu_seqlens_k, q.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected {len(cu_seqlens_q)} entries as cu_seqlens_q has, got {len(cu_seqlens_k)}"
+        )
+    _check_length("max_seqlen_q", max_seqlen_q)
+    _check_length("max_seqlen_k", max_seqlen_k)
+    sides = ("q", q, "q", cu_seqlens_q), ("k", k, "k", cu_seqlens_k), ("v", v, "k", cu_seqlens_k)
+    for name, x, side, offsets in sides:
+        # Equal values in another tensor would do, but comparing them would wait for the GPU.
+        if isinstance(x, Fp8) and x.cu_seqlens is not offsets:
+            raise ValueError(
+                f"{name}: expected an Fp8 that was quantized with the tensor cu_seqlens_{side} itself, got "
+                "one with another tensor"
+            )
+
+
+def _check_length(name: str, longest) -> None:
+    if isinstance(longest, bool) or not isinstance(longest, int):
+        raise TypeError(f"{name}: expected an int, got {type_name(longest)}")
+    check_longest(name, longest)
+
+
+# ---------------------------------------------------------------- options
+
+
+def _check_options(options: Options) -> None:
+    causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl = options
+    _check_bool("causal", causal)
+    if window is not None:
+        check_window(window, False)
+    if sm_scale is not None:
+        check_scale(sm_scale, False)
+    _check_bool("return_lse", return_lse)
+    _check_recipe(scaling, rotate)
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype: expected None, float16, bfloat16 or float32, got {_shown(out_dtype)}")
+    if impl is not None:
+        _check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+
+
+def _check_recipe(scaling, rotate) -> None:
+    _check_choice("scaling", scaling, SCALINGS)
+    _check_bool("rotate", rotate)
+
+
+def _check_bool(name: str, value) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
+
+
+def _check_choice(name: str, value, choices: tuple[str, ...], more: str = "") -> None:
+    words = [repr(choice) for choice in choices]
+    expected = ", ".join(words) + more if more else ", ".join(words[:-1]) + " or " + words[-1]
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected {expected}, got {type_name(value)}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def _shown(value) -> str:
+    return str(value) if isinstance(value, torch.dtype) else type_name(value)

@@ -1,0 +1,105 @@
+"""Caches of a fixed size, of which a part is filled: their mask is a small tensor, which transformers makes
+before a compiled step and hands on to every layer as it would a mask with four dimensions."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+
+from attnlib import attention_decode
+from attnlib.arguments.decode import MOST_QUERIES
+from attnlib.hf import mask as masks
+from attnlib.hf.layout import require, values_known
+from attnlib.hf.mask import Mask
+
+STARTS, LENGTHS, LEFT, CAUSAL = range(4)
+"""Rows of the tensor, int32 (4, 1, 1, B): the first key of a sequence that is no padding, and how many it
+has; then, the same for all of them, the window's left bound, -1 for none, and whether the mask is causal.
+With one query the window is a part of the first row."""
+
+
+def made(mask: Mask, end: int | torch.Tensor, batch: int, device: torch.device) -> torch.Tensor:
+    """The tensor that says what `mask` does of the first `end` of its keys, of which kept may be None.
+    ValueError if a row has padding behind a token."""
+    place = torch.arange(mask.kv_length, device=device)
+    filled = place < end
+    starts = torch.zeros(batch, dtype=torch.int64, device=device)
+    if mask.kept is not None:
+        starts = (filled & ~mask.kept).sum(1)
+        require(
+            ((mask.kept == (place >= starts[:, None])) | ~filled).all(),
+            "attention_mask: expected padding on the left only beside a cache of a fixed size, got a row "
+            "with padding behind a token. Use attn_implementation='sdpa'",
+        )
+    ends = torch.zeros_like(starts) + end
+    left = -1 if mask.window is None else mask.window[0]
+    if mask.q_length == 1 and left >= 0:
+        starts, left = torch.maximum(starts, ends - 1 - left), -1
+    rows = starts, ends, torch.full_like(starts, left), torch.full_like(starts, mask.causal)
+    return torch.stack(rows).int()[:, None, None]
+
+
+def is_made(attention_mask) -> bool:
+    """Whether it is such a tensor."""
+    return (
+        isinstance(attention_mask, torch.Tensor)
+        and attention_mask.dtype == torch.int32
+        and attention_mask.dim() == 4
+        and attention_mask.shape[:3] == (4, 1, 1)
+    )
+
+
+def decode(query, key, value, spans: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Attention of few queries, none of which is differentiated; in a graph, too."""
+    if query.shape[2] > 1 and not values_known(spans):
+        require(
+            ((spans[LEFT] == -1) & (spans[CAUSAL] == 1)).all(),
+            "attention_mask: expected a causal mask without a window for several queries and a cache of a "
+            "fixed size in a compiled graph, got another one",
+        )
+    return attention_decode(
+        query, key, value, lengths=spans[LENGTHS, 0, 0], starts=spans[STARTS, 0, 0], sm_scale=scaling
+    )
+
+
+def fits_decode(query: torch.Tensor, spans: torch.Tensor) -> bool:
+    """Whether `decode` computes it: one query, or a graph, in which nothing is known of the values."""
+    if query.shape[2] == 1:
+        return True
+    if values_known(spans):
+        return False
+    if query.shape[2] > MOST_QUERIES:
+        raise ValueError(
+            f"past_key_values: expected at most {MOST_QUERIES} new tokens for a cache of a fixed size in a "
+            f"compiled graph, got {query.shape[2]}; compute the prompt outside of it"
+        )
+    return True
+
+
+_read: dict[int, tuple[weakref.ref, int | None, Mask]] = {}
+"""id of a tensor -> (the tensor, its version, what it says): all layers get the same one."""
+
+
+def read(spans: torch.Tensor, q_length: int) -> Mask:
+    """The mask of the keys that are there. Waits for a GPU, once for all layers."""
+    version = None if spans.is_inference() else spans._version
+    found = _read.get(id(spans))
+    if found is not None and found[0]() is spans and found[1] == version:
+        return found[2]
+    starts, ends, left, causal = spans[:, 0, 0].tolist()
+    end = max(ends, default=0)
+    kept = None
+    if any(starts):
+        kept = torch.arange(end, device=spans.device) >= spans[STARTS, 0, 0][:, None]
+    window = None if left[0] == -1 else (left[0], 0)
+    mask = masks.settled(Mask(q_length, end, end - q_length, bool(causal[0]), window, kept))
+    _read[id(spans)] = weakref.ref(spans, partial(_forget, id(spans))), version, mask
+    return mask
+
+
+def _forget(key: int, reference: weakref.ref) -> None:
+    found = _read.get(key)
+    if found is not None and found[0] is reference:
+        del _read[key]

@@ -1,0 +1,124 @@
+"""One operand of FP8 attention as its kernel reads it, and where everything in it lies."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from attnlib.params import Varlen
+
+Role = Literal["q", "k", "v"]
+Scaling = Literal["block", "head", "tensor"]
+
+LARGEST = 448.0
+"""Of float8_e4m3fn, which has NaN but no infinity."""
+ROWS = {"q": 64, "k": 128}
+"""Rows that share a scale with scaling "block"."""
+GROUP = 16
+"""Keys of V that are permuted among each other; of every sequence their number is padded to a multiple."""
+WIDTHS = (64, 128, 256)
+"""Head dimensions that the kernels have; others are padded with zeros."""
+
+CHUNK = 64
+"""Columns that one multiplication with a Hadamard matrix takes, where queries and keys are rotated."""
+
+SIGNS = 0x243F6A88, 0x85A308D3
+"""Bit i % 32 of word i // 32 says whether column i of each CHUNK is negated: arbitrary, the first digits of
+pi behind the point."""
+
+
+class Recipe(NamedTuple):
+    """How a tensor is quantized: what shares a scale, and whether queries and keys are rotated."""
+
+    scaling: Scaling = "block"
+    rotate: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8:
+    """Queries, keys or values as float8_e4m3fn with scales: what `attnlib.quantize_fp8` makes of a tensor.
+
+    value = data * scale. Rows past the end of a sequence, and columns past the head dimension, are zero.
+
+    Attributes:
+        data: float8_e4m3fn. Of queries and keys (B, H, S, width), of varlen sequences (T, H, width); width is
+            the head dimension padded to 64, 128 or 256. Of values transposed, so that a tensor core finds
+            keys side by side: (B, H, width, S16), S16 being S padded to a multiple of 16; of varlen sequences
+            (H, width, T16), in which sequence b begins at position `first_block(start, b, 16) * 16`. In each
+            16 keys of a sequence position 4t + 2h + i has key 8h + 2t + i, for i and h in 0, 1 and t in 0..3:
+            the order in which the first product leaves P in registers.
+        scale: float32, positive. Of queries and keys (B, H, blocks), one for each 64 queries or 128 keys; of
+            varlen sequences (H, blocks), in which the first block of sequence b is `first_block(start, b,
+            64 or 128)`. Of values (B, H). A scale that several share is stored once, with stride 0.
+        role: "q", "k" or "v".
+        scaling: what shares a scale: "block", "head" (all of one head of one batch element; of varlen
+            sequences all of one head) or "tensor". Values with scaling "block" have one scale per head.
+        rotated: whether the rows were multiplied by the orthogonal matrix of `attnlib.quantize_fp8`.
+        head_dim: columns before padding.
+        dtype: of the tensor that was quantized.
+        tokens: S, or of varlen sequences T.
+        cu_seqlens: (B + 1) int32, where varlen sequences begin and end; None for a batch.
+        max_seqlen: the length of the longest of them.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    role: Role
+    scaling: Scaling
+    rotated: bool
+    head_dim: int
+    dtype: torch.dtype
+    tokens: int
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def heads(self) -> int:
+        return self.data.shape[0 if self.varlen and self.role == "v" else 1]
+
+    @property
+    def width(self) -> int:
+        """The head dimension, padded."""
+        return self.data.shape[-2 if self.role == "v" else -1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that was quantized: (B, H, S, D), of varlen sequences (T, H, D)."""
+        if self.varlen:
+            return self.tokens, self.heads, self.head_dim
+        return self.data.shape[0], self.heads, self.tokens, self.head_dim
+
+    def __repr__(self) -> str:
+        how = f"scaling={self.scaling!r}, rotated={self.rotated}"
+        return f"Fp8(role={self.role!r}, shape={self.shape}, {how}, from {self.dtype}, device={self.device})"
+
+
+def padded_width(head_dim: int) -> int:
+    """The head dimension that a kernel works with."""
+    return next(width for width in WIDTHS if width >= head_dim)
+
+
+def num_blocks(tokens: int, rows: int, sequences: int | None = None) -> int:
+    """How many blocks of `rows` rows there is room for; of varlen sequences, in `tokens` of all of them."""
+    return -(-tokens // rows) if sequences is None else tokens // rows + sequences
+
+
+def first_block(start, sequence, rows: int):
+    """The first block of a varlen sequence that begins at token `start`: far enough from that of the one
+    before it whatever the lengths are (`common.varlen_rows.padded_start`)."""
+    return start // rows + sequence
+
+
+def varlen_of(q: Fp8, k: Fp8) -> Varlen | None:
+    """Where the sequences of queries and keys begin and end; None for a batch."""
+    if q.cu_seqlens is None:
+        return None
+    return Varlen(q.cu_seqlens, k.cu_seqlens, q.max_seqlen, k.max_seqlen)

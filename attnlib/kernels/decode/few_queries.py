@@ -1,0 +1,68 @@
+"""The decoding kernels as a family of `attention`: few queries, and keys that fill their tensors."""
+
+import torch
+
+from attnlib.kernels.common import device
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.decode import launch
+from attnlib.kernels.decode.configs import DecodeConfig, Work, decode_config, pays_to_split
+from attnlib.params import DecodeParams, Params
+
+__all__ = ["FITS", "configuration", "forward", "prepare", "slower", "unsupported"]
+FITS = "few queries, whose keys are split over all multiprocessors"
+MOST_QUERIES = 16
+
+
+def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
+    """What the kernels need and a call with valid arguments does not have; None if it has all."""
+    if not (q.is_cuda or device.interpreted()):
+        return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
+    if params.varlen is not None:
+        return "needs sequences in one batch; attention_decode takes lengths"
+    if backward:
+        return "has no backward pass"
+    if not 1 <= q.shape[2] <= MOST_QUERIES:
+        return f"needs 1 to {MOST_QUERIES} queries; q has {q.shape[2]}"
+    return None
+
+
+def slower(q, k, params: Params, backward: bool = False) -> str | None:
+    """Why another family is faster; None if none is."""
+    work, heads = _work(q.shape, k.shape, params, q), q.shape[0] * q.shape[1]
+    if pays_to_split(work, heads):
+        return None
+    return f"is slower for {heads} heads of {work.keys} keys on {work.sms} multiprocessors"
+
+
+def configuration(q, k, params: Params, backward: bool = False) -> DecodeConfig:
+    """How the kernels are compiled and launched for queries and keys like these."""
+    return decode_config(_work(q.shape, k.shape, params, q))
+
+
+def _work(q: torch.Size, k: torch.Size, params: Params, tensor: torch.Tensor) -> Work:
+    left, dtype = params.window.left, str(tensor.dtype).removeprefix("torch.")
+    group = q[1] // max(1, k[1])
+    keys = k[2] if left is None else min(k[2], left + q[2])
+    sms = launch.sms_of(tensor.get_device())
+    return Work(max(1, group * q[2]), q[3], dtype, k[0] * k[1], keys, sms, equal=True)
+
+
+def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:
+    """The launches of all calls with this signature; None if an input has to be copied."""
+    if call.strides[0][-1] != 1 or (call.dtype == torch.bfloat16 and device.interpreted()):
+        return None
+    q, k, strides, dtype, index, window, sm_scale, _, return_lse, config = call
+    return launch.prepare(
+        launch.Call(q, k, strides, None, 0, False, False, (True, True), dtype, index, window, sm_scale,
+                    return_lse, None, config)
+    )  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse); lse is None unless it was asked for."""
+    window, sm_scale, _, return_lse, _, _, config, plan = params
+    if plan is not None:
+        return launch.run(plan, q, k, v)
+    return launch.forward(q, k, v, DecodeParams(window, sm_scale, return_lse=return_lse, config=config))

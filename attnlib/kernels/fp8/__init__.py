@@ -1,0 +1,20 @@
+"""Quantizing to float8_e4m3fn in plain Triton: what FP8 attention reads."""
+
+import torch
+
+from attnlib.kernels.common import device
+from attnlib.kernels.fp8.launch_quantize import quantize
+
+__all__ = ["quantize", "unsupported"]
+
+
+def unsupported(where: torch.device) -> str | None:
+    """What the kernels need and a device does not have; None if it has all."""
+    if device.interpreted():
+        return None
+    if where.type != "cuda":
+        return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; x is on {where}"
+    major, minor = device.capability(where.index)
+    if (major, minor) < (8, 9):
+        return f"needs a GPU of compute capability 8.9 or later; {where} has {major}.{minor}"
+    return None

@@ -1,0 +1,31 @@
+"""Configurations of the FP8 forward kernel, chosen by a pure function."""
+
+from dataclasses import dataclass
+
+from attnlib.kernels.hopper.configs import HopperConfig
+
+NAMED = 8
+"""Of the hardware's sixteen barriers, those that the ring's slots may have."""
+
+
+@dataclass(frozen=True)
+class Fp8Config(HopperConfig):
+    """The same for operands in e4m3."""
+
+    def __post_init__(self) -> None:
+        if self.named and self.stages > NAMED:
+            raise ValueError(f"stages: expected at most {NAMED} with named barriers, got {self.stages}")
+
+
+_THREE = {"joint": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128}
+_LATE = {"late_wait": True, "pin": True}
+_CONFIGS = {
+    64: Fp8Config(128, 3, 4, 64, q_columns=64, **_THREE, **_LATE),
+    128: Fp8Config(128, 2, 4, 128, q_columns=128, named=True, **_LATE),
+    256: Fp8Config(128, 2, 2, 128, named=True, **_LATE),
+}
+
+
+def fp8_config(width: int) -> Fp8Config:
+    """The configuration for tiles of 64, 128 or 256 columns."""
+    return _CONFIGS[width]

@@ -1,0 +1,211 @@
+"""Launch the FP8 forward kernel."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from attnlib.kernels.common import device
+from attnlib.kernels.common.counters import counter
+from attnlib.kernels.common.descriptors import Window, varlen_window
+from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, varlen_of
+from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.signature import PREPARED, VARLEN_ROWS, Lengths, exp2_scale
+from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
+from attnlib.kernels.hopper.launch import KERNEL, _masks
+from attnlib.params import MaskWindow, Params
+
+TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k", "q_scale", "k_scale", "v_scale"
+ELEMENTS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+"""Of the output -> their names in Gluon."""
+
+
+class Call(NamedTuple):
+    """What a launch depends on.
+
+    q, k, v: shapes of their data. strides: of the data of q, k and v, and of their scales. window, sm_scale,
+    return_lse: as in `Params`. lengths: of varlen sequences. dtype: of the output.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    window: MaskWindow
+    sm_scale: float
+    return_lse: bool
+    lengths: Lengths | None
+    dtype: torch.dtype
+    device: int
+    config: Fp8Config
+
+    @property
+    def width(self) -> int:
+        return self.q[-1]
+
+    def dimensions(self) -> tuple[int, int, int, int, int]:
+        """(B, H, H_kv, S_q, S_k); of varlen sequences their number and the longest lengths."""
+        if self.lengths is None:
+            return self.q[0], self.q[1], self.k[1], self.q[2], self.k[2]
+        return self.lengths.sequences, self.q[1], self.k[1], self.lengths.max_q, self.lengths.max_k
+
+
+def forward(
+    q: Fp8, k: Fp8, v: Fp8, params: Params, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of quantized operands, no argument empty: (out, lse), both as if nothing were quantized.
+
+    out: (B, H, Sq, D), varlen (Tq, H, D), with the head dimension before padding. lse: of the scores of what
+    the operands hold; None unless `params.return_lse`.
+    """
+    index = q.device.index if q.data.is_cuda else -1
+    if index != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(index):
+            return forward(q, k, v, params, out_dtype)
+    varlen, lengths = varlen_of(q, k), None
+    if varlen is not None:
+        lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
+    tensors = q.data, k.data, v.data, q.scale, k.scale, v.scale
+    call = Call(
+        tuple(q.data.shape), tuple(k.data.shape), tuple(v.data.shape), tuple(x.stride() for x in tensors),
+        params.window, params.sm_scale, params.return_lse, lengths, out_dtype, index,
+        params.config or fp8_config(q.width),
+    )  # fmt: skip
+    out = torch.empty(q.data.shape, dtype=out_dtype, device=q.device)
+    lse = None
+    if params.return_lse:
+        shape = q.data.shape[:3] if varlen is None else q.data.shape[1::-1]
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    cu_q, cu_k = (None, None) if varlen is None else varlen[:2]
+    prepare(call)(q.data, k.data, v.data, out, lse, counter(index), cu_q, cu_k, *tensors[3:])
+    return out[..., : q.head_dim], lse
+
+
+@lru_cache(PREPARED)
+def prepare(call: Call) -> Launches:
+    B, H, H_kv, S_q, S_k = call.dimensions()
+    config, varlen = call.config, call.lengths is not None
+    block_m = 64 * config.warpgroups
+    blocks_m = -(-S_q // block_m)
+    tiles, heads = blocks_m * B * H, B * H
+    if varlen:  # the kernel counts them; so many at most: each sequence may end with a part of one
+        tiles, heads = (call.q[0] // block_m + B) * H, H
+    if max(tiles, S_q, S_k) >= LIMIT:
+        raise ValueError(
+            f"q, k: expected fewer than 2^31 rows, keys and tiles of {block_m} rows over all heads, "
+            f"got {S_q}, {S_k} and {tiles}"
+        )
+    if config.block_n > ROWS["k"] and call.strides[4][-1] and S_k > ROWS["k"]:
+        raise ValueError(
+            f"config: expected blocks of at most {ROWS['k']} keys, which have a scale, got {config.block_n}"
+        )
+    left, right = call.window.clipped(S_q, S_k)
+    names = "q_b q_h q_n", "k_b k_h k_n", "v_b v_h"
+    scales = {}
+    for letters, strides in zip(names, call.strides[3:], strict=True):
+        # of varlen sequences there is no batch
+        letters = letters.split()[1:] if varlen else letters.split()
+        scales |= {f"{x[0]}_scale_{x[2]}": n for x, n in zip(letters, strides, strict=True)}
+    launch = Launch(
+        KERNEL,
+        (min(tiles, device.num_sms(call.device)), 1, 1),
+        descriptors=descriptors(call),
+        pointers={
+            "lse_ptr": Part("lse"), "counter_ptr": Part("counter"),
+            "cu_q": Part("cu_q"), "cu_k": Part("cu_k"),
+            "q_scale": Part("q_scale"), "k_scale": Part("k_scale"), "v_scale": Part("v_scale"),
+        },  # fmt: skip
+        scalars={
+            "qk_scale": exp2_scale(call.sm_scale),
+            "S_q": S_q,
+            "S_k": S_k,
+            "H": H,
+            "GROUP": H // H_kv,
+            "HEADS": B * H,
+            # half as many bytes as its arithmetic is for
+            "SECTION": config.heads_per_section(heads, H // H_kv, S_k, call.width // 2),
+            "num_m": blocks_m,
+            "tiles": tiles,
+            "right": right or None,
+            "left": left,
+            "T_q": call.q[0] if varlen else None,
+            "B": B if varlen else None,
+            **dict.fromkeys(("q_scale_b", "k_scale_b", "v_scale_b")),
+            **scales,
+        },
+        constants={"plan": plan_of(call)},
+        options={"num_warps": 4, "maxnreg": config.max_registers},
+    )
+    return Launches([launch], call.device, TENSORS)
+
+
+def plan_of(call: Call):
+    """The kernel's constants for a call."""
+    _, _, _, S_q, S_k = call.dimensions()
+    left, right = call.window.clipped(S_q, S_k)
+    blocks, skip = (1 if right is None else 2, True) if call.lengths else _masks(right, S_q, S_k, call.config)
+    mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
+    mask |= {"blocks": blocks, "skip": skip}
+    return make_plan(call.width, call.config, mask, call.sm_scale < 0, call.return_lse, bool(call.lengths))
+
+
+def make_plan(
+    width: int, config: Fp8Config, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool
+):
+    """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
+    from attnlib.kernels.hopper.plan import ForwardMask, Fp8Plan, Pipeline, Registers
+
+    return Fp8Plan(
+        d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
+        flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
+        pipeline=Pipeline(
+            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin,
+        ),
+        registers=Registers(config.consumer_registers, config.producer_registers),
+    )  # fmt: skip
+
+
+def descriptors(call: Call) -> dict[str, Descriptor]:
+    """Of Q, K, V^T and the output: what one copy of each moves."""
+    varlen = call.lengths is not None
+    out = call.q, torch.empty(call.q, device="meta").stride()
+    tensors = (call.q, call.strides[0]), (call.k, call.strides[1]), (call.v, call.strides[2]), out
+    if varlen:
+        of = varlen_window, varlen_window, transposed_window, varlen_window
+        windows = [window(*tensor) for window, tensor in zip(of, tensors, strict=True)]
+    else:
+        windows = tensors
+    return described(windows, call.width, call.config, call.dtype, varlen)
+
+
+def described(
+    windows, width: int, config: Fp8Config, dtype: torch.dtype, varlen: bool
+) -> dict[str, Descriptor]:
+    """The same with these windows."""
+    from triton.experimental.gluon import language as gl
+
+    ones = (1, 1, 1) if varlen else (1, 1)
+    rows = (64, width), (config.block_n, width), (width, config.block_n), (64, config.o_columns)
+    elements = [gl.float8e4nv] * 3 + [getattr(gl, ELEMENTS[dtype])]
+    described = {}
+    for letter, name, window, block, element in zip("qkvo", TENSORS, windows, rows, elements, strict=False):
+        layout = gl.NVMMASharedLayout.get_default_for([*ones, *block], element)
+        described[f"desc_{letter}"] = Descriptor(Part(name), window, (*ones, *block), layout)
+    return described
+
+
+def transposed_window(shape: tuple[int, ...], strides: tuple[int, ...]) -> Window:
+    """Shape and strides of the descriptor of varlen V^T (H, D, T16), with which the hardware checks bounds
+    at the end of any sequence, which is a multiple of 16.
+
+    As in `varlen_window`, position i of a sequence of n positions is addressed as VARLEN_ROWS - n + i, and
+    two dimensions more take that back: one counts groups of 16 positions, and its coordinate is the
+    sequence's end; the other has a stride of 2^38 - 16 bytes and the coordinate VARLEN_ROWS / 16:
+
+        VARLEN_ROWS / 16 * (2^38 - 16) = -VARLEN_ROWS  (mod 2^64)
+    """
+    (heads, width, positions), (head, column, _) = shape, strides
+    groups = VARLEN_ROWS // GROUP
+    return (groups + 1, positions // GROUP + 1, heads, width, VARLEN_ROWS), (
+        (1 << 38) - GROUP, GROUP, head, column, 1,
+    )  # fmt: skip

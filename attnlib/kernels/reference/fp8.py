@@ -1,0 +1,247 @@
+"""A model of FP8 attention in PyTorch, on any device: the same roundings as the kernels, all else in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from attnlib.kernels.common.fp8 import (
+    CHUNK,
+    GROUP,
+    LARGEST,
+    ROWS,
+    SIGNS,
+    Fp8,
+    Recipe,
+    Role,
+    first_block,
+    num_blocks,
+    padded_width,
+)  # fmt: skip
+from attnlib.params import MaskWindow, Params
+
+_SCRATCH = 1 << 23  # scores that are looked at together
+_SMALLEST = 2.0**-126
+
+
+def unsupported(where: torch.device) -> None:
+    """Nothing is."""
+
+
+# ---------------------------------------------------------------- quantizing
+
+
+@cache
+def rotation(width: int) -> torch.Tensor:
+    """Signs times Hadamard matrix, [width, width] of 1 and -1: a row x becomes x @ rotation / sqrt(width)."""
+    negative = [SIGNS[column // 32] >> column % 32 & 1 for column in range(CHUNK)]
+    signs = 1.0 - 2.0 * torch.tensor(negative, dtype=torch.float64).repeat(width // CHUNK)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < width:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return signs[:, None] * matrix
+
+
+def key_order(device: torch.device | str = "cpu") -> torch.Tensor:
+    """[GROUP]: which of 16 keys each position of V has."""
+    place = torch.arange(GROUP, device=device)
+    return place // 2 % 2 * 8 + place // 4 * 2 + place % 2
+
+
+@torch.no_grad()
+def quantize(
+    x: torch.Tensor,
+    role: Role,
+    recipe: Recipe,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Fp8:
+    """What the kernels make of x, (B, H, S, D) or, with `cu_seqlens`, (T, H, D).
+
+    Bit for bit, but for rotated queries and keys: of these the rotation is computed in fp64 here and in
+    float32 there, so that a value next to the middle of two neighbors may become either.
+    """
+    scaling, rotate = recipe = recipe._replace(rotate=recipe.rotate and role != "v")
+    varlen, width = cu_seqlens is not None, padded_width(x.shape[-1])
+    values = F.pad(x.detach(), (0, width - x.shape[-1]))
+    if rotate:
+        values = values.double() @ rotation(width).to(x.device)
+    values = values.float().transpose(0, 1) if varlen else values.float()  # [..., H, S, width]
+    size = torch.where(values.isfinite(), values.abs(), 0.0)
+    tokens, rows = values.shape[-2], ROWS.get(role)
+    starts = [0, tokens] if not varlen else cu_seqlens.tolist()
+    sequences = None if not varlen else len(starts) - 1
+    heads = values.shape[:-2]
+
+    def scaled(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        used = amax.clamp_min(_SMALLEST * LARGEST)
+        scale = used * torch.tensor((width**-0.5 if rotate else 1.0) / LARGEST, dtype=torch.float32)
+        factor = torch.full_like(used, LARGEST) / used  # LARGEST / used would be rounded twice
+        return scale.where(amax > 0, 1.0), factor.where(amax > 0, 1.0)
+
+    if scaling == "block" and role != "v":
+        scale = torch.ones(*heads, num_blocks(tokens, rows, sequences), device=x.device)
+        factor = torch.ones(*heads, tokens, 1, device=x.device)
+        for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            first = first_block(start, b, rows) if varlen else 0
+            for block, row in enumerate(range(start, end, rows), first):
+                part = slice(row, min(row + rows, end))
+                scale[..., block], factors = scaled(size[..., part, :].amax((-2, -1)))
+                factor[..., part, :] = factors[..., None, None]
+    else:
+        if not values.numel():
+            amax = size.new_zeros(heads)
+        elif scaling == "tensor":
+            amax = size.amax().expand(heads)
+        else:
+            amax = size.amax((-2, -1))
+        scale, factor = scaled(amax)
+        factor = factor[..., None, None]
+        if role != "v":
+            scale = scale[..., None].expand(*heads, num_blocks(tokens, rows, sequences))
+    rounded = (values * factor).where(values.isfinite(), math.nan).to(torch.float8_e4m3fn)
+    if role == "v":
+        data = _transposed(rounded, starts, sequences)
+    else:
+        data = (rounded.transpose(0, 1) if varlen else rounded).contiguous()
+    return Fp8(data, scale, role, *recipe, x.shape[-1], x.dtype, tokens, cu_seqlens, max_seqlen)
+
+
+def _transposed(rounded: torch.Tensor, starts: list[int], sequences: int | None) -> torch.Tensor:
+    """[..., H, S, width] -> [..., H, width, positions], in the order that the kernel reads."""
+    *heads, tokens, width = rounded.shape
+    room = num_blocks(tokens, GROUP, sequences) * GROUP
+    data = torch.zeros(*heads, room, width, dtype=torch.uint8, device=rounded.device)
+    for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        first = first_block(start, b, GROUP) * GROUP if sequences is not None else 0
+        data[..., first : first + end - start, :] = rounded[..., start:end, :].view(torch.uint8)
+    data = data.unflatten(-2, (-1, GROUP))[..., key_order(rounded.device), :].flatten(-3, -2)
+    return data.mT.contiguous().view(torch.float8_e4m3fn)
+
+
+def values_of(x: Fp8) -> Iterator[torch.Tensor]:
+    """The values of each sequence in fp64, (H, S, width), tokens in their order; rotated ones stay so."""
+    starts = [0, x.tokens] * len(x.data) if not x.varlen else x.cu_seqlens.tolist()
+    count = len(x.data) if not x.varlen else len(starts) - 1
+    for b in range(count):
+        start, end = (0, x.tokens) if not x.varlen else starts[b : b + 2]
+        if x.role == "v":
+            positions = -(-(end - start) // GROUP) * GROUP
+            first = first_block(start, b, GROUP) * GROUP if x.varlen else 0
+            data = (x.data if x.varlen else x.data[b])[..., first : first + positions]
+            data = data.double().mT.unflatten(-2, (-1, GROUP))[..., key_order(x.device).argsort(), :]
+            data = data.flatten(-3, -2)[..., : end - start, :]
+            scale = (x.scale if x.varlen else x.scale[b])[..., None, None]
+        else:
+            rows = ROWS[x.role]
+            data = x.data[start:end].transpose(0, 1).double() if x.varlen else x.data[b].double()
+            scale = x.scale if x.varlen else x.scale[b]
+            first = first_block(start, b, rows) if x.varlen else 0
+            block = torch.arange(end - start, device=x.device) // rows + first
+            scale = scale[:, block, None]
+        yield data * scale.double()
+
+
+# ---------------------------------------------------------------- attention
+
+
+class Rounding(NamedTuple):
+    """How P becomes float8_e4m3fn: exp2(score - shift + offset), rounded, with the score in base 2.
+
+    offset: so that small weights are not lost; None: P is not rounded. whole: the shift is a maximum rounded
+    up, so that roundings do not depend on which maximum was known. keys: in a block; the shift is the largest
+    score of the blocks so far, the last block being the first to be looked at; None for the largest of the
+    row. lazy: the shift stays while no score exceeds it by more than this. sum_rounded: P is divided by the
+    sum of what it was rounded to.
+    """
+
+    offset: float | None = 6.0
+    whole: bool = False
+    keys: int | None = 128
+    lazy: float = 2.8
+    sum_rounded: bool = False
+
+
+AS_KERNEL = Rounding()
+
+
+@torch.no_grad()
+def forward(
+    q: Fp8,
+    k: Fp8,
+    v: Fp8,
+    params: Params,
+    out_dtype: torch.dtype,
+    rounding: Rounding = AS_KERNEL,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`."""
+    outs, lses = [], []
+    for b_q, b_k, b_v in zip(values_of(q), values_of(k), values_of(v), strict=True):
+        group, out, lse = len(b_q) // max(1, len(b_k)), [], []
+        for head in range(len(b_q)):
+            kv = head // group
+            o, e = attend(b_q[head], b_k[kv], b_v[kv], params.window, params.sm_scale, rounding)
+            out.append(o[:, : v.head_dim])
+            lse.append(e)
+        outs.append(torch.stack(out))
+        lses.append(torch.stack(lse))
+    if q.varlen:
+        out, lse = torch.cat(outs, 1).transpose(0, 1), torch.cat(lses, 1)
+    else:
+        out, lse = torch.stack(outs), torch.stack(lses)
+    return out.to(out_dtype).contiguous(), lse.float()
+
+
+def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
+    """Of one head: q [S_q, D], k and v [S_k, D]."""
+    S_q, S_k = len(q), len(k)
+    out, lse = torch.zeros(S_q, v.shape[1], dtype=q.dtype, device=q.device), q.new_full((S_q,), -math.inf)
+    undefined = v.isnan()
+    known = v.masked_fill(undefined, 0.0)
+    rows = max(1, _SCRATCH // max(1, S_k))
+    for start in range(0, S_q if S_k else 0, rows):
+        part = slice(start, min(start + rows, S_q))
+        scores = q[part] @ k.mT * (sm_scale * math.log2(math.e))  # [rows, S_k], in base 2
+        place = torch.arange(part.start, part.stop, device=q.device)[:, None] + (S_k - S_q)
+        distance = torch.arange(S_k, device=q.device) - place
+        if window.right is not None:
+            scores.masked_fill_(distance > window.right, -math.inf)
+        if window.left is not None:
+            scores.masked_fill_(distance < -window.left, -math.inf)
+        m = scores.amax(-1, keepdim=True)
+        m = torch.where(m == -math.inf, 0.0, m)
+        exact = torch.exp2(scores - m)  # [rows, S_k]
+        p = exact if rounding.offset is None else _rounded(scores, m, rounding)
+        l = exact.sum(-1, keepdim=True)  # noqa: E741  (as everywhere in the book)
+        lse[part] = ((m + l.log2()) * math.log(2.0))[:, 0]
+        if rounding.sum_rounded:
+            l = p.sum(-1, keepdim=True)  # noqa: E741
+        value = p @ known / torch.where(l == 0, 1.0, l)
+        if bool(undefined.any()):
+            value.masked_fill_((scores > -math.inf).double() @ undefined.double() > 0, math.nan)
+        out[part] = value
+    return out, lse
+
+
+def _rounded(scores: torch.Tensor, m: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """exp2(scores - m) as the second product gets it: scores [rows, S_k], m [rows, 1] their maximum."""
+    offset, whole, keys, lazy, _ = rounding
+    shift = m
+    if keys is not None:
+        blocks = F.pad(scores, (0, -scores.shape[1] % keys), value=-math.inf).unflatten(1, (-1, keys))
+        largest = blocks.amax(-1)  # [rows, blocks]
+        known = torch.empty_like(largest)
+        now = torch.full_like(m[:, 0], -math.inf)
+        for block in reversed(range(largest.shape[1])):
+            now = torch.where(largest[:, block] > now + lazy, largest[:, block], now)
+            known[:, block] = now
+        shift = torch.where(known == -math.inf, 0.0, known).repeat_interleave(keys, 1)[:, : scores.shape[1]]
+    if whole:
+        shift = shift.ceil()
+    p = torch.exp2(scores - shift + offset).clamp_max(LARGEST).to(torch.float8_e4m3fn).to(scores.dtype)
+    return p * torch.exp2(shift - m - offset)

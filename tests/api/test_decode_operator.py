@@ -1,0 +1,122 @@
+"""attention_decode as compilers, exporters, fake tensors and FLOP counters see it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from decode_cases import DecodeCase, judge, make
+from layouts import LAYOUTS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnlib import attention_decode
+
+pytestmark = INTERPRETER_REMARKS
+DECODE = torch.ops.attnlib.attention_decode
+CASES = {
+    "lengths": DecodeCase("lengths", (7, 40)),
+    "full": DecodeCase("full", None, room=40, batch=2, queries=3),
+    "pages": DecodeCase("pages", (7, 40), page=16),
+    "window": DecodeCase("window", (7, 40), window=(9, 0), split="fixed"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def options_of(case: DecodeCase, inputs) -> dict:
+    return {"lengths": inputs.lengths, "page_table": inputs.table, "window": case.window, "split": case.split}
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck(name, lse, device):
+    case = CASES[name]
+    inputs = make(case, device)
+    left, right = case.window or (None, 0)
+    k, v = (x.nan_to_num() for x in inputs[1:3])
+    arguments = inputs.q, k, v, inputs.lengths, inputs.table, left, right, None, lse, case.split
+    torch.library.opcheck(DECODE.default, arguments)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+def test_opcheck_of_layouts(layout, device):
+    inputs = make(CASES["full"], device)
+    torch.library.opcheck(DECODE.default, tuple(layout(x) for x in inputs[:3]), {"split": "3"})
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", CASES)
+def test_in_one_graph(name, dynamic, device):
+    """Lengths, and with dynamic shapes batches, that the graph was not made for."""
+    case = CASES[name]
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    def compiled(q, k, v, **options):
+        out, lse = attention_decode(q * 1, k, v, return_lse=True, **options)
+        return out * 1, lse
+
+    inputs = make(case, device)
+    judge(case, inputs, *compiled(*inputs[:3], **options_of(case, inputs)))
+    if case.lengths is None:
+        other = DecodeCase("full", None, room=90, batch=3, queries=3)
+    else:
+        other = DecodeCase(name, (90, 0, 33), page=case.page, window=case.window, split=case.split)
+    inputs = make(other, device)
+    judge(other, inputs, *compiled(*inputs[:3], **options_of(other, inputs)))
+
+
+def test_export(device):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, lengths):
+            return attention_decode(q, k, v, lengths=lengths)
+
+    inputs = make(CASES["lengths"], device)[:4]
+    exported = torch.export.export(Layer(), inputs)
+    assert "attnlib.attention_decode" in exported.graph_module.code
+    assert torch.equal(exported.module()(*inputs), attention_decode(*inputs[:3], lengths=inputs[3]))
+
+
+def test_without_memory(device):
+    """Meta tensors, and fake ones, have the form of real ones."""
+    q, k, v, lengths, *_ = make(CASES["lengths"], device)
+    expected = attention_decode(q, k, v, lengths=lengths, return_lse=True)
+    meta = [x.to("meta") for x in (q, k, v, lengths)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v, lengths)]
+        faked = attention_decode(*fake[:3], lengths=fake[3], return_lse=True)
+    found = attention_decode(*meta[:3], lengths=meta[3], return_lse=True)
+    for results in (found, faked):
+        for x, y in zip(results, expected, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def test_wrong_arguments_in_a_graph(device):
+    q, k, v, lengths, *_ = make(CASES["lengths"], device)
+    compiled = torch.compile(attention_decode, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="lengths: expected batch size 2 as q has, got 1"):
+        compiled(q, k, v, lengths=lengths[:1])
+    with pytest.raises(RuntimeError, match="attention_decode has no gradient"):
+        DECODE(q.clone().requires_grad_(), k, v)[0].sum().backward()
+
+
+def flops(call) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_flops(device):
+    q, k, v, lengths, *_ = make(CASES["lengths"], device)
+    per_key = 4 * 4 * 64
+    assert flops(lambda: attention_decode(q, k, v, lengths=lengths)) == per_key * 47
+    assert flops(lambda: attention_decode(q, k, v)) == per_key * 80
+    assert flops(lambda: attention_decode(q, k, v, lengths=lengths, window=(9, 0))) == per_key * 17
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v, lengths)]
+        assert flops(lambda: attention_decode(*fake[:3], lengths=fake[3])) == per_key * 80

@@ -1,0 +1,169 @@
+"""attention_fp8() on a CPU: the model in PyTorch, prepared operands, and what is not supported."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+
+from attnlib import attention_fp8, attention_fp8_varlen, quantize_fp8
+from attnlib.kernels.reference.dense import attention_fp64, attention_varlen_fp64
+
+pytestmark = INTERPRETER_REMARKS
+SCALE = 0.1
+
+
+def tensors(*heads: int, S: int = 150, D: int = 64, dtype: torch.dtype = torch.float16, device: str = "cpu"):
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, h, S, D).to(dtype).to(device) for h in heads or (2, 2, 2))
+
+
+def rms(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a.double() - b.double()).square().mean().sqrt().item()
+
+
+def reference(*operands, **options):
+    return attention_fp8(*operands, impl="reference", **options)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"window": (20, 5)}, {"causal": True, "window": (9, -1)}, {"sm_scale": -0.2},
+    {"scaling": "head"}, {"scaling": "tensor", "rotate": False}, {"window": (-1, 0)},
+], ids=str)  # fmt: skip
+def test_near_exact_attention(options: dict, device: str) -> None:
+    """e4m3 has 4 significant bits: its errors are some hundredths of what is summed."""
+    q, k, v = tensors(4, 2, 2, device=device)
+    q = q[:, :, :120]
+    out, lse = reference(q, k, v, return_lse=True, **options)
+    exact = {name: value for name, value in options.items() if name in ("causal", "window", "sm_scale")}
+    truth, lse64 = attention_fp64(q, k, v, **exact)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32 and out.shape == q.shape
+    assert 1e-4 < rms(out, truth) < 0.1 * truth.square().mean().sqrt()
+    assert (lse - lse64).abs().max() < 0.3
+
+
+def test_varlen_is_each_sequence(device: str) -> None:
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors(4, 2, 2, device=device))
+    starts = (0, 20, 20, 150), (0, 7, 70, 150)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in starts)
+    out, lse = attention_fp8_varlen(
+        q, k, v, cu_q, cu_k, 130, 80, causal=True, return_lse=True, impl="reference"
+    )
+    truth, lse64 = attention_varlen_fp64(q, k, v, cu_q, cu_k, causal=True)
+    assert out.shape == q.shape and lse.shape == (4, 150)
+    assert rms(out, truth) < 0.1 * truth.square().mean().sqrt()
+    assert torch.equal(lse == -math.inf, lse64 == -math.inf)
+    for (a, b), (c, d) in (((0, 20), (0, 7)), ((20, 150), (70, 150))):
+        parts = (x[i:j].transpose(0, 1)[None] for x, i, j in ((q, a, b), (k, c, d), (v, c, d)))
+        alone = reference(*parts, causal=True, scaling="block", rotate=True)
+        # V has one scale for each head, here over all sequences.
+        torch.testing.assert_close(out[a:b].transpose(0, 1)[None], alone, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("D", [8, 72, 128, 200, 256])
+def test_padded_head_dimensions(D: int, device: str) -> None:
+    q, k, v = tensors(S=40, D=D, device=device)
+    out = reference(q, k, v)
+    truth, _ = attention_fp64(q, k, v)
+    assert out.shape == q.shape and rms(out, truth) < 0.1 * truth.square().mean().sqrt()
+
+
+def test_prepared_operands_are_the_same(device: str) -> None:
+    q, k, v = tensors(device=device)
+    expected = reference(q, k, v)
+    prepared = [quantize_fp8(x, role) for x, role in zip((q, k, v), "qkv", strict=True)]
+    for mix in range(8):
+        given = [prepared[i] if mix >> i & 1 else (q, k, v)[i] for i in range(3)]
+        assert torch.equal(reference(*given), expected)
+
+
+def test_a_tensor_is_rotated_as_its_partner_is(device: str) -> None:
+    q, k, v = tensors(device=device)
+    plain = reference(q, k, v, rotate=False)
+    q8, k8 = (quantize_fp8(x, role, rotate=False) for x, role in ((q, "q"), (k, "k")))
+    assert torch.equal(reference(q, k8, v), plain) and torch.equal(reference(q8, k, v), plain)
+    assert not torch.equal(reference(q, k, v), plain)
+
+
+def test_output_dtype(device: str) -> None:
+    q, k, v = tensors(dtype=torch.bfloat16, device=device)
+    assert reference(q, k, v).dtype == torch.bfloat16
+    assert reference(quantize_fp8(q, "q"), k, v).dtype == torch.bfloat16
+    for dtype in (torch.float16, torch.float32):
+        assert reference(q, k, v, out_dtype=dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("q_shape, k_shape", [((2, 2, 5, 64), (2, 2, 0, 64)), ((2, 2, 0, 64), (2, 2, 5, 64)),
+                                              ((0, 2, 5, 64), (0, 2, 5, 64))])  # fmt: skip
+def test_nothing_to_attend_to(q_shape, k_shape, device: str) -> None:
+    q, k = torch.ones(q_shape, device=device).half(), torch.ones(k_shape, device=device).half()
+    out, lse = reference(q, k, k, return_lse=True)
+    assert out.shape == q_shape and (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_rows_without_keys(device: str) -> None:
+    q, k, v = tensors(S=30, device=device)
+    out, lse = reference(q, k[:, :, :20], v[:, :, :20], causal=True, return_lse=True)
+    assert (out[:, :, :10] == 0).all() and (lse[:, :, :10] == -math.inf).all()
+    assert lse[:, :, 10:].isfinite().all()
+
+
+def test_nan_stays_where_it_is_seen(device: str) -> None:
+    q, k, v = tensors(S=40, device=device)
+    q[0, 0, 3, 5] = math.nan
+    v[1, 1, 20, 7] = math.inf
+    out = reference(q, k, v, causal=True)
+    spoilt = out.isnan()
+    assert spoilt[0, 0, 3].all() and spoilt[1, 1, 20:, 7].all()
+    assert spoilt.sum() == 64 + 20
+
+
+# ---------------------------------------------------------------- what is not supported
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+@pytest.mark.parametrize("impl, start", [(None, "q: attention_fp8"), ("hopper", "impl: 'hopper'")])
+def test_no_hopper_gpu(impl: str | None, start: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        attention_fp8(*tensors(), impl=impl)
+    message = f"{start} needs CUDA tensors; q is on cpu; impl='reference' runs on any device"
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_no_gradient(name: str) -> None:
+    given = dict(zip("qkv", tensors(), strict=True))
+    given[name].requires_grad_()
+    message = f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that does: "
+    with pytest.raises(RuntimeError, match="^" + message.replace("(", r"\(").replace(")", r"\)")):
+        reference(**given)
+    with pytest.raises(RuntimeError, match="^x: expected a tensor that does not require grad"):
+        quantize_fp8(given[name], name)
+    with torch.no_grad():
+        assert not reference(**given).requires_grad
+
+
+def test_no_forward_derivative() -> None:
+    q, k, v = tensors()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            reference(dual, k, v)
+
+
+def test_no_transformation() -> None:
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match=r"^attention_fp8 under torch.func: not supported"):
+        torch.vmap(reference)(q[None], k[None], v[None])
+    with pytest.raises(NotImplementedError, match='^attention_fp8 under device "meta": not supported'):
+        reference(*(x.to("meta") for x in (q, k, v)))
+    with pytest.raises(NotImplementedError, match='^quantize_fp8 under device "meta": not supported'):
+        quantize_fp8(q.to("meta"), "q")
+
+
+def test_negative_bit(device: str) -> None:
+    q, k, v = tensors(device=device)
+    negative = torch._neg_view(q)
+    assert negative.is_neg() and torch.equal(reference(negative, k, v), reference(-q, k, v))

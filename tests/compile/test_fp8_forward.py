@@ -1,0 +1,80 @@
+"""The FP8 forward kernel compiled for sm_90 as a call on a GPU would have it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+from hopper_forward import compile_forward
+
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.kernels.hopper import launch_fp8 as launch
+from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
+
+WIDTHS = (64, 128, 256)
+# What a call asks for: causal, blocks to mask, warpgroups of a tile end in different blocks (None: where a
+# tile is not as tall as a block is wide), LSE, and what else; as in test_hopper.
+KINDS = {
+    "causal": (True, 1, None, False),
+    "dense": (False, 0, False, False),
+    "idle, tail, LSE": (False, 1, True, True),
+    "left, shifted, LSE": (True, 2, True, True, "left", "shifted"),
+    "varlen, causal, LSE": (True, 2, True, True, "varlen"),
+    "varlen, all, LSE": (True, 2, True, True, "varlen", "left", "shifted"),
+}
+CASES = [*product(WIDTHS, KINDS, ("bf16",)), *product(WIDTHS, ("varlen, all, LSE",), ("fp32",))]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+SPILLS: dict[tuple[int, str, str], int] = {}
+
+
+def compile_case(case: tuple[int, str, str], config: Fp8Config | None = None) -> Stats:
+    """In a child process, so that cases share the cores."""
+    width, kind, dtype = case
+    config = config or fp8_config(width)
+    causal, masked, skip, lse, *others = KINDS[kind]
+    if skip is None:
+        skip = config.block_n != 64 * config.warpgroups
+    varlen = "varlen" in others
+    mask = {"causal": causal, "shifted": "shifted" in others, "left": "left" in others}
+    mask |= {"blocks": masked, "skip": skip}
+    plan = launch.make_plan(width, config, mask, False, lse, varlen)
+    types = {
+        name: f"tensordesc<{dtype if name == 'desc_o' else 'fp8e4nv'}{list(found.block)},{found.layout!r}>"
+        for name, found in launch.described((None,) * 4, width, config, DTYPES[dtype], varlen).items()
+    }
+    options = {*others, "fp8", "LSE" if lse else "", "" if varlen else "fp8 batch"}
+    return compile_forward(plan, types, options, config.max_registers)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, Stats]:
+    children = min(8, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        return dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_configuration(compiled: dict[tuple, Stats], case: tuple) -> None:
+    stats, config = compiled[case], fp8_config(case[0])
+    print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+    assert stats.opcodes["QGMMA"] and not stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
+    assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
+    assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
+    assert stats.registers == config.max_registers
+    assert stats.spills == SPILLS.get(case, 0)
+    assert stats.warnings == (), "wgmma serialized?"
+    assert stats.shared_bytes <= SMEM_LIMIT
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_weights_move_to_no_other_thread(compiled: dict[tuple, Stats], case: tuple) -> None:
+    """P is in the order of the second product as it is, and packed in words: no PRMT, and no SHFL but those
+    of the row maxima (two rows of a thread, two steps)."""
+    loops = compiled[case].loops
+    assert len(loops) == fp8_config(case[0]).warpgroups
+    for loop in loops:
+        assert loop["QGMMA"] and not loop.get("PRMT") and loop["SHFL"] == 4

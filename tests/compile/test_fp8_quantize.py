@@ -1,0 +1,70 @@
+"""The quantizing kernels compiled for sm_90: no spills, the rotation on tensor cores, few instructions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from launches import jobs_of
+
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.kernels import fp8
+from attnlib.kernels.common.fp8 import Recipe
+from attnlib.kernels.fp8 import quantize_kernels as kernels
+
+DIMS = (64, 128, 256)
+CASES = [
+    (role, recipe, D, dtype, varlen)
+    for D in DIMS
+    for role, recipe, dtype, varlen in [
+        ("q", Recipe(), "bfloat16", False), ("k", Recipe(), "bfloat16", False),
+        ("q", Recipe(), "float16", True), ("q", Recipe("block", False), "bfloat16", False),
+        ("k", Recipe("tensor"), "bfloat16", False), ("v", Recipe(), "bfloat16", False),
+        ("v", Recipe(), "float16", True),
+    ]
+] + [("k", Recipe(), 128, "float32", False), ("q", Recipe(), 40, "bfloat16", False)]  # fmt: skip
+SPILLS_FLOAT32 = 128
+"""4-byte words of a thread: its rotation is three products, of parts of the numbers in TF32."""
+
+
+def name(case: tuple) -> str:
+    role, recipe, D, dtype, varlen = case
+    how = "rotated" if recipe.rotate else "plain"
+    return f"{role}-{recipe.scaling}-{how}-D{D}-{dtype}{'-varlen' * varlen}"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, list[Stats]]:
+    """All at once: the compiler's start-up costs more than a kernel."""
+    jobs, owners = [], []
+    for case in CASES:
+        role, recipe, D, dtype, varlen = case
+        x = torch.zeros(*((512, 2) if varlen else (1, 2, 512)), D, dtype=getattr(torch, dtype))
+        lengths = (torch.zeros(3, dtype=torch.int32), 512) if varlen else ()
+        found = jobs_of(kernels, lambda x=x, r=(role, recipe, *lengths): fp8.quantize(x, *r))
+        jobs += found
+        owners += [case] * len(found)
+    stats: dict[tuple, list[Stats]] = {}
+    for case, one in zip(owners, inspect_sm90.compile_all(jobs), strict=True):
+        stats.setdefault(case, []).append(one)
+    return stats
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_compiles(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
+    role, recipe, _, dtype, _ = case
+    assert len(compiled[case]) == (1 if recipe.scaling == "block" and role != "v" else 2)
+    for stats in compiled[case]:
+        assert stats.spills <= (SPILLS_FLOAT32 if dtype == "float32" else 0) and stats.warnings == ()
+        assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0
+        rotated = recipe.rotate and role != "v"
+        assert bool(stats.opcodes.get("HGMMA")) == rotated, "the rotation is a product on tensor cores"
+        if dtype != "float32":
+            assert not stats.opcodes.get("HMMA")
+
+
+def test_loads_feed_the_tensor_core(compiled: dict[tuple, list[Stats]]) -> None:
+    """From memory to shared memory and from there to the product, not through registers."""
+    for D in DIMS:
+        [stats] = compiled["q", Recipe(), D, "bfloat16", False]
+        assert not stats.opcodes.get("LDG") and stats.opcodes["LDGSTS"]

@@ -1,0 +1,126 @@
+"""FP8 attention on a Hopper GPU: the quantizing kernels bit by bit, the forward kernel against the model,
+equal bits in every run, streams, CUDA graphs, more than 2^31 elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_cases import CASES, QuantizeCase, check_forward, check_quantize, compare
+
+from attnlib import attention_fp8, attention_fp8_varlen, quantize_fp8
+from attnlib.bench.oracle import make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.kernels import fp8
+from attnlib.kernels.common.fp8 import Recipe
+from attnlib.kernels.reference import fp8 as model
+from attnlib.params import Params, Varlen, mask_window
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9.x",
+)
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_quantizing_is_the_model(case: QuantizeCase) -> None:
+    check_quantize(case, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("role", ["q", "v"])
+def test_every_number(dtype: torch.dtype, role: str) -> None:
+    numbers = torch.arange(65536, dtype=torch.int32, device=DEVICE).to(torch.int16).view(dtype)
+    numbers = numbers.view(1, 1, 1024, 64)
+    for x in (numbers, numbers.where(numbers.float().abs() <= 448, 0.0)):
+        recipe = Recipe("tensor", False)
+        compare(fp8.quantize(x, role, recipe), model.quantize(x, role, recipe), "every number")
+
+
+@pytest.mark.parametrize("role", "qkv")
+def test_large_tensors(role: str) -> None:
+    """Blocks in loops, as only large tensors have them."""
+    x = torch.randn(2, 8, 8192 + 40, 128, device=DEVICE).bfloat16()
+    for recipe in (Recipe(), Recipe("head", False)):
+        compare(fp8.quantize(x, role, recipe), model.quantize(x, role, recipe), f"large {role}")
+
+
+@pytest.mark.parametrize("role", "qkv")
+def test_more_than_2_31_elements(role: str) -> None:
+    x = torch.zeros(1, 2, (1 << 24) + 128, 64, device=DEVICE, dtype=torch.float16)
+    x[0, 1, -128:] = torch.randn(128, 64, device=DEVICE)
+    found = quantize_fp8(x, role, rotate=False)
+    alone = quantize_fp8(x[:, 1:, -128:].contiguous(), role, rotate=False)
+    tail = found.data[0, 1, :, -128:] if role == "v" else found.data[0, 1, -128:]
+    assert torch.equal(tail.view(torch.uint8), alone.data[0, 0].view(torch.uint8))
+
+
+def check(q, k, v, name: str, **options) -> None:
+    roles = {"scaling": options.pop("scaling", "block"), "rotate": options.pop("rotate", True)}
+    operands = tuple(quantize_fp8(x, role, **roles) for x, role in zip((q, k, v), "qkv", strict=True))
+    found = attention_fp8(*operands, return_lse=True, **options)
+    scale = options.get("sm_scale", q.shape[-1] ** -0.5)
+    window = mask_window(options.get("causal", False), options.get("window"))
+    check_forward(found, operands, Params(window, scale), name)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 72, 200])
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"window": (300, 20)}, {"causal": True, "window": (100, -1)}, {"sm_scale": -0.1},
+    {"scaling": "head", "causal": True}, {"scaling": "tensor", "rotate": False}, {"out_dtype": torch.float32},
+], ids=str)  # fmt: skip
+def test_forward(head_dim: int, options: dict) -> None:
+    for rows, keys in ((1000, 1100), (33, 700)):
+        q, k, v = make_inputs(Shape(2, 4, rows, head_dim, True, "bfloat16", 2, keys), device=DEVICE)
+        check(q, k, v, f"D{head_dim} {rows}x{keys} {options}", **options)
+
+
+@pytest.mark.parametrize("kind", ["outlier", "sink", "large", "constant"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_inputs(kind: str, head_dim: int) -> None:
+    q, k, v = make_inputs(Shape(1, 4, 2048, head_dim), kind, device=DEVICE)
+    check(q, k, v, f"D{head_dim} {kind}", causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen(head_dim: int, causal: bool) -> None:
+    lengths = [(15, 70), (0, 10), (300, 300), (129, 0), (64, 500), (1, 1), (257, 128)]
+    starts = [torch.tensor([0, *x]).cumsum(0).int().to(DEVICE) for x in zip(*lengths, strict=True)]
+    tokens = [int(x[-1]) for x in starts]
+    longest = [max(x) for x in zip(*lengths, strict=True)]
+    q, k, v = (
+        torch.randn(n, h, head_dim, device=DEVICE).bfloat16()
+        for n, h in ((tokens[0], 4), (tokens[1], 2), (tokens[1], 2))
+    )
+    sides = ("q", q, 0), ("k", k, 1), ("v", v, 1)
+    operands = tuple(
+        quantize_fp8(x, role, cu_seqlens=starts[i], max_seqlen=longest[i]) for role, x, i in sides
+    )
+    found = attention_fp8_varlen(*operands, *starts, *longest, causal=causal, return_lse=True)
+    params = Params(mask_window(causal, None), head_dim**-0.5, Varlen(*starts, *longest))
+    check_forward(found, operands, params, f"varlen D{head_dim} causal {causal}")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_same_bits_every_time(head_dim: int) -> None:
+    q, k, v = make_inputs(Shape(2, 8, 2000, head_dim), device=DEVICE)
+    first = attention_fp8(q, k, v, causal=True)
+    assert all(torch.equal(attention_fp8(q, k, v, causal=True), first) for _ in range(10))
+
+
+def test_streams_and_graphs() -> None:
+    q, k, v = make_inputs(Shape(1, 4, 1024, 128), device=DEVICE)
+    expected = attention_fp8(q, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = attention_fp8(q, k, v)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(out, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention_fp8(q, k, v)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(out, attention_fp8(q, k, v))

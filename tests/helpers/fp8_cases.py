@@ -1,0 +1,175 @@
+"""Tensors to quantize, and a check of what the kernels make of them against the model in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlib.kernels import fp8
+from attnlib.kernels.common.fp8 import Fp8, Recipe
+from attnlib.kernels.reference import fp8 as model
+
+
+@dataclass(frozen=True)
+class QuantizeCase:
+    """A call of `quantize`. lengths: of varlen sequences, in place of B and S."""
+
+    role: str = "q"
+    recipe: Recipe = Recipe()
+    D: int = 64
+    S: int = 150
+    B: int = 2
+    H: int = 2
+    dtype: torch.dtype = torch.float16
+    lengths: tuple[int, ...] = ()
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        where = f"varlen {self.lengths}" if self.lengths else f"B{self.B} S{self.S}"
+        how = f"{self.recipe.scaling}{' rotated' if self.recipe.rotate else ''}"
+        name = f"{self.role} {where} H{self.H} D{self.D} {how} {str(self.dtype).removeprefix('torch.')}"
+        return name + " transposed" * self.transposed
+
+    def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
+        """x, and of varlen sequences their offsets and the longest. Magnitudes differ from block to block."""
+        shape = (sum(self.lengths), self.H, self.D) if self.lengths else (self.B, self.H, self.S, self.D)
+        if self.transposed:
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        x = x.transpose(1, 2) if self.transposed else x
+        tokens = torch.arange(x.shape[0 if self.lengths else 2])
+        size = 4.0 ** (tokens // 50 % 3) * 5.0 ** torch.arange(self.H)[:, None]  # [H, tokens]
+        x = x * (size.mT if self.lengths else size)[..., None]
+        x = x.to(self.dtype).to(device)
+        if not self.lengths:
+            return x, None, None
+        offsets = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
+        return x, offsets, max(self.lengths)
+
+
+PLAIN, LENGTHS = Recipe("block", False), (15, 0, 2, 133, 0, 129)
+CASES = {
+    str(case): case
+    for case in [
+        *(QuantizeCase(role, recipe) for role in "qk" for recipe in (Recipe(), PLAIN, Recipe("head", True))),
+        *(QuantizeCase(role, Recipe("tensor", False), lengths=LENGTHS) for role in "qkv"),
+        *(QuantizeCase(role, lengths=LENGTHS) for role in "qkv"),
+        QuantizeCase("v"), QuantizeCase("v", Recipe("tensor")),
+        QuantizeCase("k", Recipe("head", False), lengths=LENGTHS),
+        QuantizeCase("q", PLAIN, 40, dtype=torch.bfloat16), QuantizeCase("q", Recipe(), 40),
+        QuantizeCase("v", Recipe(), 72, 33), QuantizeCase("k", PLAIN, 128, 129, dtype=torch.float32),
+        QuantizeCase("q", Recipe(), 128, 70, dtype=torch.bfloat16), QuantizeCase("k", Recipe(), 256, 130, 1),
+        QuantizeCase("k", Recipe("tensor"), 200, 40, dtype=torch.float32),
+        QuantizeCase("v", Recipe(), 256, 16),
+        QuantizeCase("q", transposed=True), QuantizeCase("v", transposed=True),
+        QuantizeCase("q", Recipe(), 64, 65 * 64, 1, 1), QuantizeCase("v", Recipe(), 64, 4100, 1, 1),
+    ]
+}  # fmt: skip
+
+
+def check_quantize(case: QuantizeCase, device: str) -> None:
+    """AssertionError that says what is wrong."""
+    x, offsets, longest = case.tensors(device)
+    found = fp8.quantize(x, case.role, case.recipe, offsets, longest)
+    compare(found, model.quantize(x, case.role, case.recipe, offsets, longest), str(case))
+
+
+def compare(found: Fp8, expected: Fp8, name: str = "") -> None:
+    """Bit for bit; rotated: scales to 1e-6, and data that differs, next to the middle of two neighbors, by
+    one step in at most one of 200 elements."""
+    about = ("role", "scaling", "rotated", "head_dim", "dtype", "tokens", "max_seqlen", "shape", "device")
+    for field in about:
+        got, wanted = getattr(found, field), getattr(expected, field)
+        assert got == wanted, f"{name} is wrong: {field}: expected {wanted}, got {got}"
+    assert found.cu_seqlens is expected.cu_seqlens
+    assert found.data.dtype == expected.data.dtype and found.scale.dtype == expected.scale.dtype
+    assert found.data.shape == expected.data.shape, f"{name} is wrong: shape of data"
+    assert found.scale.shape == expected.scale.shape, f"{name} is wrong: shape of scale"
+    if not found.data.numel():
+        return
+    assert found.data.is_contiguous(), f"{name} is wrong: strides of data"
+    tolerance = 1e-6 if found.rotated else 0.0
+    error = ((found.scale - expected.scale).abs() / expected.scale).max().item()
+    assert error <= tolerance, f"{name} is wrong: scale: relative error {error}"
+    codes = [ordered(x.data) for x in (found, expected)]
+    steps = (codes[0] - codes[1]).abs()
+    limit, share = (1, 0.005) if found.rotated else (0, 0.0)
+    wrong = (steps > 0).float().mean().item()
+    assert steps.max() <= limit and wrong <= share, (
+        f"{name} is wrong: data: {wrong:.2%} of the elements differ, by up to {steps.max()} steps"
+    )
+
+
+def ordered(data: torch.Tensor) -> torch.Tensor:
+    """The numbers of float8_e4m3fn counted from the smallest on; NaN is far from all others."""
+    bits = data.view(torch.uint8).int()
+    size = bits & 127
+    return torch.where(size == 127, 1000, torch.where(bits >= 128, -size, size))
+
+
+# ---------------------------------------------------------------- attention
+
+EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}
+"""Of an output's rounding; of float32 what accumulating on tensor cores may cost."""
+ACCUMULATED = 2.0**-11
+"""Of the largest output, the error that tensor cores may make in each of the two sums."""
+KEPT = 13
+"""Bits that tensor cores keep of products of float8_e4m3fn, below the leading one of the largest."""
+SCRATCH = 1 << 24
+
+
+def wrong_sums(operands: tuple[Fp8, ...], params) -> torch.Tensor:
+    """Of each row, the largest error of a score that comes from how tensor cores add: 32 products at a time,
+    to what they have so far, each cut off at the same bit. (B, H, S_q), of varlen sequences (H, T_q).
+
+    With a large product of either sign in a row, what is cut off is large beside the score that is left."""
+    found = []
+    for b_q, b_k in zip(*(model.values_of(x) for x in operands[:2]), strict=True):
+        group = len(b_q) // max(1, len(b_k))
+        found.append(torch.stack([_wrong_sums(q, b_k[h // group]) for h, q in enumerate(b_q)]))
+    errors = torch.cat(found, 1) if operands[0].varlen else torch.stack(found)
+    return errors * abs(params.sm_scale)
+
+
+def _wrong_sums(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    if not len(k):
+        return q.new_zeros(len(q))
+    errors = []
+    for rows in q.split(max(1, SCRATCH // (33 * len(k)))):
+        total = q.new_zeros(1, len(rows), len(k))
+        for columns in range(0, q.shape[1], 32):
+            part = slice(columns, columns + 32)
+            terms = torch.cat((total, rows.mT[part, :, None] * k.mT[part, None]))  # [33, rows, S_k]
+            last = torch.exp2(terms.abs().amax(0).clamp_min(2.0**-126).log2().floor() - KEPT)
+            total = (terms / last).trunc().sum(0, keepdim=True) * last
+        errors.append((total[0] - rows @ k.mT).abs().amax(1))
+    return torch.cat(errors)
+
+
+def check_forward(
+    found: tuple[torch.Tensor, torch.Tensor | None], operands: tuple[Fp8, ...], params, name: str
+) -> None:
+    """AssertionError unless the error of the output, against fp64 with the same quantized operands, is that
+    of rounding P, as the model has it, and of rounding the output."""
+    out, lse = found
+    exact, exact_lse = model.forward(*operands, params, torch.float64, model.Rounding(offset=None))
+    expected, _ = model.forward(*operands, params, torch.float64)
+    assert out.shape == exact.shape, f"{name} is wrong: expected shape {exact.shape}, got {out.shape}"
+    undefined = exact.isnan()
+    assert torch.equal(out.isnan(), undefined), f"{name} is wrong: NaN in other places"
+    if not out.numel() or undefined.all():
+        return
+    truth = exact[~undefined]
+    error, usual = ((x.double()[~undefined] - truth).abs() for x in (out, expected))
+    size = EPSILON[out.dtype] + 2 * ACCUMULATED
+    for kind, limit, of in (("RMS", 1.5, lambda x: x.square().mean().sqrt()), ("max", 2.0, torch.max)):
+        got, allowed = of(error).item(), limit * of(usual).item() + size * truth.abs().max().item()
+        assert got <= allowed, f"{name} is wrong: {kind} error {got:.3e}, at most {allowed:.3e}"
+    if lse is not None:
+        seen = exact_lse.isfinite()
+        assert torch.equal(lse.isfinite(), seen), f"{name} is wrong: LSE of rows without keys"
+        if seen.any():
+            error = (lse.double() - exact_lse.double()).abs() - 1.5 * wrong_sums(operands, params)
+            got = error[seen].max().item()
+            assert got <= 2e-4, f"{name} is wrong: LSE: error {got:.3e} beyond what sums cost, at most 2e-4"

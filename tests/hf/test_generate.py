@@ -1,0 +1,171 @@
+"""generate() with attn_implementation="attnlib": the tokens of "sdpa", whatever cache there is, with batches
+padded on the left, by greedy and by beam search."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+
+transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
+
+from small_models import FAMILIES, build, tokens  # noqa: E402
+
+import attnlib.hf  # noqa: E402
+from attnlib.hf import forward, static  # noqa: E402
+
+pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore")]
+CACHES = (None, "static", "offloaded", "offloaded_static") if torch.cuda.is_available() else (None, "static")
+"""The offloaded ones move to a CPU and back."""
+MODELS = [name for name in FAMILIES if name not in ("one key head for each", "a window beyond the text")]
+assert {"llama", "qwen2", "sliding window", "gemma", "gemma3"} == set(MODELS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    attnlib.hf.register()
+
+
+@pytest.fixture
+def roads(monkeypatch):
+    """How often each way of a layer's call was taken."""
+    counts = dict.fromkeys(("attention", "attention_decode", "attend"), 0)
+
+    def counted(module, name):
+        function = getattr(module, name)
+
+        def call(*args, **options):
+            counts[name] += 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in counts:
+        counted(forward, name)
+    counted(static, "attention_decode")
+    return counts
+
+
+def batch(device, padding=(5, 2, 0), length=12):
+    ids = tokens(len(padding), length, device)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding):
+        mask[row, :count] = 0
+    return ids, mask
+
+
+def generated(name, device, new=5, padding=(5, 2, 0), **options):
+    """Of both implementations."""
+    ids, mask = batch(device, padding)
+    found = []
+    for implementation in ("attnlib", "sdpa"):
+        model = build(name, implementation, device)
+        model.generation_config.eos_token_id = None
+        found.append(
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **options
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_search(name, cache, device, roads):
+    ours, theirs = generated(name, device, cache_implementation=cache)
+    assert torch.equal(ours, theirs) and len(ours.unique()) > 15
+    # Four steps after the prompt, two layers. A window of 7 keys has passed the padding by and by, and rows
+    # have nothing left out then.
+    assert roads["attention_decode"] >= (1 if name in ("sliding window", "gemma3") else 8), roads
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (11, 0)], ids=str)
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padding(name, cache, padding, device):
+    ours, theirs = generated(name, device, padding=padding, cache_implementation=cache)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_beam_search(name, cache, device):
+    ours, theirs = generated(name, device, new=4, num_beams=3, cache_implementation=cache)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding window"])
+def test_a_draft_is_checked_with_several_queries(name, device, roads):
+    """Prompt lookup proposes tokens, of which a step looks at several."""
+    ids = tokens(1, 6, device).repeat(1, 4)
+    found = []
+    for implementation in ("attnlib", "sdpa"):
+        model = build(name, implementation, device)
+        model.generation_config.eos_token_id = None
+        found.append(
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0,
+                prompt_lookup_num_tokens=4,
+            )
+        )  # fmt: skip
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding window", "gemma3"])
+def test_a_static_cache_filled_in_parts(name, device):
+    """Prompts in parts, then tokens; logits are those of a pass without a cache."""
+    ids = tokens(2, 20, device)
+    model = build(name, "attnlib", device).eval()
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache, parts = transformers.StaticCache(config=model.config, max_cache_len=32), []
+        for part in ids.split((9, 6, 1, 4), 1):
+            parts.append(model(part, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding window"])
+def test_a_compiled_step(name, device):
+    """As generate() does on a GPU: the step is one graph, which is made once for all lengths."""
+    torch.compiler.reset()
+    ids, mask = batch(device)
+    found = []
+    for implementation in ("attnlib", "sdpa"):
+        model = build(name, implementation, device).eval()
+        step = torch.compile(model.forward, backend="eager", fullgraph=True)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        kept, token, new = mask, ids, []
+        with torch.no_grad():
+            for count in range(6):
+                inputs = model.prepare_inputs_for_generation(
+                    token if count else ids, attention_mask=kept, past_key_values=cache, use_cache=True,
+                    is_first_iteration=not count,
+                )  # fmt: skip
+                logits = (step if count else model)(**inputs).logits[:, -1]
+                token = logits.argmax(-1, keepdim=True)
+                new.append(token)
+                kept = torch.nn.functional.pad(kept, (0, 1), value=1)
+        found.append(torch.cat(new, 1))
+    torch.compiler.reset()
+    assert torch.equal(*found)
+
+
+def test_what_a_static_cache_cannot_have(device):
+    ids, mask = batch(device)
+    model = build("llama", "attnlib", device)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    mask[0, 7] = 0
+    with pytest.raises(ValueError, match="^attention_mask: expected padding on the left only beside a cache"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_gradients_through_few_queries_that_are_padded(device):
+    """attention_decode has none, so these go without it."""
+    ids, mask = batch(device)
+    found = []
+    for implementation in ("attnlib", "sdpa"):
+        model = build("llama", implementation, device)
+        logits = model(ids, attention_mask=mask).logits[mask.bool()]
+        logits.square().sum().backward()
+        found.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,87 @@
+"""The FP8 forward kernel, line by line as it is, in the emulator: results, and no race or deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from emulated import ORDERS
+from emulated_fp8 import Call, check
+
+from attnlib.kernels.hopper.configs_fp8 import fp8_config
+
+pytestmark = INTERPRETER_REMARKS
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_forward(D: int, causal: bool, order: str) -> None:
+    check(Call(D, causal=causal), order)
+
+
+CALLS = {
+    "grouped heads, batches": Call(64, 4, 2, 70, 90, B=2),
+    "bfloat16": Call(128, 2, 1, out_dtype=torch.bfloat16),
+    "float32": Call(128, 1, 1, out_dtype=torch.float32),
+    "no LSE": Call(128, return_lse=False),
+    "a negative scale": Call(64, sm_scale=-0.1),
+    "one row, one key": Call(64, 1, 1, 1, 1),
+    "one row": Call(128, 2, 1, 1, 333),
+    "one key": Call(64, 2, 1, 200, 1),
+    "rows that see nothing": Call(128, 1, 1, 300, 100),
+    "many tiles": Call(64, 6, 2, 300, 150),
+    "a head dimension between the widths": Call(40, 2, 1, 150, 170),
+    "a head dimension of 200": Call(200, 1, 1, 100, 150),
+    "a scale per head": Call(128, 2, 1, 200, 300, B=2, scaling="head"),
+    "one scale": Call(64, 2, 1, 200, 300, scaling="tensor", rotate=False),
+    "blocks of different size": Call(64, 2, 1, 300, 500, spread=6.0),
+    "blocks of different size, 256 columns": Call(256, 1, 1, 130, 300, spread=6.0),
+    "large scores": Call(64, 1, 1, 130, 300, causal=False, sm_scale=2.0),
+    "window": Call(64, 2, 1, 200, 300, causal=True, window=(100, -1)),
+    "window on both sides": Call(128, 1, 1, 200, 300, causal=False, window=(70, 33)),
+    "window on the right": Call(64, 1, 1, 200, 300, causal=False, window=(-1, 40)),
+    "window on the left": Call(256, 1, 1, 100, 300, causal=False, window=(70, -1)),
+    "window of one key": Call(64, 1, 1, 150, 150, causal=True, window=(0, 0)),
+    "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
+    "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False),
+    "varlen, 256 columns": Call(256, 2, 1, varlen=((70, 70), (100, 130)), spread=4.0),
+    "varlen, a window": Call(64, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1), scaling="head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str) -> None:
+    for order in ("late", "random"):
+        check(CALLS[name], order, seed=1)
+
+
+PLAIN = replace(
+    fp8_config(128), block_n=64, stages=2, o_columns=64, q_columns=0, late_wait=False, pin=False, joint=False
+)
+FLAGS = [
+    {}, {"joint": True}, {"named": True}, {"late_wait": True, "pin": True}, {"block_n": 128},
+    {"q_columns": 64}, {"q_columns": 32}, {"stages": 1}, {"stages": 8}, {"o_columns": 32},
+    {"warpgroups": 3, "stages": 4, "joint": True, "block_n": 128}, {"warpgroups": 4},
+    {"warpgroups": 3}, {"named": True, "block_n": 128, "pin": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_configurations(flags: dict, causal: bool) -> None:
+    config = replace(PLAIN, **flags)
+    call = Call(64, 2, 1, 300, 400, causal=causal, config=config, return_lse=True)
+    for order in ("late", "random"):
+        check(call, order, seed=2)
+
+
+def test_a_value_that_is_nan_stays_with_its_sequence() -> None:
+    """Rows that see it are NaN; those of the sequences beside it in memory are what they are without it."""
+    call = Call(64, 1, 1, varlen=((40, 40), (70, 70), (50, 50)), causal=False)
+    q, k, v = call.tensors()
+    v[50] = torch.nan  # in the second sequence
+    out, _ = check(call, tensors=(q, k, v))
+    assert out[40:110].isnan().all() and out[:40].isfinite().all() and out[110:].isfinite().all()

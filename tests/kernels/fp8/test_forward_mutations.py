@@ -1,0 +1,81 @@
+"""The comparison of the forward kernel with the model catches planted bugs: edits of the kernel's source,
+run in the emulator, judged by `check_forward` as on a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS
+from emulated import mutate, on_the_cpu
+from emulated_fp8 import Call
+from fp8_cases import check_forward
+from mutations import Mutation
+
+from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8, tile_scheduler
+from attnlib.kernels.hopper.configs_fp8 import fp8_config
+
+pytestmark = INTERPRETER_REMARKS
+
+SPREAD = Call(64, 2, 1, 200, 400, causal=False, spread=6.0)
+HEADS = Call(64, 4, 2, 70, 150, B=2, scaling="head", causal=False)
+ROWS = Call(64, 1, 1, 300, 100)
+LARGE = Call(64, 1, 1, 130, 300, causal=False, sm_scale=2.0)
+VARLEN = Call(64, 2, 1, varlen=((40, 70), (100, 300), (70, 90)), causal=False, spread=6.0)
+TALL = replace(fp8_config(64), warpgroups=2, stages=2)
+WINDOW = Call(64, 2, 1, 300, 400, window=(70, -1), config=replace(TALL, block_n=64))
+CALLS = {
+    "spread": SPREAD, "heads": HEADS, "rows without keys": ROWS, "large": LARGE, "varlen": VARLEN,
+    "window": WINDOW,
+}  # fmt: skip
+
+MUTATIONS = [
+    Mutation("all queries of a tile have the scale of its first block", "before >> 6", "before >> 30",
+             "spread", "(RMS|max) error|LSE", (), e4m3),
+    Mutation("two blocks of keys share a scale", "(first >> 7) * stride", "(first >> 8) * stride",
+             "spread", "(RMS|max) error|LSE", (), e4m3),
+    Mutation("V is not scaled back", "factor *= v_scale", "factor *= 1.0", "heads", "(RMS|max) error", (),
+             forward_kernel),
+    Mutation("weights are 16 times too large for e4m3",
+             "OFFSET = gl.constexpr(6)", "OFFSET = gl.constexpr(10)", "spread",
+             "(RMS|max) error", (), e4m3),
+    Mutation("the shift does not follow the maximum",
+             "ROOM = gl.constexpr(8.8)", "ROOM = gl.constexpr(16.8)", "large", "(RMS|max) error", (), e4m3),
+    Mutation("pairs of weights are swapped", "mov.b32 $0, {low, high};", "mov.b32 $0, {high, low};", "heads",
+             "(RMS|max) error", (), e4m3),
+    Mutation("V's sequences begin at multiples of 16 together", "// 16 + i_b + groups", "// 16 + groups",
+             "varlen", "(RMS|max) error", (), tile_scheduler),
+    Mutation("V's last positions are those of its keys",
+             "VARLEN_ROWS - 16 * groups)", "VARLEN_ROWS - seq.S_k)", "varlen",
+             "(RMS|max) error", (), tile_scheduler),
+    Mutation("a sequence's first keys have the scale of the one before", "// 128 + i_b)", "// 128)", "varlen",
+             "(RMS|max) error|LSE", (), tile_scheduler),
+    Mutation("a sequence's first rows have the scale of the one before", "// 64 + i_b + row", "// 64 + row",
+             "varlen", "(RMS|max) error|LSE", (), tile_scheduler),
+    Mutation("V's scales are those of the first batch", "i_b * s.v_b + i_kv", "i_kv", "heads",
+             "(RMS|max) error", (), tile_scheduler),
+    Mutation("the scale of a block is that of the block after", "(low + end - 1 - i) * plan.block_n",
+             "(low + end - i) * plan.block_n", "spread", "(RMS|max) error|LSE", (), forward_kernel),
+]  # fmt: skip
+
+
+def judged(call: Call, mutants: dict | None = None) -> None:
+    operands = tuple(call.operands(*call.tensors()))
+    with on_the_cpu("random", 0, mutants=mutants):
+        found = launch_fp8.forward(*operands, call.params(), torch.float16)
+    check_forward(found, operands, call.params(), "the kernel")
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_kernel_passes(call: Call) -> None:
+    judged(call)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_is_caught(mutation: Mutation) -> None:
+    with pytest.raises(AssertionError) as raised:
+        judged(CALLS[mutation.caught_by], mutate(mutation))
+    said = str(raised.value).splitlines()[0]
+    assert re.match(rf"the kernel is wrong: ({mutation.verdict})", said), said

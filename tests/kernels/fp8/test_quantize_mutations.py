@@ -1,0 +1,79 @@
+"""The checks catch planted bugs: each edit of the quantizing kernels' source fails a case of
+test_quantize."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from cases import INTERPRETER_REMARKS
+from families import fresh_launches  # noqa: F401  (a fixture)
+from fp8_cases import CASES, check_quantize
+from mutations import Mutation, load
+
+from attnlib.kernels.fp8 import quantize_kernels
+
+pytestmark = INTERPRETER_REMARKS
+
+KERNELS = "quantize_amax", "quantize_rows", "quantize_values"
+ROTATED, PLAIN = "q B2 S150 H2 D64 block rotated float16", "q B2 S150 H2 D64 block float16"
+HEAD, VALUES = "k B2 S150 H2 D64 head rotated float16", "v B2 S150 H2 D64 block rotated float16"
+VARLEN_Q, VARLEN_V = (f"{role} varlen (15, 0, 2, 133, 0, 129) H2 D64 block rotated float16" for role in "qv")
+WIDE = "k B1 S130 H2 D256 block rotated float16"
+LONG, LONG_VALUES = (f"{role} B1 S{n} H1 D64 block rotated float16" for role, n in (("q", 4160), ("v", 4100)))
+DATA, SCALE, EITHER = "data", "scale", "data|scale"
+
+MUTATIONS = [
+    Mutation("the signs are left out", "odd ^= (word >>", "odd ^= 0 * (word >>", ROTATED, EITHER),
+    Mutation("a bit is left out of the parity", "odd ^= odd >> 4", "odd ^= odd >> 6", ROTATED, EITHER),
+    Mutation("chunks are combined in another order", "chunks = (a + c, b + d, a - c, b - d)",
+             "chunks = (a + c, a - c, b + d, b - d)", WIDE, DATA),
+    Mutation("sqrt(width) is left out of the scale", "used * (NORM / LARGEST)", "used / LARGEST", ROTATED,
+             SCALE),
+    Mutation("the last columns are cut off", "b_max = tl.maximum(b_max, tl.abs(chunks[i]))",
+             "b_max = tl.abs(chunks[i])", WIDE, EITHER),
+    Mutation("negative numbers have no magnitude", "tl.abs(chunks[i])", "chunks[i]", PLAIN, EITHER),
+    Mutation("the scale is that of the block before", "tl.store(scale_ptr + of_scale + i_n, scale)",
+             "tl.store(scale_ptr + of_scale + tl.maximum(i_n - 1, 0), scale)", PLAIN, SCALE),
+    Mutation("heads share a scale", "tl.atomic_max(amax_ptr + (i_b * H + i_h if",
+             "tl.atomic_max(amax_ptr + (i_b * H if", HEAD, EITHER),
+    Mutation("values lose a bit", "* 12582912.0", "* 25165824.0", PLAIN, DATA),
+    Mutation("small numbers are rounded like large ones", "tl.maximum(bits & 0x7F800000, 0x3C800000)",
+             "(bits & 0x7F800000)", "q B2 S150 H2 D40 block bfloat16", DATA),
+    Mutation("keys are not permuted", "o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2 + o_p % 2",
+             "o_p % GROUP", VALUES, DATA),
+    Mutation("halves of a group are swapped with pairs", "o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2",
+             "o_p // 8 % 2 * 8 + o_p // 2 % 4 * 2", VALUES, DATA),
+    Mutation("values past the end are not zero", "_load_chunk(rows, o_n < length, first, D).to",
+             "_load_chunk(rows, o_n < length + 1, first, D).to", VARLEN_V, DATA),
+    Mutation("a sequence's positions begin too early", "before = start // GROUP + i_b",
+             "before = start // GROUP + i_b - (i_b > 3)", VARLEN_V, DATA),
+    Mutation("what is between two sequences is not written", "groups = end_x // GROUP + i_b + 1 - before",
+             "groups = tl.cdiv(length, GROUP)", VARLEN_V, DATA),
+    Mutation("a sequence's blocks begin at its tokens' block", "before = start // ROWS + i_b",
+             "before = start // ROWS", VARLEN_Q, EITHER),
+    Mutation("varlen tokens of other heads", "of_data, stride = start.to(tl.int64) * H + i_h, H * WIDTH",
+             "of_data, stride = start.to(tl.int64) * H, H * WIDTH", VARLEN_Q, DATA),
+    Mutation("a program takes only its first block", "tl.minimum(i_n + span, blocks)",
+             "tl.minimum(i_n + 1, blocks)", LONG, EITHER),
+    Mutation("the maximum of a program's last block", "b_max = _maximum(b_max, _load_rows(",
+             "b_max = _maximum(b_max * 0, _load_rows(", LONG_VALUES, EITHER),
+    Mutation("columns past the head dimension are read", "if first + CHUNK <= D else", "if True else",
+             "q B2 S150 H2 D40 block rotated float16", EITHER),
+]  # fmt: skip
+
+
+def test_the_kernels_pass(device: str) -> None:
+    for name in {mutation.caught_by for mutation in MUTATIONS}:
+        check_quantize(CASES[name], device)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_is_caught(
+    mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
+) -> None:
+    mutant = load(mutation.of(inspect.getsource(quantize_kernels)), tmp_path)
+    for name in KERNELS:
+        monkeypatch.setattr(quantize_kernels, name, getattr(mutant, name))
+    with pytest.raises(AssertionError, match=rf"is wrong: ({mutation.verdict}): "):
+        check_quantize(CASES[mutation.caught_by], device)
