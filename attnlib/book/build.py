@@ -252,17 +252,17 @@ def fp8_table() -> str:
         "attnlib fp8": "attnlib FP8", "attnlib fp8, with the pass": "and quantizing", "fa3 fp8": "FA3 FP8",
         "attnlib bf16": "attnlib bf16", "fa3 bf16": "FA3 bf16",
     }  # fmt: skip
-    rows: dict[str, dict[str, str]] = {}
+    columns = {"call": "FP8 (e4m3), TFLOP/s", **impls}
+    columns |= {"error of attnlib fp8": "RMS error, FP8", "error of attnlib bf16": "bf16"}
+    rows: dict[str, dict[str, str | None]] = {}
     for row in table.rows:
         if row["status"] != "ok" or row["impl"] not in impls:
             continue
         shape = Shape(*(row[name] for name in ("batch", "heads", "seqlen", "head_dim", "causal", "dtype")))
-        cells = rows.setdefault(shape.label, {"call": shape.label})
+        cells = rows.setdefault(shape.label, dict.fromkeys(columns) | {"call": shape.label})
         cells[row["impl"]] = f"{row['tflops']:.0f}"
-        if row["impl"] in ("attnlib fp8", "attnlib bf16"):
+        if "error of " + row["impl"] in columns:
             cells["error of " + row["impl"]] = f"{row['rms_error']:.1e}"
-    columns = {"call": "FP8 (e4m3), TFLOP/s", **impls}
-    columns |= {"error of attnlib fp8": "RMS error, FP8", "error of attnlib bf16": "bf16"}
     return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
 
 
