@@ -12,7 +12,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def judge(
-    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], case: str = ""
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    case: str = "",
 ) -> float:
     """`out` (B, H, 1, D) against fp64 of each sequence alone, with its first `lengths[b]` keys: the largest
     error over its budget. AssertionError names the sequence that is wrong."""

@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def decode_pages_kernel(q_ptr, k_ptr, v_ptr, o_ptr, table, lengths, pages_of, scale, H_KV, GROUP: tl.constexpr,
-                        D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Row key % PAGE of page table[key // PAGE], for each key of a tile. Nothing is read beyond the length."""
+def decode_pages_kernel(q_ptr, k_ptr, v_ptr, o_ptr, table, lengths, pages_of, scale, H_KV,
+                        GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Row key % PAGE of page table[key // PAGE], for each key of a tile; nothing beyond the length."""
     pair, o_r, o_d = tl.program_id(0), tl.arange(0, 16), tl.arange(0, D)  # [16], [D]
     o_rd = (pair * GROUP + o_r[:, None]) * D + o_d[None, :]  # [16, D]
     b_q = tl.load(q_ptr + o_rd, mask=o_r[:, None] < GROUP, other=0.0)  # [16, D]
@@ -52,6 +52,6 @@ def snapped(begins, programs, slack):
 
 
 def free_queries(group, tflops, gb_per_s, itemsize=2):
-    """2 * queries * group FLOPs for each `itemsize` bytes. 51 for a group of 4 in fp16, 25 with an 8-bit cache:
-    half the bytes leave half the time."""
+    """2 * queries * group FLOPs for each `itemsize` bytes. 51 for a group of 4 in fp16, 25 with an 8-bit
+    cache: half the bytes leave half the time."""
     return int(itemsize * tflops * 1e12 // (2 * group * gb_per_s * 1e9))

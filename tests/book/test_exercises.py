@@ -56,6 +56,13 @@ PLANTED = {
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),
     ),
+    "23_decoding": (
+        ("decode_pages", "* H_KV + head)", "* H_KV + 0 * head)", "max error"),
+        ("decode_pages", "o_k // PAGE, mask=o_k < S", "o_k // PAGE", "does not exist|max error|not finite"),
+        ("decode_pages", "v_ptr + o_kd, mask=o_k[:, None] < S,", "v_ptr + o_kd, mask=o_k[:, None] >= 0,", "not finite"),
+        ("snapped", "<= slack", "< slack", "expected"),
+        ("free_queries", "2 * group", "group", "expected"),
+    ),
 }
 
 
