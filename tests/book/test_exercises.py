@@ -59,7 +59,7 @@ PLANTED = {
     "23_decoding": (
         ("decode_pages", "* H_KV + head)", "* H_KV + 0 * head)", "max error"),
         ("decode_pages", "o_k // PAGE, mask=o_k < S", "o_k // PAGE", "does not exist|max error|not finite"),
-        ("decode_pages", "v_ptr + o_kd, mask=o_k[:, None] < S,", "v_ptr + o_kd, mask=o_k[:, None] >= 0,", "not finite"),
+        ("decode_pages", "v_ptr + o_kd, mask=o_k[:, None] <", "v_ptr + o_kd, mask=o_k[:, None] >", "max error"),
         ("snapped", "<= slack", "< slack", "expected"),
         ("free_queries", "2 * group", "group", "expected"),
     ),
