@@ -55,20 +55,15 @@ def check_decode_pages(answer: Callable) -> None:
         q, k, v = make_inputs(shape, device=DEVICE)
         counts = [-(-n // page) for n in lengths]
         order = np.random.default_rng(page).permutation(sum(counts) + 3).tolist()
-        table = torch.full((len(lengths), max(counts) + 1), 2**30, dtype=torch.int32)  # 2^30: no page
+        table = torch.full((len(lengths), max(counts) + 5), order[-1], dtype=torch.int32)  # a page of NaN
         begin = 0
         for b, count in enumerate(counts):
             table[b, :count] = torch.tensor(order[begin : begin + count])
             begin += count
         pools = [in_pages(cache, lengths, page, order) for cache in (k, v)]
         used = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        try:
-            with np.errstate(all="ignore"):  # a wrong answer makes the interpreter warn of NaN
-                out = answer(q, *pools, table.to(DEVICE), used, 32**-0.5)
-        except Exception as problem:
-            if "IndexError" in repr(problem) or "bounds" in repr(problem):
-                raise AssertionError(f"{case}a page that does not exist was read: {problem}") from None
-            raise
+        with np.errstate(all="ignore"):  # a wrong answer makes the interpreter warn of NaN
+            out = answer(q, *pools, table.to(DEVICE), used, 32**-0.5)
         judge(out, q, k, v, lengths, case)
 
 

@@ -58,8 +58,8 @@ PLANTED = {
     ),
     "23_decoding": (
         ("decode_pages", "* H_KV + head)", "* H_KV + 0 * head)", "max error"),
-        ("decode_pages", "o_k // PAGE, mask=o_k < S", "o_k // PAGE", "does not exist|max error|not finite"),
-        ("decode_pages", "v_ptr + o_kd, mask=o_k[:, None] <", "v_ptr + o_kd, mask=o_k[:, None] >", "max error"),
+        ("decode_pages", "table + b * pages_of", "table + 0 * pages_of", "max error|not finite"),
+        ("decode_pages", "v_ptr + o_kd, mask=o_k[:, None]", "v_ptr + o_kd, mask=0 * o_k[:, None]", "not finite"),
         ("snapped", "<= slack", "< slack", "expected"),
         ("free_queries", "2 * group", "group", "expected"),
     ),
