@@ -16,6 +16,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -278,8 +279,10 @@ def _tutorial(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) ->
 
 
 def brief(error: BaseException) -> str:
-    """An exception's message on one line; of a long one the beginning and the end, which has the point."""
+    """An exception's message on one line, files without their folders; of a long one the beginning and the
+    end, which has the point."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"(?<![\w:/])/(?:[\w.+-]+/)+", "", text)
     return text if len(text) <= 240 else f"{text[:80]} ... {text[-155:]}"
 
 

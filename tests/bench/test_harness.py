@@ -403,6 +403,7 @@ def test_tutorial_is_loaded_from_its_file(gpu, monkeypatch, tmp_path):
 
 def test_long_messages_keep_their_end():
     assert peers.brief(ValueError("one\n  two")) == "one two"
+    assert peers.brief(ValueError("no /some/where/x.h:12, 3 GB/s")) == "no x.h:12, 3 GB/s"
     assert peers.brief(ValueError()) == "ValueError"
     text = peers.brief(ValueError("at 10:15:\n" + "x " * 500 + "the point"))
     assert len(text) <= 240 and text.startswith("at 10:15:") and text.endswith("the point")

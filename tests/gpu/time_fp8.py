@@ -1,7 +1,7 @@
 """FP8 attention on this Hopper GPU: right in random calls, then timed beside 16 bits and the peers.
 
     python tests/gpu/time_fp8.py                  about 100 seconds; figures/data/<gpu>/fp8.json
-    python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; compiling takes most of 5 s each)
+    python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; 5 s each)
     python tests/gpu/time_fp8.py --tune           the quantizing kernels with other numbers of programs
 
 Two tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and the
@@ -264,12 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tables[table].append(row)
             torch.cuda.empty_cache()
     ours = [row for rows in tables.values() for row in rows if row["impl"].startswith("attnlib")]
-    tables["draws"] = [{"calls": args.draws, "first": args.first, "wrong": len(wrong)}]
+    if args.draws:
+        tables["draws"] = [{"calls": args.draws, "first": args.first, "wrong": len(wrong)}]
     header = records.provenance(harness.method(SWEEP, OURS) | {"bytes": "2 read, 1 written for an element"})
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "fp8.json"
-    record = {"schema": records.SCHEMA, "notebook": "fp8", **header}
-    record["tables"] = {name: {"rows": rows} for name, rows in tables.items()}
-    records.write_json(path, records.rounded(record))
+    path = records.report_path("fp8", header, args.out)
+    tables = {name: {"rows": rows} for name, rows in tables.items()}
+    records.write_report(path, {"notebook": "fp8", **header}, tables)
     print(path)
     return int(bool(wrong) or any(row["status"] != "ok" for row in ours))
 
