@@ -59,7 +59,7 @@ PLANTED = {
     "23_decoding": (
         ("decode_pages", "* H_KV + head)", "* H_KV + 0 * head)", "max error"),
         ("decode_pages", "table + b * pages_of", "table + 0 * pages_of", "max error|not finite"),
-        ("decode_pages", "v_ptr + o_kd, mask=o_k[:, None]", "v_ptr + o_kd, mask=0 * o_k[:, None]", "not finite"),
+        ("decode_pages", "v_ptr + o_kd, mask=o_k", "v_ptr + o_kd, mask=0 * o_k", "not finite"),
         ("snapped", "<= slack", "< slack", "expected"),
         ("free_queries", "2 * group", "group", "expected"),
     ),
