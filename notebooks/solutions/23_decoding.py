@@ -40,8 +40,7 @@ def decode_pages(q, k_pages, v_pages, table, lengths, sm_scale):
 
 
 def snapped(begins, programs, slack):
-    """It pays where many parts are short, as in a batch of many short sequences: then most cuts fall on a
-    begin and nothing is left to merge."""
+    """A share may grow by twice the slack, for which all others wait: that is what a merge less costs."""
     begins = np.asarray(begins)
     cuts = np.unique(np.linspace(0, begins[-1], programs + 1).round().astype(int))
     for i in range(1, len(cuts) - 1):
