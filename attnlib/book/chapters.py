@@ -28,6 +28,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
     ("22_fp8", "FP8"),
+    ("23_decoding", "Decoding"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""
 
