@@ -27,7 +27,7 @@ class NotInstalled(ImportError):
     """Which package a peer lacks."""
 
 
-def _package(name: str) -> ModuleType:
+def package(name: str) -> ModuleType:
     folder = os.environ.get(FOLDER)
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
@@ -77,7 +77,7 @@ def _listed(pages: Pages, page: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def flashinfer_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, page: int = 16) -> Function:
     """BatchDecodeWithPagedKVCacheWrapper; on tensor cores where heads share keys."""
-    flashinfer = _package("flashinfer")
+    flashinfer = package("flashinfer")
     grouped, pages = q.shape[1] != k.shape[1], in_pages(k, v, lengths, page)
     space = torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -95,7 +95,7 @@ def flashinfer_persistent(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, page: int = 16
 ) -> Function:
     """BatchAttention: persistent programs with equal shares of all keys, then a merge."""
-    attention = _package("flashinfer.attention")
+    attention = package("flashinfer.attention")
     B, H, _, D = q.shape
     pages, wrapper = in_pages(k, v, lengths, page), attention.BatchAttention("NHD", str(q.device))
     begins, listed, _ = _listed(pages, page)
@@ -110,7 +110,7 @@ def flashinfer_persistent(
 
 def flashinfer_xqa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, page: int = 64) -> Function:
     """TensorRT-LLM's XQA kernel."""
-    xqa = _package("flashinfer.xqa").xqa
+    xqa = package("flashinfer.xqa").xqa
     pages, token = in_pages(k, v, lengths, page), q.transpose(1, 2).contiguous()
     out, used = torch.empty_like(token), pages.used.view(torch.uint32).view(-1, 1)
     space = torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device)
@@ -125,7 +125,7 @@ def flashinfer_xqa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, page
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, page: int = 0) -> Function:
     """cuDNN's attention with the lengths on the device; with pages of `page` keys, if there are any."""
-    library = _package("cudnn")
+    library = package("cudnn")
     B, H, _, D = q.shape
     element = {torch.float16: library.data_type.HALF, torch.bfloat16: library.data_type.BFLOAT16}[q.dtype]
     whole, number = library.data_type.INT32, library.data_type.FLOAT

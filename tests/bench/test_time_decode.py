@@ -110,7 +110,7 @@ def test_a_peer_that_is_not_there_is_named(name, device, monkeypatch, tmp_path):
         made[name]()
     monkeypatch.setenv("ATTNLIB_PEERS", str(tmp_path))
     (tmp_path / "a_peer.py").write_text("found = True")
-    assert time_decode.decode_peers._package("a_peer").found
+    assert time_decode.decode_peers.package("a_peer").found
 
 
 def test_pages_hold_the_caches(device):
