@@ -3,10 +3,11 @@ them."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from attnlib.bench import inspect_sm90, sources
-from attnlib.book import lesson
 
 STEP, D, KEYS = "23_decoding", 128, 64
 TENSORS = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), "*fp16:16")
@@ -21,7 +22,8 @@ DECODE = TENSORS | PARTS | PLAN | SIZES
 def compiled() -> dict[str, inspect_sm90.Stats]:
     """All of them in one child process."""
     text = "\n\n".join(sources.cells_tagged(sources.notebook_of(STEP), "variant"))
-    file, solutions = sources.load_source("23_open_cells", text).__file__, lesson.solutions(STEP).__file__
+    file = sources.load_source("23_open_cells", text).__file__
+    solutions = str(Path(sources.notebook_of(STEP)).parent / "solutions" / f"{STEP}.py")
     merge = {"o_ptr": "*fp16:16", **PARTS, "cuts": "*i32:16", "begins": "*i32:16", "PROGRAMS": "i32"}
     pages = TENSORS | dict.fromkeys(("table", "lengths"), "*i32:16")
     pages |= {"pages_of": "i32", "scale": "fp32", "H_KV": "i32"}
