@@ -108,9 +108,13 @@ def attention_fp8(
 
     Tensors are quantized by `quantize_fp8` first, which costs time that grows with S, not S^2; prepared
     operands are taken as they are, in any mix with tensors. The weights P are rounded to float8_e4m3fn as
-    well, as 2^offset * P with as large an offset as their range allows. Everything else is float32: scores,
-    row maximum, row sum (of the weights before rounding) and output. docs/lab/fp8.md has the errors by kinds
-    of input.
+    well, as 2^offset * P with as large an offset as their range allows. Scores, row maximum, row sum (of the
+    weights before rounding) and output are float32. docs/lab/fp8.md has the errors by kinds of input.
+
+    The tensor cores add the products of a sum with about 14 bits. That costs little where terms have both
+    signs, and much where they do not: with values of mean 1 and standard deviation 1, and 16384 keys, the
+    error is 19% of the output (chapter 22, on an H200). If your values have a mean over the keys, subtract it
+    from `v` and add it to the output: the weights of a row sum to 1.
 
     Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
 

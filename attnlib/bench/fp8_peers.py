@@ -2,7 +2,7 @@
 
 Each function quantizes and prepares, and returns what is timed. It raises ImportError where its library is
 not there: FlashAttention-3's FP8 build (a library that registers `torch.ops.fa3_fwd.fwd`) is looked for as
-fa3_fwd.so in the folder ATTNLIB_FA3_FP8, cuDNN through the module `cudnn`, NVIDIA's frontend.
+fa3_fwd.so in the folder ATTNLIB_FA3_FP8, cuDNN's package `cudnn`, NVIDIA's frontend, also in ATTNLIB_PEERS.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from attnlib.api import quantize_fp8
+from attnlib.bench.decode_peers import package
 
 Function = Callable[[], torch.Tensor]
 P_SCALE = 256.0
@@ -65,8 +66,7 @@ def fa3_bf16(q, k, v, causal: bool) -> Function:
 def cudnn_fp8(q, k, v, causal: bool) -> Function:
     """One scale for each tensor; output e4m3 with a scale of its own, which a first run finds. What is timed
     returns it as it is; its attribute `finish` turns it into numbers."""
-    import cudnn
-
+    cudnn = package("cudnn")
     run, out, factor = _cudnn_graph(cudnn, q, k, v, causal, 1.0)
     largest = run()
     factor = 448.0 / max(float(largest), 1e-6)

@@ -27,6 +27,7 @@ README = ROOT / "README.md"
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE = ("decode", "calls")
+FP8 = ("fp8", "attention")
 """Records and tables that README shows."""
 
 
@@ -241,7 +242,34 @@ def decode_table() -> str:
     return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
 
 
-SECTIONS = {"ladder": ladder_table, "modes": modes_table, "host": host_table, "decode": decode_table}
+def fp8_table() -> str:
+    """README's table of FP8: speeds, and errors against fp64, in the record of `tests/gpu/time_fp8.py`."""
+    from attnlib.bench import records, tables
+    from attnlib.bench.shapes import Shape
+
+    table = records.load(*FP8, gpu=records.REFERENCE_GPU)
+    impls = {
+        "attnlib fp8": "attnlib FP8", "attnlib fp8, with the pass": "and quantizing", "fa3 fp8": "FA3 FP8",
+        "attnlib bf16": "attnlib bf16", "fa3 bf16": "FA3 bf16",
+    }  # fmt: skip
+    columns = {"call": "FP8 (e4m3), TFLOP/s", **impls}
+    columns |= {"error of attnlib fp8": "RMS error, FP8", "error of attnlib bf16": "bf16"}
+    rows: dict[str, dict[str, str | None]] = {}
+    for row in table.rows:
+        if row["status"] != "ok" or row["impl"] not in impls:
+            continue
+        shape = Shape(*(row[name] for name in ("batch", "heads", "seqlen", "head_dim", "causal", "dtype")))
+        cells = rows.setdefault(shape.label, dict.fromkeys(columns) | {"call": shape.label})
+        cells[row["impl"]] = f"{row['tflops']:.0f}"
+        if "error of " + row["impl"] in columns:
+            cells["error of " + row["impl"]] = f"{row['rms_error']:.1e}"
+    return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+
+
+SECTIONS = {
+    "ladder": ladder_table, "modes": modes_table, "host": host_table, "decode": decode_table,
+    "fp8": fp8_table,
+}  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 
 

@@ -35,6 +35,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
     ("22_fp8", "FP8"),
+    ("23_decoding", "Decoding"),
     ("34_entmax", "Entmax"),
     ("35_monarch", "MonarchAttention"),
     ("36_distr", "DistrAttention"),

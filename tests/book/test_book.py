@@ -463,6 +463,11 @@ def record(tmp_path, monkeypatch):
     read = [{"call": "B1 S8192", "impl": x, "status": y, "gb_per_s": z} for x, y, z in speeds]
     decode = head | {"notebook": "decode", "tables": {"calls": {"rows": read}}}
     (path.parent / "decode.json").write_text(json.dumps(decode))
+    call = {"batch": 2, "heads": 16, "seqlen": 8192, "head_dim": 128, "causal": True, "dtype": "bfloat16"}
+    speeds = ("attnlib fp8", "ok", 995.4, 0.0025), ("fa3 fp8", "failed", None, None)
+    read = [call | {"impl": w, "status": x, "tflops": y, "rms_error": z} for w, x, y, z in speeds]
+    fp8 = head | {"notebook": "fp8", "tables": {"attention": {"rows": read}}}
+    (path.parent / "fp8.json").write_text(json.dumps(fp8))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -471,16 +476,18 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(
         "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
-        "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\nafter\n"
+        "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
+        "after\n"
     )
     assert build.readme(readme) and not build.readme(readme)
     text = readme.read_text()
-    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /decode -->\nafter\n")
+    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /fp8 -->\nafter\n")
     assert "<!-- /ladder -->\nbetween\n<!-- modes -->\n| " in text
     assert "| FA3 | 437 | 393 (1500) |" in text
     assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
-    assert "| B1 S8192 | 1336 | – | – | 4231 |" in text
+    assert "| B1 S8192 | 1336 | – | – | – | – | 4231 |" in text
+    assert "| B2 H16 S8192 D128 causal bf16 | 995 | – | – | – | – | 2.5e-03 | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)
     assert (
@@ -492,7 +499,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("modes", "host", "decode"))
+    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("modes", "host", "decode", "fp8"))
     readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 

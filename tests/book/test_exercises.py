@@ -66,6 +66,13 @@ PLANTED = {
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),
     ),
+    "23_decoding": (
+        ("decode_pages", "* H_KV + head)", "* H_KV + 0 * head)", "max error"),
+        ("decode_pages", "table + b * pages_of", "table + 0 * pages_of", "max error|not finite"),
+        ("decode_pages", "v_ptr + o_kd, mask=o_k", "v_ptr + o_kd, mask=0 * o_k", "not finite"),
+        ("snapped", "<= slack", "< slack", "expected"),
+        ("free_queries", "2 * group", "group", "expected"),
+    ),
     "34_entmax": (
         ("sparsemax_attention", "range(5)", "range(0)", "max error"),
         ("sparsemax_attention", "b_l += tl.sum(b_x, 1)", "b_l += tl.sum(b_x * b_x, 1)", "max error"),

@@ -9,7 +9,7 @@ from attnlib.kernels.decode.configs import DecodeConfig, Work, decode_config, pa
 from attnlib.params import DecodeParams, Params
 
 __all__ = ["FITS", "configuration", "forward", "prepare", "slower", "unsupported"]
-FITS = "few queries, whose keys are split over all multiprocessors"
+FITS = "few queries, whose keys all multiprocessors read"
 MOST_QUERIES = 16
 
 
