@@ -205,10 +205,7 @@ class Language:
             run.run(asm)
             if outputs == pack:
                 for i in range(pack):
-                    found = run.registers[f"${i}"]
-                    if dtype.is_floating() and np.issubdtype(found.dtype, np.integer):
-                        found = found.astype(np.uint32).view(np.float32)
-                    collected[places[:, start + i]] = found
+                    collected[places[:, start + i]] = run.registers[f"${i}"]
         if not shape:
             if dtype.is_floating():
                 return float(collected[0])

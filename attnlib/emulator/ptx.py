@@ -64,22 +64,11 @@ def _e4m3x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return (high.view(torch.uint8).long() << 8 | low.view(torch.uint8)).numpy()
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
-    """Of a float32, or what is an integer already."""
-    return x.astype(np.float32).view(np.uint32).astype(np.int64) if np.issubdtype(x.dtype, np.floating) else x
-
-
 OPERATIONS: dict[str, Callable] = {
     **dict.fromkeys(["mov.b32", "mov.u32", "mov.u64", "cvt.u64.u32"], lambda a: a),
     "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
     "and.b32": operator.and_,
-    "shl.b32": lambda a, b: (_bits(a) << b) & 0xFFFFFFFF,
-    "add.s32": lambda a, b: (_bits(a) + _bits(b)) & 0xFFFFFFFF,
-    "add.f32": operator.add,
-    "sub.f32": operator.sub,
-    "fma.rn.f32": lambda a, b, c: np.float32(np.float64(a) * b + c),
-    "max.NaN.f32": np.maximum,
-    "ex2.approx.ftz.f32": np.exp2,
+    "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
     "tanh.approx.f32": np.tanh,
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
@@ -112,8 +101,6 @@ class Threads:
         if name in ("%globaltimer", "%clock"):
             now = time.perf_counter_ns()
             return np.full(self.threads, now if name == "%globaltimer" else now & 0xFFFFFFFF)
-        if name.startswith("0f"):
-            return np.uint32(int(name[2:], 16)).view(np.float32)
         return np.int64(int(name, 0))
 
     def set(self, name: str, value) -> None:

@@ -1,6 +1,7 @@
 """Launch the Hopper forward kernel."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches,
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs import HopperConfig
-from attnlib.params import Params
+from attnlib.params import MaskWindow, Params
 
 KERNEL = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
 
@@ -89,12 +90,19 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
 def plan_of(call: Signature, narrow: Narrow | None = None):
     """The kernel's constants for a call."""
     _, _, _, S_q, S_k = call.dimensions()
-    left, right = call.window.clipped(S_q, S_k)
-    blocks, skip = (1 if right is None else 2, True) if call.varlen else _masks(right, S_q, S_k, call.config)
-    mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
-    mask |= {"blocks": blocks, "skip": skip}
+    mask = mask_of(call.window, S_q, S_k, call.config, call.varlen)
     options = {"flip": call.sm_scale < 0, "store_lse": call.return_lse, "varlen": call.varlen}
     return make_plan(tile_width(call.head_dim), call.config, mask, **options, narrow=narrow)
+
+
+def mask_of(
+    window: MaskWindow, S_q: int, S_k: int, config: HopperConfig, varlen: bool
+) -> dict[str, bool | int]:
+    """What `plan.ForwardMask` takes."""
+    left, right = window.clipped(S_q, S_k)
+    blocks, skip = (1 if right is None else 2, True) if varlen else _masks(right, S_q, S_k, config)
+    seen = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
+    return seen | {"blocks": blocks, "skip": skip}
 
 
 def make_plan(
@@ -102,13 +110,22 @@ def make_plan(
     narrow: Narrow | None = None,
 ):  # fmt: skip
     """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
-    from attnlib.kernels.hopper.plan import ForwardMask, ForwardPlan, NarrowPlan, Pipeline, Registers
+    from attnlib.kernels.hopper.plan import ForwardPlan, NarrowPlan
 
-    own, more = ForwardPlan, {}
-    if narrow is not None:
-        own, more = NarrowPlan, {"columns": narrow.columns, "keys_by_rows": narrow.rows is not None}
-    return own(
-        **more, d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
+    fields = plan_fields(width, config, mask, flip, store_lse, varlen)
+    if narrow is None:
+        return ForwardPlan(**fields)
+    return NarrowPlan(**fields, columns=narrow.columns, keys_by_rows=narrow.rows is not None)
+
+
+def plan_fields(
+    width: int, config: HopperConfig, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool
+) -> dict[str, Any]:
+    """Those of `plan.ForwardPlan`, whatever the operands are."""
+    from attnlib.kernels.hopper.plan import ForwardMask, Pipeline, Registers
+
+    return dict(
+        d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
         flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
             config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin

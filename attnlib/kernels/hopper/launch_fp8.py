@@ -12,7 +12,7 @@ from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, varlen_of
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, VARLEN_ROWS, Lengths, exp2_scale
 from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
-from attnlib.kernels.hopper.launch import KERNEL, _masks
+from attnlib.kernels.hopper.launch import KERNEL, mask_of, plan_fields
 from attnlib.params import MaskWindow, Params
 
 TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k", "q_scale", "k_scale", "v_scale"
@@ -142,10 +142,7 @@ def prepare(call: Call) -> Launches:
 def plan_of(call: Call):
     """The kernel's constants for a call."""
     _, _, _, S_q, S_k = call.dimensions()
-    left, right = call.window.clipped(S_q, S_k)
-    blocks, skip = (1 if right is None else 2, True) if call.lengths else _masks(right, S_q, S_k, call.config)
-    mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
-    mask |= {"blocks": blocks, "skip": skip}
+    mask = mask_of(call.window, S_q, S_k, call.config, bool(call.lengths))
     return make_plan(call.width, call.config, mask, call.sm_scale < 0, call.return_lse, bool(call.lengths))
 
 
@@ -153,16 +150,9 @@ def make_plan(
     width: int, config: Fp8Config, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool
 ):
     """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
-    from attnlib.kernels.hopper.plan import ForwardMask, Fp8Plan, Pipeline, Registers
+    from attnlib.kernels.hopper.plan import Fp8Plan
 
-    return Fp8Plan(
-        d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
-        flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
-        pipeline=Pipeline(
-            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin,
-        ),
-        registers=Registers(config.consumer_registers, config.producer_registers),
-    )  # fmt: skip
+    return Fp8Plan(**plan_fields(width, config, mask, flip, store_lse, varlen))
 
 
 def descriptors(call: Call) -> dict[str, Descriptor]:
