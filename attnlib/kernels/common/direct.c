@@ -13,7 +13,7 @@
 
 #include "cuda.h"
 
-enum { MAX_PARAMS = 192, MAX_MAPS = 12, MAX_TENSORS = 24 };
+/* direct.py puts MAX_PARAMS, MAX_MAPS and MAX_TENSORS ahead of this file. */
 enum { OVERLAPS = 1 }; /* a flag of a launch */
 enum { IMMEDIATE = 0, ADDRESS = 1, TENSOR_MAP = 2 };
 
@@ -95,11 +95,15 @@ static CUresult ensure_context(uint32_t device) {
 
 /* How many addresses, or -1 with an error set. */
 static Py_ssize_t addresses_of(PyObject *tensors, uint64_t *addresses) {
-  if (!PyTuple_Check(tensors) || PyTuple_GET_SIZE(tensors) > MAX_TENSORS) {
-    PyErr_Format(PyExc_TypeError, "tensors: expected a tuple of at most %d, got %R", MAX_TENSORS, tensors);
+  if (!PyTuple_Check(tensors)) {
+    PyErr_Format(PyExc_TypeError, "tensors: expected a tuple, got %R", tensors);
     return -1;
   }
   Py_ssize_t count = PyTuple_GET_SIZE(tensors);
+  if (count > MAX_TENSORS) {
+    PyErr_Format(PyExc_TypeError, "tensors: expected at most %d, got %zd", MAX_TENSORS, count);
+    return -1;
+  }
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
     addresses[i] = 0;

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 TRITON = "3.6."
 """The version whose way of passing parameters to a kernel is known here."""
 DRIVER = "libcuda.so.1"
+LIMITS = {"MAX_PARAMS": 192, "MAX_MAPS": 12, "MAX_TENSORS": 64}
+"""What `direct.c` has room for: parameters and TMA descriptors of a kernel, tensors of a call."""
 
 _HEADER, _PARAM, _MAP = struct.Struct("<Q8I8x"), struct.Struct("<II8s"), struct.Struct("<4I5I4x11Q")
 _IMMEDIATE, _ADDRESS, _TENSOR_MAP = range(3)
@@ -65,6 +67,8 @@ def pack(
         else:
             return None
     params += [(_IMMEDIATE, 0, 0, "i64")] * 2  # scratch memory, of which there is none
+    if len(params) > LIMITS["MAX_PARAMS"] or len(maps) > LIMITS["MAX_MAPS"]:
+        raise ValueError(f"{compiled.name}: {len(params)} parameters, {len(maps)} descriptors; limits {LIMITS}")
     threads = 32 * metadata.num_warps
     sizes = threads, metadata.shared, len(params), len(maps)
     header = _HEADER.pack(compiled.function, *grid, *sizes, _OVERLAPS if run.launch_pdl else 0)
@@ -112,5 +116,6 @@ def build() -> ModuleType:
     from triton.runtime.build import compile_module_from_src
 
     headers = Path(triton.backends.nvidia.__path__[0]) / "include"
-    source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
+    limits = "".join(f"enum {{ {name} = {limit} }};\n" for name, limit in LIMITS.items())
+    source = limits + Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
     return compile_module_from_src(source, "attnlib_direct", include_dirs=[str(headers)])

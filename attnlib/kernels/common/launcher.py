@@ -119,6 +119,8 @@ class Launches:
     """
 
     def __init__(self, launches: list[Launch], device: int, tensors: tuple[str, ...]) -> None:
+        if len(tensors) > direct.LIMITS["MAX_TENSORS"]:
+            raise ValueError(f"tensors: expected at most {direct.LIMITS['MAX_TENSORS']}, got {len(tensors)}")
         self.launches, self.device, self.tensors = launches, device, tensors
         self.packed: bytes | None = None
 

@@ -251,3 +251,10 @@ def test_recorded_launches_take_tritons_way(world):
     assert world.counts == (2, 0)
     call(X, OUT, None)
     assert world.counts == (2, 1)
+
+
+def test_more_tensors_than_the_short_way_has_room_for():
+    names = tuple(f"t{n}" for n in range(direct.LIMITS["MAX_TENSORS"] + 1))
+    with pytest.raises(ValueError, match="^tensors: expected at most 64, got 65$"):
+        Launches([], -1, names)
+    Launches([], -1, names[1:])
