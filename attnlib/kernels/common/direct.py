@@ -110,12 +110,16 @@ def launcher() -> ModuleType | None:
     return module
 
 
+def source() -> str:
+    """`direct.c` with its limits."""
+    limits = "".join(f"enum {{ {name} = {limit} }};\n" for name, limit in LIMITS.items())
+    return limits + Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
+
+
 def build() -> ModuleType:
     """Compile `direct.c`, or take it from Triton's cache."""
     import triton.backends.nvidia
     from triton.runtime.build import compile_module_from_src
 
     headers = Path(triton.backends.nvidia.__path__[0]) / "include"
-    limits = "".join(f"enum {{ {name} = {limit} }};\n" for name, limit in LIMITS.items())
-    source = limits + Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
-    return compile_module_from_src(source, "attnlib_direct", include_dirs=[str(headers)])
+    return compile_module_from_src(source(), "attnlib_direct", include_dirs=[str(headers)])

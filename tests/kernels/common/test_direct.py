@@ -204,7 +204,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_noticed(fault, cuda):
     """What is compared above differs if `direct.c` is wrong."""
-    source, (right, wrong) = Path(direct.__file__).with_suffix(".c").read_text(), FAULTS[fault]
+    source, (right, wrong) = direct.source(), FAULTS[fault]
     assert source.count(right) == 1, f"expected once in direct.c: {right}"
     kernel = Kernel(
         cuda, {"desc": "tensordesc<fp16[16, 16]>", "later": "*fp32", "absent": "*fp32", "n": "i32"},
