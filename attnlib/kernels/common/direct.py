@@ -68,7 +68,7 @@ def pack(
             return None
     params += [(_IMMEDIATE, 0, 0, "i64")] * 2  # scratch memory, of which there is none
     if len(params) > LIMITS["MAX_PARAMS"] or len(maps) > LIMITS["MAX_MAPS"]:
-        raise ValueError(f"{compiled.name}: {len(params)} parameters, {len(maps)} descriptors; limits {LIMITS}")
+        raise ValueError(f"{len(params)} parameters and {len(maps)} descriptors: the limits are {LIMITS}")
     threads = 32 * metadata.num_warps
     sizes = threads, metadata.shared, len(params), len(maps)
     header = _HEADER.pack(compiled.function, *grid, *sizes, _OVERLAPS if run.launch_pdl else 0)
