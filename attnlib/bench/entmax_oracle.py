@@ -11,12 +11,12 @@ from attnlib.params import EntmaxParams
 FP32 = torch.finfo(torch.float32).eps
 NAMES = "out", "dq", "dk", "dv"
 ROUNDINGS = 16
-"""Units, between 1/2 and 1, in which the gradients dZ of scores are rounded to the dtype of q, as every kernel
-has to before a product on tensor cores. Each draws other errors of the same size, and a kernel's are one more
-draw. Where keys are equal, a row of dZ adds up to 0, dQ is 0, and its error is one random number for each row:
-the sum of the row's rounding errors. Of few rows the largest of one draw is often less than half of another's.
-With six, exact arithmetic and one rounding broke a budget from one draw in 6 to 9% of the inputs, and one
-from 16 draws in none of 3600; where errors are many, all draws have the same maximum and RMS."""
+"""Units, between 1/2 and 1, in which the gradients dZ of scores are rounded to the dtype of q, as every
+kernel has to before a product on tensor cores. Each draws other errors of the same size, and a kernel's are
+one more draw. Where keys are equal, a row of dZ adds up to 0, dQ is 0, and its error is one random number for
+each row: the sum of its rounding errors. Of few rows the largest of one draw is often less than half of that
+of another. With six, exact arithmetic and one rounding broke a budget from one draw in 6 to 9% of the inputs,
+and one from 16 draws in none of 3600. Where errors are many, all draws have about the same maximum and RMS."""
 
 
 class EntmaxOracle:

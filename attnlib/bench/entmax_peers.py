@@ -1,8 +1,8 @@
-"""AdaSplash 1 and 2, to time beside attnlib's entmax: the package `adasplash`, in the folder that ATTNLIB_PEERS
-names, or installed. ImportError: it is not there.
+"""AdaSplash 1 and 2, to time beside attnlib's entmax: the package `adasplash`, in the folder that
+ATTNLIB_PEERS names, or installed. ImportError: it is not there.
 
-AdaSplash 2 chooses among 60 compiled kernels for each length, by timing them. Triton's own way to do that takes
-half a minute a length: it compiles one after the other, and writes L2 full thousands of times for each. So
+AdaSplash 2 chooses among 60 compiled kernels for each length, by timing them. Triton compiles them one after
+the other, and times each for 100 ms without what it takes to flush L2, which is most of a short call. Here
 `compile_share` compiles some of them in a process of its own, without a launch, and the choice is made in
 windows of this package, which have at most 100 calls.
 """
