@@ -16,7 +16,7 @@ kernel has to before a product on tensor cores. Each draws other errors of the s
 one more draw. Where keys are equal, a row of dZ adds up to 0, dQ is 0, and its error is one random number for
 each row: the sum of its rounding errors. Of few rows the largest of one draw is often less than half of that
 of another. With six, exact arithmetic and one rounding broke a budget from one draw in 6 to 9% of the inputs,
-and one from 16 draws in none of 3600. Where errors are many, all draws have about the same maximum and RMS."""
+and one from 16 draws in none of 3600. Where errors are many, all draws have much the same maximum and RMS."""
 
 
 class EntmaxOracle:

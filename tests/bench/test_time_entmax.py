@@ -21,6 +21,10 @@ IMPLS = {f"{name}, {way}" for name in ("attnlib", "attnlib, softmax") for way in
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
 
 
+def _missing(name: str):
+    raise ImportError(name)
+
+
 @pytest.fixture
 def small(gpu, monkeypatch):
     """The script on a CPU in the place of the GPU, with small calls."""
@@ -33,6 +37,7 @@ def small(gpu, monkeypatch):
     monkeypatch.setattr(time_entmax, "ALONE", (70,))
     slow = time_entmax.attention_entmax  # what is timed: the reference, as the interpreter takes seconds
     monkeypatch.setattr(time_entmax, "attention_entmax", lambda *x, **how: slow(*x, **how, impl="reference"))
+    monkeypatch.setattr(entmax_peers, "package", _missing)
     monkeypatch.setattr(time_entmax, "aside", contextlib.nullcontext)
     monkeypatch.setattr(time_entmax, "captured", lambda call, stream: call)
     monkeypatch.setattr(time_entmax, "compile_all", lambda tune: None)
