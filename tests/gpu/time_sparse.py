@@ -462,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = {"commit": header["commit"], "date": header["date"]}
     for name in (name for name in TABLES if name in args.tables.split(",")):
         rows: list[dict] = []
-        for some in makers[name]():  # in the record at once: a run that is cut off leaves what it has measured
+        for some in makers[name]():  # kept at once, in case the run is cut off
             rows += some
             tables[name] = {"measured": measured, "rows": rows}
             records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
