@@ -35,8 +35,10 @@ def small(gpu, monkeypatch):
     monkeypatch.setattr(time_entmax, "shape_of", lambda n: Shape(1, 1, min(n, 70), 64, True, "bfloat16"))
     monkeypatch.setattr(time_entmax.timing, "estimate_ms", lambda call, cold: 2.0)
     monkeypatch.setattr(time_entmax, "ALONE", (70,))
-    slow = time_entmax.attention_entmax  # what is timed: the reference, as the interpreter takes seconds
-    monkeypatch.setattr(time_entmax, "attention_entmax", lambda *x, **how: slow(*x, **how, impl="reference"))
+    for name in ("attention_entmax", "attention"):  # the references, as the interpreter takes seconds
+        slow = getattr(time_entmax, name)
+        quick = lambda *x, slow=slow, **how: slow(*x, **how, impl="reference")  # noqa: E731
+        monkeypatch.setattr(time_entmax, name, quick)
     monkeypatch.setattr(entmax_peers, "package", _missing)
     monkeypatch.setattr(time_entmax, "aside", contextlib.nullcontext)
     monkeypatch.setattr(time_entmax, "captured", lambda call, stream: call)
@@ -58,7 +60,7 @@ def test_codes_make_blocks_without_weight(monkeypatch):
 
 def test_the_record(small, tmp_path, capsys):
     path = tmp_path / "entmax.json"
-    assert time_entmax.main(["--out", str(path)]) == 0, capsys.readouterr().out
+    assert time_entmax.main(["--out", str(path), "--seconds", "inf"]) == 0, capsys.readouterr().out
     record = json.loads(path.read_text())
     assert set(record["tables"]) == {"calls", "lists", "blocks", "kernels"}
     table = Table.of("calls", record["tables"]["calls"]["rows"], record, False)
