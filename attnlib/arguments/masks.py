@@ -148,8 +148,21 @@ def check_s2(pattern) -> None:
         )
     if not pattern.dense_heads and pattern.stride > pattern.key_heads:
         raise ValueError(
-            f"stride: expected at most {pattern.key_heads}, the number of key heads, or a dense head, so that "
-            f"all heads together see every block, got {pattern.stride}"
+            f"stride: expected at most {pattern.key_heads}, the number of key heads, or a dense head, so "
+            f"that all heads together see every block, got {pattern.stride}"
+        )
+
+
+def check_s2_cache(pattern, k, v) -> None:
+    """Keys and values of a cache (B, Hkv, S, D) for a pattern with so many key heads."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
+    if k.dim() != 4 or k.shape[1] != pattern.key_heads or not k.numel():
+        raise ValueError(f"k: expected shape (B, {pattern.key_heads}, S, D), got {tuple(k.shape)}")
+    if v.shape != k.shape or v.device != k.device:
+        raise ValueError(
+            f"v: expected shape {tuple(k.shape)} on {k.device} as k has, got {tuple(v.shape)} on {v.device}"
         )
 
 

@@ -4,6 +4,7 @@ away, one in so many, each head other ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,16 @@ from attnlib.arguments import masks as checks
 from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.mask import BlockMask
 from attnlib.block_mask.tiles import FULL, PARTIAL, UNIT, Grid
+
+
+class KeptPages(NamedTuple):
+    """A cache as `attention_decode` takes it, each key head a sequence of its own: keys and values (pages, 1,
+    block size, D), and of each sequence and key head the number of keys and the pages."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    lengths: torch.Tensor
+    page_table: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,32 @@ class S2Pattern:
         """Of keys and values that one sequence of so many tokens keeps, in whole blocks."""
         blocks = sum(len(self.cached(length, head)) for head in range(self.key_heads))
         return 2 * blocks * self.block_size * head_dim * itemsize
+
+    def paged(self, k: torch.Tensor, v: torch.Tensor) -> KeptPages:
+        """What a cache keeps of the keys and values (B, Hkv, S, D) of S tokens, a page for each block; where
+        the block size is a power of two, `attention_decode` reads it, for the query (B, H, 1, D) of token S:
+
+            pages = pattern.paged(k, v)
+            out = attention_decode(q.view(B * Hkv, H // Hkv, 1, D), pages.k_cache, pages.v_cache,
+                                   lengths=pages.lengths, page_table=pages.page_table)
+        """
+        checks.check_s2_cache(self, k, v)
+        B, heads, length, _ = k.shape
+        rows, k_pages, v_pages, used = [], [], [], 0
+        unfilled = -length % self.block_size
+        for head in range(heads):
+            blocks = self.cached(length, head)
+            for x, pages in ((k, k_pages), (v, v_pages)):
+                own = torch.nn.functional.pad(x[:, head], (0, 0, 0, unfilled))
+                pages.append(own.unflatten(1, (-1, self.block_size))[:, blocks].flatten(0, 1))
+            rows.append(torch.arange(used, used + B * len(blocks), dtype=torch.int32).view(B, -1))
+            used += B * len(blocks)
+        most = max(row.shape[1] for row in rows)
+        table = torch.stack([torch.nn.functional.pad(row, (0, most - row.shape[1])) for row in rows], 1)
+        counts = torch.tensor([row.shape[1] for row in rows], dtype=torch.int32)
+        lengths = (counts * self.block_size - unfilled).repeat(B)
+        pages = (torch.cat(x).unsqueeze(1) for x in (k_pages, v_pages))
+        return KeptPages(*pages, lengths.to(k.device), table.flatten(0, 1).to(k.device))
 
 
 def _causal(b, h, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -144,23 +144,16 @@ def test_bytes_of_a_cache() -> None:
 def test_a_cache_of_kept_blocks_decodes_the_same(length: int, device: str) -> None:
     """Each key head as a sequence of its own, with its own pages."""
     pattern, D, rng = GROUPED, 16, torch.Generator().manual_seed(1)
-    H, heads, size = pattern.heads, pattern.key_heads, pattern.block_size
-    q = torch.randn(1, H, 1, D, generator=rng).half().to(device)
-    k, v = (torch.randn(1, heads, 512, D, generator=rng).half().to(device) for _ in range(2))
-    pages = [pattern.cached(length, head) for head in range(heads)]
-    table = torch.tensor([[head * 8 + block for block in own] + [0] * (8 - len(own))
-                          for head, own in enumerate(pages)], dtype=torch.int32, device=device)  # fmt: skip
-    unfilled = -length % size
-    lengths = torch.tensor([len(own) * size - unfilled for own in pages], dtype=torch.int32, device=device)
-    paged = [x.view(heads * 8, 1, size, D).clone() for x in (k, v)]
-    kept = {page for row, own in zip(table.tolist(), pages, strict=True) for page in row[: len(own)]}
-    for page in set(range(heads * 8)) - kept:
-        for x in paged:
-            x[page] = float("nan")  # what was dropped is not read
-    found = attention_decode(q.view(heads, H // heads, 1, D), *paged, lengths=lengths, page_table=table)
-    row = defined(pattern, length)[None, :, -1:, :].to(device)
-    oracle = Oracle(q, k[:, :, :length], v[:, :, :length], mask=row)
-    oracle.judge(found.view(1, H, 1, D)).raise_if_bad("a cache of kept blocks")
+    B, H, heads, size = 2, pattern.heads, pattern.key_heads, pattern.block_size
+    q = torch.randn(B, H, 1, D, generator=rng).half().to(device)
+    k, v = (torch.randn(B, heads, length, D, generator=rng).half().to(device) for _ in range(2))
+    pages = pattern.paged(k, v)
+    assert 2 * pages.k_cache.nbytes == B * pattern.cache_bytes(length, D) and pages.k_cache.shape[2] == size
+    cache = pages.k_cache, pages.v_cache
+    told = {"lengths": pages.lengths, "page_table": pages.page_table}
+    found = attention_decode(q.view(B * heads, H // heads, 1, D), *cache, **told)
+    row = defined(pattern, length)[None, :, -1:, :].expand(B, -1, -1, -1).to(device)
+    Oracle(q, k, v, mask=row).judge(found.view(B, H, 1, D)).raise_if_bad("a cache of kept blocks")
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -191,6 +184,10 @@ def test_what_is_wrong_is_named(fields, error, message) -> None:
     (lambda: SMALL.mask(0), "seqlen_q: expected 1 or more, got 0"),
     (lambda: SMALL.cached(0, 0), "length: expected an int of 1 or more, got 0"),
     (lambda: SMALL.cached(64, 4), "head: expected a key head from 0 to 3, got 4"),
+    (lambda: SMALL.paged(torch.zeros(1, 3, 9, 8), torch.zeros(1, 3, 9, 8)),
+     "k: expected shape (B, 4, S, D), got (1, 3, 9, 8)"),
+    (lambda: SMALL.paged(torch.zeros(1, 4, 9, 8), torch.zeros(1, 4, 8, 8)),
+     "v: expected shape (1, 4, 9, 8) on cpu as k has, got (1, 4, 8, 8) on cpu"),
 ])  # fmt: skip
 def test_what_is_asked_of_it_is_checked(call, message) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
