@@ -34,7 +34,7 @@ def capped_forward(q_ptr, k_ptr, v_ptr, o_ptr, sinks_ptr, starts_ptr, ends_ptr, 
 
 
 def capped_attention(q, k, v, sinks, starts, ends, steps, sm_scale, cap):
-    (_, H, S, D), out = q.shape, torch.empty_like(q)
+    (_, H, S, D), out = q.shape, torch.full_like(q, float("nan"))
     capped_forward[(S // 64, H)](q, k, v, out, sinks, starts, ends, steps, S, sm_scale, cap, D, 64)
     return out
 
@@ -63,7 +63,7 @@ def values_gradient(q_ptr, k_ptr, do_ptr, lse_ptr, dv_ptr, starts_ptr, ends_ptr,
 
 
 def gradient_of_values(q, k, d_out, lse, starts, ends, steps, sm_scale):
-    (_, H, S, D), dv = q.shape, torch.empty_like(k)
+    (_, H, S, D), dv = q.shape, torch.full_like(k, float("nan"))
     values_gradient[(S // 64, H)](q, k, d_out, lse, dv, starts, ends, steps, S, sm_scale, D, 64)
     return dv
 
