@@ -1,4 +1,4 @@
-"""What the forward kernel does otherwise with operands in e4m3: P's range, P as an operand, scales.
+"""What the forward kernel does otherwise with operands in e4m3: P's range, P as an operand, scales, V's mean.
 
 P is rounded to e4m3, whose largest number is 448 and whose smallest is 2**-9. Under a new shift a row's
 largest weight is 2**OFFSET; the shift moves before a weight exceeds 2**ROOM. Sums are of weights before
@@ -27,6 +27,14 @@ def block_scale(scale, first):
     """What scores of the block that begins with key `first` are multiplied with before exp2."""
     of_queries, of_keys, stride = scale
     return of_queries * gl.load(of_keys + (first >> 7) * stride)
+
+
+@gluon.jit
+def mean_of_values(head, scales, plan: gl.constexpr):
+    """What was subtracted from the values of a head before they were quantized: [D], as columns of the
+    output."""
+    o_d = gl.arange(0, plan.d, layout=gl.SliceLayout(0, plan.o_layout))  # [D]
+    return gl.load(scales.mean + head.to(gl.int64) * plan.d + o_d)
 
 
 @gluon.jit
