@@ -8,7 +8,7 @@ they are rounded, so that the LSE is that of the scores. docs/lab/fp8.md has wha
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.hopper.softmax import whole
+from attnlib.kernels.hopper.softmax import rows_of_o, whole
 
 OFFSET = gl.constexpr(6)
 ROOM = gl.constexpr(8.8)  # 448 = 2**8.807
@@ -35,6 +35,13 @@ def mean_of_values(head, scales, plan: gl.constexpr):
     output."""
     o_d = gl.arange(0, plan.d, layout=gl.SliceLayout(0, plan.o_layout))  # [D]
     return gl.load(scales.mean + head.to(gl.int64) * plan.d + o_d)
+
+
+@gluon.jit
+def with_mean(o, mean, row_sums, plan: gl.constexpr):
+    """The output with the mean of the values, where a row has seen a key: its weights sum to 1."""
+    empty = rows_of_o(row_sums, o, plan) == 0.0  # [64, D]
+    return o + gl.where(empty, 0.0, mean[None, :])
 
 
 @gluon.jit

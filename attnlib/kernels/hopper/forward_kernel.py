@@ -90,6 +90,7 @@ from attnlib.kernels.hopper.e4m3 import (
     operand,
     tile_scales,
     unpacked,
+    with_mean,
 )  # fmt: skip
 from attnlib.kernels.hopper.ring import acquire, release, slot, wait_k, wait_v
 
@@ -367,6 +368,12 @@ def _word(mem, number, w, plan: gl.constexpr):
 
 
 @gluon.jit
+def _mean(mem, turn, work, plan: gl.constexpr):
+    """That of the values of the tile before this number, [D]."""
+    return mean_of_values(_word(mem, turn, plan.words + MEAN, plan), work.scales, plan)
+
+
+@gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
@@ -478,10 +485,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         if plan.varlen:
             at = at + (tiling.VARLEN_ROWS - seq.S_q,)
         mean = 0
-        if plan.fp8:
-            if plan.center:
-                head = _word(mem, turn, plan.words + MEAN, plan)
-                mean = mean_of_values(head, work.scales, plan)[None, :]  # [1, D]
+        if plan.early_mean:
+            mean = _mean(mem, turn, work, plan)
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
@@ -499,9 +504,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             if plan.fp8:
                 factor *= v_scale
             o = acc * softmax.rows_of_o(factor, acc, plan)  # [64, D]
-            if plan.fp8:
-                if plan.center:
-                    o += gl.where(softmax.rows_of_o(row_sums, acc, plan) == 0.0, 0.0, mean)
+            if plan.early_mean:
+                o = with_mean(o, mean, row_sums, plan)
+            if plan.late_mean:
+                o = with_mean(o, _mean(mem, turn, work, plan), row_sums, plan)
             _store_output(desc_o, o.to(mem.o.dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
 

@@ -85,6 +85,7 @@ class ForwardPlan(Constants):
     registers: Registers
 
     fp8 = gl.constexpr(False)
+    early_mean = late_mean = gl.constexpr(False)
     element_bits = gl.constexpr(16)
 
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
@@ -110,6 +111,9 @@ class Fp8Plan(ForwardPlan):
 
     center: bool
 
+    # When a mean is loaded: beside the last product, or after it, where registers are needed for that.
+    early_mean = property(lambda self: gl.constexpr(self.center.value and self.d.value < 256))
+    late_mean = property(lambda self: gl.constexpr(self.center.value and self.d.value == 256))
     words = property(
         lambda self: gl.constexpr(ForwardPlan.words.fget(self).value + (4 if self.center.value else 3))
     )
