@@ -20,8 +20,8 @@ BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
 """Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
-SUMMING = 4
-"""The same of programs that sum up values: each writes a part, and the fewer parts the less to join."""
+SUMMED, SUMMING = 64, 8
+"""Rows of a block of values that are summed up, and programs for each SM: each program writes a part."""
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 
@@ -139,7 +139,7 @@ def prepare(call: Call) -> Plan:
     launches, mean, parts = [], None, None
     if center:
         mean = B, H, width
-        found, parts = _centering(call, sizes, {**constants, "ROWS": BLOCK}, sms)
+        found, parts = _centering(call, sizes, {**constants, "ROWS": SUMMED}, sms)
         launches += found
     elif not per_block:
         count, of_heads = num_blocks(T, BLOCK), H if varlen else B * H
@@ -178,10 +178,10 @@ def _centering(
     varlen, width = call.sequences is not None, constants["WIDTH"]
     B, H = (call.sequences, call.shape[1]) if varlen else call.shape[:2]
     heads = (H,) if varlen else (B, H)
-    blocks = num_blocks(sizes["S"], BLOCK, call.sequences)
+    blocks = num_blocks(sizes["S"], SUMMED, call.sequences)
     span = max(1, min(blocks * math.prod(heads) * (width // CHUNK) // (SUMMING * sms), blocks))
-    room = num_blocks(sizes["S"], BLOCK * span, call.sequences)
-    longest = -(-call.longest // (BLOCK * span))
+    room = num_blocks(sizes["S"], SUMMED * span, call.sequences)
+    longest = -(-call.longest // (SUMMED * span))
     pointers = {"parts_ptr": Part("parts"), "amax_ptr": Part("amax"), "cu": Part("cu")}
     summing = Launch(
         f"{MEANS}.sum_values",

@@ -70,12 +70,11 @@ def sum_values(
         if D < WIDTH:
             seen = seen & (o_c < D)[None, :]  # [ROWS, CHUNK]
         rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
-        b_x = tl.load(rows[:, None] + o_c[None, :], mask=seen, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
-        b_x = b_x * 0.0 + b_x  # NaN if it is not finite
-        seen = seen & (b_x == b_x)
-        b_sum += tl.where(seen, b_x * share, 0.0)
-        b_min = tl.minimum(b_min, tl.where(seen, b_x, INF))
-        b_max = tl.maximum(b_max, tl.where(seen, b_x, -INF))
+        b_x = tl.load(rows[:, None] + o_c[None, :], mask=seen, other=INF).to(tl.float32)  # [ROWS, CHUNK]
+        counts = tl.abs(b_x) < INF
+        b_sum += tl.where(counts, b_x, 0.0) * share
+        b_min = tl.minimum(b_min, tl.where(counts, b_x, INF))
+        b_max = tl.maximum(b_max, tl.where(counts, b_x, -INF))
     columns = parts_ptr + (first + i_n) * 3 * WIDTH + o_c  # [CHUNK]
     tl.store(columns, tl.sum(b_sum, 0))
     tl.store(columns + WIDTH, tl.min(b_min, 0))
