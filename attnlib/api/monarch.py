@@ -39,6 +39,10 @@ def attention_monarch(
     and maxima are float32. Equal calls have equal bits, nothing is read by the host, and CUDA graphs can
     capture a call.
 
+    On one H200 (12 heads, D 64, float16) one round takes less time than dense attention at all lengths that
+    were measured, 256 to 65536 tokens, and two rounds from 2048 on. With 16384 tokens they take a sixteenth
+    and a sixth of its time.
+
     Inference only: no gradient, no torch.func, and not under torch.compile. `torch.autocast` has no effect.
 
     Args:
