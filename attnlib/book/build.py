@@ -269,8 +269,8 @@ def fp8_table() -> str:
 
 
 SECTIONS = {
-    "ladder": ladder_table, "teaching": partial(ladder_table, TEACHING), "modes": modes_table, "host": host_table, "decode": decode_table,
-    "fp8": fp8_table,
+    "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
+    "host": host_table, "decode": decode_table, "fp8": fp8_table,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 
