@@ -82,6 +82,8 @@ STRIP = {
     "FMUL": ("rescaling", "#E8A33D"),
 }  # fmt: skip
 """Kind of instruction in `strip` -> what it is, and its color."""
+COLUMNS = (0.0, 0.17, 0.42, 0.63, 0.79)
+"""Where the names above the strips begin, which are of different length."""
 
 
 def strips(stats: Mapping[str, inspect_sm90.Stats], where: str) -> Figure:
@@ -90,7 +92,7 @@ def strips(stats: Mapping[str, inspect_sm90.Stats], where: str) -> Figure:
                               height_ratios=[0.55, *[1] * len(stats)])  # fmt: skip
     axes[0, 0].axis("off")
     for i, (text, color) in enumerate(STRIP.values()):
-        axes[0, 0].text(0.21 * (i % 5), 0.75 - 0.75 * (i // 5), f"▮ {text}", color=color, fontsize=6.5,
+        axes[0, 0].text(COLUMNS[i % 5], 0.75 - 0.75 * (i // 5), f"▮ {text}", color=color, fontsize=6.5,
                         transform=axes[0, 0].transAxes)  # fmt: skip
     for ax, (title, found) in zip(axes[1:, 0], stats.items(), strict=True):
         strip(ax, found)
