@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from attnlib.bench.paths import FIGURES, NOTEBOOKS, ROOT
@@ -25,6 +26,7 @@ from attnlib.book import hygiene
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
+TEACHING = ("15_teaching", "ladder")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE = ("decode", "calls")
 FP8 = ("fp8", "attention")
@@ -172,11 +174,11 @@ def published(notebook: Path) -> dict[str, bytes]:
     return resources["outputs"]
 
 
-def ladder_table() -> str:
-    """README's ladder: that of the last record, causal fp16 at the task's shapes, with its provenance."""
+def ladder_table(record: tuple[str, str] = LADDER) -> str:
+    """A ladder of README: a record's, causal fp16 at the task's shapes, with its provenance."""
     from attnlib.bench import ladder, records, tables
 
-    table = records.load(*LADDER, gpu=records.REFERENCE_GPU)
+    table = records.load(*record, gpu=records.REFERENCE_GPU)
     rows, columns = ladder.ladder_rows(table.rows, label=book_chapters.label)
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
@@ -306,8 +308,8 @@ def approximate_tables() -> str:
 
 
 SECTIONS = {
-    "ladder": ladder_table, "modes": modes_table, "host": host_table, "decode": decode_table,
-    "fp8": fp8_table, "approximate": approximate_tables,
+    "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
+    "host": host_table, "decode": decode_table, "fp8": fp8_table, "approximate": approximate_tables,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 

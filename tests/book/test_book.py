@@ -447,6 +447,9 @@ def record(tmp_path, monkeypatch):
     path.parent.mkdir()
     tables = {"ladder": {"rows": rows}, "sustained": {"rows": lasting}}
     path.write_text(json.dumps(head | {"notebook": "19_record", "tables": tables}))
+    taught = [row | {"impl": row["impl"].replace("08_production", "15_teaching")} for row in rows]
+    teaching = head | {"notebook": "15_teaching", "tables": {"ladder": {"rows": taught}}}
+    (path.parent / "15_teaching.json").write_text(json.dumps(teaching))
     call = {
         "call": "backward 2x16x300x64",
         "kernels_us": 23.4,
@@ -486,6 +489,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(
         "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
+        "<!-- teaching -->\nold\n<!-- /teaching -->\n"
         "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
         "<!-- approximate -->\n<!-- /approximate -->\nafter\n"
     )
@@ -495,6 +499,8 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert text.endswith("<!-- /approximate -->\nafter\n")
     assert "<!-- /ladder -->\nbetween\n<!-- modes -->\n| " in text
     assert "| FA3 | 437 | 393 (1500) |" in text
+    taught = text[text.index("<!-- teaching -->") : text.index("<!-- /teaching -->")]
+    assert re.search(r"\| 15 The teaching kernel +\| 398 \|.*\| 91 \| 40 \|", taught)
     assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
     assert "| B1 S8192 | 1336 | – | – | – | – | 4231 |" in text
@@ -512,8 +518,10 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    others = "modes", "host", "decode", "fp8", "approximate"
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in others)
+    others = "modes", "teaching", "host", "decode", "fp8", "approximate"
+    empty = "".join(f"<!-- {name} -->
+<!-- /{name} -->
+" for name in others)
     readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 
