@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
 import pytest
+import side_by_side
 import torch
 from hopper_forward import compile_forward
 
@@ -66,7 +64,7 @@ SPILLS = {("256", "varlen, all, LSE"): 2}
 
 
 def compile_case(case: tuple[str, str, str]) -> Stats:
-    """In a child process, so that cases share the cores."""
+    """The compiled kernel in numbers."""
     name, kind, dtype = case
     width, config = int(name.split()[0]), CONFIGS[name]
     causal, masked, skip, flip, lse, *others = KINDS[kind]
@@ -87,9 +85,7 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, Stats]:
-    children = min(8, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        return dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
+    return dict(zip(CASES, side_by_side.run(compile_case, CASES), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

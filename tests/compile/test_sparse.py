@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
 import pytest
+import side_by_side
 import torch
 from launches import jobs_of
 
@@ -71,7 +69,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compile_case(case: tuple[str, str, str]) -> Stats:
-    """In a child process, so that cases share the cores."""
+    """The compiled kernel in numbers."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -152,10 +150,8 @@ def compile_backward(case: tuple[int, bool, str]) -> Stats:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, Stats]:
-    children = min(8, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        found = dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
-        return found | dict(zip(BACKWARD, pool.map(compile_backward, BACKWARD), strict=True))
+    found = dict(zip(CASES, side_by_side.run(compile_case, CASES), strict=True))
+    return found | dict(zip(BACKWARD, side_by_side.run(compile_backward, BACKWARD), strict=True))
 
 
 @pytest.mark.parametrize("case", BACKWARD, ids=lambda case: "-".join(map(str, case)))
