@@ -34,7 +34,7 @@ KINDS = {
     "varlen, all, LSE": (True, 2, True, True, True, "varlen", "left", "shifted"),
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-BFLOAT16 = ("causal", "varlen, causal, LSE")
+BFLOAT16 = [*product(("64", "128", "256"), ("causal",)), ("64", "varlen, causal, LSE")]
 """As many registers, other conversions."""
 M128N128_KINDS = ("causal", "shifted, negative, LSE", "dense", "idle, tail, LSE", "left", "varlen, all, LSE")
 M192N128_KINDS = (
@@ -55,7 +55,7 @@ CASES = [
     *product(("128", "256"), WIDE_KINDS, ("fp16",)),
     *product(("64 M192N128",), M192N128_KINDS, ("fp16",)),
     *product(("64 M128N128",), M128N128_KINDS, ("fp16",)),
-    *product(("64", "128", "256"), BFLOAT16, ("bf16",)),
+    *((*case, "bf16") for case in BFLOAT16),
 ]
 HGMMA = {"64": 64, "64 M192N128": 72, "64 M128N128": 48, "128": 64, "256": 80}
 """Products in the code of all consumers: first block, loop, last values."""
