@@ -9,6 +9,15 @@ import side_by_side
 
 from attnlib.bench import inspect_sm90
 
+LONG = {
+    f"test_{name}.py" for name in ("production", "hopper", "hopper_backward", "sparse", "changed_kernels")
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first: none of them is at work last and alone."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_here():
