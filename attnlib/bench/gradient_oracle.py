@@ -63,9 +63,10 @@ class GradientOracle:
         """A verdict on each gradient: dq, dk, dv, and of a score the gradients of sinks and of bias in
         float32, where it has them. Never raises for a wrong one."""
         found = dict(zip(self.truth, gradients, strict=True))
-        return {name: self._judge(name, gradient) for name, gradient in found.items()}
+        return {name: self.judge_one(name, gradient) for name, gradient in found.items()}
 
-    def _judge(self, name: str, gradient: torch.Tensor) -> Verdict:
+    def judge_one(self, name: str, gradient: torch.Tensor) -> Verdict:
+        """Of "dq", say."""
         exact, budget = self.truth[name], self.budget[name]
         dtype = self.dtype if name in ("dq", "dk", "dv") else torch.float32
         if gradient.shape != exact.shape or gradient.dtype != dtype:

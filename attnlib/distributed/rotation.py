@@ -86,7 +86,6 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job) -> tupl
     plan = job.rounds(q)
     streams, keys = Streams(q.device), KeyBuffers(job, plan, k, v)
     keys.start(0)
-    streams.head_start()
 
     def own(heads: slice, kv_heads: slice) -> tuple[slice, Result]:
         found = dispatch.forward(q[:, heads], k[:, kv_heads], v[:, kv_heads], params)
@@ -122,7 +121,6 @@ def backward(
     plan = job.rounds(q)
     streams, keys = Streams(q.device), KeyBuffers(job, plan, k, v)
     keys.start(0)
-    streams.head_start()
     groups = head_groups(q, k)
 
     def own(heads: slice, kv_heads: slice) -> tuple[torch.Tensor, ...]:

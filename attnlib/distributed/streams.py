@@ -6,10 +6,6 @@ from functools import cache
 
 import torch
 
-HEAD_START = 20_000
-"""Clocks, some ten microseconds, for which the caller's stream waits when a transfer was started. A kernel of
-attention takes all multiprocessors and keeps them; NCCL's has to be there before."""
-
 
 class Streams:
     """Of one call. Without a GPU there is one stream, and nothing to do."""
@@ -24,11 +20,6 @@ class Streams:
     def side(self) -> AbstractContextManager:
         """Work in it goes to the side stream."""
         return torch.cuda.stream(self._side) if self._side else nullcontext()
-
-    def head_start(self) -> None:
-        """Let a transfer that was just started come before the caller's next kernel."""
-        if self._main:
-            torch.cuda._sleep(HEAD_START)
 
     def mark(self) -> torch.cuda.Event | None:
         """The end of what is on the side stream so far."""

@@ -2,7 +2,7 @@
 
     python tests/gpu/time_distributed.py             some 100 s; figures/data/<gpu>/distributed.json
     torchrun --nproc-per-node 2 tests/gpu/time_distributed.py        the same
-    python tests/gpu/time_distributed.py --tune      NCCL's programs and the head start; no record
+    python tests/gpu/time_distributed.py --tune      NCCL's programs; no record
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 40          less; --out FILE elsewhere
 
 Four tables. `calls`: forward and backward passes of bfloat16 B1 H16 D128, causal and dense. `timeline`:
@@ -45,7 +45,7 @@ from attnlib import distributed as cp  # noqa: E402
 from attnlib.bench import records  # noqa: E402
 from attnlib.bench.names import CONTROL  # noqa: E402
 from attnlib.bench.peers import brief  # noqa: E402
-from attnlib.distributed import links, streams  # noqa: E402
+from attnlib.distributed import links  # noqa: E402
 
 HEADS, HEAD_DIM, DTYPE = 16, 128, torch.bfloat16
 LENGTHS = 65536, 131072, 262144, 524288
@@ -330,8 +330,8 @@ def timeline(case: Case) -> list[dict[str, Any]]:
             call()
             torch.cuda.synchronize()
         events = [e for e in seen.profiler.kineto_results.events() if e.device_type().name == "CUDA"]
-        # Neither the head start nor PyTorch's notes about what NCCL does.
-        events = [e for e in events if "spin" not in e.name() and not e.name().startswith("nccl:")]
+        # Without PyTorch's notes about what NCCL does.
+        events = [e for e in events if not e.name().startswith("nccl:")]
         begin = min(e.start_ns() for e in events)
         for e in sorted(events, key=lambda e: e.start_ns()):
             kind = next((kind for part, kind in KINDS.items() if part in e.name().lower()), "other")
@@ -342,18 +342,16 @@ def timeline(case: Case) -> list[dict[str, Any]]:
 
 
 def tune(case: Case) -> None:
-    """NCCL's programs and the head start beside each other."""
+    """Numbers of NCCL's programs beside each other."""
     *tensors, d_out = whole(case)
     calls = {}
     for ctas in (4, 8, 16, 32):
-        for start in (0, 20_000):
-            timed = ours(case, tensors)
-            for which, call in passes(timed, own(d_out, case)).items():
-                def with_settings(call=call, ctas=ctas, start=start):
-                    links.CTAS, streams.HEAD_START = ctas, start
-                    call()
+        for which, call in passes(ours(case, tensors), own(d_out, case)).items():
+            def with_programs(call=call, ctas=ctas):
+                links.CTAS = ctas
+                call()
 
-                calls[f"{ctas:2} programs, head start {start:6}", which] = with_settings
+            calls[f"{ctas:2} programs", which] = with_programs
     single = one_gpu(case, tensors)
     calls |= {(ONE, which): call for which, call in passes(single, d_out).items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
