@@ -87,7 +87,7 @@ def test_a_part_that_values_have_in_common_costs_nothing(mean: float, options: d
 
 def test_means_of_sequences(device: str) -> None:
     """Each of varlen sequences has its own, empty ones too; rows without keys stay 0."""
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors(4, 2, 2, dtype=torch.float32, device=device))
+    q, k, v = (x[0].transpose(0, 1).contiguous().float() for x in tensors(4, 2, 2, device=device))
     starts = torch.tensor([0, 20, 20, 90, 150]), torch.tensor([0, 7, 70, 70, 150])
     cu_q, cu_k = (x.int().to(device) for x in starts)
     lengths = cu_k.diff().tolist()

@@ -12,7 +12,6 @@ from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import fp8
 from attnlib.kernels.common.fp8 import Recipe
-from attnlib.kernels.reference import fp8 as model
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import Params, Varlen, mask_window
 
@@ -87,7 +86,8 @@ def test_forward(head_dim: int, options: dict) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 72])
 def test_values_with_a_mean(head_dim: int, causal: bool, mean: float) -> None:
-    """Another one in each column and head: the error is that of values without it; rows without keys are 0."""
+    """Another one in each column and head: the error is that of values without it, and rows without keys
+    are 0."""
     shape = Shape(2, 8, 1100, head_dim, causal, "float32", 4, 1000)
     q, k, v = make_inputs(shape, device=DEVICE)
     parts = mean * torch.randn(2, 4, 1, head_dim, device=DEVICE)
