@@ -6,10 +6,10 @@
 
 Three tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and
 the peers of `attnlib.bench.fp8_peers`; TFLOP/s. `quantizing`: each role with each scaling; GB/s of what has
-to move, 2 bytes read and 1 written for an element, and % of a device copy of as many bytes. `mean`: errors with
-values of a mean, centered and not; nothing is timed. All that is compared
-is timed in the same shuffled rounds, cold L2, with a control row. Outputs are judged before and after, on the
-first and the last head: the RMS error against fp64 may be 1.5 times that of the model, of peers 4 times.
+to move, 2 bytes read and 1 written for an element, and % of a device copy of as many bytes. `mean`: errors
+with values of a mean, centered and not; nothing is timed. All that is compared is timed in the same shuffled
+rounds, cold L2, with a control row. Outputs are judged before and after, on the first and the last head: the
+RMS error against fp64 may be 1.5 times that of the model, of peers 4 times.
 Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
