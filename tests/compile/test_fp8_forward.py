@@ -26,9 +26,11 @@ KINDS = {
     "left, shifted, LSE": (True, 2, True, True, "left", "shifted"),
     "varlen, causal, LSE": (True, 2, True, True, "varlen"),
     "varlen, all, LSE": (True, 2, True, True, "varlen", "left", "shifted"),
-    "dense, not centered": (False, 0, False, False, "not centered"),
 }
+PLAIN = "dense, not centered"
 CASES = [*product(WIDTHS, KINDS, ("bf16",)), *product(WIDTHS, ("varlen, all, LSE",), ("fp32",))]
+CASES.append((128, PLAIN, "bf16"))
+KINDS[PLAIN] = (False, 0, False, False, "not centered")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPILLS: dict[tuple[int, str, str], int] = {}
 
@@ -71,6 +73,11 @@ def test_configuration(compiled: dict[tuple, Stats], case: tuple) -> None:
     assert stats.spills == SPILLS.get(case, 0)
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.shared_bytes <= SMEM_LIMIT
+
+
+def test_a_mean_costs_the_loop_nothing(compiled: dict[tuple, Stats]) -> None:
+    with_mean, without = (compiled[128, kind, "bf16"].loops for kind in ("dense", PLAIN))
+    assert [sum(loop.values()) for loop in with_mean] == [sum(loop.values()) for loop in without]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

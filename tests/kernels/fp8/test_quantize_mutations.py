@@ -74,20 +74,14 @@ MUTATIONS = [
     Mutation("the mean of the first head", PLACE, PLACE.replace(" + i_h", ""), MEAN, DATA),
     Mutation("the largest magnitude with the mean", "tl.maximum(most - mean, mean - least)",
              "tl.maximum(most, -least)", MEAN, EITHER, (), mean_kernels),
-    Mutation("the largest magnitude above the mean alone", "tl.maximum(most - mean, mean - least)",
-             "most - mean", MEAN, EITHER, (), mean_kernels),
     Mutation("keys past the end have a share", "share = 1.0 / length", "share = 1.0 / S", MEAN_VARLEN, "mean",
              (), mean_kernels),
-    Mutation("the next sequence's keys count", "seen = (o_n < length)[:, None]",
-             "seen = (o_n < length + 1)[:, None]", MEAN_VARLEN, "mean", (), mean_kernels),
     Mutation("a part is its first block", "tl.minimum((i_n + 1) * span, tl.cdiv(length, ROWS))",
              "i_n * span + 1", LONG_VALUES, "mean", (), mean_kernels),
     Mutation("a sequence's parts begin at its tokens' part", "(start // (ROWS * span) + i_b)",
              "(start // (ROWS * span))", MEAN_VARLEN, "mean", (), mean_kernels),
     Mutation("a sequence is its first part", "return start, length, first, tl.cdiv(length, ROWS * span)",
              "return start, length, first, 1", LONG_VALUES, "mean", (), mean_kernels),
-    Mutation("means of heads are swapped", "tl.store(mean_ptr + i_bh", "tl.store(mean_ptr + (i_bh ^ 1)", MEAN,
-             "mean", (), mean_kernels),
 ]  # fmt: skip
 
 
