@@ -519,9 +519,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
     others = "modes", "teaching", "host", "decode", "fp8", "approximate"
-    empty = "".join(f"<!-- {name} -->
-<!-- /{name} -->
-" for name in others)
+    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in others)
     readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 

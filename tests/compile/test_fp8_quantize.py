@@ -20,11 +20,11 @@ CASES = [
         ("q", Recipe(), "bfloat16", False), ("k", Recipe(), "bfloat16", False),
         ("q", Recipe(), "float16", True), ("q", Recipe("block", False), "bfloat16", False),
         ("k", Recipe("tensor"), "bfloat16", False), ("v", Recipe(), "bfloat16", False),
-        ("v", Recipe(), "float16", True),
     ]
 ] + [
     ("k", Recipe(), 128, "float32", False), ("q", Recipe(), 40, "bfloat16", False),
-    ("v", Recipe(center=False), 128, "bfloat16", False), ("v", Recipe(), 200, "float32", True),
+    ("v", Recipe(center=False), 128, "bfloat16", False), ("v", Recipe(), 128, "float16", True),
+    ("v", Recipe(), 200, "float32", True),
 ]  # fmt: skip
 SPILLS_FLOAT32 = 128
 """4-byte words of a thread: its rotation is three products, of parts of the numbers in TF32."""

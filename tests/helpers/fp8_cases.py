@@ -96,7 +96,8 @@ def compare_with_model(found: Fp8, x: torch.Tensor, recipe: Recipe, name: str = 
     if found.mean is not None:
         own = model.quantize(x, found.role, recipe, *lengths).mean
         assert own is not None and found.mean.shape == own.shape, f"{name} is wrong: mean: shape"
-        assert found.mean.dtype == torch.float32 and found.mean.is_contiguous(), f"{name} is wrong: mean: form"
+        assert found.mean.dtype == torch.float32, f"{name} is wrong: mean: dtype"
+        assert found.mean.is_contiguous(), f"{name} is wrong: mean: strides"
         size = x.float().abs().where(x.isfinite(), 0.0)
         limit = 1e-5 * size.max().item() if size.numel() else 0.0
         error = (found.mean - own).abs().max().item() if own.numel() else 0.0

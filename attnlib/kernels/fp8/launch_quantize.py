@@ -84,7 +84,8 @@ def quantize(
     if x.numel():
         parts = amax = None
         if mean is not None:
-            parts, amax = torch.empty(plan.parts, dtype=torch.float32, device=x.device), torch.empty_like(scale)
+            parts = torch.empty(plan.parts, dtype=torch.float32, device=x.device)
+            amax = torch.empty_like(scale)
         elif len(plan.launches.launches) > 1:
             amax = torch.zeros_like(scale)
         plan.launches(x, data, scale, amax, cu_seqlens, mean, parts)

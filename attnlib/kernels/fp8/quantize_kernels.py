@@ -3,8 +3,8 @@ written is written once.
 
 - `quantize_amax`: the largest magnitude of a head, or of all, after the rotation.
 - `quantize_rows`: queries and keys: rotated, scaled and rounded. A scale per block needs no pass before.
-- `quantize_values`: values: centered, scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for the
-  layouts, and `mean_kernels` for what finds the mean and the largest magnitude of centered values.
+- `quantize_values`: values: centered, scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for
+  the layouts, and `mean_kernels` for what finds the mean and the largest magnitude of centered values.
 
 The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. For 128 or 256 columns that is
 one of 64 for each 64 columns, which tensor cores multiply with, exactly but for the order of the sum, and

@@ -75,7 +75,8 @@ MUTATIONS = [
     Mutation("the mean of the first sequence", "i_b * work.scales.mean_b + i_kv", "i_kv", "means, varlen",
              "(RMS|max) error", (), tile_scheduler),
     Mutation("the mean of the next tile", "words = words + (before[2],)",
-             "words = words + (tiling.of_mean(i_b, i_h, work),)", "means", "(RMS|max) error", (), forward_kernel),
+             "words = words + (tiling.of_mean(i_b, i_h, work),)", "means", "(RMS|max) error", (),
+             forward_kernel),
 ]  # fmt: skip
 
 
