@@ -204,8 +204,8 @@ def quantizing_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def mean_rows(head_dim: int) -> Iterator[dict[str, Any]]:
-    """RMS errors with values of a mean, centered and not, beside the RMS (`size`) of the output that they have
-    without that mean. FP8's outputs are float32, so that only the products err."""
+    """RMS errors with values of a mean, centered and not, beside the RMS (`size`) of the output without that
+    mean. FP8's outputs are float32, so that only the products err."""
     for seqlen, mean, causal in product((1024, 16384), (0.0, 1.0, 10.0), (True, False)):
         shape = Shape(1, 2, seqlen, head_dim, causal, "bfloat16")
         q, k, v = make_inputs(shape, device=DEVICE)
