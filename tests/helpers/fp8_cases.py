@@ -175,7 +175,9 @@ def _wrong_sums(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             last = torch.exp2(terms.abs().amax(0).clamp_min(2.0**-126).log2().floor() - KEPT)
             total = (terms / last).trunc().sum(0, keepdim=True) * last
         errors.append((total[0] - rows @ k.mT).abs().amax(1))
-    return torch.cat(errors)
+    found = torch.cat(errors)
+    # How much is cut off is chance. Of many keys the largest counts; of one for all, that of all rows does.
+    return found.max().expand_as(found) if (k == k[:1]).all() else found
 
 
 def check_forward(
