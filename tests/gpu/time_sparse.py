@@ -498,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sparse.json"
     tables = json.loads(path.read_text())["tables"] if path.exists() else {}
     measured = {"commit": header["commit"], "date": header["date"]}
-    for name in (name for name in TABLES if name in args.tables.split(",")):
+    for name in args.tables.split(","):
         rows: list[dict] = []
         for some in makers[name]():  # kept at once, in case the run is cut off
             rows += some
