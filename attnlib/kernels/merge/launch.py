@@ -29,8 +29,8 @@ def merge(
 
 
 def add(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor, start: int = 0) -> None:
-    """Write to `result` the sum of two tensors (B, H, S, D) of any strides, formed in float32 and rounded once.
-    `second` may have fewer rows, those from `start` on; the other rows are those of `first`."""
+    """Write to `result` the sum of two tensors (B, H, S, D) of any strides, formed in float32 and rounded
+    once. `second` may have fewer rows, those from `start` on; the other rows are those of `first`."""
     from attnlib.kernels.merge.merge_kernel import add_rows
 
     tensors = first, second, result
