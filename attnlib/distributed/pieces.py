@@ -73,7 +73,8 @@ def summed(
     others: list[tuple[range, torch.Tensor]],
 ) -> torch.Tensor:
     """A gradient (B, H, S, D): a rank's own part, by groups of heads, plus what other ranks or their keys
-    give for some rows. Where a row gets more than one of these they are added in float32."""
+    give for some rows, in one pass over a group. Where a row gets more than one of these they are added in
+    float32."""
     apart = not overlap([rows for rows, _ in others])
     found = torch.empty_like(like) if apart else torch.empty_like(like, dtype=torch.float32)
     add = merger(like.device).add

@@ -477,6 +477,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     readme.write_text(
         "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
         "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
+        "<!-- distributed -->\n<!-- /distributed -->\n"
         "after\n"
     )
     assert build.readme(readme) and not build.readme(readme)
