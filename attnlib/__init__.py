@@ -14,12 +14,12 @@ from attnlib.api import (
     monarch_matrix,
     quantize_fp8,
 )  # fmt: skip
-from attnlib.block_mask import BlockMask
+from attnlib.block_mask import BlockMask, S2Pattern
 from attnlib.scores import Score
 
 __all__ = [
-    "BlockMask", "Fp8", "Score", "__version__", "attention", "attention_decode", "attention_distr",
-    "attention_entmax", "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_varlen",
-    "explain", "monarch_matrix", "quantize_fp8",
+    "BlockMask", "Fp8", "S2Pattern", "Score", "__version__", "attention", "attention_decode",
+    "attention_distr", "attention_entmax", "attention_fp8", "attention_fp8_varlen", "attention_monarch",
+    "attention_varlen", "explain", "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -128,6 +128,44 @@ def check_torch_mask(mask) -> tuple[torch.Tensor, tuple[int, int]]:
     return kinds.to(torch.int8), size
 
 
+def check_s2(pattern) -> None:
+    """The fields of an `S2Pattern`: whole numbers, and heads that together see every block."""
+    for name in ("heads", "kv_heads", "block_size", "local_blocks", "stride", "dense_heads"):
+        value, least = getattr(pattern, name), 0 if name == "dense_heads" else 1
+        if name == "kv_heads" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type_name(value)}")
+        if value < least:
+            raise ValueError(f"{name}: expected {least} or more, got {value}")
+    if pattern.heads % pattern.key_heads:
+        raise ValueError(f"kv_heads: expected a divisor of heads, {pattern.heads}, got {pattern.kv_heads}")
+    if pattern.block_size % UNIT:
+        raise ValueError(f"block_size: expected a multiple of {UNIT}, got {pattern.block_size}")
+    if pattern.dense_heads > pattern.key_heads:
+        raise ValueError(
+            f"dense_heads: expected at most {pattern.key_heads} key heads, got {pattern.dense_heads}"
+        )
+    if not pattern.dense_heads and pattern.stride > pattern.key_heads:
+        raise ValueError(
+            f"stride: expected at most {pattern.key_heads}, the number of key heads, or a dense head, so "
+            f"that all heads together see every block, got {pattern.stride}"
+        )
+
+
+def check_s2_cache(pattern, k, v) -> None:
+    """Keys and values of a cache (B, Hkv, S, D) for a pattern with so many key heads."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
+    if k.dim() != 4 or k.shape[1] != pattern.key_heads or not k.numel():
+        raise ValueError(f"k: expected shape (B, {pattern.key_heads}, S, D), got {tuple(k.shape)}")
+    if v.shape != k.shape or v.device != k.device:
+        raise ValueError(
+            f"v: expected shape {tuple(k.shape)} on {k.device} as k has, got {tuple(v.shape)} on {v.device}"
+        )
+
+
 def _ordered(name: str, counts, indices, rows: int, columns: int) -> torch.Tensor:
     """Bool (B, H, rows, columns) of torch's lists: the first counts[..., i] of indices[..., i, :]."""
     _integer_tensor(f"{name}_num_blocks", counts)

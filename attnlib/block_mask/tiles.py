@@ -47,12 +47,11 @@ class Grid(NamedTuple):
 class Tiles(NamedTuple):
     """kinds: int8 (B, H, units down, units across). slots: int32 (B, H, tiles down, tiles across), where the
     words of a mixed tile are, -1 for others. words: int32 (n, 128, 4); those of slot 0 are 0, of a tile that
-    nobody sees. mixed: int64 (n - 1, 4), the place of the tiles that have words."""
+    nobody sees. Mixed tiles without a partial unit share the words of those with the same units."""
 
     kinds: torch.Tensor
     slots: torch.Tensor
     words: torch.Tensor
-    mixed: torch.Tensor
 
 
 def build(kinds: torch.Tensor, seen: Seen | None, grid: Grid) -> Tiles:
@@ -65,9 +64,15 @@ def build(kinds: torch.Tensor, seen: Seen | None, grid: Grid) -> Tiles:
     uniform = (whole == whole[..., :1, :1]).all(-1).all(-1) & (whole[..., 0, 0] != PARTIAL)
     if S_k % TILE:
         uniform[..., -1] &= whole[..., -1, 0, 0] == ABSENT
-    places = (~uniform).nonzero()
+    known = ~uniform & (whole != PARTIAL).all(-1).all(-1)
+    if S_k % TILE:
+        known[..., -1] = False
     slots = torch.full(whole.shape[:4], -1, dtype=torch.int32, device=device)
-    words, mixed, found = [torch.zeros(1, TILE, 4, dtype=torch.int32, device=device)], [], 1
+    words = [torch.zeros(1, TILE, 4, dtype=torch.int32, device=device)]
+    if bool(known.any()):
+        words.append(_shared(whole, known, slots))
+    found = sum(map(len, words))
+    places = (~uniform & ~known).nonzero()
     piece = _PIECE.get(device.type, _PIECE["cpu"])
     for start in range(0, len(places), piece):
         b, h, down, across = place = places[start : start + piece].T
@@ -78,10 +83,18 @@ def build(kinds: torch.Tensor, seen: Seen | None, grid: Grid) -> Tiles:
         own, here = own[some], places[start : start + piece][some]
         slots[tuple(here.T)] = torch.arange(found, found + len(own), dtype=torch.int32, device=device)
         words.append(own)
-        mixed.append(here)
         found += len(own)
-    mixed = torch.cat(mixed) if mixed else places
-    return Tiles(kinds, slots, torch.cat(words), mixed)
+    return Tiles(kinds, slots, torch.cat(words))
+
+
+def _shared(whole: torch.Tensor, known: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The words of tiles that are `known`, whose units are full or absent: of each kind of such a tile once,
+    so that there are at most 14. Their slots, from 1 on, are written to `slots`."""
+    unit = torch.arange(4, device=whole.device)
+    codes, numbers = ((whole[known].flatten(1) == FULL) << unit).sum(1).unique(return_inverse=True)
+    slots[known] = numbers.int() + 1
+    full = ((codes[:, None] >> unit) & 1).bool().unflatten(1, (2, 2))
+    return pack(full.repeat_interleave(UNIT, 1).repeat_interleave(UNIT, 2))
 
 
 def by_tile(kinds: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,8 @@ CHAPTERS: list[tuple[str, str]] = [
     ("20_backward", "The backward pass"),
     ("22_fp8", "FP8"),
     ("23_decoding", "Decoding"),
+    ("30_block_masks", "Block masks"),
+    ("33_s2", "S2-Attention"),
     ("34_entmax", "Entmax"),
     ("35_monarch", "MonarchAttention"),
     ("36_distr", "DistrAttention"),

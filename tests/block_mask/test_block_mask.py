@@ -136,6 +136,16 @@ def test_full_and_absent_blocks_carry_no_bits():
     assert not BlockMask.from_function(FUNCTIONS["stripes"], 256, 256).form.coarse
 
 
+def test_tiles_with_the_same_full_units_share_their_words():
+    blocks = torch.rand(2, 3, 20, 20, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = BlockMask.from_blocks(blocks, 1280, 1280, block_size=64)
+    assert len(mask.words) == 1 + 14
+    ragged = BlockMask.from_blocks(blocks, 1280, 1270, block_size=64)
+    assert len(ragged.words) > 1 + 14, "the last column of tiles has words of its own"
+    expected = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
+    assert torch.equal(mask.to_dense(), expected) and torch.equal(ragged.to_dense(), expected[..., :1270])
+
+
 def test_what_is_held_at_once_does_not_grow_with_the_mask(monkeypatch):
     """A function sees a bounded piece of the mask at a time."""
     sizes, whole = [], tiles._elements

@@ -73,6 +73,15 @@ PLANTED = {
         ("snapped", "<= slack", "< slack", "expected"),
         ("free_queries", "2 * group", "group", "expected"),
     ),
+    "30_block_masks": (
+        ("capped_attention", "* LOG2_E  # [BLOCK, BLOCK]", "# [BLOCK, BLOCK]", "max error"),
+        ("capped_attention", "2 * b_s / cap", "b_s / cap", "max error"),
+        ("capped_attention", "tl.load(sinks_ptr + i_h)", "tl.load(sinks_ptr)", "max error"),
+        ("capped_attention", "tl.full([BLOCK], 1.0", "tl.full([BLOCK], 0.0", "max error|not finite"),
+        ("gradient_of_values", "b_lse[None, :]", "b_lse[:, None]", "max error"),
+        ("gradient_of_values", "tl.load(steps_ptr + j) * BLOCK", "i_n * BLOCK", "max error"),
+        ("fewest_blocks", "math.ceil(", "math.floor(", "blocks reach"),
+    ),
     "34_entmax": (
         ("sparsemax_attention", "range(5)", "range(0)", "max error"),
         ("sparsemax_attention", "b_l += tl.sum(b_x, 1)", "b_l += tl.sum(b_x * b_x, 1)", "max error"),

@@ -14,6 +14,7 @@ from hopper_forward import compile_forward
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.kernels.hopper import launch_fp8 as launch
 from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
+from attnlib.kernels.hopper.launch import plan_fields
 
 WIDTHS = (64, 128, 256)
 # What a call asks for: causal, blocks to mask, warpgroups of a tile end in different blocks (None: where a
@@ -25,6 +26,7 @@ KINDS = {
     "left, shifted, LSE": (True, 2, True, True, "left", "shifted"),
     "varlen, causal, LSE": (True, 2, True, True, "varlen"),
     "varlen, all, LSE": (True, 2, True, True, "varlen", "left", "shifted"),
+    "dense, not centered": (False, 0, False, False, "not centered"),
 }
 CASES = [*product(WIDTHS, KINDS, ("bf16",)), *product(WIDTHS, ("varlen, all, LSE",), ("fp32",))]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -38,15 +40,16 @@ def compile_case(case: tuple[int, str, str], config: Fp8Config | None = None) ->
     causal, masked, skip, lse, *others = KINDS[kind]
     if skip is None:
         skip = config.block_n != 64 * config.warpgroups
-    varlen = "varlen" in others
+    varlen, centered = "varlen" in others, "not centered" not in others
     mask = {"causal": causal, "shifted": "shifted" in others, "left": "left" in others}
     mask |= {"blocks": masked, "skip": skip}
-    plan = launch.make_plan(width, config, mask, False, lse, varlen)
+    plan = launch.make_plan(plan_fields(width, config, mask, False, lse, varlen), centered)
     types = {
         name: f"tensordesc<{dtype if name == 'desc_o' else 'fp8e4nv'}{list(found.block)},{found.layout!r}>"
         for name, found in launch.described((None,) * 4, width, config, DTYPES[dtype], varlen).items()
     }
     options = {*others, "fp8", "LSE" if lse else "", "" if varlen else "fp8 batch"}
+    options.add("centered" if centered else "")
     return compile_forward(plan, types, options, config.max_registers)
 
 

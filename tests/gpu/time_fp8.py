@@ -4,7 +4,8 @@
     python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; 5 s each)
     python tests/gpu/time_fp8.py --tune           the quantizing kernels with other numbers of programs
 
-Two tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and the
+Three tables. `means`: RMS errors where values have a mean over the keys, with and without centering, over the
+RMS of the output without it. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and the
 peers of `attnlib.bench.fp8_peers`; TFLOP/s. `quantizing`: each role with each scaling; GB/s of what has to
 move, 2 bytes read and 1 written for an element, and % of a device copy of as many bytes. All that is compared
 is timed in the same shuffled rounds, cold L2, with a control row. Outputs are judged before and after, on the
@@ -48,8 +49,10 @@ SHAPES = [Shape(*size, causal, "bfloat16") for size in SIZES for causal in (True
 QUANTIZED = [Shape(*size, False, "bfloat16") for size in SIZES[:3]]
 RECIPES = {
     ("q", "block"): Recipe(), ("k", "block"): Recipe(), ("k", "block, not rotated"): Recipe("block", False),
-    ("k", "head"): Recipe("head"), ("v", "head"): Recipe(),
+    ("k", "head"): Recipe("head"), ("v", "head"): Recipe(), ("v", "head, not centered"): Recipe(center=False),
 }  # fmt: skip
+MEANS = 0.0, 1.0, 10.0
+MEAN_LENGTHS = 1024, 16384
 
 Function = Callable[[], torch.Tensor]
 
@@ -159,12 +162,14 @@ def attention_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
     q, k, v = tensors = make_inputs(shape, device=DEVICE)
     causal, judge = shape.causal, Judge(tensors, shape.causal)
     operands = [quantize_fp8(x, role) for x, role in zip(tensors, "qkv", strict=True)]
+    beside = quantize_fp8(v, "v", center=False)
     unscaled = [
         quantize_fp8(x, role, scaling="tensor", rotate=False)
         for x, role in zip(tensors, "qkv", strict=True)
     ]
     makes = {
         OURS: lambda: lambda: attention_fp8(*operands, causal=causal),
+        f"{OURS}, not centered": lambda: lambda: attention_fp8(*operands[:2], beside, causal=causal),
         f"{OURS}, one scale": lambda: lambda: attention_fp8(*unscaled, causal=causal),
         f"{OURS}, with the pass": lambda: lambda: attention_fp8(q, k, v, causal=causal),
         "attnlib bf16": lambda: lambda: attention(q, k, v, causal=causal),
@@ -178,6 +183,26 @@ def attention_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
     yield from (run.row for run in runs)
 
 
+def mean_rows() -> Iterator[dict[str, Any]]:
+    """RMS errors where values have a mean over the keys: of the FP8 kernel with and without centering and of
+    bfloat16, over that of the output without that mean, which stays the same."""
+    for length, mean, causal in product(MEAN_LENGTHS, MEANS, (True, False)):
+        shape = Shape(1, 2, length, 128, causal, "bfloat16")
+        q, k, v = make_inputs(shape, device=DEVICE)
+        size = attention_fp64(*(x[:, :1] for x in (q, k, v)), causal=causal)[0].square().mean().sqrt().item()
+        v = v + mean
+        truth = attention_fp64(*(x[:, :1] for x in (q, k, v)), causal=causal)[0]
+        outs = {
+            f"{OURS}, {name}": attention_fp8(q, k, v, causal=causal, center=center, out_dtype=torch.float32)
+            for name, center in (("centered", True), ("not centered", False))
+        }
+        outs["attnlib bf16"] = attention(q, k, v, causal=causal)
+        for impl, out in outs.items():
+            rms = max_and_rms(out[:, :1].double() - truth)[1]
+            row = {"S": length, "mean": mean, "causal": causal, "impl": impl, "rms_error": rms}
+            yield row | {"of_output": rms / size, "status": "ok"}
+
+
 def copying(moved: int) -> Function:
     source, target = (torch.empty(moved // 2, dtype=torch.int8, device=DEVICE) for _ in range(2))
     return lambda: target.copy_(source)
@@ -188,9 +213,7 @@ def quantizing_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
     moved, runs = x.numel() * (x.element_size() + 1), []
     for number, ((role, scaling), recipe) in enumerate([*RECIPES.items(), *list(RECIPES.items())[:1]]):
         name = f"attnlib {role}, {scaling}"
-        call = lambda role=role, recipe=recipe: (  # noqa: E731
-            quantize_fp8(x, role, scaling=recipe.scaling, rotate=recipe.rotate).data
-        )
+        call = lambda role=role, recipe=recipe: quantize_fp8(x, role, **recipe._asdict()).data  # noqa: E731
         runs.append(Run(name, shape, lambda call=call: call, None, number == len(RECIPES), moved))
     copy = Run("copy", shape, lambda: copying(moved), None, moved=moved)
     runs.append(copy)
@@ -255,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tune:
         tune(SWEEP)
         return 0
-    tables: dict[str, list[dict[str, Any]]] = {"attention": [], "quantizing": []}
+    tables: dict[str, list[dict[str, Any]]] = {"attention": [], "quantizing": [], "means": list(mean_rows())}
+    for row in tables["means"]:
+        print(*row.values(), flush=True)
     plan = [("quantizing", QUANTIZED, quantizing_rows), ("attention", SHAPES, attention_rows)]
     for table, shapes, rows in plan:
         for shape in shapes:

@@ -1,0 +1,194 @@
+"""S2Pattern: its mask is the definition, its heads together see everything, attention under it is right
+forward and backward, and a cache without the blocks that it drops decodes the same."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+from cases import INTERPRETER_REMARKS, judge_forward
+
+from attnlib import S2Pattern, attention, attention_decode
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import Oracle
+from attnlib.block_mask import tiles
+
+SMALL = S2Pattern(heads=4, local_blocks=2, stride=4)
+GROUPED = S2Pattern(heads=6, kv_heads=3, local_blocks=1, stride=3)
+HYBRID = S2Pattern(heads=3, local_blocks=2, stride=5, dense_heads=1)
+WIDE = S2Pattern(heads=2, block_size=192, local_blocks=1, stride=2)
+PATTERNS = {"heads differ": SMALL, "heads share keys": GROUPED, "a dense head": HYBRID, "wide blocks": WIDE}
+LENGTHS = 1, 64, 65, 700, 1024
+pytestmark = INTERPRETER_REMARKS
+
+
+def defined(pattern: S2Pattern, seqlen: int) -> torch.Tensor:
+    """Bool (heads, S, S), from the definition, an element at a time."""
+    size, group = pattern.block_size, pattern.heads // pattern.key_heads
+    step = max(1, pattern.stride // pattern.key_heads)
+    token = torch.arange(seqlen)
+    seen = torch.zeros(pattern.heads, seqlen, seqlen, dtype=torch.bool)
+    for head in range(pattern.heads):
+        key_head = head // group
+        i, j = token[:, None] // size, token[None, :] // size
+        keeps = (i - j < pattern.local_blocks) | ((j + key_head * step) % pattern.stride == 0)
+        if key_head >= pattern.key_heads - pattern.dense_heads:
+            keeps = torch.ones_like(keeps)
+        seen[head] = keeps & (token[:, None] >= token)
+    return seen
+
+
+@pytest.mark.parametrize("seqlen", LENGTHS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_mask_is_the_definition(name: str, seqlen: int) -> None:
+    pattern = PATTERNS[name]
+    mask = pattern.mask(seqlen)
+    assert mask.shape == (1, pattern.heads, seqlen, seqlen)
+    assert torch.equal(mask.to_dense()[0], defined(pattern, seqlen))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_heads_together_see_every_key(name: str) -> None:
+    pattern = PATTERNS[name]
+    seen = pattern.mask(1024).to_dense()[0].any(0)
+    assert torch.equal(seen, torch.ones(1024, 1024).tril().bool())
+    sparse = pattern.mask(1024).to_dense()[0, : pattern.heads // pattern.key_heads].any(0)
+    assert not torch.equal(sparse, seen), "one head alone does not"
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_blocks_are_counted(name: str) -> None:
+    pattern, size = PATTERNS[name], PATTERNS[name].block_size
+    for seqlen in LENGTHS:
+        dense = defined(pattern, seqlen)
+        blocks = dense[:, ::size, ::size]  # the first element of a block is seen where any is
+        assert pattern.kept(seqlen) == int(blocks.sum())
+        assert pattern.share(seqlen) == int(blocks.sum()) / (pattern.heads * int(blocks[0].shape[0] *
+                                                             (blocks[0].shape[0] + 1) / 2))  # fmt: skip
+    assert 1 / S2Pattern(16).share(65536) == pytest.approx(13.0, abs=0.1), "the published pattern"
+
+
+def test_a_mask_of_128k_is_made_of_units() -> None:
+    """No elements but those of the diagonal are looked at, and blocks that are cut share their words."""
+    looked = []
+    whole = tiles._elements
+
+    def counted(kinds, *rest):
+        looked.append(len(kinds))
+        return whole(kinds, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_elements", counted)
+        start = time.perf_counter()
+        mask = S2Pattern(heads=2, stride=2, local_blocks=8).mask(131072)
+        taken = time.perf_counter() - start
+    assert sum(looked) == 2 * 1024
+    assert len(mask.words) <= 1 + 14 + 2 * 1024
+    assert taken < 20, "seconds on a CPU; S x S elements would take minutes"
+
+
+# ---------------------------------------------------------------- attention under it
+
+
+@pytest.mark.parametrize("pattern", [GROUPED, HYBRID], ids=["heads share keys", "a dense head"])
+def test_attention_forward_and_backward(pattern: S2Pattern, device: str) -> None:
+    S, D, rng = 200, 16, torch.Generator().manual_seed(0)
+    heads = pattern.heads, pattern.key_heads, pattern.key_heads, pattern.heads
+    q, k, v, d_out = (torch.randn(1, h, S, D, generator=rng).half().to(device) for h in heads)
+    mask = pattern.mask(S, device)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = attention(q, k, v, block_mask=mask, return_lse=True, impl="triton")
+    gradients = torch.autograd.grad(out, (q, k, v), d_out)
+    q, k, v = (x.detach() for x in (q, k, v))
+    dense = defined(pattern, S)[None].to(device)
+    judge_forward(out.detach(), lse, Oracle(q, k, v, mask=dense), "S2")
+    for verdict in GradientOracle(d_out, q, k, v, mask=dense).judge(*gradients).values():
+        verdict.raise_if_bad("S2")
+
+
+# ---------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_is_dropped_is_never_needed_again(name: str) -> None:
+    pattern, size = PATTERNS[name], PATTERNS[name].block_size
+    length = 16 * size
+    group = pattern.heads // pattern.key_heads
+    needed = defined(pattern, length)[::group, ::size, ::size]  # (key heads, blocks, blocks)
+    for head in range(pattern.key_heads):
+        kept: set[int] = set()
+        for block in range(16):
+            now = set(pattern.cached(block * size + 1, head))
+            assert now == set(pattern.cached((block + 1) * size, head)), "within a block nothing changes"
+            assert now <= kept | {block}, "nothing comes back"
+            later = needed[head, block:, : block + 1].any(0)
+            assert now >= set(later.nonzero().flatten().tolist())
+            assert now == set(needed[head, block].nonzero().flatten().tolist()), "and nothing is kept in vain"
+            kept = now
+
+
+def test_bytes_of_a_cache() -> None:
+    """Of 16 heads with 8 near blocks and one in 16 of 1016 far ones."""
+    pattern = S2Pattern(heads=16)
+    blocks = [len(pattern.cached(65536, head)) for head in range(16)]
+    assert blocks == [8 + 64] + [8 + 63] * 8 + [8 + 64] * 7
+    assert pattern.cache_bytes(65536, 128) == 2 * sum(blocks) * 64 * 128 * 2
+    dense = S2Pattern(heads=16, dense_heads=16)
+    assert dense.cache_bytes(65536, 128) == 2 * 16 * 65536 * 128 * 2
+
+
+@pytest.mark.parametrize("length", [300, 512])
+def test_a_cache_of_kept_blocks_decodes_the_same(length: int, device: str) -> None:
+    """Each key head as a sequence of its own, with its own pages."""
+    pattern, D, rng = GROUPED, 16, torch.Generator().manual_seed(1)
+    B, H, heads, size = 2, pattern.heads, pattern.key_heads, pattern.block_size
+    q = torch.randn(B, H, 1, D, generator=rng).half().to(device)
+    k, v = (torch.randn(B, heads, length, D, generator=rng).half().to(device) for _ in range(2))
+    pages = pattern.paged(k, v)
+    assert 2 * pages.k_cache.nbytes == B * pattern.cache_bytes(length, D) and pages.k_cache.shape[2] == size
+    cache = pages.k_cache, pages.v_cache
+    told = {"lengths": pages.lengths, "page_table": pages.page_table}
+    found = attention_decode(q.view(B * heads, H // heads, 1, D), *cache, **told)
+    row = defined(pattern, length)[None, :, -1:, :].expand(B, -1, -1, -1).to(device)
+    Oracle(q, k, v, mask=row).judge(found.view(B, H, 1, D)).raise_if_bad("a cache of kept blocks")
+
+
+# ---------------------------------------------------------------- what is wrong
+
+WRONG = [
+    ({"heads": 0}, ValueError, "heads: expected 1 or more, got 0"),
+    ({"heads": 16.0}, TypeError, "heads: expected an int, got float"),
+    ({"heads": 16, "kv_heads": 5}, ValueError, "kv_heads: expected a divisor of heads, 16, got 5"),
+    ({"heads": 16, "block_size": 32}, ValueError, "block_size: expected a multiple of 64, got 32"),
+    ({"heads": 16, "local_blocks": 0}, ValueError, "local_blocks: expected 1 or more, got 0"),
+    ({"heads": 16, "local_blocks": True}, TypeError, "local_blocks: expected an int, got bool"),
+    ({"heads": 16, "stride": -1}, ValueError, "stride: expected 1 or more, got -1"),
+    ({"heads": 16, "dense_heads": 17}, ValueError, "dense_heads: expected at most 16 key heads, got 17"),
+    ({"heads": 16, "dense_heads": -1}, ValueError, "dense_heads: expected 0 or more, got -1"),
+    ({"heads": 32, "kv_heads": 8}, ValueError,
+     "stride: expected at most 8, the number of key heads, or a dense head, so that all heads together see "
+     "every block, got 16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_what_is_wrong_is_named(fields, error, message) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        S2Pattern(**fields)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: SMALL.mask(0), "seqlen_q: expected 1 or more, got 0"),
+    (lambda: SMALL.cached(0, 0), "length: expected an int of 1 or more, got 0"),
+    (lambda: SMALL.cached(64, 4), "head: expected a key head from 0 to 3, got 4"),
+    (lambda: SMALL.paged(torch.zeros(1, 3, 9, 8), torch.zeros(1, 3, 9, 8)),
+     "k: expected shape (B, 4, S, D), got (1, 3, 9, 8)"),
+    (lambda: SMALL.paged(torch.zeros(1, 4, 9, 8), torch.zeros(1, 4, 8, 8)),
+     "v: expected shape (1, 4, 9, 8) on cpu as k has, got (1, 4, 8, 8) on cpu"),
+])  # fmt: skip
+def test_what_is_asked_of_it_is_checked(call, message) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()
