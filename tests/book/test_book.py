@@ -468,6 +468,17 @@ def record(tmp_path, monkeypatch):
     read = [call | {"impl": w, "status": x, "tflops": y, "rms_error": z} for w, x, y, z in speeds]
     fp8 = head | {"notebook": "fp8", "tables": {"attention": {"rows": read}}}
     (path.parent / "fp8.json").write_text(json.dumps(fp8))
+    gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
+    gains.append(("attnlib (control)", 2, 25.3, 1.939))
+    read = [
+        {"call": "S65536 dense", "status": "ok", "impl": w, "gpus": x, "ms": y, "speedup": z}
+        for w, x, y, z in gains
+    ]
+    read[-1]["control_of"] = "attnlib"
+    read.append(read[1] | {"status": "failed", "impl": "ring-flash-attn, FA3, zigzag"})
+    passes = dict.fromkeys(("forward", "backward"), {"rows": read})
+    two_gpus = head | {"notebook": "distributed", "tables": passes}
+    (path.parent / "distributed.json").write_text(json.dumps(two_gpus))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -482,13 +493,15 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     )
     assert build.readme(readme) and not build.readme(readme)
     text = readme.read_text()
-    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /fp8 -->\nafter\n")
+    assert text.startswith("before\n<!-- ladder -->\n| Step |")
+    assert text.endswith("<!-- /distributed -->\nafter\n")
     assert "<!-- /ladder -->\nbetween\n<!-- modes -->\n| " in text
     assert "| FA3 | 437 | 393 (1500) |" in text
     assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
     assert "| B1 S8192 | 1336 | – | – | – | – | 4231 |" in text
     assert "| B2 H16 S8192 D128 causal bf16 | 995 | – | – | – | – | 2.5e-03 | – |" in text
+    assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)
     assert (
@@ -500,7 +513,8 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("modes", "host", "decode", "fp8"))
+    others = [name for name in build.SECTIONS if name != "ladder"]
+    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in others)
     readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 
