@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
 import pytest
+import side_by_side
 import torch
 from hopper_forward import compile_forward
 
@@ -34,7 +32,7 @@ SPILLS: dict[tuple[int, str, str], int] = {}
 
 
 def compile_case(case: tuple[int, str, str], config: Fp8Config | None = None) -> Stats:
-    """In a child process, so that cases share the cores."""
+    """The compiled kernel in numbers."""
     width, kind, dtype = case
     config = config or fp8_config(width)
     causal, masked, skip, lse, *others = KINDS[kind]
@@ -55,9 +53,7 @@ def compile_case(case: tuple[int, str, str], config: Fp8Config | None = None) ->
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, Stats]:
-    children = min(8, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        return dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
+    return dict(zip(CASES, side_by_side.run(compile_case, CASES), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
