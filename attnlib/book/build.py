@@ -32,6 +32,7 @@ DECODE = ("decode", "calls")
 FP8 = ("fp8", "attention")
 MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
+DISTRIBUTED = "distributed"
 """Records and tables that README shows."""
 
 
@@ -307,9 +308,33 @@ def approximate_tables() -> str:
     return "\n\n".join(parts)
 
 
+def distributed_table() -> str:
+    """README's table of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`."""
+    from attnlib.bench import records, tables
+
+    impls = {
+        "attnlib": "attnlib", "attnlib (control)": "the same again", "attnlib, ulysses": "its Ulysses",
+        "ring-flash-attn, FA3, zigzag": "ring-flash-attn, FA3",
+        "torch context_parallel, cuDNN, alltoall": "PyTorch, cuDNN",
+    }  # fmt: skip
+    columns = {"call": "Two GPUs, bf16 B1 H16 D128", "one": "one GPU, ms", **impls}
+    lines: dict[tuple[str, str], dict[str, str | None]] = {}
+    for which in ("forward", "backward"):
+        table = records.load(DISTRIBUTED, which, gpu=records.REFERENCE_GPU)
+        for row in (row for row in table.rows + table.controls if row["status"] == "ok"):
+            cells = lines.setdefault((row["call"], which), dict.fromkeys(columns))
+            cells["call"] = f"{row['call']}, {which}"
+            if row["gpus"] == 1:
+                cells["one"] = f"{row['ms']:.4g}"
+            elif row["impl"] in impls:
+                cells[row["impl"]] = f"{row['speedup']:.2f}x"
+    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+
+
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
     "host": host_table, "decode": decode_table, "fp8": fp8_table, "approximate": approximate_tables,
+    "distributed": distributed_table,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 
