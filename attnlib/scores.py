@@ -12,7 +12,7 @@ from attnlib.arguments import scores as checks
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """What becomes of the scores s = sm_scale * Q K^T before the softmax, in this order; None for nothing.
+    """What becomes of the scores s = sm_scale * Q K^T before the softmax, in this order; None for nothing::
 
         s = soft_cap * tanh(s / soft_cap)
         s = s - alibi[h] * |i + Sk - Sq - j|

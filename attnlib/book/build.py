@@ -12,28 +12,16 @@ python -m attnlib.book card STEP         a step's profile card as SVG and PDF, f
 import argparse
 import base64
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from attnlib.bench.paths import FIGURES, NOTEBOOKS, ROOT
-from attnlib.book import chapters as book_chapters
 from attnlib.book import hygiene
 
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
-LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
-TEACHING = ("15_teaching", "ladder")
-HOST, STEP = ("host_time", "backward"), ("host_time", "step")
-DECODE = ("decode", "calls")
-FP8 = ("fp8", "attention")
-MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
-DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
-DISTRIBUTED = "distributed"
-"""Records and tables that README shows."""
 
 
 def chapters(folder: Path, names: Sequence[str] = ()) -> list[Path]:
@@ -175,198 +163,15 @@ def published(notebook: Path) -> dict[str, bytes]:
     return resources["outputs"]
 
 
-def ladder_table(record: tuple[str, str] = LADDER) -> str:
-    """A ladder of README: a record's, causal fp16 at the task's shapes, with its provenance."""
-    from attnlib.bench import ladder, records, tables
-
-    table = records.load(*record, gpu=records.REFERENCE_GPU)
-    rows, columns = ladder.ladder_rows(table.rows, label=book_chapters.label)
-    return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
-
-
-def modes_table() -> str:
-    """README's burst and sustained speeds at the task's shapes, with the clock, and both verdicts on FA3."""
-    from attnlib.bench import modes, records, shapes, tables
-
-    burst, sustained = (records.load(*where, gpu=records.REFERENCE_GPU) for where in (LADDER, SUSTAINED))
-    label = book_chapters.label
-    task = [shape for shape in shapes.TASK.values() if burst.select(shape) and sustained.select(shape)]
-    rows, columns = modes.mode_rows(burst, sustained, task, label=label)
-    dates = " and ".join(dict.fromkeys((burst.date, sustained.date)))
-    return f"{tables.markdown(rows, columns)}\n\n*{burst.gpu}, {dates}*"
-
-
-def host_table() -> str:
-    """README's tables of host time, of the record of `tests/gpu/time_host.py`: backward passes, and the step
-    of a model that keeps the GPU waiting."""
-    from attnlib.bench import records, tables
-
-    table = records.load(*HOST, gpu=records.REFERENCE_GPU)
-    columns = {
-        "call": "Backward pass through autograd, bf16", "kernels_us": "kernels alone, µs",
-        "attnlib_us": "attnlib, µs", "cudnn_us": "cuDNN, µs", "of_cudnn": "attnlib / cuDNN",
-    }  # fmt: skip
-    forms = {key: ".2f" if key == "of_cudnn" else ".0f" for key in columns if key != "call"}
-    steps = [
-        {
-            "step": "{layers} layers, {tokens} tokens, batch {batch}".format(**row),
-            **{impl: f"{row[f'{impl}_us'] / 1000:.1f}" for impl in ("attnlib", "sdpa")},
-            "of_sdpa": _interval(row, "attnlib_of_sdpa"),
-            "control": _interval(row, "control_of_sdpa"),
-        }
-        for row in records.load(*STEP, gpu=records.REFERENCE_GPU).rows
-    ]
-    names = {
-        "step": "Step of a model, bf16", "attnlib": "attnlib, ms", "sdpa": "SDPA, ms",
-        "of_sdpa": "attnlib / SDPA (99 of 100)", "control": "SDPA / SDPA",
-    }  # fmt: skip
-    parts = tables.markdown(table.rows, columns, formats=forms), tables.markdown(steps, names)
-    return "\n\n".join([*parts, f"*{table.gpu}, {table.date}*"])
-
-
-def _interval(row: dict, field: str) -> str:
-    """A median and where 99 of 100 repetitions would have it."""
-    return "{:.3f} ({:.3f} to {:.3f})".format(*(row[field + end] for end in ("", "_low", "_high")))
-
-
-def decode_table() -> str:
-    """README's table of decoding: GB/s of keys and values in the record of `tests/gpu/time_decode.py`."""
-    from attnlib.bench import records, tables
-
-    table = records.load(*DECODE, gpu=records.REFERENCE_GPU)
-    impls = {
-        "attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "flashinfer": "FlashInfer",
-        "flashinfer, xqa": "its XQA", "copy": "device copy",
-    }  # fmt: skip
-    rows: dict[str, dict[str, str | None]] = {}
-    for row in table.rows:
-        if row["impl"] in impls and row["status"] == "ok":
-            cells = rows.setdefault(row["call"], {"call": row["call"], **dict.fromkeys(impls)})
-            cells[row["impl"]] = f"{row['gb_per_s']:.0f}"
-    columns = {"call": "Decoding, fp16, GB/s of keys and values", **impls}
-    return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
-
-
-def fp8_table() -> str:
-    """README's table of FP8: speeds, and errors against fp64, in the record of `tests/gpu/time_fp8.py`."""
-    from attnlib.bench import records, tables
-    from attnlib.bench.shapes import Shape
-
-    table = records.load(*FP8, gpu=records.REFERENCE_GPU)
-    impls = {
-        "attnlib fp8": "attnlib FP8", "attnlib fp8, with the pass": "and quantizing", "fa3 fp8": "FA3 FP8",
-        "attnlib bf16": "attnlib bf16", "fa3 bf16": "FA3 bf16",
-    }  # fmt: skip
-    columns = {"call": "FP8 (e4m3), TFLOP/s", **impls}
-    columns |= {"error of attnlib fp8": "RMS error, FP8", "error of attnlib bf16": "bf16"}
-    rows: dict[str, dict[str, str | None]] = {}
-    for row in table.rows:
-        if row["status"] != "ok" or row["impl"] not in impls:
-            continue
-        shape = Shape(*(row[name] for name in ("batch", "heads", "seqlen", "head_dim", "causal", "dtype")))
-        cells = rows.setdefault(shape.label, dict.fromkeys(columns) | {"call": shape.label})
-        cells[row["impl"]] = f"{row['tflops']:.0f}"
-        if "error of " + row["impl"] in columns:
-            cells["error of " + row["impl"]] = f"{row['rms_error']:.1e}"
-    return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
-
-
-def approximate_tables() -> str:
-    """README's tables of approximations beside dense attention, of the records of `tests/gpu/time_monarch.py`
-    and `tests/gpu/time_distr.py`: times, and of DistrAttention the relative error of the output."""
-    from attnlib.bench import records, tables
-    from attnlib.bench.shapes import Shape
-
-    parts = []
-    monarch = {
-        "monarch, 1 rounds": "1 round", "monarch, 2 rounds": "2 rounds", "monarch, 3 rounds": "3 rounds",
-        "attnlib": "attnlib, dense", "cudnn": "cuDNN, dense",
-    }  # fmt: skip
-    distr = {
-        "distr G2": "groups of 2", "distr G4": "groups of 4", "attnlib": "attnlib",
-        "attnlib fp8, with the pass": "FP8 and quantizing",
-    }  # fmt: skip
-    for title, where, lengths, impls in (
-        ("MonarchAttention, ms", MONARCH, MONARCH_TOKENS, monarch),
-        ("DistrAttention, ms", DISTR, DISTR_TOKENS, distr),
-    ):
-        table = records.load(*where, gpu=records.REFERENCE_GPU)
-        columns = {"call": title, **impls}
-        if where == DISTR:
-            columns |= {f"error of {impl}": f"error, {impls[impl]}" for impl in impls if impl != "distr G4"}
-        rows: dict[str, dict[str, str | None]] = {}
-        for row in table.rows:
-            shape = Shape.of_row(row)
-            wanted = row["impl"] in impls and shape.seqlen in lengths and shape.causal == (where == DISTR)
-            if not wanted or row["status"] != "ok":
-                continue
-            cells = rows.setdefault(shape.label, dict.fromkeys(columns) | {"call": shape.label})
-            cells[row["impl"]] = f"{row['ms']:.3f}"
-            if "error of " + row["impl"] in columns:
-                cells["error of " + row["impl"]] = f"{row['relative_error']:.3f}"
-        parts.append(f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*")
-    return "\n\n".join(parts)
-
-
-def distributed_table() -> str:
-    """README's table of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`."""
-    from attnlib.bench import records, tables
-
-    impls = {
-        "attnlib": "attnlib", "attnlib (control)": "the same again", "attnlib, ulysses": "its Ulysses",
-        "ring-flash-attn, FA3, zigzag": "ring-flash-attn, FA3",
-        "torch context_parallel, cuDNN, alltoall": "PyTorch, cuDNN",
-    }  # fmt: skip
-    columns = {"call": "Two GPUs, bf16 B1 H16 D128", "one": "one GPU, ms", **impls}
-    lines: dict[tuple[str, str], dict[str, str | None]] = {}
-    for which in ("forward", "backward"):
-        table = records.load(DISTRIBUTED, which, gpu=records.REFERENCE_GPU)
-        for row in (row for row in table.rows + table.controls if row["status"] == "ok"):
-            cells = lines.setdefault((row["call"], which), dict.fromkeys(columns))
-            cells["call"] = f"{row['call']}, {which}"
-            if row["gpus"] == 1:
-                cells["one"] = f"{row['ms']:.4g}"
-            elif row["impl"] in impls:
-                cells[row["impl"]] = f"{row['speedup']:.2f}x"
-    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.gpu}, {table.date}*"
-
-
-SECTIONS = {
-    "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
-    "host": host_table, "decode": decode_table, "fp8": fp8_table, "approximate": approximate_tables,
-    "distributed": distributed_table,
-}  # fmt: skip
-"""What README shows between `<!-- name -->` and `<!-- /name -->`."""
-
-
-def with_sections(text: str) -> str:
-    """README's text with the present tables between their markers; ValueError unless there is one of each."""
-    for name, make in SECTIONS.items():
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-            raise ValueError(f"README: expected {start} and then {end}, once each")
-        table = make()
-        pattern = re.escape(start) + r".*?" + re.escape(end)
-        text = re.sub(pattern, lambda _: f"{start}\n{table}\n{end}", text, flags=re.DOTALL)  # noqa: B023
-    return text
-
-
-def readme(path: Path = README) -> bool:
-    """Rewrite the tables of README from the records; True if one was different."""
-    old = path.read_text(encoding="utf-8")
-    new = with_sections(old)
-    if new != old:
-        path.write_text(new, encoding="utf-8")
-    return new != old
-
-
 def check(names: Sequence[str] = (), folder: Path = NOTEBOOKS, path: Path = README) -> list[str]:
     """What is wrong with the notebooks and README's tables, one line each; empty if nothing is."""
     problems = [str(problem) for notebook in chapters(folder, names) for problem in hygiene.check(notebook)]
     if not names and path.exists():
+        from attnlib.book import readme
+
         try:
             old = path.read_text(encoding="utf-8")
-            if with_sections(old) != old:
+            if readme.with_sections(old) != old:
                 problems.append("README: a table differs from the records: python -m attnlib.book readme")
         except (ValueError, LookupError) as error:
             problems.append(f"README: {error}")
@@ -458,7 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files = figures(given.source, given.out, given.names)
             print(f"{len(files)} files in {_short(given.out)}: {', '.join(sorted({f.stem for f in files}))}")
         elif given.command == "readme":
-            print("README: table rewritten" if readme() else "README: table is up to date")
+            from attnlib.book import readme
+
+            print("README: table rewritten" if readme.rewrite(README) else "README: table is up to date")
         elif given.command == "card":
             print("\n".join(map(_short, card(given))))
         else:

@@ -11,6 +11,7 @@ import pytest
 
 from attnlib.bench import records
 from attnlib.book import build, execution, hygiene, plotting
+from attnlib.book import readme as tables_of_readme
 
 HOME, TEMP = "/" + "home/me", "/" + "tmp"  # in two parts: no path of a machine in this file either
 
@@ -492,6 +493,9 @@ def record(tmp_path, monkeypatch):
     passes = dict.fromkeys(("forward", "backward"), {"rows": read})
     two_gpus = head | {"notebook": "distributed", "tables": passes}
     (path.parent / "distributed.json").write_text(json.dumps(two_gpus))
+    kept = {"call": "D128 kept 25.0%", "implementation": "attnlib", "tflops": 711.2, "of_ideal": 0.948, "ms": 0.77}
+    masks = {"blocks": {"rows": [kept]}, "scores": {"rows": [kept | {"call": "D128 causal, soft cap"}]}}
+    (path.parent / "sparse.json").write_text(json.dumps(head | {"notebook": "sparse", "tables": masks}))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -502,11 +506,11 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
         "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
         "<!-- teaching -->\nold\n<!-- /teaching -->\n"
         "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
-        "<!-- approximate -->\n<!-- /approximate -->\n"
+        "<!-- sparse -->\n<!-- /sparse -->\n<!-- approximate -->\n<!-- /approximate -->\n"
         "<!-- distributed -->\n<!-- /distributed -->\n"
         "after\n"
     )
-    assert build.readme(readme) and not build.readme(readme)
+    assert tables_of_readme.rewrite(readme) and not tables_of_readme.rewrite(readme)
     text = readme.read_text()
     assert text.startswith("before\n<!-- ladder -->\n| Step |")
     assert text.endswith("<!-- /distributed -->\nafter\n")
@@ -520,6 +524,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "| B2 H16 S8192 D128 causal bf16 | 995 | – | – | – | – | 2.5e-03 | – |" in text
     assert "| B1 H12 S4096 D64 dense fp16 | 0.020 | – | – | 0.100 | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 0.557 | – | 0.500 | – | 0.829 | 0.002 | – |" in text
+    assert "| D128 kept 25.0% | 711 | – | 95% |" in text and "| D128 causal, soft cap | 0.77 | – |" in text
     assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)
@@ -532,7 +537,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    others = [name for name in build.SECTIONS if name != "ladder"]
+    others = [name for name in tables_of_readme.SECTIONS if name != "ladder"]
     empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in others)
     readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
@@ -541,4 +546,4 @@ def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
 @pytest.mark.parametrize("text", ["", "<!-- ladder -->", "<!-- /ladder --><!-- ladder -->"])
 def test_readme_needs_its_markers(record, text):
     with pytest.raises(ValueError, match="README: expected <!-- ladder -->"):
-        build.with_sections(text)
+        tables_of_readme.with_sections(text)

@@ -14,6 +14,7 @@ import matplotlib
 import pytest
 
 from attnlib.book import build, execution, lesson
+from attnlib.book import readme as tables_of_readme
 
 FIGURES = build.ROOT / "figures"
 CHAPTERS = sorted(build.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
@@ -168,7 +169,7 @@ def test_committed_and_replayed_outputs_have_the_same_figures(name, replayed):
 
 def test_readme_shows_the_table_of_the_records():
     text = build.README.read_text(encoding="utf-8")
-    assert build.with_sections(text) == text, "python -m attnlib.book readme"
+    assert tables_of_readme.with_sections(text) == text, "python -m attnlib.book readme"
 
 
 def test_readme_shows_figures_that_exist():
