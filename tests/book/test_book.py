@@ -493,7 +493,7 @@ def record(tmp_path, monkeypatch):
     passes = dict.fromkeys(("forward", "backward"), {"rows": read})
     two_gpus = head | {"notebook": "distributed", "tables": passes}
     (path.parent / "distributed.json").write_text(json.dumps(two_gpus))
-    kept = {"call": "D128 kept 25.0%", "implementation": "attnlib", "tflops": 711.2, "of_ideal": 0.948, "ms": 0.77}
+    kept = {"call": "D128 kept 25.0%", "implementation": "attnlib", "tflops": 711, "of_ideal": 0.95, "ms": 0.77}
     masks = {"blocks": {"rows": [kept]}, "scores": {"rows": [kept | {"call": "D128 causal, soft cap"}]}}
     (path.parent / "sparse.json").write_text(json.dumps(head | {"notebook": "sparse", "tables": masks}))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
