@@ -73,6 +73,13 @@ PLANTED = {
         ("snapped", "<= slack", "< slack", "expected"),
         ("free_queries", "2 * group", "group", "expected"),
     ),
+    "33_s2": (
+        ("hybrid_attention", "tl.where(i_h >= H - DENSE, 1, STRIDE)", "STRIDE", "1 dense: max error"),
+        ("hybrid_attention", "range(near, i)", "range(near + 1, i)", "max error"),
+        ("pages_of", "dropped % stride != first", "dropped % stride == first", "share a page"),
+        ("pages_of", "if free:", "if False:", "as many as are held at once"),
+        ("longest", "return low *", "return high *", "take"),
+    ),
     "34_entmax": (
         ("sparsemax_attention", "range(5)", "range(0)", "max error"),
         ("sparsemax_attention", "b_l += tl.sum(b_x, 1)", "b_l += tl.sum(b_x * b_x, 1)", "max error"),

@@ -1,0 +1,16 @@
+"""Chapter 33's kernel compiled for sm_90."""
+
+from __future__ import annotations
+
+from attnlib.bench import inspect_sm90, sources
+
+
+def test_nothing_spills_and_products_are_asynchronous() -> None:
+    file = sources.load_step("33_s2").__file__
+    tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), "*bf16:16")
+    sizes = {"S": "i32:16", "H": "i32:16", "qk_scale": "fp32", "LOCAL": "i32", "STRIDE": "i32:16", "STEP": "i32"}
+    (found,) = inspect_sm90.compile_all(
+        [inspect_sm90.Job(file, "s2_forward", tensors | sizes, {"BLOCK": 64, "D": 128})]
+    )
+    assert found.fits and found.spills == 0 and found.warnings == ()
+    assert "HGMMA" in " ".join(found.listing)
