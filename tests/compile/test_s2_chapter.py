@@ -8,7 +8,7 @@ from attnlib.bench import inspect_sm90, sources
 def test_nothing_spills_and_products_are_asynchronous() -> None:
     file = sources.load_step("33_s2").__file__
     tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), "*bf16:16")
-    sizes = {"S": "i32:16", "H": "i32:16", "qk_scale": "fp32", "LOCAL": "i32", "STRIDE": "i32:16", "STEP": "i32"}
+    sizes = dict.fromkeys(("S", "H", "STRIDE"), "i32:16") | {"LOCAL": "i32", "STEP": "i32", "qk_scale": "fp32"}
     (found,) = inspect_sm90.compile_all(
         [inspect_sm90.Job(file, "s2_forward", tensors | sizes, {"BLOCK": 64, "D": 128})]
     )
