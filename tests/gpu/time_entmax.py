@@ -1,24 +1,32 @@
 """Time entmax attention on this GPU beside softmax attention and AdaSplash.
 
-    python tests/gpu/time_entmax.py           about a minute; figures/data/<gpu>/entmax.json
-    python tests/gpu/time_entmax.py --tune    configurations of attnlib beside each other; no record
+    python tests/gpu/time_entmax.py               some 75 seconds; figures/data/<gpu>/entmax.json
+    python tests/gpu/time_entmax.py --seconds 40  begin nothing after so many, and say what is left out
+    python tests/gpu/time_entmax.py --tune        configurations of attnlib beside each other; no record
 
-Tables, all of B1 H16 D64, bfloat16, causal, alpha 1.5. `calls`: lengths, inputs N(0, 1), forward and
-backward of attnlib's entmax and softmax and of AdaSplash 1 and 2 (the package adasplash, in the folder that
-ATTNLIB_PEERS names; what is missing is "not installed"). `blocks`: 16384 tokens whose blocks of 64 x 64
-scores have weight only where queries and keys share one of so many codes. `kernels`: each kernel alone.
-`lists`: what of the keys that a block of queries sees is on its list, and what of its blocks has weight.
+Tables, all of B1 H16 D64, bfloat16, causal, alpha 1.5, in this order. `calls`: lengths up to 16384, inputs
+N(0, 1), forward and backward of attnlib's entmax and softmax and of AdaSplash 1 and 2 (what is missing is
+"not installed"). `kernels`: each kernel alone. `blocks`: 16384 tokens whose blocks of 64 x 64 scores have
+weight only where queries and keys share one of so many codes. `calls` again: the longest. `lists`, with each
+call: what of the keys that a block of queries sees is on its list, and what of its blocks has weight.
+
+A call has many short kernels, and the host takes longer to launch them (`host_us`) than a GPU to run them at
+1024 tokens. So calls are replayed from CUDA graphs, but for AdaSplash 1 forward, which waits for the GPU.
 All that is compared is timed in the same shuffled rounds, cold L2, with a control row. Outputs and dQ are
 judged against fp64 at the last 256 queries of one head; of AdaSplash the errors are kept and nothing else.
+First, processes side by side compile. The record is written after each call.
 Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention, attention_entmax  # noqa: E402
-from attnlib.bench import harness, peers, records, timing  # noqa: E402
-from attnlib.bench.decode_peers import package  # noqa: E402
+from attnlib.bench import entmax_peers, harness, peers, records, timing  # noqa: E402
 from attnlib.bench.entmax_oracle import EntmaxOracle  # noqa: E402
+from attnlib.bench.entmax_peers import Attend, adasplash_1, adasplash_2  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle, Verdict, make_inputs  # noqa: E402
 from attnlib.bench.setting import BOOK, SWEEP, Setting  # noqa: E402
@@ -44,7 +52,16 @@ from attnlib.params import EntmaxParams  # noqa: E402
 
 DEVICE, OURS = "cuda", "attnlib"
 LENGTHS = 1024, 4096, 16384, 65536
-CODES = 1, 2, 4, 10, 20, 50
+CODES = 10, 1, 50, 4, 20, 2  # the first ones matter most
+LENGTH_OF_BLOCKS = 16384
+LONGEST_PADDED = 16384
+"""Tokens that AdaSplash 1 is timed with at most: its mask has a byte for each block of 16 x 16 scores."""
+SHORT = 4096
+"""Tokens up to which the time of the host is measured."""
+WAITS = "adasplash 1, forward"
+"""It asks the GPU how many blocks have weight: no graph can hold that."""
+SHARES = 13
+"""Processes that compile AdaSplash 2."""
 ALONE = 4096, 16384  # lengths at which each kernel is timed alone
 JUDGED = 256  # queries
 SCALE = 0.125
@@ -87,7 +104,7 @@ class Judge:
         else:
             self.out = Oracle(q, k, v, True).judge
             gradients = GradientOracle(d_out, q, k, v, True)
-            self.dq = lambda x: gradients._judge("dq", x)
+            self.dq = lambda x: gradients.judge_one("dq", x)
 
     def judge(self, found: Any) -> Verdict:
         judge, result = (self.dq, found[0]) if isinstance(found, tuple) else (self.out, found)
@@ -100,25 +117,19 @@ Function = Callable[[], Any]
 Makers = dict[str, Callable[[], Function]]
 
 
-Attend = Callable[..., torch.Tensor]
-
-
 def passes(name: str, make: Callable[[], Attend], inputs: Inputs) -> Makers:
     """The forward pass alone, and the backward pass of one that was run. `make` may raise."""
-    q, k, v, d_out = inputs
+    *tensors, d_out = (x.detach() for x in inputs)
 
     def forward() -> Function:
         attend = make()
-
-        def call():
-            with torch.no_grad():
-                return attend(q, k, v)
-
-        return call
+        return lambda: attend(*tensors)
 
     def backward() -> Function:
-        out = make()(q, k, v)
-        return lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        # Leaves of its own, first used on the stream that a graph captures: autograd goes back to it.
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = make()(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)
 
     return {f"{name}, forward": forward, f"{name}, backward": backward}
 
@@ -131,24 +142,42 @@ def softmax() -> Attend:
     return lambda q, k, v: attention(q, k, v, causal=True)
 
 
-def adasplash_1() -> Attend:
-    attend = package("adasplash").adasplash_v1
-    return lambda q, k, v: attend(q, k, v, alpha=1.5, is_causal=True)
-
-
-def adasplash_2() -> Attend:
-    return package("adasplash").adasplash_v2
-
-
 def everybody(inputs: Inputs) -> Makers:
     found = passes(OURS, ours, inputs) | passes("attnlib, softmax", softmax, inputs)
     found |= passes("adasplash 2", adasplash_2, inputs)
-    if inputs.q.shape[2] == 4096:
+    if inputs.q.shape[2] <= LONGEST_PADDED:
         found |= passes("adasplash 1", adasplash_1, inputs)
     return found
 
 
+def without_adasplash_1(inputs: Inputs) -> Makers:
+    return {name: make for name, make in everybody(inputs).items() if not name.startswith("adasplash 1")}
+
+
 # ---------------------------------------------------------------- timing
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[Any]:
+    """On a stream of its own, which a graph can capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.synchronize()
+
+
+def captured(call: Function, stream: torch.cuda.Stream) -> Function:
+    """A call as a CUDA graph, whose replays return the same tensors."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return found
+
+    return replay
 
 
 class Run(harness.Run):
@@ -158,12 +187,34 @@ class Run(harness.Run):
         super().__init__(impl, shape_of(length), control)
         self.row |= {"codes": codes}
         self.is_peer = not impl.startswith(OURS)
+        self.used: dict[str, Any] = {}
 
-    def prepare(self, make: Callable[[], Function]) -> None:
+    def prepare(self, make: Callable[[], Function], judges: dict[bool, Judge]) -> None:
+        """Call it once, judge it, and make a graph of it, which is judged in its place from then on."""
         try:
-            self.call = make()
+            with aside() as stream:
+                self.call = make()
+                self.gate(judges)
         except ImportError as error:
             self.stop("not installed", peers.brief(error))
+        if not self.ok:
+            return
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with aside(), timing.launched_kernels() as kernels:
+            self.call()
+        self.used = timing.resources(kernels) | {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+        if self.shape.seqlen <= SHORT:
+            with aside():
+                self.used["host_us"] = timing.host_us(self.call, 20)
+        if self.impl == WAITS:
+            return
+        self.call = captured(self.call, stream)
+        self.gate(judges)
+
+    def finish(self, oracle: dict[bool, Judge]) -> None:
+        super().finish(oracle)
+        self.row |= self.used  # a replay allocates nothing and shows no kernels
 
     def gate(self, oracle: dict[bool, Judge]) -> None:
         chosen = oracle["softmax" not in self.impl]
@@ -186,9 +237,7 @@ def rows(length: int, codes: int | None, make: Callable, setting: Setting) -> It
     made = make(inputs)
     for name, second in [*((name, False) for name in made), (next(iter(made)), True)]:
         run = Run(name, length, codes, second)
-        run.attempt(lambda run=run, name=name: run.prepare(made[name]))
-        if run.ok:
-            run.attempt(lambda run=run: run.gate(judges))
+        run.attempt(lambda run=run, name=name: run.prepare(made[name], judges))
         runs.append(run)
     harness.time_rounds(runs, judges, setting, lambda text: None)
     yield from (run.row for run in runs)
@@ -229,10 +278,7 @@ def kernels(length: int, setting: Setting) -> Iterator[dict[str, Any]]:
     ):  # fmt: skip
         for one in chosen.launches:
             alone = Launches([one], q.get_device(), tuple(names))
-            call = lambda alone=alone, tensors=tensors: alone(*tensors)  # noqa: E731
-            estimate = timing.estimate_ms(call, cold=True)
-            samples = [timing.samples_ms(call, estimate, setting, cold=True) for _ in range(setting.rounds)]
-            ms, low, high = timing.summarize([x for part in samples for x in part])
+            ms, low, high = timing.time_ms(lambda a=alone, t=tensors: a(*t), setting=setting)
             name = one.kernel.rpartition(".")[2] + (" of queries" if one.constants.get("COLUMNS") is True
                                                     and "lists" in one.kernel else "")  # fmt: skip
             yield {"seqlen": length, "kernel": name, "ms": ms, "ms_p20": low, "ms_p80": high}
@@ -297,40 +343,111 @@ def show(row: dict[str, Any]) -> str:
     return f"{where:20} {row['impl']:50} {times} {error}"
 
 
+# ---------------------------------------------------------------- command
+
+
+def jobs(tune: bool) -> list[Callable[[], Any]]:
+    """What processes compile side by side, each a part."""
+    if tune:
+        return [lambda make=make: make()() for make in tuned(inputs_of(LENGTHS[0])).values()]
+
+    def compile_one(name: str) -> None:
+        for length in LENGTHS:
+            made = everybody(inputs_of(length))
+            if name in made:
+                made[name]()()
+
+    def compile_shared(share: int) -> None:
+        with entmax_peers.compile_share(share, SHARES):
+            compile_one("adasplash 2, backward")
+
+    names = [name for name in everybody(inputs_of(LENGTHS[0])) if "adasplash 2" not in name]
+    found = [lambda name=name: compile_one(name) for name in names]
+    return found + [lambda share=share: compile_shared(share) for share in range(SHARES)]
+
+
+def compile_all(tune: bool) -> None:
+    command = [sys.executable, __file__, *["--tune"] * tune, "--compile"]
+    for child in [subprocess.Popen([*command, str(number)]) for number in range(len(jobs(tune)))]:
+        child.wait()
+
+
+class Part(NamedTuple):
+    """Rows that are measured together. what: in words."""
+
+    table: str
+    length: int
+    codes: int | None
+    rows: Callable[[], Iterable[dict[str, Any]]]
+
+    @property
+    def what(self) -> str:
+        return f"{self.table}, S {self.length}" + (f", {self.codes} codes" if self.codes else "")
+
+
+def parts(tune: bool) -> list[Part]:
+    """Of a run, the most important first."""
+    if tune:
+        return [Part("tune", n, None, lambda n=n: rows(n, None, tuned, SWEEP)) for n in ALONE]
+    found = [Part("calls", n, None, lambda n=n: rows(n, None, everybody, BOOK)) for n in LENGTHS[:-1]]
+    found += [Part("kernels", n, None, lambda n=n: kernels(n, SWEEP)) for n in ALONE]
+    for codes in CODES:
+        make = lambda codes=codes: rows(LENGTH_OF_BLOCKS, codes, without_adasplash_1, SWEEP)  # noqa: E731
+        found.append(Part("blocks", LENGTH_OF_BLOCKS, codes, make))
+    return [*found, Part("calls", LENGTHS[-1], None, lambda: rows(LENGTHS[-1], None, everybody, SWEEP))]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time entmax attention on this GPU.")
     parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
+    parser.add_argument("--seconds", type=float, default=65,
+                        help="begin nothing after so many (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/entmax.json)")
-    args = parser.parse_args(argv)
+    args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    plan = [("calls", length, None, everybody, BOOK if length <= 16384 else SWEEP) for length in LENGTHS]
-    plan += [("blocks", 16384, codes, everybody, SWEEP) for codes in CODES]
-    plan.sort(key=lambda call: call[1] > 16384)  # the longest last
-    if args.tune:
-        plan = [("tune", length, None, tuned, SWEEP) for length in (4096, 16384)]
+    if args.compile is not None:
+        with contextlib.suppress(ImportError):  # of a peer; its rows say so
+            jobs(args.tune)[args.compile]()
+        return 0
+    compile_all(args.tune)
+    print(f"compiled after {time.monotonic() - begin:.0f} s\n", flush=True)
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     counted = {"flops": "as softmax attention's; backward 2.5 times", "judged": f"{JUDGED} queries, dQ"}
+    counted["calls"] = f"replayed from CUDA graphs, but for {WAITS}"
     header = records.provenance(harness.method(BOOK, f"{OURS}, forward") | counted)
     path = records.report_path("entmax", header, args.out)
+
+    def write() -> None:
+        if not args.tune:
+            records.write_report(path, {"notebook": "entmax", **header}, tables)
 
     def keep(table: str, found: list[dict[str, Any]]) -> None:
         """Also in the record, so that a run that is cut off leaves what it has measured."""
         print(*map(show, found), "", sep="\n", flush=True)
-        tables.setdefault(table, {"rows": []})["rows"] += found
-        if not args.tune:
-            records.write_report(path, {"notebook": "entmax", **header}, tables)
+        known = tables.setdefault(table, {"rows": []})["rows"]
+        known += found
+        known.sort(key=lambda row: (row["seqlen"], row.get("codes") or 0))
+        write()
         gc.collect()
         torch.cuda.empty_cache()
 
-    for table, length, codes, make, setting in plan:
-        found = list(rows(length, codes, make, setting))
-        keep(table, sorted(found, key=lambda row: row.get("ms", 1e9)) if args.tune else found)
-        if not args.tune:
-            keep("lists", [listed(length, codes)])
-    for length in ALONE:
-        keep("kernels", list(kernels(length, SWEEP)))
+    left_out = []
+    for part in parts(args.tune):
+        if time.monotonic() - begin > args.seconds:
+            left_out.append(part.what)
+            continue
+        found = list(part.rows())
+        keep(part.table, sorted(found, key=lambda row: row.get("ms", 1e9)) if args.tune else found)
+        if part.table in ("calls", "blocks"):
+            keep("lists", [listed(part.length, part.codes)])
+        print(f"{part.what}: {time.monotonic() - begin:.0f} s after the start\n", flush=True)
+    if left_out:
+        print(f"left out, as {args.seconds:g} s were over:", *left_out, sep="\n  ")
+        header["method"]["left out"] = left_out
+        write()
     judged = [row for name in tables for row in tables[name]["rows"] if row.get("impl", "").startswith(OURS)]
     wrong = [row for row in judged if row["status"] != "ok"]
     if args.tune:
