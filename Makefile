@@ -139,9 +139,13 @@ JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 
 # Tests that time a launch want a GPU for themselves. In their own order the long files do not come last and alone.
 side_by_side = $$($(can_measure) || echo "-n $(JOBS) --dist loadfile --no-loadscope-reorder")
 
+# Which the part `hygiene` does.
+same_as_hygiene := test_the_committed_notebooks_and_readme_are_clean
+
 unit: $(READY)  ## the tests: on the GPU where there is one, else in Triton's interpreter
 	$(call say,tests)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests --ignore tests/book/test_replay.py --ignore tests/book/test_site.py $(side_by_side)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests --ignore tests/book/test_replay.py --ignore tests/book/test_site.py \
+	    --deselect tests/book/test_book.py::$(same_as_hygiene) $(side_by_side)
 
 gpu: $(READY)  ## only the tests that need a CUDA GPU
 	$(call say,GPU tests)
@@ -149,7 +153,7 @@ gpu: $(READY)  ## only the tests that need a CUDA GPU
 
 compile: $(READY)  ## compile the kernels for sm_90 without a GPU: spills, tensor-core instructions, shared memory
 	$(call say,compiling for sm_90)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n $(JOBS) --dist loadfile
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 redraw: $(READY)  ## replay all notebooks once: they run, stubs fail, solutions pass, figures byte-identical
 	$(call say,replaying the notebooks and redrawing the figures)

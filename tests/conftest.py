@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         collect_ignore_glob.append(str(HERE / "gpu" / "*"))
         _header.append("attnlib: no CUDA GPU: kernels run in Triton's interpreter")
+        from attnlib.emulator.interpreter import save_work
+
+        save_work()
         _header.append("attnlib: no CUDA GPU: tests/gpu was NOT collected")
     _header.append("attnlib: tests/compile runs in a process of its own: make compile")
 

@@ -38,6 +38,10 @@ def attention_distr(
     about as large as the output. Q and K are rounded to their dtype once more; softmax and P V are those of
     `attention`.
 
+    On one H200, causal, it takes less time than `attention` at D = 128 with 16384 keys or more, and is level
+    with it at D = 64. With 4096 keys or fewer it is slower: grouping costs more than the products save. Where
+    it is faster, `attention_fp8` is about as fast, and for N(0, 1) its error is a sixteenth or less.
+
     A row's groups depend on all rows that are hashed with it, later ones too, even with `causal`.
 
     Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.

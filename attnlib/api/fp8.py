@@ -25,6 +25,7 @@ def quantize_fp8(
     *,
     scaling: Scaling = "block",
     rotate: bool = True,
+    center: bool = True,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Fp8:
@@ -37,8 +38,12 @@ def quantize_fp8(
     for all; they are transposed. All in one kernel, after one that finds the largest magnitude where that is
     not a block's.
 
+    Values are centered: their mean over the keys, of each head and column, is subtracted first. The tensor
+    cores add up products of FP8 in few bits, which costs most where they have a common part; and what is left
+    needs a smaller scale. `attention_fp8` adds the mean to the output, whose weights sum to 1.
+
     On a GPU of compute capability 8.9 or later and in Triton's interpreter that is a Triton kernel, elsewhere
-    PyTorch; but for the order of the sums in a rotation both give the same bits. No gradient.
+    PyTorch; but for the order of the sums in a rotation and a mean both give the same bits. No gradient.
 
     Args:
         x: (B, H, S, D), or (T, H, D) with `cu_seqlens`; float16, bfloat16 or float32; D a multiple of 8 up to
@@ -47,6 +52,7 @@ def quantize_fp8(
         role: "q", "k" or "v": what it is to be.
         scaling: "block", "head" (of varlen sequences over all of them) or "tensor".
         rotate: whether queries and keys are rotated; both or neither.
+        center: whether values are centered; of varlen sequences each by its own mean.
         cu_seqlens, max_seqlen: of varlen sequences, as in `attention_varlen`; the very tensor with which
             `attention_fp8_varlen` is called later.
 
@@ -60,11 +66,11 @@ def quantize_fp8(
         >>> outs = [attention_fp8(q, k8, v8) for q in queries]
     """
     refuse_onlookers("quantize_fp8")
-    check_quantize(x, role, scaling, rotate, cu_seqlens, max_seqlen)
+    check_quantize(x, role, Recipe(scaling, rotate, center), cu_seqlens, max_seqlen)
     refuse_derivatives("quantize_fp8", x=x)
     if cu_seqlens is not None:
         check_offsets_of("x", len(x), cu_seqlens, max_seqlen)
-    return _quantized(x, role, Recipe(scaling, rotate), cu_seqlens, max_seqlen)
+    return _quantized(x, role, Recipe(scaling, rotate, center), cu_seqlens, max_seqlen)
 
 
 @overload
@@ -79,6 +85,7 @@ def attention_fp8(
     return_lse: Literal[False] = False,
     scaling: Scaling = "block",
     rotate: bool = True,
+    center: bool = True,
     out_dtype: torch.dtype | None = None,
     impl: Literal["hopper", "reference"] | None = None,
 ) -> torch.Tensor: ...
@@ -94,6 +101,7 @@ def attention_fp8(
     return_lse: Literal[True],
     scaling: Scaling = "block",
     rotate: bool = True,
+    center: bool = True,
     out_dtype: torch.dtype | None = None,
     impl: Literal["hopper", "reference"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -101,8 +109,8 @@ def attention_fp8(
 
 def attention_fp8(
     q, k, v, *,
-    causal=False, window=None, sm_scale=None, return_lse=False, scaling="block", rotate=True, out_dtype=None,
-    impl=None,
+    causal=False, window=None, sm_scale=None, return_lse=False, scaling="block", rotate=True, center=True,
+    out_dtype=None, impl=None,
 ):  # fmt: skip
     """`attention` whose two products are of numbers in float8_e4m3fn: faster, and with their rounding errors.
 
@@ -112,9 +120,10 @@ def attention_fp8(
     weights before rounding) and output are float32. docs/lab/fp8.md has the errors by kinds of input.
 
     The tensor cores add the products of a sum with about 14 bits. That costs little where terms have both
-    signs, and much where they do not: with values of mean 1 and standard deviation 1, and 16384 keys, the
-    error is 19% of the output (chapter 22, on an H200). If your values have a mean over the keys, subtract it
-    from `v` and add it to the output: the weights of a row sum to 1.
+    signs, and much where they do not: with values of mean 1 and standard deviation 1, 16384 keys and
+    `center=False`, the error is 19% of the output (chapter 22, on an H200). Therefore values are centered.
+    What still costs is a mean that differs along the keys, also of those that a row sees under a causal
+    mask or a window, where the mean that is subtracted is that of all keys (docs/lab/fp8.md).
 
     Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
 
@@ -124,8 +133,8 @@ def attention_fp8(
             h*H/Hkv ... share key head h.
         v: like `k`, of role "v".
         causal, window, sm_scale, return_lse: as in `attention`.
-        scaling, rotate: how tensors are quantized, as in `quantize_fp8`. If one of q and k is prepared, the
-            other is rotated or not as that one was, whatever `rotate` is.
+        scaling, rotate, center: how tensors are quantized, as in `quantize_fp8`. If one of q and k is
+            prepared, the other is rotated or not as that one was, whatever `rotate` is.
         out_dtype: of the output; None for that of `q`, or of what `q` was quantized from.
         impl: "hopper" (compute capability 9.x, triton 3.6), "reference" (a model in PyTorch, float64 but for
             the same roundings, on any device), or None for "hopper". Never another than this.
@@ -145,7 +154,7 @@ def attention_fp8(
         >>> out = attention_fp8(q, k, v, causal=True)
     """
     refuse_onlookers("attention_fp8")
-    options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
+    options = Options(causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl)
     check_fp8(q, k, v, options)
     refuse_derivatives("attention_fp8", **_tensors(q=q, k=k, v=v))
     return _call(q, k, v, None, options)
@@ -167,6 +176,7 @@ def attention_fp8_varlen(
     return_lse: Literal[False] = False,
     scaling: Scaling = "block",
     rotate: bool = True,
+    center: bool = True,
     out_dtype: torch.dtype | None = None,
     impl: Literal["hopper", "reference"] | None = None,
 ) -> torch.Tensor: ...
@@ -186,6 +196,7 @@ def attention_fp8_varlen(
     return_lse: Literal[True],
     scaling: Scaling = "block",
     rotate: bool = True,
+    center: bool = True,
     out_dtype: torch.dtype | None = None,
     impl: Literal["hopper", "reference"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -193,8 +204,8 @@ def attention_fp8_varlen(
 
 def attention_fp8_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
-    causal=False, window=None, sm_scale=None, return_lse=False, scaling="block", rotate=True, out_dtype=None,
-    impl=None,
+    causal=False, window=None, sm_scale=None, return_lse=False, scaling="block", rotate=True, center=True,
+    out_dtype=None, impl=None,
 ):  # fmt: skip
     """`attention_fp8` of sequences of different lengths that lie one after the other, without padding.
 
@@ -215,7 +226,7 @@ def attention_fp8_varlen(
         >>> out = attention_fp8_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
     """
     refuse_onlookers("attention_fp8_varlen")
-    options = Options(causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl)
+    options = Options(causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_fp8(q, k, v, options, varlen)
     refuse_derivatives("attention_fp8_varlen", **_tensors(q=q, k=k, v=v))
@@ -226,7 +237,7 @@ def attention_fp8_varlen(
 
 def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Options):
     """A call with valid arguments."""
-    causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl = options
+    causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl = options
     family = FP8[impl or "hopper"]
     lacks = family.unsupported(q.device)
     if lacks is not None:
@@ -240,7 +251,7 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
         lse = torch.full(lse_shape, -math.inf, dtype=torch.float32, device=q.device)
         return (out, lse) if return_lse else out
     rotate = next((x.rotated for x in (q, k) if isinstance(x, Fp8)), rotate)
-    recipe = Recipe(scaling, rotate)
+    recipe = Recipe(scaling, rotate, center)
     of_q, of_k = ((None, None),) * 2 if varlen is None else (varlen[0::2], varlen[1::2])
     q, k, v = (
         x if isinstance(x, Fp8) else _quantized(x, role, recipe, *lengths)

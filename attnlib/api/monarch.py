@@ -32,11 +32,16 @@ def attention_monarch(
     N tokens stand as a matrix of M rows of `block`, and the softmax is approximated by a product of two
     matrices of blocks, fitted in `steps` rounds: see `attnlib.kernels.monarch.monarch_kernels`. The result is
     no rounding of softmax attention; how far it is from it depends on the inputs, and chapter 35 measures
-    it. It is exact where `block` is 1 or at least N. Queries and keys are of the same tokens, every token
+    it: where neighbors are alike, as in pictures, the error is small; for N(0, 1) it is about as large as the
+    output. It is exact where `block` is 1 or at least N. Queries and keys are of the same tokens, every token
     sees every other: there is no causal form. Time grows with N * (block + N / block), memory with N: mean
     keys and values of all tokens, in the dtype of q, and one or two float32 numbers for each. Scores, sums
     and maxima are float32. Equal calls have equal bits, nothing is read by the host, and CUDA graphs can
     capture a call.
+
+    On one H200 (12 heads, D 64, float16) one round takes less time than dense attention at all lengths that
+    were measured, 256 to 65536 tokens, and two rounds from 2048 on. With 16384 tokens they take a sixteenth
+    and a sixth of its time.
 
     Inference only: no gradient, no torch.func, and not under torch.compile. `torch.autocast` has no effect.
 

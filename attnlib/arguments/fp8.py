@@ -14,7 +14,7 @@ from attnlib.arguments.common import (
     type_name,
 )  # fmt: skip
 from attnlib.arguments.offsets import check_longest, check_offsets_form
-from attnlib.kernels.common.fp8 import Fp8
+from attnlib.kernels.common.fp8 import Fp8, Recipe
 from attnlib.params import Varlen
 
 ROLES = "q", "k", "v"
@@ -31,15 +31,16 @@ class Options(NamedTuple):
     return_lse: Any = False
     scaling: Any = "block"
     rotate: Any = True
+    center: Any = True
     out_dtype: Any = None
     impl: Any = None
 
 
-def check_quantize(x, role, scaling, rotate, cu_seqlens, max_seqlen) -> None:
+def check_quantize(x, role, recipe: Recipe, cu_seqlens, max_seqlen) -> None:
     """Arguments of `quantize_fp8`, except for the values in `cu_seqlens`. TypeError or ValueError if one is
     wrong."""
     check_choice("role", role, ROLES)
-    _check_recipe(scaling, rotate)
+    _check_recipe(*recipe)
     if cu_seqlens is None and max_seqlen is not None:
         raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
     _check_tensor("x", x, cu_seqlens is not None)
@@ -76,6 +77,27 @@ def _check_prepared(name: str, x: Fp8, packed: bool) -> None:
         other = "attention_fp8 takes batches" if packed else "attention_fp8_varlen takes them"
         kinds = {True: "varlen sequences", False: "a batch"}
         raise ValueError(f"{name}: expected an Fp8 of {kinds[packed]}, got {kinds[x.varlen]}; {other}")
+    _check_mean(name, x)
+
+
+def _check_mean(name: str, x: Fp8) -> None:
+    """An `Fp8` has the mean that it was made with, unless someone replaced it."""
+    mean, name = x.mean, f"{name}.mean"
+    if mean is None:
+        return
+    if x.role != "v":
+        raise ValueError(f"{name}: expected None, as only values are centered, got {type_name(mean)}")
+    if not isinstance(mean, torch.Tensor):
+        raise TypeError(f"{name}: expected None or a torch.Tensor, got {type_name(mean)}")
+    if mean.dtype != torch.float32:
+        raise TypeError(f"{name}: expected dtype torch.float32, got {mean.dtype}")
+    if mean.device != x.device:
+        raise ValueError(f"{name}: expected device {x.device} as the data has, got {mean.device}")
+    shape = x.sequences, x.heads, x.width
+    if mean.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(mean.shape)}")
+    if not mean.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {mean.stride()}")
 
 
 def _check_tensor(name: str, x, packed: bool, expected: str = "a torch.Tensor") -> None:
@@ -146,23 +168,24 @@ def _check_length(name: str, longest) -> None:
 
 
 def _check_options(options: Options) -> None:
-    causal, window, sm_scale, return_lse, scaling, rotate, out_dtype, impl = options
+    causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl = options
     _check_bool("causal", causal)
     if window is not None:
         check_window(window, False)
     if sm_scale is not None:
         check_scale(sm_scale, False)
     _check_bool("return_lse", return_lse)
-    _check_recipe(scaling, rotate)
+    _check_recipe(scaling, rotate, center)
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected None, float16, bfloat16 or float32, got {_shown(out_dtype)}")
     if impl is not None:
         check_choice("impl", impl, IMPLEMENTATIONS, " or None")
 
 
-def _check_recipe(scaling, rotate) -> None:
+def _check_recipe(scaling, rotate, center) -> None:
     check_choice("scaling", scaling, SCALINGS)
     _check_bool("rotate", rotate)
+    _check_bool("center", center)
 
 
 def _check_bool(name: str, value) -> None:

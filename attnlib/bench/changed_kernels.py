@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from attnlib.bench import inspect_sm90, sources
 from attnlib.bench.changes import changed
+from attnlib.bench.sass import opcode
 from attnlib.kernels import hopper
 
 
@@ -114,3 +116,33 @@ def machine_code(stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Seq
                 "spills": found.spills, "shared memory (B)": found.shared_bytes,
             })  # fmt: skip
     return sorted(rows, key=lambda row: row["D"])
+
+
+def order_in_loop(
+    stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Sequence[str]
+) -> list[dict]:
+    """The table of what stands where in some kernels' hot loops: the last exchange in a row and after how
+    many instructions its result is used, the last exponential and how many conversions to 16 bits are
+    behind it, the release of a slot, and the branch around the rescaling (None without one)."""
+    rows = []
+    for (name, d), found in stats.items():
+        if name in names:
+            listing = found.loop_listings[0]
+            at = {kind: [i for i, text in enumerate(listing) if opcode(text) == kind]
+                  for kind in ("SHFL", "MUFU.EX2", "F2FP", "VOTE", "BRA")}  # fmt: skip
+            exchange, exponential = at["SHFL"][-1], at["MUFU.EX2"][-1]
+            rows.append({
+                "D": d, "kernel": name, "last exchange": exchange,
+                "used after": _used_at(listing, exchange) - exchange, "last exponential": exponential,
+                "conversions behind it": sum(i > exponential for i in at["F2FP"]),
+                "release": next(i for i, text in enumerate(listing) if "BAR.ARV" in text),
+                "branch": min((i for i in at["BRA"] if at["VOTE"] and i > at["VOTE"][0]), default=None),
+                "loop": len(listing),
+            })  # fmt: skip
+    return sorted(rows, key=lambda row: row["D"])
+
+
+def _used_at(listing: Sequence[str], at: int) -> int:
+    """The first instruction behind `at` that names the register which that one writes."""
+    register = re.search(r"\bR\d+\b", listing[at])[0]
+    return next(i for i, text in enumerate(listing) if i > at and re.search(rf"\b{register}\b", text))

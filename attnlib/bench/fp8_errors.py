@@ -23,17 +23,26 @@ from attnlib.bench.oracle import INPUTS, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels.common.fp8 import ROWS, Recipe
 from attnlib.kernels.reference.dense import attention_fp64, attention_math
-from attnlib.kernels.reference.fp8 import AS_KERNEL, Rounding, attend, quantize, rotation, values_of
+from attnlib.kernels.reference.fp8 import (
+    AS_KERNEL,
+    Rounding,
+    attend,
+    means_of,
+    quantize,
+    rotation,
+    values_of,
+)  # fmt: skip
 from attnlib.params import MaskWindow, mask_window
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 EXACT = Rounding(offset=None)
 RECIPES = {
-    "tensor": Recipe("tensor", False),
-    "head": Recipe("head", False),
-    "block": Recipe("block", False),
-    "tensor, rotated": Recipe("tensor", True),
-    "block, rotated": Recipe("block", True),
+    "tensor": Recipe("tensor", False, False),
+    "head": Recipe("head", False, False),
+    "block": Recipe("block", False, False),
+    "tensor, rotated": Recipe("tensor", True, False),
+    "block, rotated": Recipe("block", True, False),
+    "block, rotated, centered": Recipe("block", True, True),
 }
 ROUNDINGS = {
     "sum of the rounded weights": AS_KERNEL._replace(sum_rounded=True),
@@ -46,8 +55,8 @@ ROUNDINGS = {
 def model(tensors: Tensors, causal: bool, recipe: Recipe, rounding: Rounding, parts: str = "qkv",
           v_rows: int | None = None) -> torch.Tensor:  # fmt: skip
     """Attention with the operands in `parts` quantized, (B, H, S, D) in fp64. v_rows: keys that share a scale
-    of V."""
-    values = []
+    of V, which then is not centered."""
+    values, mean = [], 0.0
     for role, x in zip("qkv", tensors, strict=True):
         if role not in parts:
             exact = x.double()
@@ -55,10 +64,14 @@ def model(tensors: Tensors, causal: bool, recipe: Recipe, rounding: Rounding, pa
                 exact = exact @ rotation(x.shape[-1]).to(x.device) / x.shape[-1] ** 0.5
             values.append(list(exact))
         elif role == "v" and v_rows is not None:
-            blocks = [quantize(part, role, recipe) for part in x.split(v_rows, 2)]
+            plain = recipe._replace(center=False)
+            blocks = [quantize(part, role, plain) for part in x.split(v_rows, 2)]
             values.append([torch.cat(part, 1) for part in zip(*map(values_of, blocks), strict=True)])
         else:
-            values.append(list(values_of(quantize(x, role, recipe))))
+            quantized = quantize(x, role, recipe)
+            values.append(list(values_of(quantized)))
+            if role == "v":
+                mean = torch.stack(list(means_of(quantized)))
     scale = tensors[0].shape[-1] ** -0.5
     window: MaskWindow = mask_window(causal, None)
     return torch.stack(
@@ -66,7 +79,7 @@ def model(tensors: Tensors, causal: bool, recipe: Recipe, rounding: Rounding, pa
             torch.stack([attend(*heads, window, scale, rounding)[0] for heads in zip(*batch, strict=True)])
             for batch in zip(*values, strict=True)
         ]
-    )
+    ) + mean  # no row is without keys
 
 
 def variants(
@@ -86,7 +99,7 @@ def variants(
         yield name, lambda rounding=rounding: model(tensors, causal, best, rounding)
     if kernel:
         for name, recipe in RECIPES.items():
-            options = {"causal": causal, "scaling": recipe.scaling, "rotate": recipe.rotate}
+            options = {"causal": causal, **recipe._asdict()}
             yield f"kernel: {name}", lambda o=options: attnlib.attention_fp8(*tensors, **o)
         yield "kernel: 16 bits", lambda: attnlib.attention(*tensors, causal=causal)
 

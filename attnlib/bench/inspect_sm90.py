@@ -284,6 +284,11 @@ def compile_here(job: Job) -> Stats:
     return stats_of(*compiled_here(job))
 
 
+def compile_into_cache(job: Job) -> None:
+    """Compile one kernel in this process, as `compile_here`, for `compile_all` to find."""
+    write_atomically(_cache_file(job), json.dumps(dataclasses.asdict(compile_here(job))))
+
+
 def compiled_here(job: Job) -> tuple[Any, str]:
     """One kernel, compiled by Triton in this process, and what ptxas said of it.
 
@@ -381,8 +386,7 @@ def _main() -> None:
     progress = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel's file prints is no progress
     for fields in json.load(sys.stdin):
-        job = Job(**fields)
-        write_atomically(_cache_file(job), json.dumps(dataclasses.asdict(compile_here(job))))
+        compile_into_cache(Job(**fields))
         os.write(progress, b".")
 
 

@@ -54,10 +54,12 @@ Job = dict[str, Any]
 
 
 def steps() -> list[str]:
-    """The book's steps that are forward passes: notebooks up to `LAST_STEP` with a kernel cell."""
+    """The book's steps that are forward passes: notebooks up to `LAST_STEP` with a kernel cell, or with cells
+    that change the kernel of another one."""
     paths = sorted(sources.notebooks_dir().glob("[0-9][0-9]_*.ipynb"))
     paths = [path for path in paths if names.number(path.stem) <= LAST_STEP]
-    return [path.stem for path in paths if sources.cells_tagged(path, "kernel")]
+    tags = "kernel", "change"
+    return [path.stem for path in paths if any(sources.cells_tagged(path, tag) for tag in tags)]
 
 
 def implementations(direction: str) -> list[str]:

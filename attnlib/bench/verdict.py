@@ -2,7 +2,8 @@
 
 Two things tell the noise. The control row: one implementation timed a second time, under a second name, in
 the same shuffled rounds. And the rounds: each gives a ratio of its own, and from how these differ follows how
-far their mean may be off. The noise is the larger of the two; a difference inside it is a tie.
+far their mean may be off; of a record that has only the fastest and the slowest round, how far any two of
+them may be off. The noise is the larger of the two; a difference inside it is a tie.
 """
 
 from __future__ import annotations
@@ -117,10 +118,15 @@ def control_of(table: Table, shape: Shape) -> float | None:
 
 def spread(ours: dict[str, Any], theirs: dict[str, Any]) -> float | None:
     """How far the ratio of two rows may be off, by the ratios of their single rounds: the factor that holds
-    99 of 100 means. None without two rounds."""
+    99 of 100 means; where only their extremes were kept (`ms_low`, `ms_high`), how far the ratio of any two
+    rounds is from that of the medians. None without two rounds."""
     pairs = list(zip(ours.get("round_ms") or (), theirs.get("round_ms") or (), strict=False))
     if len(pairs) < 2:
-        return None
+        if not all(name in row for row in (ours, theirs) for name in ("ms_low", "ms_high")):
+            return None
+        ratio = theirs["ms"] / ours["ms"]
+        low, high = theirs["ms_low"] / ours["ms_high"], theirs["ms_high"] / ours["ms_low"]
+        return max(high / ratio, ratio / low)
     logs = [math.log(b / a) for a, b in pairs]
     t = STUDENT_T[min(len(logs), max(STUDENT_T))]
     return math.exp(t * statistics.stdev(logs) / math.sqrt(len(logs)))

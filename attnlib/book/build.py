@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from attnlib.bench.paths import FIGURES, NOTEBOOKS, ROOT
@@ -25,9 +26,13 @@ from attnlib.book import hygiene
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
+TEACHING = ("15_teaching", "ladder")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE = ("decode", "calls")
 FP8 = ("fp8", "attention")
+MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
+DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
+DISTRIBUTED = "distributed"
 """Records and tables that README shows."""
 
 
@@ -170,11 +175,11 @@ def published(notebook: Path) -> dict[str, bytes]:
     return resources["outputs"]
 
 
-def ladder_table() -> str:
-    """README's ladder: that of the last record, causal fp16 at the task's shapes, with its provenance."""
+def ladder_table(record: tuple[str, str] = LADDER) -> str:
+    """A ladder of README: a record's, causal fp16 at the task's shapes, with its provenance."""
     from attnlib.bench import ladder, records, tables
 
-    table = records.load(*LADDER, gpu=records.REFERENCE_GPU)
+    table = records.load(*record, gpu=records.REFERENCE_GPU)
     rows, columns = ladder.ladder_rows(table.rows, label=book_chapters.label)
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
@@ -266,9 +271,70 @@ def fp8_table() -> str:
     return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
 
 
+def approximate_tables() -> str:
+    """README's tables of approximations beside dense attention, of the records of `tests/gpu/time_monarch.py`
+    and `tests/gpu/time_distr.py`: times, and of DistrAttention the relative error of the output."""
+    from attnlib.bench import records, tables
+    from attnlib.bench.shapes import Shape
+
+    parts = []
+    monarch = {
+        "monarch, 1 rounds": "1 round", "monarch, 2 rounds": "2 rounds", "monarch, 3 rounds": "3 rounds",
+        "attnlib": "attnlib, dense", "cudnn": "cuDNN, dense",
+    }  # fmt: skip
+    distr = {
+        "distr G2": "groups of 2", "distr G4": "groups of 4", "attnlib": "attnlib",
+        "attnlib fp8, with the pass": "FP8 and quantizing",
+    }  # fmt: skip
+    for title, where, lengths, impls in (
+        ("MonarchAttention, ms", MONARCH, MONARCH_TOKENS, monarch),
+        ("DistrAttention, ms", DISTR, DISTR_TOKENS, distr),
+    ):
+        table = records.load(*where, gpu=records.REFERENCE_GPU)
+        columns = {"call": title, **impls}
+        if where == DISTR:
+            columns |= {f"error of {impl}": f"error, {impls[impl]}" for impl in impls if impl != "distr G4"}
+        rows: dict[str, dict[str, str | None]] = {}
+        for row in table.rows:
+            shape = Shape.of_row(row)
+            wanted = row["impl"] in impls and shape.seqlen in lengths and shape.causal == (where == DISTR)
+            if not wanted or row["status"] != "ok":
+                continue
+            cells = rows.setdefault(shape.label, dict.fromkeys(columns) | {"call": shape.label})
+            cells[row["impl"]] = f"{row['ms']:.3f}"
+            if "error of " + row["impl"] in columns:
+                cells["error of " + row["impl"]] = f"{row['relative_error']:.3f}"
+        parts.append(f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*")
+    return "\n\n".join(parts)
+
+
+def distributed_table() -> str:
+    """README's table of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`."""
+    from attnlib.bench import records, tables
+
+    impls = {
+        "attnlib": "attnlib", "attnlib (control)": "the same again", "attnlib, ulysses": "its Ulysses",
+        "ring-flash-attn, FA3, zigzag": "ring-flash-attn, FA3",
+        "torch context_parallel, cuDNN, alltoall": "PyTorch, cuDNN",
+    }  # fmt: skip
+    columns = {"call": "Two GPUs, bf16 B1 H16 D128", "one": "one GPU, ms", **impls}
+    lines: dict[tuple[str, str], dict[str, str | None]] = {}
+    for which in ("forward", "backward"):
+        table = records.load(DISTRIBUTED, which, gpu=records.REFERENCE_GPU)
+        for row in (row for row in table.rows + table.controls if row["status"] == "ok"):
+            cells = lines.setdefault((row["call"], which), dict.fromkeys(columns))
+            cells["call"] = f"{row['call']}, {which}"
+            if row["gpus"] == 1:
+                cells["one"] = f"{row['ms']:.4g}"
+            elif row["impl"] in impls:
+                cells[row["impl"]] = f"{row['speedup']:.2f}x"
+    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+
+
 SECTIONS = {
-    "ladder": ladder_table, "modes": modes_table, "host": host_table, "decode": decode_table,
-    "fp8": fp8_table,
+    "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
+    "host": host_table, "decode": decode_table, "fp8": fp8_table, "approximate": approximate_tables,
+    "distributed": distributed_table,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 

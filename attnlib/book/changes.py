@@ -15,6 +15,7 @@ from attnlib.bench.changed_kernels import (
     compiled,
     load,
     machine_code,
+    order_in_loop,
     package_stats,
     with_functions,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "judge",
     "load",
     "machine_code",
+    "order_in_loop",
     "package_stats",
     "show",
     "strips",
@@ -76,9 +78,12 @@ STRIP = {
     "HGMMA": ("product", "#222222"), "wait": ("wait for products", palette.COLORS["fa3"]),
     "BAR": ("barrier", "#9A5B9A"), "FMNMX": ("maximum", palette.COLORS["cudnn"]),
     "SHFL": ("exchange in a row", "#6B4C1E"), "MUFU.EX2": ("exponential", palette.OURS),
-    "FADD": ("sum", palette.COLORS["faded"]), "FMUL": ("rescaling", "#E8A33D"),
+    "FADD": ("sum", palette.COLORS["faded"]), "F2FP": ("conversion of P", "#8A8A8A"),
+    "FMUL": ("rescaling", "#E8A33D"),
 }  # fmt: skip
 """Kind of instruction in `strip` -> what it is, and its color."""
+COLUMNS = (0.0, 0.17, 0.42, 0.63, 0.79)
+"""Where the names above the strips begin, which are of different length."""
 
 
 def strips(stats: Mapping[str, inspect_sm90.Stats], where: str) -> Figure:
@@ -87,7 +92,7 @@ def strips(stats: Mapping[str, inspect_sm90.Stats], where: str) -> Figure:
                               height_ratios=[0.55, *[1] * len(stats)])  # fmt: skip
     axes[0, 0].axis("off")
     for i, (text, color) in enumerate(STRIP.values()):
-        axes[0, 0].text(0.25 * (i % 4), 0.75 - 0.75 * (i // 4), f"▮ {text}", color=color, fontsize=6.5,
+        axes[0, 0].text(COLUMNS[i % 5], 0.75 - 0.75 * (i // 5), f"▮ {text}", color=color, fontsize=6.5,
                         transform=axes[0, 0].transAxes)  # fmt: skip
     for ax, (title, found) in zip(axes[1:, 0], stats.items(), strict=True):
         strip(ax, found)

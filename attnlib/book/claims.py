@@ -69,7 +69,7 @@ def unjudged(text: str) -> Iterator[str]:
 def tables_of(notebook: str, source: str = "") -> list[records.Table]:
     """The tables of a notebook's record, and of those that its source loads by name, on the reference GPU."""
     folder = records.data_dir() / records.REFERENCE_GPU
-    wanted = {notebook, *re.findall(r"\bload\(\s*[\"'](\w+)[\"']", source)}
+    wanted = {notebook, *re.findall(r"\b(?:load|recorded)\(\s*[\"'](\w+)[\"']", source)}
     found = []
     for name in sorted(wanted):
         path = folder / f"{name}.json"

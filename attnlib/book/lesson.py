@@ -95,6 +95,9 @@ def begin(notebook: str) -> None:
             where += f"; ATTNLIB_REPLAY is set: measurements are replayed from {_recorded(notebook)}"
         print(where)
     else:
+        from attnlib.emulator.interpreter import save_work
+
+        save_work()
         print(
             f"no CUDA GPU ({versions}): kernels run in Triton's interpreter, measurements are replayed "
             f"from {_recorded(notebook)}"

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import logging
 import os
 import re
 import sys
@@ -84,6 +85,9 @@ __all__ = [
     "timeline_chart",
 ]
 
+_FONT_DATES = logging.getLogger("fontTools.ttLib.tables._h_e_a_d")
+"""Warns of the font that has the prime of m' when it is embedded: its date counts from another epoch."""
+
 SCREEN = 128
 """CSS pixels per inch of a figure in the HTML book: print text of 8 pt comes out at 14 px."""
 
@@ -138,6 +142,7 @@ def _render(figure: Figure, kind: str) -> bytes:
     """The figure as a file, without date, program or version in it. Style applies at drawing time, so it is
     set here too."""
     style()
+    _FONT_DATES.setLevel(logging.ERROR)
     before = os.environ.get("SOURCE_DATE_EPOCH")
     os.environ["SOURCE_DATE_EPOCH"] = "0"
     absent = {"pdf": ("Creator", "Producer", "CreationDate"), "svg": ("Creator", "Date")}[kind]

@@ -1,5 +1,7 @@
 """Results over parts of the heads, rows or keys, and how they become one."""
 
+from itertools import pairwise
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -21,11 +23,11 @@ Heads = list[tuple[slice, Result]]
 """A rank's attention to its own keys, by groups of heads."""
 
 
-def merge(first: Result, second: Result, result: Result) -> None:
-    """Write attention to the keys of both to `result`, in one pass over the rows."""
+def merger(device: torch.device) -> ModuleType:
+    """What joins two parts of a result there."""
     for family in MERGERS.values():
-        if family.unsupported(result.out.device) is None:
-            return family.merge(first, second, result)
+        if family.unsupported(device) is None:
+            return family
     raise AssertionError("the last family runs every call")
 
 
@@ -46,22 +48,22 @@ class Remote:
             self.parts.append((rows, result))
         else:
             here = self._sum.part(slice(None), as_slice(rows))
-            merge(here, result, here)
+            merger(here.out.device).merge(here, result, here)
 
 
 def joined(q: torch.Tensor, own: Heads, remote: Remote) -> Result:
     """Attention to all keys."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    whole = Result(out, lse)
+    whole, merge = Result(out, lse), merger(q.device).merge
     for heads, result in own:
-        for rows, other in _covering(remote.parts, q.shape[2]):
+        for rows, other, start in _covering(remote.parts, q.shape[2]):
             here, mine = whole.part(heads, rows), result.part(slice(None), rows)
             if other is None:
                 here.out.copy_(mine.out)
                 here.lse.copy_(mine.lse)
             else:
-                merge(mine, other.part(heads, slice(None)), here)
+                merge(mine, other.part(heads, slice(None)), here, start)
     return whole
 
 
@@ -71,16 +73,18 @@ def summed(
     others: list[tuple[range, torch.Tensor]],
 ) -> torch.Tensor:
     """A gradient (B, H, S, D): a rank's own part, by groups of heads, plus what other ranks or their keys
-    give for some rows. Where a row gets more than one of these they are added in float32."""
+    give for some rows, in one pass over a group. Where a row gets more than one of these they are added in
+    float32."""
     apart = not overlap([rows for rows, _ in others])
     found = torch.empty_like(like) if apart else torch.empty_like(like, dtype=torch.float32)
+    add = merger(like.device).add
     for heads, part in own:
-        for rows, other in _covering(others if apart else [], like.shape[2]):
+        for rows, other, start in _covering(others if apart else [], like.shape[2]):
             here, mine = found[:, heads, rows], part[:, :, rows]
             if other is None:
                 here.copy_(mine)
             else:
-                torch.add(mine, other[:, heads], out=here)
+                add(mine, other[:, heads], here, start)
     if not apart:
         for rows, other in others:
             found[:, :, as_slice(rows)] += other
@@ -97,14 +101,14 @@ def overlap(ranges: list[range]) -> bool:
     return any(a.stop > b.start for a, b in zip(ordered, ordered[1:], strict=False))
 
 
-def _covering(parts: list, length: int) -> list[tuple[slice, object]]:
-    """All rows, as slices: those of `parts` with what belongs to them, and the gaps with None."""
-    found, at = [], 0
-    for rows, what in sorted(parts, key=lambda part: part[0].start):
-        if at < rows.start:
-            found.append((slice(at, rows.start), None))
-        found.append((as_slice(rows), what))
-        at = rows.stop
-    if at < length:
-        found.append((slice(at, length), None))
-    return found
+def _covering(parts: list, length: int) -> list[tuple[slice, object, int]]:
+    """All rows, cut so that each slice has one of `parts` in it: (rows, what belongs to the part, the part's
+    first row in the slice). Without parts one slice and None."""
+    if not parts:
+        return [(slice(0, length), None, 0)]
+    ordered = sorted(parts, key=lambda part: part[0].start)
+    cuts = [0, *(rows.start for rows, _ in ordered[1:]), length]
+    return [
+        (slice(begin, end), what, rows.start - begin)
+        for (rows, what), (begin, end) in zip(ordered, pairwise(cuts), strict=True)
+    ]

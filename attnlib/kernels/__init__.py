@@ -89,5 +89,10 @@ DISTR = {"hopper": hopper_narrow, "triton": portable_narrow, "reference": refere
 params). The reference takes what its own grouper gives."""
 
 MERGERS = {"triton": merge, "reference": reference_merge}
-"""What joins attention to disjoint sets of keys, in the order of preference: modules with unsupported(device)
-and merge(first, second, result), each of the three an (out, LSE)."""
+"""What joins two parts of a result, in the order of preference: modules with
+
+    unsupported(device)                       what they need and a device does not have; None if it has all
+    merge(first, second, result, start)       attention to disjoint sets of keys, each an (out, LSE)
+    add(first, second, result, start)         parts of a gradient
+
+`second` has the rows from `start` on that it has; the others are those of `first`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -44,6 +45,8 @@ GOOD_QUANTIZE = {"x": zeros(2, 4, 8, 16), "role": "q"}
 GOOD_QUANTIZE_VARLEN = {"x": zeros(8, 4, 16), "role": "q", "cu_seqlens": OFFSETS_Q, "max_seqlen": 5}
 
 Q, K, V = (fp8(GOOD[role].shape, role) for role in "qkv")
+V_VARLEN = fp8((8, 2, 16), "v", cu_seqlens=OFFSETS_K, max_seqlen=6)
+MEAN = "v.mean: expected shape (2, 2, 64), got"
 K_PLAIN = fp8(GOOD["k"].shape, "k", rotate=False)
 K_VARLEN = fp8((8, 2, 16), "k", cu_seqlens=OFFSETS_K, max_seqlen=6)
 DENSE = "expected a dense tensor (layout torch.strided), got"
@@ -98,6 +101,17 @@ PREPARED = [
     ({"k": fp8((3, 2, 8, 16), "k")}, ValueError, "k: expected batch size 2 as q has, got 3"),
     ({"q": zeros(2, 4, 8, 16, device="meta"), "k": K}, ValueError,
      "k: expected device meta as q has, got cpu"),
+    ({"k": replace(K, mean=V.mean)}, ValueError,
+     "k.mean: expected None, as only values are centered, got torch.Tensor"),
+    ({"v": replace(V, mean=0.5)}, TypeError, "v.mean: expected None or a torch.Tensor, got float"),
+    ({"v": replace(V, mean=V.mean.half())}, TypeError,
+     "v.mean: expected dtype torch.float32, got torch.float16"),
+    ({"v": replace(V, mean=V.mean.to("meta"))}, ValueError,
+     "v.mean: expected device cpu as the data has, got meta"),
+    ({"v": replace(V, mean=V.mean[..., :16])}, ValueError, f"{MEAN} (2, 2, 16)"),
+    ({"v": replace(V, mean=V.mean[:1])}, ValueError, f"{MEAN} (1, 2, 64)"),
+    ({"v": replace(V, mean=V.mean[:1, :1].expand(2, 2, 64))}, ValueError,
+     "v.mean: expected a contiguous tensor, got strides (0, 0, 1)"),
 ]  # fmt: skip
 OPTIONS = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
@@ -112,6 +126,7 @@ OPTIONS = [
     ({"scaling": None}, TypeError, f"scaling: {SCALINGS}, got NoneType"),
     ({"scaling": "row"}, ValueError, f"scaling: {SCALINGS}, got 'row'"),
     ({"rotate": 1}, TypeError, "rotate: expected a bool, got int"),
+    ({"center": 1}, TypeError, "center: expected a bool, got int"),
     ({"out_dtype": "float16"}, TypeError, f"out_dtype: {OUT}, got str"),
     ({"out_dtype": torch.float64}, TypeError, f"out_dtype: {OUT}, got torch.float64"),
     ({"impl": 1}, TypeError, f"impl: {IMPL}, got int"),
@@ -138,6 +153,7 @@ VARLEN = [
      f"k: {ITSELF}"),
     ({"v": fp8((8, 2, 16), "v", cu_seqlens=OFFSETS_Q, max_seqlen=5)}, ValueError,
      f"v: {ITSELF}"),
+    ({"v": replace(V_VARLEN, mean=V_VARLEN.mean[0])}, ValueError, f"{MEAN} (2, 64)"),
 ]  # fmt: skip
 QUANTIZE = [
     ({"x": None}, TypeError, "x: expected a torch.Tensor, got NoneType"),
@@ -150,6 +166,7 @@ QUANTIZE = [
     ({"scaling": 128}, TypeError, f"scaling: {SCALINGS}, got int"),
     ({"scaling": "blocks"}, ValueError, f"scaling: {SCALINGS}, got 'blocks'"),
     ({"rotate": None}, TypeError, "rotate: expected a bool, got NoneType"),
+    ({"center": "yes"}, TypeError, "center: expected a bool, got str"),
     ({"max_seqlen": 8}, ValueError, "max_seqlen: expected None without cu_seqlens, got 8"),
 ]
 QUANTIZE_VARLEN = [
@@ -190,7 +207,8 @@ def test_good_arguments() -> None:
     attention_fp8(Q, K, V, impl="reference")
     attention_fp8(GOOD["q"], K_PLAIN, GOOD["v"], impl="reference")
     attention_fp8(GOOD["q"].bfloat16(), K, V, impl="reference")
-    attention_fp8_varlen(**(GOOD_VARLEN | {"k": K_VARLEN}))
+    attention_fp8_varlen(**(GOOD_VARLEN | {"k": K_VARLEN, "v": V_VARLEN}))
+    attention_fp8(GOOD["q"], K, replace(V, mean=None), impl="reference")
 
 
 def test_every_argument_has_a_row() -> None:

@@ -283,9 +283,10 @@ def fp8() -> str:
     out = attention_fp8(q, quantize_fp8(k, "k"), v, impl="reference")
     error = (out - attention(q, k, v)).square().mean().sqrt()
     assert 1e-4 < error < 0.03
+    assert (attention_fp8(q, k, v + 100, impl="reference") - 100 - out).abs().max() < 0.02
     with pytest.raises(RuntimeError, match="attention_fp8 has no gradient"):
         attention_fp8(q.requires_grad_(), k, v)
-    return "forward, e4m3, by `attention_fp8` on Hopper"
+    return "forward, e4m3, by `attention_fp8` on Hopper; values centered"
 
 
 # ---------------------------------------------------------------- which keys

@@ -70,6 +70,48 @@ def test_padded_head_dimensions(D: int, device: str) -> None:
     assert out.shape == q.shape and rms(out, truth) < 0.1 * truth.square().mean().sqrt()
 
 
+@pytest.mark.parametrize("mean, options", [(1.0, {"causal": True}), (100.0, {"scaling": "tensor"})], ids=str)
+def test_a_part_that_values_have_in_common_costs_nothing(mean: float, options: dict, device: str) -> None:
+    """Another one in each column, head and batch element: the error stays that of values without it. With
+    `center=False` it grows with the part."""
+    q, k, v = tensors(4, 2, 2, S=70, dtype=torch.float32, device=device)
+    parts = mean * torch.randn(2, 2, 1, 64, device=device)
+    exact = {name: value for name, value in options.items() if name != "scaling"}
+    truth, _ = attention_fp64(q, k, v, **exact)
+    shift = parts.double().repeat_interleave(2, 1)
+    before = rms(reference(q, k, v, **options), truth)
+    assert rms(reference(q, k, v + parts, **options), truth + shift) <= 1.2 * before + 1e-6 * mean
+    plain = rms(reference(q, k, v + parts, center=False, **options), truth + shift)
+    assert plain > 0.004 * mean and plain > 1.05 * before
+
+
+def test_means_of_sequences(device: str) -> None:
+    """Each of varlen sequences has its own, empty ones too; rows without keys stay 0."""
+    q, k, v = (x[0].transpose(0, 1).contiguous().float() for x in tensors(4, 2, 2, device=device))
+    starts = torch.tensor([0, 20, 20, 90, 150]), torch.tensor([0, 7, 70, 70, 150])
+    cu_q, cu_k = (x.int().to(device) for x in starts)
+    lengths = cu_k.diff().tolist()
+    each = torch.arange(1.0, 5.0, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    v = v + 10 * each[:, None, None]
+    v8 = quantize_fp8(v, "v", cu_seqlens=cu_k, max_seqlen=80)
+    assert v8.mean.shape == (4, 2, 64) and v8.centered
+    assert (v8.mean[2] == 0).all() and ((v8.mean[3] - 40).abs() < 1).all()
+    out = attention_fp8_varlen(q, k, v8, cu_q, cu_k, 70, 80, impl="reference")
+    truth, _ = attention_varlen_fp64(q, k, v, cu_q, cu_k)
+    assert (out[20:90] == 0).all() and rms(out, truth) < 0.05
+
+
+def test_quantizing_twice_the_mean_once(device: str) -> None:
+    """What is taken away is what an operand says, not what a call says."""
+    q, k, v = tensors(device=device)
+    v = v + 5
+    plain, centered = (quantize_fp8(v, "v", center=center) for center in (False, True))
+    assert plain.mean is None and not plain.centered and centered.centered
+    outs = [reference(q, k, x, center=center) for x in (plain, centered) for center in (False, True)]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3])
+    assert quantize_fp8(k, "k").mean is None and "centered=True" in repr(centered)
+
+
 def test_prepared_operands_are_the_same(device: str) -> None:
     q, k, v = tensors(device=device)
     expected = reference(q, k, v)
@@ -105,7 +147,7 @@ def test_nothing_to_attend_to(q_shape, k_shape, device: str) -> None:
 
 def test_rows_without_keys(device: str) -> None:
     q, k, v = tensors(S=30, device=device)
-    out, lse = reference(q, k[:, :, :20], v[:, :, :20], causal=True, return_lse=True)
+    out, lse = reference(q, k[:, :, :20], 3 + v[:, :, :20], causal=True, return_lse=True)
     assert (out[:, :, :10] == 0).all() and (lse[:, :, :10] == -math.inf).all()
     assert lse[:, :, 10:].isfinite().all()
 

@@ -361,7 +361,7 @@ def test_a_job_may_ask_for_a_variant_of_a_step(monkeypatch):
 
 def test_names_are_steps_package_and_peers():
     found = profiling.implementations("forward")
-    assert {"01_naive", "13_scheduling", "attnlib", "fa3"} <= set(found)
+    assert {"01_naive", "13_scheduling", "14_ring", "15_teaching", "attnlib", "fa3"} <= set(found)
     assert all(names.number(name) <= profiling.LAST_STEP for name in profiling.steps())
     for name in profiling.steps():
         assert profile_target.function_of(name, 64).__name__ == "attention"

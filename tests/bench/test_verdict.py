@@ -72,6 +72,16 @@ def test_the_spread_is_student_s():
     assert verdict.spread({"round_ms": [1.0] * 20}, many) > 1, "more rounds than the table has"
 
 
+def test_extremes_of_rounds_where_nothing_else_was_kept():
+    ours = {"ms": 10.0, "ms_low": 9.0, "ms_high": 10.5}
+    theirs = {"ms": 12.0, "ms_low": 11.5, "ms_high": 12.5}
+    assert verdict.spread(ours, theirs) == pytest.approx((12.5 / 9.0) / 1.2)  # farther off than 11.5 / 10.5
+    assert verdict.spread(theirs, ours) == pytest.approx(verdict.spread(ours, theirs))
+    assert verdict.spread(ours, {"ms": 12.0}) is None
+    known = {"round_ms": [1.0, 1.0, 1.0]}
+    assert verdict.spread(ours | known, theirs | known) == pytest.approx(1.0), "rounds say more"
+
+
 def test_few_false_verdicts_on_the_same_kernel():
     """Identical kernels with 1% of noise, five rounds: nearly always a tie."""
     import random

@@ -447,6 +447,9 @@ def record(tmp_path, monkeypatch):
     path.parent.mkdir()
     tables = {"ladder": {"rows": rows}, "sustained": {"rows": lasting}}
     path.write_text(json.dumps(head | {"notebook": "19_record", "tables": tables}))
+    taught = [row | {"impl": row["impl"].replace("08_production", "15_teaching")} for row in rows]
+    teaching = head | {"notebook": "15_teaching", "tables": {"ladder": {"rows": taught}}}
+    (path.parent / "15_teaching.json").write_text(json.dumps(teaching))
     call = {
         "call": "backward 2x16x300x64",
         "kernels_us": 23.4,
@@ -468,6 +471,27 @@ def record(tmp_path, monkeypatch):
     read = [call | {"impl": w, "status": x, "tflops": y, "rms_error": z} for w, x, y, z in speeds]
     fp8 = head | {"notebook": "fp8", "tables": {"attention": {"rows": read}}}
     (path.parent / "fp8.json").write_text(json.dumps(fp8))
+    call = {"batch": 1, "heads": 12, "seqlen": 4096, "head_dim": 64, "causal": False, "dtype": "float16"}
+    speeds = ("attnlib", 0.1), ("monarch, 1 rounds", 0.02)
+    read = [call | {"impl": x, "status": "ok", "ms": y} for x, y in speeds]
+    monarch = head | {"notebook": "monarch", "tables": {"sweep": {"rows": read}}}
+    (path.parent / "monarch.json").write_text(json.dumps(monarch))
+    call |= {"causal": True, "status": "ok"}
+    speeds = ("attnlib", 0.5, 0.0022), ("distr G2", 0.557, 0.829)
+    read = [call | {"impl": x, "ms": y, "relative_error": z} for x, y, z in speeds]
+    distr = head | {"notebook": "distr", "tables": {"attention": {"rows": read}}}
+    (path.parent / "distr.json").write_text(json.dumps(distr))
+    gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
+    gains.append(("attnlib (control)", 2, 25.3, 1.939))
+    read = [
+        {"call": "S65536 dense", "status": "ok", "impl": w, "gpus": x, "ms": y, "speedup": z}
+        for w, x, y, z in gains
+    ]
+    read[-1]["control_of"] = "attnlib"
+    read.append(read[1] | {"status": "failed", "impl": "ring-flash-attn, FA3, zigzag"})
+    passes = dict.fromkeys(("forward", "backward"), {"rows": read})
+    two_gpus = head | {"notebook": "distributed", "tables": passes}
+    (path.parent / "distributed.json").write_text(json.dumps(two_gpus))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -476,18 +500,27 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(
         "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
+        "<!-- teaching -->\nold\n<!-- /teaching -->\n"
         "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
+        "<!-- approximate -->\n<!-- /approximate -->\n"
+        "<!-- distributed -->\n<!-- /distributed -->\n"
         "after\n"
     )
     assert build.readme(readme) and not build.readme(readme)
     text = readme.read_text()
-    assert text.startswith("before\n<!-- ladder -->\n| Step |") and text.endswith("<!-- /fp8 -->\nafter\n")
+    assert text.startswith("before\n<!-- ladder -->\n| Step |")
+    assert text.endswith("<!-- /distributed -->\nafter\n")
     assert "<!-- /ladder -->\nbetween\n<!-- modes -->\n| " in text
     assert "| FA3 | 437 | 393 (1500) |" in text
+    taught = text[text.index("<!-- teaching -->") : text.index("<!-- /teaching -->")]
+    assert re.search(r"\| 15 The teaching kernel +\| 398 \|.*\| 91 \| 40 \|", taught)
     assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
     assert "| B1 S8192 | 1336 | – | – | – | – | 4231 |" in text
     assert "| B2 H16 S8192 D128 causal bf16 | 995 | – | – | – | – | 2.5e-03 | – |" in text
+    assert "| B1 H12 S4096 D64 dense fp16 | 0.020 | – | – | 0.100 | – |" in text
+    assert "| B1 H12 S4096 D64 causal fp16 | 0.557 | – | 0.500 | – | 0.829 | 0.002 | – |" in text
+    assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)
     assert (
@@ -499,7 +532,8 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
 
 def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
     readme = tmp_path / "README.md"
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("modes", "host", "decode", "fp8"))
+    others = [name for name in build.SECTIONS if name != "ladder"]
+    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in others)
     readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
     assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
 

@@ -73,6 +73,15 @@ PLANTED = {
         ("snapped", "<= slack", "< slack", "expected"),
         ("free_queries", "2 * group", "group", "expected"),
     ),
+    "30_block_masks": (
+        ("capped_attention", "* LOG2_E  # [BLOCK, BLOCK]", "# [BLOCK, BLOCK]", "max error"),
+        ("capped_attention", "2 * b_s / cap", "b_s / cap", "max error"),
+        ("capped_attention", "tl.load(sinks_ptr + i_h)", "tl.load(sinks_ptr)", "max error"),
+        ("capped_attention", "tl.full([BLOCK], 1.0", "tl.full([BLOCK], 0.0", "max error|not finite"),
+        ("gradient_of_values", "b_lse[None, :]", "b_lse[:, None]", "max error"),
+        ("gradient_of_values", "tl.load(steps_ptr + j) * BLOCK", "i_n * BLOCK", "max error"),
+        ("fewest_blocks", "math.ceil(", "math.floor(", "blocks reach"),
+    ),
     "33_s2": (
         ("hybrid_attention", "tl.where(i_h >= H - DENSE, 1, STRIDE)", "STRIDE", "1 dense: max error"),
         ("hybrid_attention", "range(near, i)", "range(near + 1, i)", "max error"),

@@ -172,6 +172,13 @@ def test_files_have_exact_size_embedded_fonts_and_no_date(charts, name):
     assert metadata["filename"] == name
 
 
+def test_a_prime_in_a_label_warns_of_nothing(caplog):
+    figure, axes = plotting.new_figure(plotting.COLUMN, 2)
+    axes[0, 0].set_xlabel("query $m'$")
+    plotting.bundle(figure, "prime", "No data.")
+    assert not caplog.records
+
+
 def test_svg_is_accessible(charts):
     svg = plotting.bundle(charts["bars"], "bars", 'zeros > random & "so"\n on')[0]["image/svg+xml"]
     root = ElementTree.fromstring(svg)

@@ -51,6 +51,19 @@ def test_the_place_of_the_wait(compiled: dict[tuple[str, int], Stats]) -> None:
     assert compiled["place", 128].order(0).endswith("wait 1, 34 EX2, wait 0, 32 EX2")
 
 
+@pytest.mark.parametrize("d", DIMS)
+def test_what_stands_behind_the_branch(d: int, compiled: dict[tuple[str, int], Stats]) -> None:
+    """What chapters 14 and 15 say of lazy and place: where the conversions of P and the exchanges stand."""
+    at = {row["kernel"]: row for row in changed_kernels.order_in_loop(compiled, ("named", "lazy", "place"))
+          if row["D"] == d}  # fmt: skip
+    conversions = {name: row["conversions behind it"] for name, row in at.items()}
+    assert conversions["lazy"] == (16 if d == 256 else 32)
+    assert max(conversions["named"], conversions["place"]) <= 3
+    assert at["named"]["branch"] is None
+    assert at["lazy"]["branch"] > at["lazy"]["last exponential"] > at["place"]["branch"]
+    assert at["lazy"]["used after"] <= 3 < 10 < at["named"]["used after"]
+
+
 def test_the_kernel_in_pieces_is_that_of_chapter_13(compiled: dict[tuple[str, int], Stats]) -> None:
     module, jobs = sources.load_step("13_scheduling"), []
     with pytest.MonkeyPatch.context() as patch:  # for a launcher that counts SMs

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
+import side_by_side
 import torch
 from hopper_forward import compile_forward
 from launches import jobs_of
@@ -31,7 +29,7 @@ PRODUCTS = [  # D, group, configuration, causal, keys of each block of queries
 
 
 def compile_product(case: tuple[int, int, str, bool, bool]) -> Stats:
-    """In a child process, so that cases share the cores."""
+    """The compiled kernel in numbers."""
     width, group, name, causal, own = case
     columns = Grouping(group).columns(width)
     config = replace(CONFIGS[name], q_columns=min(CONFIGS[name].q_columns, columns))
@@ -49,9 +47,7 @@ def compile_product(case: tuple[int, int, str, bool, bool]) -> Stats:
 
 @pytest.fixture(scope="module")
 def products() -> dict[tuple, Stats]:
-    children = min(8, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        return dict(zip(PRODUCTS, pool.map(compile_product, PRODUCTS), strict=True))
+    return dict(zip(PRODUCTS, side_by_side.run(compile_product, PRODUCTS), strict=True))
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(map(str, case)))

@@ -10,7 +10,7 @@ from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.kernels import fp8
 from attnlib.kernels.common.fp8 import Recipe
-from attnlib.kernels.fp8 import quantize_kernels as kernels
+from attnlib.kernels.fp8 import mean_kernels, quantize_kernels
 
 DIMS = (64, 128, 256)
 CASES = [
@@ -20,16 +20,19 @@ CASES = [
         ("q", Recipe(), "bfloat16", False), ("k", Recipe(), "bfloat16", False),
         ("q", Recipe(), "float16", True), ("q", Recipe("block", False), "bfloat16", False),
         ("k", Recipe("tensor"), "bfloat16", False), ("v", Recipe(), "bfloat16", False),
-        ("v", Recipe(), "float16", True),
     ]
-] + [("k", Recipe(), 128, "float32", False), ("q", Recipe(), 40, "bfloat16", False)]  # fmt: skip
+] + [
+    ("k", Recipe(), 128, "float32", False), ("q", Recipe(), 40, "bfloat16", False),
+    ("v", Recipe(center=False), 128, "bfloat16", False), ("v", Recipe(), 128, "float16", True),
+    ("v", Recipe(), 200, "float32", True),
+]  # fmt: skip
 SPILLS_FLOAT32 = 128
 """4-byte words of a thread: its rotation is three products, of parts of the numbers in TF32."""
 
 
 def name(case: tuple) -> str:
     role, recipe, D, dtype, varlen = case
-    how = "rotated" if recipe.rotate else "plain"
+    how = ("rotated" if recipe.rotate else "plain") + "-not-centered" * (not recipe.center)
     return f"{role}-{recipe.scaling}-{how}-D{D}-{dtype}{'-varlen' * varlen}"
 
 
@@ -41,7 +44,8 @@ def compiled() -> dict[tuple, list[Stats]]:
         role, recipe, D, dtype, varlen = case
         x = torch.zeros(*((512, 2) if varlen else (1, 2, 512)), D, dtype=getattr(torch, dtype))
         lengths = (torch.zeros(3, dtype=torch.int32), 512) if varlen else ()
-        found = jobs_of(kernels, lambda x=x, r=(role, recipe, *lengths): fp8.quantize(x, *r))
+        modules = quantize_kernels, mean_kernels
+        found = jobs_of(modules, lambda x=x, r=(role, recipe, *lengths): fp8.quantize(x, *r))
         jobs += found
         owners += [case] * len(found)
     stats: dict[tuple, list[Stats]] = {}
@@ -53,8 +57,10 @@ def compiled() -> dict[tuple, list[Stats]]:
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_compiles(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
     role, recipe, _, dtype, _ = case
-    assert len(compiled[case]) == (1 if recipe.scaling == "block" and role != "v" else 2)
+    count = 3 if role == "v" and recipe.center else 1 if recipe.scaling == "block" and role != "v" else 2
+    assert len(compiled[case]) == count
     for stats in compiled[case]:
+        print(f"{stats.registers} registers, {stats.ctas_per_sm} programs an SM, {stats.shared_bytes} bytes")
         assert stats.spills <= (SPILLS_FLOAT32 if dtype == "float32" else 0) and stats.warnings == ()
         assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0
         rotated = recipe.rotate and role != "v"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
-import os
 import re
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from types import ModuleType
 
 import pytest
+import side_by_side
 import torch
 import triton
 from triton import knobs
@@ -48,7 +46,7 @@ KINDS = {
 """What a plan calls causal, tail, shifted, left, varlen."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = 64, 128, 256
-CASES = list(product(WIDTHS, KINDS, ["fp16"])) + list(product(WIDTHS, ["causal"], ["bf16"]))
+CASES = list(product(WIDTHS, KINDS, ["fp16"])) + list(product((128, 256), ["causal"], ["bf16"]))
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 128: [32, 32], 256: [8, 24, 24]}
@@ -85,11 +83,13 @@ def _one_block(block, m, m_start, gap):
     return m_start
 
 
-def compile_case(case: tuple[int, str, str], planted: bool = False) -> tuple[Stats, list[bool]]:
-    """In a child process, so that cases share the cores: the compiled kernel in numbers, and for each place
-    in a loop that adds to dQ whether its address changes from step to step."""
-    if planted:
-        backward_kernel._before = _one_block
+def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
+    """A case, or `PLANTED`, in numbers, and for each place in a loop that adds to dQ whether its address
+    changes from step to step."""
+    if case == PLANTED:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backward_kernel, "_before", _one_block)
+            return compile_case((128, "causal", "fp16"))
     width, kind, dtype = case
     config = hopper_backward_config(width)
     causal, tail, *asked = KINDS[kind]
@@ -153,11 +153,8 @@ def _depends(value: str, carried: set[str], before: list[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[object, tuple[Stats, list[bool]]]:
-    jobs = [(case, False) for case in CASES] + [((128, "causal", "fp16"), True)]
-    children = min(8, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        found = list(pool.map(compile_case, *zip(*jobs, strict=True)))
-    return dict(zip([*CASES, PLANTED], found, strict=True))
+    cases = [*CASES, PLANTED]
+    return dict(zip(cases, side_by_side.run(compile_case, cases), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

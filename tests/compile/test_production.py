@@ -20,8 +20,9 @@ from attnlib.params import Params, Varlen, mask_window
 LENGTHS = {"whole": (256, 256), "tail": (250, 250), "shifted": (100, 256), "shifted-tail": (100, 250)}
 OTHER_LENGTHS = {"empty": (256, 128)}  # the first queries see no key
 HALF = list(product((64, 128, 256), ("float16",), ("causal", "dense"), LENGTHS, ("lse",)))
-HALF += product((64, 128, 256), ("float16",), ("causal", "dense"), ("whole", "shifted"), ("",))
-HALF += product((64, 128, 256), ("bfloat16",), ("causal", "dense"), ("shifted-tail",), ("lse",))
+HALF += product((64, 128, 256), ("float16",), ("causal",), ("whole", "shifted"), ("",))
+HALF += product((64, 128, 256), ("bfloat16",), ("causal",), ("shifted-tail",), ("lse",))
+HALF += [(128, "float16", "dense", "whole", ""), (128, "bfloat16", "dense", "shifted-tail", "lse")]
 HALF += [(96, "float16", "causal", "tail", "lse")]  # padded to 128
 FULL = [
     (d, "float32", *rest)
@@ -34,7 +35,7 @@ FEW = [
     (d, dtype, mask, lengths, lse, sm_scale, 512)
     for d, dtype, mask in product((128, 256), ("float16", "bfloat16"), ("causal", "dense"))
     for lengths, lse, sm_scale in [("tail", "lse", 0.1), ("whole", "", 0.1), ("shifted", "lse", -0.1)]
-    if dtype == "float16" or lengths == "tail"
+    if dtype == "float16" or (d, lengths) == (128, "tail")
 ]
 # (left, right) of a window and its sequences: varlen, or the lengths of one; few keys: one more of either.
 WINDOWS = {
@@ -50,6 +51,7 @@ WINDOWED = [
         ("float16", "causal", "varlen", "lse"), ("float16", "dense", "varlen", "lse"),
         ("float16", "causal", "varlen window", "lse"), ("float16", "causal", "varlen window", ""),
     ]
+    if dtype == "float16" or d == 128
 ]  # fmt: skip
 WINDOWED += [
     (d, "float16", mask, window, "lse", -0.1, 512)

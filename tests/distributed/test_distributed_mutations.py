@@ -82,6 +82,10 @@ MERGE = {
     "NaN of a part without keys": ("torch.where(weight == 0, 0, weight * out.double())",
                                    "weight * out.double()"),
     "no LSE": ("result[1].copy_(lse)", "pass"),
+    "rows of the second part from 0 on": ("second = _in_all_rows(second, result, start)",
+                                          "second = _in_all_rows(second, result, 0)"),
+    "a key in rows that it does not have": ("torch.full_like(like[1], -torch.inf)",
+                                            "torch.zeros_like(like[1])"),
 }  # fmt: skip
 
 
@@ -104,10 +108,29 @@ def merges(merge) -> bool:
     return True
 
 
-def test_the_merge_is_right(device):
-    assert merges(reference.merge)
+def merges_some_rows(merge) -> bool:
+    """Whether rows that the second part does not have stay as the first has them."""
+    torch.manual_seed(0)
+    scores, v = torch.randn(1, 1, 4, 10), torch.randn(1, 1, 10, 8)
+
+    def part(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        some = scores[..., first:end]
+        return torch.softmax(some, -1) @ v[:, :, first:end], some.logsumexp(-1)
+
+    first, second, whole = part(0, 3), part(3, 10), part(0, 10)
+    result = tuple(torch.full_like(x, 7.0) for x in first)
+    merge(first, tuple(x[:, :, 1:3] for x in second), result, 1)
+    for x, y, z in zip(first, whole, result, strict=True):
+        if not torch.allclose(z, torch.cat([x[:, :, :1], y[:, :, 1:3], x[:, :, 3:]], 2), atol=1e-6):
+            return False
+    return True
+
+
+def test_the_merge_is_right():
+    assert merges(reference.merge) and merges_some_rows(reference.merge)
 
 
 @pytest.mark.parametrize("name", MERGE)
 def test_a_bug_in_the_merge_is_noticed(name):
-    assert not merges(planted(reference, *MERGE[name])["merge"])
+    merge = planted(reference, *MERGE[name])["merge"]
+    assert not (merges(merge) and merges_some_rows(merge))

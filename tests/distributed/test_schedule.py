@@ -9,6 +9,7 @@ import torch
 from attnlib.distributed.layout import divisor, local_rows, parts_of
 from attnlib.distributed.pieces import Remote, Result, joined, summed
 from attnlib.distributed.schedule import rounds
+from attnlib.kernels import MERGERS
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import MaskWindow
@@ -115,3 +116,14 @@ def test_sums_of_gradients(device):
     exact = own.double() + other.double()
     exact[:, :, 1:3] += third[:, :, 1:3].double()
     assert torch.equal(found, exact.bfloat16()) and found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", MERGERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_some_rows(family, dtype, device):
+    sizes = [(2, rows, 3, 24) for rows in (20, 7, 20)]
+    first, second, result = (torch.randn(n, device=device).to(dtype).transpose(1, 2) for n in sizes)
+    MERGERS[family].add(first, second, result, 9)
+    expected = first.clone()
+    expected[:, :, 9:16] += second
+    assert torch.equal(result, expected)

@@ -5,7 +5,7 @@
     python tests/gpu/time_distributed.py --tune      NCCL's programs; no record
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 40          less; --out FILE elsewhere
 
-Four tables. `calls`: forward and backward passes of bfloat16 B1 H16 D128, causal and dense. `timeline`:
+Five tables. `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense. `timeline`:
 what ran when in one forward and one backward pass of rank 0, by PyTorch's profiler. `checks`: the errors that
 were found before anything was timed. `memory`: what a forward and a backward pass need for each row.
 Peers: PyTorch's context_parallel with cuDNN; ring-flash-attn on FlashAttention-3 where ATTNLIB_PEERS_EXTRA
@@ -45,6 +45,7 @@ from attnlib import distributed as cp  # noqa: E402
 from attnlib.bench import records  # noqa: E402
 from attnlib.bench.names import CONTROL  # noqa: E402
 from attnlib.bench.peers import brief  # noqa: E402
+from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.distributed import links  # noqa: E402
 
 HEADS, HEAD_DIM, DTYPE = 16, 128, torch.bfloat16
@@ -70,6 +71,10 @@ class Case(NamedTuple):
     @property
     def label(self) -> str:
         return f"S{self.length} {'causal' if self.causal else 'dense'}"
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(1, HEADS, self.length, HEAD_DIM, self.causal, str(DTYPE).removeprefix("torch."))
 
 
 class Timed(NamedTuple):
@@ -231,7 +236,9 @@ def timed_rows(case: Case, until: float, backward: bool) -> list[dict[str, Any]]
     for name, make in MAKERS.items():
         if case.length > ALL_UP_TO and name not in LONGEST:
             continue
-        row = {"call": case.label, "length": case.length, "causal": case.causal, "impl": name}
+        row = {"call": case.label, **case.shape.to_dict(), "impl": name}
+        if name.endswith(CONTROL):
+            row["control_of"] = name.removesuffix(CONTROL)
         for which in ("forward", "backward")[: 1 + backward]:
             rows[name, which] = {**row, "pass": which, "gpus": 1 if name == ONE else dist.get_world_size()}
         try:
@@ -270,7 +277,8 @@ def timed_rows(case: Case, until: float, backward: bool) -> list[dict[str, Any]]
         flops = case.flops * (2.5 if key[1] == "backward" else 1)
         ms = statistics.median(taken)
         rows[key] |= {"status": "ok", "ms": ms, "ms_low": min(taken), "ms_high": max(taken)}
-        rows[key] |= {"rounds": len(taken), "tflops_per_gpu": flops / ms / 1e9 / rows[key]["gpus"]}
+        rows[key] |= {"round_ms": taken, "rounds": len(taken)}
+        rows[key]["tflops_per_gpu"] = flops / ms / 1e9 / rows[key]["gpus"]
     for (_, which), row in rows.items():
         single = rows[ONE, which].get("ms")
         if "ms" in row and single:
@@ -311,7 +319,7 @@ def memory_rows(lengths: Sequence[int]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- what ran when
 
 KINDS = {"nccl": "transfer", "attention_forward": "attention", "attention_backward": "attention",
-         "merge_rows": "merge"}  # fmt: skip
+         "merge_rows": "merge", "add_rows": "merge"}  # fmt: skip
 
 
 def timeline(case: Case) -> list[dict[str, Any]]:
@@ -388,7 +396,7 @@ def work(rank: int, ranks: int, args: argparse.Namespace, where: str) -> int:
         for causal in (True, False):
             tune(Case(args.lengths[0], causal))
         return 0
-    names = "checks", "calls", "timeline", "memory"
+    names = "checks", "forward", "backward", "timeline", "memory"
     tables: dict[str, dict[str, list]] = {name: {"rows": []} for name in names}
     for causal in (True, False):
         tables["checks"]["rows"] += checked(Case(min(8192, args.lengths[0]), causal))
@@ -407,7 +415,8 @@ def work(rank: int, ranks: int, args: argparse.Namespace, where: str) -> int:
                 continue
             backward = length < LENGTHS[-1] or causal
             rows = timed_rows(Case(length, causal), until, backward)
-            tables["calls"]["rows"] += rows
+            for row in rows:
+                tables[row["pass"]]["rows"].append(row)
             if rank == 0:
                 print(*map(show, rows), f"{time.monotonic() - begin:.0f} s", sep="\n", flush=True)
     if rank == 0:

@@ -4,11 +4,12 @@
     python tests/gpu/time_fp8.py --draws 2000     more random calls first (default 100; 5 s each)
     python tests/gpu/time_fp8.py --tune           the quantizing kernels with other numbers of programs
 
-Two tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and the
-peers of `attnlib.bench.fp8_peers`; TFLOP/s. `quantizing`: each role with each scaling; GB/s of what has to
-move, 2 bytes read and 1 written for an element, and % of a device copy of as many bytes. All that is compared
-is timed in the same shuffled rounds, cold L2, with a control row. Outputs are judged before and after, on the
-first and the last head: the RMS error against fp64 may be 1.5 times that of the model, of peers 4 times.
+Three tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and
+the peers of `attnlib.bench.fp8_peers`; TFLOP/s. `quantizing`: each role with each scaling; GB/s of what has
+to move, 2 bytes read and 1 written for an element, and % of a device copy of as many bytes. `mean`: errors
+with values of a mean, centered and not; nothing is timed. All that is compared is timed in the same shuffled
+rounds, cold L2, with a control row. Outputs are judged before and after, on the first and the last head: the
+RMS error against fp64 may be 1.5 times that of the model, of peers 4 times.
 Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -28,7 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
-from fp8_cases import check_forward, compare  # noqa: E402
+from fp8_cases import check_forward, compare_with_model  # noqa: E402
 
 from attnlib import attention, attention_fp8, attention_fp8_varlen, quantize_fp8  # noqa: E402
 from attnlib.bench import fp8_peers, harness, records  # noqa: E402
@@ -37,7 +38,6 @@ from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels.common.fp8 import Recipe  # noqa: E402
 from attnlib.kernels.fp8 import launch_quantize  # noqa: E402
-from attnlib.kernels.reference import fp8 as model  # noqa: E402
 from attnlib.kernels.reference.dense import attention_fp64  # noqa: E402
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
@@ -48,7 +48,7 @@ SHAPES = [Shape(*size, causal, "bfloat16") for size in SIZES for causal in (True
 QUANTIZED = [Shape(*size, False, "bfloat16") for size in SIZES[:3]]
 RECIPES = {
     ("q", "block"): Recipe(), ("k", "block"): Recipe(), ("k", "block, not rotated"): Recipe("block", False),
-    ("k", "head"): Recipe("head"), ("v", "head"): Recipe(),
+    ("k", "head"): Recipe("head"), ("v", "head"): Recipe(), ("v", "head, not centered"): Recipe(center=False),
 }  # fmt: skip
 
 Function = Callable[[], torch.Tensor]
@@ -73,7 +73,8 @@ def draw(number: int) -> None:
     name += f" {causal=} {window=} {dtype} to {out_dtype} {scale=:.3f}"
     B = rng.randint(1, 3)
     shape = Shape(B, heads * group, rows, D, causal, str(dtype).removeprefix("torch."), heads, keys)
-    tensors, lengths, varlen = make_inputs(shape, kind, number, DEVICE), [(None, None)] * 3, None
+    tensors, lengths, varlen = [*make_inputs(shape, kind, number, DEVICE)], [(None, None)] * 3, None
+    tensors[2] = tensors[2] + rng.choice((0.0, 0.0, 1.0, -20.0))
     if rng.random() < 0.3:
         tensors = [x.transpose(1, 2).flatten(0, 1) for x in tensors]
         ends = [[0, *sorted(rng.randint(0, len(x)) for _ in range(B)), len(x)] for x in tensors[:2]]
@@ -81,12 +82,11 @@ def draw(number: int) -> None:
         starts = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ends]
         sides = list(zip(starts, longest, strict=True))
         varlen, lengths = Varlen(*starts, *longest), [sides[0], sides[1], sides[1]]
-    options = {"scaling": scaling, "rotate": rotate}
+    options = {"scaling": scaling, "rotate": rotate, "center": rng.random() < 0.8}
     operands = []
     for x, role, (cu_seqlens, max_seqlen) in zip(tensors, "qkv", lengths, strict=True):
         x8 = quantize_fp8(x, role, **options, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-        expected = model.quantize(x, role, Recipe(scaling, rotate), cu_seqlens, max_seqlen)
-        compare(x8, expected, f"{name} {role}")
+        compare_with_model(x8, x, Recipe(**options), f"{name} {role}")
         operands.append(x8)
     options = {"causal": causal, "window": window, "sm_scale": scale, "return_lse": True}
     options["out_dtype"] = out_dtype
@@ -160,12 +160,14 @@ def attention_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
     causal, judge = shape.causal, Judge(tensors, shape.causal)
     operands = [quantize_fp8(x, role) for x, role in zip(tensors, "qkv", strict=True)]
     unscaled = [
-        quantize_fp8(x, role, scaling="tensor", rotate=False)
+        quantize_fp8(x, role, scaling="tensor", rotate=False, center=False)
         for x, role in zip(tensors, "qkv", strict=True)
     ]
+    as_it_is = quantize_fp8(v, "v", center=False)
     makes = {
         OURS: lambda: lambda: attention_fp8(*operands, causal=causal),
         f"{OURS}, one scale": lambda: lambda: attention_fp8(*unscaled, causal=causal),
+        f"{OURS}, not centered": lambda: lambda: attention_fp8(*operands[:2], as_it_is, causal=causal),
         f"{OURS}, with the pass": lambda: lambda: attention_fp8(q, k, v, causal=causal),
         "attnlib bf16": lambda: lambda: attention(q, k, v, causal=causal),
         "fa3 fp8": lambda: fp8_peers.fa3_fp8(q, k, v, causal),
@@ -189,7 +191,7 @@ def quantizing_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
     for number, ((role, scaling), recipe) in enumerate([*RECIPES.items(), *list(RECIPES.items())[:1]]):
         name = f"attnlib {role}, {scaling}"
         call = lambda role=role, recipe=recipe: (  # noqa: E731
-            quantize_fp8(x, role, scaling=recipe.scaling, rotate=recipe.rotate).data
+            quantize_fp8(x, role, **recipe._asdict()).data
         )
         runs.append(Run(name, shape, lambda call=call: call, None, number == len(RECIPES), moved))
     copy = Run("copy", shape, lambda: copying(moved), None, moved=moved)
@@ -199,6 +201,27 @@ def quantizing_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
         if "gb_per_s" in run.row:
             run.row["percent_of_copy"] = 100 * run.row["gb_per_s"] / copy.row["gb_per_s"]
         yield run.row
+
+
+def mean_rows(head_dim: int) -> Iterator[dict[str, Any]]:
+    """RMS errors with values of a mean, centered and not, beside the RMS (`size`) of the output without that
+    mean. FP8's outputs are float32, so that only the products err."""
+    for seqlen, mean, causal in product((1024, 16384), (0.0, 1.0, 10.0), (True, False)):
+        shape = Shape(1, 2, seqlen, head_dim, causal, "bfloat16")
+        q, k, v = make_inputs(shape, device=DEVICE)
+        size = attention_fp64(*(x[:, :1] for x in (q, k, v)), causal=causal)[0].square().mean().sqrt().item()
+        v = v + mean
+        truth = attention_fp64(*(x[:, :1] for x in (q, k, v)), causal=causal)[0]
+        told = {"causal": causal, "out_dtype": torch.float32}
+        outs = {
+            OURS: attention_fp8(q, k, v, **told),
+            f"{OURS}, not centered": attention_fp8(q, k, v, **told, center=False),
+            "attnlib bf16": attention(q, k, v, causal=causal),
+        }
+        for name, out in outs.items():
+            error = max_and_rms(out[:, :1].double() - truth)[1]
+            found = {"mean": mean, "rms_error": error, "size": size, "status": "ok"}
+            yield {"impl": name, **shape.to_dict(), **found}
 
 
 def tune(setting: Setting) -> None:
@@ -219,6 +242,8 @@ def tune(setting: Setting) -> None:
 
 def show(row: dict[str, Any]) -> str:
     where = f"D{row['head_dim']} S{row['seqlen']} {'causal' if row['causal'] else 'dense'}"
+    if "mean" in row:
+        return f"{where:20} {row['impl']:32} V of mean {row['mean']:g}: {row['rms_error'] / row['size']:.3%}"
     if "gb_per_s" in row:
         speed = f"{row['gb_per_s']:6.0f} GB/s {row['percent_of_copy']:5.1f}% of copy"
     elif "tflops" in row:
@@ -263,6 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(show(row), flush=True)
                 tables[table].append(row)
             torch.cuda.empty_cache()
+    tables["mean"] = []
+    for row in mean_rows(128):
+        print(show(row), flush=True)
+        tables["mean"].append(row)
     ours = [row for rows in tables.values() for row in rows if row["impl"].startswith("attnlib")]
     if args.draws:
         tables["draws"] = [{"calls": args.draws, "first": args.first, "wrong": len(wrong)}]

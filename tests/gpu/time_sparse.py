@@ -1,6 +1,6 @@
 """Time attention under block masks on this GPU, beside FlexAttention and what else is there.
 
-    python tests/gpu/time_sparse.py                 all tables, about four minutes: FlexAttention compiles
+    python tests/gpu/time_sparse.py                 all tables, about six minutes: FlexAttention compiles
     python tests/gpu/time_sparse.py --tables blocks,making      some of them, in a minute and a half
     python tests/gpu/time_sparse.py --dims 128      one head dimension
     python tests/gpu/time_sparse.py --seqlen 65536  longer sequences, with fewer heads; use --out, too
@@ -13,8 +13,8 @@ fp16. Random blocks of 128 x 128, for each head its own, as many in each row; 50
 time is the median over shuffled rounds of calls with a cold L2; "attnlib again" is the same call under
 another name and shows the noise. Ideal is the time of the dense kernel times the part that is kept. Then the
 backward pass at 25%, masks of functions (causal, documents), scores (soft cap, ALiBi, sinks), and what it
-takes to make a mask. Before it is timed a call is judged against fp64 on its last head, peers too. Nothing
-wrong is timed.
+takes to make a mask. "gallery" has the masks of chapter 30, and "chapter" its kernels. Before it is timed a
+call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
 
 FlexAttention comes with PyTorch. ATTNLIB_SPARSE_PEERS names a Python file with more peers: functions
 make_fa4_sparse(q, k, v, keep, causal) and make_cudnn_bsa(q, k, v, keep), which return a call; keep is bool
@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import BlockMask, Score, attention, dispatch  # noqa: E402
-from attnlib.bench import records, timing  # noqa: E402
+from attnlib.bench import records, sources, timing  # noqa: E402
+from attnlib.bench.changes import changed  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
 from attnlib.bench.setting import WINDOW  # noqa: E402
@@ -55,7 +56,9 @@ HEADS = {64: 32, 128: 16, 256: 8}
 TOKENS, BLOCK = 16384, 128
 KEPT = 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32
 PEERS = "ATTNLIB_SPARSE_PEERS"
-TABLES = "blocks", "making", "functions", "scores", "backward"
+TABLES = "blocks", "making", "functions", "scores", "backward", "gallery", "chapter"
+CHAPTER = "30_block_masks"
+"""Its cells have the masks of the gallery, and kernels."""
 SOFT_CAP = 30.0
 MADE = 65536
 """Length of the masks that are made of functions."""
@@ -263,12 +266,22 @@ class Run:
         return row_of(label, real, 2.5 * self.flops, found, dense * real)
 
     def functions(self) -> list[dict]:
-        """Forward under masks that are functions, beside FlexAttention and, causal, our own causal kernel."""
+        """Causal, beside our own causal kernel too, and documents."""
+        more = {"causal": {"attnlib causal=True": lambda: attention(*self.tensors[:3], causal=True)}}
+        return self.masked({"causal": causal, "documents": documents(self.seqlen, "cuda")}, more)
+
+    def gallery(self) -> list[dict]:
+        """The masks of chapter 30."""
+        cell = sources.cells_tagged(sources.notebook_of(CHAPTER), "variant")[1]
+        return self.masked(sources.load_source("gallery", cell).gallery(self.seqlen, "cuda"))
+
+    def masked(self, masks: dict[str, Callable], more: dict | None = None) -> list[dict]:
+        """Forward under masks that are functions, beside FlexAttention; more: name of a mask -> calls."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         q, k, v = self.tensors[:3]
         S, rows = self.seqlen, []
-        for name, function in (("causal", causal), ("documents", documents(self.seqlen, "cuda"))):
+        for name, function in masks.items():
             mask = BlockMask.from_function(function, S, S, device="cuda")
             theirs = create_block_mask(function, None, None, S, S, device="cuda")
             judge, calls = Judge(self.tensors, mask), {}
@@ -277,11 +290,34 @@ class Run:
             calls["attnlib again"] = ours
             other = lambda theirs=theirs: flex()(q, k, v, block_mask=theirs)  # noqa: E731
             checked("FlexAttention", other, judge.forward, calls)
-            if name == "causal":
-                calls["attnlib causal=True"] = lambda: attention(q, k, v, causal=True)
-            found = times(calls, self.rounds)
+            found = times(calls | (more or {}).get(name, {}), self.rounds)
             part = mask.to_dense().float().mean().item()
             rows += row_of(f"{self.name} {name}", part, self.flops, found, None)
+        return rows
+
+    def chapter(self) -> list[dict]:
+        """The kernels of chapter 30, with lists and with a branch, on random blocks of 128 x 64."""
+        text = sources.kernel_source(sources.notebook_of(CHAPTER))
+        change = sources.cells_tagged(sources.notebook_of(CHAPTER), "variant")[0]
+        step, branch = (sources.load_source("30", x) for x in (text, changed(text, change)))
+        q, k, v = self.tensors[:3]
+        rows = []
+        for part in KEPT:
+            keep = kept_blocks(q.shape[1], self.seqlen, part)
+            mask = BlockMask.from_blocks(keep, self.seqlen, self.seqlen)
+            halves = keep[0].repeat_interleave(2, 2)
+            judge, calls = Judge(self.tensors, mask), {}
+            for name, call in {
+                "attnlib": lambda mask=mask: attention(q, k, v, block_mask=mask),
+                "30, list": lambda mask=mask: step.attention(q, k, v, mask=mask),
+                "30, branch": lambda halves=halves: branch.attention(q, k, v, keep=halves),
+            }.items():
+                checked(name, call, judge.forward, calls)
+                self.right &= name in calls
+            if "attnlib" in calls:
+                calls["attnlib again"] = calls["attnlib"]
+            found = times(calls, self.rounds)
+            rows += row_of(f"{self.name} kept {100 * part:.1f}%", part, self.flops, found, None)
         return rows
 
     def scores(self) -> list[dict]:
@@ -453,6 +489,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "making": lambda: [making()],
         "functions": lambda: (run.functions() for run in runs),
         "scores": lambda: (run.scores() for run in runs),
+        "gallery": lambda: (run.gallery() for run in runs),
+        "chapter": lambda: (run.chapter() for run in runs),
         # The judge of gradients holds all scores of a head.
         "backward": lambda: (run.backward() for run in runs if run.seqlen <= 2 * TOKENS),
     }
@@ -460,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sparse.json"
     tables = json.loads(path.read_text())["tables"] if path.exists() else {}
     measured = {"commit": header["commit"], "date": header["date"]}
-    for name in (name for name in TABLES if name in args.tables.split(",")):
+    for name in args.tables.split(","):
         rows: list[dict] = []
         for some in makers[name]():  # kept at once, in case the run is cut off
             rows += some

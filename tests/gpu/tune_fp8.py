@@ -114,7 +114,8 @@ class Quantized(NamedTuple):
 
 def _head(x: Fp8) -> Fp8:
     rest = x.role, x.scaling, x.rotated, x.head_dim, x.dtype, x.tokens
-    return Fp8(x.data[-1:, -1:], x.scale[-1:, -1:], *rest)
+    mean = None if x.mean is None else x.mean[-1:, -1:].contiguous()
+    return Fp8(x.data[-1:, -1:], x.scale[-1:, -1:], *rest, mean=mean)
 
 
 def tensors(head_dim: int, shape: tuple[int, int, int]) -> list[torch.Tensor]:

@@ -20,10 +20,13 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class Call(emulated.Call):
-    """A call of FP8 attention. `spread`: blocks of 16 rows differ in size by up to so many powers of two."""
+    """A call of FP8 attention. `spread`: blocks of 16 rows differ in size by up to so many powers of two.
+    `mean`: of the first column of the values of the first head; others have other means."""
 
     scaling: str = "block"
     rotate: bool = True
+    center: bool = True
+    mean: float = 0.0
     spread: float = 0.0
     out_dtype: torch.dtype = torch.float16
 
@@ -35,11 +38,19 @@ class Call(emulated.Call):
             rows = x if self.varlen else x.movedim(2, 0)
             size = torch.rand(-(-len(rows) // 16), generator=rng).repeat_interleave(16)[: len(rows)] - 0.5
             rows *= (2 ** (self.spread * size)).to(x.dtype).view(-1, *[1] * (rows.dim() - 1))
+        if self.mean:
+            v, heads, columns = made[2], torch.arange(self.H_kv)[:, None], torch.arange(self.D) % 3
+            mean = self.mean * (1 + heads - 2 * columns)  # [H_kv, D]
+            if self.varlen:
+                lengths = torch.tensor([n for _, n in self.varlen])
+                v += torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)[:, None, None] * mean
+            else:
+                v += torch.arange(1, self.B + 1).view(-1, 1, 1, 1) * mean[:, None]
         return made
 
     def operands(self, q, k, v) -> list:
         """The same quantized."""
-        varlen, recipe = self._varlen(), Recipe(self.scaling, self.rotate)
+        varlen, recipe = self._varlen(), Recipe(self.scaling, self.rotate, self.center)
         ends = [(None, None)] * 3
         if varlen is not None:
             ends = [(varlen[0], varlen[2]), (varlen[1], varlen[3]), (varlen[1], varlen[3])]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
 import torch
 
 from attnlib import attention_monarch
-from attnlib.bench.oracle import make_inputs, max_and_rms
+from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import monarch
 from attnlib.kernels.monarch.configs import MonarchConfig, Tile
@@ -67,28 +68,54 @@ def run(case: MonarchCase, tensors: list[torch.Tensor], mask: torch.Tensor | Non
     return attention_monarch(*tensors, key_mask=mask, impl="triton", **options)
 
 
+RUNS = 8
+"""How often the model runs with roundings, to find what they cost."""
+
+
+def costs_of(
+    case: MonarchCase, tensors: list[torch.Tensor], params: MonarchParams, seed: int
+) -> torch.Tensor:
+    """(RUNS, rows): the largest error of each row of the output in runs of the model that round where the
+    kernels round, each with noise on the keys that is as large as a rounding."""
+    q, k, v = tensors
+    truth, generator = model.output(q, k, v, params), torch.Generator(k.device).manual_seed(seed)
+    found = []
+    for _ in range(RUNS):
+        noise = torch.randn(k.shape, generator=generator, dtype=torch.float64, device=k.device)
+        moved = k.double() * (1 + torch.finfo(k.dtype).eps * noise)
+        found.append(row_errors(model.output(q, moved, v, params, k.dtype).to(k.dtype), truth))
+    return torch.stack(found)
+
+
+def row_errors(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    return (out.double() - truth).abs().amax(-1).flatten()
+
+
 def check(case: MonarchCase, device: str, seed: int = 0) -> None:
-    """AssertionError unless the errors against the model in fp64 are at most twice what roundings cost: those
-    of the dtype within the model, those of the keys, and one of the output. The second is there because a fit
-    may hang on little: of two blocks as good as each other, a rounding decides."""
+    """AssertionError unless the errors against the model in fp64 are what roundings cost, see `costs_of`.
+
+    A row may hang on a near tie: of two blocks that are as good as each other, a rounding decides. Such a row
+    has large errors in every run with roundings, and how large is luck. So each row has its own budget: twice
+    the 99th percentile of all costs, plus 10 times the RMS of this row's costs. The RMS of all errors may be
+    twice that of all costs; there, what is above the percentile counts as the percentile, or one near tie
+    would be most of it."""
     tensors, mask = make(case, device, seed)
     out = run(case, tensors, mask)
     assert out.shape == tensors[0].shape and out.dtype == tensors[0].dtype
     assert out.isfinite().all(), f"{case.name} is wrong: values are not finite"
     params = case.params._replace(key_mask=mask)
-    truth = model.output(*tensors, params)
-    noise = torch.randn_like(tensors[1].double()) * torch.finfo(out.dtype).eps
-    others = [
-        model.output(*tensors, params, out.dtype).double(),
-        model.output(tensors[0], tensors[1].double() * (1 + noise), tensors[2], params),
-        truth.to(out.dtype).double(),
-    ]
-    costs = [max_and_rms(other - truth) for other in others]
-    budget = [2 * sum(some) for some in zip(*costs, strict=True)]
-    found = max_and_rms(out.double() - truth)
-    told = f"max error {found[0]:.2e} (budget {budget[0]:.2e}), RMS error {found[1]:.2e} ({budget[1]:.2e})"
-    right = all(a <= b for a, b in zip(found, budget, strict=True))
+    errors, costs = row_errors(out, model.output(*tensors, params)), costs_of(case, tensors, params, seed)
+    usual = costs.flatten().kthvalue(math.ceil(0.99 * costs.numel())).values
+    allowed = 2 * usual + 10 * rms(costs, 0)
+    worst = (errors - allowed).argmax()
+    found, budget = rms(errors.clamp(max=usual)), 2 * rms(costs.clamp(max=usual))
+    right = (errors <= allowed).all() and found <= budget
+    told = f"max error {errors[worst]:.2e} (budget {allowed[worst]:.2e}), RMS {found:.2e} ({budget:.2e})"
     assert right, f"{case.name} is wrong: {told}"
+
+
+def rms(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    return x.square().mean(dim).sqrt()
 
 
 FAMILIES = 24

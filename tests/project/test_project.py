@@ -169,26 +169,34 @@ def fresh(code: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def test_import_needs_torch_and_triton_only():
-    loaded = fresh("import attnlib, sys; print(*{name.split('.')[0] for name in sys.modules})").split()
-    assert not {"matplotlib", "seaborn", "IPython", "nbformat", "nbconvert", "pandas"} & set(loaded)
-
-
-def test_import_leaves_triton_alone():
-    """A notebook imports attnlib first, then lesson chooses triton's interpreter. Yet FLOPs are counted."""
+@pytest.fixture(scope="module")
+def imported() -> list[str]:
+    """After `import attnlib`: how many of its operators have FLOPs, and the packages that were loaded."""
     code = (
-        "import attnlib, sys; print('triton' in sys.modules); from torch.utils.flop_counter import "
-        "flop_registry; print(sum('attnlib' in str(op) for op in flop_registry))"
+        "import attnlib, sys; loaded = {name.split('.')[0] for name in sys.modules}; from torch.utils."
+        "flop_counter import flop_registry; print(sum('attnlib' in str(op) for op in flop_registry), *loaded)"
     )
-    assert fresh(code).split() == ["False", "5"]
+    return fresh(code).split()
+
+
+def test_import_needs_torch_and_triton_only(imported):
+    tools = {"matplotlib", "seaborn", "IPython", "nbformat", "nbconvert", "pandas"}
+    assert "torch" in imported and not tools & set(imported)
+
+
+def test_import_leaves_triton_alone(imported):
+    """A notebook imports attnlib first, then lesson chooses triton's interpreter. Yet FLOPs are counted."""
+    assert imported[0] == "5" and "triton" not in imported
 
 
 def test_import_is_quick():
-    """Under 0.5 s of CPU time on top of torch and triton; the better of two runs."""
+    """Under 0.5 s of CPU time on top of torch and triton; where a run takes longer, a second one decides."""
     code = (
         "import torch, triton, time; a = time.process_time(); import attnlib; print(time.process_time() - a)"
     )
-    seconds = min(float(fresh(code)) for _ in range(2))
+    seconds = float(fresh(code))
+    if seconds >= 0.5:
+        seconds = float(fresh(code))
     assert seconds < 0.5, f"import attnlib took {seconds:.2f} s"
 
 

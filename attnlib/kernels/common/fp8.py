@@ -28,17 +28,20 @@ pi behind the point."""
 
 
 class Recipe(NamedTuple):
-    """How a tensor is quantized: what shares a scale, and whether queries and keys are rotated."""
+    """How a tensor is quantized: what shares a scale, whether queries and keys are rotated, and whether
+    values are centered."""
 
     scaling: Scaling = "block"
     rotate: bool = True
+    center: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Fp8:
     """Queries, keys or values as float8_e4m3fn with scales: what `attnlib.quantize_fp8` makes of a tensor.
 
-    value = data * scale. Rows past the end of a sequence, and columns past the head dimension, are zero.
+    value = data * scale, of centered values data * scale + mean. Rows past the end of a sequence, and columns
+    past the head dimension, are zero.
 
     Attributes:
         data: float8_e4m3fn. Of queries and keys (B, H, S, width), of varlen sequences (T, H, width); width is
@@ -59,6 +62,8 @@ class Fp8:
         tokens: S, or of varlen sequences T.
         cu_seqlens: (B + 1) int32, where varlen sequences begin and end; None for a batch.
         max_seqlen: the length of the longest of them.
+        mean: float32 (B, H, width), contiguous: what was subtracted from the values of each head, of varlen
+            sequences of each head of each sequence, before they were quantized. None: nothing was.
     """
 
     data: torch.Tensor
@@ -71,6 +76,7 @@ class Fp8:
     tokens: int
     cu_seqlens: torch.Tensor | None = None
     max_seqlen: int | None = None
+    mean: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +85,15 @@ class Fp8:
     @property
     def varlen(self) -> bool:
         return self.cu_seqlens is not None
+
+    @property
+    def centered(self) -> bool:
+        return self.mean is not None
+
+    @property
+    def sequences(self) -> int:
+        """B: of a batch, or of varlen sequences."""
+        return len(self.cu_seqlens) - 1 if self.varlen else self.data.shape[0]
 
     @property
     def heads(self) -> int:
@@ -97,7 +112,7 @@ class Fp8:
         return self.data.shape[0], self.heads, self.tokens, self.head_dim
 
     def __repr__(self) -> str:
-        how = f"scaling={self.scaling!r}, rotated={self.rotated}"
+        how = f"scaling={self.scaling!r}, rotated={self.rotated}, centered={self.centered}"
         return f"Fp8(role={self.role!r}, shape={self.shape}, {how}, from {self.dtype}, device={self.device})"
 
 

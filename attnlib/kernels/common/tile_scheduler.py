@@ -27,6 +27,8 @@ class Scales(NamedTuple):
     v: gl.tensor
     v_b: gl.tensor
     v_h: gl.tensor
+    mean: gl.tensor  # of V
+    mean_b: gl.tensor  # heads of a batch
 
 
 class Work(NamedTuple):
@@ -246,6 +248,13 @@ def of_values(at, key, plan: gl.constexpr):
         return at[0], at[1], 0, key
     else:
         return VARLEN_ROWS // 16, at[3], at[1], 0, at[4] + key
+
+
+@gluon.jit
+def of_mean(i_b, i_h, work):
+    """The head, among those of all batches or varlen sequences, whose mean the output of a tile gets."""
+    i_kv, _ = divide(i_h, work.GROUP)
+    return i_b * work.scales.mean_b + i_kv
 
 
 @gluon.jit

@@ -1,5 +1,6 @@
 """Launch the quantizing kernels."""
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -7,17 +8,22 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import describable, legal, readable
-from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
+from attnlib.kernels.common.fp8 import CHUNK, GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
 
 MODULE = "attnlib.kernels.fp8.quantize_kernels"
-TENSORS = "x", "data", "scale", "amax", "cu"
+MEANS = "attnlib.kernels.fp8.mean_kernels"
+TENSORS = "x", "data", "scale", "amax", "cu", "mean", "parts"
 POINTERS = "x_ptr", "data_ptr", "scale_ptr", "amax_ptr", "cu"
 BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
 """Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
+SUMMED, SUMMING = 64, 8
+"""Rows of a block of values that are summed up, and programs for each SM: each program writes a part."""
+COLUMNS, STEP = 16, 32
+"""Columns of a program that joins parts, and how many of these it looks at together."""
 
 
 class Call(NamedTuple):
@@ -38,12 +44,15 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The launches, the shapes of data and scale as they are in memory, and the scale's as it is seen."""
+    """The launches, the shapes of data and scale as they are in memory, and the scale's as it is seen; of
+    centered values, the shapes of mean and parts."""
 
     launches: Launches
     data: tuple[int, ...]
     stored: tuple[int, ...]
     scale: tuple[int, ...]
+    mean: tuple[int, ...] | None
+    parts: tuple[int, ...] | None
 
 
 def quantize(
@@ -65,24 +74,31 @@ def quantize(
         x = x.float()
     if not describable(x):
         x = readable(x)
-    if role == "v":
-        recipe = recipe._replace(rotate=False)
+    recipe = recipe._replace(rotate=recipe.rotate and role != "v", center=recipe.center and role == "v")
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     longest = x.shape[2] if cu_seqlens is None else max_seqlen
     plan = prepare(Call(x.shape, x.stride(), x.dtype, x.get_device(), role, recipe, sequences, longest))
     data = torch.empty(plan.data, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(plan.stored, dtype=torch.float32, device=x.device)
+    mean = None if plan.mean is None else torch.empty(plan.mean, dtype=torch.float32, device=x.device)
     if x.numel():
-        amax = torch.zeros_like(scale) if len(plan.launches.launches) > 1 else None
-        plan.launches(x, data, scale, amax, cu_seqlens)
+        parts = amax = None
+        if mean is not None:
+            parts = torch.empty(plan.parts, dtype=torch.float32, device=x.device)
+            amax = torch.empty_like(scale)
+        elif len(plan.launches.launches) > 1:
+            amax = torch.zeros_like(scale)
+        plan.launches(x, data, scale, amax, cu_seqlens, mean, parts)
     else:
         data.zero_()
         scale.fill_(1.0)
+        if mean is not None:
+            mean.zero_()
     missing = len(plan.scale) - len(plan.stored)
     scale = scale.view(*plan.stored, *[1] * missing).expand(plan.scale)
     return Fp8(
-        data, scale, role, *recipe, given.shape[-1], given.dtype, given.shape[2 if cu_seqlens is None else 0],
-        cu_seqlens, max_seqlen,
+        data, scale, role, recipe.scaling, recipe.rotate, given.shape[-1], given.dtype,
+        given.shape[2 if cu_seqlens is None else 0], cu_seqlens, max_seqlen, mean,
     )  # fmt: skip
 
 
@@ -97,7 +113,7 @@ def prepare(call: Call) -> Plan:
         B, H, T, D = call.shape
         x_b, x_h, x_s = legal(call.shape, call.strides, call.dtype)[:3]
     width, is_v = padded_width(D), call.role == "v"
-    scaling, rotate = call.recipe
+    scaling, rotate, center = call.recipe
     rows = BLOCK if is_v else ROWS[call.role]
     room = num_blocks(T, GROUP if is_v else rows, call.sequences)
     blocks = num_blocks(call.longest, rows)
@@ -121,8 +137,12 @@ def prepare(call: Call) -> Plan:
     constants = {"PER_HEAD": per_head, "D": D, "WIDTH": width, "UNIT": unit}
     rotation = {"ROTATE": rotate, "PRECISION": "tf32x3" if call.dtype == torch.float32 else "tf32"}
     staged = {"NUM_STAGES": 2}
-    launches = []
-    if not per_block:
+    launches, mean, parts = [], None, None
+    if center:
+        mean = B, H, width
+        found, parts = _centering(call, sizes, {**constants, "ROWS": SUMMED}, sms)
+        launches += found
+    elif not per_block:
         count, of_heads = num_blocks(T, BLOCK), H if varlen else B * H
         each = span(count, of_heads)
         amax = Launch(
@@ -142,11 +162,45 @@ def prepare(call: Call) -> Plan:
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
         (-(-blocks // each) * H * B, 1, 1),
         descriptors={},
-        pointers={name: Part(name.removesuffix("_ptr")) for name in POINTERS},
+        pointers={name: Part(name.removesuffix("_ptr")) for name in POINTERS + ("mean_ptr",) * is_v},
         scalars={**sizes, "blocks": blocks, "span": each, "room": room},
         constants={**constants, "ROWS": rows, "INTERPRETED": device.interpreted()},
         options={"num_warps": max(4, rows // 16)},
     )
     data = (*heads, width, room * GROUP) if is_v else (*call.shape[:-1], width)
     launches = Launches([*launches, quantizing], call.device, TENSORS)
-    return Plan(launches, data, stored, heads if is_v else (*heads, room))
+    return Plan(launches, data, stored, heads if is_v else (*heads, room), mean, parts)
+
+
+def _centering(
+    call: Call, sizes: dict[str, int], constants: dict[str, int], sms: int
+) -> tuple[list[Launch], tuple[int, ...]]:
+    """The launches that find mean and largest magnitude of values, and the shape of what is between them."""
+    varlen, width = call.sequences is not None, constants["WIDTH"]
+    B, H = (call.sequences, call.shape[1]) if varlen else call.shape[:2]
+    heads = (H,) if varlen else (B, H)
+    blocks = num_blocks(sizes["S"], SUMMED, call.sequences)
+    span = max(1, min(blocks * math.prod(heads) * (width // CHUNK) // (SUMMING * sms), blocks))
+    room = num_blocks(sizes["S"], SUMMED * span, call.sequences)
+    longest = -(-call.longest // (SUMMED * span))
+    pointers = {"parts_ptr": Part("parts"), "amax_ptr": Part("amax"), "cu": Part("cu")}
+    summing = Launch(
+        f"{MEANS}.sum_values",
+        (longest * H * B, width // CHUNK, 1),
+        descriptors={},
+        pointers={"x_ptr": Part("x"), **pointers},
+        scalars={**sizes, "parts": longest, "span": span, "room": room},
+        constants={**constants, "NUM_STAGES": 2},
+        options={"num_warps": 8},
+    )
+    joining = Launch(
+        f"{MEANS}.join_parts",
+        (H * B, width // COLUMNS, 1),
+        descriptors={},
+        pointers={"mean_ptr": Part("mean"), **pointers},
+        scalars={"S": sizes["S"], "H": H, "span": span, "room": room},
+        constants={name: constants[name] for name in ("PER_HEAD", "WIDTH", "ROWS")}
+        | {"COLUMNS": COLUMNS, "STEP": STEP},
+        options={"num_warps": 4},
+    )
+    return [summing, joining], (*heads, room, 3, width)

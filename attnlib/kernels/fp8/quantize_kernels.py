@@ -3,7 +3,8 @@ written is written once.
 
 - `quantize_amax`: the largest magnitude of a head, or of all, after the rotation.
 - `quantize_rows`: queries and keys: rotated, scaled and rounded. A scale per block needs no pass before.
-- `quantize_values`: values: scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for the layouts.
+- `quantize_values`: values: centered, scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for
+  the layouts, and `mean_kernels` for what finds the mean and the largest magnitude of centered values.
 
 The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. For 128 or 256 columns that is
 one of 64 for each 64 columns, which tensor cores multiply with, exactly but for the order of the sum, and
@@ -209,6 +210,7 @@ def quantize_values(
     x_ptr,  # (B, H, S, D), or varlen (T, H, D)
     data_ptr,  # (B, H, WIDTH, room * GROUP), or varlen (H, WIDTH, room * GROUP), contiguous
     scale_ptr, amax_ptr,  # (B, H) or (1,), varlen (H) or (1,)
+    mean_ptr,  # (B, H, WIDTH); None: values are not centered
     cu,  # (B + 1), None for a batch
     x_b, x_h, x_s,  # strides of x, in UNITs
     S,  # tokens of a batch's sequence
@@ -220,7 +222,7 @@ def quantize_values(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of values: scaled, rounded, transposed, keys permuted."""
+    """Blocks of values: centered, scaled, rounded, transposed, keys permuted."""
     begin, end, i_h, i_b = _place(blocks, span, H)
     begin, end = blocks - end, blocks - begin  # what the pass before read last may still be in L2
     if cu is None:
@@ -244,8 +246,12 @@ def quantize_values(
         o_n = o_p // GROUP * GROUP + o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2 + o_p % 2  # [ROWS], their keys
         rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
         for first in tl.static_range(0, WIDTH, CHUNK):
-            b_x = _load_chunk(rows, o_n < length, first, D).to(tl.float32)  # [ROWS, CHUNK]
-            b_y = _rounded((b_x * 0.0 + b_x) * factor, INTERPRETED).T  # [CHUNK, ROWS]
             o_c = first + tl.arange(0, CHUNK)  # [CHUNK]
+            b_x = _load_chunk(rows, o_n < length, first, D).to(tl.float32)  # [ROWS, CHUNK]
+            b_x = b_x * 0.0 + b_x
+            if mean_ptr is not None:  # what is past the end stays 0
+                mean = tl.load(mean_ptr + (i_b * H + i_h).to(tl.int64) * WIDTH + o_c)  # [CHUNK]
+                b_x = tl.where((o_n < length)[:, None], b_x - mean[None, :], 0.0)
+            b_y = _rounded(b_x * factor, INTERPRETED).T  # [CHUNK, ROWS]
             columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
             tl.store(columns[:, None] + o_p[None, :], b_y, mask=(o_p < groups * GROUP)[None, :])

@@ -1,4 +1,4 @@
-"""What the forward kernel does otherwise with operands in e4m3: P's range, P as an operand, scales.
+"""What the forward kernel does otherwise with operands in e4m3: P's range, P as an operand, scales, V's mean.
 
 P is rounded to e4m3, whose largest number is 448 and whose smallest is 2**-9. Under a new shift a row's
 largest weight is 2**OFFSET; the shift moves before a weight exceeds 2**ROOM. Sums are of weights before
@@ -8,7 +8,7 @@ they are rounded, so that the LSE is that of the scores. docs/lab/fp8.md has wha
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.common.softmax import whole
+from attnlib.kernels.common.softmax import rows_of_o, whole
 
 OFFSET = gl.constexpr(6)
 ROOM = gl.constexpr(8.8)  # 448 = 2**8.807
@@ -27,6 +27,21 @@ def block_scale(scale, first):
     """What scores of the block that begins with key `first` are multiplied with before exp2."""
     of_queries, of_keys, stride = scale
     return of_queries * gl.load(of_keys + (first >> 7) * stride)
+
+
+@gluon.jit
+def mean_of_values(head, scales, plan: gl.constexpr):
+    """What was subtracted from the values of a head before they were quantized: [D], as columns of the
+    output."""
+    o_d = gl.arange(0, plan.d, layout=gl.SliceLayout(0, plan.o_layout))  # [D]
+    return gl.load(scales.mean + head.to(gl.int64) * plan.d + o_d)
+
+
+@gluon.jit
+def with_mean(o, mean, row_sums, plan: gl.constexpr):
+    """The output with the mean of the values, where a row has seen a key: its weights sum to 1."""
+    empty = rows_of_o(row_sums, o, plan) == 0.0  # [64, D]
+    return o + gl.where(empty, 0.0, mean[None, :])
 
 
 @gluon.jit

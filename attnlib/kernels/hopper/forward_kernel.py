@@ -63,7 +63,8 @@ any sequence (`descriptors.varlen_window`). Each producer counts their row block
 by counting on from the one before, 32 sequences at a time; it tells the consumers the lengths of its
 sequence.
 
-Operands in e4m3 (`Fp8Plan`) have scales, and V lies transposed; see `e4m3`.
+Operands in e4m3 (`Fp8Plan`) have scales, and V lies transposed, often without its mean over the keys, which
+is added to the output: the weights of a row sum to 1. See `e4m3`.
 
 Queries and keys may have fewer columns than values (`NarrowPlan`), and each block of query rows keys of its
 own, which lie like those of so many heads (chapter 36).
@@ -85,7 +86,16 @@ from attnlib.kernels.common import softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
-from attnlib.kernels.hopper.e4m3 import OFFSET, ROOM, block_scale, operand, tile_scales, unpacked
+from attnlib.kernels.hopper.e4m3 import (
+    OFFSET,
+    ROOM,
+    block_scale,
+    mean_of_values,
+    operand,
+    tile_scales,
+    unpacked,
+    with_mean,
+)  # fmt: skip
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -96,6 +106,7 @@ OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of
 LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
 LENGTH_K = gl.constexpr(5)
 SCALES = gl.constexpr(-3)  # the last three: where those of Q, K and V begin, if these are e4m3
+MEAN = gl.constexpr(-4)  # if V is without its mean: whose mean the output of the tile before gets
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -170,11 +181,13 @@ def _drawn(asked, counter_ptr, end):
 def _tell(mem, number, last, row, i_b, i_h, top, before, work, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
-    words = (gl.where(last, -1, row), top) + before  # in the order of their names
+    words = gl.where(last, -1, row), top, before[0], before[1]  # in the order of their names
     if plan.varlen:
         seq = tiling.sequence(i_b, work, plan)
         words = words + (seq.S_q, seq.S_k)
     if plan.fp8:
+        if plan.center:
+            words = words + (before[2],)
         words = words + tiling.of_scales(row, i_b, i_h, work, plan)
     for w in gl.static_range(plan.words):
         word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -192,7 +205,7 @@ def _produce(given, plan: gl.constexpr):
     at_k = tiling.of_keys(row, i_b, i_h, work, plan)
     if number < end:
         _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
-    _tell(mem, 0, number >= end, row, i_b, i_h, top, (0, 0), work, plan)
+    _tell(mem, 0, number >= end, row, i_b, i_h, top, (0, 0, 0), work, plan)
     if not plan.pipeline.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     turn = 0  # number of the tile within this program
@@ -213,9 +226,13 @@ def _produce(given, plan: gl.constexpr):
         asked = _draw(counter_ptr)
         _copy_blocks(desc_k, desc_v, mem, c, early, late, at_k, top, plan)
         number = _drawn(asked, counter_ptr, end)
+        before = at_q[0], at_q[1], 0
+        if plan.fp8:
+            if plan.center:
+                before = at_q[0], at_q[1], tiling.of_mean(i_b, i_h, work)
         row, i_b, i_h, next_top, cursor = tiling.locate(number, all_blocks, cursor, work, plan)
         turn += 1
-        _tell(mem, turn, number >= end, row, i_b, i_h, next_top, (at_q[0], at_q[1]), work, plan)
+        _tell(mem, turn, number >= end, row, i_b, i_h, next_top, before, work, plan)
         _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
         top = next_top
         c += blocks
@@ -354,6 +371,12 @@ def _word(mem, number, w, plan: gl.constexpr):
 
 
 @gluon.jit
+def _mean(mem, turn, work, plan: gl.constexpr):
+    """That of the values of the tile before this number, [D]."""
+    return mean_of_values(_word(mem, turn, plan.words + MEAN, plan), work.scales, plan)
+
+
+@gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
@@ -464,6 +487,9 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
         if plan.varlen:
             at = at + (tiling.VARLEN_ROWS - seq.S_q,)
+        mean = 0
+        if plan.early_mean:
+            mean = _mean(mem, turn, work, plan)
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
@@ -481,6 +507,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             if plan.fp8:
                 factor *= v_scale
             o = acc * softmax.rows_of_o(factor, acc, plan)  # [64, D]
+            if plan.early_mean:
+                o = with_mean(o, mean, row_sums, plan)
+            if plan.late_mean:
+                o = with_mean(o, _mean(mem, turn, work, plan), row_sums, plan)
             _store_output(desc_o, o.to(mem.o.dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
 
@@ -489,7 +519,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
 
 NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B shared_rows key_blocks".split()
-STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"]
+STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"] + ["v_mean_b"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS + STRIDES, do_not_specialize_on_alignment=["cu_q", "cu_k"])
@@ -513,6 +543,7 @@ def attention_forward_hopper(
     q_scale_b=None, q_scale_h=None, q_scale_n=None,  # strides: of batches, heads, blocks of 64 rows
     k_scale_b=None, k_scale_h=None, k_scale_n=None,  # of blocks of 128 keys
     v_scale_b=None, v_scale_h=None,
+    v_mean=None, v_mean_b=None,  # what V is without [heads, D], and the heads of a batch
     shared_rows=None, key_blocks=None,  # query rows that share keys, and how many times these fit in S_q
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
@@ -536,7 +567,7 @@ def attention_forward_hopper(
     fence_async_shared()
     scales = tiling.Scales(
         q_scale, q_scale_b, q_scale_h, q_scale_n, k_scale, k_scale_b, k_scale_h, k_scale_n,
-        v_scale, v_scale_b, v_scale_h,
+        v_scale, v_scale_b, v_scale_h, v_mean, v_mean_b,
     )  # fmt: skip
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales,

@@ -15,7 +15,7 @@ from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
 from attnlib.kernels.hopper.launch import KERNEL, mask_of, plan_fields
 from attnlib.params import MaskWindow, Params
 
-TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k", "q_scale", "k_scale", "v_scale"
+TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k", "q_scale", "k_scale", "v_scale", "v_mean"
 ELEMENTS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Of the output -> their names in Gluon."""
 
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     """What a launch depends on.
 
     q, k, v: shapes of their data. strides: of the data of q, k and v, and of their scales. window, sm_scale,
-    return_lse: as in `Params`. lengths: of varlen sequences. dtype: of the output.
+    return_lse: as in `Params`. lengths: of varlen sequences. dtype: of the output. center: V has no mean.
     """
 
     q: tuple[int, ...]
@@ -38,6 +38,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     device: int
     config: Fp8Config
+    center: bool
 
     @property
     def width(self) -> int:
@@ -69,7 +70,7 @@ def forward(
     call = Call(
         tuple(q.data.shape), tuple(k.data.shape), tuple(v.data.shape), tuple(x.stride() for x in tensors),
         params.window, params.sm_scale, params.return_lse, lengths, out_dtype, index,
-        params.config or fp8_config(q.width),
+        params.config or fp8_config(q.width), v.centered,
     )  # fmt: skip
     out = torch.empty(q.data.shape, dtype=out_dtype, device=q.device)
     lse = None
@@ -77,7 +78,7 @@ def forward(
         shape = q.data.shape[:3] if varlen is None else q.data.shape[1::-1]
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     cu_q, cu_k = (None, None) if varlen is None else varlen[:2]
-    prepare(call)(q.data, k.data, v.data, out, lse, counter(index), cu_q, cu_k, *tensors[3:])
+    prepare(call)(q.data, k.data, v.data, out, lse, counter(index), cu_q, cu_k, *tensors[3:], v.mean)
     return out[..., : q.head_dim], lse
 
 
@@ -114,6 +115,7 @@ def prepare(call: Call) -> Launches:
             "lse_ptr": Part("lse"), "counter_ptr": Part("counter"),
             "cu_q": Part("cu_q"), "cu_k": Part("cu_k"),
             "q_scale": Part("q_scale"), "k_scale": Part("k_scale"), "v_scale": Part("v_scale"),
+            "v_mean": Part("v_mean"),
         },  # fmt: skip
         scalars={
             "qk_scale": exp2_scale(call.sm_scale),
@@ -132,6 +134,7 @@ def prepare(call: Call) -> Launches:
             "B": B if varlen else None,
             **dict.fromkeys(("q_scale_b", "k_scale_b", "v_scale_b")),
             **scales,
+            "v_mean_b": H_kv if call.center else None,
         },
         constants={"plan": plan_of(call)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
@@ -143,16 +146,17 @@ def plan_of(call: Call):
     """The kernel's constants for a call."""
     _, _, _, S_q, S_k = call.dimensions()
     mask = mask_of(call.window, S_q, S_k, call.config, bool(call.lengths))
-    return make_plan(call.width, call.config, mask, call.sm_scale < 0, call.return_lse, bool(call.lengths))
+    fields = plan_fields(
+        call.width, call.config, mask, call.sm_scale < 0, call.return_lse, bool(call.lengths)
+    )
+    return make_plan(fields, call.center)
 
 
-def make_plan(
-    width: int, config: Fp8Config, mask: dict[str, bool | int], flip: bool, store_lse: bool, varlen: bool
-):
-    """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
+def make_plan(fields: dict, center: bool):
+    """The kernel's constants; `fields` are those of `plan.ForwardPlan`."""
     from attnlib.kernels.hopper.plan import Fp8Plan
 
-    return Fp8Plan(**plan_fields(width, config, mask, flip, store_lse, varlen))
+    return Fp8Plan(**fields, center=center)
 
 
 def descriptors(call: Call) -> dict[str, Descriptor]:

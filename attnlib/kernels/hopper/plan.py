@@ -66,14 +66,13 @@ class ForwardPlan(Constants):
     registers: Registers
 
     fp8 = gl.constexpr(False)
+    early_mean = late_mean = gl.constexpr(False)
     element_bits = gl.constexpr(16)
     own_keys = gl.constexpr(False)  # of each block of query rows
     qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
 
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
-    words = property(  # told of a tile
-        lambda self: gl.constexpr((6 if self.varlen.value else 4) + (3 if self.fp8.value else 0))
-    )
+    words = property(lambda self: gl.constexpr(6 if self.varlen.value else 4))  # told of a tile
 
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: accumulator(self.block_n.value, self.element_bits.value))
@@ -87,8 +86,20 @@ class ForwardPlan(Constants):
 
 @dataclass(frozen=True)
 class Fp8Plan(ForwardPlan):
-    """The same for operands in e4m3 with scales, whose V lies transposed; see `e4m3`."""
+    """The same for operands in e4m3 with scales, whose V lies transposed; see `e4m3`.
 
+    Attributes:
+        center: V is without its mean, which is added to the output.
+    """
+
+    center: bool
+
+    # When a mean is loaded: beside the last product, or after it, where registers are needed for that.
+    early_mean = property(lambda self: gl.constexpr(self.center.value and self.d.value < 256))
+    late_mean = property(lambda self: gl.constexpr(self.center.value and self.d.value == 256))
+    words = property(
+        lambda self: gl.constexpr(ForwardPlan.words.fget(self).value + (4 if self.center.value else 3))
+    )
     # Four elements of P as one of 32 bits.
     word_layout = property(lambda self: first_operand(accumulator(self.d.value, 32), 32))
 

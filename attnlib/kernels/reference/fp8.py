@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -60,22 +61,27 @@ def quantize(
     recipe: Recipe,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    mean: torch.Tensor | None = None,
 ) -> Fp8:
     """What the kernels make of x, (B, H, S, D) or, with `cu_seqlens`, (T, H, D).
 
-    Bit for bit, but for rotated queries and keys: of these the rotation is computed in fp64 here and in
-    float32 there, so that a value next to the middle of two neighbors may become either.
+    Bit for bit, but for rotated queries and keys and for the mean of values: these are computed in fp64 here
+    and in float32 there, so that a value next to the middle of two neighbors may become either. mean: what to
+    subtract from values in place of that, as in `Fp8`.
     """
-    scaling, rotate = recipe = recipe._replace(rotate=recipe.rotate and role != "v")
+    scaling, rotate, center = recipe
+    rotate, center = rotate and role != "v", center and role == "v"
     varlen, width = cu_seqlens is not None, padded_width(x.shape[-1])
     values = F.pad(x.detach(), (0, width - x.shape[-1]))
     if rotate:
         values = values.double() @ rotation(width).to(x.device)
     values = values.float().transpose(0, 1) if varlen else values.float()  # [..., H, S, width]
-    size = torch.where(values.isfinite(), values.abs(), 0.0)
     tokens, rows = values.shape[-2], ROWS.get(role)
     starts = [0, tokens] if not varlen else cu_seqlens.tolist()
     sequences = None if not varlen else len(starts) - 1
+    if center:
+        values, mean = _centered(values, starts if varlen else None, mean)
+    size = torch.where(values.isfinite(), values.abs(), 0.0)
     heads = values.shape[:-2]
 
     def scaled(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +115,36 @@ def quantize(
         data = _transposed(rounded, starts, sequences)
     else:
         data = (rounded.transpose(0, 1) if varlen else rounded).contiguous()
-    return Fp8(data, scale, role, *recipe, x.shape[-1], x.dtype, tokens, cu_seqlens, max_seqlen)
+    return Fp8(
+        data, scale, role, scaling, rotate, x.shape[-1], x.dtype, tokens, cu_seqlens, max_seqlen,
+        mean if center else None,
+    )  # fmt: skip
+
+
+def _centered(
+    values: torch.Tensor, starts: list[int] | None, mean: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values [..., H, S, width] less their mean, the mean (B, H, width)); starts: of varlen sequences."""
+    values = values.clone()
+    parts = values.unbind(0) if starts is None else [values[:, a:b] for a, b in pairwise(starts)]
+    if mean is None:
+        mean = values.new_zeros(len(parts), values.shape[-3], values.shape[-1])
+        for of_part, part in zip(mean, parts, strict=True):
+            of_part.copy_(_mean(part))
+    for of_part, part in zip(mean, parts, strict=True):
+        part -= of_part[:, None]
+    return values, mean
+
+
+def _mean(x: torch.Tensor) -> torch.Tensor:
+    """[H, S, width] -> [H, width], of what is finite and as if the rest were 0. It is 0 where it can't be
+    subtracted in float32."""
+    if not x.shape[-2]:
+        return x.new_zeros(x.shape[0], x.shape[-1])
+    finite = x.isfinite()
+    mean = x.where(finite, 0.0).double().mean(-2).float()
+    spread = (x - mean[:, None]).abs().where(finite, 0.0).amax(-2)
+    return mean.where(spread < math.inf, 0.0)
 
 
 def _transposed(rounded: torch.Tensor, starts: list[int], sequences: int | None) -> torch.Tensor:
@@ -125,7 +160,8 @@ def _transposed(rounded: torch.Tensor, starts: list[int], sequences: int | None)
 
 
 def values_of(x: Fp8) -> Iterator[torch.Tensor]:
-    """The values of each sequence in fp64, (H, S, width), tokens in their order; rotated ones stay so."""
+    """What the data of each sequence stands for in fp64, (H, S, width), tokens in their order; rotated and
+    centered ones stay so."""
     starts = [0, x.tokens] * len(x.data) if not x.varlen else x.cu_seqlens.tolist()
     count = len(x.data) if not x.varlen else len(starts) - 1
     for b in range(count):
@@ -145,6 +181,13 @@ def values_of(x: Fp8) -> Iterator[torch.Tensor]:
             block = torch.arange(end - start, device=x.device) // rows + first
             scale = scale[:, block, None]
         yield data * scale.double()
+
+
+def means_of(x: Fp8) -> Iterator[torch.Tensor]:
+    """What is to be added to the values of each sequence, fp64 (H, 1, width)."""
+    for b in range(x.sequences):
+        mean = x.scale.new_zeros(x.heads, x.width) if x.mean is None else x.mean[b]
+        yield mean.double()[:, None]
 
 
 # ---------------------------------------------------------------- attention
@@ -181,11 +224,12 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`."""
     outs, lses = [], []
-    for b_q, b_k, b_v in zip(values_of(q), values_of(k), values_of(v), strict=True):
+    for b_q, b_k, b_v, mean in zip(values_of(q), values_of(k), values_of(v), means_of(v), strict=True):
         group, out, lse = len(b_q) // max(1, len(b_k)), [], []
         for head in range(len(b_q)):
             kv = head // group
             o, e = attend(b_q[head], b_k[kv], b_v[kv], params.window, params.sm_scale, rounding)
+            o += mean[kv].where(e[:, None] != -math.inf, 0.0)  # weights sum to 1, or there are none
             out.append(o[:, : v.head_dim])
             lse.append(e)
         outs.append(torch.stack(out))

@@ -23,17 +23,19 @@ def test_forward(D: int, causal: bool, order: str) -> None:
 
 
 CALLS = {
-    "grouped heads, batches": Call(64, 4, 2, 70, 90, B=2),
-    "bfloat16": Call(128, 2, 1, out_dtype=torch.bfloat16),
-    "float32": Call(128, 1, 1, out_dtype=torch.float32),
+    "grouped heads, batches": Call(64, 4, 2, 70, 90, B=2, mean=3.0),
+    "bfloat16": Call(128, 2, 1, out_dtype=torch.bfloat16, mean=1.0),
+    "float32": Call(128, 1, 1, out_dtype=torch.float32, mean=100.0),
+    "float32, 256 columns": Call(256, 1, 1, 70, 90, out_dtype=torch.float32, mean=100.0),
+    "not centered": Call(64, 4, 2, 70, 90, B=2, mean=1.0, center=False),
     "no LSE": Call(128, return_lse=False),
     "a negative scale": Call(64, sm_scale=-0.1),
     "one row, one key": Call(64, 1, 1, 1, 1),
     "one row": Call(128, 2, 1, 1, 333),
     "one key": Call(64, 2, 1, 200, 1),
-    "rows that see nothing": Call(128, 1, 1, 300, 100),
-    "many tiles": Call(64, 6, 2, 300, 150),
-    "a head dimension between the widths": Call(40, 2, 1, 150, 170),
+    "rows that see nothing": Call(128, 1, 1, 300, 100, mean=3.0),
+    "many tiles": Call(64, 6, 2, 300, 150, mean=3.0),
+    "a head dimension between the widths": Call(40, 2, 1, 150, 170, mean=3.0),
     "a head dimension of 200": Call(200, 1, 1, 100, 150),
     "a scale per head": Call(128, 2, 1, 200, 300, B=2, scaling="head"),
     "one scale": Call(64, 2, 1, 200, 300, scaling="tensor", rotate=False),
@@ -45,9 +47,10 @@ CALLS = {
     "window on the right": Call(64, 1, 1, 200, 300, causal=False, window=(-1, 40)),
     "window on the left": Call(256, 1, 1, 100, 300, causal=False, window=(70, -1)),
     "window of one key": Call(64, 1, 1, 150, 150, causal=True, window=(0, 0)),
-    "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
-    "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False),
-    "varlen, 256 columns": Call(256, 2, 1, varlen=((70, 70), (100, 130)), spread=4.0),
+    "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300)), mean=3.0),
+    "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False, mean=3.0),
+    "varlen, 256 columns": Call(256, 2, 1, varlen=((70, 70), (100, 130)), spread=4.0, mean=3.0),
+    "varlen, not centered": Call(64, 2, 1, varlen=((40, 70), (30, 90)), center=False),
     "varlen, a window": Call(64, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1), scaling="head"),
 }  # fmt: skip
 
@@ -56,6 +59,13 @@ CALLS = {
 def test_calls(name: str) -> None:
     for order in ("late", "random"):
         check(CALLS[name], order, seed=1)
+
+
+def test_rows_without_keys_get_no_mean() -> None:
+    out, lse = check(CALLS["rows that see nothing"])
+    assert (out[0, 0, :200] == 0).all() and (lse[0, 0, :200] == -torch.inf).all()
+    out, _ = check(CALLS["varlen, dense"])
+    assert (out[40:190] == 0).all() and (out[190:].abs().amax((1, 2)) > 1).all()
 
 
 PLAIN = replace(

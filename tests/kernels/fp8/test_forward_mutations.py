@@ -26,10 +26,13 @@ ROWS = Call(64, 1, 1, 300, 100)
 LARGE = Call(64, 1, 1, 130, 300, causal=False, sm_scale=2.0)
 VARLEN = Call(64, 2, 1, varlen=((40, 70), (100, 300), (70, 90)), causal=False, spread=6.0)
 TALL = replace(fp8_config(64), warpgroups=2, stages=2)
+MEANS = Call(64, 4, 2, 70, 150, B=2, causal=False, mean=3.0)
+EMPTY = replace(ROWS, mean=3.0)
+MEANS_VARLEN = replace(VARLEN, mean=3.0)
 WINDOW = Call(64, 2, 1, 300, 400, window=(70, -1), config=replace(TALL, block_n=64))
 CALLS = {
     "spread": SPREAD, "heads": HEADS, "rows without keys": ROWS, "large": LARGE, "varlen": VARLEN,
-    "window": WINDOW,
+    "window": WINDOW, "means": MEANS, "a mean, rows without keys": EMPTY, "means, varlen": MEANS_VARLEN,
 }  # fmt: skip
 
 MUTATIONS = [
@@ -59,6 +62,21 @@ MUTATIONS = [
              "(RMS|max) error", (), tile_scheduler),
     Mutation("the scale of a block is that of the block after", "(low + end - 1 - i) * plan.block_n",
              "(low + end - i) * plan.block_n", "spread", "(RMS|max) error|LSE", (), forward_kernel),
+    Mutation("the mean is forgotten", "return o + gl.where(empty, 0.0, mean[None, :])", "return o", "means",
+             "(RMS|max) error", (), e4m3),
+    Mutation("the mean is added to empty rows", "gl.where(empty, 0.0, mean[None, :])", "mean[None, :]",
+             "a mean, rows without keys", "(RMS|max) error", (), e4m3),
+    Mutation("the mean is scaled as V is", "return o + gl.where", "return o + 0.01 * gl.where", "means",
+             "(RMS|max) error", (), e4m3),
+    Mutation("the mean of the first head", "work.scales.mean_b + i_kv", "work.scales.mean_b", "means",
+             "(RMS|max) error", (), tile_scheduler),
+    Mutation("the mean of the first batch", "i_b * work.scales.mean_b + i_kv", "i_kv", "means",
+             "(RMS|max) error", (), tile_scheduler),
+    Mutation("the mean of the first sequence", "i_b * work.scales.mean_b + i_kv", "i_kv", "means, varlen",
+             "(RMS|max) error", (), tile_scheduler),
+    Mutation("the mean of the next tile", "words = words + (before[2],)",
+             "words = words + (tiling.of_mean(i_b, i_h, work),)", "means", "(RMS|max) error", (),
+             forward_kernel),
 ]  # fmt: skip
 
 

@@ -8,10 +8,21 @@ from itertools import product
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
-from fp8_cases import CASES, LENGTHS, PLAIN, QuantizeCase, check_quantize, compare, ordered
+from families import fresh_launches  # noqa: F401  (a fixture)
+from fp8_cases import (
+    CASES,
+    LENGTHS,
+    PLAIN,
+    QuantizeCase,
+    check_quantize,
+    compare,
+    compare_with_model,
+    ordered,
+)  # fmt: skip
 
 from attnlib.kernels import fp8
 from attnlib.kernels.common.fp8 import GROUP, ROWS, Recipe, first_block, num_blocks, padded_width
+from attnlib.kernels.fp8 import launch_quantize
 from attnlib.kernels.reference import fp8 as model
 
 pytestmark = INTERPRETER_REMARKS
@@ -30,7 +41,7 @@ def test_every_number(dtype: torch.dtype, role: str, scaling: str, device: str) 
     for x in (numbers, numbers.where(numbers.float().abs() <= 448, 0.0)):
         x = x.to(device)
         recipe = Recipe(scaling, False)
-        compare(fp8.quantize(x, role, recipe), model.quantize(x, role, recipe), "every number")
+        compare_with_model(fp8.quantize(x, role, recipe), x, recipe, "every number")
 
 
 @pytest.mark.parametrize("rotate", [False, True])
@@ -59,6 +70,38 @@ def test_zeros_have_scale_one(device: str) -> None:
                 assert (found.scale == 1).all() and (found.data.float() == 0).all()
 
 
+def test_a_part_in_common_costs_no_precision(device: str) -> None:
+    """What stays of values with a mean is quantized as if they had none."""
+    x = torch.randn(1, 2, 150, 64, device=device)
+    for quantize in (fp8.quantize, model.quantize):
+        scales = [quantize(x + mean, "v", Recipe()).scale for mean in (0.0, 1.0, 100.0)]
+        torch.testing.assert_close(scales[0], scales[1], rtol=1e-4, atol=0)
+        torch.testing.assert_close(scales[0], scales[2], rtol=1e-2, atol=0)
+        plain = quantize(x + 100, "v", Recipe(center=False))
+        assert plain.mean is None and (plain.scale > 20 * scales[0]).all()
+
+
+def test_a_mean_that_cannot_be_subtracted(device: str) -> None:
+    """Numbers further apart than float32 has: their column is left as it is, the others are centered. And a
+    sum of numbers as large as that is no larger than they are."""
+    x = torch.randn(1, 1, 100, 64, device=device) + 3
+    x[..., 5] = -3e38
+    x[0, 0, 17, 5] = 3e38
+    x[..., 6] = 3e38
+    for quantize in (fp8.quantize, model.quantize):
+        found = quantize(x, "v", Recipe())
+        assert found.mean[0, 0, 5] == 0 and abs(found.mean[0, 0, 6] / 3e38 - 1) < 1e-5
+        assert (found.mean[0, 0, 7:] > 2).all() and found.data.float().isfinite().all()
+    compare_with_model(fp8.quantize(x, "v", Recipe()), x, Recipe(), "far apart")
+
+
+def test_many_parts(device: str, monkeypatch: pytest.MonkeyPatch, fresh_launches) -> None:
+    """More of them than are joined in one step."""
+    monkeypatch.setattr(launch_quantize, "STEP", 2)
+    for lengths in ((), (400, 0, 300)):
+        check_quantize(QuantizeCase("v", S=700, B=1, H=1, lengths=lengths, mean=5.0), device)
+
+
 def test_smallest_numbers(device: str) -> None:
     """Scales stay normal numbers, and nothing becomes infinite or NaN."""
     x = torch.full((1, 1, 64, 64), 1e-40, device=device).bfloat16()
@@ -73,7 +116,9 @@ def test_empty(shape: tuple[int, ...], device: str) -> None:
     for role in "qkv":
         for scaling in ("block", "head", "tensor"):
             recipe = Recipe(scaling)
-            compare(fp8.quantize(x, role, recipe), model.quantize(x, role, recipe), f"empty {role} {scaling}")
+            found = fp8.quantize(x, role, recipe)
+            compare_with_model(found, x, recipe, f"empty {role} {scaling}")
+            assert found.mean is None or (found.mean == 0).all()
 
 
 def test_layouts_that_are_copied(device: str) -> None:
@@ -87,17 +132,20 @@ def test_layouts_that_are_copied(device: str) -> None:
 @pytest.mark.parametrize("role", "qkv")
 @pytest.mark.parametrize("rotate", [False, True])
 def test_values_come_back(role: str, rotate: bool) -> None:
-    """Each within half a step of what it was, rotated back: 2^-4 of it, or 2^-10 of the scale's unit."""
+    """Each within half a step of what it was, rotated back: 2^-4 of it, without the mean, or 2^-10 of the
+    scale's unit."""
     x = torch.randn(2, 2, 150, 72).double()
     found = model.quantize(x.float(), role, Recipe("block", rotate))
-    values = torch.stack(list(model.values_of(found)))
+    mean = torch.stack(list(model.means_of(found)))
+    values = torch.stack(list(model.values_of(found))) + mean
     assert values.shape == (2, 2, 150, 128)
     if found.rotated:
         values = values @ model.rotation(128).mT / 128**0.5
         assert (values[..., :72] - x).square().mean().sqrt() < 0.03
         assert (values[..., 72:].abs() < 0.5).all()
     else:
-        assert ((values[..., :72] - x).abs() <= x.abs() * 2.0**-4 + found.scale.max() * 2.0**-10 + 1e-6).all()
+        steps = (x - mean[..., :72]).abs() * 2.0**-4 + found.scale.max() * 2.0**-10
+        assert ((values[..., :72] - x).abs() <= steps + 1e-6).all()
         assert (values[..., 72:] == 0).all()
 
 

@@ -11,17 +11,23 @@ from families import fresh_launches  # noqa: F401  (a fixture)
 from fp8_cases import CASES, check_quantize
 from mutations import Mutation, load
 
-from attnlib.kernels.fp8 import quantize_kernels
+from attnlib.kernels.fp8 import mean_kernels, quantize_kernels
 
 pytestmark = INTERPRETER_REMARKS
 
-KERNELS = "quantize_amax", "quantize_rows", "quantize_values"
+KERNELS = {
+    quantize_kernels: ("quantize_amax", "quantize_rows", "quantize_values"),
+    mean_kernels: ("sum_values", "join_parts"),
+}
 ROTATED, PLAIN = "q B2 S150 H2 D64 block rotated float16", "q B2 S150 H2 D64 block float16"
 HEAD, VALUES = "k B2 S150 H2 D64 head rotated float16", "v B2 S150 H2 D64 block rotated float16"
 VARLEN_Q, VARLEN_V = (f"{role} varlen (15, 0, 2, 133, 0, 129) H2 D64 block rotated float16" for role in "qv")
 WIDE = "k B1 S130 H2 D256 block rotated float16"
 LONG, LONG_VALUES = (f"{role} B1 S{n} H1 D64 block rotated float16" for role, n in (("q", 4160), ("v", 4100)))
+LONG_PLAIN = f"{LONG_VALUES} not centered"
+MEAN, MEAN_VARLEN = f"{VALUES} mean 100", f"{VARLEN_V.replace('block', 'tensor')} mean 9"
 DATA, SCALE, EITHER = "data", "scale", "data|scale"
+PLACE = "(i_b * H + i_h).to(tl.int64) * WIDTH"
 
 MUTATIONS = [
     Mutation("the signs are left out", "odd ^= (word >>", "odd ^= 0 * (word >>", ROTATED, EITHER),
@@ -45,7 +51,7 @@ MUTATIONS = [
     Mutation("halves of a group are swapped with pairs", "o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2",
              "o_p // 8 % 2 * 8 + o_p // 2 % 4 * 2", VALUES, DATA),
     Mutation("values past the end are not zero", "_load_chunk(rows, o_n < length, first, D).to",
-             "_load_chunk(rows, o_n < length + 1, first, D).to", VARLEN_V, DATA),
+             "_load_chunk(rows, o_n < length + 1, first, D).to", f"{VARLEN_V} not centered", DATA),
     Mutation("a sequence's positions begin too early", "before = start // GROUP + i_b",
              "before = start // GROUP + i_b - (i_b > 3)", VARLEN_V, DATA),
     Mutation("what is between two sequences is not written", "groups = end_x // GROUP + i_b + 1 - before",
@@ -57,9 +63,25 @@ MUTATIONS = [
     Mutation("a program takes only its first block", "tl.minimum(i_n + span, blocks)",
              "tl.minimum(i_n + 1, blocks)", LONG, EITHER),
     Mutation("the maximum of a program's last block", "b_max = _maximum(b_max, _load_rows(",
-             "b_max = _maximum(b_max * 0, _load_rows(", LONG_VALUES, EITHER),
+             "b_max = _maximum(b_max * 0, _load_rows(", LONG_PLAIN, EITHER),
     Mutation("columns past the head dimension are read", "if first + CHUNK <= D else", "if True else",
              "q B2 S150 H2 D40 block rotated float16", EITHER),
+    Mutation("the mean is not subtracted", "b_x - mean[None, :]", "b_x", MEAN, DATA),
+    Mutation("the mean is subtracted past the end",
+             "tl.where((o_n < length)[:, None], b_x - mean[None, :], 0.0)", "b_x - mean[None, :]", MEAN,
+             DATA),
+    Mutation("the mean of the first sequence", PLACE, PLACE.replace("i_b", "0 * i_b"), MEAN_VARLEN, DATA),
+    Mutation("the mean of the first head", PLACE, PLACE.replace(" + i_h", ""), MEAN, DATA),
+    Mutation("the largest magnitude with the mean", "tl.maximum(most - mean, mean - least)",
+             "tl.maximum(most, -least)", MEAN, EITHER, (), mean_kernels),
+    Mutation("keys past the end have a share", "share = 1.0 / length", "share = 1.0 / S", MEAN_VARLEN, "mean",
+             (), mean_kernels),
+    Mutation("a part is its first block", "tl.minimum((i_n + 1) * span, tl.cdiv(length, ROWS))",
+             "i_n * span + 1", LONG_VALUES, "mean", (), mean_kernels),
+    Mutation("a sequence's parts begin at its tokens' part", "(start // (ROWS * span) + i_b)",
+             "(start // (ROWS * span))", MEAN_VARLEN, "mean", (), mean_kernels),
+    Mutation("a sequence is its first part", "return start, length, first, tl.cdiv(length, ROWS * span)",
+             "return start, length, first, 1", LONG_VALUES, "mean", (), mean_kernels),
 ]  # fmt: skip
 
 
@@ -72,8 +94,9 @@ def test_the_kernels_pass(device: str) -> None:
 def test_is_caught(
     mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
 ) -> None:
-    mutant = load(mutation.of(inspect.getsource(quantize_kernels)), tmp_path)
-    for name in KERNELS:
-        monkeypatch.setattr(quantize_kernels, name, getattr(mutant, name))
+    module = mutation.module or quantize_kernels
+    mutant = load(mutation.of(inspect.getsource(module)), tmp_path)
+    for name in KERNELS[module]:
+        monkeypatch.setattr(module, name, getattr(mutant, name))
     with pytest.raises(AssertionError, match=rf"is wrong: ({mutation.verdict}): "):
         check_quantize(CASES[mutation.caught_by], device)

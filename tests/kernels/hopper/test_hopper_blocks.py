@@ -120,7 +120,7 @@ def test_a_window_costs_its_width():
 def launched(monkeypatch, fresh_launches):  # noqa: F811
     """The arguments of launches, by the names that the kernel has for them, on a GPU that is not there."""
     calls, names = [], set(forward_kernel.attention_forward_hopper.arg_names)
-    names -= {name for name in names if name[1:].startswith("_scale")}  # of e4m3 operands
+    names -= {name for name in names if name[1:].startswith(("_scale", "_mean"))}  # of e4m3 operands
     names -= {"shared_rows", "key_blocks"}  # of DistrAttention's product
     counter = torch.zeros(1, dtype=torch.int32)
 

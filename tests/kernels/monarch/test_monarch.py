@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import monarch_cases
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
@@ -44,6 +45,23 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_kernels_are_the_model(case: MonarchCase, device: str) -> None:
     check(case, device)
+
+
+@pytest.mark.parametrize("seed", [7, 16, 45, 54, 94])
+def test_luck_with_a_near_tie_is_no_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of these calls hangs on a near tie, and roundings move it further than twice what they do in
+    another run; a row that does not may not be as far off."""
+    case = MonarchCase("ties", 200, 8, 3, "pre", heads=1, kind="large", dtype="float32", sm_scale=0.25)
+    (q, k, v), _ = make(case, "cpu", seed)
+    generator = torch.Generator().manual_seed(seed + 1000)
+    noise = torch.randn(k.shape, generator=generator, dtype=torch.float64)
+    out = model.output(q, k.double() * (1 + torch.finfo(k.dtype).eps * noise), v, case.params, k.dtype)
+    monkeypatch.setattr(monarch_cases, "run", lambda *_: out)
+    check(case, "cpu", seed)
+    errors = monarch_cases.row_errors(out, model.output(q, k, v, case.params))
+    out[0, 0, errors.argmin()] += errors.max()
+    with pytest.raises(AssertionError, match="max error"):
+        check(case, "cpu", seed)
 
 
 @pytest.mark.parametrize("block", [20, 1, 1000])

@@ -1,0 +1,94 @@
+"""`attnlib.emulator.interpreter`: Triton's interpreter does less, and computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from attnlib.emulator.interpreter import TRITON, save_work
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not triton.__version__.startswith(TRITON),
+    reason="kernels are compiled, or it is the interpreter of another Triton",
+)
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def _row(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    return tl.load(x_ptr + at, mask=at < n, other=0)
+
+
+@triton.jit
+def _kernel(x_ptr, sum_ptr, n, CALLS: tl.constexpr, FAIL: tl.constexpr, BLOCK: tl.constexpr):
+    """Calls functions of its own, which call the language, and tl.sum, which is a jit function elsewhere."""
+    x = _row(x_ptr, n, BLOCK)
+    for _ in range(CALLS):
+        x = _larger(x, _row(x_ptr, n, BLOCK) + 1)
+    tl.static_assert(not FAIL)
+    tl.store(sum_ptr, tl.sum(x.to(tl.float32), 0))
+
+
+def launch(dtype: torch.dtype, fail: bool = False, calls: int = 3) -> float:
+    x, total = torch.arange(5).to(dtype), torch.zeros(1)
+    _kernel[(1,)](x, total, 5, calls, fail, 8)
+    return total.item()
+
+
+@pytest.fixture
+def patched(monkeypatch) -> list[object]:
+    """Where the interpreter puts its functions, place by place."""
+    found, patch = [], interpreter._patch_builtin
+    monkeypatch.setattr(
+        interpreter, "_patch_builtin", lambda place, *args: (found.append(place), patch(place, *args))
+    )
+    return found
+
+
+def test_once_a_launch(patched) -> None:
+    """However many calls there are in a kernel."""
+    assert save_work()
+    launch(torch.float32)
+    counts = []
+    for calls in (1, 1, 5):
+        patched.clear()
+        assert launch(torch.float32, calls=calls) == 18
+        counts.append(len(patched))
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def test_the_language_is_as_it_was(patched) -> None:
+    """After a launch, after one that fails, and for the launch after that."""
+    names = ("load", "store", "arange", "range", "static_assert")
+    before = [getattr(tl, name) for name in names]
+    launch(torch.float32)
+    assert [getattr(tl, name) for name in names] == before and "__index__" not in vars(tl.tensor)
+    with pytest.raises(interpreter.InterpreterError):
+        launch(torch.float32, fail=True)
+    assert [getattr(tl, name) for name in names] == before
+    patched.clear()
+    assert launch(torch.float32) == 18 and tl in patched
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.int64])
+def test_types_are_not_mixed_up(dtype) -> None:
+    """With 0 for what lies beyond the end, to which 1 is added."""
+    assert launch(dtype) == 18
+
+
+def test_types_are_those_of_triton() -> None:
+    original = interpreter._get_np_dtype.__wrapped__
+    kinds = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32]
+    kinds += [tl.float8e4nv]
+    kinds += [tl.pointer_type(kind) for kind in kinds]
+    kinds += [tl.block_type(kind, [4, 8]) for kind in kinds]
+    for _ in range(2):
+        assert [interpreter._get_np_dtype(kind) for kind in kinds] == [original(kind) for kind in kinds]
