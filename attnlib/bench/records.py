@@ -14,7 +14,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,14 @@ def report_path(name: str, header: Mapping[str, Any], out: Path | None = None) -
 def write_report(path: Path, header: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
     """Write a script's report as a record: `provenance` as its header, and its tables."""
     write_json(path, rounded({"schema": SCHEMA, **header, "tables": tables}))
+
+
+def add_table(path: Path, header: Mapping[str, Any], name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write one table of a script's report, beside those that are there, which keep what is said of them. So
+    a run that is cut off leaves what it has measured."""
+    record = _merged(read(path) if path.exists() else None, rounded(header), path.stem)
+    record["tables"][name] = {"rows": rounded(rows)}
+    write_json(path, record)
 
 
 def read(path: Path) -> dict[str, Any]:

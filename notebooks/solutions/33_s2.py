@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from attnlib.bench import sources
+from attnlib.book import lesson
 
 LOG2_E = 1.4426950408889634  # exp(x) = 2^(x * LOG2_E)
-one_block = sources.load_step("33_s2").one_block
+one_block = lesson.load_kernel("33_s2").one_block
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def pages_of(blocks, first, local, stride):
 
 
 def longest(budget, layers, pattern, head_dim):
-    # 32 layers, 8 key heads, 16 GB: 945,792 tokens with a stride of 8, and 122,048 if all heads are dense.
+    # 32 layers, 8 key heads, 16 GB: 972,928 tokens with a stride of 8, and 122,048 if all heads are dense.
     def fits(blocks):
         return layers * pattern.cache_bytes(blocks * pattern.block_size, head_dim) <= budget
 

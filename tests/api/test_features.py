@@ -23,7 +23,16 @@ from sparse_cases import SparseCase
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnlib.hf
-from attnlib import BlockMask, Score, attention, attention_fp8, attention_varlen, explain, quantize_fp8
+from attnlib import (
+    BlockMask,
+    S2Pattern,
+    Score,
+    attention,
+    attention_fp8,
+    attention_varlen,
+    explain,
+    quantize_fp8,
+)
 from attnlib.arguments.common import DTYPES
 from attnlib.arguments.offsets import check_offsets
 from attnlib.bench.gradient_oracle import GradientOracle
@@ -352,6 +361,16 @@ def any_mask(device) -> str:
     hf_refuses(torch.zeros(1, 1, 4, 4))
     assert refuses("attn_mask") == "no"
     return "yes"
+
+
+@row("far keys shared out over the heads (S2-Attention)")
+def s2(device) -> str:
+    """Forward, under a mask that heads see each their part of."""
+    q, k, v = make_inputs(Shape(1, 2, 200, 16), device=device)
+    mask = S2Pattern(heads=2, local_blocks=1, stride=2).mask(200, device)
+    oracle = Oracle(q, k, v, mask=mask.to_dense())
+    oracle.judge(attention(q, k, v, block_mask=mask)).raise_if_bad("S2")
+    return "yes, `S2Pattern`"
 
 
 def scored(score: str) -> str:

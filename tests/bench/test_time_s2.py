@@ -92,6 +92,20 @@ def test_the_record(small, tmp_path, capsys):
     assert kept < dense == 2 * 2 * 256 * 16 * 2
 
 
+def test_tables_are_added_to_the_record(small, tmp_path, monkeypatch):
+    path = tmp_path / "s2.json"
+    monkeypatch.setattr(time_s2, "prefill_rows", lambda n, gradients, setting: iter([{
+        "impl": "S2", "seqlen": n, "status": "ok", "gradients": gradients}]))  # fmt: skip
+    monkeypatch.setattr(time_s2, "LENGTHS", (1, 2))
+    for name in ("forward", "backward"):
+        assert time_s2.main(["--out", str(path), "--tables", name]) == 0
+    tables = json.loads(path.read_text())["tables"]
+    found = {name: [(row["seqlen"], row["gradients"]) for row in tables[name]["rows"]] for name in tables}
+    assert found == {"forward": [(1, False), (2, False)], "backward": [(1, True), (2, True)]}
+    with pytest.raises(SystemExit):
+        time_s2.main(["--tables", "sideways"])
+
+
 def test_a_wrong_one_gets_no_time(small, monkeypatch):
     right = time_s2.attention
     monkeypatch.setattr(time_s2, "attention", lambda *args, **how: 2 * right(*args, **how))

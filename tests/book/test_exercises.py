@@ -82,6 +82,13 @@ PLANTED = {
         ("gradient_of_values", "tl.load(steps_ptr + j) * BLOCK", "i_n * BLOCK", "max error"),
         ("fewest_blocks", "math.ceil(", "math.floor(", "blocks reach"),
     ),
+    "33_s2": (
+        ("hybrid_attention", "tl.where(i_h >= H - DENSE, 1, STRIDE)", "STRIDE", "1 dense: max error"),
+        ("hybrid_attention", "range(near, i)", "range(near + 1, i)", "max error"),
+        ("pages_of", "dropped % stride != first", "dropped % stride == first", "share a page"),
+        ("pages_of", "if free:", "if False:", "as many as are held at once"),
+        ("longest", "return low *", "return high *", "take"),
+    ),
     "34_entmax": (
         ("sparsemax_attention", "range(5)", "range(0)", "max error"),
         ("sparsemax_attention", "b_l += tl.sum(b_x, 1)", "b_l += tl.sum(b_x * b_x, 1)", "max error"),

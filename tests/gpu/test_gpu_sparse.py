@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparse_cases import CASES, FUNCTIONS, check_backward, check_forward
 
-from attnlib import BlockMask, attention
+from attnlib import BlockMask, S2Pattern, attention
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle
 from attnlib.kernels.sparse.configs_hopper import WIDEST_BACKWARD
@@ -31,10 +31,10 @@ def test_backward(label, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", ["random", "band by head", "dots"])
+@pytest.mark.parametrize("mask", ["random", "band by head", "dots", "S2"])
 def test_many_tiles(mask, head_dim, kernel):
     """Each program has several tiles of several lengths; twice, as the second launch takes another way."""
-    B, H, H_kv, S_q, S_k = 2, 8, 4, 3001, 4001
+    B, H, H_kv, S_q, S_k = 2, 8, 4, 3001, 3001 if mask == "S2" else 4001
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = (B, H, S_q, head_dim), *2 * [(B, H_kv, S_k, head_dim)]
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").half() for shape in shapes)
@@ -42,6 +42,8 @@ def test_many_tiles(mask, head_dim, kernel):
     if mask == "random":
         blocks = torch.rand(B, H, 24, 32, generator=generator, device="cuda") < 0.3
         block_mask = BlockMask.from_blocks(blocks, S_q, S_k)
+    elif mask == "S2":
+        block_mask = S2Pattern(H, H_kv, stride=8, dense_heads=1).mask(S_q, "cuda")
     else:
         block_mask = BlockMask.from_function(FUNCTIONS[mask], S_q, S_k, H=H, device="cuda")
     dense = block_mask.to_dense()

@@ -1,7 +1,8 @@
 """Time S2-Attention on this Hopper GPU beside our own dense kernel, from 1024 to 131072 tokens.
 
-    python tests/gpu/time_s2.py             about a minute; figures/data/<gpu>/s2.json
-    python tests/gpu/time_s2.py --only 4096 some lengths, no record
+    python tests/gpu/time_s2.py                   a minute and a half; figures/data/<gpu>/s2.json
+    python tests/gpu/time_s2.py --tables backward some tables; each length is in the record when it is done
+    python tests/gpu/time_s2.py --only 4096       some lengths, no record
 
 Three tables, of 4 sequences and 16 heads of 128 columns in bfloat16, causal, under the published pattern:
 blocks of 64, 8 near ones, a stride of 16. `forward` and `backward`: the block-sparse engine, the same with
@@ -219,27 +220,32 @@ def show(table: str, row: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time S2-Attention on this GPU.")
+    parser.add_argument("--tables", default="forward,decode,backward", help="(default: %(default)s)")
     parser.add_argument("--only", type=int, nargs="+", help="lengths; write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/s2.json)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    chosen = args.only or LENGTHS
-    work = [("forward", lambda n=n: prefill_rows(n, False, SWEEP)) for n in chosen]
-    work += [("backward", lambda n=n: prefill_rows(n, True, SWEEP)) for n in chosen]
-    work += [("decode", lambda n=n: decode_rows(n, SWEEP)) for n in args.only or CACHES]
-    tables: dict[str, dict[str, list]] = {name: {"rows": []} for name in ("forward", "backward", "decode")}
-    for name, rows in work:
-        for row in rows():
-            print(show(name, row), flush=True)
-            tables[name]["rows"].append(row)
-        torch.cuda.empty_cache()
-    good = all(row["status"] == "ok" for table in tables.values() for row in table["rows"])
+    makers = {
+        "forward": lambda n: prefill_rows(n, False, SWEEP), "decode": lambda n: decode_rows(n, SWEEP),
+        "backward": lambda n: prefill_rows(n, True, SWEEP),
+    }  # fmt: skip
+    if not set(args.tables.split(",")) <= set(makers):
+        parser.error(f"--tables: expected some of {', '.join(makers)}, got {args.tables}")
+    header = records.provenance(harness.method(SWEEP, OURS) | {"flops": "of the blocks that are kept"})
+    path, good = records.report_path("s2", header, args.out), True
+    for name in args.tables.split(","):
+        rows: list[dict[str, Any]] = []
+        for length in args.only or (CACHES if name == "decode" else LENGTHS):
+            for row in makers[name](length):
+                print(show(name, row), flush=True)
+                rows.append(row)
+                good &= row["status"] == "ok"
+            torch.cuda.empty_cache()
+            if not args.only:
+                records.add_table(path, header, name, rows)
     if not args.only:
-        header = records.provenance(harness.method(SWEEP, OURS) | {"flops": "of the blocks that are kept"})
-        path = records.report_path("s2", header, args.out)
-        records.write_report(path, {"notebook": "s2", **header}, tables)
         print(path)
     return int(not good)
 
