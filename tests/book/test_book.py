@@ -493,7 +493,7 @@ def record(tmp_path, monkeypatch):
     passes = dict.fromkeys(("forward", "backward"), {"rows": read})
     two_gpus = head | {"notebook": "distributed", "tables": passes}
     (path.parent / "distributed.json").write_text(json.dumps(two_gpus))
-    kept = {"call": "D128 kept 25.0%", "implementation": "attnlib", "tflops": 711, "of_ideal": 0.95, "ms": 0.77}
+    kept = {"call": "D128 kept 25%", "implementation": "attnlib", "tflops": 711, "of_ideal": 0.95, "ms": 0.77}
     masks = {"blocks": {"rows": [kept]}, "scores": {"rows": [kept | {"call": "D128 causal, soft cap"}]}}
     (path.parent / "sparse.json").write_text(json.dumps(head | {"notebook": "sparse", "tables": masks}))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
@@ -524,7 +524,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "| B2 H16 S8192 D128 causal bf16 | 995 | – | – | – | – | 2.5e-03 | – |" in text
     assert "| B1 H12 S4096 D64 dense fp16 | 0.020 | – | – | 0.100 | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 0.557 | – | 0.500 | – | 0.829 | 0.002 | – |" in text
-    assert "| D128 kept 25.0% | 711 | – | 95% |" in text and "| D128 causal, soft cap | 0.77 | – |" in text
+    assert "| D128 kept 25% | 711 | – | 95% |" in text and "| D128 causal, soft cap | 0.77 | – |" in text
     assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)
