@@ -215,8 +215,8 @@ def test_a_planted_bug_is_caught(mutation, use_source, device):
 
 def test_keys_of_the_next_sequence_would_be_seen(use_source, device):
     """The mask hides their scores, and their weights are 0; but 0 times NaN is NaN."""
-    source, right = inspect.getsource(forward_kernel), "(end_k, i_kv, VARLEN_ROWS - S_k)"
-    wrong = "(tl.load(cu_k + 5), i_kv, VARLEN_ROWS - (tl.load(cu_k + 5) - end_k + S_k))"
+    source, right = inspect.getsource(forward_kernel), "end_k, i_kv, VARLEN_ROWS - S_k"
+    wrong = "tl.load(cu_k + 5), i_kv, VARLEN_ROWS - (tl.load(cu_k + 5) - end_k + S_k)"
     assert source.count(right) == 1
     use_source(source.replace(right, wrong))
     check_varlen(LENGTHS["many"][1:6], True, device=device)

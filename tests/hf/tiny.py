@@ -9,6 +9,8 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from attnlib.hf.models import WITH_SCORES
+
 ROLES = {
     "decoder": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -38,6 +40,11 @@ class Architecture:
     @property
     def model_class(self) -> type:
         return getattr(transformers, self.class_name)
+
+    @property
+    def is_taken(self) -> bool:
+        """By attnlib: it claims to support "sdpa", or lacks it for its scores alone."""
+        return self.claims_sdpa or self.model_type in WITH_SCORES
 
     @property
     def claims_sdpa(self) -> bool:

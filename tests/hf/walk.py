@@ -45,6 +45,8 @@ from walk_cases import (  # noqa: E402
 import attnlib.hf  # noqa: E402
 
 DATA, PAGE = ROOT / "figures" / "data" / "transformers.json", ROOT / "notebooks" / "transformers.md"
+REFUSAL = "made"
+"""The only case of an architecture that is refused."""
 SECONDS = 60
 """What a case may take."""
 
@@ -67,8 +69,8 @@ def walk(architecture: Architecture, device: str) -> dict:
     row["sdpa"] = architecture.claims_sdpa
     row["verdicts"] = {}
     cases = [(case.name, lambda case=case: verdict(architecture, case, device)) for case in CASES]
-    if not architecture.claims_sdpa:
-        cases = [("made", lambda: refusal(architecture))]
+    if not architecture.is_taken:
+        cases = [(REFUSAL, lambda: refusal(architecture))]
     signal.signal(signal.SIGALRM, _ring)
     begin = time.monotonic()
     for name, judge in cases:
@@ -145,8 +147,9 @@ Every text architecture of transformers {transformers}, tiny and with random wei
 `attn_implementation="attnlib"` beside `"eager"` and `"sdpa"` (torch {torch}; {device}).
 `python tests/hf/walk.py` writes this page anew; on a GPU it runs the kernels.
 
-{number} architectures claim to support `"sdpa"`. The other {others} are refused when the model is made, by
-the name of its class: {refused}.
+{number} architectures are computed: those that claim to support `"sdpa"`, and {scored}, which lack it because
+of their soft caps or sinks. The other {others} are refused when the model is made, by the name of its class:
+{refused}.
 
 A cell says what came out:
 
@@ -169,8 +172,9 @@ in the middle of a row that the attention_mask hides. Compiled: `torch.compile(m
 
 def page(table: dict) -> str:
     """The table as a page of the book."""
-    rows = [row for row in table["rows"] if row["sdpa"]]
-    refused = [row["class"] for row in table["rows"] if not row["sdpa"]]
+    rows = [row for row in table["rows"] if REFUSAL not in row["verdicts"]]
+    refused = [row["class"] for row in table["rows"] if REFUSAL in row["verdicts"]]
+    scored = ", ".join(sorted(row["type"] for row in rows if not row["sdpa"]))
     found = [verdict for row in rows for verdict in row["verdicts"].values()]
     names = sorted({verdict.removeprefix(REFUSED) for verdict in found if verdict.startswith(REFUSED)})
     letters = dict(zip(names, "abcdefghijklmno", strict=False))
@@ -184,7 +188,7 @@ def page(table: dict) -> str:
 
     text = _HEAD.format(
         transformers=table["transformers"], torch=table["torch"], device=table["device"],
-        number=len(rows), others=len(refused), refused=", ".join(sorted(set(refused))),
+        number=len(rows), scored=scored, others=len(refused), refused=", ".join(sorted(set(refused))),
         letters="; ".join(f"**{letter}** `{name}`" for name, letter in letters.items()),
         wrong=sum(verdict.startswith(WRONG) for verdict in found),
     )  # fmt: skip

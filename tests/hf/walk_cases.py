@@ -252,13 +252,14 @@ def verdict(architecture: Architecture, case: Case, device: str = "cpu") -> str:
         with torch.no_grad():
             return compute(model, device, truth)
 
+    other = "sdpa" if architecture.claims_sdpa else "eager"
     try:
         eager = truth = run("eager")
         if not case.tokens:
             # "eager" computes the softmax in float32 whatever its inputs are: the truth is that of "sdpa",
-            # and where they do not agree, "eager" alone counts.
-            truth = run("sdpa", torch.float64)
-            budget = 2 * max(_error(eager, truth), _error(run("sdpa"), truth))
+            # where the model has it, and where they do not agree, "eager" alone counts.
+            truth = run(other, torch.float64)
+            budget = 2 * max(_error(eager, truth), _error(run(other), truth))
             if not budget <= DISAGREEMENT:
                 truth, budget = eager, DISAGREEMENT
     except Exception as error:
@@ -272,7 +273,7 @@ def verdict(architecture: Architecture, case: Case, device: str = "cpu") -> str:
         if name is not None:
             return REFUSED + name
         try:
-            run("sdpa", truth=False)
+            run(other, truth=False)
         except Exception as error_of_sdpa:
             return ELSE + _short(error_of_sdpa)
         return WRONG + _short(error)
@@ -285,7 +286,7 @@ def verdict(architecture: Architecture, case: Case, device: str = "cpu") -> str:
     if error <= budget:
         return EQUAL
     if case.alone is not None:
-        if _error(found, run("sdpa", torch.float64, compute=case.alone)) <= budget:
+        if _error(found, run(other, torch.float64, compute=case.alone)) <= budget:
             return ALONE
         if _error(found, run("eager", truth=False)) <= budget:
             return ONE
@@ -340,7 +341,7 @@ def _short(error: Exception) -> str:
 
 
 def refusal(architecture: Architecture) -> str:
-    """The verdict for an architecture that does not claim to support "sdpa"."""
+    """The verdict for an architecture that attnlib does not take."""
     config = CONFIG_MAPPING[architecture.model_type]()
     config._attn_implementation = attnlib.hf.NAME
     try:
