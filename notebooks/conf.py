@@ -1,9 +1,12 @@
 """Sphinx configuration of the book: the notebooks as they are committed, no network to build or read it."""
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # autodoc imports attnlib
+# `lesson` wants Triton's interpreter without a GPU, and torch.distributed loads Triton before autodoc gets there.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 project = "attnlib"
 author = "The attnlib authors"
