@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # autodoc imports attnlib
-# `lesson` wants Triton's interpreter without a GPU, and torch.distributed loads Triton before autodoc gets there.
+# `lesson` wants Triton's interpreter without a GPU, and torch.distributed loads Triton before it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 project = "attnlib"
