@@ -76,23 +76,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, issue_scores, write_ds
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
     add_dq,
-    opaque_zero,
     parity_of,
     release,
     slot_of,
 )
 from attnlib.kernels.common.memory import barriers, buffers, matrix
-from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
-
-DS_FULL = gl.constexpr(12)  # of the named barriers; Q_FREE and DO_FREE are 8 to 11
-
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -113,52 +109,7 @@ class Memory(NamedTuple):
     do_full: gl.shared_memory_descriptor
 
 
-# ---------------------------------------------------------------- barriers
-
-
-@gluon.jit
-def _tell_ds(j, WG: gl.constexpr):
-    named_barrier("arrive", DS_FULL + 2 * WG + (j & 1), 256)
-
-
-@gluon.jit
-def _await_ds(j, WG: gl.constexpr):
-    """The other consumer has written its dS of block j; there is none of block -1."""
-    if j >= 0:
-        named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
-
-
 # ---------------------------------------------------------------- consumer
-
-
-@gluon.jit
-def _issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
-    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    a = matrix(a, WG + opaque_zero(j))
-    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start this consumer's half of dQ of block j: [64, 128] x [128, DQ_COLUMNS], as two products."""
-    dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
-    for w in gl.static_range(2):
-        ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
-        k = matrix(mem.k, w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
-        if plan.by_rows:
-            ds = ds.slice(WG * 64, 64, 1)
-        else:
-            k = k.slice(WG * plan.dq_columns, plan.dq_columns, 1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def _write_ds(mem, ds_half, j, WG: gl.constexpr):
-    mem.ds.index((j & 1) * 2 + WG).store(ds_half)
-    fence_async_shared()
-    _tell_ds(j, WG)
 
 
 @gluon.jit
@@ -167,14 +118,6 @@ def _before(block, m, m_start, gap):
     # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
     # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
     return block - 1 - gl.where(m == m_start, gap, 0)
-
-
-@gluon.jit
-def _here(x):
-    """x, of 16 bits; what is computed from it is computed after this, not as soon as x is there."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-    )
 
 
 @gluon.jit
@@ -229,7 +172,7 @@ def _visit(
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
     mbarrier.wait(mem.v_full, 0)
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
@@ -242,7 +185,7 @@ def _visit(
 
         # 1. P and dS, while dP is under way.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        dp_token = _issue_scores(mem.v, do, j, WG, plan)
+        dp_token = issue_scores(mem.v, do, j, WG, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
         p = tiling.visible(p, row, m, tile, work, plan)
@@ -250,22 +193,22 @@ def _visit(
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
-            p = gl.convert_layout(_here(p_half), plan.s_layout).to(gl.float32)
+            p = gl.convert_layout(here(p_half), plan.s_layout).to(gl.float32)
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
         dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
-        _await_ds(j - 1, WG)
-        dq_token = _issue_dq(mem, j - 1, WG, plan)
+        await_ds(j - 1, WG)
+        dq_token = issue_dq(mem, j - 1, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         release(DO_FREE, j)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
+        s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
-        _write_ds(mem, ds_half, j, WG)
+        write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
         add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
@@ -278,8 +221,8 @@ def _visit(
             m = tile.m_start
             block += gap
 
-    _await_ds(n - 1, WG)
-    dq_token = _issue_dq(mem, n - 1, WG, plan)
+    await_ds(n - 1, WG)
+    dq_token = issue_dq(mem, n - 1, WG, plan)
     at = tiling.keys(tile, work, plan)
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), at, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))

@@ -29,23 +29,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, issue_scores, write_ds
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
     acquire,
     add_dq,
-    opaque_zero,
     parity_of,
     release,
     slot_of,
 )
 from attnlib.kernels.common.memory import barriers, buffers, matrix
-from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.sparse.bits import hide
 
-DS_FULL = gl.constexpr(12)  # of the named barriers; Q_FREE and DO_FREE are 8 to 11
 BLOCK_N = gl.constexpr(128)  # keys of a program, 64 in a buffer
 
 
@@ -165,56 +163,6 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, mem, work, 
 
 
 @gluon.jit
-def _tell_ds(j, WG: gl.constexpr):
-    named_barrier("arrive", DS_FULL + 2 * WG + (j & 1), 256)
-
-
-@gluon.jit
-def _await_ds(j, WG: gl.constexpr):
-    """The other consumer has written its dS of step j; there is none of step -1."""
-    if j >= 0:
-        named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
-
-
-@gluon.jit
-def _issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
-    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    a = matrix(a, WG + opaque_zero(j))
-    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start this consumer's half of dQ of step j: [64, 128] x [128, DQ_COLUMNS], as two products."""
-    dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
-    for w in gl.static_range(2):
-        ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
-        k = matrix(mem.k, w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
-        if plan.by_rows:
-            ds = ds.slice(WG * 64, 64, 1)
-        else:
-            k = k.slice(WG * plan.dq_columns, plan.dq_columns, 1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def _write_ds(mem, ds_half, j, WG: gl.constexpr):
-    mem.ds.index((j & 1) * 2 + WG).store(ds_half)
-    fence_async_shared()
-    _tell_ds(j, WG)
-
-
-@gluon.jit
-def _here(x):
-    """x, of 16 bits; what is computed from it is computed after this, not as soon as x is there."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-    )
-
-
-@gluon.jit
 def _told(mem, place):
     """A word of the producer's: that of step j is in place j % 4."""
     return gl.max(mem.told.index(place).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -236,7 +184,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
     mbarrier.wait(mem.v_full, 0)
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
@@ -247,7 +195,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
 
         # 1. P and dS, while dP is under way.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        dp_token = _issue_scores(mem.v, do, j, WG, plan)
+        dp_token = issue_scores(mem.v, do, j, WG, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
         if plan.partial:
@@ -257,30 +205,30 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
-            p = gl.convert_layout(_here(p_half), plan.s_layout).to(gl.float32)
+            p = gl.convert_layout(here(p_half), plan.s_layout).to(gl.float32)
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the step before, dK, and S of the step after.
         dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
-        _await_ds(j - 1, WG)
-        dq_token = _issue_dq(mem, j - 1, WG, plan)
+        await_ds(j - 1, WG)
+        dq_token = issue_dq(mem, j - 1, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         release(DO_FREE, j)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
+        s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
-        _write_ds(mem, ds_half, j, WG)
+        write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
         add_dq(dq_ptr, _told(mem, gl.maximum(j - 1, 0) & 3) >> 1, dq, j > 0, WG, plan)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
         release(Q_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
-    _await_ds(n - 1, WG)
-    dq_token = _issue_dq(mem, n - 1, WG, plan)
+    await_ds(n - 1, WG)
+    dq_token = issue_dq(mem, n - 1, WG, plan)
     row = _told(mem, 4) * BLOCK_N + WG * 64  # first key
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), row, work)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))

@@ -11,7 +11,7 @@ from emulated import Call, check_backward, check_forward, mutate
 from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import backward_ring
+from attnlib.kernels.common import backward_pair, backward_ring
 from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import backward_kernel, backward_shared, backward_wide_kernel, forward_kernel
 from attnlib.kernels.hopper.configs import HopperConfig
@@ -67,6 +67,12 @@ def slots(
     bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
 ) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, backward_ring)
+
+
+def pair(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_pair)
 
 
 def wide(bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
@@ -192,20 +198,20 @@ MUTATIONS = [
     backward("dO is not released", DEADLOCK, ("        release(DO_FREE, j)\n",
              "        if j != 2:\n            release(DO_FREE, j)\n")),
     backward("dS is not waited for", f"{STORED}|{OVERWRITTEN}|{READING}|{TWICE}",
-             without("        _await_ds(j - 1, WG)\n")),
+             without("        await_ds(j - 1, WG)\n")),
     backward("dS is written before the other's is there", f"{STORED}|{OVERWRITTEN}|{READING}|{TWICE}",
-             without("        _write_ds(mem, ds_half, j, WG)\n"),
-             ("        _await_ds(j - 1, WG)\n",
-              "        _write_ds(mem, ds_half, j, WG)\n        _await_ds(j - 1, WG)\n")),
-    backward("a buffer of dS too few", f"{STORED}|{OVERWRITTEN}|{READING}",
+             without("        write_ds(mem, ds_half, j, WG)\n"),
+             ("        await_ds(j - 1, WG)\n",
+              "        write_ds(mem, ds_half, j, WG)\n        await_ds(j - 1, WG)\n")),
+    pair("a buffer of dS too few", f"{STORED}|{OVERWRITTEN}|{READING}",
              ("ds = mem.ds.index((j & 1) * 2 + w)", "ds = mem.ds.index(w)"),
              ("mem.ds.index((j & 1) * 2 + WG).store", "mem.ds.index(WG).store")),
-    backward("a consumer does not tell", DEADLOCK,
-             ("    _tell_ds(j, WG)\n", "    if j != 3:\n        _tell_ds(j, WG)\n")),
+    pair("a consumer does not tell", DEADLOCK,
+             ("    tell_ds(j, WG)\n", "    if j != 3:\n        tell_ds(j, WG)\n")),
     slots("the parity stays 0", f"{TAKEN}|{DEADLOCK}", ("return (j // STAGES) & 1", "return 0 * j")),
     # One fence for what was stored and what was loaded.
-    backward("dS is not fenced", f"{UNFENCED.format('ds')}|{LOADED.format('lse')}",
-             without("    fence_async_shared()\n", "", "    _tell_ds")),
+    pair("dS is not fenced", f"{UNFENCED.format('ds')}|{LOADED.format('lse')}",
+             without("    fence_async_shared()\n", "", "    tell_ds")),
     backward("dK and dV are not fenced", UNFENCED.format("v"),
              without("    fence_async_shared()\n", ".store(x)\n")),
     backward("dV has not left", READING,
@@ -222,7 +228,7 @@ MUTATIONS = [
     backward("dQ of the first step, of nothing, is added", "AssertionError|IndexError: address outside",
              ("dq, j > 0, WG", "dq, j >= 0, WG")),
     backward("dQ of the last step is lost", "AssertionError", ("dq, n > 0, WG", "dq, n < 0, WG")),
-    backward("the halves of dQ change places", "AssertionError",
+    pair("the halves of dQ change places", "AssertionError",
              ("ds = ds.slice(WG * 64, 64, 1)", "ds = ds.slice(64 - WG * 64, 64, 1)"), call="64"),
     shared("in the wide kernel: Q is filled without asking", f"{TAKEN}|{COUNT}",
              without("        acquire(Q_FREE, j)\n"), call="256"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from types import ModuleType
 
 import families
 import pytest
@@ -16,6 +17,7 @@ from sparse_cases import FUNCTIONS
 
 from attnlib import BlockMask
 from attnlib.emulator import Deadlock, Race
+from attnlib.kernels.common import backward_pair
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel
@@ -200,8 +202,10 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-def backward(bug: str, call: str, verdict: str, edit: tuple[str, str]) -> Mutation:
-    return Mutation(bug, *edit, call, verdict, (), hopper_backward_kernel)
+def backward(
+    bug: str, call: str, verdict: str, edit: tuple[str, str], module: ModuleType = hopper_backward_kernel
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, (), module)
 
 
 MUTATIONS += [
@@ -219,9 +223,9 @@ MUTATIONS += [
     backward("dO is filled without asking", "many steps", "Race|Deadlock|Assertion",
              ("            acquire(DO_FREE, j)\n", "")),
     backward("dS is not fenced", "128 many steps", "Race",
-             ("    fence_async_shared()\n    _tell_ds(j, WG)", "    _tell_ds(j, WG)")),
-    backward("dS is not waited for", "128 many steps", "Race|Deadlock", ("        _await_ds(j - 1, WG)\n",
-    "")),
+             ("    fence_async_shared()\n    tell_ds(j, WG)", "    tell_ds(j, WG)"), backward_pair),
+    backward("dS is not waited for", "128 many steps", "Race|Deadlock",
+             ("        await_ds(j - 1, WG)\n", "")),
     backward("all heads of a group have the mask of the first", "by both", f"{WRONG}|Deadlock",
              ("number = work.number + g * work.mask_h * work.num_n", "number = work.number + 0 * g")),
     backward("steps of the first head alone are counted", "one group", "Race|Deadlock|Assertion",
@@ -233,8 +237,8 @@ RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(20))]
 
 def said_of(mutation: Mutation, mutants, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    run, calls = (check, CALLS) if mutation.module is not hopper_backward_kernel else (check_backward,
-    BACKWARD)
+    backwards = mutation.module in (hopper_backward_kernel, backward_pair)
+    run, calls = (check_backward, BACKWARD) if backwards else (check, CALLS)
     try:
         run(calls[mutation.caught_by], order, seed, mutants=mutants)
     except (Race, Deadlock, AssertionError, IndexError) as found:

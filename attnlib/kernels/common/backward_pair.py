@@ -1,0 +1,65 @@
+"""What the two consumers of a Hopper backward kernel, 64 keys each, have in common where they share dS: its
+exchange, and their products. `kernels.hopper.backward_kernel` has the order of a step and the protocol.
+
+`mem` is a kernel's `Memory`, `plan` its plan.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from attnlib.kernels.common.backward_ring import opaque_zero
+from attnlib.kernels.common.memory import matrix
+from attnlib.kernels.common.named_barrier import named_barrier
+
+DS_FULL = gl.constexpr(12)  # of the named barriers; Q_FREE and DO_FREE are 8 to 11
+
+
+@gluon.jit
+def tell_ds(j, WG: gl.constexpr):
+    named_barrier("arrive", DS_FULL + 2 * WG + (j & 1), 256)
+
+
+@gluon.jit
+def await_ds(j, WG: gl.constexpr):
+    """The other consumer has written its dS of block j; there is none of block -1."""
+    if j >= 0:
+        named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
+
+
+@gluon.jit
+def issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
+    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
+    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    a = matrix(a, WG + opaque_zero(j))
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
+    """Start this consumer's half of dQ of block j: [64, 128] x [128, DQ_COLUMNS], as two products."""
+    dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
+    for w in gl.static_range(2):
+        ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
+        k = matrix(mem.k, w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
+        if plan.by_rows:
+            ds = ds.slice(WG * 64, 64, 1)
+        else:
+            k = k.slice(WG * plan.dq_columns, plan.dq_columns, 1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def write_ds(mem, ds_half, j, WG: gl.constexpr):
+    mem.ds.index((j & 1) * 2 + WG).store(ds_half)
+    fence_async_shared()
+    tell_ds(j, WG)
+
+
+@gluon.jit
+def here(x):
+    """x, of 16 bits; what is computed from it is computed after this, not as soon as x is there."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
