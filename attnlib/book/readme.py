@@ -1,6 +1,7 @@
 """The tables of README between its markers, from the records."""
 
 import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def _interval(row: dict, field: str) -> str:
     return "{:.3f} ({:.3f} to {:.3f})".format(*(row[field + end] for end in ("", "_low", "_high")))
 
 
+Lines = dict[str, dict[str, str | None]]
+
+
+def _cells(lines: Lines, call: str, columns: Iterable[str]) -> dict[str, str | None]:
+    """Those of a call's line, which has all columns; a new one is empty but for its name."""
+    return lines.setdefault(call, dict.fromkeys(columns) | {"call": call})
+
+
+def _shown(lines: Lines, columns: dict[str, str], table: records.Table) -> str:
+    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+
+
 def decode_table() -> str:
     """README's table of decoding: GB/s of keys and values in the record of `tests/gpu/time_decode.py`."""
     table = records.load(*DECODE, gpu=records.REFERENCE_GPU)
@@ -74,13 +87,11 @@ def decode_table() -> str:
         "attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "flashinfer": "FlashInfer",
         "flashinfer, xqa": "its XQA", "copy": "device copy",
     }  # fmt: skip
-    rows: dict[str, dict[str, str | None]] = {}
+    columns, lines = {"call": "Decoding, fp16, GB/s of keys and values", **impls}, {}
     for row in table.rows:
         if row["impl"] in impls and row["status"] == "ok":
-            cells = rows.setdefault(row["call"], {"call": row["call"], **dict.fromkeys(impls)})
-            cells[row["impl"]] = f"{row['gb_per_s']:.0f}"
-    columns = {"call": "Decoding, fp16, GB/s of keys and values", **impls}
-    return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+            _cells(lines, row["call"], columns)[row["impl"]] = f"{row['gb_per_s']:.0f}"
+    return _shown(lines, columns, table)
 
 
 def fp8_table() -> str:
@@ -92,16 +103,15 @@ def fp8_table() -> str:
     }  # fmt: skip
     columns = {"call": "FP8 (e4m3), TFLOP/s", **impls}
     columns |= {"error of attnlib fp8": "RMS error, FP8", "error of attnlib bf16": "bf16"}
-    rows: dict[str, dict[str, str | None]] = {}
+    lines: Lines = {}
     for row in table.rows:
         if row["status"] != "ok" or row["impl"] not in impls:
             continue
-        shape = Shape(*(row[name] for name in ("batch", "heads", "seqlen", "head_dim", "causal", "dtype")))
-        cells = rows.setdefault(shape.label, dict.fromkeys(columns) | {"call": shape.label})
+        cells = _cells(lines, Shape.of_row(row).label, columns)
         cells[row["impl"]] = f"{row['tflops']:.0f}"
         if "error of " + row["impl"] in columns:
             cells["error of " + row["impl"]] = f"{row['rms_error']:.1e}"
-    return f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+    return _shown(lines, columns, table)
 
 
 def approximate_tables() -> str:
@@ -124,17 +134,17 @@ def approximate_tables() -> str:
         columns = {"call": title, **impls}
         if where == DISTR:
             columns |= {f"error of {impl}": f"error, {impls[impl]}" for impl in impls if impl != "distr G4"}
-        rows: dict[str, dict[str, str | None]] = {}
+        lines: Lines = {}
         for row in table.rows:
             shape = Shape.of_row(row)
             wanted = row["impl"] in impls and shape.seqlen in lengths and shape.causal == (where == DISTR)
             if not wanted or row["status"] != "ok":
                 continue
-            cells = rows.setdefault(shape.label, dict.fromkeys(columns) | {"call": shape.label})
+            cells = _cells(lines, shape.label, columns)
             cells[row["impl"]] = f"{row['ms']:.3f}"
             if "error of " + row["impl"] in columns:
                 cells["error of " + row["impl"]] = f"{row['relative_error']:.3f}"
-        parts.append(f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*")
+        parts.append(_shown(lines, columns, table))
     return "\n\n".join(parts)
 
 
@@ -146,17 +156,16 @@ def distributed_table() -> str:
         "torch context_parallel, cuDNN, alltoall": "PyTorch, cuDNN",
     }  # fmt: skip
     columns = {"call": "Two GPUs, bf16 B1 H16 D128", "one": "one GPU, ms", **impls}
-    lines: dict[tuple[str, str], dict[str, str | None]] = {}
+    lines: Lines = {}
     for which in ("forward", "backward"):
         table = records.load(DISTRIBUTED, which, gpu=records.REFERENCE_GPU)
         for row in (row for row in table.rows + table.controls if row["status"] == "ok"):
-            cells = lines.setdefault((row["call"], which), dict.fromkeys(columns))
-            cells["call"] = f"{row['call']}, {which}"
+            cells = _cells(lines, f"{row['call']}, {which}", columns)
             if row["gpus"] == 1:
                 cells["one"] = f"{row['ms']:.4g}"
             elif row["impl"] in impls:
                 cells[row["impl"]] = f"{row['speedup']:.2f}x"
-    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+    return _shown(lines, columns, table)
 
 
 def sparse_tables() -> str:
@@ -170,14 +179,14 @@ def sparse_tables() -> str:
         columns = {"call": title, "attnlib": "attnlib", "FlexAttention": "FlexAttention"}
         if name == "blocks":
             columns["of_ideal"] = "attnlib, of the dense kernel times the part kept"
-        rows: dict[str, dict[str, str | None]] = {}
+        lines: Lines = {}
         for row in table.rows:
             if row["implementation"] in columns:
-                cells = rows.setdefault(row["call"], dict.fromkeys(columns) | {"call": row["call"]})
+                cells = _cells(lines, row["call"], columns)
                 cells[row["implementation"]] = f"{row[column]:{form}}"
                 if row["implementation"] == "attnlib" and name == "blocks":
                     cells["of_ideal"] = f"{row['of_ideal']:.0%}"
-        parts.append(f"{tables.markdown(list(rows.values()), columns)}\n\n*{table.gpu}, {table.date}*")
+        parts.append(_shown(lines, columns, table))
     return "\n\n".join(parts)
 
 
