@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import random
 import statistics
@@ -495,15 +494,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "backward": lambda: (run.backward() for run in runs if run.seqlen <= 2 * TOKENS),
     }
     header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
-    path = args.out or records.data_dir() / records.gpu_slug(header["gpu"]["name"]) / "sparse.json"
-    tables = json.loads(path.read_text())["tables"] if path.exists() else {}
-    measured = {"commit": header["commit"], "date": header["date"]}
+    path = records.report_path("sparse", header, args.out)
     for name in args.tables.split(","):
         rows: list[dict] = []
         for some in makers[name]():  # kept at once, in case the run is cut off
             rows += some
-            tables[name] = {"measured": measured, "rows": rows}
-            records.write_json(path, records.rounded({"schema": records.SCHEMA, **header, "tables": tables}))
+            records.add_table(path, header, name, rows)
     print(path)
     return int(not all(run.right for run in runs))
 
