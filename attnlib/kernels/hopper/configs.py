@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
 
 
@@ -40,14 +41,8 @@ class HopperConfig:
     l2_bytes: int = 16 << 20
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
-        """Query heads that advance together: a power of two times `group`, at most about `heads`.
-
-        heads: B * H; group: query heads of one key head; keys: S_k; width: columns of a tile. Two bytes each.
-        """
-        kv_heads, bytes_per_head = 1, 4 * keys * width
-        while 2 * kv_heads * group <= heads and 2 * kv_heads * bytes_per_head <= self.l2_bytes:
-            kv_heads *= 2
-        return kv_heads * group
+        """Query heads that advance together, see `l2_sections.query_heads`."""
+        return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
 # Found by measurement on an H200, causal and dense fp16 at 16384 tokens (docs/lab/hopper.md has the losers).

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
 
 
@@ -31,15 +32,8 @@ class HopperBackwardConfig:
     l2_bytes: int = 16 << 20
 
     def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
-        """Key/value heads that advance together: a power of two, at most about `heads`.
-
-        heads: B * H_kv; group: query heads of one of them; rows: S_q; width: columns of a tile. Q and dO have
-        two bytes for each element, the sums of dQ four.
-        """
-        chosen, bytes_per_head = 1, 8 * rows * width * group
-        while 2 * chosen <= heads and 2 * chosen * bytes_per_head <= self.l2_bytes:
-            chosen *= 2
-        return chosen
+        """Key/value heads that advance together, see `l2_sections.key_heads`."""
+        return l2_sections.key_heads(heads, group, rows, width, self.l2_bytes)
 
 
 _CHOSEN = {

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
 
 
@@ -40,15 +41,13 @@ class HopperSparseConfig:
     l2_bytes: int = 16 << 20
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
-        """Query heads that advance together: a power of two times `group`, at most about `heads`."""
-        kv_heads, bytes_per_head = 1, 4 * keys * width
-        while 2 * kv_heads * group <= heads and 2 * kv_heads * bytes_per_head <= self.l2_bytes:
-            kv_heads *= 2
-        return kv_heads * group
+        """Query heads that advance together, see `l2_sections.query_heads`."""
+        return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
-# Not measured. At D = 128 and 256 those of `kernels.hopper` for the same tile. At D = 64 that has tiles of
-# four warpgroups, which would have to take the steps of all their rows; here they are two pairs.
+# Chosen before they were measured (docs/lab/sparse.md), and not compared with others since. At D = 128 and
+# 256 those of `kernels.hopper` for the same tile. At D = 64 that has tiles of four warpgroups, which would
+# have to take the steps of all their rows; here they are two pairs.
 SHARED = HopperSparseConfig(
     64, 4, 64, pairs=2, joint=True, consumer_registers=112, producer_registers=32, max_registers=96
 )
@@ -95,15 +94,11 @@ class HopperSparseBackwardConfig:
     l2_bytes: int = 16 << 20
 
     def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
-        """Key/value heads that advance together: a power of two, at most about `heads`. Q and dO have two
-        bytes for each element, the sums of dQ four."""
-        chosen, bytes_per_head = 1, 8 * rows * width * group
-        while 2 * chosen <= heads and 2 * chosen * bytes_per_head <= self.l2_bytes:
-            chosen *= 2
-        return chosen
+        """Key/value heads that advance together, see `l2_sections.key_heads`."""
+        return l2_sections.key_heads(heads, group, rows, width, self.l2_bytes)
 
 
-# Not measured: those of `kernels.hopper`.
+# Not compared with others: those of `kernels.hopper`.
 _BACKWARD = {64: HopperSparseBackwardConfig(128, half_p=True), 128: HopperSparseBackwardConfig(64)}
 WIDEST_BACKWARD = max(_BACKWARD)
 """Head dimensions beyond it have a backward pass in plain Triton."""
