@@ -25,7 +25,7 @@ class Asked(NamedTuple):
         return self.params._replace(varlen=Varlen(cu_seqlens_q, cu_seqlens_k, *self.max_seqlens))
 
 
-class _Function(torch.autograd.Function):
+class Function(torch.autograd.Function):
     """Whose `apply` takes arguments in order, all of them: then nobody has to inspect the signature of
     `forward` at each call, which takes longer than everything else that autograd does."""
 
@@ -36,7 +36,7 @@ class _Function(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*torch._functorch.utils.unwrap_dead_wrappers(args))
 
 
-class Attention(_Function):
+class Attention(Function):
     """(out, LSE) of q, k, v. The LSE is a statistic: no gradient flows through it."""
 
     @staticmethod
@@ -68,12 +68,8 @@ class Attention(_Function):
         return _unfolded(size, batch, Attention.apply(q, k, v, None, None, asked)), (0, 0)
 
 
-class AttentionGradient(_Function):
-    """(dq, dk, dv)."""
-
-    @staticmethod
-    def forward(d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked: Asked):
-        return dispatch.backward(d_out, Saved(q, k, v, out, lse), asked.of(cu_seqlens_q, cu_seqlens_k))
+class Gradient(Function):
+    """A function that is itself a gradient, and can't be differentiated."""
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -86,6 +82,14 @@ class AttentionGradient(_Function):
     @staticmethod
     def jvp(ctx, *_):
         no_second_derivative()
+
+
+class AttentionGradient(Gradient):
+    """(dq, dk, dv)."""
+
+    @staticmethod
+    def forward(d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked: Asked):
+        return dispatch.backward(d_out, Saved(q, k, v, out, lse), asked.of(cu_seqlens_q, cu_seqlens_k))
 
     @staticmethod
     def vmap(info, in_dims, d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked: Asked):

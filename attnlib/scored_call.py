@@ -10,7 +10,7 @@ import torch
 
 from attnlib import dispatch
 from attnlib.arguments.tangents import no_forward_derivative
-from attnlib.autograd import _Function, no_second_derivative
+from attnlib.autograd import Function, Gradient
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Saved
 from attnlib.params import MaskWindow, Params
@@ -29,7 +29,11 @@ class Scored(NamedTuple):
         return self.params._replace(score=parts_of(own, q, k, bias_gradient))
 
 
-class ScoredAttention(_Function):
+def _not_mapped(info, in_dims, *args):
+    raise NotImplementedError("attention under torch.vmap with a score: not supported")
+
+
+class ScoredAttention(Function):
     """(out, LSE) of q, k, v, and the sinks and the bias of a score. No gradient flows through the LSE."""
 
     @staticmethod
@@ -57,12 +61,10 @@ class ScoredAttention(_Function):
     def jvp(ctx, *_):
         no_forward_derivative()
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        raise NotImplementedError("attention under torch.vmap with a score: not supported")
+    vmap = staticmethod(_not_mapped)
 
 
-class ScoredGradient(_Function):
+class ScoredGradient(Gradient):
     """(dq, dk, dv, dsinks, dbias), the last two None where there is none."""
 
     @staticmethod
@@ -72,21 +74,7 @@ class ScoredGradient(_Function):
         dsinks = None if dsinks is None else dsinks.to(sinks.dtype)
         return dq, dk, dv, dsinks, None if dbias is None else dbias.to(bias.dtype).reshape(bias.shape)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx, *_):
-        no_second_derivative()
-
-    @staticmethod
-    def jvp(ctx, *_):
-        no_second_derivative()
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        raise NotImplementedError("attention under torch.vmap with a score: not supported")
+    vmap = staticmethod(_not_mapped)
 
 
 def refuse_onlookers(symbols: bool, plain: bool) -> None:
