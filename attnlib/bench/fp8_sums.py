@@ -35,15 +35,20 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).double()
 
 
+def add(total: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """`total` and the products along the first dimension, each cut off KEPT bits below the largest."""
+    terms = torch.cat((total[None], products))
+    last = torch.exp2(terms.abs().amax(0).clamp_min(2.0**-126).log2().floor() - KEPT)
+    return (terms / last).trunc().sum(0) * last
+
+
 def product(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """p [rows, S] times v [S, D] as tensor cores add."""
     total = p.new_zeros(len(p), v.shape[1])
     for block in reversed(range(0, len(v), BLOCK)):
         for key in range(block, block + BLOCK, TOGETHER):
             keys = slice(key, key + TOGETHER)
-            terms = torch.cat((total[:, None], p[:, keys, None] * v[keys]), 1)  # [rows, 33, D]
-            last = torch.exp2(terms.abs().amax(1).clamp_min(2.0**-126).log2().floor() - KEPT)
-            total = (terms / last[:, None]).trunc().sum(1) * last
+            total = add(total, p[:, keys].mT[:, :, None] * v[keys][:, None])
     return total
 
 

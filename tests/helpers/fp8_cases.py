@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib.bench import fp8_sums
 from attnlib.kernels import fp8
 from attnlib.kernels.common.fp8 import Fp8, Recipe
 from attnlib.kernels.reference import fp8 as model
@@ -145,8 +146,6 @@ EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0*
 """Of an output's rounding; of float32 what accumulating on tensor cores may cost."""
 ACCUMULATED = 2.0**-11
 """Of the largest output, the error that tensor cores may make in each of the two sums."""
-KEPT = 13
-"""Bits that tensor cores keep of products of float8_e4m3fn, below the leading one of the largest."""
 SCRATCH = 1 << 24
 
 
@@ -168,13 +167,11 @@ def _wrong_sums(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return q.new_zeros(len(q))
     errors = []
     for rows in q.split(max(1, SCRATCH // (33 * len(k)))):
-        total = q.new_zeros(1, len(rows), len(k))
-        for columns in range(0, q.shape[1], 32):
-            part = slice(columns, columns + 32)
-            terms = torch.cat((total, rows.mT[part, :, None] * k.mT[part, None]))  # [33, rows, S_k]
-            last = torch.exp2(terms.abs().amax(0).clamp_min(2.0**-126).log2().floor() - KEPT)
-            total = (terms / last).trunc().sum(0, keepdim=True) * last
-        errors.append((total[0] - rows @ k.mT).abs().amax(1))
+        total = q.new_zeros(len(rows), len(k))
+        for columns in range(0, q.shape[1], fp8_sums.TOGETHER):
+            part = slice(columns, columns + fp8_sums.TOGETHER)
+            total = fp8_sums.add(total, rows.mT[part, :, None] * k.mT[part, None])  # [32, rows, S_k]
+        errors.append((total - rows @ k.mT).abs().amax(1))
     found = torch.cat(errors)
     # How much is cut off is chance. Of many keys the largest counts; of one for all, that of all rows does.
     return found.max().expand_as(found) if (k == k[:1]).all() else found
