@@ -1,5 +1,5 @@
-"""Attention on several GPUs, on torch.distributed. Context parallel: one sequence over ranks, which chapter 42
-builds and measures on two H200s. Tensor parallel: heads over ranks, in chapter 40."""
+"""Attention on several GPUs, on torch.distributed. Context parallel: one sequence over ranks, measured on two
+H200s in chapter 42. Tensor parallel: heads over ranks, in chapter 40."""
 
 from attnlib.distributed.api import attention, positions, shard, unshard
 from attnlib.distributed.output import row_parallel_output
