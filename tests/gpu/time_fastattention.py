@@ -9,9 +9,10 @@
 tiles or only those that are seen, by attnlib, and by PyTorch's backends with a mask tensor and with
 is_causal; cold L2, judged against fp64. `cooperative`: wall time of one layer's decoding, 32 query and 8 key
 heads of 128 columns: cache on the GPU, cache uploaded from pinned memory, cache in host memory and attention
-there; and rates of the bus and of host memory. `step`: eight such layers one after the other, some of them on the
-host. `all_reduce`: `attnlib.distributed.row_parallel_output` of a layer with 64 query and 8 key heads over
-all GPUs, by number and size of chunks, its parts alone beside it; `timeline`: rank 0's kernels of one call.
+there; and rates of the bus and of host memory. `step`: eight such layers one after the other, some of them
+on the host. `all_reduce`: `attnlib.distributed.row_parallel_output` of a layer with 64 query and 8 key heads
+over all GPUs, by number and size of chunks, its parts alone beside it; `timeline`: rank 0's kernels of one
+call.
 
 All that is compared takes turns, in an order that changes from round to round; a time is the median of the
 rounds, and one implementation runs twice, as a control. Status 0 when all results were right, 1 otherwise, 2
