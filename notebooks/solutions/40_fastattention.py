@@ -20,7 +20,7 @@ def window_tile(p_ptr, out_ptr, row, key, window, BLOCK_M: tl.constexpr, BLOCK_N
 
 
 def best_chunks(work, send, launch, latency, most):
-    """Six for the numbers of the text."""
+    """Eight for the numbers of the text."""
 
     def finish(count):
         computed = sent = 0.0
