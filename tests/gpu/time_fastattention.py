@@ -342,8 +342,10 @@ def layer_calls(length: int, own: list[torch.Tensor], short: bool) -> dict[str, 
         layer = output.Layer(through, params, output.spans_of(chunks, length))
         return lambda: output.forward(*own, layer)[0]
 
+    def name(count: int) -> str:
+        return f"{count} chunk" + "s" * (count > 1)
+
     result = torch.zeros(length, 1, OUTPUTS, device="cuda", dtype=torch.bfloat16)
-    name = "{} chunks".format
     calls = {COMPUTE: call(1, NoSum()), ALONE: lambda: links.sum(result).wait()}
     for count in CHUNKS[: 3 if short else None]:
         calls[name(count)] = call(count)
