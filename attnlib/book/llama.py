@@ -70,6 +70,7 @@ class Llama(nn.Module):
         super().__init__()
         self.shape, self.checkpointing, self.loss_rows = shape, checkpointing, loss_rows
         self.tokens = nn.Embedding(shape.vocab, shape.width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
         self.layers = nn.ModuleList(Layer(shape, attend) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)

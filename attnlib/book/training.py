@@ -67,7 +67,9 @@ SHAPES = {
 }
 
 
-ALLOWED = {"attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "layer"), "zero": (0, 1, 2, 3)}
+ALLOWED = {
+    "attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "layer"), "zero": (0, 1, 2, 3),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,12 +179,14 @@ def memory(shape: LlamaShape, how: Training) -> Memory:
 @dataclass(frozen=True)
 class Machine:
     """Rates of one GPU: TFLOP/s of products and of causal attention (forward, backward), GB/s of its memory
-    and of its link to the others. The defaults are round numbers for an H200; measure your own."""
+    and of its link to the others; ms that the host needs for a layer's launches, forward, backward and Adam,
+    without a compiler or a graph. The defaults are round numbers for an H200; measure your own."""
 
     products: float = 600.0
     attention: dict[str, tuple[float, float]] | None = None
     memory: float = 4000.0
     link: float = 150.0
+    host: float = 1.7
 
     def attends(self, how: Training) -> tuple[float, float]:
         rates = {"math": (20.0, 20.0), "sdpa": (430.0, 330.0), "attnlib": (620.0, 500.0)}
@@ -190,7 +194,8 @@ class Machine:
 
 
 def step_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
-    """ms of forward pass, backward pass and Adam. Elementwise work is counted by its bytes."""
+    """ms of forward pass, backward pass and Adam: the GPU's, or the host's where it can't keep up.
+    Elementwise work is counted by its bytes."""
     T, again = how.tokens, how.checkpointing == "layer"
     # A product forward; the gradient of its input; that of its weight unless it is frozen; the head twice.
     passes = 2 * (1 + 1 + (how.lora is None) + again)
@@ -206,7 +211,8 @@ def step_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
     elementwise = (2 + again) * 1.5 * kept_bytes / machine.memory / 1e6
     shard = how.gpus if how.zero else 1
     adam = how.trained(shape) * (HALF * 3 + 11 * FULL) / shard / machine.memory / 1e6
-    return products + attention + elementwise + adam + exchange_ms(shape, how, machine)
+    on_gpu = products + attention + elementwise + adam + exchange_ms(shape, how, machine)
+    return max(on_gpu, machine.host * shape.layers * (4 / 3 if again else 1))
 
 
 def exchange_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
