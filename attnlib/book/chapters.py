@@ -36,6 +36,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("34_entmax", "Entmax"),
     ("35_monarch", "MonarchAttention"),
     ("36_distr", "DistrAttention"),
+    ("37_exponentials", "Exponentials"),
     ("40_fastattention", "FastAttention's ideas"),
     ("42_context_parallel", "One sequence on several GPUs"),
 ]
