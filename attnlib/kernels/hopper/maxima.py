@@ -18,7 +18,7 @@ POOL = gl.constexpr(64)  # keys
 @gluon.jit
 def place_of_maxima(head, row, work, plan: gl.constexpr):
     """Where the maxima of a warpgroup's rows begin: (heads, blocks of keys, rows), rows padded to whole tiles
-    and blocks of keys to an even number."""
+    and blocks of keys to an even number. Within a head there are fewer than 2^31."""
     blocks = 2 * ((work.S_k + 2 * POOL - 1) // (2 * POOL))
     return work.maxima + head.to(gl.int64) * blocks * (work.num_m * plan.block_m) + row
 
@@ -28,7 +28,7 @@ def top_of_rows(s, first, qk_scale, maxima, work, plan: gl.constexpr):
     """The largest score of each row [64] of a block s [64, BLOCK_N], whose first key is `first`."""
     if plan.pooled:
         rows = work.num_m * plan.block_m
-        at = maxima + (first // POOL).to(gl.int64) * rows + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+        at = maxima + first // POOL * rows + gl.arange(0, 64, layout=plan.row_layout)  # [64]
         if plan.block_n == 2 * POOL:
             left, right = softmax.halves(s)  # [64, 64] twice
             left = gl.convert_layout(softmax.row_max(left), plan.row_layout)
@@ -37,7 +37,6 @@ def top_of_rows(s, first, qk_scale, maxima, work, plan: gl.constexpr):
             gl.store(at + rows, right * qk_scale)
             return gl.maximum(left, right)
         else:
-            gl.static_assert(plan.block_n == POOL)
             top = softmax.row_max(s)
             gl.store(at, top * qk_scale)
             return top

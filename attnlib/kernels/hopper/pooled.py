@@ -9,13 +9,13 @@ import torch
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Made, lse_for
 from attnlib.kernels.common.forward_plan import TENSORS
-from attnlib.kernels.common.launcher import Launches, Part
+from attnlib.kernels.common.launcher import LIMIT, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
 from attnlib.kernels.hopper import configuration, launch
 from attnlib.kernels.hopper.support import unsupported
 from attnlib.params import Params
 
-__all__ = ["forward", "maxima_shape", "unsupported"]
+__all__ = ["forward", "unsupported"]
 POOL = 64
 """Keys of which the largest score of a row is kept."""
 
@@ -24,10 +24,10 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, maxima) of a call without varlen sequences that `unsupported` has nothing against, no
-    argument empty. maxima: float32 of `maxima_shape`, of each row and 64 keys the largest score that the row
-    sees, times sm_scale * log2(e); undefined where it sees none of these keys.
+    argument empty. maxima: float32 (B, H, blocks of 64 keys, rows), both padded: of each row and 64 keys the
+    largest score that the row sees, times sm_scale * log2(e); undefined where it sees none of these keys.
 
-    ValueError if a length or the tiles are beyond 2^31.
+    ValueError if a length, the tiles or the maxima of a head are beyond 2^31.
     """
     index = q.get_device()
     if index != torch.cuda.current_device():  # Triton launches on the current device
@@ -59,13 +59,12 @@ def prepare(call: Signature) -> Plan:
     pointers = {**kernel.pointers, "maxima": Part("maxima")}
     kernel = replace(kernel, pointers=pointers, constants={"plan": plan_of(call)})
     B, H, _, S_q, S_k = call.dimensions()
+    blocks, block_m = 2 * -(-S_k // (2 * POOL)), 64 * call.config.warpgroups
+    rows = -(-S_q // block_m) * block_m
+    if blocks * rows >= LIMIT:
+        raise ValueError(f"q, k: expected fewer than 2^37 scores of a head, got {S_q} x {S_k}")
     launches = Launches([kernel], call.device, (*TENSORS, "maxima"))
-    return Plan(launches, plain.out, maxima_shape(B, H, S_q, S_k, 64 * call.config.warpgroups))
-
-
-def maxima_shape(B: int, H: int, S_q: int, S_k: int, block_m: int = 256) -> tuple[int, int, int, int]:
-    """Of what is kept; with the largest `block_m`, no less than it is."""
-    return B, H, 2 * -(-S_k // (2 * POOL)), -(-S_q // block_m) * block_m
+    return Plan(launches, plain.out, (B, H, blocks, rows))
 
 
 def plan_of(call: Signature):
