@@ -20,6 +20,7 @@ from attnlib.kernels import (
     entmax,
     fp8,
     hopper,
+    lists,
     merge,
     monarch,
     pool,
@@ -82,6 +83,10 @@ MONARCH = {"triton": monarch, "reference": reference_monarch}
 """The same for `attention_monarch`, which only an explicit `impl` leads to the reference: modules with
 unsupported(q, params) and forward(q, k, v, params), which returns the output; the reference has the matrix
 of weights, too. `params` is an `attnlib.params.MonarchParams`."""
+
+LISTERS = lists
+"""What makes the lists of a mask on its device: a module with unsupported(device) and lists_of_chosen(blocks,
+seqlen, units, step), which gives the tensors of `attnlib.block_mask.lists.Lists`."""
 
 POOLERS = {"triton": pool, "reference": reference_pool}
 """What pools the weights of `attention_pooled`: modules with
