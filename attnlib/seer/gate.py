@@ -48,8 +48,10 @@ class SeerGate(nn.Module):
         self.block, self.width, self.theta, self.decode = block, width, theta, decode
         group = heads // kv_heads
         maps, columns = (kv_heads, group * head_dim) if decode else (heads, head_dim)
-        self.q_map = nn.Parameter(torch.randn(maps, columns, width) / math.sqrt(columns))
-        self.k_map = nn.Parameter(torch.randn(kv_heads, 3 * head_dim, width) / math.sqrt(3 * head_dim))
+        # It begins with the products of mean queries and mean keys, seen through `width` random directions.
+        seen = nn.init.orthogonal_(torch.empty(head_dim, width))
+        self.q_map = nn.Parameter((seen.repeat(columns // head_dim, 1) * head_dim / columns).repeat(maps, 1, 1))
+        self.k_map = nn.Parameter(torch.cat([0 * seen, 0 * seen, seen]).repeat(kv_heads, 1, 1))
 
     def extra_repr(self) -> str:
         names = "heads", "kv_heads", "head_dim", "block", "width", "decode"
