@@ -22,6 +22,7 @@ from attnlib import BlockMask, attention, attention_pooled
 from attnlib.seer import SeerGate, mask_of, top, top_of_density
 
 DENSITIES = 0.05, 0.1, 0.2, 0.5
+SIGNIFICANT = 0.1
 CHOICES = "gate", "oracle", "random"
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q, k, v, q and k before rotary embeddings) -> the output of attention, all (B, H, N, D)."""
@@ -207,7 +208,8 @@ class Choosing:
     """Attention that chooses its blocks as it comes to them, and counts what it has found.
 
     choice: "gate", "oracle" (the largest of the pooled map), or "random". kept: parts of the blocks of the
-    triangle; found: parts of what the oracle keeps; mass: of the pooled map, in all rows.
+    triangle; found: of the blocks off the diagonal in which somebody's weight is SIGNIFICANT or more; mass:
+    of the sum of the pooled map.
     """
 
     def __init__(self, choice: str, density: float, gates: nn.ModuleList, setup: Setup) -> None:
@@ -227,12 +229,10 @@ class Choosing:
             scores = self.gates[number](q_before.float(), k_before.float())
         else:
             scores = truth if self.choice == "oracle" else torch.rand_like(truth).masked_fill(~below, -math.inf)
-        chosen, best = (top(x, count) & below for x in (scores, truth))
-        # Rows that have more blocks than they keep, and the blocks before their own: the others are no choice.
-        rows = torch.arange(n, device=q.device) >= count
-        free = rows[:, None] & below & ~torch.eye(n, dtype=torch.bool, device=q.device)
+        chosen = top(scores, count) & below
+        true = (pooled >= SIGNIFICANT) & ~torch.eye(n, dtype=torch.bool, device=q.device)
         self.kept.append(chosen.float().sum() / (chosen.shape[0] * chosen.shape[1] * n * (n + 1) / 2))
-        self.found.append((chosen & best & free).sum() / (best & free).sum().clamp_min(1))
+        self.found.append((chosen & true).sum() / true.sum().clamp_min(1))
         self.mass.append((pooled * chosen).sum() / pooled.sum())
         return attention(q, k, v, block_mask=mask_of(chosen, tokens, block))
 

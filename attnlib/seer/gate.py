@@ -77,16 +77,16 @@ class SeerGate(nn.Module):
         short; those of full blocks never change, so that decoding keeps them."""
         parts = [(x.amax(3), x.amin(3), x.mean(3)) for x in self._blocks(k)]
         pooled = torch.cat([torch.cat(part, -1) for part in parts], 2)  # (B, Hkv, n, 3 D)
-        return self._rotated(pooled.to(self.k_map.dtype) @ self.k_map, 0, 1)
+        return self._placed(pooled.to(self.k_map.dtype) @ self.k_map, 0, 1)
 
     def queries(self, q: torch.Tensor, first: int = 0) -> torch.Tensor:
         """(B, H, n, width) of queries (B, H, S, D); with `decode` (B, Hkv, S, width), of which the first is
         token number `first`."""
         if self.decode:
             joined = q.unflatten(1, (self.kv_heads, -1)).transpose(2, 3).flatten(3)  # (B, Hkv, S, group D)
-            return self._rotated(joined.to(self.q_map.dtype) @ self.q_map, first, self.block)
+            return self._placed(joined.to(self.q_map.dtype) @ self.q_map, first, self.block)
         pooled = torch.cat([x.mean(3) for x in self._blocks(q)], 2)
-        return self._rotated(pooled.to(self.q_map.dtype) @ self.q_map, 0, 1)
+        return self._placed(pooled.to(self.q_map.dtype) @ self.q_map, 0, 1)
 
     def loss(self, scores: torch.Tensor, pooled: torch.Tensor, skip: float = 0.25) -> torch.Tensor:
         """The mean over rows of KL(pooled / its row sum || softmax(scores)), in nats; without the first
@@ -103,8 +103,10 @@ class SeerGate(nn.Module):
         parts = [x[:, :, :whole].unflatten(2, (whole // self.block, self.block)), x[:, :, None, whole:]]
         return [part for part in parts if part.numel()]
 
-    def _rotated(self, x: torch.Tensor, first: int, tokens: int) -> torch.Tensor:
-        """With rotary embeddings, of rows that are `tokens` to a block; row 0 is number `first`."""
+    def _placed(self, x: torch.Tensor, first: int, tokens: int) -> torch.Tensor:
+        """Each row at a mean square of 1, whatever pooling has left of it, and with rotary embeddings, of rows
+        that are `tokens` to a block; row 0 is number `first`."""
+        x = nn.functional.rms_norm(x, (self.width,))
         half = self.width // 2
         place = (torch.arange(x.shape[2], device=x.device) + first) // tokens
         angle = place[:, None] * self.theta ** (-torch.arange(half, device=x.device) / half)
