@@ -38,20 +38,20 @@ class Setup:
 
     vocabulary: int = 16384
     width: int = 256
-    heads: int = 4
+    heads: int = 2
     layers: int = 2
     span: int = 256
     block: int = 128
     lessons: tuple[tuple[int, int, int], ...] = ((2048, 8, 300), (8192, 2, 100), (32768, 1, 60))
-    distilled: tuple[tuple[int, int], ...] = ((8192, 200), (32768, 60))
+    distilled: tuple[tuple[int, int], ...] = ((8192, 400), (32768, 60))
     lengths: tuple[int, ...] = (8192, 16384, 32768)
     texts: int = 2
     rate: float = 2e-3
 
 
 TINY = Setup(
-    vocabulary=512, width=64, heads=2, span=64, block=64, lessons=((256, 8, 60), (1024, 2, 10)),
-    distilled=((1024, 30),), lengths=(1024,), texts=1,
+    vocabulary=256, width=64, heads=1, layers=1, span=64, block=64, lessons=((256, 4, 30),),
+    distilled=((256, 1),), lengths=(384,), texts=1,
 )  # fmt: skip
 
 
