@@ -51,7 +51,7 @@ class Setup:
 
 TINY = Setup(
     vocabulary=256, width=64, heads=1, layers=1, span=64, block=64, lessons=((256, 4, 30),),
-    distilled=((256, 1),), lengths=(384,), texts=1,
+    distilled=((256, 1),), lengths=(256,), texts=1,
 )  # fmt: skip
 
 

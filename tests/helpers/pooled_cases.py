@@ -83,4 +83,5 @@ CASES = {
     "large": PooledCase(S=130, kind="large"),
     "sink": PooledCase(S=130, kind="sink", batch=2),
     "one": PooledCase(S=1),
+    "one key in the last block": PooledCase(S=1, keys=65, causal=False, heads=4),
 }

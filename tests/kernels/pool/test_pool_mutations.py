@@ -22,25 +22,20 @@ pytestmark = INTERPRETER_REMARKS
 MAP = "Tensor-likes are not close"
 EMULATED = {
     "two halves": PooledCase(S=70, keys=330, D=128, heads=2, kv_heads=2, impl="hopper"),
-    "more queries": PooledCase(S=300, keys=100, D=128, impl="hopper"),
 }
 
 SCORES = [
     Mutation("keys after the query count", "<= o_m[:, None] + (S_k - S_q) if", "< S_k + 0 * o_m[:, None] if",
              "causal", MAP),
     Mutation("keys past the end count", "else o_n[None, :] < S_k", "else o_n[None, :] < S_k + 64",
-             "dense, ragged", MAP),
+             "one key in the last block", MAP),
     Mutation("the smallest of a row is taken", "b_top = tl.max(tl.where(there, b_s, float(\"-inf\")), 1)",
              "b_top = tl.min(tl.where(there, b_s, float(\"inf\")), 1)", "causal", MAP),
     Mutation("the LSE is of another head", "lse_ptr + head.to(tl.int64) * S_q + o_m",
              "lse_ptr + 0 * head.to(tl.int64) * S_q + o_m", "causal", MAP),
-    Mutation("rows that see nothing have weight", 'tl.where(b_lse == float("-inf"), float("inf"), b_lse)',
-             'tl.where(b_lse == float("-inf"), 0.0, b_lse)', "more queries", MAP),
     Mutation("the last block is left out", "tl.cdiv(seen, BLOCK_N), num", "seen // BLOCK_N, num", "causal", MAP),
 ]  # fmt: skip
 MAXIMA = [
-    Mutation("a row reads what it does not see", "o_n[:, None] * UNIT <= last[None, :]",
-             "o_n[:, None] * UNIT <= last[None, :] + S_k", "more queries", MAP),
     Mutation("a unit too few is seen", "o_n[:, None] * UNIT <= last", "o_n[:, None] * UNIT + UNIT <= last",
              "two halves", MAP),
 ]  # fmt: skip
@@ -50,15 +45,13 @@ KEPT = [
              maxima),
     Mutation("scores are not scaled", "gl.store(at, left * qk_scale)", "gl.store(at, left)", "two halves", MAP,
              (), maxima),
-    Mutation("the softmax gets one half", "return gl.maximum(left, right)", "return left", "two halves", MAP, (),
-             maxima),
     Mutation("heads share their maxima", "head.to(gl.int64) * blocks", "0 * head.to(gl.int64) * blocks",
              "two halves", MAP, (), maxima),
 ]  # fmt: skip
 LISTS = [
     Mutation("the diagonal is not always seen", "below & (chosen | same)", "below & chosen", "128", "steps"),
     Mutation("a block that half the rows see counts as whole", "whole, some = a & b & c & d & ~diagonal",
-             "whole, some = (a | c) & b & d & ~diagonal", "64", "steps"),
+             "whole, some = a & b & d & ~diagonal", "64", "bits"),
     Mutation("words are of the mirrored tile", "+ 2 * b.to(tl.int32) + 4 * c.to(tl.int32)",
              "+ 2 * c.to(tl.int32) + 4 * b.to(tl.int32)", "64", "bits"),
     Mutation("the last tile is as any", "tl.where(last, 17, 15)", "15 + 0 * last.to(tl.int32)", "128", "bits"),
@@ -89,9 +82,9 @@ def test_kept_maxima(mutation):
 
 @pytest.mark.parametrize("mutation", LISTS, ids=str)
 def test_lists(mutation, tmp_path, monkeypatch):
-    blocks = torch.rand(1, 2, 5, 5, generator=torch.Generator().manual_seed(3)) < 0.4
+    blocks = torch.rand(1, 2, 11, 11, generator=torch.Generator().manual_seed(3)) < 0.6
     size = int(mutation.caught_by)
-    length = 5 * size - 30
+    length = 11 * size - 30
     mask = BlockMask.from_chosen(blocks, length, block_size=size)
     wanted = lists_of(mask._tiles, 128, columns=False)
 
