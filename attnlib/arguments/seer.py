@@ -36,7 +36,8 @@ def check_gate_call(gate, q, k) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
         if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != gate.head_dim or not x.numel():
             raise ValueError(
-                f"{name}: expected shape (B, {heads}, S, {gate.head_dim}) as the gate has, got {tuple(x.shape)}"
+                f"{name}: expected shape (B, {heads}, S, {gate.head_dim}) as the gate has, got "
+                f"{tuple(x.shape)}"
             )
         if x.device != gate.q_map.device:
             raise ValueError(f"{name}: expected device {gate.q_map.device} as the gate has, got {x.device}")
@@ -75,11 +76,18 @@ def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
     if not heads or q.shape[1] % heads:
         raise ValueError(f"k_cache: expected a number of heads that divides q's {q.shape[1]}, got {heads}")
     if v_cache.shape != k_cache.shape:
-        raise ValueError(f"v_cache: expected shape {tuple(k_cache.shape)} as k_cache has, got {tuple(v_cache.shape)}")
+        raise ValueError(
+            f"v_cache: expected shape {tuple(k_cache.shape)} as k_cache has, got {tuple(v_cache.shape)}"
+        )
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not x.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(x.stride())}")
-    if scores.dim() != 3 or tuple(scores.shape[:2]) != (B, heads) or not scores.numel() or S % scores.shape[2]:
+    if (
+        scores.dim() != 3
+        or tuple(scores.shape[:2]) != (B, heads)
+        or not scores.numel()
+        or S % scores.shape[2]
+    ):
         raise ValueError(
             f"scores: expected shape ({B}, {heads}, n), where n divides {S}, got {tuple(scores.shape)}"
         )

@@ -55,7 +55,9 @@ TINY = Setup(
 )  # fmt: skip
 
 
-def texts(setup: Setup, tokens: int, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def texts(
+    setup: Setup, tokens: int, count: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens [count, N], whether the next one is known [count, N - 1]) on the CPU."""
     half, span = tokens // 2, setup.span
     found = []
@@ -175,7 +177,10 @@ def distill(
             seen: list = []
             with torch.no_grad(), in_half(device):
                 model(text, watched(seen, setup), known)
-            loss = sum(gate.loss(gate(q.float(), k.float()), map_) for gate, (q, k, map_) in zip(gates, seen, strict=True))
+            loss = sum(
+                gate.loss(gate(q.float(), k.float()), map_)
+                for gate, (q, k, map_) in zip(gates, seen, strict=True)
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -228,7 +233,9 @@ class Choosing:
         if self.choice == "gate":
             scores = self.gates[number](q_before.float(), k_before.float())
         else:
-            scores = truth if self.choice == "oracle" else torch.rand_like(truth).masked_fill(~below, -math.inf)
+            scores = (
+                truth if self.choice == "oracle" else torch.rand_like(truth).masked_fill(~below, -math.inf)
+            )
         chosen = top(scores, count) & below
         true = (pooled >= SIGNIFICANT) & ~torch.eye(n, dtype=torch.bool, device=q.device)
         self.kept.append(chosen.float().sum() / (chosen.shape[0] * chosen.shape[1] * n * (n + 1) / 2))
@@ -238,9 +245,7 @@ class Choosing:
 
 
 @torch.no_grad()
-def evaluate(
-    model: CopyModel, gates: nn.ModuleList, setup: Setup, device: str
-) -> Iterator[dict[str, Any]]:
+def evaluate(model: CopyModel, gates: nn.ModuleList, setup: Setup, device: str) -> Iterator[dict[str, Any]]:
     """Rows: loss of the model at a length, with all keys and with chosen blocks."""
     for tokens in setup.lengths:
         given = [tuple(x.to(device) for x in texts(setup, tokens, 1, torch.Generator().manual_seed(100 + n)))
@@ -260,7 +265,9 @@ def evaluate(
                 yield row
 
 
-def quality(setup: Setup, device: str, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+def quality(
+    setup: Setup, device: str, say: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Any]]:
     """All of it."""
     start = time.perf_counter()
     model = train(setup, device, say)

@@ -42,13 +42,14 @@ class BlockMask:
 
     A block that is absent costs nothing, a full one needs no mask, and a partial one carries a bit for each
     element. Made once, on the device of the mask, and kept for all layers and steps that use it: making one
-    waits for the GPU, but for `from_chosen`. Positions are as they are: query i and key j are element (i, j), whatever the lengths.
+    waits for the GPU, but for `from_chosen`. Positions are as they are: query i and key j are element (i, j),
+    whatever the lengths.
 
         mask = BlockMask.from_function(lambda b, h, q, k: q >= k, 4096, 4096, device="cuda")
         out = attnlib.attention(q, k, v, block_mask=mask)
 
-    `from_blocks`, `from_chosen`, `from_csr`, `from_function`, `from_mask` and `from_torch` make one. A mask does not change
-    after that.
+    `from_blocks`, `from_chosen`, `from_csr`, `from_function`, `from_mask` and `from_torch` make one. A mask
+    does not change after that.
 
     Attributes:
         shape: (B, H, S_q, S_k); B and H are 1 where all batch elements, or heads, share one mask. H counts

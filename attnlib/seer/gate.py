@@ -50,7 +50,9 @@ class SeerGate(nn.Module):
         maps, columns = (kv_heads, group * head_dim) if decode else (heads, head_dim)
         # It begins with the products of mean queries and mean keys, seen through `width` random directions.
         seen = nn.init.orthogonal_(torch.empty(head_dim, width))
-        self.q_map = nn.Parameter((seen.repeat(columns // head_dim, 1) * head_dim / columns).repeat(maps, 1, 1))
+        self.q_map = nn.Parameter(
+            (seen.repeat(columns // head_dim, 1) * head_dim / columns).repeat(maps, 1, 1)
+        )
         self.k_map = nn.Parameter(torch.cat([0 * seen, 0 * seen, seen]).repeat(kv_heads, 1, 1))
 
     def extra_repr(self) -> str:
@@ -104,8 +106,8 @@ class SeerGate(nn.Module):
         return [part for part in parts if part.numel()]
 
     def _placed(self, x: torch.Tensor, first: int, tokens: int) -> torch.Tensor:
-        """Each row at a mean square of 1, whatever pooling has left of it, and with rotary embeddings, of rows
-        that are `tokens` to a block; row 0 is number `first`."""
+        """Each row at a mean square of 1, whatever pooling has left, and with rotary embeddings, of rows that
+        are `tokens` to a block; row 0 is number `first`."""
         x = nn.functional.rms_norm(x, (self.width,))
         half = self.width // 2
         place = (torch.arange(x.shape[2], device=x.device) + first) // tokens

@@ -21,16 +21,23 @@ def check_pool_keys(pool_keys: Callable) -> None:
             found = pool_keys(k)
         parts = [x.float() for x in k.split(64, 2)]
         truth = torch.stack([torch.cat([x.amax(2), x.amin(2), x.mean(2)], -1) for x in parts], 2)
-        assert found.shape == truth.shape, f"S={S}: expected shape {tuple(truth.shape)}, got {tuple(found.shape)}"
+        assert found.shape == truth.shape, (
+            f"S={S}: expected shape {tuple(truth.shape)}, got {tuple(found.shape)}"
+        )
         for name, one, other in zip(("largest", "smallest", "mean"), found.chunk(3, -1), truth.chunk(3, -1),
                                     strict=True):  # fmt: skip
             error = (one - other).abs().max().item()
             assert error <= 1e-5, f"S={S}, keys around {shift:g}: the {name} is off by {error:.1e}"
 
 
-def check_mean_pooled(attend: Callable) -> None:
+def check_mean_pooled_attention(attend: Callable) -> None:
     """Output and map against fp64: several blocks, a short last one, scores in the hundreds."""
-    for S, causal, kind in ((128, True, "normal"), (150, False, "normal"), (140, True, "large"), (1, True, "normal")):
+    for S, causal, kind in (
+        (128, True, "normal"),
+        (150, False, "normal"),
+        (140, True, "large"),
+        (1, True, "normal"),
+    ):
         shape = Shape(1, 2, S, 32, causal)
         q, k, v = make_inputs(shape, kind, device=lesson.device())
         with np.errstate(all="ignore"):
@@ -46,7 +53,9 @@ def check_mean_pooled(attend: Callable) -> None:
         truth = torch.stack([
             torch.stack([x.sum(3).mean(2) for x in rows.split(64, 3)], -1) for rows in weights
         ], 2)  # fmt: skip
-        assert found.shape == (1, 2, n, n), f"{case}: expected a map (1, 2, {n}, {n}), got {tuple(found.shape)}"
+        assert found.shape == (1, 2, n, n), (
+            f"{case}: expected a map (1, 2, {n}, {n}), got {tuple(found.shape)}"
+        )
         error = (found - truth).abs().max().item()
         assert error <= 1e-4, f"{case}: the map is off by {error:.1e}"
 

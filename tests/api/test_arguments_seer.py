@@ -25,7 +25,8 @@ BLOCK, IMPL = "block: expected 64 or 128, got", "impl: expected 'hopper', 'trito
 POOLED = [
     ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
     ({"q": zeros(4, 70, 16)}, ValueError, "q: expected 4 dimensions (B, H, S, D), got shape (4, 70, 16)"),
-    ({"k": zeros(2, 3, 70, 16), "v": zeros(2, 3, 70, 16)}, ValueError, "k: expected a number of heads that divides q's 4, got 3"),
+    ({"k": zeros(2, 3, 70, 16), "v": zeros(2, 3, 70, 16)}, ValueError,
+     "k: expected a number of heads that divides q's 4, got 3"),
     ({"v": zeros(2, 2, 71, 16)}, ValueError, "v: expected shape (2, 2, 70, 16) as k has, got (2, 2, 71, 16)"),
     ({"block": 64.0}, TypeError, f"{BLOCK} float"),
     ({"block": True}, TypeError, f"{BLOCK} bool"),
@@ -42,8 +43,8 @@ CHOSEN = {"blocks": torch.ones(2, 3, 2, 2, dtype=torch.bool), "seqlen": 200}
 MASK = [
     ({"blocks": [True]}, TypeError, "blocks: expected a torch.Tensor, got list"),
     ({"blocks": zeros(2, 2)}, TypeError, "blocks: expected dtype bool, got torch.float16"),
-    ({"seqlen": 300}, ValueError, "blocks: expected shape (B, H, 3, 3) or (3, 3) for 300 queries and 300 keys in "
-     "blocks of 128 x 128, got (2, 3, 2, 2)"),
+    ({"seqlen": 300}, ValueError, "blocks: expected shape (B, H, 3, 3) or (3, 3) for 300 queries and 300 "
+     "keys in blocks of 128 x 128, got (2, 3, 2, 2)"),
     ({"block_size": 64.0}, TypeError, "block_size: expected 64 or 128, got float"),
     ({"block_size": 192}, ValueError, "block_size: expected 64 or 128, got 192"),
 ]  # fmt: skip
@@ -63,7 +64,8 @@ CALL = [
     ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
     ({"q": torch.zeros(2, 2, 70, 16)}, ValueError,
      "q: expected shape (B, 4, S, 16) as the gate has, got (2, 2, 70, 16)"),
-    ({"k": torch.zeros(2, 2, 70, 16, device="meta")}, ValueError, "k: expected device cpu as the gate has, got meta"),
+    ({"k": torch.zeros(2, 2, 70, 16, device="meta")}, ValueError,
+     "k: expected device cpu as the gate has, got meta"),
     ({"k": torch.zeros(2, 2, 71, 16)}, ValueError,
      "k: expected batch size 2 and 70 tokens as q has, got 2 and 71"),
 ]  # fmt: skip
@@ -81,12 +83,19 @@ DENSITY = [
 ]
 
 CACHE = zeros(2, 2, 256, 16)
-DECODED = {"q": zeros(2, 4, 1, 16), "k_cache": CACHE, "v_cache": CACHE, "scores": torch.zeros(2, 2, 4), "count": 2}
+DECODED = {
+    "q": zeros(2, 4, 1, 16),
+    "k_cache": CACHE,
+    "v_cache": CACHE,
+    "scores": torch.zeros(2, 2, 4),
+    "count": 2,
+}
 DECODE = [
     ({"q": 1}, TypeError, "q: expected a torch.Tensor, got int"),
     ({"q": zeros(2, 4, 2, 16)}, ValueError, "q: expected shape (2, H, 1, D) for 2 caches, got (2, 4, 2, 16)"),
     ({"q": zeros(2, 3, 1, 16)}, ValueError, "k_cache: expected a number of heads that divides q's 3, got 2"),
-    ({"k_cache": CACHE[0]}, ValueError, "k_cache: expected 4 dimensions (B, H, S, D), got shape (2, 256, 16)"),
+    ({"k_cache": CACHE[0]}, ValueError,
+     "k_cache: expected 4 dimensions (B, H, S, D), got shape (2, 256, 16)"),
     ({"v_cache": CACHE[:, :1]}, ValueError, "v_cache: expected shape (2, 2, 256, 16) as k_cache has, got "
      "(2, 1, 256, 16)"),
     ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError,
@@ -101,8 +110,10 @@ DECODE = [
 
 GIVEN = {"scores": torch.zeros(3, 3), "count": 2}
 TABLES = [
-    (attention_pooled, GOOD, POOLED), (BlockMask.from_chosen, CHOSEN, MASK), (SeerGate(**MADE).forward, CALLED, CALL),
-    (top, GIVEN, TOP), (top_of_density, {"blocks": 4, "density": 0.5}, DENSITY), (decode_chosen, DECODED, DECODE),
+    (attention_pooled, GOOD, POOLED), (BlockMask.from_chosen, CHOSEN, MASK),
+    (SeerGate(**MADE).forward, CALLED, CALL),
+    (top, GIVEN, TOP), (top_of_density, {"blocks": 4, "density": 0.5}, DENSITY),
+    (decode_chosen, DECODED, DECODE),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""attention_pooled() compiled for sm_90: the Hopper forward kernel that keeps maxima, and the pooling kernels."""
+"""attention_pooled() compiled for sm_90: the Hopper forward kernel that keeps maxima."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def compile_case(case: tuple[str, bool]) -> Stats:
     width, config = int(name.split()[0]), CONFIGS[name]
     shape = (2, 4, 4096, width)
     window = MaskWindow(None, 0 if causal else None)
-    call = Signature(
-        shape, shape, (None,) * 3, torch.float16, 0, window, 0.1, None, True, config
-    )
+    call = Signature(shape, shape, (None,) * 3, torch.float16, 0, window, 0.1, None, True, config)
     types = {
         name: f"tensordesc<fp16{list(found.block)},{found.layout!r}>"
         for name, found in launch.descriptors((None,) * 4, width, config, torch.float16, False).items()

@@ -16,9 +16,12 @@ from attnlib.seer import SeerGate, decode_chosen, mask_of, top
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 FORMS = [  # D, dtype, causal, query heads of a key head, implementation
-    (64, "float16", True, 1, "hopper"), (64, "bfloat16", False, 2, "hopper"), (128, "float16", True, 2, "hopper"),
-    (128, "bfloat16", True, 1, "hopper"), (128, "float16", False, 1, "hopper"), (256, "bfloat16", True, 1, "hopper"),
-    (80, "float16", True, 1, "hopper"), (64, "float16", True, 2, "triton"), (128, "bfloat16", False, 1, "triton"),
+    (64, "float16", True, 1, "hopper"), (64, "bfloat16", False, 2, "hopper"),
+    (128, "float16", True, 2, "hopper"),
+    (128, "bfloat16", True, 1, "hopper"), (128, "float16", False, 1, "hopper"),
+    (256, "bfloat16", True, 1, "hopper"),
+    (80, "float16", True, 1, "hopper"), (64, "float16", True, 2, "triton"),
+    (128, "bfloat16", False, 1, "triton"),
     (32, "float32", True, 1, "triton"),
 ]  # fmt: skip
 EACH = 30
@@ -145,13 +148,17 @@ def test_decode_chosen(device):
                        kv_heads=heads, batch=B)  # fmt: skip
         q, k, v = case.tensors(device)
         scores, count = torch.rand(B, heads, n, device=device), draw.choice([1, 2, 7, n])
-        lengths = torch.tensor([draw.randrange(1, n * size + 1) for _ in range(B)], dtype=torch.int32).to(device)
+        lengths = torch.tensor([draw.randrange(1, n * size + 1) for _ in range(B)], dtype=torch.int32).to(
+            device
+        )
         out = decode_chosen(q, k, v, scores, count, lengths=lengths)
         newest = (lengths - 1)[:, None, None] // size
         place = torch.arange(n, device=device)
         ranked = scores.masked_fill(place >= newest, -1.0)
         rank = ranked.argsort(-1, descending=True).argsort(-1)
         kept = ((rank < count - 1) & (place < newest)) | (place == newest)
-        seen = kept.repeat_interleave(size, -1) & (torch.arange(n * size, device=device) < lengths[:, None, None])
+        seen = kept.repeat_interleave(size, -1) & (
+            torch.arange(n * size, device=device) < lengths[:, None, None]
+        )
         mask = seen.repeat_interleave(group, 1)[:, :, None]
         Oracle(q, k, v, mask=mask).judge(out).raise_if_bad(f"draw {seed}")

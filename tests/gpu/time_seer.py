@@ -231,7 +231,9 @@ def decode_rows(case: tuple[int, int], setting: Setting) -> Iterator[dict[str, A
         chosen[..., -1] = torch.inf
         blocks = chosen >= chosen.topk(count, -1).values[..., -1:]
         call = lambda count=count: decode_chosen(q, k, v, scores, count)  # noqa: E731
-        runs.append(Run(f"chosen, {sparsity}", shape, captured(call), DecodeJudge(q, k, v, blocks), count / n))
+        runs.append(
+            Run(f"chosen, {sparsity}", shape, captured(call), DecodeJudge(q, k, v, blocks), count / n)
+        )
     gate = SeerGate(HEADS, KEY_HEADS, WIDTH, block=PAGE, decode=True).to(DEVICE, torch.float16)
     keys = gate.keys(k)
     call = captured(lambda: gate.queries(q, length - 1) @ keys.mT)
@@ -260,7 +262,9 @@ class DecodeJudge(Judge):
 
 
 def quality_rows(_: Any, setting: Setting) -> Iterator[dict[str, Any]]:
-    for row in seer_quality.quality(seer_quality.Setup(), DEVICE, lambda text: print("   ", text, flush=True)):
+    for row in seer_quality.quality(
+        seer_quality.Setup(), DEVICE, lambda text: print("   ", text, flush=True)
+    ):
         yield row | {"status": "ok" if row["loss"] == row["loss"] else "wrong"}
 
 

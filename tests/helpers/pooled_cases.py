@@ -68,7 +68,9 @@ def check(case: PooledCase, device: str = "cpu") -> None:
     Oracle(q, k, v, case.causal, sm_scale=case.sm_scale).judge(out).raise_if_bad(str(case))
     truth = pooled_fp64(q, k, case)
     assert found.dtype == torch.float32 and found.shape == truth.shape
-    torch.testing.assert_close(found.double(), truth, rtol=RELATIVE, atol=ABSOLUTE, msg=lambda text: f"{case}: {text}")
+    torch.testing.assert_close(
+        found.double(), truth, rtol=RELATIVE, atol=ABSOLUTE, msg=lambda text: f"{case}: {text}"
+    )
 
 
 CASES = {

@@ -1,5 +1,5 @@
 """The largest score of each row and 64 keys, kept by the forward Hopper kernel while it goes over them
-(`PooledPlan`): what is left of attention's weights when they are pooled, as soon as the LSE of a row is known.
+(`PooledPlan`): all that a pooled map of the weights needs, as soon as the LSE of the rows is known.
 
 A block of scores lies in registers, and the softmax needs its largest one in each row anyway. Of 128 keys the
 kernel takes that of the left half and that of the right half; the larger one goes on to the softmax, so that

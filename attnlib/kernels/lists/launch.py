@@ -39,7 +39,9 @@ def lists_of_chosen(
     steps, bits = torch.empty(most, **whole), torch.empty(most, **whole)
     given = blocks.view(torch.uint8), counts, starts, steps, bits
     for write in (False, True):
-        launches = _prepare(rows, blocks.shape[-1], -(-seqlen // 64), tiles, units, halves, write, blocks.get_device())
+        launches = _prepare(
+            rows, blocks.shape[-1], -(-seqlen // 64), tiles, units, halves, write, blocks.get_device()
+        )
         launches(*given)
         if not write:
             torch.cumsum(counts[0].view(-1), 0, out=starts[1:])
@@ -48,7 +50,9 @@ def lists_of_chosen(
 
 
 @lru_cache(PREPARED)
-def _prepare(rows: int, blocks: int, units_down: int, tiles: int, units: int, halves: int, write: bool, index: int):
+def _prepare(
+    rows: int, blocks: int, units_down: int, tiles: int, units: int, halves: int, write: bool, index: int
+):
     launch = Launch(
         KERNEL,
         (rows, 1, 1),

@@ -42,8 +42,10 @@ def chosen_lists(
     for first in range(0, (tile + 1) * HALVES, CHUNK):
         step = first + tl.arange(0, CHUNK)  # [CHUNK]
         column = step // HALVES * 2  # the tile's first unit of keys
-        a, b = (_seen(blocks_ptr, top, column, blocks, UNITS), _seen(blocks_ptr, top, column + 1, blocks, UNITS))
-        c, d = (_seen(blocks_ptr, low, column, blocks, UNITS), _seen(blocks_ptr, low, column + 1, blocks, UNITS))
+        a = _seen(blocks_ptr, top, column, blocks, UNITS)
+        b = _seen(blocks_ptr, top, column + 1, blocks, UNITS)
+        c = _seen(blocks_ptr, low, column, blocks, UNITS)
+        d = _seen(blocks_ptr, low, column + 1, blocks, UNITS)
         diagonal = column == top
         if HALVES == 2:
             right = step % 2 == 1
@@ -59,8 +61,9 @@ def chosen_lists(
             code = a.to(tl.int32) + 2 * b.to(tl.int32) + 4 * c.to(tl.int32) + 8 * d.to(tl.int32)
             last = 2 * tile + 2 >= units
             code = tl.where(diagonal, tl.where(last, 17, 15) + (c & (low > top)).to(tl.int32), code)
-            at = tl.where(whole, full + tl.cumsum(whole.to(tl.int32), 0), partial + tl.cumsum(cut.to(tl.int32), 0))
-            at += place - 1
+            of_whole = full + tl.cumsum(whole.to(tl.int32), 0)
+            of_cut = partial + tl.cumsum(cut.to(tl.int32), 0)
+            at = place - 1 + tl.where(whole, of_whole, of_cut)
             tl.store(steps_ptr + at, step, mask=some)
             tl.store(bits_ptr + at, tl.where(whole, -1, 2 * code + (step % HALVES)), mask=some)
         full += tl.sum(whole.to(tl.int32), 0)

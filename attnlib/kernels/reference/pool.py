@@ -14,7 +14,7 @@ def of_scores(
 ) -> torch.Tensor:
     """The largest weight exp(score - LSE) of each unit of 64 queries by 64 keys, (B, H, units of queries,
     units of keys) float32; 0 where nothing is seen."""
-    (B, H, S_q, _), S_k = q.shape, k.shape[2]
+    (_, H, S_q, _), S_k = q.shape, k.shape[2]
     k = k.repeat_interleave(H // k.shape[1], 1)
     scores = sm_scale * q.double() @ k.double().mT
     if causal:
