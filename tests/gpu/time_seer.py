@@ -9,8 +9,8 @@ attention that also gives the pooled map, by maxima that the forward kernel keep
 beside the dense kernel. `prefill`: the block-sparse engine under random causal masks of 128 x 128 blocks, at
 one sparsity also of 64 x 64; `whole, 0.9` begins with queries and keys: gate, choice, mask, attention.
 `parts`: what gate, choice and lists take by themselves. `decode`: one token, 32 heads on 8 key heads, against
-blocks of 64 that each key head chose, beside the whole cache. `quality`: a small model that copies, its gates,
-recall and loss (`attnlib.bench.seer_quality`). `share` is the part of the causal blocks that are kept.
+blocks of 64 that each key head chose, and against the whole cache. `quality`: a small model that copies, its
+gates, recall and loss (`attnlib.bench.seer_quality`). `share` is the part of the causal blocks that are kept.
 
 All that is compared is timed in the same shuffled rounds, cold L2, with a control row. What has many short
 kernels (`whole`, `parts`, `decode`) is replayed from CUDA graphs. Outputs are judged

@@ -11,8 +11,8 @@ from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 
 RELATIVE, ABSOLUTE = 2e-3, 1e-6
-"""Of a weight: its score and the LSE of its row are rounded in float32, by some 1e-7 of their magnitude, which
-is up to thousands where inputs are large."""
+"""Of a weight: its score and the LSE of its row are rounded in float32, by some 1e-7 of their magnitude,
+which is up to thousands where inputs are large."""
 
 
 @dataclass(frozen=True)

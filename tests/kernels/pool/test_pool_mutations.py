@@ -33,7 +33,8 @@ SCORES = [
              "b_top = tl.min(tl.where(there, b_s, float(\"inf\")), 1)", "causal", MAP),
     Mutation("the LSE is of another head", "lse_ptr + head.to(tl.int64) * S_q + o_m",
              "lse_ptr + 0 * head.to(tl.int64) * S_q + o_m", "causal", MAP),
-    Mutation("the last block is left out", "tl.cdiv(seen, BLOCK_N), num", "seen // BLOCK_N, num", "causal", MAP),
+    Mutation("the last block is left out", "tl.cdiv(seen, BLOCK_N), num", "seen // BLOCK_N, num", "causal",
+             MAP),
 ]  # fmt: skip
 MAXIMA = [
     Mutation("a unit too few is seen", "o_n[:, None] * UNIT <= last", "o_n[:, None] * UNIT + UNIT <= last",
@@ -41,10 +42,10 @@ MAXIMA = [
 ]  # fmt: skip
 KEPT = [
     Mutation("the halves are swapped", "gl.store(at, left * qk_scale)", "gl.store(at, right * qk_scale)",
-             "two halves", MAP, (("gl.store(at + rows, right * qk_scale)", "gl.store(at + rows, left * qk_scale)"),),
-             maxima),
-    Mutation("scores are not scaled", "gl.store(at, left * qk_scale)", "gl.store(at, left)", "two halves", MAP,
-             (), maxima),
+             "two halves", MAP,
+             (("gl.store(at + rows, right * qk_scale)", "gl.store(at + rows, left * qk_scale)"),), maxima),
+    Mutation("scores are not scaled", "gl.store(at, left * qk_scale)", "gl.store(at, left)", "two halves",
+             MAP, (), maxima),
     Mutation("heads share their maxima", "head.to(gl.int64) * blocks", "0 * head.to(gl.int64) * blocks",
              "two halves", MAP, (), maxima),
 ]  # fmt: skip
@@ -54,7 +55,8 @@ LISTS = [
              "whole, some = a & b & d & ~diagonal", "64", "bits"),
     Mutation("words are of the mirrored tile", "+ 2 * b.to(tl.int32) + 4 * c.to(tl.int32)",
              "+ 2 * c.to(tl.int32) + 4 * b.to(tl.int32)", "64", "bits"),
-    Mutation("the last tile is as any", "tl.where(last, 17, 15)", "15 + 0 * last.to(tl.int32)", "128", "bits"),
+    Mutation("the last tile is as any", "tl.where(last, 17, 15)", "15 + 0 * last.to(tl.int32)", "128",
+             "bits"),
 ]  # fmt: skip
 
 
