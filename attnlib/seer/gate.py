@@ -33,9 +33,11 @@ class SeerGate(nn.Module):
         heads, kv_heads, head_dim: of the queries and keys.
         block: tokens of a block, 64 or 128.
         width: of what is compared.
-        theta: of the rotary embeddings.
+        theta: of the rotary embeddings, 10000.
         decode: one score for each query and key head.
     """
+
+    theta = 10000.0
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, *, block: int = 128, width: int | None = None,
@@ -45,7 +47,7 @@ class SeerGate(nn.Module):
         width = head_dim if width is None else width
         check_gate(heads, kv_heads, head_dim, block, width)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.block, self.width, self.theta, self.decode = block, width, theta, decode
+        self.block, self.width, self.decode = block, width, decode
         group = heads // kv_heads
         maps, columns = (kv_heads, group * head_dim) if decode else (heads, head_dim)
         # It begins with the products of mean queries and mean keys, seen through `width` random directions.
