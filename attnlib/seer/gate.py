@@ -41,7 +41,7 @@ class SeerGate(nn.Module):
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, *, block: int = 128, width: int | None = None,
-        theta: float = 10000.0, decode: bool = False,
+        decode: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         width = head_dim if width is None else width

@@ -25,7 +25,8 @@ def test_prefill(small, block):
     q, k, v = make_inputs(Shape(1, 2, 512, 16, True), device="cpu")
     blocks = time_seer.random_blocks(512, block, 0.5)
     judge = time_seer.Judge(q, k, v, blocks, block)
-    out = attention(q, k, v, block_mask=BlockMask.from_chosen(blocks, 512, block_size=block), impl="reference")
+    mask = BlockMask.from_chosen(blocks, 512, block_size=block)
+    out = attention(q, k, v, block_mask=mask, impl="reference")
     assert judge.reason(out) is None
     assert "error" in judge.reason(attention(q, k, v, causal=True, impl="reference"))
     below = torch.ones(blocks.shape[2:], dtype=torch.bool).tril()

@@ -136,7 +136,8 @@ def run_calls(part: int, parts: int) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
     done = 0
     for call in islice(calls(), part, None, parts):
-        run = {DecodeCall: run_decoding, EntmaxCall: run_entmax, PooledCall: run_pooled}.get(type(call), run_training)
+        others = {DecodeCall: run_decoding, EntmaxCall: run_entmax, PooledCall: run_pooled}
+        run = others.get(type(call), run_training)
         results = run(call)
         for result in results:
             if not result.detach().cpu().isfinite().all():
