@@ -9,6 +9,7 @@ from attnlib.api import (
     attention_fp8,
     attention_fp8_varlen,
     attention_monarch,
+    attention_pooled,
     attention_varlen,
     explain,
     monarch_matrix,
@@ -20,6 +21,6 @@ from attnlib.scores import Score
 __all__ = [
     "BlockMask", "Fp8", "S2Pattern", "Score", "__version__", "attention", "attention_decode",
     "attention_distr", "attention_entmax", "attention_fp8", "attention_fp8_varlen", "attention_monarch",
-    "attention_varlen", "explain", "monarch_matrix", "quantize_fp8",
+    "attention_pooled", "attention_varlen", "explain", "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -6,9 +6,10 @@ from attnlib.api.entmax import attention_entmax
 from attnlib.api.exact import Choice, attention, attention_varlen, explain
 from attnlib.api.fp8 import Fp8, attention_fp8, attention_fp8_varlen, quantize_fp8
 from attnlib.api.monarch import attention_monarch, monarch_matrix
+from attnlib.api.pooled import attention_pooled
 
 __all__ = [
     "Choice", "Fp8", "attention", "attention_decode", "attention_distr", "attention_entmax",
-    "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_varlen", "explain",
-    "monarch_matrix", "quantize_fp8",
+    "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_pooled", "attention_varlen",
+    "explain", "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip

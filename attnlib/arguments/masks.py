@@ -21,6 +21,13 @@ def check_block_size(block_size) -> tuple[int, int]:
     return tuple(size)
 
 
+def check_chosen_size(block_size) -> None:
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"block_size: expected 64 or 128, got {type_name(block_size)}")
+    if block_size not in (UNIT, 2 * UNIT):
+        raise ValueError(f"block_size: expected 64 or 128, got {block_size}")
+
+
 def check_lengths(seqlen_q, seqlen_k) -> tuple[int, int]:
     for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
         if isinstance(length, bool) or not isinstance(length, int):

@@ -12,6 +12,7 @@ import torch
 
 from attnlib.arguments import masks as checks
 from attnlib.block_mask import tiles as tiling
+from attnlib.block_mask.chosen import SLOTS, Chosen
 from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
 from attnlib.block_mask.lists import Lists, lists_of
 from attnlib.block_mask.tiles import ABSENT, FULL, PARTIAL, TILE, UNIT, Grid, Tiles
@@ -41,13 +42,14 @@ class BlockMask:
 
     A block that is absent costs nothing, a full one needs no mask, and a partial one carries a bit for each
     element. Made once, on the device of the mask, and kept for all layers and steps that use it: making one
-    waits for the GPU. Positions are as they are: query i and key j are element (i, j), whatever the lengths.
+    waits for the GPU, but for `from_chosen`. Positions are as they are: query i and key j are element (i, j),
+    whatever the lengths.
 
         mask = BlockMask.from_function(lambda b, h, q, k: q >= k, 4096, 4096, device="cuda")
         out = attnlib.attention(q, k, v, block_mask=mask)
 
-    `from_blocks`, `from_csr`, `from_function`, `from_mask` and `from_torch` make one. A mask does not change
-    after that.
+    `from_blocks`, `from_chosen`, `from_csr`, `from_function`, `from_mask` and `from_torch` make one. A mask
+    does not change after that.
 
     Attributes:
         shape: (B, H, S_q, S_k); B and H are 1 where all batch elements, or heads, share one mask. H counts
@@ -55,9 +57,11 @@ class BlockMask:
         device: of its tensors, which has to be that of the queries.
     """
 
-    def __init__(self, tiles: Tiles, grid: Grid) -> None:
-        """For the functions that make one, and `within`."""
-        self._tiles, self._grid = tiles, grid
+    def __init__(self, tiles: Tiles | None, grid: Grid, chosen: Chosen | None = None) -> None:
+        """For the functions that make one, and `within`. The tiles, or the choice that they follow from."""
+        self._grid, self._chosen = grid, chosen
+        if tiles is not None:
+            self._tiles = tiles
         self._lists: dict[tuple[int, bool], Lists] = {}
         self._within: dict[MaskWindow, BlockMask] = {}
         self.shape, self.device = tuple(grid[:4]), grid.device
@@ -78,6 +82,19 @@ class BlockMask:
         blocks = checks.check_blocks(blocks, seqlen_q, seqlen_k, size)
         kinds = blocks.to(torch.int8) * FULL
         return cls._of_kinds(kinds, None, size, _grid_of(blocks, seqlen_q, seqlen_k))
+
+    @classmethod
+    def from_chosen(cls, blocks: torch.Tensor, seqlen: int, *, block_size: int = 128) -> BlockMask:
+        """The causal mask of a sequence with itself that sees the chosen blocks, bool (B, H, n, n) or (n, n):
+        always those on the diagonal, never those above it.
+
+        Nothing waits for the GPU, and CUDA graphs can capture it; so a choice may be made anew for each call,
+        as by a gate. `blocks` must not change afterwards. block_size: 64 or 128. A kernel's tile has 128
+        rows, and with blocks of 64 computes what either half of them sees.
+        """
+        checks.check_chosen_size(block_size)
+        blocks = checks.check_blocks(blocks, seqlen, seqlen, (block_size, block_size))
+        return cls(None, _grid_of(blocks, seqlen, seqlen), Chosen(blocks, seqlen, block_size))
 
     @classmethod
     def from_csr(
@@ -205,11 +222,17 @@ class BlockMask:
         full = self._tiles.kinds[b, h, 2 * down, 2 * across] == FULL
         return torch.where((slots < 0)[:, None, None], full[:, None, None], found)
 
+    @cached_property
+    def _tiles(self) -> Tiles:
+        return self._chosen.tiles()
+
     # ------------------------------------------------------------ for kernels
 
     @cached_property
     def form(self) -> Form:
         """What launches depend on."""
+        if self._chosen is not None:
+            return Form(*self.shape[:2], SLOTS, True, self._chosen.coarse)
         absent = tiling.by_tile(self._tiles.kinds == ABSENT).all(5).all(4)  # (B, H, tiles down, across)
         empty = absent.all(3).any() | absent.all(2).any()  # a row takes a step of which it sees nothing
         partial = len(self._tiles.words) > 1 or bool(empty)
@@ -220,13 +243,14 @@ class BlockMask:
         """Of queries along keys in steps of 64 or 128, or with `columns` of keys along queries."""
         key = step, columns
         if key not in self._lists:
-            self._lists[key] = lists_of(self._tiles, step, columns)
+            found = None if self._chosen is None or columns else self._chosen.lists(step)
+            self._lists[key] = lists_of(self._tiles, step, columns) if found is None else found
         return self._lists[key]
 
     @property
     def words(self) -> torch.Tensor:
         """int32 (slots, 128, 4); see `tiles`."""
-        return self._tiles.words
+        return self._tiles.words if self._chosen is None else self._chosen.words
 
     @cached_property
     def words_of_columns(self) -> torch.Tensor:
@@ -241,7 +265,7 @@ class BlockMask:
 
     @cached_property
     def _halves(self) -> torch.Tensor:
-        return tiling.halves(self.words)
+        return tiling.halves(self.words) if self._chosen is None else self._chosen.halves
 
     @cached_property
     def _halves_of_columns(self) -> torch.Tensor:

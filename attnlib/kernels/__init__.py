@@ -20,8 +20,10 @@ from attnlib.kernels import (
     entmax,
     fp8,
     hopper,
+    lists,
     merge,
     monarch,
+    pool,
     portable,
     reference,
     sparse,
@@ -29,6 +31,7 @@ from attnlib.kernels import (
 from attnlib.kernels.decode import few_queries
 from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.hopper import narrow as hopper_narrow
+from attnlib.kernels.hopper import pooled as hopper_pooled
 from attnlib.kernels.portable import narrow as portable_narrow
 from attnlib.kernels.reference import decode as reference_decode
 from attnlib.kernels.reference import distr as reference_distr
@@ -36,6 +39,7 @@ from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import fp8 as reference_fp8
 from attnlib.kernels.reference import merge as reference_merge
 from attnlib.kernels.reference import monarch as reference_monarch
+from attnlib.kernels.reference import pool as reference_pool
 
 FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "reference": reference}
 """Name, as in `impl` -> family, in the order of preference. The last one runs every call."""
@@ -79,6 +83,22 @@ MONARCH = {"triton": monarch, "reference": reference_monarch}
 """The same for `attention_monarch`, which only an explicit `impl` leads to the reference: modules with
 unsupported(q, params) and forward(q, k, v, params), which returns the output; the reference has the matrix
 of weights, too. `params` is an `attnlib.params.MonarchParams`."""
+
+LISTERS = lists
+"""What makes the lists of a mask on its device: a module with unsupported(device) and lists_of_chosen(blocks,
+seqlen, units, step), which gives the tensors of `attnlib.block_mask.lists.Lists`."""
+
+POOLERS = {"triton": pool, "reference": reference_pool}
+"""What pools the weights of `attention_pooled`: modules with
+
+    unsupported(device)                       what they need and a device does not have; None if it has all
+    of_scores(q, k, lse, causal, sm_scale)    the map of units of 64 queries by 64 keys, (B, H, units, units)
+
+The first one has of_maxima(maxima, lse, S_k, causal), too, for what `KEEPS_MAXIMA` gives."""
+
+KEEPS_MAXIMA = hopper_pooled
+"""The forward pass that keeps the largest score of each row and 64 keys: a module with unsupported(q, k, v,
+params) and forward(q, k, v, params), which gives (out, lse, maxima)."""
 
 GROUPERS = {"triton": distr, "reference": reference_distr}
 """What groups the columns for `attention_distr`: modules with group(q, k, grouping, causal), which gives a

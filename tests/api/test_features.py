@@ -29,6 +29,7 @@ from attnlib import (
     Score,
     attention,
     attention_fp8,
+    attention_pooled,
     attention_varlen,
     explain,
     quantize_fp8,
@@ -49,6 +50,7 @@ from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import monarch as reference_monarch
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import EntmaxParams, MaskWindow, MonarchParams, Params, Varlen, default_block, mask_window
+from attnlib.seer import SeerGate, mask_of, top
 
 PAGE = ROOT / "notebooks" / "features.md"
 API = (ROOT / "notebooks" / "api.md").read_text()
@@ -371,6 +373,29 @@ def s2(device) -> str:
     oracle = Oracle(q, k, v, mask=mask.to_dense())
     oracle.judge(attention(q, k, v, block_mask=mask)).raise_if_bad("S2")
     return "yes, `S2Pattern`"
+
+
+@row("blocks chosen on the GPU by a learned gate (SeerAttention)")
+def seer(device) -> str:
+    """Forward, under the mask of the choice."""
+    q, k, v = make_inputs(Shape(1, 2, 200, 16), device=device)
+    with torch.no_grad():
+        blocks = top(SeerGate(2, 2, 16, block=64).to(device)(q.float(), k.float()), 2)
+    mask = mask_of(blocks, 200, 64)
+    oracle = Oracle(q, k, v, mask=mask.to_dense())
+    oracle.judge(attention(q, k, v, block_mask=mask)).raise_if_bad("SeerAttention")
+    return "yes, `attnlib.seer`"
+
+
+@row("the largest weight of each block of queries and keys, beside the output")
+def pooled(device) -> str:
+    q, k, v = make_inputs(Shape(1, 2, 100, 16), device=device)
+    out, found = attention_pooled(q, k, v)
+    Oracle(q, k, v).judge(out).raise_if_bad("pooled")
+    weights = torch.softmax(q.double() @ k.double().mT / 4, -1)
+    wanted = torch.stack([x.amax((2, 3)) for rows in weights.split(64, 2) for x in rows.split(64, 3)], -1)
+    torch.testing.assert_close(found.flatten(2).double(), wanted, rtol=1e-3, atol=1e-6)
+    return "yes, `attention_pooled`"
 
 
 def scored(score: str) -> str:

@@ -82,6 +82,15 @@ PLANTED = {
         ("gradient_of_values", "tl.load(steps_ptr + j) * BLOCK", "i_n * BLOCK", "max error"),
         ("fewest_blocks", "math.ceil(", "math.floor(", "blocks reach"),
     ),
+    "32_seer": (
+        ("pool_keys", "tl.minimum(BLOCK, S - j * BLOCK)", "BLOCK", "the mean is off"),
+        ("pool_keys", 'tl.where(there, b_k, float("-inf"))', "b_k", "the largest is off"),
+        ("pool_keys", "out_ptr + D + o_d", "out_ptr + o_d", "the smallest is off|the largest is off"),
+        ("mean_pooled_attention", "tl.log2(b_sum) + b_new", "tl.log2(b_sum) + b_m", "the map is off"),
+        ("mean_pooled_attention", "tl.exp2(b_sum - b_lse), 0) / count", "tl.exp2(b_sum - b_lse), 0) / BLOCK",
+         "the map is off"),
+        ("pays_from", "saved = sparsity *", "saved = (1 - sparsity) *", "tokens"),
+    ),
     "33_s2": (
         ("hybrid_attention", "tl.where(i_h >= H - DENSE, 1, STRIDE)", "STRIDE", "1 dense: max error"),
         ("hybrid_attention", "range(near, i)", "range(near + 1, i)", "max error"),

@@ -18,6 +18,7 @@ OPTIONS = {  # of what a call asks -> the arguments that it has then
     "own keys": ("shared_rows", "key_blocks"),
     "fp8 batch": tuple(f"{name}_b" for name in SCALES),
     "centered": ("v_mean", "v_mean_b"),
+    "pooled": ("maxima",),
 }
 
 
@@ -31,6 +32,7 @@ def compile_forward(plan, descriptors: dict[str, str], options: set[str], max_re
     from attnlib.kernels.hopper.forward_kernel import attention_forward_hopper
 
     types = {"counter_ptr": "*i32", "qk_scale": "fp32", "lse_ptr": "*fp32", "cu_q": "*i32", "cu_k": "*i32"}
+    types["maxima"] = "*fp32"
     types |= dict.fromkeys((*SCALES, "v_mean"), "*fp32") | descriptors
     absent = [name for option, names in OPTIONS.items() if option not in options for name in names]
     names = attention_forward_hopper.arg_names

@@ -31,13 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OURS = ["--kernel-regex", "kns=attention_"]
+OURS = ["--kernel-regex", "kns=attention_|pool_"]
 OPTIONS = {
     "memcheck": OURS,
     "racecheck": OURS,
     # PyTorch's kernel that fills a tensor has to be seen too: it initializes the counter of tiles. What a
     # copy to the host reads is not checked: the tool does not see what TMA stores.
-    "initcheck": ["--kernel-regex", "kns=attention_|FillFunctor", "--check-api-memory-access", "no"],
+    "initcheck": ["--kernel-regex", "kns=attention_|pool_|FillFunctor", "--check-api-memory-access", "no"],
     "synccheck": OURS,
 }
 """Options of each tool. Only these kernels are instrumented: it is faster."""
@@ -83,7 +83,18 @@ class EntmaxCall(NamedTuple):
     impl: str = "entmax"
 
 
-def calls() -> Iterator[Call | DecodeCall | EntmaxCall]:
+class PooledCall(NamedTuple):
+    """Attention and a pooled map. kept: "hopper" keeps maxima, "triton" computes scores anew. Lists of chosen
+    blocks are not here: PyTorch's kernels make what theirs reads, and initcheck does not see these."""
+
+    head_dim: int
+    causal: bool
+    size: int
+    kept: str
+    impl: str = "pooled"
+
+
+def calls() -> Iterator[Call | DecodeCall | EntmaxCall | PooledCall]:
     """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences; caches, pages."""
     from attnlib.bench.shapes import Shape
 
@@ -116,13 +127,17 @@ def calls() -> Iterator[Call | DecodeCall | EntmaxCall]:
     for head_dim, alpha, causal in ((64, 1.5, True), (64, 2.0, False), (96, 1.25, True), (256, 1.5, False)):
         yield EntmaxCall(head_dim, alpha, causal, 4096)
         yield EntmaxCall(head_dim, alpha, causal, 64)
+    for head_dim, causal, size in ((64, True, 64), (128, True, 128), (128, False, 64), (256, True, 64)):
+        for kept in ("hopper", "triton"):
+            yield PooledCall(head_dim, causal, size, kept)
 
 
 def run_calls(part: int, parts: int) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
     done = 0
     for call in islice(calls(), part, None, parts):
-        run = {DecodeCall: run_decoding, EntmaxCall: run_entmax}.get(type(call), run_training)
+        others = {DecodeCall: run_decoding, EntmaxCall: run_entmax, PooledCall: run_pooled}
+        run = others.get(type(call), run_training)
         results = run(call)
         for result in results:
             if not result.detach().cpu().isfinite().all():
@@ -184,6 +199,20 @@ def run_decoding(call: DecodeCall) -> tuple:
     out, _ = DECODERS["triton"].forward(q, k, v, params._replace(config=config))
     torch.cuda.synchronize()
     return (out,)
+
+
+def run_pooled(call: PooledCall) -> tuple:
+    """Output and map."""
+    import torch
+
+    from attnlib import attention_pooled
+    from attnlib.bench.oracle import make_inputs
+    from attnlib.bench.shapes import Shape
+
+    if call.kept == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        return ()
+    q, k, v = make_inputs(Shape(1, 4, 330, call.head_dim, call.causal, heads_kv=2))
+    return attention_pooled(q, k, v, block=call.size, causal=call.causal, impl=call.kept)
 
 
 def run_entmax(call: EntmaxCall) -> tuple:

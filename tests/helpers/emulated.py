@@ -23,6 +23,7 @@ from attnlib.kernels.hopper import (
     forward_kernel,
     launch_fp8,
     narrow,
+    pooled,
 )
 from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.kernels.reference.dense import attention_fp64
@@ -86,7 +87,7 @@ def on_the_cpu(
         patch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
-        for module in counters, forward_plan, launch_fp8, narrow:
+        for module in counters, forward_plan, launch_fp8, narrow, pooled:
             patch.setattr(module, "counter", lambda index: counter)
         families.forget_launches()  # they are those of other kernels, and of so many SMs
         try:

@@ -12,7 +12,7 @@ from attnlib.kernels import decode, hopper, monarch, portable
 from attnlib.kernels.common import launcher
 from attnlib.kernels.distr import launch_group
 from attnlib.kernels.fp8 import launch_quantize
-from attnlib.kernels.hopper import launch_fp8
+from attnlib.kernels.hopper import launch_fp8, pooled
 from attnlib.kernels.sparse import (
     launch_backward,
     launch_forward,
@@ -47,6 +47,7 @@ def forget_launches() -> None:
     node.forget()
     launcher._compiled.clear()
     launch_fp8.prepare.cache_clear()
+    pooled.prepare.cache_clear()
     decode.launch.prepare.cache_clear()
     monarch.launch.prepare.cache_clear()
     for family in (portable, hopper):

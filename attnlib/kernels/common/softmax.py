@@ -103,15 +103,17 @@ def rescale(acc, alpha, changed, plan: gl.constexpr):
 
 
 @gluon.jit
-def new_shift(s, shift, qk_scale, MASKED: gl.constexpr, room: gl.constexpr = LAZY, offset: gl.constexpr = 0):
-    """(new shift [64], alpha = 2**(old - new) [64], whether a row of the warp changed [64]).
+def new_shift(
+    top, shift, qk_scale, MASKED: gl.constexpr, room: gl.constexpr = LAZY, offset: gl.constexpr = 0
+):
+    """(new shift [64], alpha = 2**(old - new) [64], whether a row of the warp changed [64]), from the largest
+    score of each row of a block, `top` [64].
 
     The shift is what the exponents are reduced by: P = 2**(s * qk_scale - shift). It is the running row
     maximum of s * qk_scale, less `offset`, -inf before the first key, but follows it only when P would exceed
     2**room. Row sums and O are in the same units, and nothing is lost but a rescaling of O at every little
     step.
     """
-    top = row_max(s)  # [64]
     grown = top * qk_scale - shift > room  # [64]; not where both are -inf
     new = gl.where(grown, top * qk_scale - offset, shift)
     changed = _any_in_warp(grown.to(gl.int32))

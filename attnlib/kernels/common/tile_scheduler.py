@@ -51,6 +51,7 @@ class Work(NamedTuple):
     scales: Scales
     shared_rows: gl.tensor = None
     key_blocks: gl.tensor = None
+    maxima: gl.tensor = None
 
 
 class Sequence(NamedTuple):
@@ -121,6 +122,24 @@ def _place(number, num_m, HEADS, SECTION):
 def lanes():
     """[32], the producer's."""
     return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def draw(counter_ptr):
+    """Start to draw a number from the counter; `drawn` waits for it."""
+    lane = lanes()
+    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def drawn(asked, counter_ptr, end, producers: gl.constexpr):
+    """The number of a tile, of `end`; `producers` of a program draw. The first tile of each is its own
+    number, the drawn ones follow, and the last draw of each finds no tile: so there are as many draws as
+    tiles, and the last one sets the counter back to 0."""
+    number = gl.max(gl.where(lanes() == 0, asked, 0), 0)
+    if number == end - 1:
+        gl.store(counter_ptr, 0)
+    return number + producers * gl.num_programs(0)
 
 
 @gluon.jit

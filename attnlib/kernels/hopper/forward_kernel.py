@@ -67,7 +67,8 @@ Operands in e4m3 (`Fp8Plan`) have scales, and V lies transposed, often without i
 is added to the output: the weights of a row sum to 1. See `e4m3`.
 
 Queries and keys may have fewer columns than values (`NarrowPlan`), and each block of query rows keys of its
-own, which lie like those of so many heads (chapter 36).
+own, which lie like those of so many heads (chapter 36). The largest score of each row and 64 keys may be
+kept (`PooledPlan`, chapter 32); see `maxima`.
 """
 
 from typing import NamedTuple
@@ -96,6 +97,7 @@ from attnlib.kernels.hopper.e4m3 import (
     unpacked,
     with_mean,
 )  # fmt: skip
+from attnlib.kernels.hopper.maxima import place_of_maxima, top_of_rows
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -106,6 +108,7 @@ OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of
 LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
 LENGTH_K = gl.constexpr(5)
 SCALES = gl.constexpr(-3)  # the last three: where those of Q, K and V begin, if these are e4m3
+HEAD = gl.constexpr(-1)  # the last, of `PooledPlan`: batch and head as one number
 MEAN = gl.constexpr(-4)  # if V is without its mean: whose mean the output of the tile before gets
 
 
@@ -161,23 +164,6 @@ def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr
 
 
 @gluon.jit
-def _draw(counter_ptr):
-    """Start to draw a number from the counter; `_drawn` waits for it."""
-    lane = tiling.lanes()
-    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
-
-
-@gluon.jit
-def _drawn(asked, counter_ptr, end):
-    number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
-    # A program's first tile is its own number, the drawn ones follow. Each program's last draw finds no tile,
-    # so there are as many draws as tiles.
-    if number == end - 1:
-        gl.store(counter_ptr, 0)
-    return number + gl.num_programs(0)
-
-
-@gluon.jit
 def _tell(mem, number, last, row, i_b, i_h, top, before, work, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
@@ -189,6 +175,8 @@ def _tell(mem, number, last, row, i_b, i_h, top, before, work, plan: gl.constexp
         if plan.center:
             words = words + (before[2],)
         words = words + tiling.of_scales(row, i_b, i_h, work, plan)
+    if plan.pooled:
+        words = words + (i_b * work.H + i_h,)
     for w in gl.static_range(plan.words):
         word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         mem.next_tile.index(b * plan.words + w).store(word)
@@ -223,9 +211,9 @@ def _produce(given, plan: gl.constexpr):
         blocks = top - low
         early, late = gl.maximum(blocks - 3, 1), gl.maximum(blocks - 1, 1)
         _copy_blocks(desc_k, desc_v, mem, c, 1, early, at_k, top, plan)
-        asked = _draw(counter_ptr)
+        asked = tiling.draw(counter_ptr)
         _copy_blocks(desc_k, desc_v, mem, c, early, late, at_k, top, plan)
-        number = _drawn(asked, counter_ptr, end)
+        number = tiling.drawn(asked, counter_ptr, end, 1)
         before = at_q[0], at_q[1], 0
         if plan.fp8:
             if plan.center:
@@ -287,7 +275,7 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, seq, work,
+def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, seq, work, maxima,
           WG: gl.constexpr, plan: gl.constexpr):
     """Block c of a tile: its scores and softmax, and P V of the block before it.
 
@@ -309,10 +297,11 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
+    top = top_of_rows(s, first, qk_scale, maxima, work, plan)
     if plan.fp8:
-        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED, ROOM, OFFSET)
+        shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED, ROOM, OFFSET)
     else:
-        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, MASKED)
+        shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
@@ -445,7 +434,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         elif plan.mask.blocks:
             if first + plan.block_n > seq.S_k:
                 s = softmax.mask(s, row, first, seq, work, plan)
-        shift = softmax.row_max(s) * first_scale  # [64]
+        maxima = 0
+        if plan.pooled:
+            maxima = place_of_maxima(_word(mem, turn, plan.words + HEAD, plan), row, work, plan)
+        shift = top_of_rows(s, first, first_scale, maxima, work, plan) * first_scale  # [64]
         if plan.fp8:
             shift -= OFFSET
         weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
@@ -461,7 +453,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         for i in range(start, end):
             key = first - plan.block_n
             masked = (i == start) & crossed
-            if plan.mask.left or plan.fp8:
+            if plan.mask.left or plan.fp8 or plan.pooled:
                 key = (low + end - 1 - i) * plan.block_n
             if plan.mask.left:
                 masked = key < row + 63 + seq.S_k - seq.S_q - work.left
@@ -469,7 +461,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                     masked = masked | ((i == start) & crossed)
             p, acc, shift, sums = _step(
                 q_registers, p, acc, shift, sums, row, key, i, masked, mem, scale, seq, work,
-                WG, plan,
+                maxima, WG, plan,
             )  # fmt: skip
         if plan.q_columns > 0:
             # Between the load of Q and the copy that overwrites it. Where a product in flight would hide the
@@ -545,6 +537,7 @@ def attention_forward_hopper(
     v_scale_b=None, v_scale_h=None,
     v_mean=None, v_mean_b=None,  # what V is without [heads, D], and the heads of a batch
     shared_rows=None, key_blocks=None,  # query rows that share keys, and how many times these fit in S_q
+    maxima=None,  # (B, H, 2 * ceil(S_k / 128), num_m * block_m), see `maxima`
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     k_full = barriers(plan.pipeline.stages, 1)
@@ -571,7 +564,7 @@ def attention_forward_hopper(
     )  # fmt: skip
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales,
-        shared_rows, key_blocks,
+        shared_rows, key_blocks, maxima,
     )
     given = desc_o, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work

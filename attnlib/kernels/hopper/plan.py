@@ -69,6 +69,7 @@ class ForwardPlan(Constants):
     early_mean = late_mean = gl.constexpr(False)
     element_bits = gl.constexpr(16)
     own_keys = gl.constexpr(False)  # of each block of query rows
+    pooled = gl.constexpr(False)
     qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
 
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
@@ -121,6 +122,14 @@ class NarrowPlan(ForwardPlan):
 
     qk_width = property(lambda self: self.columns)
     own_keys = property(lambda self: self.keys_by_rows)
+
+
+@dataclass(frozen=True)
+class PooledPlan(ForwardPlan):
+    """The same for a pass that keeps the largest score of each row and 64 keys; see `maxima`."""
+
+    pooled = gl.constexpr(True)
+    words = property(lambda self: gl.constexpr(ForwardPlan.words.fget(self).value + 1))
 
 
 # ---------------------------------------------------------------- backward

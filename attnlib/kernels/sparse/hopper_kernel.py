@@ -179,22 +179,6 @@ def _copy_steps(desc_k, desc_v, desc_words, mem, c, begin, end, tile, before, st
 
 
 @gluon.jit
-def _draw(counter_ptr):
-    """Start to draw a number from the counter; `_drawn` waits for it."""
-    lane = tiling.lanes()
-    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
-
-
-@gluon.jit
-def _drawn(asked, counter_ptr, end, plan: gl.constexpr):
-    number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
-    # Each pair's last draw finds no tile, so there are as many draws as tiles.
-    if number == end - 1:
-        gl.store(counter_ptr, 0)
-    return number + plan.pairs * gl.num_programs(0)
-
-
-@gluon.jit
 def _tell(mem, number, last, tile, before, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
@@ -235,11 +219,11 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
         before, step = _copy_steps(
             desc_k, desc_v, desc_words, mem, c, 1, early, tile, before, step, work, plan
         )
-        asked = _draw(counter_ptr)
+        asked = tiling.draw(counter_ptr)
         before, step = _copy_steps(
             desc_k, desc_v, desc_words, mem, c, early, late, tile, before, step, work, plan
         )
-        number = _drawn(asked, counter_ptr, work.tiles, plan)
+        number = tiling.drawn(asked, counter_ptr, work.tiles, plan.pairs)
         next_tile = _locate(number, work)
         first = gl.load(work.steps + next_tile.first)
         turn += 1
@@ -332,7 +316,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     s = _scored(s, mem, c, place, inner, slope, plan)
     s = _seen(s, mem, c, masked, WG, plan)
-    shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, plan.partial)
+    shift, alpha, changed = softmax.new_shift(softmax.row_max(s), shift, qk_scale, plan.partial)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice

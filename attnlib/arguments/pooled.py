@@ -1,0 +1,33 @@
+"""The arguments of `attention_pooled`, checked."""
+
+from typing import Any, NamedTuple
+
+from attnlib.arguments.common import check_choice, check_common, type_name
+from attnlib.arguments.exact import Options
+from attnlib.arguments.exact import check as check_exact
+
+BLOCKS = 64, 128
+IMPLEMENTATIONS = "hopper", "triton", "reference"
+_NO_OPTIONS = Options()
+
+
+class PooledOptions(NamedTuple):
+    """The options of `attention_pooled`, as they were given."""
+
+    block: Any = 64
+    causal: Any = False
+    sm_scale: Any = None
+    impl: Any = None
+
+
+def check_pooled(q, k, v, options: PooledOptions) -> None:
+    """TypeError or ValueError if an argument is wrong."""
+    block, causal, sm_scale, impl = options
+    check_exact(q, k, v, _NO_OPTIONS, False)
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"block: expected 64 or 128, got {type_name(block)}")
+    if block not in BLOCKS:
+        raise ValueError(f"block: expected 64 or 128, got {block}")
+    check_common(causal, None, sm_scale, False, False)
+    if impl is not None:
+        check_choice("impl", impl, IMPLEMENTATIONS, " or None")

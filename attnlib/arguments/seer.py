@@ -1,0 +1,97 @@
+"""The arguments of `attnlib.seer`, checked."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib.arguments.common import check_int32, type_name
+from attnlib.arguments.masks import check_chosen_size
+
+
+def _check_count(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type_name(value)}")
+    if value < 1:
+        raise ValueError(f"{name}: expected 1 or more, got {value}")
+
+
+def check_gate(heads, kv_heads, head_dim, block, width) -> None:
+    """What a `SeerGate` is made of."""
+    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("width", width)):
+        _check_count(name, value)
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads: expected a divisor of heads, {heads}, got {kv_heads}")
+    if width % 2:
+        raise ValueError(f"width: expected an even number, for rotary embeddings, got {width}")
+    try:
+        check_chosen_size(block)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("block_size", "block")) from None
+
+
+def check_gate_call(gate, q, k) -> None:
+    """q and k that a gate is called with."""
+    for name, x, heads in (("q", q, gate.heads), ("k", k, gate.kv_heads)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
+        if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != gate.head_dim or not x.numel():
+            raise ValueError(
+                f"{name}: expected shape (B, {heads}, S, {gate.head_dim}) as the gate has, got "
+                f"{tuple(x.shape)}"
+            )
+        if x.device != gate.q_map.device:
+            raise ValueError(f"{name}: expected device {gate.q_map.device} as the gate has, got {x.device}")
+    if (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
+        raise ValueError(
+            f"k: expected batch size {q.shape[0]} and {q.shape[2]} tokens as q has, got {k.shape[0]} and "
+            f"{k.shape[2]}"
+        )
+
+
+def check_top(scores, count) -> None:
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"scores: expected a torch.Tensor, got {type_name(scores)}")
+    _check_count("count", count)
+
+
+def check_density(blocks, density) -> None:
+    _check_count("blocks", blocks)
+    if isinstance(density, bool) or not isinstance(density, int | float):
+        raise TypeError(f"density: expected a number, got {type_name(density)}")
+    if not 0 < density <= 1:
+        raise ValueError(f"density: expected a number above 0, up to 1, got {density}")
+
+
+def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
+    """What `attention_decode` does not check of it."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(x.shape)}")
+    check_top(scores, count)
+    B, heads, S, _ = k_cache.shape
+    if q.shape[0] != B or q.shape[2] != 1:
+        raise ValueError(f"q: expected shape ({B}, H, 1, D) for {B} caches, got {tuple(q.shape)}")
+    if not heads or q.shape[1] % heads:
+        raise ValueError(f"k_cache: expected a number of heads that divides q's {q.shape[1]}, got {heads}")
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(
+            f"v_cache: expected shape {tuple(k_cache.shape)} as k_cache has, got {tuple(v_cache.shape)}"
+        )
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not x.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(x.stride())}")
+    if (
+        scores.dim() != 3
+        or tuple(scores.shape[:2]) != (B, heads)
+        or not scores.numel()
+        or S % scores.shape[2]
+    ):
+        raise ValueError(
+            f"scores: expected shape ({B}, {heads}, n), where n divides {S}, got {tuple(scores.shape)}"
+        )
+    if lengths is not None:
+        check_int32("lengths", lengths, "a torch.Tensor or None")
+        if tuple(lengths.shape) != (B,):
+            raise ValueError(f"lengths: expected shape ({B},), got {tuple(lengths.shape)}")

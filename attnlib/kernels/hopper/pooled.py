@@ -1,0 +1,78 @@
+"""The forward pass that also keeps what a pooled attention map is made of; see `maxima`."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from attnlib.kernels.common.counters import counter
+from attnlib.kernels.common.descriptors import Made, lse_for
+from attnlib.kernels.common.forward_plan import TENSORS
+from attnlib.kernels.common.launcher import LIMIT, Launches, Part
+from attnlib.kernels.common.signature import PREPARED, Signature, signature
+from attnlib.kernels.hopper import configuration, launch
+from attnlib.kernels.hopper.support import unsupported
+from attnlib.params import Params
+
+__all__ = ["forward", "unsupported"]
+POOL = 64
+"""Keys of which the largest score of a row is kept."""
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, maxima) of a call without varlen sequences that `unsupported` has nothing against, no
+    argument empty. maxima: float32 (B, H, blocks of 64 keys, rows), both padded: of each row and 64 keys the
+    largest score that the row sees, times sm_scale * log2(e); undefined where it sees none of these keys.
+
+    ValueError if a length, the tiles or the maxima of a head are beyond 2^31.
+    """
+    index = q.get_device()
+    if index != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(index):
+            return forward(q, k, v, params)
+    params = params._replace(return_lse=True)
+    if params.config is None:
+        params = params._replace(config=configuration(q, k, params))
+    plan = prepare(signature(params, q, k, q, k, v))
+    out, lse = plan.out.like(q), lse_for(q, params)
+    maxima = torch.empty(plan.maxima, dtype=torch.float32, device=q.device)
+    plan.launches(q, k, v, out, lse, counter(index), None, None, maxima)
+    return out, lse, maxima
+
+
+class Plan(NamedTuple):
+    """The launch of a call, the layout of its output, and the shape of what it keeps."""
+
+    launches: Launches
+    out: Made
+    maxima: tuple[int, ...]
+
+
+@lru_cache(PREPARED)
+def prepare(call: Signature) -> Plan:
+    """The launches of all calls with this signature."""
+    plain = launch.prepare(call)
+    (kernel,) = plain.launches.launches
+    pointers = {**kernel.pointers, "maxima": Part("maxima")}
+    kernel = replace(kernel, pointers=pointers, constants={"plan": plan_of(call)})
+    B, H, _, S_q, S_k = call.dimensions()
+    blocks, block_m = 2 * -(-S_k // (2 * POOL)), 64 * call.config.warpgroups
+    rows = -(-S_q // block_m) * block_m
+    if blocks * rows >= LIMIT:
+        raise ValueError(f"q, k: expected fewer than 2^37 scores of a head, got {S_q} x {S_k}")
+    launches = Launches([kernel], call.device, (*TENSORS, "maxima"))
+    return Plan(launches, plain.out, (B, H, blocks, rows))
+
+
+def plan_of(call: Signature):
+    """The kernel's constants for a call."""
+    from attnlib.kernels.hopper.plan import PooledPlan
+
+    _, _, _, S_q, S_k = call.dimensions()
+    mask = launch.mask_of(call.window, S_q, S_k, call.config, varlen=False)
+    return PooledPlan(**launch.plan_fields(
+        launch.tile_width(call.head_dim), call.config, mask, call.sm_scale < 0, call.return_lse, False
+    ))  # fmt: skip

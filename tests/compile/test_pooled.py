@@ -1,0 +1,50 @@
+"""attention_pooled() compiled for sm_90: the Hopper forward kernel that keeps maxima."""
+
+from __future__ import annotations
+
+import pytest
+import side_by_side
+import torch
+from hopper_forward import compile_forward
+
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.hopper import launch, pooled
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
+from attnlib.params import MaskWindow
+
+# ---------------------------------------------------------------- on Hopper
+
+CONFIGS = {
+    "64": M256N64, "64 M192N128": M192N128, "64 M128N128": M128N128, "128": hopper_config(128),
+    "256": hopper_config(256),
+}  # fmt: skip
+CASES = [(name, causal) for name in CONFIGS for causal in (True, False) if causal or name in ("64", "128")]
+
+
+def compile_case(case: tuple[str, bool]) -> Stats:
+    """The compiled kernel in numbers."""
+    name, causal = case
+    width, config = int(name.split()[0]), CONFIGS[name]
+    shape = (2, 4, 4096, width)
+    window = MaskWindow(None, 0 if causal else None)
+    call = Signature(shape, shape, (None,) * 3, torch.float16, 0, window, 0.1, None, True, config)
+    types = {
+        name: f"tensordesc<fp16{list(found.block)},{found.layout!r}>"
+        for name, found in launch.descriptors((None,) * 4, width, config, torch.float16, False).items()
+    }
+    return compile_forward(pooled.plan_of(call), types, {"LSE", "pooled"}, config.max_registers)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple, Stats]:
+    return dict(zip(CASES, side_by_side.run(compile_case, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_forward(compiled: dict[tuple, Stats], case: tuple) -> None:
+    """No spill and no serialized wgmma beside the stores of the maxima."""
+    stats = compiled[case]
+    print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+    assert stats.opcodes.get("UTMALDG") and not stats.opcodes.get("HMMA")
+    assert stats.spills == 0 and stats.warnings == () and stats.shared_bytes <= SMEM_LIMIT
