@@ -36,6 +36,7 @@ CHAPTERS: list[tuple[str, str]] = [
     *NEXT_STEPS,
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
+    ("21_hopper_backward", "The backward pass on Hopper"),
     ("22_fp8", "FP8"),
     ("23_decoding", "Decoding"),
     ("30_block_masks", "Block masks"),
