@@ -44,7 +44,7 @@ __all__ = [
 
 SMALL = (Shape(1, 3, 300, 64), Shape(1, 2, 200, 64, causal=False))
 """Calls of several tiles for a program of the emulator, with rows that end inside of a block."""
-SMALL_BACKWARD = (Shape(1, 2, 200, 64), Shape(1, 1, 150, 64, causal=False), Shape(1, 1, 150, 128))
+SMALL_BACKWARD = (Shape(1, 1, 300, 64), Shape(1, 1, 150, 128, causal=False))
 """The same of a backward pass."""
 
 
