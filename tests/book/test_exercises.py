@@ -68,8 +68,8 @@ PLANTED = {
     ),
     "21_hopper_backward": (
         ("mended_exchange", "    fence_async_shared()  # before the other is told\n", "", "without|Race"),
-        ("mended_exchange", "2 * (1 - W) + (j & 1), 256)  # the other's", "2 * W + (j & 1), 256)", "Race|Dead"),
-        ("mended_exchange", "ds = mem.ds.index((j & 1) * 2 + w)", "ds = mem.ds.index((j & 1) + 2 * w)", "Race|max"),
+        ("mended_exchange", "2 * (1 - W) + (j & 1)", "2 * W + (j & 1)", "Race|Dead"),
+        ("mended_exchange", "index((j & 1) * 2 + w)", "index((j & 1) + 2 * w)", "Race|max"),
         ("rows_of_sums", "permute(1, 4, 2, 0, 3, 5)", "permute(1, 2, 4, 0, 3, 5)", "in a wrong place"),
         ("shared_kib", "2 * buffers * 64", "buffers * 64", "expected"),
     ),
