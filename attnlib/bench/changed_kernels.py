@@ -49,6 +49,8 @@ def module_name(step: str, change: str) -> str:
 def job(module: ModuleType, head_dim: int, causal: bool = True) -> inspect_sm90.Job:
     """A kernel as its launcher compiles it, fp16."""
     plan = module.plan_of.fn(head_dim, causal)
+    if hasattr(module, "flash_backward"):
+        return _backward_job(module, plan)
     keys, columns = plan.block_n.value, of_plan(plan, "o_columns", head_dim)
     tiles = {"q": (64, head_dim), "k": (keys, head_dim), "v": (keys, head_dim), "o": (64, columns)}
     types = {f"{name}_desc": inspect_sm90.gluon_descriptor([1, *tile]) for name, tile in tiles.items()}
@@ -57,6 +59,19 @@ def job(module: ModuleType, head_dim: int, causal: bool = True) -> inspect_sm90.
     fixed = {"D": head_dim, "CAUSAL": causal}
     registers = of_plan(plan, "max_registers", 168)
     return inspect_sm90.Job(module.__file__, "flash_forward", types, fixed, 4, max_registers=registers)
+
+
+def _backward_job(module: ModuleType, plan) -> inspect_sm90.Job:
+    """A kernel of chapter 21."""
+    d, block_m = plan.d.value, plan.block_m.value
+    tiles = dict.fromkeys(("q", "do"), (1, block_m, d)) | dict.fromkeys(("k", "v", "dk", "dv"), (1, 64, d))
+    types = {f"{name}_desc": inspect_sm90.gluon_descriptor(tile) for name, tile in tiles.items()}
+    types["rows_desc"] = f"tensordesc<fp32[1, 1, {block_m}],{module.ROWS_LAYOUT!r}>"
+    types |= {"dq_ptr": "*fp32:16", "qk_scale": "fp32", "sm_scale": "fp32"}
+    types |= dict.fromkeys(("S", "heads", "section", "num_m", "num_n"), "i32")
+    fixed, options = {"D": d, "CAUSAL": plan.causal.value}, module.OPTIONS
+    return inspect_sm90.Job(module.__file__, "flash_backward", types, fixed, options["num_warps"],
+                            max_registers=options.get("maxnreg"))  # fmt: skip
 
 
 NUMBERS = "S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles"
@@ -120,6 +135,21 @@ def machine_code(stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Seq
                 "BAR.SYNC": sum("BAR.SYNC" in text for text in listing), "SHFL": loop.get("SHFL", 0),
                 "FMUL": loop.get("FMUL", 0), "FMNMX": loop.get("FMNMX", 0), "registers": found.registers,
                 "spills": found.spills, "shared memory (B)": found.shared_bytes,
+            })  # fmt: skip
+    return sorted(rows, key=lambda row: row["D"])
+
+
+def backward_code(stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Sequence[str]) -> list[dict]:
+    """The table of some backward kernels' loops, those of the first consumer."""
+    rows = []
+    for (name, d), found in stats.items():
+        if name in names:
+            loop, listing = found.loops[0], found.loop_listings[0]
+            rows.append({
+                "D": d, "kernel": name, "order in the loop": found.order(0), "loop": sum(loop.values()),
+                "BAR.SYNC": sum("BAR.SYNC" in text for text in listing), "REDG": loop.get("REDG", 0),
+                "registers": found.registers, "spills": found.spills,
+                "shared memory (B)": found.shared_bytes, "CTAs": found.ctas_per_sm,
             })  # fmt: skip
     return sorted(rows, key=lambda row: row["D"])
 

@@ -66,7 +66,7 @@ def implementations(direction: str) -> list[str]:
     """All that can be profiled: steps, package and peers."""
     if direction == "forward":
         return [*steps(), "attnlib-triton", "attnlib", *peers.PEERS]
-    return [*BACKWARD, "20_portable", "attnlib", "flash", "cudnn", "fa3"]
+    return [*BACKWARD, "20_portable", "21_hopper_backward", "attnlib", "flash", "cudnn", "fa3"]
 
 
 def jobs_of(impls: Iterable[str], shapes: Iterable[Shape], direction: str = "forward") -> list[Job]:

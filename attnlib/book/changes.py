@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from attnlib.bench import inspect_sm90, sources
 from attnlib.bench.changed_kernels import (
+    backward_code,
     beside,
     compiled,
     load,
@@ -26,9 +27,10 @@ from attnlib.bench.setting import warming
 from attnlib.bench.shapes import Shape
 from attnlib.book import lesson, palette
 from attnlib.book.charts import new_figure
-from attnlib.book.exercises import ORDERS, judge_gluon
+from attnlib.book.exercises import ORDERS, judge_gluon, judge_gradients
 
 __all__ = [
+    "backward_code",
     "beside",
     "compiled",
     "judge",
@@ -44,6 +46,8 @@ __all__ = [
 
 SMALL = (Shape(1, 3, 300, 64), Shape(1, 2, 200, 64, causal=False))
 """Calls of several tiles for a program of the emulator, with rows that end inside of a block."""
+SMALL_BACKWARD = (Shape(1, 1, 300, 64), Shape(1, 1, 150, 128, causal=False))
+"""The same of a backward pass."""
 
 
 def show(step: str, name: str) -> None:
@@ -67,12 +71,19 @@ def judge(module: ModuleType) -> None:
     """Run a kernel in the emulator, in several orders, and say so; AssertionError if it is wrong."""
     if warming():
         return
-    for shape in SMALL:
-        judge_gluon(module.attention, shape)
+    is_backward = hasattr(module, "gradients")
+    shapes = SMALL_BACKWARD if is_backward else SMALL
+    for shape in shapes:
+        if is_backward:
+            judge_gradients(module.gradients, shape)
+        else:
+            judge_gluon(module.attention, shape)
     orders = ", ".join(f"{order} {seed}" for order, seed in ORDERS)
+    lengths = " and ".join(dict.fromkeys(str(shape.seqlen) for shape in shapes))
+    widths = " and ".join(dict.fromkeys(str(shape.head_dim) for shape in shapes))
     lesson.say(
-        f"In the emulator, causal and dense, S = {' and '.join(str(shape.seqlen) for shape in SMALL)}, "
-        f"D = 64, in the orders {orders}: right, no race, no deadlock."
+        f"In the emulator, causal and dense, S = {lengths}, D = {widths}, in the orders {orders}: right, no "
+        "race, no deadlock."
     )
 
 

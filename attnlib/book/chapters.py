@@ -29,6 +29,7 @@ CHAPTERS: list[tuple[str, str]] = [
     *STEPS,
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
+    ("21_hopper_backward", "The backward pass on Hopper"),
     ("22_fp8", "FP8"),
     ("23_decoding", "Decoding"),
     ("30_block_masks", "Block masks"),

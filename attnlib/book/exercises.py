@@ -13,12 +13,15 @@ from unittest import mock
 import numpy as np
 import torch
 
+from attnlib.bench.backward import make_gradient
 from attnlib.bench.entmax_oracle import EntmaxOracle
+from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.emulator import Deadlock, Race, emulated
 from attnlib.emulator.barriers import Barrier
 from attnlib.emulator.machine import Machine
+from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import EntmaxParams
 
 ORDERS = ("eager", 0), ("late", 0), ("random", 0), ("random", 1)
@@ -59,6 +62,43 @@ def judge_gluon(attention: Callable, shape: Shape) -> None:
             raise AssertionError(f"{case}: {type(found).__name__}: {found}") from None
         verdict = oracle.judge(out)
         assert verdict.ok, f"{case}: {verdict.reason}"
+
+
+def judge_gradients(gradients: Callable, shape: Shape) -> None:
+    """`gradients(d_out, q, k, v, out, lse, causal, sm_scale)`, a backward pass whose kernel is in Gluon, in
+    the emulator, as `judge_gluon` judges a forward pass. What it has in plain Triton, `preprocess` and
+    `finish`, runs in Triton's interpreter, or on the GPU where there is one."""
+    q, k, v = make_inputs(shape, device="cpu")
+    d_out, scale = make_gradient(shape, device="cpu"), shape.head_dim**-0.5
+    out, lse = attention_fp64(q, k, v, causal=shape.causal)
+    oracle = GradientOracle(d_out, q, k, v, causal=shape.causal)
+    namespace = gradients.__globals__
+    elsewhere = {name: _on_the_gpu(namespace[name]) for name in ("preprocess", "finish")}
+    for order, seed in ORDERS:
+        case = f"{_named(shape)}, order {order} {seed}"
+        try:
+            with emulated(namespace, order, seed), mock.patch.dict(namespace, elsewhere):
+                found = gradients(d_out, q, k, v, out.to(q.dtype), lse.float(), shape.causal, scale)
+        except (Race, Deadlock) as problem:
+            raise AssertionError(f"{case}: {type(problem).__name__}: {problem}") from None
+        for verdict in oracle.judge(*found).values():
+            assert verdict.ok, f"{case}: {verdict.reason}"
+
+
+def _on_the_gpu(function: Callable) -> Callable:
+    """`function` of CPU tensors, computed on the GPU if there is one; it may change what it is given."""
+    if not torch.cuda.is_available():
+        return function
+
+    def call(*given):
+        there = [x.cuda() if isinstance(x, torch.Tensor) else x for x in given]
+        found = function(*there)
+        for here, changed in zip(given, there, strict=True):
+            if isinstance(here, torch.Tensor):
+                here.copy_(changed)
+        return None if found is None else tuple(x.cpu() for x in found)
+
+    return call
 
 
 def _named(shape: Shape, how: dict | None = None) -> str:

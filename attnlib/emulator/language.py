@@ -154,7 +154,9 @@ class Language:
     # ------------------------------------------------------------ the rest
 
     def _atomic_add(self, pointer: Pointer, value: int | Tensor, mask: Tensor | None = None, sem="acq_rel"):
-        """A tile comes with a mask; what it returns where that is not set is nobody's to use."""
+        """What it returns of a tile where the mask is not set is nobody's to use."""
+        if mask is None and isinstance(value, Tensor):
+            mask = Tensor(torch.ones(tuple(value.shape), dtype=torch.bool))
         place = pointer.places(mask)
         if mask is None:
             before = pointer.memory[place].item()

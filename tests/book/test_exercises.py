@@ -66,6 +66,13 @@ PLANTED = {
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),
     ),
+    "21_hopper_backward": (
+        ("mended_exchange", "    fence_async_shared()  # before the other is told\n", "", "without|Race"),
+        ("mended_exchange", "2 * (1 - W) + (j & 1)", "2 * W + (j & 1)", "Race|Dead"),
+        ("mended_exchange", "index((j & 1) * 2 + w)", "index((j & 1) + 2 * w)", "Race|max"),
+        ("rows_of_sums", "permute(1, 4, 2, 0, 3, 5)", "permute(1, 2, 4, 0, 3, 5)", "in a wrong place"),
+        ("shared_kib", "2 * buffers * 64", "buffers * 64", "expected"),
+    ),
     "23_decoding": (
         ("decode_pages", "* H_KV + head)", "* H_KV + 0 * head)", "max error"),
         ("decode_pages", "table + b * pages_of", "table + 0 * pages_of", "max error|not finite"),

@@ -1,0 +1,42 @@
+"""Checks of the exercises of chapter 21. Each raises AssertionError with a hint if the answer is wrong."""
+
+from itertools import product
+
+import torch
+
+from attnlib.bench.shapes import Shape
+from attnlib.book import changes
+from attnlib.book.exercises import judge_gradients
+from attnlib.emulator.ptx import elements_of_threads
+
+STEP = "21_hopper_backward"
+
+
+def check_mended_exchange(functions):
+    """Right in each order, with dQ by rows and by columns."""
+    module = changes.with_functions(STEP, functions)
+    for shape in (Shape(1, 1, 400, 64), Shape(1, 1, 300, 128, causal=False)):
+        judge_gradients(module.gradients, shape)
+
+
+def check_rows_of_sums(rows_of_sums):
+    """By which thread has which element of an accumulator."""
+    for d in (64, 128):
+        place = torch.from_numpy(elements_of_threads((64, d)))  # [128 threads, D / 2 elements]
+        in_memory = place.reshape(128, d // 8, 4).permute(1, 0, 2).reshape(-1)  # four of each thread in a row
+        truth = torch.arange(64 * d, dtype=torch.float32)
+        found = rows_of_sums(truth[in_memory])
+        assert tuple(found.shape) == (64, d), f"D={d}: expected shape (64, {d}), got {tuple(found.shape)}"
+        wrong = int((found != truth.reshape(64, d)).sum())
+        assert wrong == 0, f"D={d}: {wrong} of {64 * d} numbers are in a wrong place"
+
+
+def check_shared_kib(shared_kib):
+    """KiB of some plans."""
+    for d, block_m, stages, buffers in product((64, 128), (64, 128), (1, 2, 3), (1, 2, 4)):
+        halves = 2 * 128 * d + stages * 2 * block_m * d + 2 * buffers * 64 * block_m
+        want = (2 * halves + stages * 2 * 4 * block_m) / 1024
+        got = shared_kib(d, block_m, stages, buffers)
+        assert abs(got - want) < 1e-6, (
+            f"d={d}, block_m={block_m}, {stages} slots, {buffers} buffers: expected {want} KiB, got {got}"
+        )

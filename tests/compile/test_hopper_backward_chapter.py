@@ -1,0 +1,41 @@
+"""The kernels of chapter 21 compiled for sm_90, each change at each head dimension."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnlib.bench import changed_kernels, sources
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+
+STEP, DIMS = "21_hopper_backward", (64, 128)
+SPILLS = {("queue", 128): 4, ("tall", 128): 4, ("tall", 64): 10, ("turns", 64): 10, ("turns", 128): 4}
+"""32-bit words of a thread that may spill, addresses: the package's kernel has 10 and 6."""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, int], Stats]:
+    kernels = changed_kernels.load(STEP)
+    turns = sources.cells_tagged(sources.notebook_of(STEP), "variant")[0]
+    kernels["turns"] = changed_kernels.beside(STEP, "tall", turns)
+    return changed_kernels.compiled(kernels, DIMS)
+
+
+def test_products_are_not_serialized_and_spills_are_few(compiled: dict[tuple[str, int], Stats]) -> None:
+    for case, stats in compiled.items():
+        assert stats.spills <= SPILLS.get(case, 0), f"{case}: {stats.spills} words spill"
+        assert stats.warnings == (), f"{case}: {stats.warnings}"
+        assert stats.shared_bytes <= SMEM_LIMIT, f"{case}: does not fit"
+        assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA"), case
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_what_each_change_does_to_the_loop(d: int, compiled: dict[tuple[str, int], Stats]) -> None:
+    additions = {name: compiled[name, d].loops[0]["REDG"] for name in (STEP, "sums", "producer", "pair")}
+    assert additions == {STEP: d // 4, "sums": d // 8, "producer": d // 8, "pair": d // 16}
+    waits = {name: compiled[name, d].order(0).count("wait 0") for name in ("late", "under", "queue")}
+    assert waits == {"late": 5, "under": 5, "queue": 2}
+    assert compiled["late", d].order(0).startswith("32 EX2")
+    assert "HGMMA" in compiled["under", d].order(0).split(", ")[0]  # dP is started before the exponentials
+    assert compiled["queue", d].order(0).endswith("wait 2, wait 1, wait 0")
+    uniform = [sum("R2UR" in text for text in loop) for loop in compiled["tall", d].loop_listings]
+    assert max(uniform) <= 3, "addresses of operands are taken for different in each thread"
