@@ -1,5 +1,6 @@
 """The public functions. Each checks its arguments, then runs, differentiably and for compilers."""
 
+from attnlib.api.bsfa import attention_bsfa, bsfa_threshold
 from attnlib.api.decode import attention_decode
 from attnlib.api.distr import attention_distr
 from attnlib.api.entmax import attention_entmax
@@ -8,7 +9,7 @@ from attnlib.api.fp8 import Fp8, attention_fp8, attention_fp8_varlen, quantize_f
 from attnlib.api.monarch import attention_monarch, monarch_matrix
 
 __all__ = [
-    "Choice", "Fp8", "attention", "attention_decode", "attention_distr", "attention_entmax",
-    "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_varlen", "explain",
-    "monarch_matrix", "quantize_fp8",
+    "Choice", "Fp8", "attention", "attention_bsfa", "attention_decode", "attention_distr",
+    "attention_entmax", "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_varlen",
+    "bsfa_threshold", "explain", "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip
