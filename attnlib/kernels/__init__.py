@@ -77,7 +77,7 @@ ENTMAX = {"triton": entmax, "reference": reference_entmax}
     backward(d_out, q, k, v, tau, flags, params)     (dq, dk, dv)
 """
 
-BSFA = {"triton": bsfa.portable, "reference": reference_bsfa}
+BSFA = {"hopper": bsfa.hopper, "triton": bsfa.portable, "reference": reference_bsfa}
 """The same for `attention_bsfa`: modules with
 
     unsupported(q, k, v, params)              what they need and a call does not have; None if it has all

@@ -2,6 +2,6 @@
 is below a threshold are left out of the softmax. Two families: `hopper` in Gluon, `portable` in plain
 Triton. What they agree on is in `kernels.common.bsfa`."""
 
-from attnlib.kernels.bsfa import portable
+from attnlib.kernels.bsfa import hopper, portable
 
-__all__ = ["portable"]
+__all__ = ["hopper", "portable"]

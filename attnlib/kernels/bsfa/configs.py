@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from attnlib.kernels.common import l2_sections
+
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,46 @@ class BsfaTile:
 
 
 # Not compared with others.
-_TILES = {64: BsfaTile(num_stages=3), 128: BsfaTile(num_warps=8)}
+_TILES = {64: BsfaTile(num_stages=3), 128: BsfaTile()}
 
 
 def bsfa_tile(head_dim: int) -> BsfaTile:
     """For a head dimension of 64 or 128."""
     return _TILES[head_dim]
+
+
+@dataclass(frozen=True)
+class HopperBsfaConfig:
+    """How `hopper_kernel.attention_bsfa_forward_hopper` is compiled and launched.
+
+    Attributes:
+        stages: slots of the ring of blocks of keys in shared memory.
+        o_columns: columns of the buffer through which the output leaves: all, or half of them in two goes.
+        q_columns: leading columns of Q that stay in registers.
+        named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        max_registers: of a thread when the program starts.
+        l2_bytes: keys and values of the heads that advance together should fit in here.
+    """
+
+    stages: int
+    o_columns: int
+    q_columns: int = 0
+    named: bool = False
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    max_registers: int = 168
+    l2_bytes: int = 32 << 20
+
+    def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
+        """Query heads that advance together, see `l2_sections.query_heads`."""
+        return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
+
+
+# Not compared with others. At D = 128 three slots, two buffers for values and Q fill the shared memory.
+_HOPPER = {64: HopperBsfaConfig(4, 64), 128: HopperBsfaConfig(3, 64)}
+
+
+def hopper_bsfa_config(head_dim: int) -> HopperBsfaConfig:
+    """For a head dimension of 64 or 128."""
+    return _HOPPER[head_dim]

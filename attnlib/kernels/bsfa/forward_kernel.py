@@ -99,7 +99,7 @@ def attention_bsfa_forward(
     kept_at = (head * num_m + i_m).to(tl.int64) * num_n
 
     # 1. The blocks that hold the last key of a row.
-    for i in range(last + 1 - first):
+    for i in tl.range(0, last + 1 - first, num_stages=1):
         block = last - i
         b_s = _scores(b_q, desc_k, at, block, FLIP, PRECISION)  # [ROWS, KEYS]
         b_s = tl.where(o_n[None, :] <= (last_key - block * KEYS)[:, None], b_s, float("-inf"))
