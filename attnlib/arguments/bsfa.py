@@ -49,11 +49,13 @@ def check_bsfa_threshold(q, k, kept, causal, sm_scale) -> None:
 
 
 def check_tensors_of_bsfa(q, k, v, symbols: bool) -> None:
+    """Those that all take, and what BSFA takes of them."""
+    if isinstance(q, torch.Tensor) and not q.is_nested:
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            raise TypeError(f"q: expected dtype float16 or bfloat16, got {q.dtype}")
+        if q.dim() == 4 and q.shape[-1] not in HEAD_DIMS:
+            raise ValueError(f"q: expected a head dimension of 64 or 128, got {q.shape[-1]}")
     check_exact(q, k, v, _NO_OPTIONS, symbols)
-    if q.dtype == torch.float32:
-        raise TypeError("q: expected dtype float16 or bfloat16, got torch.float32")
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"q: expected a head dimension of 64 or 128, got {q.shape[-1]}")
 
 
 def _check_threshold(threshold, q: torch.Tensor, symbols: bool) -> None:

@@ -40,12 +40,15 @@ class BsfaCase:
 
 
 def make(case: BsfaCase, device: str, seed: int = 0) -> list[torch.Tensor]:
-    """(q, k, v). kind: as in `make_inputs`, or "structured", whose keys are as many as queries."""
+    """(q, k, v). kind: as in `make_inputs`; "positive", of which all products are; or "structured"."""
     longest = max(case.rows, case.keys)
     shape = Shape(case.batch, case.heads, longest, case.head_dim, True, case.dtype, case.kv_heads)
-    make_all = structured if case.kind == "structured" else make_inputs
-    q, k, v = make_all(shape, **({} if case.kind == "structured" else {"kind": case.kind}), seed=seed,
-                       device=device)  # fmt: skip
+    if case.kind == "structured":
+        q, k, v = structured(shape, seed, device)
+    else:
+        q, k, v = make_inputs(shape, "normal" if case.kind == "positive" else case.kind, seed, device)
+    if case.kind == "positive":
+        q, k = q.abs(), k.abs()
     tensors = [q[:, :, -case.rows :], k[:, :, -case.keys :], v[:, :, -case.keys :]]
     if case.transposed:
         return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]

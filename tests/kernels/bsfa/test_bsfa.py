@@ -29,7 +29,7 @@ CASES = {
         BsfaCase("one key", 70, 1),
         BsfaCase("one number, groups", 150, 500, 0.9, heads=4, kv_heads=2),
         BsfaCase("negative scale", 150, 500, heads=1, sm_scale=-0.2),
-        BsfaCase("low threshold, rows past the end", 70, 400, -0.1, kind="large", heads=1, sm_scale=-1e-4),
+        BsfaCase("low threshold, rows past the end", 70, 400, -1e-4, kind="positive", heads=1, sm_scale=-1e-4),
         BsfaCase("structured", 512, 512, "2", kind="structured", heads=1, head_dim=128),
         BsfaCase("large, transposed", 130, 390, kind="large", transposed=True),
         BsfaCase("nothing skipped", 200, 400, -math.inf),
@@ -122,10 +122,10 @@ def test_forms_of_a_threshold(device: str) -> None:
             assert torch.equal(kept, expected)
     heads = torch.tensor([-math.inf, math.inf], device=device)
     _, kept = attention_bsfa(q, k, v, threshold=heads, return_kept=True)
-    assert kept[:, 0].sum() > kept[:, 1].sum() == 2 * 4
+    assert kept[:, 0].sum() > kept[:, 1].sum() == 2 * 6
     early = torch.tensor([[math.inf, -math.inf]] * 2, device=device)  # the last one goes on
     _, kept = attention_bsfa(q, k, v, threshold=early, return_kept=True)
-    assert kept.sum(-1)[0, 0].tolist() == [1, 2, 3, 3]
+    assert kept.sum(-1)[0, 0].tolist() == [2, 2, 3, 3]
     batches = torch.full((2, 2, 1), -math.inf, device=device)
     batches[1] = math.inf
     _, kept = attention_bsfa(q, k, v, threshold=batches, return_kept=True)

@@ -1,0 +1,246 @@
+"""Time Block-Sparse FlashAttention on this GPU beside dense attention, over the share of blocks that is kept.
+
+    python tests/gpu/time_bsfa.py                 about two minutes; figures/data/<gpu>/bsfa.json
+    python tests/gpu/time_bsfa.py --only 32768    some lengths; no record
+    python tests/gpu/time_bsfa.py --tune          configurations beside each other; no record
+
+One table, `speed`: B1 H8 D128, float16, causal. Two kinds of inputs: "structured" has a sink, recency and
+needles (`attnlib.bench.structured`), "iid" is N(0, 1). Thresholds are calibrated for a share of the blocks on
+one draw and used on another one: `asked` is that share, `kept` what was kept of the blocks in sight. The Hopper
+kernel at all shares, the portable one at one, nvidia-modelopt's skip-softmax where ATTNLIB_PEERS has it, and
+attnlib's dense kernel, in the same shuffled rounds, cold L2, with a control row. `difference` is the RMS
+difference from the dense kernel's output over its RMS; `ceiling` is 2 / (1 + kept), `of_ceiling` what of it
+was reached. Outputs are judged before and after: the last 128 queries of the first and the last head against
+attention in fp64 to the blocks that were kept. TFLOP/s count what dense attention needs.
+The record is written after each length. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from attnlib import attention, attention_bsfa, bsfa_threshold  # noqa: E402
+from attnlib.bench import bsfa_peers, harness, peers, records  # noqa: E402
+from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
+from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
+from attnlib.bench.shapes import Shape  # noqa: E402
+from attnlib.bench.structured import structured  # noqa: E402
+from attnlib.kernels.bsfa import hopper  # noqa: E402
+from attnlib.kernels.bsfa.configs import HopperBsfaConfig, hopper_bsfa_config  # noqa: E402
+from attnlib.kernels.common.bsfa import KEYS, always_kept, element_mask  # noqa: E402
+from attnlib.params import BsfaParams  # noqa: E402
+
+DEVICE, DENSE = "cuda", "attnlib, dense"
+LENGTHS, KINDS = (32768, 65536, 131072), ("structured", "iid")
+SHARES = {"structured": (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0), "iid": (0.06, 0.25, 0.5)}
+PORTABLE = 0.06
+"""The share at which the portable kernel is timed."""
+SKIPS = None, 1e-3, 1e-2
+"""Thresholds of skip-softmax; None is its dense kernel."""
+JUDGED = 128
+"""Queries of two heads that are judged."""
+TUNED, TUNED_SHARES = 65536, (0.06, 0.5)
+
+
+def shape_of(length: int) -> Shape:
+    return Shape(1, 8, length, 128, True, "float16")
+
+
+def inputs_of(kind: str, length: int, seed: int) -> tuple[torch.Tensor, ...]:
+    if kind == "structured":
+        return structured(shape_of(length), seed, DEVICE)
+    return make_inputs(shape_of(length), "normal", seed, DEVICE)
+
+
+def thresholds_of(kind: str, length: int, shares: Sequence[float]) -> dict[float, torch.Tensor]:
+    """Calibrated on inputs of their own, for these shares of the blocks."""
+    q, k, _ = inputs_of(kind, length, seed=1)
+    return {share: bsfa_threshold(q, k, kept=share) for share in shares}
+
+
+def kept_share(kept: torch.Tensor, rows: int, keys: int) -> float:
+    """Of the blocks in sight."""
+    _, end = always_kept(rows, keys, True)
+    return kept.sum().item() / (int(end.sum()) * kept.shape[0] * kept.shape[1])
+
+
+def ceiling(kept: float) -> float:
+    """How many times faster than dense attention a kernel can be that computes all scores."""
+    return 2 / (1 + kept)
+
+
+class Judge:
+    """fp64 attention of the last queries of two heads to the blocks that were kept; None: to all."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], kept: torch.Tensor | None) -> None:
+        q, k, v = (x[:, [0, -1]] for x in tensors)
+        rows, keys = min(JUDGED, q.shape[2]), k.shape[2]
+        blocks = -(-keys // KEYS)
+        if kept is None:
+            kept = torch.ones(1, 2, 2, blocks, dtype=torch.bool, device=q.device)
+        else:
+            kept = kept[:, [0, -1], -2:]
+        mask = element_mask(kept, rows, keys, True)
+        self.rows, self.oracle = rows, Oracle(q[:, :, -rows:], k, v, mask=mask)
+
+    def judge(self, out: torch.Tensor):
+        return self.oracle.judge(out[:, [0, -1], -self.rows :])
+
+
+class Run(harness.Run):
+    """One implementation. make: gives the call; what: of the row."""
+
+    def __init__(self, name: str, length: int, make: Callable[[], Callable], what: dict[str, Any],
+                 control: bool = False) -> None:  # fmt: skip
+        super().__init__(name, shape_of(length), control)
+        self.is_peer = not name.startswith(("attnlib", "bsfa"))
+        self.row |= what
+        self.oracle: Judge | None = None
+        self.attempt(lambda: self._make(make))
+
+    def _make(self, make: Callable[[], Callable]) -> None:
+        try:
+            self.call = make()
+            self.call()
+            torch.cuda.synchronize()
+        except ImportError as error:
+            self.stop("not installed", peers.brief(error))
+
+    def difference(self, dense: torch.Tensor) -> None:
+        """Keep how far it is from the dense kernel's output."""
+        apart = (self.call().float() - dense.float()).square().mean().sqrt()
+        self.row["difference"] = (apart / dense.float().square().mean().sqrt()).item()
+
+    def gate(self, oracle: None) -> None:
+        if self.oracle is None:  # a peer, which decides by another rule: its difference is told
+            return
+        verdict = self.oracle.judge(self.call())
+        self.row |= {"max_error": verdict.max_error, "rms_error": verdict.rms_error}
+        if not verdict.ok:
+            self.stop("wrong", verdict.reason)
+
+
+def bsfa_call(tensors: Sequence[torch.Tensor], threshold: torch.Tensor, impl: str) -> Callable:
+    return lambda: attention_bsfa(*tensors, threshold=threshold, impl=impl)
+
+
+def bsfa_run(name: str, length: int, tensors: Sequence[torch.Tensor], threshold: torch.Tensor, impl: str,
+             what: dict[str, Any]) -> Run:  # fmt: skip
+    _, kept = attention_bsfa(*tensors, threshold=threshold, return_kept=True, impl=impl)
+    share = kept_share(kept, length, length)
+    run = Run(name, length, lambda: bsfa_call(tensors, threshold, impl),
+              what | {"kept": share, "ceiling": ceiling(share)})  # fmt: skip
+    run.oracle = Judge(tensors, kept)
+    return run
+
+
+def rows_of(kind: str, length: int, setting: Setting) -> Iterator[dict[str, Any]]:
+    """Times of all implementations for one kind of inputs, in the same rounds."""
+    limits, tensors = thresholds_of(kind, length, SHARES[kind]), inputs_of(kind, length, seed=0)
+    what, runs = {"inputs": kind}, []
+    for second in (False, True):
+        run = Run(DENSE, length, lambda: lambda: attention(*tensors, causal=True), what | {"kept": 1.0}, second)
+        run.oracle = Judge(tensors, None)
+        runs.append(run)
+    for share, limit in limits.items():
+        asked = what | {"asked": share}
+        runs.append(bsfa_run(f"bsfa, {share:.0%}", length, tensors, limit, "hopper", asked))
+        if share == PORTABLE:
+            runs.append(bsfa_run(f"bsfa triton, {share:.0%}", length, tensors, limit, "triton", asked))
+    for skip in SKIPS if kind == "structured" else ():
+        name = "modelopt, dense" if skip is None else f"modelopt, skip-softmax {skip:g}"
+        runs.append(Run(name, length, lambda skip=skip: bsfa_peers.skip_softmax(*tensors, skip), what))
+    dense = attention(*tensors, causal=True)
+    for run in runs:
+        if run.ok:
+            run.attempt(lambda run=run: run.difference(dense))
+            run.attempt(lambda run=run: run.gate(None))
+    harness.time_rounds(runs, None, setting, lambda text: None)
+    took = runs[0].row.get("ms", math.nan)
+    for run in runs:
+        if "ms" in run.row:
+            run.row["speedup"] = took / run.row["ms"]
+            if "ceiling" in run.row:
+                run.row["of_ceiling"] = run.row["speedup"] / run.row["ceiling"]
+        yield run.row
+
+
+def variants() -> dict[str, HopperBsfaConfig]:
+    found = {"as it is": hopper_bsfa_config(128)}
+    for stages, o_columns in ((3, 128), (2, 128), (3, 64)):
+        for q_columns in (0, 64, 128):
+            for named in (True, False):
+                config = HopperBsfaConfig(stages, o_columns, q_columns, named)
+                if config not in found.values() and (stages, o_columns) == (3, 128) or q_columns == 64 == o_columns:
+                    name = f"{stages} slots, O {o_columns}, Q {q_columns}{', named' * named}"
+                    found[name] = config
+    found["2 slots"] = HopperBsfaConfig(2, 128, 64, True)
+    return found
+
+
+def tune_rows(setting: Setting) -> Iterator[dict[str, Any]]:
+    tensors = inputs_of("structured", TUNED, seed=0)
+    for share, limit in thresholds_of("structured", TUNED, TUNED_SHARES).items():
+        runs = []
+        for name, config in variants().items():
+            params = BsfaParams(limit[None], True, 128**-0.5, config=config)
+            run = Run(f"bsfa, {share:.0%}, {name}", TUNED,
+                      lambda params=params: lambda: hopper.forward(*tensors, params)[0], {})  # fmt: skip
+            runs.append(run)
+        harness.time_rounds(runs, None, setting, lambda text: None)
+        yield from sorted((run.row for run in runs), key=lambda row: row.get("ms", 1e9))
+
+
+def show(row: dict[str, Any]) -> str:
+    where = f"N {row['seqlen']:6} {row.get('inputs', ''):10} {row['impl']:40}"
+    if "ms" not in row:
+        return f"{where} {row['status']} {row.get('reason', '')}"
+    text = f"{where} {row['ms']:8.3f} ms {row['tflops']:6.0f} TFLOP/s"
+    if "difference" in row:
+        text += f"  {row['speedup']:.2f}x, difference {row['difference']:.1e}"
+    if "of_ceiling" in row:
+        text += f", kept {row['kept']:.1%}, {row['of_ceiling']:.0%} of {row['ceiling']:.2f}x"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time Block-Sparse FlashAttention on this GPU.")
+    parser.add_argument("--tune", action="store_true", help="time configurations; write no record")
+    parser.add_argument("--only", type=int, nargs="+", help="some lengths; write no record")
+    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/bsfa.json)")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("needs a CUDA GPU", file=sys.stderr)
+        return 2
+    if args.tune:
+        print(*map(show, tune_rows(SWEEP)), sep="\n", flush=True)
+        return 0
+    found: list[dict[str, Any]] = []
+    counted = {"flops": "of dense attention", "kept": "of the blocks of 64 x 128 scores in sight"}
+    header = records.provenance(harness.method(SWEEP, DENSE) | counted)
+    path = records.report_path("bsfa", header, args.out)
+    for length in args.only or LENGTHS:
+        for kind in KINDS:
+            rows = list(rows_of(kind, length, SWEEP))
+            print(*map(show, rows), "", sep="\n", flush=True)
+            found += rows
+            torch.cuda.empty_cache()
+            if not args.only:
+                records.write_report(path, {"notebook": "bsfa", **header}, {"speed": {"rows": found}})
+    wrong = [row for row in found if row["status"] != "ok" and row["impl"].startswith(("attnlib", "bsfa"))]
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
