@@ -82,6 +82,13 @@ PLANTED = {
         ("gradient_of_values", "tl.load(steps_ptr + j) * BLOCK", "i_n * BLOCK", "max error"),
         ("fewest_blocks", "math.ceil(", "math.floor(", "blocks reach"),
     ),
+    "31_bsfa": (
+        ("running_attention", "float(margin)", "2.0 * float(margin)", "max error"),
+        ("running_attention", "tl.max(tl.where(o_m < S, above", "tl.min(tl.where(o_m < S, above", "max error"),
+        ("running_attention", "(b_top - b_m) * qk_scale", "b_top * qk_scale", "max error"),
+        ("running_attention", "S - 1) // BLOCK_N", "S) // BLOCK_N", "max error|not finite"),
+        ("bytes_of", "2 * kept - both)", "2 * kept)", "expected"),
+    ),
     "33_s2": (
         ("hybrid_attention", "tl.where(i_h >= H - DENSE, 1, STRIDE)", "STRIDE", "1 dense: max error"),
         ("hybrid_attention", "range(near, i)", "range(near + 1, i)", "max error"),
