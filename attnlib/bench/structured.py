@@ -3,18 +3,18 @@
 What scores of scaled products are about is set by hand; the rest is noise. Queries are strong for
 - the first 4 keys (the sink),
 - keys near them (recency: random Fourier features of the positions, whose products fall off like a bell),
-- NEEDLES of the earlier blocks of 128 keys, of which each has a code that MARKED of its keys carry. A block
-  of 64 queries asks for codes of its own.
+- some earlier blocks of 128 keys, the needles: each block of keys has a code, which MARKED of its keys carry,
+  and a block of 64 queries asks for one code for each of the scores in NEEDLES.
 """
 
 import torch
 
 from attnlib.bench.shapes import Shape
 
-SINK, RECENT, NEEDLE = 12.0, 8.0, 14.0
+SINK, RECENT, NEEDLES = 11.0, 8.0, (14.0, 13.0, 12.0)
 """Scores that they reach."""
-NEEDLES, MARKED, WIDTH = 4, 8, 64
-FREQUENCIES, NOISE = 16, 0.4
+MARKED, WIDTH = 8, 64
+FREQUENCIES, NOISE = 16, 0.12
 ROWS, KEYS = 64, 128
 
 
@@ -40,12 +40,12 @@ def structured(shape: Shape, seed: int = 0, device: str = "cpu") -> tuple[torch.
     codes = torch.nn.functional.normalize(normal(*k.shape[:2], blocks, D - codes_from), dim=-1)
     of_keys = codes.repeat_interleave(KEYS, 2)[:, :, :S]
     marked = (torch.arange(S, device=device) % (KEYS // MARKED) == 0)[:, None]
-    k[..., codes_from:] += NEEDLE**0.5 * unit * marked * of_keys
+    k[..., codes_from:] += unit * marked * of_keys
     heads = torch.arange(H, device=device) // (H // k.shape[1])
-    for _ in range(NEEDLES):
+    for score in NEEDLES:
         earlier = (torch.arange(rows, device=device) * ROWS // KEYS).clamp(min=1)
         asked = (torch.rand(B, H, rows, generator=rng, device=device) * earlier).long()
         found = codes[:, heads].gather(2, asked[..., None].expand(-1, -1, -1, D - codes_from))
-        q[..., codes_from:] += NEEDLE**0.5 * unit * found.repeat_interleave(ROWS, 2)[:, :, :S]
+        q[..., codes_from:] += score * unit * found.repeat_interleave(ROWS, 2)[:, :, :S]
     dtype = getattr(torch, shape.dtype)
     return q.to(dtype), k.to(dtype), normal(*k.shape).to(dtype)

@@ -1,13 +1,13 @@
-"""Time Block-Sparse FlashAttention on this GPU beside dense attention, over the share of blocks that is kept.
+"""Time Block-Sparse FlashAttention on this GPU beside dense attention, over the number of blocks kept.
 
     python tests/gpu/time_bsfa.py                 about two minutes; figures/data/<gpu>/bsfa.json
     python tests/gpu/time_bsfa.py --only 32768    some lengths; no record
     python tests/gpu/time_bsfa.py --tune          configurations beside each other; no record
 
 B1 H8 D128, float16, causal. A table for each kind of inputs: `structured` with a sink, recency and needles
-(`attnlib.bench.structured`), `iid` N(0, 1). Thresholds are calibrated for a share of the blocks on
-one draw and used on another one: `asked` is that share, `kept` what was kept of the blocks in sight. The Hopper
-kernel at all shares, the portable one at one, nvidia-modelopt's skip-softmax where ATTNLIB_PEERS has it, and
+(`attnlib.bench.structured`), `iid` N(0, 1). Thresholds are calibrated on one draw and used on another one:
+`asked` is how many blocks a block of queries was to keep beside those that are always kept, `kept` the share
+that was kept of the blocks in sight. The Hopper kernel for all numbers, the portable one for one, nvidia-modelopt's skip-softmax where ATTNLIB_PEERS has it, and
 attnlib's dense kernel, in the same shuffled rounds, cold L2, with a control row. `difference` is the RMS
 difference from the dense kernel's output over its RMS; `ceiling` is 2 / (1 + kept), `of_ceiling` what of it
 was reached. Outputs are judged before and after: the last 128 queries of the first and the last head against
@@ -44,14 +44,16 @@ from attnlib.params import BsfaParams  # noqa: E402
 
 DEVICE, DENSE = "cuda", "attnlib, dense"
 LENGTHS, KINDS = (32768, 65536, 131072), ("structured", "iid")
-SHARES = {"structured": (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0), "iid": (0.06, 0.25, 0.5)}
-PORTABLE = 0.06
-"""The share at which the portable kernel is timed."""
+ALL = 1 << 20
+"""Blocks: more than there are."""
+ASKED = {"structured": (0, 4, 8, 16, 32, 64, 128, ALL), "iid": (16, 64, 128)}
+PORTABLE = 16
+"""Blocks for which the portable kernel is timed."""
 SKIPS = None, 1e-3, 1e-2
 """Thresholds of skip-softmax; None is its dense kernel."""
 JUDGED = 128
 """Queries of two heads that are judged."""
-TUNED, TUNED_SHARES = 65536, (0.06, 0.5)
+TUNED, TUNED_FOR = 65536, (16, 128)
 
 
 def shape_of(length: int) -> Shape:
@@ -64,10 +66,14 @@ def inputs_of(kind: str, length: int, seed: int) -> tuple[torch.Tensor, ...]:
     return make_inputs(shape_of(length), "normal", seed, DEVICE)
 
 
-def thresholds_of(kind: str, length: int, shares: Sequence[float]) -> dict[float, torch.Tensor]:
-    """Calibrated on inputs of their own, for these shares of the blocks."""
+def thresholds_of(kind: str, length: int, asked: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Calibrated on inputs of their own, for these numbers of blocks."""
     q, k, _ = inputs_of(kind, length, seed=1)
-    return {share: bsfa_threshold(q, k, kept=share) for share in shares}
+    return {count: bsfa_threshold(q, k, kept=count) for count in asked}
+
+
+def called(kernel: str, count: int) -> str:
+    return f"{kernel}, {'all' if count == ALL else count} blocks"
 
 
 def kept_share(kept: torch.Tensor, rows: int, keys: int) -> float:
@@ -144,17 +150,17 @@ def bsfa_run(name: str, length: int, tensors: Sequence[torch.Tensor], threshold:
 
 def rows_of(kind: str, length: int, setting: Setting) -> Iterator[dict[str, Any]]:
     """Times of all implementations for one kind of inputs, in the same rounds."""
-    limits, tensors = thresholds_of(kind, length, SHARES[kind]), inputs_of(kind, length, seed=0)
+    limits, tensors = thresholds_of(kind, length, ASKED[kind]), inputs_of(kind, length, seed=0)
     what, runs = {"inputs": kind}, []
     for second in (False, True):
         run = Run(DENSE, length, lambda: lambda: attention(*tensors, causal=True), what | {"kept": 1.0}, second)
         run.oracle = Judge(tensors, None)
         runs.append(run)
-    for share, limit in limits.items():
-        asked = what | {"asked": share}
-        runs.append(bsfa_run(f"bsfa, {share:.0%}", length, tensors, limit, "hopper", asked))
-        if share == PORTABLE:
-            runs.append(bsfa_run(f"bsfa triton, {share:.0%}", length, tensors, limit, "triton", asked))
+    for count, limit in limits.items():
+        asked = what | {"asked": count}
+        runs.append(bsfa_run(called("bsfa", count), length, tensors, limit, "hopper", asked))
+        if count == PORTABLE:
+            runs.append(bsfa_run(called("bsfa triton", count), length, tensors, limit, "triton", asked))
     for skip in SKIPS if kind == "structured" else ():
         name = "modelopt, dense" if skip is None else f"modelopt, skip-softmax {skip:g}"
         runs.append(Run(name, length, lambda skip=skip: bsfa_peers.skip_softmax(*tensors, skip), what))
@@ -186,11 +192,11 @@ def variants() -> dict[str, HopperBsfaConfig]:
 
 def tune_rows(setting: Setting) -> Iterator[dict[str, Any]]:
     tensors = inputs_of("structured", TUNED, seed=0)
-    for share, limit in thresholds_of("structured", TUNED, TUNED_SHARES).items():
+    for count, limit in thresholds_of("structured", TUNED, TUNED_FOR).items():
         runs = []
         for name, config in variants().items():
             params = BsfaParams(limit[None], True, 128**-0.5, config=config)
-            run = Run(f"bsfa, {share:.0%}, {name}", TUNED,
+            run = Run(f"{called('bsfa', count)}, {name}", TUNED,
                       lambda params=params: lambda: hopper.forward(*tensors, params)[0], {})  # fmt: skip
             runs.append(run)
         harness.time_rounds(runs, None, setting, lambda text: None)
