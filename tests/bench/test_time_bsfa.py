@@ -42,11 +42,11 @@ def test_names_differ() -> None:
 
 def test_structured_inputs_have_few_blocks_with_high_scores() -> None:
     """A block of queries has as many needles as were planted, at most, and a sink; the softmax is theirs."""
-    q, k, v = structured(Shape(1, 1, 2048, 128, True, "float16"))
+    shape = Shape(1, 1, 2048, 128, True, "float16")
+    q, k, v = structured(shape)
     limits = bsfa_threshold(q, k, kept=len(NEEDLES) + 2)
     out, kept = attention_bsfa(q, k, v, threshold=limits, return_kept=True, impl="reference")
     dense = attention_bsfa(q, k, v, threshold=-torch.inf, impl="reference")
     apart = (out.float() - dense.float()).square().mean() / dense.float().square().mean()
     assert time_bsfa.kept_share(kept, 2048, 2048) < 0.75 and apart.sqrt() < 0.1
-    other = structured(Shape(1, 1, 2048, 128, True, "float16"), seed=1)
-    assert not torch.equal(other[0], q) and torch.equal(structured(Shape(1, 1, 2048, 128, True, "float16"))[0], q)
+    assert not torch.equal(structured(shape, seed=1)[0], q) and torch.equal(structured(shape)[0], q)

@@ -84,7 +84,7 @@ PLANTED = {
     ),
     "31_bsfa": (
         ("running_attention", "float(margin)", "2.0 * float(margin)", "max error"),
-        ("running_attention", "tl.max(tl.where(o_m < S, above", "tl.min(tl.where(o_m < S, above", "max error"),
+        ("running_attention", "tl.max(tl.where(o_m < S, a", "tl.min(tl.where(o_m < S, a", "max error"),
         ("running_attention", "(b_top - b_m) * qk_scale", "b_top * qk_scale", "max error"),
         ("running_attention", "S - 1) // BLOCK_N", "S) // BLOCK_N", "max error|not finite"),
         ("bytes_of", "2 * kept - both)", "2 * kept)", "expected"),

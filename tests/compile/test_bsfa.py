@@ -82,7 +82,8 @@ def compile_hopper(case: tuple[int, str, bool, int, bool]) -> Stats:
     for name, descriptor in launch_hopper.descriptors((None,) * 4, call).items():
         types[name] = f"tensordesc<{dtype}{list(descriptor.block)},{descriptor.layout!r}>"
     names = kernel.arg_names
-    signature = {name: types.get(name, "i32") for name in names} | dict.fromkeys([*absent, "plan"], "constexpr")
+    signature = {name: types.get(name, "i32") for name in names}
+    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
     constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True

@@ -134,7 +134,8 @@ def run_calls(part: int, parts: int) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
     done = 0
     for call in islice(calls(), part, None, parts):
-        run = {DecodeCall: run_decoding, EntmaxCall: run_entmax, BsfaCall: run_bsfa}.get(type(call), run_training)
+        own = {DecodeCall: run_decoding, EntmaxCall: run_entmax, BsfaCall: run_bsfa}
+        run = own.get(type(call), run_training)
         results = run(call)
         for result in results:
             if not result.detach().cpu().isfinite().all():

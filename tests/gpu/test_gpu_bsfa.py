@@ -38,8 +38,9 @@ def test_random_calls(family: int, impl: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_full_size(head_dim: int, impl: str) -> None:
     skip_unless(impl)
-    for kept in ("0.05", "0.5"):
-        kept = check(BsfaCase("long", 4096, 4096, kept, head_dim=head_dim, kind="structured"), DEVICE, 0, impl)
+    for asked in ("0.05", "0.5"):
+        case = BsfaCase("long", 4096, 4096, asked, head_dim=head_dim, kind="structured")
+        kept = check(case, DEVICE, 0, impl)
         assert 0 < kept.float().mean() < 0.6
 
 

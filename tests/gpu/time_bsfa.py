@@ -7,10 +7,10 @@
 B1 H8 D128, float16, causal. A table for each kind of inputs: `structured` with a sink, recency and needles
 (`attnlib.bench.structured`), `iid` N(0, 1). Thresholds are calibrated on one draw and used on another one:
 `asked` is how many blocks a block of queries was to keep beside those that are always kept, `kept` the share
-that was kept of the blocks in sight. The Hopper kernel for all numbers, the portable one for one, nvidia-modelopt's skip-softmax where ATTNLIB_PEERS has it, and
-attnlib's dense kernel, in the same shuffled rounds, cold L2, with a control row. `difference` is the RMS
-difference from the dense kernel's output over its RMS; `ceiling` is 2 / (1 + kept), `of_ceiling` what of it
-was reached. Outputs are judged before and after: the last 128 queries of the first and the last head against
+that was kept of the blocks in sight. The Hopper kernel for all numbers, the portable one for one,
+nvidia-modelopt's skip-softmax where ATTNLIB_PEERS has it, and attnlib's dense kernel, in the same shuffled
+rounds, cold L2, with a control row. `difference` is the RMS difference from the dense kernel's output over its
+RMS; `ceiling` is 2 / (1 + kept), `of_ceiling` what of it was reached. Outputs are judged before and after: the last 128 queries of the first and the last head against
 attention in fp64 to the blocks that were kept. TFLOP/s count what dense attention needs.
 The record is written after each length. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a
 GPU.
@@ -153,7 +153,8 @@ def rows_of(kind: str, length: int, setting: Setting) -> Iterator[dict[str, Any]
     limits, tensors = thresholds_of(kind, length, ASKED[kind]), inputs_of(kind, length, seed=0)
     what, runs = {"inputs": kind}, []
     for second in (False, True):
-        run = Run(DENSE, length, lambda: lambda: attention(*tensors, causal=True), what | {"kept": 1.0}, second)
+        make = lambda: lambda: attention(*tensors, causal=True)  # noqa: E731
+        run = Run(DENSE, length, make, what | {"kept": 1.0}, second)
         run.oracle = Judge(tensors, None)
         runs.append(run)
     for count, limit in limits.items():

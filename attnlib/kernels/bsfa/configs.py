@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from attnlib.kernels.common import l2_sections
 
 
-
 @dataclass(frozen=True)
 class BsfaTile:
     """How the portable kernels are compiled and launched.
@@ -58,8 +57,8 @@ class HopperBsfaConfig:
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
-# Not compared with others. At D = 128 three slots and the other buffers fill the shared memory. Columns of Q in
-# registers spare the products of scores, of which there are more than of outputs, reads of shared memory.
+# Not compared with others. At D = 128 three slots and the other buffers fill the shared memory. Columns of Q
+# in registers spare the products of scores, of which there are more than of outputs, reads of shared memory.
 _HOPPER = {64: HopperBsfaConfig(4, 64, 64, named=True), 128: HopperBsfaConfig(3, 128, 64, named=True)}
 
 

@@ -262,7 +262,7 @@ def _mask(s, row, block, work, plan: gl.constexpr):
 
 @gluon.jit
 def _products(q_registers, now, mem, c, WG: gl.constexpr, plan: gl.constexpr):
-    """(scores of slot c [64, BLOCK_N], O of all blocks kept so far), with P V of the last one of these if that
+    """(scores of slot c [64, BLOCK_N], O of all blocks kept so far), with P V of the last one of these if it
     is still to be done."""
     wait_k(mem, c, plan)
     acc = now.acc

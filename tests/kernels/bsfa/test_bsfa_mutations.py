@@ -61,8 +61,8 @@ MUTATIONS = [
     Mutation("a skipped block moves the maximum",
              "            )\n            if kept_ptr is not None:\n                tl.store(kept_ptr + "
              "kept_at + block, 1)\n", "            )\n            if kept_ptr is not None:\n                "
-             "tl.store(kept_ptr + kept_at + block, 1)\n        else:\n            b_m = tl.maximum(b_m, b_m + "
-             "1.0)\n", "causal", ANY),
+             "tl.store(kept_ptr + kept_at + block, 1)\n        else:\n            b_m = b_m + 1.0\n", "causal",
+             ANY),
     Mutation("a row that sees nothing is divided by 0", "b_acc / tl.where(empty, 1.0, b_l)[:, None]",
              "b_acc / b_l[:, None]", "empty", ANY),
     Mutation("the LSE to base 2", "(b_m + tl.math.log2(b_l)) * LN2", "b_m + tl.math.log2(b_l)", "causal",

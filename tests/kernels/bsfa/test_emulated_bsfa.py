@@ -127,9 +127,9 @@ MUTATIONS = [
              *without("    mbarrier.wait(mem.v_full.index(WG), (asked - 1) & 1)\n"), "more keys", LANDING),
     Mutation("the parity of values stays", "(asked - 1) & 1", "0 * asked", "more keys",
              f"{TAKEN}|{DEADLOCK}|{COUNT}"),
-    Mutation("a step that skips counts a copy", "    if keep != 0:\n        _ask(desc_v, mem, at, block, WG, "
-             "plan)\n        asked += 1\n", "    asked += 1\n    if keep != 0:\n        _ask(desc_v, mem, at, "
-             "block, WG, plan)\n", "more keys", f"{TAKEN}|{DEADLOCK}|{COUNT}"),
+    Mutation("a step that skips counts a copy", "        asked += 1\n        if plan.store_kept:",
+             "        if plan.store_kept:", "more keys", f"{TAKEN}|{DEADLOCK}|{COUNT}",
+             (("    if keep != 0:\n", "    asked += 1\n    if keep != 0:\n"),)),
     Mutation("values arrive while the product before reads them",
              "        s, acc = warpgroup_mma_wait(0, deps=(s_token, o_token))\n",
              "        s = warpgroup_mma_wait(1, deps=(s_token,))\n        acc = o_token\n", "more keys",
