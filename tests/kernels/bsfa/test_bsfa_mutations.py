@@ -60,7 +60,8 @@ MUTATIONS = [
     Mutation("the output is not rescaled", "b_acc * alpha[:, None]", "b_acc", "steep", ANY),
     Mutation("a skipped block moves the maximum",
              "            )\n            if kept_ptr is not None:\n                tl.store(kept_ptr + "
-             "kept_at + block, 1)\n", "            )\n            if kept_ptr is not None:\n                "
+             "kept_at + block, 1)\n",
+             "            )\n            if kept_ptr is not None:\n                "
              "tl.store(kept_ptr + kept_at + block, 1)\n        else:\n            b_m = b_m + 1.0\n", "causal",
              ANY),
     Mutation("a row that sees nothing is divided by 0", "b_acc / tl.where(empty, 1.0, b_l)[:, None]",
