@@ -83,7 +83,7 @@ PLANTED = {
         ("fewest_blocks", "math.ceil(", "math.floor(", "blocks reach"),
     ),
     "31_bsfa": (
-        ("running_attention", "float(margin)", "2.0 * float(margin)", "max error"),
+        ("running_attention", "float(margin)", "16.0 * float(margin)", "max error"),
         ("running_attention", "tl.max(tl.where(o_m < S, a", "tl.min(tl.where(o_m < S, a", "max error"),
         ("running_attention", "(b_top - b_m) * qk_scale", "b_top * qk_scale", "max error"),
         ("running_attention", "S - 1) // BLOCK_N", "S) // BLOCK_N", "max error|not finite"),

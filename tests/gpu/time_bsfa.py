@@ -10,7 +10,7 @@ B1 H8 D128, float16, causal. A table for each kind of inputs: `structured` with 
 that was kept of the blocks in sight. The Hopper kernel for all numbers, the portable one for one,
 nvidia-modelopt's skip-softmax where ATTNLIB_PEERS has it, and attnlib's dense kernel, in the same shuffled
 rounds, cold L2, with a control row. `difference` is the RMS difference from the dense kernel's output over
-its RMS; `ceiling` is 2 / (1 + kept), `of_ceiling` what of it was reached. Outputs are judged before and after:
+its RMS; `ceiling` is 2 / (1 + kept), `of_ceiling` what of it was reached. Outputs are judged twice:
 the last 128 queries of the first and the last head against attention in fp64 to the blocks that were kept.
 TFLOP/s count what dense attention needs.
 The record is written after each length. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a

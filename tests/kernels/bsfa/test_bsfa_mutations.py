@@ -62,7 +62,7 @@ MUTATIONS = [
              "            )\n            if kept_ptr is not None:\n                tl.store(kept_ptr + "
              "kept_at + block, 1)\n",
              "            )\n            if kept_ptr is not None:\n                "
-             "tl.store(kept_ptr + kept_at + block, 1)\n        else:\n            b_m = b_m + 1.0\n", "causal",
+             "tl.store(kept_ptr + kept_at + block, 1)\n        else:\n            b_m += 1.0\n", "causal",
              ANY),
     Mutation("a row that sees nothing is divided by 0", "b_acc / tl.where(empty, 1.0, b_l)[:, None]",
              "b_acc / b_l[:, None]", "empty", ANY),
