@@ -3,6 +3,7 @@
 from attnlib.api import (
     Fp8,
     attention,
+    attention_bsfa,
     attention_decode,
     attention_distr,
     attention_entmax,
@@ -11,6 +12,7 @@ from attnlib.api import (
     attention_monarch,
     attention_pooled,
     attention_varlen,
+    bsfa_threshold,
     explain,
     monarch_matrix,
     quantize_fp8,
@@ -19,8 +21,9 @@ from attnlib.block_mask import BlockMask, S2Pattern
 from attnlib.scores import Score
 
 __all__ = [
-    "BlockMask", "Fp8", "S2Pattern", "Score", "__version__", "attention", "attention_decode",
-    "attention_distr", "attention_entmax", "attention_fp8", "attention_fp8_varlen", "attention_monarch",
-    "attention_pooled", "attention_varlen", "explain", "monarch_matrix", "quantize_fp8",
+    "BlockMask", "Fp8", "S2Pattern", "Score", "__version__", "attention", "attention_bsfa",
+    "attention_decode", "attention_distr", "attention_entmax", "attention_fp8", "attention_fp8_varlen",
+    "attention_monarch", "attention_pooled", "attention_varlen", "bsfa_threshold", "explain",
+    "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -9,11 +9,12 @@ import torch
 from torch.autograd import forward_ad
 
 from attnlib.arguments.tangents import check_tangents
-from attnlib.kernels import DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS, MASKED
+from attnlib.kernels import BSFA, DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS, MASKED
 from attnlib.kernels.common.backward_plan import BackwardPlan
+from attnlib.kernels.common.bsfa import grid_of
 from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
-from attnlib.params import DecodeParams, EntmaxParams, Implementation, MaskWindow, Params
+from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, Implementation, MaskWindow, Params
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,34 @@ def _entmax_family(q: torch.Tensor, impl: str | None):
             if impl is not None:
                 raise ValueError(f"impl: {impl!r} {why_not}")
     raise AssertionError("the last family runs every call")
+
+
+def bsfa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: BsfaParams, impl: str | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(out, lse, kept) of `attention_bsfa`; lse and kept may be None unless asked for. ValueError if an
+    implementation is asked for that can't run it."""
+    if forward_ad._current_level >= 0:
+        check_tangents(q, k, v)
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
+    if nothing_to_do(q, k):
+        lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+        kept = torch.zeros(bsfa_blocks(q, k), dtype=torch.bool, device=q.device)
+        return torch.zeros_like(q), lse, kept
+    for name, family in BSFA.items():
+        if impl in (None, name):
+            why_not = family.unsupported(q, k, v, params)
+            if why_not is None:
+                return family.forward(q, k, v, params)
+            if impl is not None:
+                raise ValueError(f"impl: {impl!r} {why_not}")
+    raise AssertionError("the last family runs every call")
+
+
+def bsfa_blocks(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what tells which blocks `bsfa` kept."""
+    return *q.shape[:2], *grid_of(q.shape[2], k.shape[2])
 
 
 def prepared_forward(

@@ -166,3 +166,23 @@ class EntmaxParams(NamedTuple):
     columns: bool = False
     impl: str | None = None
     config: Any = None
+
+
+class BsfaParams(NamedTuple):
+    """What a call of `attention_bsfa` asks for besides its tensors.
+
+    Attributes:
+        threshold: (B or 1, H or 1, N) float32: of each block of query rows, the last one for all after it.
+        causal: the last query stands at the last key, and none sees a key after its own place.
+        sm_scale: factor on the scores.
+        return_lse, return_kept: whether the forward pass returns the LSE, and which blocks it kept.
+        config: how the kernel is compiled and launched, of the class of its family; None for the family's
+            choice.
+    """
+
+    threshold: torch.Tensor
+    causal: bool
+    sm_scale: float
+    return_lse: bool = False
+    return_kept: bool = False
+    config: Any = None

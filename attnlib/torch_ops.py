@@ -5,6 +5,7 @@ tensors and FLOP counters see. Calls that none of them looks at go past this fil
     torch.ops.attnlib.attention_forward    -> out, lse
     torch.ops.attnlib.attention_backward   -> dq, dk, dv
     torch.ops.attnlib.attention_decode     -> out, lse
+    torch.ops.attnlib.attention_bsfa       -> out, lse, kept
     torch.ops.attnlib.attention_entmax             -> out, tau, flags
     torch.ops.attnlib.attention_entmax_backward    -> dq, dk, dv
 
@@ -23,7 +24,7 @@ from attnlib.autograd import no_second_derivative
 from attnlib.block_mask.mask import by_handle
 from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
-from attnlib.params import DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
+from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
@@ -171,11 +172,44 @@ def _decode_fake(
     return torch.empty_like(q), q.new_empty(q.shape[:3] if lse else (0,), dtype=torch.float32)
 
 
-def _no_gradient(ctx, *_):
-    raise RuntimeError("attention_decode has no gradient; attention has one")
+def _no_gradient(function: str):
+    """What stands for the backward pass of an operator that has none."""
+
+    def refuse(ctx, *_):
+        raise RuntimeError(f"{function} has no gradient; attention has one")
+
+    return refuse
 
 
-attention_decode.register_autograd(_no_gradient)
+attention_decode.register_autograd(_no_gradient("attention_decode"))
+
+
+# ---------------------------------------------------------------- Block-Sparse FlashAttention
+
+
+@torch.library.custom_op(
+    "attnlib::attention_bsfa",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor threshold, bool causal=True, float? sm_scale=None, "
+    "bool lse=False, bool kept=False, str? impl=None) -> (Tensor, Tensor, Tensor)",
+)
+def attention_bsfa(q, k, v, threshold, causal=True, sm_scale=None, lse=False, kept=False, impl=None):
+    """(out, lse, kept). threshold: (B or 1, H or 1, N)."""
+    params = BsfaParams(threshold, causal, _scale(q, sm_scale), lse, kept)
+    with own_counters():
+        out, found, blocks = dispatch.bsfa(q, k, v, params, impl)
+    empty = q.new_empty(0, dtype=torch.float32)
+    return _like(q, out), found if lse else empty, blocks if kept else empty.bool()
+
+
+@attention_bsfa.register_fake
+def _bsfa_fake(q, k, v, threshold, causal=True, sm_scale=None, lse=False, kept=False, impl=None):
+    shape = dispatch.bsfa_blocks(q, k) if kept else (0,)
+    found = q.new_empty(q.shape[:3] if lse else (0,), dtype=torch.float32)
+    return torch.empty_like(q), found, q.new_empty(shape, dtype=torch.bool)
+
+
+attention_bsfa.register_autograd(_no_gradient("attention_bsfa"))
 
 
 # ---------------------------------------------------------------- entmax
@@ -271,6 +305,7 @@ def _refuse_tangents(operator) -> None:
 _refuse_tangents(attention_forward)
 _refuse_tangents(attention_backward)
 _refuse_tangents(attention_decode)
+_refuse_tangents(attention_bsfa)
 _refuse_tangents(attention_entmax)
 _refuse_tangents(attention_entmax_backward)
 

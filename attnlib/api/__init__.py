@@ -1,5 +1,6 @@
 """The public functions. Each checks its arguments, then runs, differentiably and for compilers."""
 
+from attnlib.api.bsfa import attention_bsfa, bsfa_threshold
 from attnlib.api.decode import attention_decode
 from attnlib.api.distr import attention_distr
 from attnlib.api.entmax import attention_entmax
@@ -9,7 +10,7 @@ from attnlib.api.monarch import attention_monarch, monarch_matrix
 from attnlib.api.pooled import attention_pooled
 
 __all__ = [
-    "Choice", "Fp8", "attention", "attention_decode", "attention_distr", "attention_entmax",
-    "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_pooled", "attention_varlen",
-    "explain", "monarch_matrix", "quantize_fp8",
+    "Choice", "Fp8", "attention", "attention_bsfa", "attention_decode", "attention_distr",
+    "attention_entmax", "attention_fp8", "attention_fp8_varlen", "attention_monarch", "attention_pooled",
+    "attention_varlen", "bsfa_threshold", "explain", "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip

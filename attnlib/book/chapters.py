@@ -33,6 +33,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("22_fp8", "FP8"),
     ("23_decoding", "Decoding"),
     ("30_block_masks", "Block masks"),
+    ("31_bsfa", "Block-Sparse FlashAttention"),
     ("32_seer", "SeerAttention"),
     ("33_s2", "S2-Attention"),
     ("34_entmax", "Entmax"),

@@ -15,6 +15,7 @@ on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, 
 """
 
 from attnlib.kernels import (
+    bsfa,
     decode,
     distr,
     entmax,
@@ -33,6 +34,7 @@ from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.hopper import narrow as hopper_narrow
 from attnlib.kernels.hopper import pooled as hopper_pooled
 from attnlib.kernels.portable import narrow as portable_narrow
+from attnlib.kernels.reference import bsfa as reference_bsfa
 from attnlib.kernels.reference import decode as reference_decode
 from attnlib.kernels.reference import distr as reference_distr
 from attnlib.kernels.reference import entmax as reference_entmax
@@ -78,6 +80,16 @@ ENTMAX = {"triton": entmax, "reference": reference_entmax}
     forward(q, k, v, params)                  (out, tau, flags), params an `attnlib.params.EntmaxParams`
     backward(d_out, q, k, v, tau, flags, params)     (dq, dk, dv)
 """
+
+BSFA = {"hopper": bsfa.hopper, "triton": bsfa.portable, "reference": reference_bsfa}
+"""The same for `attention_bsfa`: modules with
+
+    unsupported(q, k, v, params)              what they need and a call does not have; None if it has all
+    forward(q, k, v, params)                  (out, lse, kept), params an `attnlib.params.BsfaParams`; lse and
+                                              kept may be None unless asked for
+
+and for `bsfa_threshold` those of "triton" and "reference" with maxima(q, k, params), the largest scores of
+blocks."""
 
 MONARCH = {"triton": monarch, "reference": reference_monarch}
 """The same for `attention_monarch`, which only an explicit `impl` leads to the reference: modules with

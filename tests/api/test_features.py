@@ -45,11 +45,21 @@ from attnlib.kernels.common import preprocess
 from attnlib.kernels.common.distr import Grouping
 from attnlib.kernels.portable import backward_kernels
 from attnlib.kernels.portable.configs_backward import backward_config
+from attnlib.kernels.reference import bsfa as reference_bsfa
 from attnlib.kernels.reference import distr as reference_distr
 from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import monarch as reference_monarch
 from attnlib.kernels.reference.dense import attention_fp64
-from attnlib.params import EntmaxParams, MaskWindow, MonarchParams, Params, Varlen, default_block, mask_window
+from attnlib.params import (
+    BsfaParams,
+    EntmaxParams,
+    MaskWindow,
+    MonarchParams,
+    Params,
+    Varlen,
+    default_block,
+    mask_window,
+)
 from attnlib.seer import SeerGate, mask_of, top
 
 PAGE = ROOT / "notebooks" / "features.md"
@@ -136,6 +146,11 @@ def other_functions() -> dict[str, list[str]]:
     return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
 
 
+def bsfa_of(threshold: float) -> Callable:
+    params = BsfaParams(torch.full((1, 1, 1), threshold), False, 0.125)
+    return lambda q, k, v: reference_bsfa.forward(q, k, v, params)[0]
+
+
 def entmax_of(alpha: float) -> Callable:
     return lambda q, k, v: reference_entmax.forward(q, k, v, EntmaxParams(alpha, False, 0.125))[0]
 
@@ -153,7 +168,8 @@ def distr_of(columns: int) -> Callable:
     return distr
 
 
-IN_FP64 = {f"`attention_entmax`, alpha = {alpha:g}": entmax_of(alpha) for alpha in (1.5, 2.0)}
+IN_FP64 = {f"`attention_bsfa`, threshold = {limit:g}": bsfa_of(limit) for limit in (4.0,)}
+IN_FP64 |= {f"`attention_entmax`, alpha = {alpha:g}": entmax_of(alpha) for alpha in (1.5, 2.0)}
 IN_FP64 |= {f"`attention_monarch`, steps = {steps}": monarch_of(steps) for steps in (1, 2)}
 IN_FP64 |= {f"`attention_distr`, group = {columns}": distr_of(columns) for columns in (2, 4)}
 """Row -> the function in fp64."""

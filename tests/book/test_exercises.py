@@ -89,6 +89,13 @@ PLANTED = {
         ("gradient_of_values", "tl.load(steps_ptr + j) * BLOCK", "i_n * BLOCK", "max error"),
         ("fewest_blocks", "math.ceil(", "math.floor(", "blocks reach"),
     ),
+    "31_bsfa": (
+        ("running_attention", "float(margin)", "16.0 * float(margin)", "max error"),
+        ("running_attention", "tl.max(tl.where(o_m < S, a", "tl.min(tl.where(o_m < S, a", "max error"),
+        ("running_attention", "(b_top - b_m) * qk_scale", "b_top * qk_scale", "max error"),
+        ("running_attention", "S - 1) // BLOCK_N", "S) // BLOCK_N", "max error|not finite"),
+        ("bytes_of", "2 * kept - both)", "2 * kept)", "expected"),
+    ),
     "32_seer": (
         ("pool_keys", "tl.minimum(BLOCK, S - j * BLOCK)", "BLOCK", "the mean is off"),
         ("pool_keys", 'tl.where(there, b_k, float("-inf"))', "b_k", "the largest is off"),

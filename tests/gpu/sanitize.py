@@ -94,7 +94,16 @@ class PooledCall(NamedTuple):
     impl: str = "pooled"
 
 
-def calls() -> Iterator[Call | DecodeCall | EntmaxCall | PooledCall]:
+class BsfaCall(NamedTuple):
+    """Queries and keys of different lengths, some blocks kept."""
+
+    head_dim: int
+    causal: bool
+    heads: int
+    impl: str
+
+
+def calls() -> Iterator[Call | DecodeCall | EntmaxCall | BsfaCall | PooledCall]:
     """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences; caches, pages."""
     from attnlib.bench.shapes import Shape
 
@@ -130,14 +139,19 @@ def calls() -> Iterator[Call | DecodeCall | EntmaxCall | PooledCall]:
     for head_dim, causal, size in ((64, True, 64), (128, True, 128), (128, False, 64), (256, True, 64)):
         for kept in ("hopper", "triton"):
             yield PooledCall(head_dim, causal, size, kept)
+    for head_dim, causal, impl in product((64, 128), (True, False), ("hopper", "triton")):
+        yield BsfaCall(head_dim, causal, 2, impl)
+    yield BsfaCall(128, True, 150, "hopper")  # more tiles than an H200 has SMs
 
 
 def run_calls(part: int, parts: int) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite."""
     done = 0
     for call in islice(calls(), part, None, parts):
-        others = {DecodeCall: run_decoding, EntmaxCall: run_entmax, PooledCall: run_pooled}
-        run = others.get(type(call), run_training)
+        own = {
+            BsfaCall: run_bsfa, DecodeCall: run_decoding, EntmaxCall: run_entmax, PooledCall: run_pooled,
+        }  # fmt: skip
+        run = own.get(type(call), run_training)
         results = run(call)
         for result in results:
             if not result.detach().cpu().isfinite().all():
@@ -232,6 +246,20 @@ def run_entmax(call: EntmaxCall) -> tuple:
     out.backward(torch.randn(out.shape).half().cuda())
     torch.cuda.synchronize()
     return out, tau, q.grad, k.grad, v.grad
+
+
+def run_bsfa(call: BsfaCall) -> tuple:
+    """Output, LSE and what was kept."""
+    import torch
+
+    from attnlib import attention_bsfa
+
+    sizes = (call.heads, 200), (call.heads // 2, 530), (call.heads // 2, 530)
+    q, k, v = (torch.randn(1, h, n, call.head_dim).half().cuda() for h, n in sizes)
+    options = {"threshold": 3.9, "causal": call.causal, "impl": call.impl}
+    found = attention_bsfa(q, k, v, return_lse=True, return_kept=True, **options)
+    torch.cuda.synchronize()
+    return found
 
 
 def block_mask(name: str, shape: Any):

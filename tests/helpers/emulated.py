@@ -16,6 +16,7 @@ from mutations import Mutation
 from attnlib.bench import sources
 from attnlib.emulator import Emulated, Report
 from attnlib.kernels import hopper
+from attnlib.kernels.bsfa import hopper_kernel as bsfa_kernel
 from attnlib.kernels.common import counters, device, forward_plan, hopper_gpu
 from attnlib.kernels.hopper import (
     backward_kernel,
@@ -35,6 +36,7 @@ ORDERS = "eager", "late", "random"
 KERNELS = {
     "attention_forward_hopper": forward_kernel,
     "attention_backward_hopper": backward_kernel,
+    "attention_bsfa_forward_hopper": bsfa_kernel,
     "attention_backward_hopper_wide": backward_wide_kernel,
     "attention_sparse_forward_hopper": hopper_kernel,
     "attention_sparse_backward_hopper": hopper_backward_kernel,

@@ -9,6 +9,8 @@ import torch
 
 from attnlib import dispatch, node
 from attnlib.kernels import decode, hopper, monarch, portable
+from attnlib.kernels.bsfa import launch as launch_bsfa
+from attnlib.kernels.bsfa import launch_hopper as launch_bsfa_hopper
 from attnlib.kernels.common import launcher
 from attnlib.kernels.distr import launch_group
 from attnlib.kernels.fp8 import launch_quantize
@@ -55,6 +57,9 @@ def forget_launches() -> None:
         family.launch_backward.prepare.cache_clear()
     launch_quantize.prepare.cache_clear()
     launch_group.prepare.cache_clear()
+    launch_bsfa.prepare_maxima.cache_clear()
+    for module in (launch_bsfa, launch_bsfa_hopper):
+        module.prepare.cache_clear()
     for module in (launch_forward, launch_backward, launch_hopper, launch_hopper_backward):
         module.prepare.cache_clear()
 

@@ -186,7 +186,7 @@ def test_import_needs_torch_and_triton_only(imported):
 
 def test_import_leaves_triton_alone(imported):
     """A notebook imports attnlib first, then lesson chooses triton's interpreter. Yet FLOPs are counted."""
-    assert imported[0] == "5" and "triton" not in imported
+    assert imported[0] == "6" and "triton" not in imported
 
 
 def test_import_is_quick():

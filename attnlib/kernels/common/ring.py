@@ -19,15 +19,26 @@ def _log2(n):
     return n.bit_length() - 1
 
 
+@gluon.constexpr_function
+def _power_of_two(n):
+    return n & (n - 1) == 0
+
+
 @gluon.jit
 def slot(c, plan: gl.constexpr):
     """Where block c of the ring is in memory."""
-    return c & (plan.pipeline.stages - 1)
+    if _power_of_two(plan.pipeline.stages):
+        return c & (plan.pipeline.stages - 1)
+    else:
+        return c % plan.pipeline.stages
 
 
 @gluon.jit
 def _parity(c, plan: gl.constexpr):
-    return (c >> _log2(plan.pipeline.stages)) & 1
+    if _power_of_two(plan.pipeline.stages):
+        return (c >> _log2(plan.pipeline.stages)) & 1
+    else:
+        return (c // plan.pipeline.stages) & 1
 
 
 @gluon.jit

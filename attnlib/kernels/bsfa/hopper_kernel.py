@@ -1,0 +1,489 @@
+"""Block-Sparse FlashAttention, forward, for Hopper (sm_90a) in Gluon.
+
+One persistent program per SM: a producer warp and two consumer warpgroups of 64 query rows each. A tile is
+128 rows of one head, and its blocks of 128 keys come from the last one in sight to the first. Each consumer
+decides for itself which blocks its rows keep: a block of scores is 64 x 128.
+
+    Who copies what
+
+The producer streams keys through a ring, whatever becomes of them: all scores are computed. Values are not in
+the ring. A consumer has one buffer for the values of one block, and starts the copy itself, as soon as it has
+decided to keep the block. It needs them a step later: P V of a block is issued together with Q K^T of the
+next one. In between are the exponentials, and they take about as long as the copy. So no value is read that
+nobody wants, nobody waits for the other's decision, and hardly ever for a copy. Where both keep a block, its
+values are read twice, from the L2.
+
+    barrier          completes when                   waited for by            parity of the wait
+    k_full[slot]     TMA has written K of slot c      each consumer            (c // STAGES) & 1
+    kv_free[slot]    both consumers have released c   producer, to fill        see `common.ring`
+    v_full[w]        TMA has written the values that  consumer w               number of that copy & 1
+                     consumer w asked for
+    q_full[w]        TMA has written Q of consumer w  consumer w               tile number & 1
+    q_free[w]        consumer w needs Q no more       producer                 tile number & 1, flipped
+    drawn[b]         producer has told of tile        each consumer            (tile number // 2) & 1
+                     2 n + b
+
+The buffer of the values is free when P V is done in all four warps. In the loop the decision makes sure of
+that: it is a reduction over the warpgroup, after the wait for P V. At the first block of a tile, which is
+always kept, a barrier does.
+
+How tiles are drawn and told of is in `kernels.hopper.forward_kernel`. A word of a tile may be read until its
+consumer arrives at q_free.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnlib.kernels.common import softmax
+from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.named_barrier import named_barrier
+from attnlib.kernels.common.ring import acquire, release, slot, wait_k
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+BLOCK_M = gl.constexpr(128)  # rows of a tile
+TOGETHER = gl.constexpr(12)  # and 13: named barriers of the warps of a consumer
+
+# What the producer tells of a tile, word by word.
+FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
+BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
+BATCH = gl.constexpr(2)
+HEAD = gl.constexpr(3)
+WORDS = gl.constexpr(4)
+
+
+# ---------------------------------------------------------------- what is passed around
+
+
+class Memory(NamedTuple):
+    """Buffers and barriers in shared memory."""
+
+    q: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
+    k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
+    v: gl.shared_memory_descriptor  # [2, 1, 1, block_n, d]: one of each consumer
+    o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
+    next_tile: gl.shared_memory_descriptor  # [2 * WORDS, 32]
+    q_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    kv_free: gl.shared_memory_descriptor
+    drawn: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """The problem and its division into tiles; see the kernel's arguments."""
+
+    S_q: gl.tensor
+    S_k: gl.tensor
+    H: gl.tensor
+    GROUP: gl.tensor
+    HEADS: gl.tensor
+    SECTION: gl.tensor
+    num_m: gl.tensor
+    tiles: gl.tensor
+
+
+class Limits(NamedTuple):
+    """The thresholds, and where it is written what was kept; see the kernel's arguments."""
+
+    at: gl.tensor
+    b: gl.tensor
+    h: gl.tensor
+    m: gl.tensor
+    count: gl.tensor
+    kept: gl.tensor
+
+
+class Row(NamedTuple):
+    """The running maximum and the sum of 64 rows, and their output so far."""
+
+    p: gl.tensor  # [64, BLOCK_N], of the block that was kept last
+    acc: gl.tensor  # [64, D], without its product while `pending`
+    shift: gl.tensor  # [64]
+    sums: gl.tensor  # [64, 4]
+    pending: gl.tensor  # whether P V of that block is still to be done
+    asked: gl.tensor  # how many copies of values this consumer has started
+
+
+# ---------------------------------------------------------------- producer
+
+
+@gluon.jit
+def _blocks(end, work, plan: gl.constexpr):
+    """Blocks up to the last one that the rows before `end` see; one, all masked, where they see none."""
+    visible = work.S_k
+    if plan.causal:
+        visible = gl.minimum(gl.maximum(end + work.S_k - work.S_q, 0), work.S_k)
+    return gl.maximum(gl.cdiv(visible, plan.block_n), 1)
+
+
+@gluon.jit
+def _locate(number, work):
+    """(first row, batch, head) of the tile of a number, any where there are none left: the last, longest rows
+    come first."""
+    number = gl.minimum(number, work.tiles - 1)
+    rank, head = tiling.by_sections(number, work.num_m, work.HEADS, work.SECTION)
+    i_b, i_h = tiling.divide(head, work.H)
+    return (work.num_m - 1 - rank) * BLOCK_M, i_b, i_h
+
+
+@gluon.jit
+def _copy_k(desc_k, mem, c, at, block, plan: gl.constexpr):
+    """Copy the keys of a block to slot c, when that is free."""
+    acquire(mem, c, plan)
+    bar = mem.k_full.index(slot(c, plan))
+    mbarrier.expect(bar, desc_k.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        desc_k, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.k.index(slot(c, plan))
+    )
+
+
+@gluon.jit
+def _draw(counter_ptr):
+    """Start to draw a number from the counter; `_drawn` waits for it."""
+    lane = tiling.lanes()
+    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def _drawn(asked, counter_ptr, end):
+    number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
+    # Each program's last draw finds no tile, so there are as many draws as tiles.
+    if number == end - 1:
+        gl.store(counter_ptr, 0)
+    return number + gl.num_programs(0)
+
+
+@gluon.jit
+def _tell(mem, number, last, row, blocks, i_b, i_h):
+    """Consumers read which tile has this number."""
+    b = number & 1
+    words = gl.where(last, -1, row), blocks, i_b, i_h  # in the order of their names
+    for w in gl.static_range(WORDS):
+        word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        mem.next_tile.index(b * WORDS + w).store(word)
+    mbarrier.arrive(mem.drawn.index(b), count=1)
+
+
+@gluon.jit
+def _produce(given, plan: gl.constexpr):
+    desc_q, desc_k, counter_ptr, mem, work = given
+    number = gl.program_id(0)  # of the tile among all
+    row, i_b, i_h = _locate(number, work)
+    blocks = _blocks(row + BLOCK_M, work, plan)
+    _tell(mem, 0, number >= work.tiles, row, blocks, i_b, i_h)
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
+    while number < work.tiles:
+        i_kv, _ = tiling.divide(i_h, work.GROUP)
+        at = i_b, i_kv
+        _copy_k(desc_k, mem, c, at, blocks - 1, plan)  # before Q, whose buffer is still in use
+        for w in gl.static_range(2):
+            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                desc_q, tiling.coordinates((i_b, i_h), row + w * 64, 0), mem.q_full.index(w), mem.q.index(w)
+            )
+        early = gl.maximum(blocks - 3, 1)
+        for i in range(1, early):
+            _copy_k(desc_k, mem, c + i, at, blocks - 1 - i, plan)
+        asked = _draw(counter_ptr)
+        for i in range(early, blocks):
+            _copy_k(desc_k, mem, c + i, at, blocks - 1 - i, plan)
+        c += blocks
+        number = _drawn(asked, counter_ptr, work.tiles)
+        row, i_b, i_h = _locate(number, work)
+        blocks = _blocks(row + BLOCK_M, work, plan)
+        turn += 1
+        _tell(mem, turn, number >= work.tiles, row, blocks, i_b, i_h)
+
+
+# ---------------------------------------------------------------- consumer
+
+
+@gluon.jit
+def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
+    """Start Q K^T of slot c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers."""
+    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
+    q = matrix(mem.q, WG)  # [64, D]
+    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
+    if plan.q_columns == 0:
+        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    elif plan.q_columns == plan.d:
+        return warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        rest: gl.constexpr = plan.d - plan.q_columns
+        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
+        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
+        part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+
+
+@gluon.jit
+def _issue_output(p, acc, asked, mem, WG: gl.constexpr):
+    """Start acc += P V, of the values that were asked for last: [64, BLOCK_N] x [BLOCK_N, D]."""
+    mbarrier.wait(mem.v_full.index(WG), (asked - 1) & 1)
+    return warpgroup_mma(p, matrix(mem.v, WG), acc, is_async=True)
+
+
+@gluon.jit
+def _ask(desc_v, mem, at, block, WG: gl.constexpr, plan: gl.constexpr):
+    """Start to copy the values of a block to this consumer's buffer."""
+    bar = mem.v_full.index(WG)
+    mbarrier.expect(bar, desc_v.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(WG)
+    )
+
+
+@gluon.jit
+def _mask(s, row, block, work, plan: gl.constexpr):
+    """-inf for keys that a row does not see; `row` is the first row."""
+    o_n = gl.arange(0, plan.block_n, layout=gl.SliceLayout(0, plan.s_layout))[None, :]  # [1, BLOCK_N]
+    last = gl.full([64], work.S_k - 1 - block * plan.block_n, gl.int32, plan.row_layout)  # [64]
+    if plan.causal:
+        o_m = gl.arange(0, 64, layout=plan.row_layout)  # [64]
+        last = gl.minimum(last, o_m + (row + work.S_k - work.S_q - block * plan.block_n))
+    # Bits 1 and 2 of a column are those of the thread, the others are known to the compiler.
+    after = last[:, None] - (o_n & 6)  # [64, BLOCK_N], a number for each row of a thread
+    return gl.where((o_n & -7) <= after, s, float("-inf"))
+
+
+@gluon.jit
+def _products(q_registers, now, mem, c, WG: gl.constexpr, plan: gl.constexpr):
+    """(scores of slot c [64, BLOCK_N], O of all blocks kept so far), with P V of the last one of these if it
+    is still to be done."""
+    wait_k(mem, c, plan)
+    acc = now.acc
+    if now.pending != 0:
+        s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        o_token = _issue_output(now.p, acc, now.asked, mem, WG)
+        s, acc = warpgroup_mma_wait(0, deps=(s_token, o_token))
+    else:
+        s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+    release(mem, c, plan)
+    if plan.flip:
+        s = -s
+    return s, acc
+
+
+@gluon.jit
+def _step(
+    q_registers, now, c, row, block, always, limit, at, desc_v, kept, mem, qk_scale, work,
+    WG: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
+    """Slot c: its scores, the product of the block before, and, if it is kept, its softmax. always: the
+    diagonal crosses it."""
+    dtype: gl.constexpr = mem.v.dtype
+    s, acc = _products(q_registers, now, mem, c, WG, plan)
+    if plan.crosses:
+        if always:
+            s = _mask(s, row, block, work, plan)
+    tops = softmax.row_max(s)  # [64]
+    o_m = gl.arange(0, 64, layout=plan.row_layout)
+    top = gl.max(gl.where(row + o_m < work.S_q, tops, float("-inf")), 0) * qk_scale
+    keep = gl.where(top < limit, 0, 1)
+    if plan.crosses:
+        keep = gl.where(always, 1, keep)
+    p, shift, sums, asked = now.p, now.shift, now.sums, now.asked
+    if keep != 0:
+        _ask(desc_v, mem, at, block, WG, plan)
+        asked += 1
+        if plan.store_kept:
+            gl.store(kept + block, 1)
+        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, plan.crosses)
+        acc = softmax.rescale(acc, alpha, changed, plan)
+        weights = softmax.weights(s, shift, qk_scale, plan.crosses)
+        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+        sums = softmax.add_sums(sums, weights)
+        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+    return Row(p, acc, shift, sums, keep, asked)
+
+
+@gluon.jit
+def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
+    """Through shared memory, at once or in two halves; the copy of the tile before must have left it."""
+    if plan.o_columns == plan.d:
+        _store_columns(desc_o, o, mem, at, row, 0, WG)
+    else:
+        left, right = softmax.halves(o)
+        _store_columns(desc_o, left, mem, at, row, 0, WG)
+        _store_columns(desc_o, right, mem, at, row, plan.o_columns, WG)
+
+
+@gluon.jit
+def _store_columns(desc_o, part, mem, at, row, column: gl.constexpr, WG: gl.constexpr):
+    tma.store_wait(0)
+    matrix(mem.o, WG).store(part)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, column), mem.o.index(WG))
+
+
+@gluon.jit
+def _told(mem, number):
+    """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
+    b = number & 1
+    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
+    return _word(mem, number, FIRST_ROW)
+
+
+@gluon.jit
+def _word(mem, number, w):
+    """Word w of what the producer told."""
+    lanes = mem.next_tile.index((number & 1) * WORDS + w)
+    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
+    desc_v, desc_o, lse_ptr, limits, mem, qk_scale, work = given
+    dtype: gl.constexpr = mem.v.dtype
+    turn = 0  # number of the tile within this program
+    c = 0  # slot of the tile's first keys
+    asked = 0
+    first_row = _told(mem, 0)
+    while first_row >= 0:
+        row = first_row + WG * 64
+        i_b, i_h = _word(mem, turn, BATCH), _word(mem, turn, HEAD)
+        i_kv, _ = tiling.divide(i_h, work.GROUP)
+        at = i_b, i_kv
+        i_m = gl.minimum(row // 64, limits.count - 1)
+        limit = gl.load(limits.at + i_b * limits.b + i_h * limits.h + i_m * limits.m) * LOG2_E
+        end = c + _word(mem, turn, BLOCKS)  # slot of the next tile's first keys
+        # Blocks that the other consumer's rows see and these do not. Beyond the last row there is one.
+        own = gl.where(row < work.S_q, _blocks(row + 64, work, plan), 1)
+        start = end - own
+        kept = limits.kept
+        if plan.store_kept:
+            blocks_m, blocks_n = gl.cdiv(work.S_q, 64), gl.cdiv(work.S_k, plan.block_n)
+            kept += ((i_b * work.H + i_h) * blocks_m + row // 64).to(gl.int64) * blocks_n
+
+        mbarrier.wait(mem.q_full.index(WG), turn & 1)
+        q_registers = 0
+        if plan.q_columns > 0:
+            q_left = matrix(mem.q, WG).slice(0, plan.q_columns, 1)
+            q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
+        for i in range(c, start):
+            wait_k(mem, i, plan)
+            release(mem, i, plan)
+
+        # 1. The last block that these rows see, always kept.
+        named_barrier("sync", TOGETHER + WG, 128)  # P V of the tile before is done in all warps
+        _ask(desc_v, mem, at, own - 1, WG, plan)
+        asked += 1
+        wait_k(mem, start, plan)
+        s_token = _issue_scores(q_registers, mem, start, WG, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+        release(mem, start, plan)
+        if plan.flip:
+            s = -s
+        if plan.causal or plan.tail:
+            s = _mask(s, row, own - 1, work, plan)
+        if plan.store_kept:
+            if (row < work.S_q) & ((not plan.causal) | (row + 63 + work.S_k >= work.S_q)):
+                gl.store(kept + (own - 1), 1)
+        shift = softmax.row_max(s) * qk_scale  # [64]
+        weights = softmax.weights(s, shift, qk_scale, plan.causal or plan.tail)
+        sums = softmax.row_sum(weights)  # [64, 4]
+        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+        acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
+        now = Row(p, acc, shift, sums, 1, asked)
+
+        # 2. The blocks before it. If the first row's last key is not in the last block, it is in the first
+        # of these.
+        crossed = row + work.S_k - work.S_q < (own - 1) * plan.block_n
+        for i in range(start + 1, end):
+            now = _step(
+                q_registers, now, i, row, end - 1 - i, (i == start + 1) & crossed, limit, at, desc_v, kept,
+                mem, qk_scale, work, WG, plan,
+            )  # fmt: skip
+        at_o = _word(mem, turn, BATCH), _word(mem, turn, HEAD)
+        if plan.q_columns > 0:
+            fence_async_shared()  # between the load of Q and the copy that overwrites it
+        mbarrier.arrive(mem.q_free.index(WG), count=1)
+
+        # 3. What is left of the products, and the output.
+        c = end
+        asked = now.asked
+        acc = now.acc
+        if now.pending != 0:
+            o_token = _issue_output(now.p, acc, asked, mem, WG)
+            acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+        row_sums = gl.convert_layout(gl.sum(now.sums, 1), plan.row_layout)  # [64]
+        turn += 1
+        first_row = _told(mem, turn)
+        # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
+        empty = row_sums == 0.0
+        if plan.store_lse:
+            o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+            lse = gl.where(empty, float("-inf"), (now.shift + gl.log2(row_sums)) * LN2)
+            place = (at_o[0] * work.H + at_o[1]).to(gl.int64) * work.S_q
+            gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
+        if row < work.S_q:
+            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
+            _store_output(desc_o, o.to(dtype), mem, at_o, row, WG, plan)
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------- kernel
+
+
+NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles limit_b limit_h limit_m limits".split()
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def attention_bsfa_forward_hopper(
+    desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
+    lse_ptr,  # (B, H, S_q)
+    kept_ptr,  # (B, H, blocks of rows, blocks of keys) uint8, 0; or None
+    limit_ptr,  # thresholds of row blocks, float32, in units of scaled scores
+    counter_ptr,  # one int32, 0 before and after a launch
+    qk_scale,  # |sm_scale| * log2(e), positive
+    S_q, S_k,
+    H,  # query heads
+    GROUP,  # query heads that share one key/value head
+    HEADS,  # B * H
+    SECTION,  # heads that advance together
+    num_m,  # tiles of a head
+    tiles,  # num_m * HEADS
+    limit_b, limit_h, limit_m,  # strides of the thresholds
+    limits,  # how many there are for a head; the last one is that of all later row blocks
+    plan: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(sm_scale * Q K^T) V over kept blocks; see the module docstring."""
+    mem = Memory(
+        buffers(desc_q, 2),
+        buffers(desc_k, plan.pipeline.stages),
+        buffers(desc_v, 2),
+        buffers(desc_o, 2),
+        gl.allocate_shared_memory(gl.int32, [2 * WORDS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(2, 1),  # q_full
+        barriers(2, 1),  # q_free
+        barriers(plan.pipeline.stages, 1),  # k_full
+        barriers(2, 1),  # v_full
+        barriers(plan.pipeline.stages, 2),  # kv_free
+        barriers(2, 1),  # drawn
+    )
+    fence_async_shared()
+    work = Work(S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles)
+    given_limits = Limits(limit_ptr, limit_b, limit_h, limit_m, limits, kept_ptr)
+    given = desc_v, desc_o, lse_ptr, given_limits, mem, qk_scale, work
+    copied = desc_q, desc_k, counter_ptr, mem, work
+    regs: gl.constexpr = plan.registers.consumer
+    few: gl.constexpr = plan.registers.producer
+    # A consumer's number is a constant, so each has code of its own.
+    gl.warp_specialize([
+        (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (copied, plan)),
+    ], [4, 1], [regs, few])

@@ -1,0 +1,15 @@
+"""BSFA in plain Triton, for every GPU that it knows, and for its interpreter; and what thresholds are made
+from."""
+
+from attnlib.kernels.bsfa.launch import forward, maxima
+from attnlib.kernels.common import device
+from attnlib.params import BsfaParams
+
+__all__ = ["forward", "maxima", "unsupported"]
+
+
+def unsupported(q, k, v, params: BsfaParams) -> str | None:
+    """What the kernels need and a call with valid arguments does not have; None if it has all."""
+    if q.is_cuda or device.interpreted():
+        return None
+    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
