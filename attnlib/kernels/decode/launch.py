@@ -13,7 +13,8 @@ from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.decode.configs import DecodeConfig, Split, Work, decode_config, merge_config
 from attnlib.params import DecodeParams, MaskWindow
 
-TENSORS = "q", "k", "v", "out", "lse", "parts", "arrived", "lengths", "starts", "page_table"
+TENSORS = "q", "k", "v", "out", "lse", "parts", "lengths", "starts", "page_table", "arrived"
+"""What launches call their tensors; `node.cpp` knows the order."""
 MODULE = "attnlib.kernels.decode.decode_kernels"
 INTERPRETED_SMS = 3
 """That the interpreter is taken to have: few programs, as it runs them one by one."""
@@ -65,16 +66,32 @@ def forward(
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
         out, lse = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), lse
+    q, integers = _as_kernels_take_it(q, params)
+    return run(prepare(call_of(q, k, v, integers[-1], params)), q, k, v, integers)
+
+
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams) -> "Plan | None":
+    """The launches with which `forward` runs these tensors; None where one has to be copied first."""
+    given = q, params.lengths, params.starts, params.page_table
+    taken, integers = _as_kernels_take_it(q, params)
+    if any(x is not y for x, y in zip(given, (taken, *integers), strict=True)):
+        return None
+    return prepare(call_of(q, k, v, params.page_table, params))
+
+
+def _as_kernels_take_it(q: torch.Tensor, params: DecodeParams) -> tuple[torch.Tensor, tuple]:
+    """(q, (lengths, starts, page table)), copied where kernels could not read them: the very objects that
+    were given, but for that."""
     if q.stride(-1) != 1 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)  # a few rows
     lengths, starts, table = params.lengths, params.starts, params.page_table
-    if lengths is not None:
+    if lengths is not None and not lengths.is_contiguous():
         lengths = lengths.contiguous()
-    if starts is not None:
+    if starts is not None and not starts.is_contiguous():
         starts = starts.contiguous()
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    return run(prepare(call_of(q, k, v, table, params)), q, k, v, (lengths, starts, table))
+    return q, (lengths, starts, table)
 
 
 def run(
@@ -95,7 +112,7 @@ def run(
     if plan.same_launch:
         index, size = q.get_device(), plan.pairs
         arrived = counter(index, size) if q.is_cuda else torch.zeros(size, dtype=torch.int32)
-    plan.launches(q, k, v, out, lse, parts, arrived, *integers)
+    plan.launches(q, k, v, out, lse, parts, *integers, arrived)
     return out, lse
 
 
@@ -117,6 +134,7 @@ class Plan(NamedTuple):
     pairs: int
     same_launch: bool
     return_lse: bool
+    counted = False  # as of a `ForwardPlan`: no counter in the place of `parts`
 
 
 def sms_of(index: int) -> int:

@@ -25,6 +25,10 @@ def forward(q, k, v, params: DecodeParams) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+def prepared(q, k, v, params: DecodeParams) -> None:
+    """Nothing is launched."""
+
+
 def held(k, v, params: DecodeParams, batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of each sequence that count, (Hkv, n, D). A length beyond what a cache has room for
     ends there, and one below 0 is 0, as in the kernels; starts likewise."""
