@@ -61,6 +61,9 @@ def decode(
         check_tangents(q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = (x.resolve_neg() for x in (q, k, v))
+    if params.k_scale is not None or params.v_scale is not None:
+        k_scale, v_scale = (x if x is None else x.resolve_neg() for x in params[-2:])
+        params = params._replace(k_scale=k_scale, v_scale=v_scale)
     if _nothing_to_decode(q, k, params):
         lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros_like(q), lse

@@ -15,6 +15,9 @@ division by l in memory. Such results merge by an associative operation, the res
 Either a second launch merges them, or the program that finishes a pair last. Both merge in the order of the
 keys, so that equal calls have equal bits. No program waits for another.
 
+Caches in FP8 become numbers of the queries' dtype when they have been loaded, which is exact. The scales of
+keys are applied to scores, those of values to the output, both in float32.
+
 Where a pair begins and ends follows from the lengths, which each program reads from memory. A grid that was
 launched for one batch of lengths, in a CUDA graph for instance, is right for any other.
 """
@@ -25,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WIDTH = tl.constexpr(128)  # sequences whose tiles are counted in one step
 LN2 = tl.constexpr(0.6931471805599453)
+SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
 
 
 # ---------------------------------------------------------------- which tiles there are
@@ -259,6 +263,31 @@ def _ask_for_first_tile(
 
 
 @triton.jit
+def _of_fp8(x, dtype: tl.constexpr, MOVABLE: tl.constexpr, WIDEN: tl.constexpr):
+    """FP8 (e4m3) as numbers of a wider dtype, without rounding.
+
+    An operand of a product has a layout of its own, into which it is copied. The compiler moves the copy ahead
+    of what is MOVABLE, where it has half the bytes. For values that is no gain: they are transposed, and
+    bytes are so one by one. It takes PTX for a side effect then, and leaves it where it is.
+    """
+    if not WIDEN:
+        return x.to(dtype)
+    elif dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [x], dtype=tl.float16, is_pure=MOVABLE, pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 a, b; .reg .b32 p, q; .reg .f16 c, d; .reg .f32 e, f;
+            mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;
+            mov.b32 {c, d}, p; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $0, f, e;
+            mov.b32 {c, d}, q; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $1, f, e; }""",
+            "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=MOVABLE, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
 def _attend(
     b_q,
     k_ptr,
@@ -277,6 +306,10 @@ def _attend(
     v_page,
     v_s,
     v_d,
+    k_scale,
+    v_scale,
+    k_scale_page,
+    v_scale_page,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -286,12 +319,14 @@ def _attend(
     FLIP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """(output before its division by l, m, l) of `count` tiles from `first` on.
 
     Keys `begin` .. `end` - 1 are read, which some row sees; a row sees those from its first_key (None for no
     bound) to its last_key [BLOCK_M]. `table`: the pages of this sequence; None where its keys lie in one
-    piece.
+    piece. k_scale, v_scale: what keys and values are multiplied with, one number, or one for each page, which
+    are k_scale_page and v_scale_page elements apart; None for 1.
     """
     o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -300,6 +335,9 @@ def _attend(
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
     b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_unit = SMALLEST  # of b_acc: the largest scale of a page of values so far
+    if k_scale is not None and k_scale_page is None:
+        b_ks = tl.load(k_scale)
     if table is not None:  # the pages of a tile are known one tile ahead: its loads need not wait for them
         next_page = _pages(table, first * BLOCK_N + o_n, begin, end, PAGE)  # [BLOCK_N]
     for j in tl.range(first, first + count, num_stages=NUM_STAGES):
@@ -316,7 +354,13 @@ def _attend(
         mask = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
         b_k = tl.load(k_ptr + (k_row * UNIT_KV)[:, None] + k_column[None, :], mask=mask, other=0.0)
         b_v = tl.load(v_ptr + (v_row * UNIT_KV)[:, None] + v_column[None, :], mask=mask, other=0.0)
+        if b_k.dtype != b_q.dtype:
+            b_k, b_v = _of_fp8(b_k, b_q.dtype, True, WIDEN), _of_fp8(b_v, b_q.dtype, False, WIDEN)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if k_scale_page is not None:
+            b_ks = tl.load(k_scale + page * k_scale_page, mask=there, other=0.0)[None, :]  # [1, BLOCK_N]
+        if k_scale is not None:
+            b_s *= b_ks
         b_s = -b_s if FLIP else b_s
         seen = key[None, :] <= last_key[:, None]  # [BLOCK_M, BLOCK_N]
         if first_key is not None:
@@ -327,17 +371,28 @@ def _attend(
         b_p = tl.math.exp2(b_s * qk_scale - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.math.exp2(b_m - m_ref)  # [BLOCK_M]
         b_l = b_l * alpha + tl.sum(b_p, 1)
+        if v_scale_page is not None:  # weights are in units of the largest scale, as 16 bits can't be small
+            b_vs = tl.load(v_scale + page * v_scale_page, mask=there, other=0.0)  # [BLOCK_N]
+            larger = tl.maximum(b_unit, tl.max(tl.abs(b_vs), 0))
+            b_p *= (b_vs / larger)[None, :]
+            alpha *= b_unit / larger
+            b_unit = larger
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * alpha[:, None], input_precision=PRECISION)
         b_m = m_new
+    if v_scale_page is not None:
+        b_acc *= b_unit
+    elif v_scale is not None:
+        b_acc *= tl.load(v_scale)
     return b_acc, b_m, b_l
 
 
 @triton.jit(
     do_not_specialize=[
         "B", "S", "H_kv", "left", "right", "shares", "q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "k_d",
-        "v_b", "v_h", "v_s", "v_d", "o_b", "o_h", "o_s", "table_b",
+        "v_b", "v_h", "v_s", "v_d", "o_b", "o_h", "o_s", "table_b", "k_scale_b", "k_scale_h", "v_scale_b",
+        "v_scale_h", "k_scale_page", "v_scale_page",
     ],
-    do_not_specialize_on_alignment=["lengths", "starts", "page_table", "arrived"],
+    do_not_specialize_on_alignment=["lengths", "starts", "page_table", "k_scale", "v_scale", "arrived"],
 )  # fmt: skip
 def attention_decode(
     q_ptr,
@@ -352,6 +407,8 @@ def attention_decode(
     lengths,  # keys of each sequence [B]; None where all have S
     starts,  # of them the first that counts [B]; None where all do
     page_table,  # pages of each sequence [B, pages]; None where its keys lie in one piece
+    k_scale,
+    v_scale,  # what is multiplied with keys and values in FP8; None for 1
     qk_scale,  # |sm_scale| * log2(e), positive
     B,
     S,  # keys that a sequence has room for
@@ -374,6 +431,12 @@ def attention_decode(
     o_h,
     o_s,
     table_b,
+    k_scale_b,
+    k_scale_h,
+    v_scale_b,
+    v_scale_h,  # strides of a sequence's and a head's scales, in elements
+    k_scale_page,
+    v_scale_page,  # that of a page's; None where there is no scale for each page
     D: tl.constexpr,
     S_Q: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share one key/value head
@@ -394,6 +457,7 @@ def attention_decode(
     STORE_LSE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,  # PTX turns FP8 into 16 bits
 ):
     """out = softmax(sm_scale * Q K^T) V for q (B, H, S_Q, D) and caches (B, H_kv, S, D), or (pages, H_kv,
     PAGE, D); see the module's docstring.
@@ -465,10 +529,16 @@ def attention_decode(
         else:
             first_key = tl.maximum(position - left, start)  # [BLOCK_M]
             from_key = tl.maximum(length - S_Q - left, start)
+        # Scales of this sequence and head; of this head where each page has one, and k_scale_b is 0.
+        k_scales, v_scales = None, None
+        if k_scale is not None:
+            k_scales = k_scale + i_b.to(tl.int64) * k_scale_b + i_kv.to(tl.int64) * k_scale_h
+        if v_scale is not None:
+            v_scales = v_scale + i_b.to(tl.int64) * v_scale_b + i_kv.to(tl.int64) * v_scale_h
         b_acc, b_m, b_l = _attend(
             b_q, k_head, v_head, table, first_tile + done, count, from_key, length, first_key, last_key,
-            qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, D, BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP,
-            NUM_STAGES, PRECISION,
+            qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, k_scales, v_scales, k_scale_page, v_scale_page, D,
+            BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP, NUM_STAGES, PRECISION, WIDEN,
         )  # fmt: skip
 
         if count == tiles:  # nothing to merge
