@@ -28,6 +28,11 @@ class Work(NamedTuple):
     page_scales: bool = False
 
     @property
+    def crowded(self) -> bool:
+        """Whether what makes numbers of FP8 leaves few registers to the rest."""
+        return self.fp8 and (self.page_scales or block_d(self.head_dim) == 256)
+
+    @property
     def row_bytes(self) -> int:
         """Of a key, or a value, in a tile."""
         return block_d(self.head_dim) * (1 if self.fp8 else ITEMSIZE[self.dtype])
@@ -112,8 +117,7 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     """The configuration for one call; `split`: as it was asked for, an int for so many splits, None for what
     is best: "stream_k", which needs no luck with the number of pairs, but "none" for few keys, and for pairs
     of equal length that fill the GPU."""
-    most_rows = MOST_ROWS // 2 if work.fp8 and block_d(work.head_dim) == 256 else MOST_ROWS  # as registers allow
-    block_m = min(most_rows, max(16, 1 << (work.rows - 1).bit_length()))
+    block_m = min(MOST_ROWS // 2 if work.crowded else MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
     row_bytes = work.row_bytes
     query_bytes = block_m * block_d(work.head_dim) * ITEMSIZE[work.dtype]
     num_warps = 8 if query_bytes > LARGE_TILE else 4
@@ -177,10 +181,9 @@ def residency(block_m: int, work: Work) -> Residency:
     if block_m == MOST_ROWS and width >= 128:
         return Residency(3, 1)
     if work.fp8:  # what registers allow
-        crowded = width == 256 or work.page_scales
         if block_m == 16:
-            return Residency(3, 2 if crowded else 3)
-        return Residency(3, 1 if crowded or block_m * width >= MOST_ROWS * 128 else 2)
+            return Residency(3, 2 if work.crowded else 3)
+        return Residency(3, 1 if work.crowded or block_m * width >= MOST_ROWS * 128 else 2)
     if block_m == 16 and width == 128 and ITEMSIZE[work.dtype] == 2:
         return Residency(2, 3)
     return Residency(3, 2)

@@ -19,7 +19,7 @@ def forward(q, k, v, params: DecodeParams) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
     for i_b, (keys, values) in enumerate(held(k, v, params, len(q))):
         if keys.shape[1] and q[i_b].numel():
-            one = q[i_b][None], keys[None], values[None]
+            one = q[i_b][None].to(keys.dtype), keys[None], values[None]
             b_out, b_lse = attention_fp64(*one, window=bounds, sm_scale=params.sm_scale)
             out[i_b], lse[i_b] = b_out[0], b_lse[0]
     return out, lse
