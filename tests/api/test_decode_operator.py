@@ -46,7 +46,9 @@ def test_opcheck(name, lse, device):
     k, v = (x.float().nan_to_num().to(x.dtype) for x in inputs[1:3])
     arguments = inputs.q, k, v, inputs.lengths, inputs.table, left, right, None, lse, case.split
     scales = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
-    torch.library.opcheck(DECODE.default, arguments, scales)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    # The first one compares inputs before and after, which PyTorch can't for FP8; `decode_cases.check` does.
+    torch.library.opcheck(DECODE.default, arguments, scales, test_utils=checks[case.scales is not None :])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)

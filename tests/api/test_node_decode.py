@@ -4,6 +4,8 @@ so that a call that was taken for another one shows in them."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
@@ -12,7 +14,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 from triton import knobs
 
-from attnlib import attention_decode, node
+from attnlib import attention_decode, dispatch, node
+from attnlib.params import DecodeParams, mask_window
 
 pytestmark = [
     *INTERPRETER_REMARKS,
@@ -240,3 +243,21 @@ def test_what_is_known_is_kept_once(launcher):
     assert not built().lacks(*tensors, options)
     with pytest.raises(TypeError, match="expected 4 or 9 arguments, got 6"):
         built().lacks(*tensors[:5], options)
+
+
+def test_what_python_has_prepared_is_what_is_kept(launcher, monkeypatch):
+    """`node.learn` keeps a call when its launches are packed, and gives them a buffer for partial results."""
+    monkeypatch.setattr(node, "keep", partial(node.learn, built()))
+    given = inputs(split="fixed", return_lse=True)
+    expected = attention_decode(**given)
+    q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
+    params = DecodeParams(mask_window(True, None), D**-0.5, given["lengths"], None, True, "fixed")
+    plan = dispatch.prepared_decode(q, k, v, params)
+    assert plan is not None and plan.scratch and not attention_decode(**given)[0].isnan().any()
+    assert not launcher.forwards, "kept without launches"
+    named = dict(q=q, k=k, v=v, out=expected[0], lse=expected[1], lengths=given["lengths"])
+    named |= {name: None for name in OTHERS if name not in named}
+    monkeypatch.setattr(plan.launches, "packed", launcher._described(params, **named))
+    tensors = q, k, v, given["lengths"], None, None, None, None
+    node.keep(tensors, (True, None, None, True, False, "fixed"), params, expected[0])
+    assert equal(attention_decode(**given), expected) and len(launcher.forwards) == 1
