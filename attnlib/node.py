@@ -36,8 +36,8 @@ NAME = "attnlib_node"
 
 
 def shortcut(*arguments):
-    """What `attention` or `attention_decode` returns, where `node.cpp` knows how such calls are launched; else
-    None, and nothing is done. arguments: the tensors, (q, k, v), and of a decoding call lengths, starts,
+    """What `attention` or `attention_decode` returns, where `node.cpp` knows how such calls are launched;
+    else None, and nothing is done. arguments: the tensors, (q, k, v), and of a decoding call lengths, starts,
     page_table, k_scale and v_scale as well; and a tuple of the options as they were given: causal, window,
     sm_scale, return_lse, deterministic (False of a decoding call), impl (its split). A call with a block mask
     is not for `node.cpp`. Nothing has to be checked before.

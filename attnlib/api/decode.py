@@ -77,10 +77,10 @@ def attention_decode(
     Args:
         q: (B, H, Sq, D), Sq from 1 to 16, the newest tokens of each sequence; float16, bfloat16 or float32;
             D a multiple of 8 up to 256.
-        k_cache: (B, Hkv, S, D), in which the keys of the new tokens are already; on the device of `q`, in its
-            dtype, or in float8_e4m3fn beside a `q` in float16 or bfloat16. Hkv divides H: query heads h*H/Hkv ... share key head h. With `page_table` (pages, Hkv, page
-            size, D), the page size a power of two from 16 on. A cache in another order is given as a view,
-            such as `cache.transpose(1, 2)`.
+        k_cache: (B, Hkv, S, D), in which the keys of the new tokens are already; on the device of `q`, in
+            its dtype, or in float8_e4m3fn beside a `q` in float16 or bfloat16. Hkv divides H: query heads
+            h*H/Hkv ... share key head h. With `page_table` (pages, Hkv, page size, D), the page size a power
+            of two from 16 on. A cache in another order is given as a view, such as `cache.transpose(1, 2)`.
         v_cache: like `k_cache`, in the same dtype.
         lengths: (B) int32 on the device of `q`: how many keys each sequence has, the new ones among them,
             from 0 on; None where they fill the cache. Read on the device, where they count as at least 0 and

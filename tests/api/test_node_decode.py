@@ -155,8 +155,12 @@ def misaligned(x):
 FOR_PYTHON = {
     "a FLOP counter": counted,
     "a profiler": observed,
-    "torch.compile": lambda **given: torch.compile(attention_decode, fullgraph=True, backend="eager")(**given),
-    "a misaligned cache": lambda **given: attention_decode(**given | {"v_cache": misaligned(given["v_cache"])}),
+    "torch.compile": lambda **given: torch.compile(
+        attention_decode, fullgraph=True, backend="eager"
+    )(**given),
+    "a misaligned cache": lambda **given: attention_decode(
+        **given | {"v_cache": misaligned(given["v_cache"])}
+    ),
     "a sign that is not in memory": lambda **given: attention_decode(
         **given | {"k_cache": torch._neg_view(given["k_cache"])}
     ),
@@ -248,16 +252,18 @@ def test_what_is_known_is_kept_once(launcher):
 def test_what_python_has_prepared_is_what_is_kept(launcher, monkeypatch):
     """`node.learn` keeps a call when its launches are packed, and gives them a buffer for partial results."""
     monkeypatch.setattr(node, "keep", partial(node.learn, built()))
-    given = inputs(split="fixed", return_lse=True)
+    caches = {name: torch.randn(B, HKV, 600, D).half() for name in ("k_cache", "v_cache")}
+    given = inputs(**caches, lengths=numbers(600, 7), split="fixed", return_lse=True)
     expected = attention_decode(**given)
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     params = DecodeParams(mask_window(True, None), D**-0.5, given["lengths"], None, True, "fixed")
     plan = dispatch.prepared_decode(q, k, v, params)
     assert plan is not None and plan.scratch and not attention_decode(**given)[0].isnan().any()
     assert not launcher.forwards, "kept without launches"
-    named = dict(q=q, k=k, v=v, out=expected[0], lse=expected[1], lengths=given["lengths"])
+    named = {"q": q, "k": k, "v": v, "out": expected[0], "lse": expected[1], "lengths": given["lengths"]}
     named |= {name: None for name in OTHERS if name not in named}
-    monkeypatch.setattr(plan.launches, "packed", launcher._described(params, **named))
     tensors = q, k, v, given["lengths"], None, None, None, None
-    node.keep(tensors, (True, None, None, True, False, "fixed"), params, expected[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.launches, "packed", launcher._described(params, **named))
+        node.keep(tensors, (True, None, None, True, False, "fixed"), params, expected[0])
     assert equal(attention_decode(**given), expected) and len(launcher.forwards) == 1

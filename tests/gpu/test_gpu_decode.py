@@ -89,8 +89,8 @@ def test_draws_in_fp8(seed, device):
 @fp8
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_number_of_fp8_that_is_none_reaches_the_output(dtype, device):
-    """What is too large for FP8 became NaN when the cache was written: an output that hides it is wrong. Triton's
-    interpreter takes it for 480."""
+    """What is too large for FP8 became NaN when the cache was written: an output that hides it is wrong.
+    Triton's interpreter takes it for 480."""
     inputs = make(DecodeCase("NaN", (40, 33), scales="pairs", dtype=dtype), device)
     for cache in inputs[1:3]:
         cache[0, 0, 5] = math.nan

@@ -20,8 +20,8 @@ from attnlib.params import DecodeParams, mask_window
 @dataclass(frozen=True)
 class DecodeCase:
     """One call. lengths: of the keys; None for caches that are full, of `room` keys for `batch` sequences.
-    page: keys of a page. same_launch: merged by the program that is last. scales: caches are in FP8, and what has
-    a scale: "nothing", "all", "heads", or "pairs": a sequence, or a page, and a head."""
+    page: keys of a page. same_launch: merged by the program that is last. scales: caches are in FP8, and what
+    has a scale: "nothing", "all", "heads", or "pairs": a sequence, or a page, and a head."""
 
     name: str
     lengths: tuple[int, ...] | None
@@ -109,8 +109,8 @@ def make(case: DecodeCase, device: str) -> Inputs:
 
 
 def in_fp8(case: DecodeCase, inputs: Inputs) -> Inputs:
-    """The same with caches in FP8, whose scales are powers of two: then keys and values times their scales are
-    numbers of the dtype of q, as the oracle takes them."""
+    """The same with caches in FP8, whose scales are powers of two: then keys and values times their scales
+    are numbers of the dtype of q, as the oracle takes them."""
     q, k, v, lengths, table, starts, _, *_ = inputs
     shape = {"nothing": (), "all": (), "heads": (1, case.kv_heads), "pairs": k.shape[:2]}[case.scales]
     generator, scales, caches = torch.Generator().manual_seed(2), [], []

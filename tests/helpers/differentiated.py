@@ -154,7 +154,7 @@ class Launcher:
             if place is not None:
                 place.copy_(result)
 
-    def _decode(self, addresses: list[int], where: dict[str, int], layouts: dict, asked: DecodeParams) -> None:
+    def _decode(self, addresses: list[int], where: dict, layouts: dict, asked: DecodeParams) -> None:
         given = dict(zip(decode_launch.TENSORS, addresses, strict=True))
         self.forwards.append(given | where)
         found = {n: None if layout is None else layout.at(given[n]) for n, layout in layouts.items()}

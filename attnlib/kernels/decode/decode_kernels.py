@@ -266,9 +266,9 @@ def _ask_for_first_tile(
 def _of_fp8(x, dtype: tl.constexpr, MOVABLE: tl.constexpr, WIDEN: tl.constexpr):
     """FP8 (e4m3) as numbers of a wider dtype, without rounding.
 
-    An operand of a product has a layout of its own, into which it is copied. The compiler moves the copy ahead
-    of what is MOVABLE, where it has half the bytes. For values that is no gain: they are transposed, and
-    bytes are so one by one. It takes PTX for a side effect then, and leaves it where it is.
+    An operand of a product has a layout of its own, into which it is copied. The compiler moves the copy
+    ahead of a conversion that is MOVABLE, where it has half the bytes. Values would lose by that: they are
+    transposed, and FP8 is so one byte at a time. Told that the conversion has a side effect, it does not.
     """
     if not WIDEN:
         return x.to(dtype)

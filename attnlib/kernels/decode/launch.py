@@ -86,8 +86,8 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodePa
 
 
 def _as_kernels_take_it(q: torch.Tensor, params: DecodeParams) -> tuple[torch.Tensor, tuple]:
-    """(q, (lengths, starts, page table, k_scale, v_scale)), copied where kernels could not read them: the very
-    objects that were given, but for that."""
+    """(q, (lengths, starts, page table, k_scale, v_scale)), copied where kernels could not read them: the
+    very objects that were given, but for that."""
     if q.stride(-1) != 1 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)  # a few rows
     _, _, lengths, table, _, _, _, starts, k_scale, v_scale = params
@@ -186,8 +186,8 @@ def configuration(call: Call) -> DecodeConfig:
 
 @lru_cache(PREPARED)
 def prepare(call: Call) -> Plan:
-    """The launches of all calls that differ in addresses only. ValueError if the call is too large, or the GPU
-    too old."""
+    """The launches of all calls that differ in addresses only. ValueError if the call is too large, or the
+    GPU too old."""
     if call.fp8:
         _check_capability(call.device)
     B, H, S_q, D = call.q

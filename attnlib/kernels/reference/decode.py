@@ -30,9 +30,9 @@ def prepared(q, k, v, params: DecodeParams) -> None:
 
 
 def held(k, v, params: DecodeParams, batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each sequence that count, (Hkv, n, D), in the dtype of the caches; of caches in FP8 in
-    fp64 with their scales. A length beyond what a cache has room for
-    ends there, and one below 0 is 0, as in the kernels; starts likewise."""
+    """Keys and values of each sequence that count, (Hkv, n, D), in the dtype of the caches; of caches in FP8
+    in fp64 with their scales. A length beyond what a cache has room for ends there, and one below 0 is 0, as
+    in the kernels; starts likewise."""
     found, table = [], params.page_table
     counts = [None] * batch if params.lengths is None else params.lengths.tolist()
     starts = [0] * batch if params.starts is None else params.starts.tolist()
@@ -50,8 +50,8 @@ def held(k, v, params: DecodeParams, batch: int) -> list[tuple[torch.Tensor, tor
 
 
 def _scaled(x: torch.Tensor, scales: torch.Tensor | None, which) -> torch.Tensor:
-    """Keys or values (..., Hkv, n, D) in FP8 as numbers; others as they are. which: the sequence, or pages, that
-    they are of."""
+    """Keys or values (..., Hkv, n, D) in FP8 as numbers; others as they are. which: the sequence, or pages,
+    that they are of."""
     if x.dtype != torch.float8_e4m3fn:
         return x
     x = x.double()

@@ -117,7 +117,8 @@ def test_an_expanded_cache_and_a_table_apart(device):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_scales_of_any_value(dtype, page, device):
     """Not powers of two, and from page to page a thousand times larger or smaller; against fp64."""
-    inputs = make(DecodeCase("scales", (70, 33), dtype=dtype, page=page, scales="pairs", split="fixed"), device)
+    case = DecodeCase("scales", (70, 33), dtype=dtype, page=page, scales="pairs", split="fixed")
+    inputs = make(case, device)
     q, k, v, lengths, table, *_ = inputs
     k_scale, v_scale = (torch.rand(k.shape[:2], device=device) * 0.1 for _ in range(2))
     v_scale[::2] *= 1000
