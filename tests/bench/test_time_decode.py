@@ -7,6 +7,7 @@ import json
 import pytest
 import time_decode
 import torch
+import tune_decode
 from time_decode import Call
 from timed_cpu import gpu  # noqa: F401  (a fixture)
 
@@ -115,6 +116,20 @@ def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
     monkeypatch.setattr(time_decode, "attention_decode", lambda *args, **options: 2 * right(*args, **options))
     assert time_decode.main(["--only", "ragged"]) == 1
     assert "wrong max error" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
+    calls = {"ragged": [Call((40, 7), 4, 2, 16)], "fp8": [Call((40, 7), 4, 2, 16)]}
+    monkeypatch.setattr(tune_decode, "TUNED", calls)
+    assert tune_decode.main() == 0
+    shown = capsys.readouterr().out
+    rows = [f"attnlib, {name}" for name in tune_decode.NEXT]
+    rows += [f"attnlib fp8, {name}" for name in tune_decode.TILES]
+    assert all(row in shown for row in rows) and shown.count("GB/s") == 8 + 9  # with controls and copies
+    wrong = tune_decode.with_config
+    monkeypatch.setattr(tune_decode, "with_config", lambda *args: lambda: 2 * wrong(*args)())
+    assert tune_decode.main() == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -1,6 +1,6 @@
 """Time decoding on this GPU: few queries to a long KV cache, beside the peers and a copy.
 
-    python tests/gpu/time_decode.py                  about two minutes; figures/data/<gpu>/decode.json
+    python tests/gpu/time_decode.py                  about 150 seconds; figures/data/<gpu>/decode.json
     python tests/gpu/time_decode.py --fp8            the table `fp8` alone, into the record that is there
     python tests/gpu/time_decode.py --host           the table `host` alone, likewise
     python tests/gpu/time_decode.py --tune           configurations of attnlib beside each other; no record
@@ -9,8 +9,8 @@
 Four tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with pages
 of 16 and 64 keys and with its merge in the same launch, of the peers, and of device copies: one of 1 GiB, and
 one that moves as many bytes as the call reads. `pairs`: numbers of sequences times key/value heads around the
-number of multiprocessors. `fp8`: caches in FP8 with a scale for each sequence, or page, and head, beside caches in 16
-bits that hold the same numbers. `host`: what a call keeps the host busy.
+number of multiprocessors. `fp8`: caches in FP8, with a scale for each sequence or page and head, beside
+caches in 16 bits that hold the same numbers. `host`: what a call keeps the host busy.
 Peers: cuDNN, FlashAttention-2 and 3, FlashInfer's decoding, persistent and XQA kernels. ATTNLIB_FA3 names
 FlashAttention-3's library, ATTNLIB_PEERS a folder with the packages flashinfer and cudnn (NVIDIA's frontend);
 what is missing is "not installed".
@@ -324,9 +324,8 @@ class Copy(Run):
         pass
 
 
-def rows(call: Call, make: Callable, setting: Setting) -> Iterator[dict[str, Any]]:
-    """Times of all implementations of a call, in the same rounds."""
-    fp8 = make is in_fp8
+def rows(call: Call, make: Callable, setting: Setting, fp8: bool = False) -> Iterator[dict[str, Any]]:
+    """Times of all implementations of a call, in the same rounds. fp8: on numbers that FP8 has."""
     inputs, control = (make_fp8_inputs if fp8 else make_inputs)(call, DEVICE), OURS_FP8 if fp8 else OURS
     judge = Judge(call, inputs)
     runs: list[Run] = []
@@ -388,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, calls, make, setting in plan:
         found = tables.setdefault(name, {"rows": []})["rows"]
         for call in [call for call in calls if args.only in call.label]:
-            some = list(rows(call, make, setting))
+            some = list(rows(call, make, setting, make is in_fp8))
             shown = sorted(some, key=lambda row: row.get("ms", 1e9)) if args.tune else some
             print(*map(show, shown), "", sep="\n", flush=True)
             found += some

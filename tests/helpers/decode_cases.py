@@ -20,8 +20,10 @@ from attnlib.params import DecodeParams, mask_window
 @dataclass(frozen=True)
 class DecodeCase:
     """One call. lengths: of the keys; None for caches that are full, of `room` keys for `batch` sequences.
-    page: keys of a page. same_launch: merged by the program that is last. scales: caches are in FP8, and what
-    has a scale: "nothing", "all", "heads", or "pairs": a sequence, or a page, and a head."""
+    page: keys of a page. scales: caches are in FP8, and what has a scale: "nothing", "all", "heads", or
+    "pairs":
+    a sequence, or a page, and a head. same_launch, idle_tiles: of the `DecodeConfig`.
+    """
 
     name: str
     lengths: tuple[int, ...] | None
@@ -41,6 +43,7 @@ class DecodeCase:
     same_launch: bool = False
     starts: tuple[int, ...] | None = None
     scales: str | None = None
+    idle_tiles: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -132,7 +135,7 @@ def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the call; in the family's configuration with the merge in the same launch where the case
     asks for that."""
     q, k, v, lengths, table, starts, _, k_scale, v_scale = inputs
-    if not case.same_launch:
+    if not case.same_launch and not case.idle_tiles:
         return attention_decode(
             q, k, v, lengths=lengths, page_table=table, causal=case.causal, window=case.window,
             sm_scale=case.sm_scale, return_lse=True, split=case.split, starts=starts, k_scale=k_scale,
@@ -141,7 +144,8 @@ def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     seen = mask_window(case.causal, case.window)
     params = DecodeParams(seen, scale, lengths, table, True, case.split, None, starts, k_scale, v_scale)
-    config = replace(configuration(call_of(q, k, v, table, params)), same_launch=True)
+    config = configuration(call_of(q, k, v, table, params))
+    config = replace(config, same_launch=case.same_launch, idle_tiles=case.idle_tiles)
     return decode.forward(q, k, v, params._replace(config=config))
 
 
@@ -195,6 +199,12 @@ def _cases() -> list[DecodeCase]:
         add(f"33 pairs, {split}", MANY, heads=1, kv_heads=1, head_dim=16, split=split)
     add("130 sequences", tuple(13 * i % 70 for i in range(130)), heads=1, kv_heads=1, head_dim=16,
         split="stream_k")  # fmt: skip
+    for same_launch in (False, True):
+        more = ", same launch" * same_launch
+        add(f"idle tiles{more}", ODD, split="stream_k", same_launch=same_launch, idle_tiles=2)
+        add(f"more idle tiles than others{more}", (1, 20, 0, 300), split="stream_k", same_launch=same_launch,
+            idle_tiles=9, queries=3, window=(100, 0))  # fmt: skip
+    add("idle tiles, full pages", None, room=96, batch=2, page=32, split="stream_k", idle_tiles=3)
     add("few keys in a large cache", (200,), room=2000, heads=2, kv_heads=1, split="stream_k")
     add("2 queries", (0, 1, 2, 3, 290), queries=2, split="stream_k")
     add("16 queries", (5, 16, 17, 300), queries=16, heads=2, split="stream_k")

@@ -52,6 +52,8 @@ class DecodeConfig:
         same_launch: partial results are merged by the program that finishes a pair last, instead of by a
             second launch.
         prefetch: a program asks for its first keys before its queries have come.
+        prefetch_next: with `prefetch`, also for the first keys of its next pair before it has done the last.
+        idle_tiles: of "stream_k": beginning a pair takes as long as so many tiles, which shares allow for.
     """
 
     block_m: int
@@ -62,6 +64,8 @@ class DecodeConfig:
     shares: int
     same_launch: bool = False
     prefetch: bool = True
+    prefetch_next: bool = False
+    idle_tiles: int = 0
 
 
 TILE_BYTES = 16 << 10

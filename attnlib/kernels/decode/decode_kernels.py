@@ -50,24 +50,27 @@ def _span(lengths, starts, o_b, inside, S):
 
 
 @triton.jit
-def _tiles_of(length, start, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(the first tile in sight, how many there are): at least one, so that a program writes each row."""
+def _tiles_of(length, start, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr):
+    """(the first tile in sight, how many there are): at least one, so that a program writes each row; and
+    IDLE more at the end, which have no keys and take no time: they stand for what beginning a pair takes."""
     first = (tl.maximum(start, length - S_Q - left) if left is not None else start) // BLOCK_N
-    return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1)
+    return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1) + IDLE
 
 
 @triton.jit
-def _tiles_before(i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tiles_before(
+    i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr
+):
     """(tiles of the sequences before i_b, tiles of all), of one head."""
     if lengths is None and starts is None:
-        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N, IDLE)
         return i_b * tiles, B * tiles
     else:
         before, total = 0, 0
         for begin in tl.range(0, B, WIDTH):
             o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
             length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
-            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)  # [WIDTH]
+            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)  # [WIDTH]
             tiles = tl.where(o_b < B, tiles, 0)
             before += tl.sum(tl.where(o_b < i_b, tiles, 0), 0)
             total += tl.sum(tiles, 0)
@@ -75,10 +78,12 @@ def _tiles_before(i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sequence_at(
+    tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr
+):
     """(the sequence that has this tile of the line, tiles of one head before it). `pairs` of a sequence."""
     if lengths is None and starts is None:
-        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N, IDLE)
         i_b = tile // (tiles * pairs)
         return i_b, i_b * tiles
     else:
@@ -86,7 +91,7 @@ def _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BL
         for begin in tl.range(0, B, WIDTH):
             o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
             length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
-            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)  # [WIDTH]
+            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)  # [WIDTH]
             first = counted + tl.cumsum(tiles, 0) - tiles  # [WIDTH]
             begun = (o_b < B) & (first * pairs <= tile)
             i_b = tl.maximum(i_b, tl.max(tl.where(begun, o_b, 0), 0))
@@ -448,11 +453,13 @@ def attention_decode(
     PARTS: tl.constexpr,  # partial results that are merged in one step
     SLICE: tl.constexpr,  # columns of them
     STREAM_K: tl.constexpr,
+    IDLE: tl.constexpr,  # tiles of a pair that stand for the time in which a program begins it
     OVERLAPS: tl.constexpr,  # the launch that merges may begin before this one is done
     ALIGNED: tl.constexpr,  # which caches begin at a multiple of 16 bytes: the compiler is told by Triton
     UNIT_Q: tl.constexpr,
     UNIT_KV: tl.constexpr,
     PREFETCH: tl.constexpr,  # keys are asked for before the queries are there
+    PREFETCH_NEXT: tl.constexpr,  # and those of the next pair before this one is done
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
     STORE_LSE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -472,13 +479,13 @@ def attention_decode(
     # on through the pairs after it.
     total = 0
     if STREAM_K:
-        _, total = _tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N)
+        _, total = _tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
         total = total * pairs
         tile = _share(place, total, shares)
         todo = _share(place + 1, total, shares) - tile
-        i_b, before = _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N)
+        i_b, before = _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
         length, start = _span(lengths, starts, i_b, True, S)
-        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         tile -= before * pairs
         i_p, done = tile // tiles, tile % tiles
         begin = (before * pairs + i_p * tiles).to(tl.int32)  # the pair's first tile in the line
@@ -486,7 +493,7 @@ def attention_decode(
         pair = place // shares
         i_b, i_p = pair // pairs, pair % pairs
         length, start = _span(lengths, starts, i_b, True, S)
-        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         share = tl.cdiv(tiles, shares)
         done = place % shares * share
         todo = tl.minimum(share, tiles - done)
@@ -495,7 +502,7 @@ def attention_decode(
     o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     while todo > 0:
         length, start = _span(lengths, starts, i_b, True, S)
-        first_tile, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+        first_tile, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         count = tl.minimum(tiles - done, todo)
 
         i_kv = i_p // BLOCKS
@@ -505,6 +512,18 @@ def attention_decode(
             k_head += i_b.to(tl.int64) * k_b * UNIT_KV
             v_head += i_b.to(tl.int64) * v_b * UNIT_KV
             table = None
+            if PREFETCH_NEXT:
+                if count < todo:  # then the next pair begins in this share
+                    n_p = tl.where(i_p + 1 == pairs, 0, i_p + 1)
+                    n_b = i_b + (n_p == 0).to(tl.int32)
+                    n_length, n_start = _span(lengths, starts, n_b, n_b < B, S)
+                    n_tile, _ = _tiles_of(n_length, n_start, left, S_Q, BLOCK_N, IDLE)
+                    n_row, n_kv = tl.minimum(n_b, B - 1).to(tl.int64), (n_p // BLOCKS).to(tl.int64)
+                    _ask_for_first_tile(
+                        k_ptr + (n_row * k_b + n_kv * k_h) * UNIT_KV,
+                        v_ptr + (n_row * v_b + n_kv * v_h) * UNIT_KV,
+                        n_tile * BLOCK_N, n_length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV,
+                    )  # fmt: skip
             if PREFETCH:
                 key = (first_tile + done) * BLOCK_N
                 _ask_for_first_tile(k_head, v_head, key, length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
@@ -535,8 +554,9 @@ def attention_decode(
             k_scales = k_scale + i_b.to(tl.int64) * k_scale_b + i_kv.to(tl.int64) * k_scale_h
         if v_scale is not None:
             v_scales = v_scale + i_b.to(tl.int64) * v_scale_b + i_kv.to(tl.int64) * v_scale_h
+        busy = tl.minimum(count, tiles - IDLE - done)  # tiles that have keys; below 1 for none
         b_acc, b_m, b_l = _attend(
-            b_q, k_head, v_head, table, first_tile + done, count, from_key, length, first_key, last_key,
+            b_q, k_head, v_head, table, first_tile + done, busy, from_key, length, first_key, last_key,
             qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, k_scales, v_scales, k_scale_page, v_scale_page, D,
             BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP, NUM_STAGES, PRECISION, WIDEN,
         )  # fmt: skip
@@ -609,6 +629,7 @@ def attention_merge(
     PARTS: tl.constexpr,
     SLICE: tl.constexpr,
     STREAM_K: tl.constexpr,
+    IDLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
     UNIT_Q: tl.constexpr,
     STORE_LSE: tl.constexpr,
@@ -624,10 +645,10 @@ def attention_merge(
     column, row, pair = place % SLICES * SLICE, place // SLICES % ROWS, place // (SLICES * ROWS)
     i_b, i_p = pair // pairs, pair % pairs
     length, start = _span(lengths, starts, i_b, True, S)
-    _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+    _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
     total, begin = 0, 0
     if STREAM_K:
-        before, total = _tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N)
+        before, total = _tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
         total = total * pairs
         begin = before * pairs + i_p * tiles
     slot, count = _parts_of(pair, begin, tiles, total, shares, STREAM_K)

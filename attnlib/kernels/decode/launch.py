@@ -195,7 +195,7 @@ def prepare(call: Call) -> Plan:
     config = call.config or configuration(call)
     blocks, width = -(-call.rows // config.block_m), block_d(D)
     pairs, stream_k = B * H_kv * blocks, config.split == "stream_k"
-    tiles = -(-call.capacity // config.block_n)
+    tiles = -(-call.capacity // config.block_n) + (config.idle_tiles if stream_k else 0)
     grid = config.shares * (1 if stream_k else pairs)
     merged_rows = pairs * min(config.block_m, call.rows)
     merge = merge_config(merged_rows, width, min(config.shares, tiles), sms_of(call.device))
@@ -218,6 +218,7 @@ def prepare(call: Call) -> Plan:
     out_strides = _used(call.q, out)
     unit_q = _unit(16 // item, q_strides, out_strides)
     unit_kv = _unit(16 // (1 if call.fp8 else item), k_strides, v_strides)
+    prefetch = config.prefetch and unit_kv > 1 and not device.interpreted()
     rows = slots * config.block_m
     outputs = {"out_ptr": Part("out"), "lse_ptr": Part("lse")}
     partial = {
@@ -239,6 +240,7 @@ def prepare(call: Call) -> Plan:
         "PARTS": merge.parts,
         "SLICE": merge.columns,
         "STREAM_K": stream_k,
+        "IDLE": config.idle_tiles if stream_k else 0,
         "OVERLAPS": overlaps,
         "UNIT_Q": unit_q,
         "STORE_LSE": call.return_lse,
@@ -276,7 +278,8 @@ def prepare(call: Call) -> Plan:
             "PAGE": None if call.table is None else call.cache[2],
             "ALIGNED": call.aligned,
             "UNIT_KV": unit_kv,
-            "PREFETCH": config.prefetch and unit_kv > 1 and not device.interpreted(),
+            "PREFETCH": prefetch,
+            "PREFETCH_NEXT": prefetch and config.prefetch_next,
             "FLIP": call.sm_scale < 0,
             "NUM_STAGES": config.num_stages,
             "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",

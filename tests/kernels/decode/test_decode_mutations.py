@@ -34,6 +34,7 @@ SMALL = {
     "flipped": DecodeCase("flipped", (40, 300), sm_scale=-0.5, kind="large", split="stream_k"),
     "FP8": DecodeCase("FP8", (40, 130), scales="pairs", split="stream_k"),
     "FP8 pages": DecodeCase("FP8 pages", (17, 150), page=16, scales="pairs", split="none"),
+    "idle tiles": DecodeCase("idle tiles", (60, 400), split="stream_k", idle_tiles=2),
     "narrow": DecodeCase("narrow", (40, 130), head_dim=40, split="stream_k"),
 }
 ANY = rf"{WRONG_VALUES}|{NOT_FINITE}"
@@ -93,6 +94,7 @@ MUTATIONS = [
     Mutation("the output stays in the unit of the page before", "alpha *= b_unit / larger", "alpha *= 1.0",
              "FP8 pages", WRONG_VALUES),
     Mutation("the output keeps its unit", "b_acc *= b_unit", "b_acc *= 1.0", "FP8 pages", ANY),
+    Mutation("one more tile is idle", "tiles - IDLE - done)", "tiles - IDLE - 1 - done)", "idle tiles", ANY),
     Mutation("a merge mixes up heads and queries", "i_p // BLOCKS * GROUP + o_r // S_Q, o_r % S_Q",
              "i_p // BLOCKS * GROUP + o_r % GROUP, o_r // GROUP", "parts", WRONG_VALUES),
     Mutation("the second tile of rows is the first", "o_r = i_p % BLOCKS * BLOCK_M + tl.arange",
