@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnlib.kernels.decode.keys import ask_for_first_tile, of_fp8
+
 WIDTH = tl.constexpr(128)  # sequences whose tiles are counted in one step
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
@@ -239,60 +241,6 @@ def _pages(table, key, begin, end, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Ask for the lines of 128 bytes that these are in, to L2, and wait for nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _ask_for_first_tile(
-    k_ptr,
-    v_ptr,
-    first_key,
-    end,
-    k_s,
-    v_s,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UNIT_KV: tl.constexpr,
-):
-    """Keys and values that `_attend` will read first are on their way while the queries are: the compiler has
-    no copy begin before they have come. Where there are none, row 0 is asked for, which every cache has."""
-    LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements
-    key = tl.maximum(tl.minimum(first_key + tl.arange(0, BLOCK_N), end - 1), 0).to(tl.int64)  # [BLOCK_N]
-    column = tl.arange(0, max(1, BLOCK_D // LINE)) * LINE  # [lines]
-    _prefetch(k_ptr + (key * k_s * UNIT_KV)[:, None] + column[None, :])
-    _prefetch(v_ptr + (key * v_s * UNIT_KV)[:, None] + column[None, :])
-
-
-@triton.jit
-def _of_fp8(x, dtype: tl.constexpr, MOVABLE: tl.constexpr, WIDEN: tl.constexpr):
-    """FP8 (e4m3) as numbers of a wider dtype, without rounding.
-
-    An operand of a product has a layout of its own, into which it is copied. The compiler moves the copy
-    ahead of a conversion that is MOVABLE, where it has half the bytes. Values would lose by that: they are
-    transposed, and FP8 is so one byte at a time. Told that the conversion has a side effect, it does not.
-    """
-    if not WIDEN:
-        return x.to(dtype)
-    elif dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r", [x], dtype=tl.float16, is_pure=MOVABLE, pack=4,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b16 a, b; .reg .b32 p, q; .reg .f16 c, d; .reg .f32 e, f;
-            mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;
-            mov.b32 {c, d}, p; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $0, f, e;
-            mov.b32 {c, d}, q; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $1, f, e; }""",
-            "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=MOVABLE, pack=4,
-        )  # fmt: skip
-
-
-@triton.jit
 def _attend(
     b_q,
     k_ptr,
@@ -311,10 +259,7 @@ def _attend(
     v_page,
     v_s,
     v_d,
-    k_scale,
-    v_scale,
-    k_scale_page,
-    v_scale_page,
+    k_scale, v_scale, k_scale_page, v_scale_page,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -360,7 +305,7 @@ def _attend(
         b_k = tl.load(k_ptr + (k_row * UNIT_KV)[:, None] + k_column[None, :], mask=mask, other=0.0)
         b_v = tl.load(v_ptr + (v_row * UNIT_KV)[:, None] + v_column[None, :], mask=mask, other=0.0)
         if b_k.dtype != b_q.dtype:
-            b_k, b_v = _of_fp8(b_k, b_q.dtype, True, WIDEN), _of_fp8(b_v, b_q.dtype, False, WIDEN)
+            b_k, b_v = of_fp8(b_k, b_q.dtype, True, WIDEN), of_fp8(b_v, b_q.dtype, False, WIDEN)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if k_scale_page is not None:
             b_ks = tl.load(k_scale + page * k_scale_page, mask=there, other=0.0)[None, :]  # [1, BLOCK_N]
@@ -412,8 +357,7 @@ def attention_decode(
     lengths,  # keys of each sequence [B]; None where all have S
     starts,  # of them the first that counts [B]; None where all do
     page_table,  # pages of each sequence [B, pages]; None where its keys lie in one piece
-    k_scale,
-    v_scale,  # what is multiplied with keys and values in FP8; None for 1
+    k_scale, v_scale,  # what is multiplied with keys and values in FP8; None for 1
     qk_scale,  # |sm_scale| * log2(e), positive
     B,
     S,  # keys that a sequence has room for
@@ -436,12 +380,8 @@ def attention_decode(
     o_h,
     o_s,
     table_b,
-    k_scale_b,
-    k_scale_h,
-    v_scale_b,
-    v_scale_h,  # strides of a sequence's and a head's scales, in elements
-    k_scale_page,
-    v_scale_page,  # that of a page's; None where there is no scale for each page
+    k_scale_b, k_scale_h, v_scale_b, v_scale_h,  # strides of a sequence's and a head's scales, in elements
+    k_scale_page, v_scale_page,  # that of a page's; None where there is no scale for each page
     D: tl.constexpr,
     S_Q: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share one key/value head
@@ -519,14 +459,13 @@ def attention_decode(
                     n_length, n_start = _span(lengths, starts, n_b, n_b < B, S)
                     n_tile, _ = _tiles_of(n_length, n_start, left, S_Q, BLOCK_N, IDLE)
                     n_row, n_kv = tl.minimum(n_b, B - 1).to(tl.int64), (n_p // BLOCKS).to(tl.int64)
-                    _ask_for_first_tile(
-                        k_ptr + (n_row * k_b + n_kv * k_h) * UNIT_KV,
-                        v_ptr + (n_row * v_b + n_kv * v_h) * UNIT_KV,
-                        n_tile * BLOCK_N, n_length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV,
-                    )  # fmt: skip
+                    n_k = k_ptr + (n_row * k_b + n_kv * k_h) * UNIT_KV
+                    n_v = v_ptr + (n_row * v_b + n_kv * v_h) * UNIT_KV
+                    key = n_tile * BLOCK_N
+                    ask_for_first_tile(n_k, n_v, key, n_length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
             if PREFETCH:
                 key = (first_tile + done) * BLOCK_N
-                _ask_for_first_tile(k_head, v_head, key, length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
+                ask_for_first_tile(k_head, v_head, key, length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
         else:
             table = page_table + i_b.to(tl.int64) * table_b
 
