@@ -35,6 +35,7 @@ SMALL = {
     "FP8": DecodeCase("FP8", (40, 130), scales="pairs", split="stream_k"),
     "FP8 pages": DecodeCase("FP8 pages", (17, 150), page=16, scales="pairs", split="none"),
     "idle tiles": DecodeCase("idle tiles", (60, 400), split="stream_k", idle_tiles=2),
+    "FP8 units": DecodeCase("FP8 units", (250, 390), page=128, scales="pairs", split="none"),
     "narrow": DecodeCase("narrow", (40, 130), head_dim=40, split="stream_k"),
 }
 ANY = rf"{WRONG_VALUES}|{NOT_FINITE}"
@@ -92,7 +93,7 @@ MUTATIONS = [
     Mutation("the scale of keys is that of another page", "k_scale + page * k_scale_page",
              "k_scale + 0 * page", "FP8 pages", ANY),
     Mutation("the output stays in the unit of the page before", "alpha *= b_unit / larger", "alpha *= 1.0",
-             "FP8 pages", WRONG_VALUES),
+             "FP8 units", WRONG_VALUES),
     Mutation("the output keeps its unit", "b_acc *= b_unit", "b_acc *= 1.0", "FP8 pages", ANY),
     Mutation("one more tile is idle", "tiles - IDLE - done)", "tiles - IDLE - 1 - done)", "idle tiles", ANY),
     Mutation("a merge mixes up heads and queries", "i_p // BLOCKS * GROUP + o_r // S_Q, o_r % S_Q",
