@@ -35,7 +35,7 @@ SMALL = {
     "FP8": DecodeCase("FP8", (40, 130), scales="pairs", split="stream_k"),
     "FP8 pages": DecodeCase("FP8 pages", (17, 150), page=16, scales="pairs", split="none"),
     "idle tiles": DecodeCase("idle tiles", (60, 400), split="stream_k", idle_tiles=2),
-    "FP8 units": DecodeCase("FP8 units", (250, 390), page=128, scales="pairs", split="none"),
+    "FP8 units": DecodeCase("FP8 units", (900, 1000), page=256, scales="pairs", split="none"),
     "narrow": DecodeCase("narrow", (40, 130), head_dim=40, split="stream_k"),
 }
 ANY = rf"{WRONG_VALUES}|{NOT_FINITE}"
