@@ -47,6 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
     _header.append("attnlib: tests/compile runs in a process of its own: make compile")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """As pytest runs a test, but its Python frames lie in one piece: see `attnlib.emulator.frames`."""
+    from attnlib.emulator.frames import in_one_piece
+
+    run = item.config.pluginmanager.getplugin("runner").pytest_runtest_protocol
+    return in_one_piece(run, item, nextitem)
+
+
 def pytest_report_header() -> list[str]:
     return _header
 

@@ -27,6 +27,12 @@ def beside(step: str, name: str, change: str) -> ModuleType:
     return sources.load_source(f"{step}_beside_{name}", text)
 
 
+def variants(step: str, base: str) -> dict[str, ModuleType]:
+    """Kernels beside each other as modules: the last one of `base`, and the variants of it in `step`."""
+    texts = sources.variant_sources(sources.notebook_of(step), base)
+    return {name: sources.load_source(module_name(step, name), text) for name, text in texts.items()}
+
+
 def with_functions(step: str, functions: Iterable, *constants: str) -> ModuleType:
     """A chapter's last kernel with these functions, and texts of constants, in the place of its own: an
     answer to an exercise."""

@@ -62,6 +62,21 @@ def kernel_sources(notebook: Path) -> dict[str, str]:
     return texts
 
 
+def variant_sources(notebook: Path, base: str) -> dict[str, str]:
+    """Kernels beside one of another notebook: `base`, a step, and what each variant makes of it. A cell
+    tagged `variant` has one or more; each begins with a line "# variant NAME", or "# variant NAME, of OTHER"
+    where it goes on with another variant."""
+    texts = {base: kernel_source(notebook.parent / f"{base}.ipynb")}
+    for cell in cells_tagged(notebook, "variant"):
+        for change in re.split(r"(?m)^(?=# variant )", cell)[1:]:
+            head = re.match(r"# variant (\w+)(?:, of (\w+))?\n", change)
+            if not head or (head[2] or base) not in texts:
+                wanted = f"'# variant NAME' or, behind it, ', of' one of {', '.join(texts)}"
+                raise ValueError(f"{notebook.stem}: expected {wanted}, got {change.splitlines()[0]!r}")
+            texts[head[1]] = changed(texts[head[2] or base], change.removeprefix(head[0]))
+    return texts
+
+
 def load_source(name: str, source: str) -> ModuleType:
     """Import `source` as a module. The same source gives the same module object.
 

@@ -42,6 +42,7 @@ __all__ = [
     "method",
     "of_package",
     "of_step",
+    "of_text",
     "rows",
     "under_way",
 ]
@@ -131,9 +132,14 @@ def _signed(clocks: int) -> int:
 
 def of_step(step: str, spans: Sequence[Span], tiles: range) -> Timeline:
     """Of the kernel cell of a notebook, such as "11_warp_specialization"."""
-    copy = stamped(sources.kernel_source(sources.notebook_of(step)), spans, tiles)
-    module = sources.load_source(f"{step}_stamped", copy.source)
-    return Timeline(module, copy, tiles, sources.load_step(step).attention)
+    text = sources.kernel_source(sources.notebook_of(step))
+    return of_text(step, text, sources.load_step(step).attention, spans, tiles)
+
+
+def of_text(name: str, text: str, plain: Callable, spans: Sequence[Span], tiles: range) -> Timeline:
+    """Of a kernel's text, whose attention is `plain`."""
+    copy = stamped(text, spans, tiles)
+    return Timeline(sources.load_source(f"{name}_stamped", copy.source), copy, tiles, plain)
 
 
 def of_package(kernel: str, spans: Sequence[Span], tiles: range) -> Timeline:

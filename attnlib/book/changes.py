@@ -17,6 +17,7 @@ from attnlib.bench.changed_kernels import (
     machine_code,
     order_in_loop,
     package_stats,
+    variants,
     with_functions,
 )
 from attnlib.bench.changes import parts
@@ -37,6 +38,7 @@ __all__ = [
     "package_stats",
     "show",
     "strips",
+    "variants",
     "with_functions",
 ]
 

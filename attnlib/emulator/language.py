@@ -197,6 +197,8 @@ class Language:
         threads = len(places)
         registers = [_registers(x, shape, places) for x in args]
         collected = np.zeros(int(np.prod(shape)), np.float32 if dtype.is_floating() else np.int64)
+        if dtype.primitive_bitwidth == 16 and pack == 2 * outputs:  # two in a register
+            return _of_halves(self.machine.current, asm, registers, places, shape, dtype)
         for start in range(0, places.shape[1], pack):
             operands = [np.zeros(threads)] * outputs
             for x in registers:
@@ -226,6 +228,20 @@ def _registers(x, shape: tuple[int, ...], places: np.ndarray):
     if isinstance(x, Tensor):
         return x.data.expand(shape).contiguous().view(-1).numpy()[places]
     return np.broadcast_to(np.asarray(x), places.shape)
+
+
+def _of_halves(partition, asm: str, registers: list, places: np.ndarray, shape, dtype: gl.dtype) -> Tensor:
+    """Assembly with one result, of two elements of 16 bits, the first of them in the lower half; its operands
+    have the same type."""
+    bits = [np.ascontiguousarray(x).view(np.uint16).astype(np.int64) for x in registers]
+    collected = np.zeros(int(np.prod(shape)), np.uint16)
+    for start in range(0, places.shape[1], 2):
+        operands = [x[:, start + 1] << 16 | x[:, start] for x in bits]
+        run = Threads(partition, [np.zeros(len(places)), *operands], len(places))
+        run.run(asm)
+        word = run.registers["$0"]
+        collected[places[:, start]], collected[places[:, start + 1]] = word & 0xFFFF, word >> 16
+    return Tensor(torch.from_numpy(collected.view(np.int16).reshape(shape)).view(TORCH[dtype]), dtype)
 
 
 def named(function: Callable, first: int, warps: int) -> str:

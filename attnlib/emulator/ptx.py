@@ -64,12 +64,20 @@ def _e4m3x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return (high.view(torch.uint8).long() << 8 | low.view(torch.uint8)).numpy()
 
 
+def _exp2_f16x2(word: np.ndarray) -> np.ndarray:
+    halves = np.stack([word & 0xFFFF, word >> 16]).astype(np.uint16).view(np.float16)
+    with np.errstate(over="ignore"):
+        low, high = np.exp2(halves.astype(np.float64)).astype(np.float16).view(np.uint16).astype(np.int64)
+    return high << 16 | low
+
+
 OPERATIONS: dict[str, Callable] = {
     **dict.fromkeys(["mov.b32", "mov.u32", "mov.u64", "cvt.u64.u32"], lambda a: a),
     "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
     "and.b32": operator.and_,
     "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
     "tanh.approx.f32": np.tanh,
+    "ex2.approx.f16x2": _exp2_f16x2,
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,

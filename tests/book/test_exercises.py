@@ -99,12 +99,24 @@ PLANTED = {
         ("centers", "b_s - b_top[None, :]", "b_s", "queries times 400: max error"),
         ("best_block", "max(16, ", "max(1, ", "expected"),
     ),
+    "37_exponentials": (
+        ("half_and_half", "gl.exp2(left)", "gl.exp2(right)", "left half is not exp2"),
+        ("half_and_half", "<< 23", "<< 22", "overflow|right half is off"),
+        ("half_and_half", "gl.maximum(right, -126.0)", "gl.maximum(right, -12.0)", "right half is off"),
+        ("binding_rate", "128 * exps", "32 * exps", "the unit takes"),
+    ),
     "36_distr": (
         ("sum_columns", "tl.load(places_ptr + o_d) // GROUP", "o_d // GROUP", "sums are wrong"),
         ("sum_columns", "b_y, mask=(o_m < S)[:, None])", "b_y)", "beyond S are written"),
         ("summed_keys", "o_c * GROUP + i)", "o_c * GROUP)", "max error"),
         ("summed_keys", "b_k += tl.load", "b_k = tl.load", "max error"),
         ("rows_that_pay", "(group - 1)", "group", "the copy of a key"),
+    ),
+    "40_fastattention": (
+        ("window_tile", "row - key - window, -M)", "row - key - window + 1, -M)", "scores are wrong"),
+        ("window_tile", "tl.maximum(-above, 0)", "0", "scores are wrong"),
+        ("best_chunks", "max(computed, sent)", "computed", "chunks, not"),
+        ("crossover", ") + 1)", "))", "is not faster"),
     ),
 }
 

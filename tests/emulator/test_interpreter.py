@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import triton
@@ -92,3 +94,57 @@ def test_types_are_those_of_triton() -> None:
     kinds += [tl.block_type(kind, [4, 8]) for kind in kinds]
     for _ in range(2):
         assert [interpreter._get_np_dtype(kind) for kind in kinds] == [original(kind) for kind in kinds]
+
+
+SHAPES = [[4], [4, 8], [tl.constexpr(4), 8], tl.tuple([4, 8]), tl.tuple([tl.constexpr(1), tl.constexpr(2)])]
+
+
+def described(kind: object) -> tuple:
+    return str(kind), kind.shape, kind.numel, [type(n) for n in kind.shape], kind.scalar
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_are_those_of_triton(shape) -> None:
+    """The first time and again, for types of two elements, and for a tensor of each type."""
+    of_type, of_tensor = tl.block_type.__init__.__wrapped__, tl.tensor.__init__.__wrapped__
+    for element in (tl.float16, tl.pointer_type(tl.float32), tl.float16):
+        kind, expected = tl.block_type(element, shape), object.__new__(tl.block_type)
+        of_type(expected, element, shape)
+        assert described(kind) == described(expected) and kind == expected
+        x, y = tl.tensor(None, kind), object.__new__(tl.tensor)
+        of_tensor(y, None, expected)
+        assert vars(x).keys() == vars(y).keys()
+        assert (str(x), x.numel.value, x.shape) == (str(y), y.numel.value, y.shape)
+        assert [type(n) for n in x.shape] == [tl.constexpr] * len(shape)
+    assert tl.tensor(None, tl.int32).shape.values == [] and tl.tensor(None, tl.int32).numel.value == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "error"), [([3], ValueError), ([4.0], TypeError), ([], TypeError), ((4,), AssertionError)]
+)
+def test_a_shape_that_triton_refuses_is_refused(shape, error) -> None:
+    tl.block_type(tl.float16, [4])  # 4.0 is no length, though it is equal to one
+    for _ in range(2):
+        with pytest.raises(error):
+            tl.block_type(tl.float16, shape)
+
+
+@triton.jit
+def _integers(x_ptr, y_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    tl.store(out_ptr + at, x * y + (x - y))
+    tl.store(out_ptr + BLOCK + at, tl.sum(x[:, None] + y[None, :], 1))
+
+
+@pytest.mark.parametrize("sanitize", [True, False])
+def test_an_overflow_is_not_looked_at_either_way(sanitize, monkeypatch) -> None:
+    """Triton's interpreter computes whether there is one, and asserts it in debug mode only."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug and not builder.options.sanitize_overflow
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=sanitize))
+    x, y = torch.tensor([2**31 - 1, 5, -7, 2**30], dtype=torch.int32), torch.tensor([3, -2, 9, 4]).int()
+    out = torch.zeros(8, dtype=torch.int32)
+    _integers[(1,)](x, y, out, 4)
+    assert out[:4].tolist() == (x * y + (x - y)).tolist()
+    assert out[4:].tolist() == (x[:, None] + y).sum(1).int().tolist()
