@@ -12,7 +12,6 @@ from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import BSFA, DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS, MASKED
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.bsfa import grid_of
-from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
 from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, Implementation, MaskWindow, Params
 
@@ -63,12 +62,30 @@ def decode(
         check_tangents(q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = (x.resolve_neg() for x in (q, k, v))
-    if nothing_to_do(q, k) or (params.page_table is not None and not params.page_table.numel()):
+    if params.k_scale is not None or params.v_scale is not None:
+        k_scale, v_scale = (x if x is None else x.resolve_neg() for x in params[-2:])
+        params = params._replace(k_scale=k_scale, v_scale=v_scale)
+    if _nothing_to_decode(q, k, params):
         lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros_like(q), lse
+    return _decoder(q, params).forward(q, k, v, params)
+
+
+def prepared_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams) -> Any:
+    """What `prepared_forward` is for `attention`, for `attention_decode`."""
+    if _nothing_to_decode(q, k, params) or q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    return _decoder(q, params).prepared(q, k, v, params)
+
+
+def _nothing_to_decode(q: torch.Tensor, k: torch.Tensor, params: DecodeParams) -> bool:
+    return nothing_to_do(q, k) or (params.page_table is not None and not params.page_table.numel())
+
+
+def _decoder(q: torch.Tensor, params: DecodeParams) -> ModuleType:
     for family in DECODERS.values():
         if family.unsupported(q, params) is None:
-            return family.forward(q, k, v, params)
+            return family
     raise AssertionError("the last family runs every call")
 
 
@@ -150,15 +167,12 @@ def bsfa_blocks(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
     return *q.shape[:2], *grid_of(q.shape[2], k.shape[2])
 
 
-def prepared_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
-) -> ForwardPlan | None:
-    """The launch with which `forward` runs these tensors; None where there is none, or a tensor has to be
-    converted first."""
+def prepared_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params) -> Any:
+    """The launches with which `forward` runs these tensors, a `ForwardPlan` or the plan of a decoding call;
+    None where there are none, or a tensor has to be converted first."""
     if nothing_to_do(q, k) or q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    plan = _road(params, False, q, k, v, q, k, v).plan
-    return plan if isinstance(plan, ForwardPlan) else None  # decoding has launches of its own
+    return _road(params, False, q, k, v, q, k, v).plan
 
 
 class Saved(NamedTuple):

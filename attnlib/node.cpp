@@ -1,5 +1,5 @@
-// Calls of `attnlib.attention` without Python: the forward pass, and the backward pass as a node of PyTorch's
-// autograd, so that its engine finds C++ where a `torch.autograd.Function` would bring it to Python.
+// Calls of `attnlib.attention` and `attention_decode` without Python: the forward pass, and the backward pass of
+// the first as a node of PyTorch's autograd, so that its engine finds C++ where a `torch.autograd.Function` would bring it to Python.
 //
 // Decisions stay in Python. The first call of a kind goes through `attnlib.api` and `attnlib.dispatch`, which
 // check it, choose a kernel and leave the bytes that `direct.c` launches, and the layouts of the results; so
@@ -40,6 +40,8 @@ using torch::autograd::variable_list;
 
 // Tensors that a backward pass reads; `kernels/common/backward_plan.py` names those of its launches.
 enum { D_OUT, Q, K, V, OUT, LSE, CU_Q, CU_K, READ };
+// Tensors that a call is given: q, k and v; a decoding call also lengths, starts, page_table, k_scale, v_scale.
+constexpr Py_ssize_t DENSE = 3, DECODING = 8;
 constexpr size_t KINDS = 1024;  // that stay prepared, as `signature.PREPARED`
 
 struct Owned {  // a reference of Python's, used and dropped with the GIL held
@@ -68,8 +70,9 @@ class Kind {
  public:
   void add(int64_t word) { words[count++] = word; }
 
-  // False for a tensor that is no plain one, or lies at an address that TMA does not take.
-  bool add(const at::Tensor &tensor) {
+  // False for a tensor that is no plain one, or lies at an address that TMA does not take. aligned: whether it
+  // has to.
+  bool add(const at::Tensor &tensor, bool aligned = true) {
     if (!tensor.defined()) {
       add(-1);
       return true;
@@ -80,7 +83,7 @@ class Kind {
     const auto device = tensor.device();
     const auto plain = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
     if (keys != c10::DispatchKeySet(plain) || tensor.dim() > RANK) return false;
-    if (reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()->data()) % 16) return false;
+    if (aligned && reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()->data()) % 16) return false;
     add(static_cast<int64_t>(tensor.scalar_type()) << 32 | device.is_cuda() << 24 |
         (device.index() & 0xff) << 16 | tensor.dim());
     for (int64_t size : tensor.sizes()) add(size);
@@ -110,7 +113,8 @@ struct Forward {
   std::vector<int64_t> strides;  // of the output
   bool lse;                      // whether there is one
   bool counted;                  // whether programs draw their tiles from a counter
-  Asked asked;                   // for the backward pass
+  int64_t scratch;               // elements of a float32 buffer for partial results; 0 for none
+  Asked asked;                   // for the backward pass; None of a decoding call
 };
 
 struct Backward {
@@ -284,11 +288,12 @@ void record(const std::array<at::Tensor, READ> &read, const Asked &asked) {
 
 // ---------------------------------------------------------------- forward
 
-// The options of `attention`, in their order. False where one is not of the usual type: Python has the error.
+// The options of `attention`, in their order; those of `attention_decode` have False for `deterministic` and
+// `split` in the place of `impl`. False where one is not of the usual type: Python has the error.
 bool describe(Kind &kind, PyObject *options) {
   if (!PyTuple_Check(options) || PyTuple_GET_SIZE(options) != 6) return false;
   auto option = [&](int i) { return PyTuple_GET_ITEM(options, i); };
-  PyObject *window = option(1), *scale = option(2), *impl = option(5);
+  PyObject *window = option(1), *scale = option(2), *choice = option(5);
   for (int i : {0, 3, 4}) {  // causal, return_lse, deterministic
     if (!PyBool_Check(option(i))) return false;
     kind.add(option(i) == Py_True);
@@ -316,41 +321,54 @@ bool describe(Kind &kind, PyObject *options) {
     std::memcpy(&bits, &value, sizeof bits);
     kind.add(bits);
   }
-  if (impl == Py_None) {
+  if (choice == Py_None) {
     kind.add(0);
     return true;
   }
-  static const char *const names[] = {"hopper", "triton", "reference"};
-  for (int i = 0; i < 3; ++i) {
-    if (!PyUnicode_CheckExact(impl) || PyUnicode_CompareWithASCIIString(impl, names[i])) continue;
-    kind.add(i + 1);
+  if (PyLong_CheckExact(choice)) {  // a number of splits
+    int overflow = 0;
+    kind.add(1);
+    kind.add(PyLong_AsLongLongAndOverflow(choice, &overflow));
+    return !overflow;
+  }
+  // Of both functions: calls with a word that theirs does not know are never kept.
+  static const char *const words[] = {"decode", "hopper", "triton", "reference", "none", "fixed", "stream_k"};
+  for (int i = 0; i < 7; ++i) {
+    if (!PyUnicode_CheckExact(choice) || PyUnicode_CompareWithASCIIString(choice, words[i])) continue;
+    kind.add(i + 2);
     return true;
   }
   return false;
 }
 
-// A call of `attention`.
+// A call of `attention` or of `attention_decode`.
 struct Call {
-  std::array<at::Tensor, 3> tensors;  // q, k, v
+  std::array<at::Tensor, DECODING> tensors;
+  PyObject *options;
   bool differentiated;
   Kind kind;
 
-  // False where it is one for Python.
-  bool parse(PyObject *const *args) {
-    for (int i = 0; i < 3; ++i) {
-      if (!THPVariable_CheckExact(args[i])) return false;
-      tensors[i] = THPVariable_Unpack(args[i]);
-      if (!kind.add(tensors[i])) return false;
+  // False where it is one for Python. args: the tensors, and the options.
+  bool parse(PyObject *const *args, Py_ssize_t count) {
+    kind.add(count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const bool optional = i >= DENSE;
+      if (!optional || args[i] != Py_None) {
+        if (!THPVariable_CheckExact(args[i])) return false;
+        tensors[i] = THPVariable_Unpack(args[i]);
+      }
+      if (!kind.add(tensors[i], !optional)) return false;
     }
-    if (!describe(kind, args[3]) || !ordinary()) return false;
+    options = args[count];
+    if (!describe(kind, options) || !ordinary()) return false;
     const auto device = tensors[0].device().type();
-    if (at::autocast::is_autocast_enabled(device))
-      for (const auto &tensor : tensors)
-        if (tensor.scalar_type() != at::autocast::get_autocast_dtype(device)) return false;
-    auto wanted = [](const at::Tensor &tensor) { return tensor.requires_grad(); };
+    if (count == DENSE && at::autocast::is_autocast_enabled(device))
+      for (Py_ssize_t i = 0; i < DENSE; ++i)
+        if (tensors[i].scalar_type() != at::autocast::get_autocast_dtype(device)) return false;
+    auto wanted = [](const at::Tensor &tensor) { return tensor.defined() && tensor.requires_grad(); };
     differentiated = at::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), wanted);
     kind.add(differentiated);
-    return true;
+    return count == DENSE || !differentiated;
   }
 };
 
@@ -370,8 +388,9 @@ uint64_t counter_for(c10::Device device, uint64_t stream) {
 
 // (out, LSE); neither is defined where Python has to do it.
 std::pair<at::Tensor, at::Tensor> run(const Forward &pass, const Call &call) {
-  const auto &[q, k, v] = call.tensors;
-  at::Tensor out, lse;
+  const auto &given = call.tensors;
+  const auto &q = given[0];
+  at::Tensor out, lse, parts;
   c10::OptionalDeviceGuard guard(q.device());
   const auto stream = stream_of(q.device());
   const auto drawn = pass.counted ? counter_for(q.device(), stream) : 0;
@@ -380,50 +399,64 @@ std::pair<at::Tensor, at::Tensor> run(const Forward &pass, const Call &call) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     out = at::empty_strided(q.sizes(), pass.strides, q.options());
     if (pass.lse) lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::kFloat));
+    if (pass.scratch) parts = at::empty({pass.scratch}, q.options().dtype(at::kFloat));
   }
-  // As `kernels/common/forward_plan.py` names them: q k v out lse counter cu_q cu_k.
-  const uint64_t addresses[] = {address(q), address(k), address(v), address(out), address(lse), drawn, 0, 0};
+  // As `kernels/common/forward_plan.py` names them, q k v out lse counter cu_q cu_k, or `kernels/decode/launch.py`:
+  // q k v out lse parts lengths starts page_table k_scale v_scale arrived.
+  const uint64_t addresses[] = {
+      address(q), address(given[1]), address(given[2]), address(out), address(lse),
+      pass.scratch ? address(parts) : drawn, address(given[3]), address(given[4]), address(given[5]),
+      address(given[6]), address(given[7]), 0};
   launch(pass.launches, q.device(), stream, addresses);
-  if (call.differentiated) record({at::Tensor(), q, k, v, out, lse}, pass.asked);
+  if (call.differentiated) record({at::Tensor(), q, given[1], given[2], out, lse}, pass.asked);
   return {out, lse};
 }
 
 // ---------------------------------------------------------------- functions for Python
 
-// attend(q, k, v, options): what `attention` returns; None where Python has to do it.
+// How many tensors these arguments begin with; `more` follow them.
+Py_ssize_t tensors_of(const char *function, Py_ssize_t count, Py_ssize_t more) {
+  TORCH_CHECK_TYPE(count == DENSE + more || count == DECODING + more, function, ": expected ", DENSE + more, " or ",
+                   DECODING + more, " arguments, got ", count);
+  return count - more;
+}
+
+// attend(*tensors, options): what `attention` or `attention_decode` returns; None where Python has to do it.
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "attend: expected 4 arguments, got ", count);
   Call call;
-  if (!call.parse(args)) Py_RETURN_NONE;
+  if (!call.parse(args, tensors_of("attend", count, 1))) Py_RETURN_NONE;
   auto pass = find(forwards, call.kind);
   if (!pass) Py_RETURN_NONE;
   auto [out, lse] = run(*pass, call);
   if (!out.defined()) Py_RETURN_NONE;
-  if (PyTuple_GET_ITEM(args[3], 3) == Py_False) return THPVariable_Wrap(out);
+  if (PyTuple_GET_ITEM(call.options, 3) == Py_False) return THPVariable_Wrap(out);
   Owned first(THPVariable_Wrap(out)), second(THPVariable_Wrap(lse));
   return PyTuple_Pack(2, first.object, second.object);
   END_HANDLE_TH_ERRORS
 }
 
-// lacks(q, k, v, options): whether calls like this one can be kept, and are not yet.
+// lacks(*tensors, options): whether calls like this one can be kept, and are not yet.
 PyObject *lacks(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "lacks: expected 4 arguments, got ", count);
   Call call;
-  return PyBool_FromLong(call.parse(args) && !find(forwards, call.kind));
+  return PyBool_FromLong(call.parse(args, tensors_of("lacks", count, 1)) && !find(forwards, call.kind));
   END_HANDLE_TH_ERRORS
 }
 
-// keep(q, k, v, options, out, lse_needed, launches, counted, asked): calls like this one are launched so, with
-// an output like this one. A call whose options are wrong has not come so far.
+// keep(*tensors, options, out, lse_needed, launches, counted, scratch, asked): calls like this one are launched
+// so, with an output like this one. A call whose options are wrong has not come so far.
 PyObject *keep(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 9, "keep: expected 9 arguments, got ", count);
   Call call;
-  if (!call.parse(args)) Py_RETURN_NONE;
-  const bool lse = args[5] == Py_True, counted = args[7] == Py_True;
-  prepare(forwards, call.kind, {bytes_of(args[6]), strides_of(args[4]), lse, counted, owned(args[8])});
+  const Py_ssize_t tensors = tensors_of("keep", count, 7);
+  if (!call.parse(args, tensors)) Py_RETURN_NONE;
+  PyObject *const *rest = args + tensors + 1;  // out, lse_needed, launches, counted, scratch, asked
+  const bool lse = rest[1] == Py_True, counted = rest[3] == Py_True;
+  const int64_t scratch = PyLong_AsLongLong(rest[4]);
+  if (PyErr_Occurred()) throw python_error();
+  prepare(forwards, call.kind,
+          {bytes_of(rest[2]), strides_of(rest[0]), lse, counted, scratch, owned(rest[5])});
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -467,9 +500,10 @@ PyCFunction fast(_PyCFunctionFast function) {
 }
 
 PyMethodDef methods[] = {
-    {"attend", fast(attend), METH_FASTCALL, "attend(q, k, v, options)"},
-    {"lacks", fast(lacks), METH_FASTCALL, "lacks(q, k, v, options)"},
-    {"keep", fast(keep), METH_FASTCALL, "keep(q, k, v, options, out, lse_needed, launches, counted, asked)"},
+    {"attend", fast(attend), METH_FASTCALL, "attend(*tensors, options)"},
+    {"lacks", fast(lacks), METH_FASTCALL, "lacks(*tensors, options)"},
+    {"keep", fast(keep), METH_FASTCALL,
+     "keep(*tensors, options, out, lse_needed, launches, counted, scratch, asked)"},
     {"record", fast(record), METH_FASTCALL, "record(out, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, asked)"},
     {"forget", forget, METH_NOARGS, "forget(): what is prepared."},
     {"connect", connect, METH_VARARGS, "connect(launch_all, slowly, counter, capturing, runtime)"},

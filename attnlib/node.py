@@ -30,22 +30,25 @@ from attnlib.dispatch import Saved
 from attnlib.kernels.common import direct
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.signature import PREPARED
+from attnlib.params import DecodeParams
 
 NAME = "attnlib_node"
 
 
-def shortcut(q, k, v, options: tuple):
-    """What `attention` returns, where `node.cpp` knows how such calls are launched; else None, and nothing is
-    done. options: those of `attention` but for a block mask, in order, as they were given; a call with one is
-    not for `node.cpp`. Nothing has to be checked before.
+def shortcut(*arguments):
+    """What `attention` or `attention_decode` returns, where `node.cpp` knows how such calls are launched;
+    else None, and nothing is done. arguments: the tensors, (q, k, v), and of a decoding call lengths, starts,
+    page_table, k_scale and v_scale as well; and a tuple of the options as they were given: causal, window,
+    sm_scale, return_lse, deterministic (False of a decoding call), impl (its split). A call with a block mask
+    is not for `node.cpp`. Nothing has to be checked before.
 
     This one knows none. That of `node.cpp` takes its place, once it is there.
     """
 
 
-def keep(tensors: tuple, options: tuple, asked: Asked, out: torch.Tensor) -> None:
-    """From now on `shortcut` runs calls like this one, which went through Python: on tensors (q, k, v), not
-    varlen, with this output."""
+def keep(tensors: tuple, options: tuple, asked: Asked | DecodeParams, out: torch.Tensor) -> None:
+    """From now on `shortcut` runs calls like this one, which went through Python, not varlen, with this
+    output. tensors and options as there."""
     module = recorder() if tensors[0].is_cuda else None
     if module is not None:
         learn(module, tensors, options, asked, out)
@@ -54,13 +57,17 @@ def keep(tensors: tuple, options: tuple, asked: Asked, out: torch.Tensor) -> Non
 def learn(module: ModuleType, *args) -> None:
     """`keep`, with its arguments, on any device."""
     tensors, options, asked, out = args
-    tensors = tuple(map(_living, tensors))
+    tensors = tuple([x if x is None else _living(x) for x in tensors])
     if not module.lacks(*tensors, options):
         return
-    plan = dispatch.prepared_forward(*tensors, asked.params)
+    if isinstance(asked, DecodeParams):
+        params, kept, plan = asked, None, dispatch.prepared_decode(*tensors[:3], asked)
+    else:
+        params, kept = asked.params, _one_object(asked)
+        plan = dispatch.prepared_forward(*tensors, params)
     if plan is not None and plan.launches.packed is not None:
-        lse_needed, packed = asked.params.return_lse, plan.launches.packed
-        module.keep(*tensors, options, out, lse_needed, packed, plan.counted, _one_object(asked))
+        sizes = plan.counted, plan.scratch
+        module.keep(*tensors, options, out, params.return_lse, plan.launches.packed, *sizes, kept)
 
 
 def attend(

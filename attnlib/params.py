@@ -74,6 +74,8 @@ class DecodeParams(NamedTuple):
             family's choice.
         config: how the kernels are compiled and launched, of the class of the family; None for its choice.
         starts: (B) int32, the first key of each sequence that counts; None where all do.
+        k_scale, v_scale: what elements of the caches in FP8 are multiplied with, float32: (), (B, Hkv), or
+            (pages, Hkv) with a page table; None for 1.
     """
 
     window: MaskWindow
@@ -84,6 +86,8 @@ class DecodeParams(NamedTuple):
     split: str | int | None = None
     config: Any = None
     starts: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 class MonarchParams(NamedTuple):

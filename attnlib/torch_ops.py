@@ -149,16 +149,18 @@ attention_backward.register_autograd(lambda ctx, *_: no_second_derivative())
     mutates_args=(),
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? lengths=None, Tensor? page_table=None, "
     "SymInt? left=None, SymInt? right=None, float? sm_scale=None, bool lse=False, str? split=None, "
-    "Tensor? starts=None) -> (Tensor, Tensor)",
+    "Tensor? starts=None, Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor, Tensor)",
 )
 def attention_decode(
     q, k_cache, v_cache, lengths=None, page_table=None,
-    left=None, right=None, sm_scale=None, lse=False, split=None, starts=None,
+    left=None, right=None, sm_scale=None, lse=False, split=None, starts=None, k_scale=None, v_scale=None,
 ):  # fmt: skip
     """(out, lse). `split`: as `attention_decode` has it, a number as a string."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     shared = int(split) if split is not None and split.isdecimal() else split
-    params = DecodeParams(MaskWindow(left, right), scale, lengths, page_table, lse, shared, None, starts)
+    params = DecodeParams(
+        MaskWindow(left, right), scale, lengths, page_table, lse, shared, None, starts, k_scale, v_scale
+    )
     with own_counters():
         out, found = dispatch.decode(q, k_cache, v_cache, params)
     return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
@@ -167,7 +169,7 @@ def attention_decode(
 @attention_decode.register_fake
 def _decode_fake(
     q, k_cache, v_cache, lengths=None, page_table=None,
-    left=None, right=None, sm_scale=None, lse=False, split=None, starts=None,
+    left=None, right=None, sm_scale=None, lse=False, split=None, starts=None, k_scale=None, v_scale=None,
 ):  # fmt: skip
     return torch.empty_like(q), q.new_empty(q.shape[:3] if lse else (0,), dtype=torch.float32)
 

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 import torch
 
-from attnlib import dispatch, torch_ops
+from attnlib import dispatch, node, torch_ops
 from attnlib.api.exact import plain
 from attnlib.arguments.decode import DecodeOptions, check_decode
 from attnlib.params import DecodeParams, mask_window
@@ -23,6 +23,8 @@ def attention_decode(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
     sm_scale: float | None = None,
@@ -38,6 +40,8 @@ def attention_decode(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
     sm_scale: float | None = None,
@@ -48,8 +52,8 @@ def attention_decode(
 
 def attention_decode(
     q, k_cache, v_cache, *,
-    lengths=None, starts=None, page_table=None, causal=True, window=None, sm_scale=None, return_lse=False,
-    split=None,
+    lengths=None, starts=None, page_table=None, k_scale=None, v_scale=None, causal=True, window=None,
+    sm_scale=None, return_lse=False, split=None,
 ):  # fmt: skip
     """`attention` of a few new queries to the keys and values in a cache: decoding with a language model.
 
@@ -61,17 +65,23 @@ def attention_decode(
     fast are those whose last dimension is contiguous and whose other strides and address are multiples of 16
     bytes.
 
+    A cache in float8_e4m3fn is half as many bytes to read. Its elements become numbers of the dtype of `q`
+    without rounding, and are multiplied in it; the scales are applied in float32, to scores and to sums of
+    values. So nothing is lost but in the cache itself, where an element has 3 bits after the first one:
+    `(k / k_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)` with k_scale = max|k| / 448 of
+    a sequence and head is off by at most 1/16 of each element.
+
     Inference only: no gradient, no torch.func. `torch.compile(fullgraph=True)` and `torch.export` see it as
     the operator `torch.ops.attnlib.attention_decode`. `torch.autocast` has no effect.
 
     Args:
         q: (B, H, Sq, D), Sq from 1 to 16, the newest tokens of each sequence; float16, bfloat16 or float32;
             D a multiple of 8 up to 256.
-        k_cache: (B, Hkv, S, D), in which the keys of the new tokens are already; same dtype and device as
-            `q`. Hkv divides H: query heads h*H/Hkv ... share key head h. With `page_table` (pages, Hkv, page
-            size, D), the page size a power of two from 16 on. A cache in another order is given as a view,
-            such as `cache.transpose(1, 2)`.
-        v_cache: like `k_cache`.
+        k_cache: (B, Hkv, S, D), in which the keys of the new tokens are already; on the device of `q`, in
+            its dtype, or in float8_e4m3fn beside a `q` in float16 or bfloat16. Hkv divides H: query heads
+            h*H/Hkv ... share key head h. With `page_table` (pages, Hkv, page size, D), the page size a power
+            of two from 16 on. A cache in another order is given as a view, such as `cache.transpose(1, 2)`.
+        v_cache: like `k_cache`, in the same dtype.
         lengths: (B) int32 on the device of `q`: how many keys each sequence has, the new ones among them,
             from 0 on; None where they fill the cache. Read on the device, where they count as at least 0 and
             at most what the cache has room for; those of CPU tensors are checked.
@@ -81,6 +91,10 @@ def attention_decode(
         page_table: (B, N) int32 on the device of `q`: the pages in which sequence b has its keys, in order;
             those beyond its length may be anything. A page may belong to several sequences. Wrong numbers
             are undefined behavior on a GPU; those of CPU tensors are checked.
+        k_scale: of keys in float8_e4m3fn: a key is its elements times this, float32 on the device of `q`; one
+            number, shape (), or one for each sequence and head, (B, Hkv), with `page_table` for each page and
+            head, (pages, Hkv). One for each head alone is a view, such as `scale.expand(B, Hkv)`. None for 1.
+        v_scale: the same of values.
         causal: query i of sequence b attends to keys 0 .. i + lengths[b] - Sq: the last query stands at the
             last key.
         window: (left, right), as in `attention`: query i, at position p = i + lengths[b] - Sq, attends to
@@ -110,14 +124,22 @@ def attention_decode(
         >>> lengths = torch.tensor([4096, 1000], dtype=torch.int32, device="cuda")
         >>> out = attention_decode(q, k, v, lengths=lengths)
     """
+    tensors = q, k_cache, v_cache, lengths, starts, page_table, k_scale, v_scale
+    asked = causal, window, sm_scale, return_lse, False, split
+    if not torch.compiler.is_dynamo_compiling():
+        results = node.shortcut(*tensors, asked)
+        if results is not None:
+            return results
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("attention_decode under torch.func: not supported")
     symbols = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    options = DecodeOptions(lengths, page_table, causal, window, sm_scale, return_lse, split, starts)
+    options = DecodeOptions(
+        lengths, page_table, causal, window, sm_scale, return_lse, split, starts, k_scale, v_scale
+    )
     check_decode(q, k_cache, v_cache, options, symbols)
     if torch.is_grad_enabled():
-        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            if tensor.requires_grad:
+        for name, tensor in zip(_NAMES, tensors, strict=True):
+            if tensor is not None and tensor.requires_grad:
                 raise RuntimeError(
                     f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
                     "does: attention_decode has no gradient; attention has one"
@@ -126,10 +148,16 @@ def attention_decode(
     if symbols or not plain(q, k_cache, v_cache):
         scale = None if sm_scale is None else float(sm_scale)
         told = None if split is None else str(split)
-        asked = (lengths, page_table, *seen, scale, return_lse, told, starts)
-        out, lse = torch_ops.attention_decode(q, k_cache, v_cache, *asked)
+        given = (lengths, page_table, *seen, scale, return_lse, told, starts, k_scale, v_scale)
+        out, lse = torch_ops.attention_decode(q, k_cache, v_cache, *given)
     else:
         scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-        params = DecodeParams(seen, scale, lengths, page_table, return_lse, split, None, starts)
+        params = DecodeParams(
+            seen, scale, lengths, page_table, return_lse, split, None, starts, k_scale, v_scale
+        )
         out, lse = dispatch.decode(q, k_cache, v_cache, params)
+        node.keep(tensors, asked, params, out)
     return (out, lse) if return_lse else out
+
+
+_NAMES = "q", "k_cache", "v_cache", "lengths", "starts", "page_table", "k_scale", "v_scale"

@@ -37,7 +37,19 @@ def check_tensors(q, k, v, rank: str, dims: int, names: tuple[str, str] = ("k", 
 
 def _find_what_is_wrong(q, k, v, rank: str, dims: int, names: tuple[str, str]) -> None:
     """The same one by one, with an error for each. names: of k and v."""
-    for name, tensor in zip(("q", *names), (q, k, v), strict=True):
+    check_forms({"q": q, names[0]: k, names[1]: v}, rank, dims)
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
+    for name, tensor in zip(names, (k, v), strict=True):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
+
+
+def check_forms(tensors: dict, rank: str, dims: int) -> None:
+    """Whether all are dense tensors with so many dimensions; by their names."""
+    for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
         if tensor.is_nested:
@@ -46,13 +58,6 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int, names: tuple[str, str]) -
             raise TypeError(f"{name}: {NO_STRIDES} {tensor.layout}")
         if tensor.dim() != dims:
             raise ValueError(f"{name}: expected {rank}, got shape {tuple(tensor.shape)}")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
-    for name, tensor in zip(names, (k, v), strict=True):
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
 
 
 def check_int32(name: str, given, expected: str = "a torch.Tensor") -> None:

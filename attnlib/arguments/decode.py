@@ -5,11 +5,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_int32, check_tensors, type_name
+from attnlib.arguments.common import (
+    MAX_HEAD_DIM,
+    NO_STRIDES,
+    check_common,
+    check_forms,
+    check_int32,
+    check_tensors,
+    type_name,
+)  # fmt: skip
 
 MOST_QUERIES = 16
 SMALLEST_PAGE = 16
 SPLITS = "none", "fixed", "stream_k"
+RANK = "4 dimensions (B, H, S, D)"
+FP8 = torch.float8_e4m3fn
 
 
 class DecodeOptions(NamedTuple):
@@ -23,14 +33,19 @@ class DecodeOptions(NamedTuple):
     return_lse: Any = False
     split: Any = None
     starts: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 def check_decode(q, k, v, options: DecodeOptions, symbols: bool = False) -> None:
     """Arguments of `attention_decode`. TypeError or ValueError if one is wrong. The values of lengths and
     pages are looked at where that does not wait for the GPU: on a CPU. symbols: sizes may be no numbers, and
     tensors have no values."""
-    lengths, table, causal, window, sm_scale, return_lse, split, starts = options
-    check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4, ("k_cache", "v_cache"))
+    lengths, table, causal, window, sm_scale, return_lse, split, starts, k_scale, v_scale = options
+    if isinstance(k, torch.Tensor) and k.dtype is FP8:
+        _check_fp8_caches(q, k, v)
+    else:
+        check_tensors(q, k, v, RANK, 4, ("k_cache", "v_cache"))
     check_shapes = _check_decode_shapes if symbols else _check_decode_shapes_once
     check_shapes(q.shape, k.shape, v.shape, table is not None)
     if table is not None:
@@ -39,6 +54,9 @@ def check_decode(q, k, v, options: DecodeOptions, symbols: bool = False) -> None
         _check_integers("lengths", lengths, q, "1 dimension (B)", 1)
     if starts is not None:
         _check_integers("starts", starts, q, "1 dimension (B)", 1)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            _check_scales(name, scale, q, k, table is not None)
     check_common(causal, window, sm_scale, return_lse, symbols)
     _check_split(split)
     if not symbols and not q.is_cuda and q.device.type == "cpu":
@@ -66,6 +84,36 @@ def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: boo
 
 
 _check_decode_shapes_once = lru_cache(1024)(_check_decode_shapes)
+
+
+def _check_fp8_caches(q, k, v) -> None:
+    """What `check_tensors` checks, of caches in FP8."""
+    check_forms({"q": q, "k_cache": k, "v_cache": v}, RANK, 4)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"q: expected dtype float16 or bfloat16 beside a k_cache in {FP8}, got {q.dtype}")
+    if v.dtype is not FP8:
+        raise TypeError(f"v_cache: expected dtype {FP8} as k_cache has, got {v.dtype}")
+    for name, tensor in (("k_cache", k), ("v_cache", v)):
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
+
+
+def _check_scales(name: str, scale, q: torch.Tensor, k: torch.Tensor, paged: bool) -> None:
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type_name(scale)}")
+    if k.dtype is not FP8:
+        raise ValueError(f"{name}: expected None beside a k_cache in {k.dtype}, got a torch.Tensor")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}: expected dtype float32, got {scale.dtype}")
+    if scale.layout is not torch.strided:
+        raise TypeError(f"{name}: {NO_STRIDES} {scale.layout}")
+    if scale.dim() and scale.shape != k.shape[:2]:
+        each = "(pages, Hkv)" if paged else "(B, Hkv)"
+        raise ValueError(
+            f"{name}: expected shape () or {each}, {tuple(k.shape[:2])}, got {tuple(scale.shape)}"
+        )
+    if scale.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} as q has, got {scale.device}")
 
 
 def _check_integers(name: str, given, q: torch.Tensor, rank: str, dims: int) -> None:

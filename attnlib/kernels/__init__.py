@@ -69,8 +69,13 @@ QUANTIZERS = {"triton": fp8, "reference": reference_fp8}
 """
 
 DECODERS = {"triton": decode, "reference": reference_decode}
-"""The same for `attention_decode`: modules with unsupported(q, params) and forward(q, k, v, params), where
-`params` is an `attnlib.params.DecodeParams`."""
+"""The same for `attention_decode`: modules with
+
+    unsupported(q, params)                    what they need and a call does not have; None if it has all
+    forward(q, k, v, params)                  (out, lse), params an `attnlib.params.DecodeParams`
+    prepared(q, k, v, params)                 the launches with which `forward` runs it; None where there are
+                                              none, or a tensor has to be copied first
+"""
 
 ENTMAX = {"triton": entmax, "reference": reference_entmax}
 """What `attention_entmax` runs, in the order of preference: modules with

@@ -244,6 +244,9 @@ def caches(*shape, **kwargs):
     return dict.fromkeys(("k_cache", "v_cache"), zeros(*shape, **kwargs))
 
 
+FP8_CACHES = caches(3, 2, 16, 16, dtype=torch.float8_e4m3fn)
+FP8_ROOM = {"page_table": None, "lengths": None} | caches(2, 2, 8, 16, dtype=torch.float8_e4m3fn)
+
 DECODE = [
     ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
     ({"k_cache": [[1.0]]}, TypeError, "k_cache: expected a torch.Tensor, got list"),
@@ -307,6 +310,36 @@ DECODE = [
     ({"lengths": offsets(20)}, ValueError, "lengths: expected batch size 2 as q has, got 1"),
     ({"lengths": offsets(20, 7, device="meta")}, ValueError,
      "lengths: expected device cpu as q has, got meta"),
+    ({**FP8_CACHES, "q": zeros(2, 4, 3, 16, dtype=torch.float32)}, TypeError,
+     "q: expected dtype float16 or bfloat16 beside a k_cache in torch.float8_e4m3fn, got torch.float32"),
+    ({**FP8_CACHES, "v_cache": zeros(3, 2, 16, 16)}, TypeError,
+     "v_cache: expected dtype torch.float8_e4m3fn as k_cache has, got torch.float16"),
+    ({**FP8_CACHES, "v_cache": [1.0]}, TypeError, "v_cache: expected a torch.Tensor, got list"),
+    ({**FP8_CACHES, "q": zeros(2, 4, 16)}, ValueError,
+     "q: expected 4 dimensions (B, H, S, D), got shape (2, 4, 16)"),
+    ({**FP8_CACHES, "v_cache": zeros(3, 2, 16, 16, dtype=torch.float8_e4m3fn, device="meta")}, ValueError,
+     "v_cache: expected device cpu as q has, got meta"),
+    ({**FP8_CACHES, "v_cache": zeros(3, 2, 32, 16, dtype=torch.float8_e4m3fn)}, ValueError,
+     "v_cache: expected shape (3, 2, 16, 16) as k_cache has, got (3, 2, 32, 16)"),
+    *(
+        row
+        for name in ("k_scale", "v_scale")
+        for row in [
+            ({name: torch.ones(3, 2)}, ValueError,
+             f"{name}: expected None beside a k_cache in torch.float16, got a torch.Tensor"),
+            ({**FP8_CACHES, name: 0.5}, TypeError, f"{name}: expected a torch.Tensor or None, got float"),
+            ({**FP8_CACHES, name: zeros(3, 2)}, TypeError,
+             f"{name}: expected dtype float32, got torch.float16"),
+            ({**FP8_CACHES, name: torch.ones(3, 2).to_sparse()}, TypeError,
+             f"{name}: {DENSE} torch.sparse_coo"),
+            ({**FP8_CACHES, name: torch.ones(2)}, ValueError,
+             f"{name}: expected shape () or (pages, Hkv), (3, 2), got (2,)"),
+            ({**FP8_CACHES, **FP8_ROOM, name: torch.ones(3, 2)}, ValueError,
+             f"{name}: expected shape () or (B, Hkv), (2, 2), got (3, 2)"),
+            ({**FP8_CACHES, name: torch.ones(3, 2, device="meta")}, ValueError,
+             f"{name}: expected device cpu as q has, got meta"),
+        ]
+    ),
     ({"starts": [2, 7]}, TypeError, "starts: expected a torch.Tensor or None, got list"),
     ({"starts": offsets(2, 7, dtype=torch.int64)}, TypeError,
      "starts: expected dtype int32, got torch.int64"),

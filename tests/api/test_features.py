@@ -465,6 +465,15 @@ def paged_cache() -> str:
     return "yes"
 
 
+@row("KV cache in FP8, with scales")
+def fp8_cache(device) -> str:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    for page in (None, 16):
+        check_decode(DecodeCase("FP8", (1, 40, 90), page=page, scales="pairs", split="stream_k"), device)
+    return "yes"
+
+
 # ---------------------------------------------------------------- gradients
 
 

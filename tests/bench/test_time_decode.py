@@ -7,6 +7,7 @@ import json
 import pytest
 import time_decode
 import torch
+import tune_decode
 from time_decode import Call
 from timed_cpu import gpu  # noqa: F401  (a fixture)
 
@@ -49,6 +50,18 @@ def test_right_outputs_pass_and_wrong_ones_do_not(name, device):
         assert not judge.judge(out * 1.1).ok
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_the_same_numbers_in_fp8(name, device):
+    call = SMALL[name]
+    inputs = time_decode.make_fp8_inputs(call, device)
+    judge = time_decode.Judge(call, inputs)
+    for impl, make in time_decode.in_fp8(inputs).items():
+        out = make()()
+        judge.judge(out).raise_if_bad(impl)
+        assert not judge.judge(out * 1.1).ok
+        assert time_decode.Run(impl, call).bytes == call.bytes // (2 if "fp8" in impl else 1)
+
+
 @pytest.fixture
 def small(gpu, monkeypatch):
     """The script on a CPU in the place of the GPU, with small calls."""
@@ -59,6 +72,7 @@ def small(gpu, monkeypatch):
     for name in ("BOOK", "SWEEP"):
         monkeypatch.setattr(time_decode, name, Setting("small", 2, 0, 0, 4))
     monkeypatch.setattr(time_decode, "PAIRS", [SMALL["batch"]])
+    monkeypatch.setattr(time_decode.node, "wait", lambda: None)
     monkeypatch.setattr(time_decode.timing, "host_us", lambda make: 10.0)
     monkeypatch.setattr(time_decode.device, "num_sms", lambda index: 2)
     monkeypatch.setattr(launch, "counter", lambda index, size: torch.zeros(size, dtype=torch.int32))
@@ -69,7 +83,9 @@ def test_the_record(small, tmp_path, capsys):
     path = tmp_path / "decode.json"
     assert time_decode.main(["--out", str(path)]) == 0
     record = json.loads(path.read_text())
-    assert set(record["tables"]) == {"calls", "pairs", "host"}
+    assert set(record["tables"]) == {"calls", "pairs", "fp8", "host"}
+    ours = {row["impl"]: row["status"] for row in record["tables"]["fp8"]["rows"]}
+    assert len(ours) == 9 and set(ours.values()) == {"ok"}
     table = Table.of("calls", record["tables"]["calls"]["rows"], record, False)
     call = SMALL["ragged"]
     row = table.one(call.shape, impl="attnlib")
@@ -84,11 +100,36 @@ def test_the_record(small, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+def test_tables_of_their_own_go_into_the_record(small, tmp_path, monkeypatch):
+    path = tmp_path / "decode.json"
+    monkeypatch.setattr(time_decode, "CALLS", [SMALL["batch"]])
+    assert time_decode.main(["--fp8", "--out", str(path)]) == 0
+    first = json.loads(path.read_text())["tables"]
+    assert time_decode.main(["--host", "--out", str(path)]) == 0
+    second = json.loads(path.read_text())["tables"]
+    assert set(first) == {"fp8"} and set(second) == {"fp8", "host"} and second["fp8"] == first["fp8"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
 def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
     right = time_decode.attention_decode
     monkeypatch.setattr(time_decode, "attention_decode", lambda *args, **options: 2 * right(*args, **options))
     assert time_decode.main(["--only", "ragged"]) == 1
     assert "wrong max error" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
+    calls = {"ragged": [Call((40, 7), 4, 2, 16)], "fp8": [Call((40, 7), 4, 2, 16)]}
+    monkeypatch.setattr(tune_decode, "TUNED", calls)
+    assert tune_decode.main() == 0
+    shown = capsys.readouterr().out
+    rows = [f"attnlib, {name}" for name in tune_decode.NEXT]
+    rows += [f"attnlib fp8, {name}" for name in tune_decode.TILES]
+    assert all(row in shown for row in rows) and shown.count("GB/s") == 8 + 9  # with controls and copies
+    wrong = tune_decode.with_config
+    monkeypatch.setattr(tune_decode, "with_config", lambda *args: lambda: 2 * wrong(*args)())
+    assert tune_decode.main() == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

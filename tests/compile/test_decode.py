@@ -23,19 +23,30 @@ HALF += product((64, 128, 256), ("float16",), (4,), ("ragged",), ("none", "fixed
 HALF += product((128,), ("bfloat16",), (4,), ("ragged", "paged"), ("stream_k",))
 HALF += product((64, 128, 256), ("float16",), (32, 64), ("ragged", "paged"), ("stream_k",))
 HALF += [(96, "float16", 4, "ragged", "stream_k")]  # padded to 128
+# The same with caches in FP8: "paged scales" has a scale for each page.
+FP8 = list(product((64, 128, 256), ("float16",), (4,), ("ragged",), ("stream_k",)))
+FP8 += [(128, "float16", 4, cache, "stream_k") for cache in ("full", "paged")]
+FP8 += [(128, "float16", 4, "ragged", "none"), (256, "bfloat16", 32, "ragged", "stream_k")]
+FP8 += product((128, 256), ("bfloat16",), (4,), ("paged scales",), ("stream_k",))
+FP8 += product((64, 128, 256), ("bfloat16",), (64,), ("paged scales",), ("stream_k",))
+FP8 = [(*case, "fp8") for case in FP8]
 FULL = list(product((64, 128, 256), ("float32",), (4,), ("ragged",), ("stream_k",)))
 
 
-def jobs(head_dim: int, dtype: str, rows: int, cache: str, split: str) -> list[Job]:
+def jobs(head_dim: int, dtype: str, rows: int, cache: str, split: str, fp8: str = "") -> list[Job]:
     """The kernels that a call would launch on an H200: attention, and the merge unless there is one split."""
     dtype = getattr(torch, dtype)
     q = torch.zeros(2, 2 * GROUP, rows // GROUP, head_dim, dtype=dtype)
-    shape = (8, 2, 16, head_dim) if cache == "paged" else (2, 2, ROOM, head_dim)
-    k = torch.zeros(1, dtype=dtype).expand(shape).contiguous()
-    table = torch.zeros(2, ROOM // 16, dtype=torch.int32) if cache == "paged" else None
+    paged = cache.startswith("paged")
+    shape = (8, 2, 16, head_dim) if paged else (2, 2, ROOM, head_dim)
+    k = torch.zeros(shape, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    table = torch.zeros(2, ROOM // 16, dtype=torch.int32) if paged else None
+    scale = None
+    if fp8:
+        scale = torch.ones(()) if cache == "paged" else torch.ones(shape[:2])
     lengths = None if cache == "full" else torch.zeros(2, dtype=torch.int32)
     window = mask_window(True, (512, 0) if cache == "window" else None)
-    params = DecodeParams(window, 0.1, lengths, table, True, split)
+    params = DecodeParams(window, 0.1, lengths, table, True, split, None, None, scale, scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "num_sms", lambda index: 132)
         patch.setattr(device, "capability", lambda index: (9, 0))
@@ -49,7 +60,7 @@ def name(case: tuple) -> str:
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, list[Stats]]:
     """All at once: the compiler's start-up costs more than a kernel."""
-    found = {case: jobs(*case) for case in HALF + FULL}
+    found = {case: jobs(*case) for case in HALF + FULL + FP8}
     stats = iter(inspect_sm90.compile_all([job for of_case in found.values() for job in of_case]))
     return {case: [next(stats) for _ in of_case] for case, of_case in found.items()}
 
@@ -70,6 +81,27 @@ def test_half_precision(compiled: dict[tuple, list[Stats]], case: tuple) -> None
     block_m = max(16, case[2])
     asked = configs.Work(case[2], case[0], "float16", 8, 8192, 132)
     expected = 1 if case[-1] == "none" else configs.residency(block_m, asked).programs
+    assert main.ctas_per_sm >= expected, "fewer programs share an SM than are launched for it"
+
+
+@pytest.mark.parametrize("case", FP8, ids=name)
+def test_fp8_caches(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
+    head_dim, dtype, rows, cache, split, _ = case
+    main = compiled[case][0]
+    paged_scales = cache == "paged scales"
+    copies = [text for text in main.listing if "LDGSTS" in text]
+    assert sum(".128" in text for text in copies) >= 8
+    assert paged_scales or all(".128" in text for text in copies), "copies of less than 16 bytes"
+    assert not [text for text in main.listing if "LDS.U8" in text], "operands are put together byte by byte"
+    assert main.opcodes.get("HMMA") or main.opcodes.get("HGMMA"), "no tensor cores"
+    assert main.opcodes["F2FP"] and not main.opcodes.get("F2F"), "FP8 is not turned into 16 bits in pairs"
+    assert main.warnings == ()
+    for stats in compiled[case]:
+        assert stats.spills == 0
+        assert stats.shared_bytes <= SMEM_LIMIT
+    asked = configs.Work(rows, head_dim, dtype, 4, ROOM, 132, False, True, paged_scales)
+    config = configs.decode_config(asked, split)
+    expected = 1 if split == "none" else configs.residency(config.block_m, asked).programs
     assert main.ctas_per_sm >= expected, "fewer programs share an SM than are launched for it"
 
 

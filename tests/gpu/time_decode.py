@@ -1,13 +1,16 @@
 """Time decoding on this GPU: few queries to a long KV cache, beside the peers and a copy.
 
-    python tests/gpu/time_decode.py                  about two minutes; figures/data/<gpu>/decode.json
+    python tests/gpu/time_decode.py                  about 150 seconds; figures/data/<gpu>/decode.json
+    python tests/gpu/time_decode.py --fp8            the table `fp8` alone, into the record that is there
+    python tests/gpu/time_decode.py --host           the table `host` alone, likewise
     python tests/gpu/time_decode.py --tune           configurations of attnlib beside each other; no record
     python tests/gpu/time_decode.py --only ragged    calls whose label has this in it; no record
 
-Three tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with pages
+Four tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with pages
 of 16 and 64 keys and with its merge in the same launch, of the peers, and of device copies: one of 1 GiB, and
 one that moves as many bytes as the call reads. `pairs`: numbers of sequences times key/value heads around the
-number of multiprocessors. `host`: what a call keeps the host busy.
+number of multiprocessors. `fp8`: caches in FP8, with a scale for each sequence or page and head, beside
+caches in 16 bits that hold the same numbers. `host`: what a call keeps the host busy.
 Peers: cuDNN, FlashAttention-2 and 3, FlashInfer's decoding, persistent and XQA kernels. ATTNLIB_FA3 names
 FlashAttention-3's library, ATTNLIB_PEERS a folder with the packages flashinfer and cudnn (NVIDIA's frontend);
 what is missing is "not installed".
@@ -34,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import attention, attention_decode  # noqa: E402
+from attnlib import attention, attention_decode, node  # noqa: E402
 from attnlib.bench import decode_peers, harness, peers, records, timing  # noqa: E402
 from attnlib.bench.oracle import Oracle, Verdict  # noqa: E402
 from attnlib.bench.setting import BOOK, SWEEP, Setting  # noqa: E402
@@ -49,7 +52,9 @@ RAGGED = (1024, 1024, 2048, 2048, 4096, 4096, 32768, 65536)
 PAGES = 16, 64
 COPIED = 1 << 30
 DEVICE = "cuda"
-OURS = "attnlib"
+OURS, OURS_FP8 = "attnlib", "attnlib fp8"
+FP8, SCALES = torch.float8_e4m3fn, (2**-6, 2**-5)
+"""Of keys and of values: powers of two, so that what 16 bits hold is what FP8 does."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,13 @@ def make_inputs(call: Call, where: str) -> Inputs:
     return Inputs(q, k, v, lengths)
 
 
+def make_fp8_inputs(call: Call, where: str) -> Inputs:
+    """The same with keys and values that FP8 and 16 bits both have."""
+    inputs = make_inputs(call, where)
+    k, v = ((x / scale).to(FP8).to(x.dtype) * scale for x, scale in zip(inputs[1:3], SCALES, strict=True))
+    return inputs._replace(k=k, v=v)
+
+
 class Judge:
     """The fp64 oracle of all sequences, each alone."""
 
@@ -155,14 +167,19 @@ def dispatched(inputs: Inputs) -> Function:
 
 
 def paged(inputs: Inputs, page: int) -> Function:
-    """Pages in a random order, (pages, Hkv, page size, D)."""
+    k, v, table, lengths = paged_caches(inputs, page)
+    return lambda: attention_decode(inputs.q, k, v, lengths=lengths, page_table=table)
+
+
+def paged_caches(inputs: Inputs, page: int) -> tuple[torch.Tensor, ...]:
+    """(keys, values, table, lengths): pages in a random order, (pages, Hkv, page size, D)."""
     q, k, v, lengths = inputs
     whole = [F.pad(x, (0, 0, 0, -x.shape[2] % page)) for x in (k, v)]
     k, v, table, _ = decode_peers.in_pages(*whole, None, page)
     k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
     if lengths is None:  # the last page may be a part of one
         lengths = torch.full((len(q),), inputs.k.shape[2], dtype=torch.int32, device=q.device)
-    return lambda: attention_decode(q, k, v, lengths=lengths, page_table=table)
+    return k, v, table, lengths
 
 
 def configured(inputs: Inputs, change: Callable[[DecodeConfig], DecodeConfig]) -> Function:
@@ -220,6 +237,27 @@ def lengths_of(inputs: Inputs) -> torch.Tensor:
     return torch.full((len(inputs.q),), inputs.k.shape[2], dtype=torch.int32, device=inputs.q.device)
 
 
+def in_fp8(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    """Caches in FP8, whole and in pages, beside caches in 16 bits, that hold the same."""
+    q, k, v, lengths = inputs
+
+    def scaled(caches: Sequence[torch.Tensor], **named: Any) -> Function:
+        k, v = ((x / scale).to(FP8) for x, scale in zip(caches, SCALES, strict=True))
+        k_scale, v_scale = (torch.full(k.shape[:2], scale, device=k.device) for scale in SCALES)
+        return lambda: attention_decode(q, k, v, k_scale=k_scale, v_scale=v_scale, **named)
+
+    def in_pages(page: int) -> Function:
+        k, v, table, used = paged_caches(inputs, page)
+        return scaled((k, v), lengths=used, page_table=table)
+
+    return {
+        OURS: lambda: ours(inputs),
+        OURS_FP8: lambda: scaled((k, v), lengths=lengths),
+        **{f"attnlib, pages of {page}": lambda page=page: paged(inputs, page) for page in PAGES},
+        **{f"{OURS_FP8}, pages of {page}": lambda page=page: in_pages(page) for page in PAGES},
+    }
+
+
 def splits(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     every = implementations(inputs)
     return {name: every[name] for name in (OURS, "attnlib, fixed", "cudnn", "fa3", "flashinfer")}
@@ -256,7 +294,7 @@ class Run(harness.Run):
 
     def __init__(self, impl: str, call: Call, control: bool = False) -> None:
         super().__init__(impl, call.shape, control)
-        self.bytes = call.bytes
+        self.bytes = call.bytes // (2 if impl.startswith(OURS_FP8) else 1)
         self.row |= {"call": call.label, "lengths": list(call.lengths) if call.ragged else None}
         self.is_peer = not impl.startswith(OURS)
 
@@ -286,9 +324,9 @@ class Copy(Run):
         pass
 
 
-def rows(call: Call, make: Callable, setting: Setting, control: str = OURS) -> Iterator[dict[str, Any]]:
-    """Times of all implementations of a call, in the same rounds."""
-    inputs = make_inputs(call, DEVICE)
+def rows(call: Call, make: Callable, setting: Setting, fp8: bool = False) -> Iterator[dict[str, Any]]:
+    """Times of all implementations of a call, in the same rounds. fp8: on numbers that FP8 has."""
+    inputs, control = (make_fp8_inputs if fp8 else make_inputs)(call, DEVICE), OURS_FP8 if fp8 else OURS
     judge = Judge(call, inputs)
     runs: list[Run] = []
     made = make(inputs)
@@ -309,6 +347,7 @@ def rows(call: Call, make: Callable, setting: Setting, control: str = OURS) -> I
 def host_rows() -> Iterator[dict[str, Any]]:
     call = Call((512,) * 2)
     inputs = make_inputs(call, DEVICE)
+    node.wait()  # or calls would go through Python while it is being compiled
     for name, make in implementations(inputs).items():
         try:
             yield {"call": call.label, "impl": name, "host_us": timing.host_us(make())}
@@ -330,20 +369,25 @@ def show(row: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time decoding on this GPU.")
     parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
+    parser.add_argument("--fp8", action="store_true", help="time the table `fp8` alone")
+    parser.add_argument("--host", action="store_true", help="time the table `host` alone")
     parser.add_argument("--only", default="", help="calls whose label has this in it; write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/decode.json)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    plan = [("calls", CALLS, implementations, BOOK), ("pairs", PAIRS, splits, SWEEP)]
+    fp8 = ("fp8", CALLS, in_fp8, SWEEP)
+    plan = [("calls", CALLS, implementations, BOOK), ("pairs", PAIRS, splits, SWEEP), fp8]
+    if args.fp8 or args.host:
+        plan = [fp8] * args.fp8
     if args.tune:
         plan = [("tune", TUNED, variants, SWEEP)]
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, calls, make, setting in plan:
         found = tables.setdefault(name, {"rows": []})["rows"]
         for call in [call for call in calls if args.only in call.label]:
-            some = list(rows(call, make, setting))
+            some = list(rows(call, make, setting, make is in_fp8))
             shown = sorted(some, key=lambda row: row.get("ms", 1e9)) if args.tune else some
             print(*map(show, shown), "", sep="\n", flush=True)
             found += some
@@ -353,12 +397,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [row for row in own if row["status"] != "ok"]
     if args.tune or args.only:
         return int(bool(wrong))
-    tables["host"] = {"rows": list(host_rows())}
-    print(*map(show, tables["host"]["rows"]), sep="\n")
+    if not args.fp8 or args.host:
+        tables["host"] = {"rows": list(host_rows())}
+        print(*map(show, tables["host"]["rows"]), sep="\n")
     counted = {"bytes": "keys and values read; of the copy read and written"}
     header = records.provenance(harness.method(BOOK, OURS) | counted)
     path = records.report_path("decode", header, args.out)
-    records.write_report(path, {"notebook": "decode", **header}, tables)
+    if args.fp8 or args.host:
+        for name, table in tables.items():
+            records.add_table(path, {"notebook": "decode", **header}, name, table["rows"])
+    else:
+        records.write_report(path, {"notebook": "decode", **header}, tables)
     print(path)
     return int(bool(wrong))
 

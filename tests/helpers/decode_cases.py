@@ -13,13 +13,17 @@ from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import decode
 from attnlib.kernels.decode.launch import call_of, configuration
+from attnlib.kernels.reference.decode import held
 from attnlib.params import DecodeParams, mask_window
 
 
 @dataclass(frozen=True)
 class DecodeCase:
     """One call. lengths: of the keys; None for caches that are full, of `room` keys for `batch` sequences.
-    page: keys of a page. same_launch: merged by the program that is last."""
+    page: keys of a page. scales: caches are in FP8, and what has a scale: "nothing", "all", "heads", or
+    "pairs":
+    a sequence, or a page, and a head. same_launch, idle_tiles: of the `DecodeConfig`.
+    """
 
     name: str
     lengths: tuple[int, ...] | None
@@ -38,6 +42,8 @@ class DecodeCase:
     split: str | int | None = None
     same_launch: bool = False
     starts: tuple[int, ...] | None = None
+    scales: str | None = None
+    idle_tiles: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -55,6 +61,8 @@ class Inputs(NamedTuple):
     table: torch.Tensor | None
     starts: torch.Tensor | None
     varlen: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 def make(case: DecodeCase, device: str) -> Inputs:
@@ -99,22 +107,45 @@ def make(case: DecodeCase, device: str) -> Inputs:
         seen = [range(end - n + start, end) for end, n, start in zip(ends, counts, case.starts, strict=True)]
         rows = torch.tensor([i for keys in seen for i in keys], device=device, dtype=torch.int64)
         varlen = varlen[0], varlen[1][rows], varlen[2][rows]
-    return Inputs(q, *caches, lengths, table, starts, varlen)
+    inputs = Inputs(q, *caches, lengths, table, starts, varlen)
+    return inputs if case.scales is None else in_fp8(case, inputs)
+
+
+def in_fp8(case: DecodeCase, inputs: Inputs) -> Inputs:
+    """The same with caches in FP8, whose scales are powers of two: then keys and values times their scales
+    are numbers of the dtype of q, as the oracle takes them."""
+    q, k, v, lengths, table, starts, _, *_ = inputs
+    shape = {"nothing": (), "all": (), "heads": (1, case.kv_heads), "pairs": k.shape[:2]}[case.scales]
+    generator, scales, caches = torch.Generator().manual_seed(2), [], []
+    for cache in (k, v):
+        scale = torch.randint(-6, -3, shape, generator=generator).to(q.device).exp2()
+        scale = torch.ones_like(scale) if case.scales == "nothing" else scale
+        of_row = scale[..., None, None] if shape else scale
+        caches.append((cache.float() / of_row).clamp(-448, 448).to(torch.float8_e4m3fn))
+        scales.append(scale.expand(k.shape[:2]) if shape else scale)
+    given = [None, None] if case.scales == "nothing" else scales
+    params = DecodeParams(mask_window(True, None), 1.0, lengths, table, starts=starts, k_scale=given[0],
+                          v_scale=given[1])  # fmt: skip
+    parts = zip(*held(*caches, params, len(q)), strict=True)
+    keys, values = (torch.cat(list(some), 1).to(q.dtype).transpose(0, 1) for some in parts)
+    return Inputs(q, *caches, lengths, table, starts, (inputs.varlen[0], keys, values), *given)
 
 
 def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the call; in the family's configuration with the merge in the same launch where the case
     asks for that."""
-    q, k, v, lengths, table, starts, _ = inputs
-    if not case.same_launch:
+    q, k, v, lengths, table, starts, _, k_scale, v_scale = inputs
+    if not case.same_launch and not case.idle_tiles:
         return attention_decode(
             q, k, v, lengths=lengths, page_table=table, causal=case.causal, window=case.window,
-            sm_scale=case.sm_scale, return_lse=True, split=case.split, starts=starts,
+            sm_scale=case.sm_scale, return_lse=True, split=case.split, starts=starts, k_scale=k_scale,
+            v_scale=v_scale,
         )  # fmt: skip
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     seen = mask_window(case.causal, case.window)
-    params = DecodeParams(seen, scale, lengths, table, True, case.split, None, starts)
-    config = replace(configuration(call_of(q, k, v, table, params)), same_launch=True)
+    params = DecodeParams(seen, scale, lengths, table, True, case.split, None, starts, k_scale, v_scale)
+    config = configuration(call_of(q, k, v, table, params))
+    config = replace(config, same_launch=case.same_launch, idle_tiles=case.idle_tiles)
     return decode.forward(q, k, v, params._replace(config=config))
 
 
@@ -140,7 +171,7 @@ def check(case: DecodeCase, device: str) -> None:
     before = [x.clone() for x in inputs[:3]]
     judge(case, inputs, *run(case, inputs))
     for name, now, then in zip("qkv", inputs, before, strict=False):
-        same = torch.equal(now.nan_to_num(), then.nan_to_num())
+        same = torch.equal(now.view(torch.int8), then.view(torch.int8))
         assert same, f"{case.name} is wrong: {name} was written to"
 
 
@@ -168,6 +199,12 @@ def _cases() -> list[DecodeCase]:
         add(f"33 pairs, {split}", MANY, heads=1, kv_heads=1, head_dim=16, split=split)
     add("130 sequences", tuple(13 * i % 70 for i in range(130)), heads=1, kv_heads=1, head_dim=16,
         split="stream_k")  # fmt: skip
+    for same_launch in (False, True):
+        more = ", same launch" * same_launch
+        add(f"idle tiles{more}", ODD, split="stream_k", same_launch=same_launch, idle_tiles=2)
+        add(f"more idle tiles than others{more}", (1, 20, 0, 300), split="stream_k", same_launch=same_launch,
+            idle_tiles=9, queries=3, window=(100, 0))  # fmt: skip
+    add("idle tiles, full pages", None, room=96, batch=2, page=32, split="stream_k", idle_tiles=3)
     add("few keys in a large cache", (200,), room=2000, heads=2, kv_heads=1, split="stream_k")
     add("2 queries", (0, 1, 2, 3, 290), queries=2, split="stream_k")
     add("16 queries", (5, 16, 17, 300), queries=16, heads=2, split="stream_k")
@@ -197,6 +234,19 @@ def _cases() -> list[DecodeCase]:
         split="stream_k")  # fmt: skip
     add("starts of many sequences", tuple(13 * i % 70 for i in range(130)), heads=1, kv_heads=1, head_dim=16,
         starts=tuple(13 * i % 70 * (i % 3) // 2 for i in range(130)), split="stream_k")  # fmt: skip
+    for scales in ("nothing", "all", "heads", "pairs"):
+        add(f"FP8, scales of {scales}", ODD, scales=scales, split="stream_k")
+        add(f"FP8 paged, scales of {scales}", ODD, scales=scales, page=16, split="fixed")
+    for dtype in ("float16", "bfloat16"):
+        for head_dim in (8, 40, 128, 256):
+            add(f"FP8, D {head_dim} {dtype}", (17, 150), head_dim=head_dim, dtype=dtype, scales="pairs",
+                split="stream_k")  # fmt: skip
+        add(f"FP8, sink {dtype}", (40, 300), dtype=dtype, kind="sink", scales="pairs", split="none")
+    add("FP8, 16 queries", (5, 300), queries=16, scales="pairs", page=32, split="stream_k")
+    add("FP8, a full cache", None, room=300, batch=2, scales="pairs", same_launch=True, split="fixed")
+    add("FP8, starts and a window", (400, 400, 60), starts=(350, 9, 50), window=(99, 0), queries=4,
+        scales="pairs", split="stream_k")  # fmt: skip
+    add("FP8, a negative scale", (40, 300), sm_scale=-0.5, scales="pairs", split="stream_k")
     add("full pages", None, room=96, batch=2, page=32, split="stream_k")
     add("the default", ODD)
     return cases

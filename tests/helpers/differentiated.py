@@ -15,6 +15,8 @@ from attnlib import dispatch, node
 from attnlib.autograd import Asked
 from attnlib.dispatch import Saved
 from attnlib.kernels.common import backward_plan, direct, forward_plan
+from attnlib.kernels.decode import launch as decode_launch
+from attnlib.params import DecodeParams
 
 _CAPSULE = b"attnlib_direct.launch_all"
 _LAUNCH_ALL = ctypes.PYFUNCTYPE(
@@ -27,6 +29,10 @@ _LAUNCH_ALL = ctypes.PYFUNCTYPE(
 def built() -> ModuleType:
     """The module of `node.cpp`, compiled here."""
     return node.build()
+
+OTHERS = "lengths", "starts", "page_table", "k_scale", "v_scale"
+"""What a decoding call is given besides q, k and v."""
+SCRATCH = 1000
 
 
 class Layout(NamedTuple):
@@ -64,7 +70,7 @@ class Launcher:
         self.backwards: list[dict[str, int]] = []
         self.through_python, self.counters, self.captured, self.repeatable = 0, 0, False, True
         self.counter = torch.zeros(1, dtype=torch.int32)
-        self._known: list[tuple[dict[str, Layout | None], Asked]] = []
+        self._known: list[tuple[dict[str, Layout | None], Asked | DecodeParams]] = []
         self._failure: BaseException | None = None
         self._callback = _LAUNCH_ALL(self._launch)
         new = ctypes.pythonapi.PyCapsule_New
@@ -74,8 +80,10 @@ class Launcher:
         module.forget()
         module.connect(self.capsule, self.slowly, self._counter, lambda: self.captured, knobs.runtime)
 
-    def keep(self, tensors: tuple, options: tuple, asked: Asked, out: torch.Tensor) -> None:
+    def keep(self, tensors: tuple, options: tuple, asked: Asked | DecodeParams, out: torch.Tensor) -> None:
         """As `node.keep`."""
+        if isinstance(asked, DecodeParams):
+            return self._keep_decoding(tensors, options, asked, out)
         if not self.repeatable or dispatch.nothing_to_do(*tensors[:2]):
             return
         if not built().lacks(*tensors, options):
@@ -84,7 +92,18 @@ class Launcher:
         needed, (q, k, v) = asked.params.return_lse, tensors
         lse = torch.empty(dispatch.lse_shape(q)) if needed else None
         description = self._described(asked, q=q, k=k, v=v, out=out, lse=lse)
-        built().keep(*tensors, options, out, needed, description, True, asked)
+        built().keep(*tensors, options, out, needed, description, True, 0, asked)
+
+    def _keep_decoding(self, tensors: tuple, options: tuple, asked: DecodeParams, out: torch.Tensor) -> None:
+        if not self.repeatable or dispatch.prepared_decode(*tensors[:3], asked) is None:
+            return
+        if not built().lacks(*tensors, options):
+            return
+        q, k, v, *others = tensors
+        lse = torch.empty(q.shape[:3]) if asked.return_lse else None
+        named = dict(zip(OTHERS, others, strict=True))
+        description = self._described(asked, q=q, k=k, v=v, out=out, lse=lse, **named)
+        built().keep(*tensors, options, out, asked.return_lse, description, False, SCRATCH, None)
 
     def slowly(self, *args):
         """As `node.slowly`."""
@@ -97,7 +116,7 @@ class Launcher:
         description = self._described(asked, **dict(zip(names, (*args[:-1], *gradients), strict=True)))
         return gradients, description, 77
 
-    def _described(self, asked: Asked, **tensors: torch.Tensor | None) -> bytes:
+    def _described(self, asked: Asked | DecodeParams, **tensors: torch.Tensor | None) -> bytes:
         self._known.append(({name: Layout.of(x) for name, x in tensors.items()}, asked))
         return b"call %d" % (len(self._known) - 1)
 
@@ -115,10 +134,11 @@ class Launcher:
 
     def _compute(self, description: bytes, addresses: list[int], where: dict[str, int]) -> None:
         layouts, asked = self._known[int(description.split()[1])]
-        forward = len(addresses) == len(forward_plan.TENSORS)
-        given = dict(
-            zip(forward_plan.TENSORS if forward else backward_plan.TENSORS, addresses, strict=True)
-        )
+        if isinstance(asked, DecodeParams):
+            return self._decode(addresses, where, layouts, asked)
+        forward = len(addresses) == len(decode_launch.TENSORS)  # of which others have the first ones
+        names = forward_plan.TENSORS if forward else backward_plan.TENSORS
+        given = dict(zip(names, addresses, strict=not forward))
         (self.forwards if forward else self.backwards).append(given | where)
         found = {n: None if layout is None else layout.at(given[n]) for n, layout in layouts.items()}
         if forward:
@@ -131,6 +151,18 @@ class Launcher:
             results = dispatch.backward(found["d_out"], saved, asked.of(found["cu_q"], found["cu_k"]))
             written = found["dq"], found["dk"], found["dv"]
         for place, result in zip(written, results, strict=True):
+            if place is not None:
+                place.copy_(result)
+
+    def _decode(self, addresses: list[int], where: dict, layouts: dict, asked: DecodeParams) -> None:
+        given = dict(zip(decode_launch.TENSORS, addresses, strict=True))
+        self.forwards.append(given | where)
+        found = {n: None if layout is None else layout.at(given[n]) for n, layout in layouts.items()}
+        assert given["parts"] and not given["arrived"]
+        assert all(bool(given[name]) is (found[name] is not None) for name in ("lse", *OTHERS))
+        params = asked._replace(**{name: found[name] for name in OTHERS})
+        results = dispatch.decode(found["q"], found["k"], found["v"], params)
+        for place, result in zip((found["out"], found["lse"]), results, strict=True):
             if place is not None:
                 place.copy_(result)
 

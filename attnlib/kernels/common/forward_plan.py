@@ -23,6 +23,7 @@ class ForwardPlan(NamedTuple):
     launches: Launches
     out: Made
     counted: bool = False
+    scratch = 0  # elements of a buffer for partial results, which decoding has
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params

@@ -3,10 +3,10 @@ plain Triton, for every GPU that it knows, and for its interpreter. `few_queries
 `attention`."""
 
 from attnlib.kernels.common import device
-from attnlib.kernels.decode.launch import forward
+from attnlib.kernels.decode.launch import forward, prepared
 from attnlib.params import DecodeParams
 
-__all__ = ["forward", "unsupported"]
+__all__ = ["forward", "prepared", "unsupported"]
 
 
 def unsupported(q, params: DecodeParams) -> str | None:

@@ -14,6 +14,7 @@ class Work(NamedTuple):
 
     rows: query rows of all heads that share a key/value head. pairs: sequences times key/value heads. keys:
     the most that a sequence can have in sight. sms: multiprocessors of the GPU. equal: all have so many keys.
+    dtype: of queries, and of caches unless these are in FP8. page_scales: each page has a scale.
     """
 
     rows: int
@@ -23,6 +24,18 @@ class Work(NamedTuple):
     keys: int
     sms: int
     equal: bool = False
+    fp8: bool = False
+    page_scales: bool = False
+
+    @property
+    def crowded(self) -> bool:
+        """Whether what makes numbers of FP8 leaves few registers to the rest."""
+        return self.fp8 and (self.page_scales or block_d(self.head_dim) == 256)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key, or a value, in a tile."""
+        return block_d(self.head_dim) * (1 if self.fp8 else ITEMSIZE[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,8 @@ class DecodeConfig:
         same_launch: partial results are merged by the program that finishes a pair last, instead of by a
             second launch.
         prefetch: a program asks for its first keys before its queries have come.
+        prefetch_next: with `prefetch`, also for the first keys of its next pair before it has done the last.
+        idle_tiles: of "stream_k": beginning a pair takes as long as so many tiles, which shares allow for.
     """
 
     block_m: int
@@ -49,6 +64,8 @@ class DecodeConfig:
     shares: int
     same_launch: bool = False
     prefetch: bool = True
+    prefetch_next: bool = False
+    idle_tiles: int = 0
 
 
 TILE_BYTES = 16 << 10
@@ -56,6 +73,10 @@ TILE_BYTES = 16 << 10
 4.3 TB/s need 4.3 MB in flight, 33 KB for each of 132 multiprocessors; twice that leaves room for moments in
 which a program waits for something else. With three stages a program has one pair of tiles in flight while it
 works on another, 32 KB, and two pairs when it is done with that."""
+FP8_TILE_BYTES = 8 << 10
+"""The same in FP8: as many keys as in 16 bits, which they become in registers. With twice as many the kernel
+takes 196 registers instead of 128, and two programs fit on a multiprocessor instead of four. Not measured
+yet."""
 MOST_KEYS, FEWEST_KEYS = 128, 16
 MOST_ROWS = 64
 """Of a tile; further rows make further tiles, which read the keys again, from L2."""
@@ -100,10 +121,12 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     """The configuration for one call; `split`: as it was asked for, an int for so many splits, None for what
     is best: "stream_k", which needs no luck with the number of pairs, but "none" for few keys, and for pairs
     of equal length that fill the GPU."""
-    block_m = min(MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
-    row_bytes = block_d(work.head_dim) * ITEMSIZE[work.dtype]
-    num_warps = 8 if block_m * row_bytes > LARGE_TILE else 4
-    block_n = min(MOST_KEYS, max(FEWEST_KEYS, TILE_BYTES // row_bytes))
+    block_m = min(MOST_ROWS // 2 if work.crowded else MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
+    row_bytes = work.row_bytes
+    query_bytes = block_m * block_d(work.head_dim) * ITEMSIZE[work.dtype]
+    num_warps = 8 if query_bytes > LARGE_TILE else 4
+    tile_bytes = FP8_TILE_BYTES if work.fp8 else TILE_BYTES
+    block_n = min(MOST_KEYS, max(FEWEST_KEYS, tile_bytes // row_bytes))
     tiles = max(1, -(-work.keys // block_n))
     pairs = work.pairs * -(-work.rows // block_m)
     stages, programs_per_sm = residency(block_m, work)
@@ -161,6 +184,10 @@ def residency(block_m: int, work: Work) -> Residency:
     width = block_d(work.head_dim)
     if block_m == MOST_ROWS and width >= 128:
         return Residency(3, 1)
+    if work.fp8:  # what registers allow
+        if block_m == 16:
+            return Residency(3, 2 if work.crowded else 3)
+        return Residency(3, 1 if work.crowded or block_m * width >= MOST_ROWS * 128 else 2)
     if block_m == 16 and width == 128 and ITEMSIZE[work.dtype] == 2:
         return Residency(2, 3)
     return Residency(3, 2)

@@ -15,6 +15,9 @@ division by l in memory. Such results merge by an associative operation, the res
 Either a second launch merges them, or the program that finishes a pair last. Both merge in the order of the
 keys, so that equal calls have equal bits. No program waits for another.
 
+Caches in FP8 become numbers of the queries' dtype when they have been loaded, which is exact. The scales of
+keys are applied to scores, those of values to the output, both in float32.
+
 Where a pair begins and ends follows from the lengths, which each program reads from memory. A grid that was
 launched for one batch of lengths, in a CUDA graph for instance, is right for any other.
 """
@@ -23,8 +26,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnlib.kernels.decode.keys import ask_for_first_tile, of_fp8
+
 WIDTH = tl.constexpr(128)  # sequences whose tiles are counted in one step
 LN2 = tl.constexpr(0.6931471805599453)
+SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
 
 
 # ---------------------------------------------------------------- which tiles there are
@@ -46,24 +52,27 @@ def _span(lengths, starts, o_b, inside, S):
 
 
 @triton.jit
-def _tiles_of(length, start, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(the first tile in sight, how many there are): at least one, so that a program writes each row."""
+def _tiles_of(length, start, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr):
+    """(the first tile in sight, how many there are): at least one, so that a program writes each row; and
+    IDLE more at the end, which have no keys and take no time: they stand for what beginning a pair takes."""
     first = (tl.maximum(start, length - S_Q - left) if left is not None else start) // BLOCK_N
-    return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1)
+    return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1) + IDLE
 
 
 @triton.jit
-def _tiles_before(i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tiles_before(
+    i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr
+):
     """(tiles of the sequences before i_b, tiles of all), of one head."""
     if lengths is None and starts is None:
-        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N, IDLE)
         return i_b * tiles, B * tiles
     else:
         before, total = 0, 0
         for begin in tl.range(0, B, WIDTH):
             o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
             length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
-            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)  # [WIDTH]
+            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)  # [WIDTH]
             tiles = tl.where(o_b < B, tiles, 0)
             before += tl.sum(tl.where(o_b < i_b, tiles, 0), 0)
             total += tl.sum(tiles, 0)
@@ -71,10 +80,12 @@ def _tiles_before(i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sequence_at(
+    tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr
+):
     """(the sequence that has this tile of the line, tiles of one head before it). `pairs` of a sequence."""
     if lengths is None and starts is None:
-        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N, IDLE)
         i_b = tile // (tiles * pairs)
         return i_b, i_b * tiles
     else:
@@ -82,7 +93,7 @@ def _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BL
         for begin in tl.range(0, B, WIDTH):
             o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
             length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
-            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)  # [WIDTH]
+            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)  # [WIDTH]
             first = counted + tl.cumsum(tiles, 0) - tiles  # [WIDTH]
             begun = (o_b < B) & (first * pairs <= tile)
             i_b = tl.maximum(i_b, tl.max(tl.where(begun, o_b, 0), 0))
@@ -230,35 +241,6 @@ def _pages(table, key, begin, end, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Ask for the lines of 128 bytes that these are in, to L2, and wait for nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _ask_for_first_tile(
-    k_ptr,
-    v_ptr,
-    first_key,
-    end,
-    k_s,
-    v_s,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UNIT_KV: tl.constexpr,
-):
-    """Keys and values that `_attend` will read first are on their way while the queries are: the compiler has
-    no copy begin before they have come. Where there are none, row 0 is asked for, which every cache has."""
-    LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements
-    key = tl.maximum(tl.minimum(first_key + tl.arange(0, BLOCK_N), end - 1), 0).to(tl.int64)  # [BLOCK_N]
-    column = tl.arange(0, max(1, BLOCK_D // LINE)) * LINE  # [lines]
-    _prefetch(k_ptr + (key * k_s * UNIT_KV)[:, None] + column[None, :])
-    _prefetch(v_ptr + (key * v_s * UNIT_KV)[:, None] + column[None, :])
-
-
-@triton.jit
 def _attend(
     b_q,
     k_ptr,
@@ -277,6 +259,7 @@ def _attend(
     v_page,
     v_s,
     v_d,
+    k_scale, v_scale, k_scale_page, v_scale_page,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -286,12 +269,14 @@ def _attend(
     FLIP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """(output before its division by l, m, l) of `count` tiles from `first` on.
 
     Keys `begin` .. `end` - 1 are read, which some row sees; a row sees those from its first_key (None for no
     bound) to its last_key [BLOCK_M]. `table`: the pages of this sequence; None where its keys lie in one
-    piece.
+    piece. k_scale, v_scale: what keys and values are multiplied with, one number, or one for each page, which
+    are k_scale_page and v_scale_page elements apart; None for 1.
     """
     o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -300,6 +285,9 @@ def _attend(
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
     b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_unit = SMALLEST  # of b_acc: the largest scale of a page of values so far
+    if k_scale is not None and k_scale_page is None:
+        b_ks = tl.load(k_scale)
     if table is not None:  # the pages of a tile are known one tile ahead: its loads need not wait for them
         next_page = _pages(table, first * BLOCK_N + o_n, begin, end, PAGE)  # [BLOCK_N]
     for j in tl.range(first, first + count, num_stages=NUM_STAGES):
@@ -316,7 +304,13 @@ def _attend(
         mask = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
         b_k = tl.load(k_ptr + (k_row * UNIT_KV)[:, None] + k_column[None, :], mask=mask, other=0.0)
         b_v = tl.load(v_ptr + (v_row * UNIT_KV)[:, None] + v_column[None, :], mask=mask, other=0.0)
+        if b_k.dtype != b_q.dtype:
+            b_k, b_v = of_fp8(b_k, b_q.dtype, True, WIDEN), of_fp8(b_v, b_q.dtype, False, WIDEN)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if k_scale_page is not None:
+            b_ks = tl.load(k_scale + page * k_scale_page, mask=there, other=0.0)[None, :]  # [1, BLOCK_N]
+        if k_scale is not None:
+            b_s *= b_ks
         b_s = -b_s if FLIP else b_s
         seen = key[None, :] <= last_key[:, None]  # [BLOCK_M, BLOCK_N]
         if first_key is not None:
@@ -327,17 +321,28 @@ def _attend(
         b_p = tl.math.exp2(b_s * qk_scale - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.math.exp2(b_m - m_ref)  # [BLOCK_M]
         b_l = b_l * alpha + tl.sum(b_p, 1)
+        if v_scale_page is not None:  # weights are in units of the largest scale, as 16 bits can't be small
+            b_vs = tl.load(v_scale + page * v_scale_page, mask=there, other=0.0)  # [BLOCK_N]
+            larger = tl.maximum(b_unit, tl.max(tl.abs(b_vs), 0))
+            b_p *= (b_vs / larger)[None, :]
+            alpha *= b_unit / larger
+            b_unit = larger
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * alpha[:, None], input_precision=PRECISION)
         b_m = m_new
+    if v_scale_page is not None:
+        b_acc *= b_unit
+    elif v_scale is not None:
+        b_acc *= tl.load(v_scale)
     return b_acc, b_m, b_l
 
 
 @triton.jit(
     do_not_specialize=[
         "B", "S", "H_kv", "left", "right", "shares", "q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "k_d",
-        "v_b", "v_h", "v_s", "v_d", "o_b", "o_h", "o_s", "table_b",
+        "v_b", "v_h", "v_s", "v_d", "o_b", "o_h", "o_s", "table_b", "k_scale_b", "k_scale_h", "v_scale_b",
+        "v_scale_h", "k_scale_page", "v_scale_page",
     ],
-    do_not_specialize_on_alignment=["lengths", "starts", "page_table", "arrived"],
+    do_not_specialize_on_alignment=["lengths", "starts", "page_table", "k_scale", "v_scale", "arrived"],
 )  # fmt: skip
 def attention_decode(
     q_ptr,
@@ -352,6 +357,7 @@ def attention_decode(
     lengths,  # keys of each sequence [B]; None where all have S
     starts,  # of them the first that counts [B]; None where all do
     page_table,  # pages of each sequence [B, pages]; None where its keys lie in one piece
+    k_scale, v_scale,  # what is multiplied with keys and values in FP8; None for 1
     qk_scale,  # |sm_scale| * log2(e), positive
     B,
     S,  # keys that a sequence has room for
@@ -374,6 +380,8 @@ def attention_decode(
     o_h,
     o_s,
     table_b,
+    k_scale_b, k_scale_h, v_scale_b, v_scale_h,  # strides of a sequence's and a head's scales, in elements
+    k_scale_page, v_scale_page,  # that of a page's; None where there is no scale for each page
     D: tl.constexpr,
     S_Q: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share one key/value head
@@ -385,15 +393,18 @@ def attention_decode(
     PARTS: tl.constexpr,  # partial results that are merged in one step
     SLICE: tl.constexpr,  # columns of them
     STREAM_K: tl.constexpr,
+    IDLE: tl.constexpr,  # tiles of a pair that stand for the time in which a program begins it
     OVERLAPS: tl.constexpr,  # the launch that merges may begin before this one is done
     ALIGNED: tl.constexpr,  # which caches begin at a multiple of 16 bytes: the compiler is told by Triton
     UNIT_Q: tl.constexpr,
     UNIT_KV: tl.constexpr,
     PREFETCH: tl.constexpr,  # keys are asked for before the queries are there
+    PREFETCH_NEXT: tl.constexpr,  # and those of the next pair before this one is done
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
     STORE_LSE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,  # PTX turns FP8 into 16 bits
 ):
     """out = softmax(sm_scale * Q K^T) V for q (B, H, S_Q, D) and caches (B, H_kv, S, D), or (pages, H_kv,
     PAGE, D); see the module's docstring.
@@ -408,13 +419,13 @@ def attention_decode(
     # on through the pairs after it.
     total = 0
     if STREAM_K:
-        _, total = _tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N)
+        _, total = _tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
         total = total * pairs
         tile = _share(place, total, shares)
         todo = _share(place + 1, total, shares) - tile
-        i_b, before = _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N)
+        i_b, before = _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
         length, start = _span(lengths, starts, i_b, True, S)
-        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         tile -= before * pairs
         i_p, done = tile // tiles, tile % tiles
         begin = (before * pairs + i_p * tiles).to(tl.int32)  # the pair's first tile in the line
@@ -422,7 +433,7 @@ def attention_decode(
         pair = place // shares
         i_b, i_p = pair // pairs, pair % pairs
         length, start = _span(lengths, starts, i_b, True, S)
-        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         share = tl.cdiv(tiles, shares)
         done = place % shares * share
         todo = tl.minimum(share, tiles - done)
@@ -431,7 +442,7 @@ def attention_decode(
     o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     while todo > 0:
         length, start = _span(lengths, starts, i_b, True, S)
-        first_tile, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+        first_tile, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         count = tl.minimum(tiles - done, todo)
 
         i_kv = i_p // BLOCKS
@@ -441,9 +452,20 @@ def attention_decode(
             k_head += i_b.to(tl.int64) * k_b * UNIT_KV
             v_head += i_b.to(tl.int64) * v_b * UNIT_KV
             table = None
+            if PREFETCH_NEXT:
+                if count < todo:  # then the next pair begins in this share
+                    n_p = tl.where(i_p + 1 == pairs, 0, i_p + 1)
+                    n_b = i_b + (n_p == 0).to(tl.int32)
+                    n_length, n_start = _span(lengths, starts, n_b, n_b < B, S)
+                    n_tile, _ = _tiles_of(n_length, n_start, left, S_Q, BLOCK_N, IDLE)
+                    n_row, n_kv = tl.minimum(n_b, B - 1).to(tl.int64), (n_p // BLOCKS).to(tl.int64)
+                    n_k = k_ptr + (n_row * k_b + n_kv * k_h) * UNIT_KV
+                    n_v = v_ptr + (n_row * v_b + n_kv * v_h) * UNIT_KV
+                    key = n_tile * BLOCK_N
+                    ask_for_first_tile(n_k, n_v, key, n_length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
             if PREFETCH:
                 key = (first_tile + done) * BLOCK_N
-                _ask_for_first_tile(k_head, v_head, key, length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
+                ask_for_first_tile(k_head, v_head, key, length, k_s, v_s, BLOCK_N, BLOCK_D, UNIT_KV)
         else:
             table = page_table + i_b.to(tl.int64) * table_b
 
@@ -465,10 +487,17 @@ def attention_decode(
         else:
             first_key = tl.maximum(position - left, start)  # [BLOCK_M]
             from_key = tl.maximum(length - S_Q - left, start)
+        # Scales of this sequence and head; of this head where each page has one, and k_scale_b is 0.
+        k_scales, v_scales = None, None
+        if k_scale is not None:
+            k_scales = k_scale + i_b.to(tl.int64) * k_scale_b + i_kv.to(tl.int64) * k_scale_h
+        if v_scale is not None:
+            v_scales = v_scale + i_b.to(tl.int64) * v_scale_b + i_kv.to(tl.int64) * v_scale_h
+        busy = tl.minimum(count, tiles - IDLE - done)  # tiles that have keys; below 1 for none
         b_acc, b_m, b_l = _attend(
-            b_q, k_head, v_head, table, first_tile + done, count, from_key, length, first_key, last_key,
-            qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, D, BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP,
-            NUM_STAGES, PRECISION,
+            b_q, k_head, v_head, table, first_tile + done, busy, from_key, length, first_key, last_key,
+            qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, k_scales, v_scales, k_scale_page, v_scale_page, D,
+            BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP, NUM_STAGES, PRECISION, WIDEN,
         )  # fmt: skip
 
         if count == tiles:  # nothing to merge
@@ -539,6 +568,7 @@ def attention_merge(
     PARTS: tl.constexpr,
     SLICE: tl.constexpr,
     STREAM_K: tl.constexpr,
+    IDLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
     UNIT_Q: tl.constexpr,
     STORE_LSE: tl.constexpr,
@@ -554,10 +584,10 @@ def attention_merge(
     column, row, pair = place % SLICES * SLICE, place // SLICES % ROWS, place // (SLICES * ROWS)
     i_b, i_p = pair // pairs, pair % pairs
     length, start = _span(lengths, starts, i_b, True, S)
-    _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N)
+    _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
     total, begin = 0, 0
     if STREAM_K:
-        before, total = _tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N)
+        before, total = _tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
         total = total * pairs
         begin = before * pairs + i_p * tiles
     slot, count = _parts_of(pair, begin, tiles, total, shares, STREAM_K)

@@ -13,7 +13,10 @@ from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.decode.configs import DecodeConfig, Split, Work, decode_config, merge_config
 from attnlib.params import DecodeParams, MaskWindow
 
-TENSORS = "q", "k", "v", "out", "lse", "parts", "arrived", "lengths", "starts", "page_table"
+TENSORS = "q", "k", "v", "out", "lse", "parts", "lengths", "starts", "page_table"
+TENSORS += "k_scale", "v_scale", "arrived"
+"""What launches call their tensors; `node.cpp` knows the order."""
+FP8, FP8_CAPABILITY = torch.float8_e4m3fn, (8, 9)
 MODULE = "attnlib.kernels.decode.decode_kernels"
 INTERPRETED_SMS = 3
 """That the interpreter is taken to have: few programs, as it runs them one by one."""
@@ -26,7 +29,8 @@ class Call(NamedTuple):
 
     q, cache: shapes (B, H, Sq, D) and (B, Hkv, S, D), paged (pages, Hkv, page size, D). table: shape of the
     page table, None without one; table_stride: that of its rows. ragged, starting: there are lengths, and
-    starts. aligned: which caches begin at a multiple of 16 bytes.
+    starts. aligned: which caches begin at a multiple of 16 bytes. dtype: of q, and of caches unless they are
+    in FP8. scales: strides of k_scale and v_scale by sequence, or by page, and head; None for no scale.
     """
 
     q: torch.Size
@@ -44,6 +48,8 @@ class Call(NamedTuple):
     return_lse: bool
     split: Split | int | None
     config: DecodeConfig | None
+    fp8: bool = False
+    scales: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
 
     @property
     def capacity(self) -> int:
@@ -61,20 +67,37 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run `decode_kernels.attention_decode` on valid arguments, of which none is empty; see
     `attnlib.attention_decode`. Returns (out, lse); lse is None unless it was asked for. ValueError if the
-    grid is beyond 2^31."""
+    grid is beyond 2^31, or the GPU is too old for caches in FP8."""
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
-        out, lse = forward(q.float(), k.float(), v.float(), params)
+        k, v = (x.float() if x.dtype == torch.bfloat16 else x for x in (k, v))
+        out, lse = forward(q.float(), k, v, params)
         return out.bfloat16(), lse
+    q, others = _as_kernels_take_it(q, params)
+    return run(prepare(call_of(q, k, v, others[2], params)), q, k, v, others)
+
+
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams) -> "Plan | None":
+    """The launches with which `forward` runs these tensors; None where one has to be copied first."""
+    given = q, params.lengths, params.starts, params.page_table
+    taken, others = _as_kernels_take_it(q, params)
+    if any(x is not y for x, y in zip(given, (taken, *others[:3]), strict=True)):
+        return None
+    return prepare(call_of(q, k, v, params.page_table, params))
+
+
+def _as_kernels_take_it(q: torch.Tensor, params: DecodeParams) -> tuple[torch.Tensor, tuple]:
+    """(q, (lengths, starts, page table, k_scale, v_scale)), copied where kernels could not read them: the
+    very objects that were given, but for that."""
     if q.stride(-1) != 1 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)  # a few rows
-    lengths, starts, table = params.lengths, params.starts, params.page_table
-    if lengths is not None:
+    _, _, lengths, table, _, _, _, starts, k_scale, v_scale = params
+    if lengths is not None and not lengths.is_contiguous():
         lengths = lengths.contiguous()
-    if starts is not None:
+    if starts is not None and not starts.is_contiguous():
         starts = starts.contiguous()
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    return run(prepare(call_of(q, k, v, table, params)), q, k, v, (lengths, starts, table))
+    return q, (lengths, starts, table, k_scale, v_scale)
 
 
 def run(
@@ -82,12 +105,13 @@ def run(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    integers: tuple[torch.Tensor | None, ...] = (None, None, None),
+    others: tuple[torch.Tensor | None, ...] = (None,) * 5,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch what was prepared for such tensors, on their device. integers: lengths, starts, page table."""
+    """Launch what was prepared for such tensors, on their device. others: lengths, starts, page table,
+    k_scale, v_scale."""
     if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(q.get_device()):
-            return run(plan, q, k, v, integers)
+            return run(plan, q, k, v, others)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if plan.return_lse else None
     parts = torch.empty(plan.scratch, dtype=torch.float32, device=q.device) if plan.scratch else None
@@ -95,7 +119,7 @@ def run(
     if plan.same_launch:
         index, size = q.get_device(), plan.pairs
         arrived = counter(index, size) if q.is_cuda else torch.zeros(size, dtype=torch.int32)
-    plan.launches(q, k, v, out, lse, parts, arrived, *integers)
+    plan.launches(q, k, v, out, lse, parts, *others, arrived)
     return out, lse
 
 
@@ -105,8 +129,15 @@ def call_of(q, k, v, table: torch.Tensor | None, params: DecodeParams) -> Call:
         q.shape, k.shape, (q.stride(), k.stride(), v.stride()), None if table is None else table.shape,
         0 if table is None else table.stride(0), params.lengths is not None, params.starts is not None,
         aligned, q.dtype, q.get_device(), params.window, params.sm_scale, params.return_lse, params.split,
-        params.config,
+        params.config, k.dtype is FP8, tuple([_scale_strides(x) for x in params[-2:]]),
     )  # fmt: skip
+
+
+def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int] | None:
+    """Of a sequence or page, and of a head. 0 where all have the same."""
+    if scale is None:
+        return None
+    return _used(scale.shape, scale.stride()) if scale.dim() else (0, 0)
 
 
 class Plan(NamedTuple):
@@ -117,6 +148,7 @@ class Plan(NamedTuple):
     pairs: int
     same_launch: bool
     return_lse: bool
+    counted = False  # as of a `ForwardPlan`: no counter in the place of `parts`
 
 
 def sms_of(index: int) -> int:
@@ -129,25 +161,41 @@ def _overlaps(index: int) -> bool:
     return not device.interpreted() and device.capability(index)[0] >= 9
 
 
+def _by_page(call: Call) -> bool:
+    """Whether pages have scales of their own."""
+    return call.table is not None and any(strides and strides[0] for strides in call.scales)
+
+
+def _check_capability(index: int) -> None:
+    """ValueError where Triton has no numbers in FP8 (e4m3)."""
+    if not device.interpreted() and device.capability(index) < FP8_CAPABILITY:
+        wanted, found = (".".join(map(str, x)) for x in (FP8_CAPABILITY, device.capability(index)))
+        raise ValueError(f"k_cache: {FP8} needs a GPU of compute capability {wanted} or more, got {found}")
+
+
 def configuration(call: Call) -> DecodeConfig:
     """How the kernels are compiled and launched for a call."""
     left, keys = call.window.left, call.capacity
     dtype = str(call.dtype).removeprefix("torch.")
     seen = keys if left is None else min(keys, left + call.q[2])
     equal = not (call.ragged or call.starting or call.table)
-    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal)
+    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal,
+                call.fp8, _by_page(call))  # fmt: skip
     return decode_config(work, call.split)
 
 
 @lru_cache(PREPARED)
 def prepare(call: Call) -> Plan:
-    """The launches of all calls that differ in addresses only. ValueError if the call is too large."""
+    """The launches of all calls that differ in addresses only. ValueError if the call is too large, or the
+    GPU too old."""
+    if call.fp8:
+        _check_capability(call.device)
     B, H, S_q, D = call.q
     H_kv = call.cache[1]
     config = call.config or configuration(call)
     blocks, width = -(-call.rows // config.block_m), block_d(D)
     pairs, stream_k = B * H_kv * blocks, config.split == "stream_k"
-    tiles = -(-call.capacity // config.block_n)
+    tiles = -(-call.capacity // config.block_n) + (config.idle_tiles if stream_k else 0)
     grid = config.shares * (1 if stream_k else pairs)
     merged_rows = pairs * min(config.block_m, call.rows)
     merge = merge_config(merged_rows, width, min(config.shares, tiles), sms_of(call.device))
@@ -161,15 +209,16 @@ def prepare(call: Call) -> Plan:
     same_launch = config.same_launch and slots > 0
     overlaps = slots > 0 and not same_launch and _overlaps(call.device)
     left, right = call.window.clipped(S_q, call.capacity)
-    unit = 16 // call.dtype.itemsize
+    item = call.dtype.itemsize
     out = torch.empty_like(torch.empty_strided(call.q, call.strides[0], device="meta")).stride()
     q_strides, k_strides, v_strides = (
         _used(shape, strides)
         for shape, strides in zip((call.q, call.cache, call.cache), call.strides, strict=True)
     )
     out_strides = _used(call.q, out)
-    unit_q = _unit(unit, q_strides, out_strides)
-    unit_kv = _unit(unit, k_strides, v_strides)
+    unit_q = _unit(16 // item, q_strides, out_strides)
+    unit_kv = _unit(16 // (1 if call.fp8 else item), k_strides, v_strides)
+    prefetch = config.prefetch and unit_kv > 1 and not device.interpreted()
     rows = slots * config.block_m
     outputs = {"out_ptr": Part("out"), "lse_ptr": Part("lse")}
     partial = {
@@ -191,6 +240,7 @@ def prepare(call: Call) -> Plan:
         "PARTS": merge.parts,
         "SLICE": merge.columns,
         "STREAM_K": stream_k,
+        "IDLE": config.idle_tiles if stream_k else 0,
         "OVERLAPS": overlaps,
         "UNIT_Q": unit_q,
         "STORE_LSE": call.return_lse,
@@ -209,6 +259,8 @@ def prepare(call: Call) -> Plan:
             "lengths": Part("lengths"),
             "starts": Part("starts"),
             "page_table": Part("page_table"),
+            "k_scale": Part("k_scale"),
+            "v_scale": Part("v_scale"),
         },
         scalars={
             "qk_scale": exp2_scale(call.sm_scale),
@@ -218,16 +270,20 @@ def prepare(call: Call) -> Plan:
             **_cache_strides("k", k_strides, unit_kv),
             **_cache_strides("v", v_strides, unit_kv),
             "table_b": call.table_stride,
+            **_scale_scalars("k", call.scales[0], call.table is not None),
+            **_scale_scalars("v", call.scales[1], call.table is not None),
         },
         constants={
             **constants,
             "PAGE": None if call.table is None else call.cache[2],
             "ALIGNED": call.aligned,
             "UNIT_KV": unit_kv,
-            "PREFETCH": config.prefetch and unit_kv > 1 and not device.interpreted(),
+            "PREFETCH": prefetch,
+            "PREFETCH_NEXT": prefetch and config.prefetch_next,
             "FLIP": call.sm_scale < 0,
             "NUM_STAGES": config.num_stages,
             "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",
+            "WIDEN": call.fp8 and not device.interpreted(),
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
@@ -266,4 +322,14 @@ def _cache_strides(name: str, strides: Strides, unit: int) -> dict[str, int | No
         f"{name}_h": h // unit,
         f"{name}_s": s // unit,
         f"{name}_d": None if d == 1 else d,
+    }
+
+
+def _scale_scalars(name: str, strides: tuple[int, int] | None, paged: bool) -> dict[str, int | None]:
+    first, head = strides or (0, 0)
+    by_page = paged and first != 0  # else all pages have the same, or there are none
+    return {
+        f"{name}_scale_b": 0 if paged else first,
+        f"{name}_scale_h": head,
+        f"{name}_scale_page": first if by_page else None,
     }

@@ -15,6 +15,9 @@ from attnlib import attention, attention_decode
 from attnlib.kernels import decode
 from attnlib.kernels.common import device as kernel_device
 from attnlib.kernels.decode import decode_kernels
+from attnlib.kernels.reference.decode import held
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.params import DecodeParams, mask_window
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -105,6 +108,39 @@ def test_an_expanded_cache_and_a_table_apart(device):
     table = torch.stack([inputs.table, inputs.table], -1)[..., 0]
     wide = torch.stack([inputs.lengths, inputs.lengths], -1)[..., 0]
     judge(case, inputs, *run(case, inputs._replace(table=table, lengths=wide)))
+
+
+# ---------------------------------------------------------------- caches in FP8
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_of_any_value(dtype, page, device):
+    """Not powers of two, and from page to page a thousand times larger or smaller; against fp64."""
+    case = DecodeCase("scales", (70, 33), dtype=dtype, page=page, scales="pairs", split="fixed")
+    inputs = make(case, device)
+    q, k, v, lengths, table, *_ = inputs
+    k_scale, v_scale = (torch.rand(k.shape[:2], device=device) * 0.1 for _ in range(2))
+    v_scale[::2] *= 1000
+    params = DecodeParams(mask_window(True, None), 64**-0.5, lengths, table, k_scale=k_scale, v_scale=v_scale)
+    named = {"lengths": lengths, "page_table": table, "k_scale": k_scale, "v_scale": v_scale}
+    out, lse = attention_decode(q, k, v, **named, return_lse=True)
+    for i_b, (keys, values) in enumerate(held(k, v, params, len(q))):
+        expected, expected_lse = attention_fp64(q[i_b][None].double(), keys[None], values[None])
+        largest = expected.abs().amax().item()
+        error = (out[i_b] - expected[0]).abs().max().item()
+        assert error <= 4 * torch.finfo(q.dtype).eps * largest
+        torch.testing.assert_close(lse[i_b].double(), expected_lse[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_gpu_without_fp8_is_an_error(monkeypatch):
+    monkeypatch.setattr(kernel_device, "interpreted", lambda: False)
+    monkeypatch.setattr(kernel_device, "capability", lambda index: (8, 0))
+    q, cache = torch.zeros(1, 2, 1, 64).half(), torch.zeros(1, 2, 16, 64).to(torch.float8_e4m3fn)
+    params = DecodeParams(mask_window(True, None), 1.0)
+    message = "^k_cache: torch.float8_e4m3fn needs a GPU of compute capability 8.9 or more, got 8.0$"
+    with pytest.raises(ValueError, match=message):
+        decode.forward(q, cache, cache, params)
 
 
 # ---------------------------------------------------------------- what is read, and what is written

@@ -1,0 +1,59 @@
+"""What the decoding kernels do with keys and values in PTX, because the compiler would do it otherwise or not
+at all: ask for them ahead, and make numbers of 16 bits of FP8."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask for the lines of 128 bytes that these are in, to L2, and wait for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def ask_for_first_tile(
+    k_ptr,
+    v_ptr,
+    first_key,
+    end,
+    k_s,
+    v_s,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIT_KV: tl.constexpr,
+):
+    """Keys and values that a program will read first are on their way while the queries are: the compiler has
+    no copy begin before they have come. Where there are none, row 0 is asked for, which every cache has."""
+    LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements
+    key = tl.maximum(tl.minimum(first_key + tl.arange(0, BLOCK_N), end - 1), 0).to(tl.int64)  # [BLOCK_N]
+    column = tl.arange(0, max(1, BLOCK_D // LINE)) * LINE  # [lines]
+    _prefetch(k_ptr + (key * k_s * UNIT_KV)[:, None] + column[None, :])
+    _prefetch(v_ptr + (key * v_s * UNIT_KV)[:, None] + column[None, :])
+
+
+@triton.jit
+def of_fp8(x, dtype: tl.constexpr, MOVABLE: tl.constexpr, WIDEN: tl.constexpr):
+    """FP8 (e4m3) as numbers of a wider dtype, without rounding.
+
+    An operand of a product has a layout of its own, into which it is copied. The compiler moves the copy
+    ahead of a conversion that is MOVABLE, where it has half the bytes. Values would lose by that: they are
+    transposed, and FP8 is so one byte at a time. Told that the conversion has a side effect, it does not.
+    """
+    if not WIDEN:
+        return x.to(dtype)
+    elif dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [x], dtype=tl.float16, is_pure=MOVABLE, pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 a, b; .reg .b32 p, q; .reg .f16 c, d; .reg .f32 e, f;
+            mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;
+            mov.b32 {c, d}, p; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $0, f, e;
+            mov.b32 {c, d}, q; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $1, f, e; }""",
+            "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=MOVABLE, pack=4,
+        )  # fmt: skip
