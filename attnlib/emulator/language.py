@@ -255,7 +255,7 @@ def _name_parts(args: tuple) -> None:
             if type(value) is tuple:
                 for number, part in enumerate(value):
                     if isinstance(part, Shared):
-                        part.name = f"{name} of part {number}" if number else name
+                        part.name = name + "_right" * number
             elif isinstance(value, Shared):
                 value.name = name
             elif isinstance(value, Barriers):
