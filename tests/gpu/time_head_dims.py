@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,17 @@ FITTING = {  # columns -> the candidates whose registers and shared memory suffi
 
 
 def tuned(shape: Shape) -> dict[str, harness.Attention | None]:
-    """All candidates that fit a head dimension, without and with a part of Q in registers, beside FA3."""
-    columns = min((c for c in FITTING if c[0] < shape.head_dim <= sum(c)), key=sum)
+    """All candidates that fit a head dimension, without and with a part of Q in registers, beside FA3; of
+    more columns than it needs the first two, with."""
+    widths = sorted((c for c in FITTING if c[0] < shape.head_dim <= sum(c)), key=sum)
     found = {"as it is": ours}
-    for name in FITTING[columns]:
-        for q in (0, columns[0]):
+    for columns in widths:
+        fits = columns == widths[0]
+        for name, q in product(FITTING[columns][: None if fits else 2], (0, columns[0])):
             config = CANDIDATES[name](columns, q)
-            label = f"{name}, {q} columns of Q" + " (as it is)" * (config in SPLIT.values())
-            found[label] = partial(with_config, lambda shape, config=config: config)
+            label = f"{columns[0]} + {columns[1]}, {name}, {q} of Q" + " *" * (config in SPLIT.values())
+            if fits or q:
+                found[label] = partial(with_config, lambda shape, config=config: config)
     return found | {"fa3": None}
 
 

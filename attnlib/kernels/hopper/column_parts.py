@@ -140,15 +140,6 @@ def zeros(plan: gl.constexpr):
 
 
 @gluon.jit
-def rescale(acc, alpha, changed):
-    """See `softmax.rescale`."""
-    found = ()
-    for i in gl.static_range(len(acc)):
-        found = found + (softmax.rescale(acc[i], alpha, changed),)
-    return found
-
-
-@gluon.jit
 def scaled(acc, factor):
     """Each row times its factor [64]."""
     found = ()

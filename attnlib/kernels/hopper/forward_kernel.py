@@ -284,7 +284,10 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
     """O of the blocks before, in the units of the new shift; slot c is free."""
     acc = warpgroup_mma_wait(0, deps=o_token)  # [64, D]
     release(mem, c, plan)
-    return column_parts.rescale(as_parts(acc, len(o_token)), alpha, changed)
+    acc, rescaled = as_parts(acc, len(o_token)), ()
+    for i in gl.static_range(len(acc)):
+        rescaled = rescaled + (softmax.rescale(acc[i], alpha, changed),)
+    return rescaled
 
 
 @gluon.jit

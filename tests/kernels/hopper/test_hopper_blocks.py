@@ -163,7 +163,7 @@ def test_what_a_window_launches(launched):
 
 @pytest.mark.parametrize("head_dim", [72, 80])
 def test_what_two_parts_launch(launched, head_dim):
-    """Descriptors of the second part see a tensor that begins at its first column, and none beyond the last."""
+    """Descriptors of the second part see a tensor that begins at its first column and ends with the last."""
     wide = torch.zeros(2, 300, 4, 128, dtype=torch.float16)
     q = wide[..., :head_dim].transpose(1, 2)
     forward(q, q, MaskWindow(None, 0))
