@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import random
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -200,8 +199,9 @@ def test_cuda_graphs(head_dim):
 @MASKS
 def test_gradients(head_dim, causal):
     """Of the padded backward kernels, from the output and the LSE of the forward pass in parts."""
-    q, k, v = (x.requires_grad_() for x in make_inputs(Shape(1, 4, 600, head_dim, causal), device="cuda"))
-    d_out = make_inputs(replace(Shape(1, 4, 600, head_dim, causal)), seed=1, device="cuda")[0]
+    shape = Shape(1, 4, 600, head_dim, causal)
+    q, k, v = (x.requires_grad_() for x in make_inputs(shape, device="cuda"))
+    d_out = make_inputs(shape, seed=1, device="cuda")[0]
     found = torch.autograd.grad(attention(q, k, v, causal=causal), (q, k, v), d_out)
     verdicts = GradientOracle(d_out, *(x.detach() for x in (q, k, v)), causal).judge(*found)
     for verdict in verdicts.values():
