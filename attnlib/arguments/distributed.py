@@ -39,6 +39,44 @@ def check_heads(q_heads: int, kv_heads: int, ranks: int) -> None:
             )
 
 
+def check_row_parallel(q, k, v, weight, options: Options) -> None:
+    """Tensors and options of one rank of `row_parallel_output`."""
+    check(q, k, v, options)
+    if not q.shape[2]:
+        raise ValueError("q: expected at least 1 row, got 0")
+    if k.shape[2] < q.shape[2]:
+        raise ValueError(f"k: expected at least the {q.shape[2]} rows that q has, got {k.shape[2]}")
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"weight: expected a torch.Tensor, got {type_name(weight)}")
+    if weight.dtype != q.dtype:
+        raise TypeError(f"weight: expected dtype {q.dtype} as q has, got {weight.dtype}")
+    if weight.device != q.device:
+        raise ValueError(f"weight: expected device {q.device} as q has, got {weight.device}")
+    columns = q.shape[1] * q.shape[3]
+    if weight.dim() != 2 or weight.shape[1] != columns:
+        raise ValueError(
+            f"weight: expected (outputs, {columns}), a column for each head and dimension of q, got shape "
+            f"{tuple(weight.shape)}"
+        )
+
+
+def check_chunks(chunks, rows: int) -> None:
+    """chunks: None, a number of chunks, or the rows of each."""
+    if chunks is None:
+        return
+    if isinstance(chunks, bool) or not isinstance(chunks, int | list | tuple):
+        raise TypeError(f"chunks: expected an int, a list of ints or None, got {type_name(chunks)}")
+    if isinstance(chunks, int):
+        if not 1 <= chunks <= max(1, rows):
+            raise ValueError(f"chunks: expected 1 to {max(1, rows)}, the rows of q, got {chunks}")
+        return
+    for size in chunks:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"chunks: expected ints, got {type_name(size)}")
+    if min(chunks, default=1) < 1 or sum(chunks) != rows:
+        raise ValueError(f"chunks: expected sizes from 1 on that add up to q's {rows} rows, got {chunks}")
+
+
 def check_timeout(timeout) -> None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout: expected a number of seconds, got {type_name(timeout)}")

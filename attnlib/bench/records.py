@@ -286,8 +286,12 @@ def table(
     On a GPU the rows of `produce()` become tables[name] of the notebook's record; its other tables stay.
     Without one (or with ATTNLIB_REPLAY=1) `produce` is not called and the stored rows come back, see `load`.
     A process that warms the caches calls `produce`, stores nothing, and has the stored rows.
+    ATTNLIB_TABLES=NAME,NAME measures the tables of these names alone, and replays all others.
     `method` says how the rows were measured.
     """
+    asked = os.environ.get("ATTNLIB_TABLES")
+    if asked and name not in asked.split(","):
+        return load(notebook, name)
     if not can_measure():
         return _called_once(notebook, name, produce) if warming() and _own_gpu() else load(notebook, name)
     import torch

@@ -15,17 +15,11 @@ STEPS: list[tuple[str, str]] = [
     ("11_warp_specialization", "Warp specialization"),
     ("12_overlap", "Overlap"),
     ("13_scheduling", "Scheduling"),
-]
-"""(notebook name, title) of each step, in the order in which the book takes them. Chapters are numbered by
-decades, one a part, so that a part can grow: numbers have gaps."""
-
-NEXT_STEPS: list[tuple[str, str]] = [
     ("14_ring", "The ring and the shift"),
     ("15_teaching", "The teaching kernel"),
 ]
-"""Steps that the ladder of chapter 19 has not measured: chapter 15 has, in a run of its own. They belong at
-the end of `STEPS` when chapter 19 is measured anew. Its ladder takes its kernels from there, and charts take
-the colors of steps, so that those of chapters 10 to 19 have to be drawn anew with it."""
+"""(notebook name, title) of each step, in the order in which the book takes them. Chapters are numbered by
+decades, one a part, so that a part can grow: numbers have gaps."""
 
 GLUON_FROM = 10
 """The first chapter number whose step is written in Gluon, for Hopper."""
@@ -33,7 +27,6 @@ GLUON_FROM = 10
 CHAPTERS: list[tuple[str, str]] = [
     ("00_how_we_measure", "How we measure"),
     *STEPS,
-    *NEXT_STEPS,
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
     ("22_fp8", "FP8"),
@@ -43,6 +36,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("34_entmax", "Entmax"),
     ("35_monarch", "MonarchAttention"),
     ("36_distr", "DistrAttention"),
+    ("40_fastattention", "FastAttention's ideas"),
     ("42_context_parallel", "One sequence on several GPUs"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""

@@ -62,7 +62,7 @@ DASHES: dict[str, tuple | str] = {
     "math": (0, (1, 1)),
 }
 
-_STEP_MARKERS = ["p", "*", "d", ">", "h", "<", "o", "8", "H", "1", "2", "3"]  # none of a peer's
+_STEP_MARKERS = ["p", "*", "d", ">", "h", "<", "o", "8", "H", "1", "2", "3", "4"]  # none of a peer's
 _INDIGOS = sns.blend_palette(["#8E94E0", "#23237E"], as_cmap=True)
 _BLUES = sns.blend_palette(["#64A2CF", OURS, "#00395A"], as_cmap=True)
 

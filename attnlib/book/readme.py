@@ -15,6 +15,7 @@ HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE = ("decode", "calls")
 FP8 = ("fp8", "attention")
 MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
+ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
 DISTRIBUTED, SPARSE = "distributed", "sparse"
 """Records and tables that README shows."""
@@ -148,6 +149,29 @@ def approximate_tables() -> str:
     return "\n\n".join(parts)
 
 
+def entmax_table() -> str:
+    """README's table of entmax beside AdaSplash 2 and our softmax, of the record of `time_entmax.py`: inputs
+    N(0, 1), and some whose weights lie in a tenth of the blocks."""
+    impls = {
+        f"{impl}, {way}": f"{title}, {way}"
+        for way in ("forward", "backward")
+        for impl, title in (("attnlib", "entmax"), ("adasplash 2", "AdaSplash 2"),
+                            ("attnlib, softmax", "attnlib's softmax"))
+    }  # fmt: skip
+    columns = {"call": "entmax of alpha 1.5, ms", **impls}
+    calls, blocks, lists = (
+        records.load(ENTMAX, name, gpu=records.REFERENCE_GPU) for name in ("calls", "blocks", "lists")
+    )
+    lines: Lines = {}
+    for row in [*calls.rows, *blocks.select(codes=ENTMAX_CODES)]:
+        label = Shape.of_row(row).label
+        if row["codes"]:
+            label += f", weights in {lists.one(codes=row['codes'])['blocks']:.0%} of the blocks"
+        if row["impl"] in impls and row["status"] == "ok":
+            _cells(lines, label, columns)[row["impl"]] = f"{row['ms']:.3f}"
+    return _shown(lines, columns, calls)
+
+
 def distributed_table() -> str:
     """README's table of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`."""
     impls = {
@@ -193,7 +217,7 @@ def sparse_tables() -> str:
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
     "host": host_table, "decode": decode_table, "fp8": fp8_table, "sparse": sparse_tables,
-    "approximate": approximate_tables, "distributed": distributed_table,
+    "approximate": approximate_tables, "entmax": entmax_table, "distributed": distributed_table,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 

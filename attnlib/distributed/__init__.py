@@ -1,6 +1,7 @@
-"""One sequence on several GPUs: context parallel attention on torch.distributed. Chapter 42 builds it
-and shows what two H200s gave; more GPUs were not measured."""
+"""Attention on several GPUs, on torch.distributed. Context parallel: one sequence over ranks, measured on two
+H200s in chapter 42. Tensor parallel: heads over ranks, in chapter 40."""
 
 from attnlib.distributed.api import attention, positions, shard, unshard
+from attnlib.distributed.output import row_parallel_output
 
-__all__ = ["attention", "positions", "shard", "unshard"]
+__all__ = ["attention", "positions", "row_parallel_output", "shard", "unshard"]

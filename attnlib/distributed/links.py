@@ -1,4 +1,4 @@
-"""What ranks send each other: their options, which have to agree, and rows of keys and values.
+"""What ranks send each other: their options, which have to agree, rows of keys and values, and sums.
 torch.distributed does it, NCCL between GPUs and gloo between CPUs."""
 
 from __future__ import annotations
@@ -104,6 +104,13 @@ class Links:
         tensors = [tensor for _, tensor in sent + received]
         try:
             return Transfer(dist.batch_isend_irecv(ops) if ops else [], tensors, self)
+        except RuntimeError as error:
+            self.fail(error)
+
+    def sum(self, x: torch.Tensor) -> Transfer:
+        """Start to add up `x`, contiguous, over the ranks, in its place."""
+        try:
+            return Transfer([dist.all_reduce(x, group=self._data, async_op=True)], [x], self)
         except RuntimeError as error:
             self.fail(error)
 

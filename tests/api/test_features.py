@@ -493,6 +493,25 @@ def several_gpus(device) -> str:
     return "yes, `attnlib.distributed`: ring, all-gather, Ulysses, hybrid"
 
 
+@row("heads over several GPUs, the projection's AllReduce under the next rows' work")
+def tensor_parallel(device) -> str:
+    """Two processes, forward and backward: tests/distributed/test_output.py. Here one rank."""
+    import torch.distributed as dist
+
+    from attnlib.distributed import row_parallel_output
+
+    q, k, v = make_inputs(Shape(1, 2, 24, 8), device=device)
+    weight = torch.eye(16, device=device, dtype=q.dtype)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        y = row_parallel_output(q, k, v, weight, causal=True, chunks=3)
+    finally:
+        dist.destroy_process_group()
+    expected = attention(q, k, v, causal=True).transpose(1, 2).flatten(2)
+    assert (y - expected).abs().max() <= 2e-3
+    return "yes, `attnlib.distributed.row_parallel_output`"
+
+
 # ---------------------------------------------------------------- in PyTorch
 
 

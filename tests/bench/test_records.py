@@ -99,6 +99,15 @@ def test_a_table_that_is_kept_keeps_its_date_and_method(data, monkeypatch):
     assert set(tables["b"]) == {"rows"}
 
 
+def test_tables_that_are_not_asked_for_are_replayed(data, monkeypatch):
+    pretend_gpu(monkeypatch)
+    for name in ("a", "b"):
+        records.table("00_test", name, lambda: [{"x": 1}])
+    monkeypatch.setenv("ATTNLIB_TABLES", "b,c")
+    a, b = records.table("00_test", "a", never), records.table("00_test", "b", lambda: [{"x": 2}])
+    assert (a.rows, a.replayed, b.rows, b.replayed) == ([{"x": 1}], True, [{"x": 2}], False)
+
+
 def test_own_gpu_first_then_the_reference_gpu(data, monkeypatch):
     pretend_gpu(monkeypatch)
     for name in ("a", "b"):

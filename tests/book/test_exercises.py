@@ -106,6 +106,12 @@ PLANTED = {
         ("summed_keys", "b_k += tl.load", "b_k = tl.load", "max error"),
         ("rows_that_pay", "(group - 1)", "group", "the copy of a key"),
     ),
+    "40_fastattention": (
+        ("window_tile", "row - key - window, -M)", "row - key - window + 1, -M)", "scores are wrong"),
+        ("window_tile", "tl.maximum(-above, 0)", "0", "scores are wrong"),
+        ("best_chunks", "max(computed, sent)", "computed", "chunks, not"),
+        ("crossover", ") + 1)", "))", "is not faster"),
+    ),
 }
 
 

@@ -26,15 +26,12 @@ import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +42,14 @@ from attnlib import distributed as cp  # noqa: E402
 from attnlib.bench import records  # noqa: E402
 from attnlib.bench.names import CONTROL  # noqa: E402
 from attnlib.bench.peers import brief  # noqa: E402
+from attnlib.bench.ranks import (  # noqa: E402
+    join,
+    kernel_events,
+    late,
+    on_all_gpus,
+    window_ms,
+    worst_error,
+)
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.distributed import links  # noqa: E402
 
@@ -164,14 +169,6 @@ MAKERS: dict[str, Callable[[Case, list[torch.Tensor]], Timed]] = {
 # ---------------------------------------------------------------- right first
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative RMS difference of the worst rank."""
-    difference = (found.float() - expected.float()).square().mean() / expected.float().square().mean()
-    worst = difference.sqrt().nan_to_num(nan=float("inf")).reshape(1)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.item()
-
-
 def checked(case: Case) -> list[dict[str, Any]]:
     """Output and gradients of each method beside those of one GPU."""
     *tensors, d_out = whole(case)
@@ -184,32 +181,13 @@ def checked(case: Case) -> list[dict[str, Any]]:
         out = timed.forward()
         results = [out.detach(), *torch.autograd.grad(out, timed.inputs, own(d_out, case))]
         for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-            off = error(x, own(y, case))
+            off = worst_error(x, own(y, case))
             row = {"call": case.label, "method": method, "result": name, "rms_from_one_gpu": off}
             found.append({**row, "status": "ok" if off <= TOLERANCE else "wrong"})  # NaN is wrong
     return found
 
 
 # ---------------------------------------------------------------- timing
-
-
-def window_ms(call: Callable[[], Any], count: int, alone: bool) -> float:
-    """ms of a call, on the slowest rank; `alone`: rank 0 runs it and the others wait."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    taken = torch.zeros(1, device="cuda")
-    if not alone or dist.get_rank() == 0:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(4_000_000)  # some 2 ms, in which the host gets ahead
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        end.synchronize()
-        taken[0] = begin.elapsed_time(end) / count
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.item()
 
 
 def passes(timed: Timed, d_out: torch.Tensor) -> dict[str, Callable[[], Any]]:
@@ -290,13 +268,6 @@ def _with(call: tuple[Callable[[], Any], bool], count: int) -> tuple[Callable[[]
     return call[0], count, call[1]
 
 
-def late(until: float) -> bool:
-    """Whether rank 0's clock is beyond it; all ranks answer alike."""
-    flag = torch.tensor([float(time.monotonic() > until)], device="cuda")
-    dist.broadcast(flag, 0)
-    return bool(flag.item())
-
-
 def memory_rows(lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Peak memory of a forward and backward pass beyond its inputs, of this rank."""
     found = []
@@ -324,28 +295,13 @@ KINDS = {"nccl": "transfer", "attention_forward": "attention", "attention_backwa
 
 def timeline(case: Case) -> list[dict[str, Any]]:
     """Kernels of one forward and one backward pass, ms from the first one's begin."""
-    from torch.profiler import ProfilerActivity, profile
-
     *tensors, d_out = whole(case)
     timed = ours(case, tensors)
     found = []
     for which, call in passes(timed, own(d_out, case)).items():
         for _ in range(2):
-            window_ms(call, 1, False)
-        dist.barrier()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            call()
-            torch.cuda.synchronize()
-        events = [e for e in seen.profiler.kineto_results.events() if e.device_type().name == "CUDA"]
-        # Without PyTorch's notes about what NCCL does.
-        events = [e for e in events if not e.name().startswith("nccl:")]
-        begin = min(e.start_ns() for e in events)
-        for e in sorted(events, key=lambda e: e.start_ns()):
-            kind = next((kind for part, kind in KINDS.items() if part in e.name().lower()), "other")
-            found.append({"pass": which, "call": case.label, "kind": kind, "kernel": e.name()[:60],
-                          "stream": e.device_resource_id(), "begin_ms": (e.start_ns() - begin) * 1e-6,
-                          "ms": e.duration_ns() * 1e-6})  # fmt: skip
+            window_ms(call, 1)
+        found += [{"pass": which, "call": case.label, **event} for event in kernel_events(call, KINDS)]
     return found
 
 
@@ -386,9 +342,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def work(rank: int, ranks: int, args: argparse.Namespace, where: str) -> int:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("nccl", init_method=where, rank=rank, world_size=ranks,
-                            timeout=timedelta(seconds=120))  # fmt: skip
+    join(rank, ranks, where)
     begin = time.monotonic()
     if args.tune:
         if rank:
@@ -432,17 +386,6 @@ def work(rank: int, ranks: int, args: argparse.Namespace, where: str) -> int:
     return int(wrong > 0)
 
 
-def _spawned(rank: int, ranks: int, args: argparse.Namespace, where: str) -> None:
-    try:
-        status = work(rank, ranks, args, where)
-    except BaseException:
-        traceback.print_exc()
-        status = 3
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # groups are not taken down one by one
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time attention over the GPUs of this machine.")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="(default: %(default)s)")
@@ -452,22 +395,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/distributed.json)")
     args = parser.parse_args(argv)
     args.lengths = [int(length) for length in args.lengths.split(",")]
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
         print("needs two GPUs of compute capability 9.x", file=sys.stderr)
         return 2
-    if "RANK" in os.environ:  # torchrun
-        return work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args, "env://")
-    ranks = torch.cuda.device_count()
-    where = f"tcp://127.0.0.1:{random.SystemRandom().randrange(20000, 60000)}"
-    processes = mp.spawn(_spawned, (ranks, args, where), nprocs=ranks, join=False).processes
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):  # the others wait for it
-            time.sleep(5)
-            for process in processes:
-                process.kill()
-        time.sleep(0.2)
-    return max(abs(process.exitcode) for process in processes)
+    return on_all_gpus(work, args)
 
 
 if __name__ == "__main__":

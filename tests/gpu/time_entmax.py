@@ -168,14 +168,16 @@ def aside() -> Iterator[Any]:
 
 
 def captured(call: Function, stream: torch.cuda.Stream) -> Function:
-    """A call as a CUDA graph, whose replays return the same tensors."""
+    """A call as a CUDA graph, whose replays return the same tensors. The call lives as long as its graph,
+    which reads what the call holds: of a backward pass, what the forward pass saved for it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         found = call()
+    kept = found, call
 
     def replay() -> Any:
         graph.replay()
-        return found
+        return kept[0]
 
     return replay
 
