@@ -270,7 +270,11 @@ def _name_parts(args: tuple) -> None:
             _name_parts(arg)
         for name in getattr(arg, "_fields", ()):
             value = getattr(arg, name)
-            if isinstance(value, Shared):
+            if type(value) is tuple:
+                for number, part in enumerate(value):
+                    if isinstance(part, Shared):
+                        part.name = name + "_right" * number
+            elif isinstance(value, Shared):
                 value.name = name
             elif isinstance(value, Barriers):
                 value.named(name)

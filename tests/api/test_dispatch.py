@@ -20,7 +20,7 @@ from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.signature import mean_keys
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, SPLIT, hopper_config
 from attnlib.kernels.portable.configs import forward_config
 from attnlib.params import MaskWindow, Params, Varlen, mask_window
 
@@ -291,23 +291,47 @@ def test_explain_checks_as_attention_does():
 
 def shared_bytes(config, width):
     """Buffers of Q, K, V and the output; barriers take less than a kilobyte."""
-    q, o = 64 * config.warpgroups * width, 64 * config.warpgroups * config.o_columns
+    o_columns = config.o_columns + sum(config.columns[1:])
+    q, o = 64 * config.warpgroups * width, 64 * config.warpgroups * o_columns
     return 2 * (q + o + 2 * config.stages * config.block_n * width) + 1024
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 72, 96, 128, 136, 200, 256])
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 72, 96, 104, 128, 136, 200, 256])
 def test_hopper_configurations_fit(head_dim):
-    config, width = hopper_config(head_dim), max(64, block_d(head_dim))
-    assert config == hopper_config(width)
+    config = hopper_config(head_dim)
+    width = config.width(head_dim)
+    assert config == hopper_config(width) and width <= max(64, block_d(head_dim))
     for tile in (M256N64, M192N128, M128N128) if width == 64 else (config,):
         fits(tile, width)
+
+
+def test_head_dimensions_in_two_parts():
+    """The smallest width that holds one, in parts where that is no power of two; padded without its line."""
+    widths = {D: hopper_config(D).width(D) for D in range(8, 257, 8)}
+    assert {D for D, width in widths.items() if width == 80} == {72, 80}
+    assert {D for D, width in widths.items() if width == 96} == {88, 96}
+    assert {D for D, width in widths.items() if width == 192} == set(range(136, 193, 8))
+    assert set(widths.values()) == {64, 128, 256} | set(SPLIT)
+    for width, config in SPLIT.items():
+        left, right = config.columns
+        assert left + right == width and hopper_config(width, keys=100) == config
+        assert left & (left - 1) == right & (right - 1) == 0 and right >= 16
+        with pytest.raises(ValueError, match=f"^config: expected columns .* for head dimension {left}, got"):
+            config.width(left)
+
+
+def test_a_width_is_off_without_its_line(monkeypatch):
+    monkeypatch.delitem(SPLIT, 192)
+    monkeypatch.delitem(SPLIT, 80)
+    assert hopper_config(136) == hopper_config(256) and hopper_config(72) == hopper_config(96)
 
 
 def fits(config, width):
     assert shared_bytes(config, width) <= 227 * 1024
     assert config.stages & (config.stages - 1) == 0 and config.warpgroups in (2, 3, 4)
     assert config.block_n in (64, 128) and config.q_columns < width
-    assert config.o_columns in (width, width // 2)
+    first = config.columns[0] if config.columns else width
+    assert config.o_columns in (first, first // 2)
     warpgroups = config.warpgroups + 1
     assert 128 * warpgroups * config.max_registers <= 65536
     shared_out = config.warpgroups * config.consumer_registers + config.producer_registers
@@ -388,7 +412,7 @@ def test_tiles_of_windows_and_varlen_sequences(gpu):
 
 
 def test_other_head_dimensions_have_one_tile():
-    for head_dim in (72, 128, 256):
+    for head_dim in (104, 128, 256):
         for keys in (1, 2048, 2049):
             config, default = hopper_config(head_dim, rows=1, heads=1, keys=keys), hopper_config(head_dim)
             assert dataclasses.replace(config, l2_bytes=0) == dataclasses.replace(default, l2_bytes=0)

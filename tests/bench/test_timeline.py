@@ -53,7 +53,7 @@ SPANS = {
 }
 PACKAGE = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
 STEP = [
-    Span("QK", after("wait_k(mem", "_step", "c"), after("s = warpgroup_mma_wait(1", "_step", "c")),
+    Span("QK", after("wait_k(mem", "_step", "c"), after("s = warpgroup_mma_wait(len(acc)", "_step", "c")),
     Span(
         "PV",
         before("o_token = _issue", "_step", "c"),

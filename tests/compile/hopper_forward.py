@@ -36,6 +36,7 @@ def compile_forward(plan, descriptors: dict[str, str], options: set[str], max_re
     types |= dict.fromkeys((*SCALES, "v_mean"), "*fp32") | descriptors
     absent = [name for option, names in OPTIONS.items() if option not in options for name in names]
     names = attention_forward_hopper.arg_names
+    absent += [name for name in names if name.startswith("desc_") and name not in descriptors]
     signature = {name: types.get(name, "i32") for name in names}
     signature |= dict.fromkeys([*absent, "plan"], "constexpr")
     constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}

@@ -87,17 +87,19 @@ CALLS = {
     "batch": (batch, 64, {}),
     "float32": (batch, 64, {"dtype": torch.float32}),
     "varlen": (varlen, 128, {}),
+    "two parts": (varlen, 72, {}),
 }
 DECODE_CALLS = {"cache": (cache, 64, {}), "pages": (cache, 128, {"page": 16})}
 FAMILIES = {"portable": portable, "hopper": hopper}
 EVERY = FAMILIES | {"decode": decode}
 CASES = [("decode", "forward", call) for call in DECODE_CALLS]
+CASES.append(("hopper", "forward", "two parts"))
 CASES += [
     (family, direction, call)
     for family in FAMILIES
     for direction in ("forward", "backward")
     for call in CALLS
-    if (family, call) != ("hopper", "float32")
+    if call != "two parts" and (family, call) != ("hopper", "float32")
 ]
 
 

@@ -11,7 +11,7 @@ from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.kernels.hopper import launch
-from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, hopper_config
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, SPLIT, hopper_config
 
 # What a call asks for: causal, blocks to mask, rows of a tile end in different blocks (None: where a tile is
 # not as tall as a block is wide), negative scale, LSE; and what else: a right bound that is not 0, a left
@@ -43,21 +43,24 @@ M192N128_KINDS = (
 )  # fmt: skip
 WIDE_KINDS = [kind for kind in KINDS if kind not in ("causal, negative", "idle", "left", "right")]
 """At D = 128 and 256: what is left out is part of another kind, and compiled at D = 64."""
+SPLIT_KINDS = ("causal", "shifted, negative, LSE", "varlen, all, LSE")
 CONFIGS = {
     "64": M256N64,
     "64 M192N128": M192N128,
     "64 M128N128": M128N128,
     "128": hopper_config(128),
     "256": hopper_config(256),
+    **{str(width): config for width, config in SPLIT.items()},
 }
 CASES = [
     *product(("64",), KINDS, ("fp16",)),
     *product(("128", "256"), WIDE_KINDS, ("fp16",)),
     *product(("64 M192N128",), M192N128_KINDS, ("fp16",)),
     *product(("64 M128N128",), M128N128_KINDS, ("fp16",)),
+    *product(map(str, SPLIT), SPLIT_KINDS, ("fp16",)),
     *((*case, "bf16") for case in BFLOAT16),
 ]
-HGMMA = {"64": 64, "64 M192N128": 72, "64 M128N128": 48, "128": 64, "256": 80}
+HGMMA = {"64": 64, "64 M192N128": 72, "64 M128N128": 48, "128": 64, "256": 80, "80": 78, "96": 88, "192": 80}
 """Products in the code of all consumers: first block, loop, last values."""
 SPILLS = {("256", "varlen, all, LSE"): 2}
 """A word that the producer stores and loads once in a tile. In all other code there are none."""
@@ -74,8 +77,9 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     mask = {"causal": causal, "shifted": "shifted" in others, "left": "left" in others}
     mask |= {"blocks": masked, "skip": skip}
     plan = launch.make_plan(width, config, mask, flip, lse, varlen)
-    # What is described does not depend on the window of a tensor.
-    described = launch.descriptors((None,) * 4, width, config, DTYPES[dtype], varlen)
+    # What is described depends on the window of a tensor only in its columns.
+    windows = (((width,), (1,)),) * 4
+    described = launch.descriptors(windows, width, config, DTYPES[dtype], varlen)
     types = {
         name: f"tensordesc<{dtype}{list(descriptor.block)},{descriptor.layout!r}>"
         for name, descriptor in described.items()

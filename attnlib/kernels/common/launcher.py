@@ -163,7 +163,11 @@ def _form(scalar: float | None) -> str:
 
 def _from(tensors: Mapping[str, torch.Tensor | None], part: Part) -> torch.Tensor | None:
     tensor = tensors[part.name]
-    return tensor if tensor is None or not part.start else tensor.view(-1)[part.start :]
+    if tensor is None or not part.start:
+        return tensor
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in strides)  # that it reaches over, as they lie
+    return tensor.as_strided((elements - part.start,), (1,), tensor.storage_offset() + part.start)
 
 
 def _tensor_descriptor(

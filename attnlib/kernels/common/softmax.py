@@ -85,19 +85,19 @@ def _branch_constraints(n):
 
 
 @gluon.jit
-def rows_of_o(x, acc, plan: gl.constexpr):
+def rows_of_o(x, acc):
     """A value per row [64] for each element of the output [64, D]."""
-    x, _ = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(1, plan.o_layout))[:, None], acc)
+    x, _ = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None], acc)
     return x
 
 
 @gluon.jit
-def rescale(acc, alpha, changed, plan: gl.constexpr):
+def rescale(acc, alpha, changed):
     """acc * alpha [64, D]; each warp branches around the products where none of its rows changed."""
-    n: gl.constexpr = plan.d // 2  # elements of acc in a thread
+    n: gl.constexpr = acc.shape[1] // 2  # elements of acc in a thread
     return gl.inline_asm_elementwise(
         _branch_asm(n), _branch_constraints(n),
-        [acc, rows_of_o(alpha, acc, plan), rows_of_o(changed, acc, plan)], dtype=gl.float32,
+        [acc, rows_of_o(alpha, acc), rows_of_o(changed, acc)], dtype=gl.float32,
         is_pure=False, pack=n,
     )
 

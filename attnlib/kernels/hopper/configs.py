@@ -1,6 +1,6 @@
 """Configurations of the Hopper forward kernel: a frozen dataclass, chosen by a pure function."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
@@ -40,9 +40,36 @@ class HopperConfig:
     max_registers: int = 168
     l2_bytes: int = 16 << 20
 
+    columns = ()
+    """Of each part of a tile, where it has parts."""
+
+    def width(self, head_dim: int) -> int:
+        """Columns of a tile for a head dimension, in all its parts."""
+        return tile_width(head_dim)
+
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
+
+
+@dataclass(frozen=True)
+class SplitConfig(HopperConfig):
+    """The same for a head dimension that is no power of two, whose columns are computed in two parts.
+
+    Attributes:
+        columns: of the first and of the second part, powers of two. o_columns and q_columns are of the first;
+            of the second all leave at once, and none stay in registers.
+    """
+
+    columns: tuple[int, int] = field(kw_only=True)
+
+    def width(self, head_dim: int) -> int:
+        left, right = self.columns
+        if not left < head_dim <= left + right:
+            raise ValueError(
+                f"config: expected columns in two parts for head dimension {head_dim}, got {self.columns}"
+            )
+        return left + right
 
 
 # Found by measurement on an H200, causal and dense fp16 at 16384 tokens (docs/lab/hopper.md has the losers).
@@ -65,6 +92,19 @@ with 8192 there is no difference, and with still smaller sections long tiles com
 _PACE = {M256N64: (525, 60), M192N128: (555, 170), M128N128: (474, 150)}
 """TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 46
 measured shapes, of all of which `busiest` finds the fastest tile: the middle of the numbers that do."""
+
+
+# Not measured yet: docs/lab/hopper.md has what is expected of these and of others.
+SPLIT = {
+    80: SplitConfig(
+        64, 3, 4, 64, 64, pin=True, consumer_registers=160, max_registers=128, columns=(64, 16), **_MANY
+    ),
+    96: SplitConfig(128, 2, 2, 64, 64, late_wait=True, pin=True, named=True, columns=(64, 32)),
+    192: SplitConfig(64, 2, 2, 128, 128, named=True, columns=(128, 64)),
+}
+"""Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
+holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
+else does. 112 columns are not worth a line: a third part of 16 would cost a product as much as 64 do."""
 
 
 def busiest(config: HopperConfig, rows: int, keys: int, seen: float, heads: int, sms: int) -> float:
@@ -108,6 +148,9 @@ def hopper_config(
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
+    split = min((w for w in SPLIT if head_dim <= w < width), default=None)
+    if split is not None:
+        return SPLIT[split]
     if head_dim > 64 and keys is not None and keys <= FEW_KEYS:
         return _FEW_KEYS.get(width, _WARP_SPECIALIZED[width])
     if head_dim > 64 or rows is None:

@@ -38,9 +38,9 @@ def mean_of_values(head, scales, plan: gl.constexpr):
 
 
 @gluon.jit
-def with_mean(o, mean, row_sums, plan: gl.constexpr):
+def with_mean(o, mean, row_sums):
     """The output with the mean of the values, where a row has seen a key: its weights sum to 1."""
-    empty = rows_of_o(row_sums, o, plan) == 0.0  # [64, D]
+    empty = rows_of_o(row_sums, o) == 0.0  # [64, D]
     return o + gl.where(empty, 0.0, mean[None, :])
 
 

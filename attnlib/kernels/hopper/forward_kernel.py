@@ -69,6 +69,9 @@ is added to the output: the weights of a row sum to 1. See `e4m3`.
 Queries and keys may have fewer columns than values (`NarrowPlan`), and each block of query rows keys of its
 own, which lie like those of so many heads (chapter 36). The largest score of each row and 64 keys may be
 kept (`PooledPlan`, chapter 32); see `maxima`.
+
+Descriptors, buffers and accumulators of Q, K, V and the output are tuples: of one, or of two for a head
+dimension that is no power of two (`SplitPlan`). See `column_parts`.
 """
 
 from typing import NamedTuple
@@ -85,8 +88,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import softmax
 from attnlib.kernels.common import tile_scheduler as tiling
-from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
+from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.column_parts import as_parts, nbytes
 from attnlib.kernels.hopper.e4m3 import (
     OFFSET,
     ROOM,
@@ -118,10 +123,10 @@ MEAN = gl.constexpr(-4)  # if V is without its mean: whose mean the output of th
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    q: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, d], varlen with one more 1, as the others
-    k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
-    v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
-    o: gl.shared_memory_descriptor  # [warpgroups, 1, 1, 64, o_columns]
+    q: tuple  # [warpgroups, 1, 1, 64, d], varlen with one more 1, as the others; of each part of the columns
+    k: tuple  # [stages, 1, 1, block_n, d]
+    v: tuple  # [stages, 1, 1, block_n, d]
+    o: tuple  # [warpgroups, 1, 1, 64, o_columns]
     next_tile: gl.shared_memory_descriptor  # [2 * words, 32]
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
@@ -138,20 +143,16 @@ class Memory(NamedTuple):
 def _copy_k(desc_k, mem, c, at, block, FOLLOWED_BY: gl.constexpr, plan: gl.constexpr):
     """Start to copy the keys of `block` to slot c. FOLLOWED_BY: the bytes of the values that follow."""
     bar = mem.k_full.index(slot(c, plan))
-    mbarrier.expect(bar, desc_k.block_type.nbytes + (FOLLOWED_BY if plan.pipeline.joint else 0))
-    tma.async_copy_global_to_shared(
-        desc_k, tiling.of_key(at, block * plan.block_n, plan), bar, mem.k.index(slot(c, plan))
-    )
+    mbarrier.expect(bar, nbytes(desc_k) + (FOLLOWED_BY if plan.pipeline.joint else 0))
+    column_parts.copy(desc_k, tiling.of_key(at, block * plan.block_n, plan), bar, mem.k, slot(c, plan))
 
 
 @gluon.jit
 def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr):
     bar = mem.v_full.index(slot(c, plan))
     if EXPECT:
-        mbarrier.expect(bar, desc_v.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        desc_v, tiling.of_values(at, block * plan.block_n, plan), bar, mem.v.index(slot(c, plan))
-    )
+        mbarrier.expect(bar, nbytes(desc_v))
+    column_parts.copy(desc_v, tiling.of_values(at, block * plan.block_n, plan), bar, mem.v, slot(c, plan))
 
 
 @gluon.jit
@@ -159,7 +160,7 @@ def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr
     """Keys of blocks `begin` to `end`, counted down from `top`, each with the values of the one before."""
     for i in range(begin, end):
         acquire(mem, c + i, plan)
-        _copy_k(desc_k, mem, c + i, at, top - 1 - i, desc_v.block_type.nbytes, plan)
+        _copy_k(desc_k, mem, c + i, at, top - 1 - i, nbytes(desc_v), plan)
         _copy_v(desc_v, mem, c + i, at, top - i, not plan.pipeline.joint, plan)
 
 
@@ -204,10 +205,9 @@ def _produce(given, plan: gl.constexpr):
         at_q = tiling.of_queries(i_b, i_h, seq, plan)
         for w in gl.static_range(plan.pipeline.warpgroups):
             mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                desc_q, tiling.coordinates(at_q, row + w * 64, 0), mem.q_full.index(w), mem.q.index(w)
-            )
+            mbarrier.expect(mem.q_full.index(w), nbytes(desc_q))
+            place = tiling.coordinates(at_q, row + w * 64, 0)
+            column_parts.copy(desc_q, place, mem.q_full.index(w), mem.q, w)
         blocks = top - low
         early, late = gl.maximum(blocks - 3, 1), gl.maximum(blocks - 1, 1)
         _copy_blocks(desc_k, desc_v, mem, c, 1, early, at_k, top, plan)
@@ -228,7 +228,7 @@ def _produce(given, plan: gl.constexpr):
         at_v = at_k
         if number < end:
             at_k = tiling.of_keys(row, i_b, i_h, work, plan)
-            _copy_k(desc_k, mem, c, at_k, top - 1, desc_v.block_type.nbytes, plan)
+            _copy_k(desc_k, mem, c, at_k, top - 1, nbytes(desc_v), plan)
             _copy_v(desc_v, mem, c, at_v, low, not plan.pipeline.joint, plan)
         else:
             _copy_v(desc_v, mem, c, at_v, low, True, plan)
@@ -242,36 +242,40 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     """Start Q K^T of block c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers, which
     halves the shared memory that their product reads."""
     zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
-    q = matrix(mem.q, WG)  # [64, D]
-    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
+    q = matrix(mem.q[0], WG)  # [64, D]
+    k = matrix(mem.k[0], slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
-        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     elif plan.q_columns == plan.qk_width:
-        return warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        token = warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
         rest: gl.constexpr = plan.qk_width - plan.q_columns
         k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
         k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
         part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
-        return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+        token = warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+    return column_parts.add_scores(token, mem, WG, slot(c, plan))
 
 
 @gluon.jit
 def _issue_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
     if plan.fp8:
-        v = matrix(mem.v, slot(c, plan)).permute((1, 0))  # V^T lies there
-        return warpgroup_mma(unpacked(p, plan), v, acc, is_async=True)
+        v = matrix(mem.v[0], slot(c, plan)).permute((1, 0))  # V^T lies there
+        return (warpgroup_mma(unpacked(p, plan), v, acc[0], is_async=True),)
     else:
-        return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
+        return column_parts.start_output(p, acc, mem, slot(c, plan))
 
 
 @gluon.jit
 def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
     """O of the blocks before, in the units of the new shift; slot c is free."""
-    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+    acc = warpgroup_mma_wait(0, deps=o_token)  # [64, D]
     release(mem, c, plan)
-    return softmax.rescale(acc, alpha, changed, plan)
+    acc, rescaled = as_parts(acc, len(o_token)), ()
+    for i in gl.static_range(len(acc)):
+        rescaled = rescaled + (softmax.rescale(acc[i], alpha, changed),)
+    return rescaled
 
 
 @gluon.jit
@@ -281,7 +285,7 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
 
     p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
     """
-    dtype: gl.constexpr = mem.v.dtype
+    dtype: gl.constexpr = mem.v[0].dtype
     MASKED: gl.constexpr = plan.mask.blocks == 2  # a row may have seen no key in the block before
     wait_k(mem, c, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
@@ -291,7 +295,7 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     qk_scale = scale
     if plan.fp8:  # not before the products: ptxas would wait for the load at once
         qk_scale = block_scale(scale, first)
-    s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
+    s = warpgroup_mma_wait(len(acc), deps=(s_token,))  # [64, BLOCK_N]; the last ones are P V
     if plan.flip:
         s = -s
     if MASKED or plan.mask.left:
@@ -324,27 +328,6 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
 
 
 @gluon.jit
-def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
-    """Through shared memory, at once or in two halves; the copy of the tile before must have left it."""
-    out = mem.o.index(WG)
-    if plan.o_columns == plan.d:
-        tma.store_wait(0)
-        matrix(mem.o, WG).store(o)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
-    else:
-        left, right = softmax.halves(o)
-        tma.store_wait(0)
-        matrix(mem.o, WG).store(left)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), out)
-        tma.store_wait(0)
-        matrix(mem.o, WG).store(right)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, plan.o_columns), out)
-
-
-@gluon.jit
 def _told(mem, number, plan: gl.constexpr):
     """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
     b = number & 1
@@ -368,7 +351,7 @@ def _mean(mem, turn, work, plan: gl.constexpr):
 @gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, work = given
-    dtype: gl.constexpr = mem.v.dtype
+    dtype: gl.constexpr = mem.v[0].dtype
     if not plan.pipeline.joint:
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
         mbarrier.wait(mem.v_full.index(0), 0)
@@ -399,7 +382,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
         if plan.q_columns > 0:
-            q_left = matrix(mem.q, WG).slice(0, plan.q_columns, 1)
+            q_left = matrix(mem.q[0], WG).slice(0, plan.q_columns, 1)
             q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
 
         if plan.mask.skip:  # blocks that other warpgroups' rows see and these do not
@@ -443,7 +426,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = operand(weights, None, dtype, plan)
-        acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
+        acc = column_parts.zeros(plan)
         start += 1
 
         # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows may cross it
@@ -482,7 +465,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         mean = 0
         if plan.early_mean:
             mean = _mean(mem, turn, work, plan)
-        acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+        acc = as_parts(warpgroup_mma_wait(0, deps=o_token), len(o_token))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
         if plan.store_lse:
@@ -498,12 +481,12 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             factor = 1.0 / gl.where(empty, 1.0, row_sums)
             if plan.fp8:
                 factor *= v_scale
-            o = acc * softmax.rows_of_o(factor, acc, plan)  # [64, D]
+            o = column_parts.scaled(acc, factor)  # [64, D]
             if plan.early_mean:
-                o = with_mean(o, mean, row_sums, plan)
+                o = (with_mean(o[0], mean, row_sums),)
             if plan.late_mean:
-                o = with_mean(o, _mean(mem, turn, work, plan), row_sums, plan)
-            _store_output(desc_o, o.to(mem.o.dtype), mem, at, row, WG, plan)
+                o = (with_mean(o[0], _mean(mem, turn, work, plan), row_sums),)
+            column_parts.store_output(desc_o, o, mem, at, row, WG, plan)
     tma.store_wait(0)
 
 
@@ -538,17 +521,22 @@ def attention_forward_hopper(
     v_mean=None, v_mean_b=None,  # what V is without [heads, D], and the heads of a batch
     shared_rows=None, key_blocks=None,  # query rows that share keys, and how many times these fit in S_q
     maxima=None,  # (B, H, 2 * ceil(S_k / 128), num_m * block_m), see `maxima`
+    desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_o_right=None,  # of the second part
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
+    desc_q = column_parts.together(desc_q, desc_q_right)
+    desc_k = column_parts.together(desc_k, desc_k_right)
+    desc_v = column_parts.together(desc_v, desc_v_right)
+    desc_o = column_parts.together(desc_o, desc_o_right)
     k_full = barriers(plan.pipeline.stages, 1)
     v_full = k_full
     if not plan.pipeline.joint:
         v_full = barriers(plan.pipeline.stages, 1)
     mem = Memory(
-        buffers(desc_q, plan.pipeline.warpgroups),
-        buffers(desc_k, plan.pipeline.stages),
-        buffers(desc_v, plan.pipeline.stages),
-        buffers(desc_o, plan.pipeline.warpgroups),
+        column_parts.buffers(desc_q, plan.pipeline.warpgroups),
+        column_parts.buffers(desc_k, plan.pipeline.stages),
+        column_parts.buffers(desc_v, plan.pipeline.stages),
+        column_parts.buffers(desc_o, plan.pipeline.warpgroups),
         gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(plan.pipeline.warpgroups, 1),  # q_full
         barriers(plan.pipeline.warpgroups, 1),  # q_free

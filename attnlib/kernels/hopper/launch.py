@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import given, made_like
+from attnlib.kernels.common.descriptors import Window, given, made_like
 from attnlib.kernels.common.distr import Narrow, contiguous, narrow_shapes
 from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
-from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.params import MaskWindow, Params
 
@@ -41,7 +40,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
     """narrow: q and k of the call have fewer columns than v, whose shape it names."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperConfig = call.config
-    width = tile_width(call.head_dim)
+    width = config.width(call.head_dim)
     block_m = 64 * config.warpgroups
     blocks_m = -(-S_q // block_m)
     tiles, heads = blocks_m * B * H, B * H
@@ -92,7 +91,7 @@ def plan_of(call: Signature, narrow: Narrow | None = None):
     _, _, _, S_q, S_k = call.dimensions()
     mask = mask_of(call.window, S_q, S_k, call.config, call.varlen)
     options = {"flip": call.sm_scale < 0, "store_lse": call.return_lse, "varlen": call.varlen}
-    return make_plan(tile_width(call.head_dim), call.config, mask, **options, narrow=narrow)
+    return make_plan(call.config.width(call.head_dim), call.config, mask, **options, narrow=narrow)
 
 
 def mask_of(
@@ -110,9 +109,12 @@ def make_plan(
     narrow: Narrow | None = None,
 ):  # fmt: skip
     """The kernel's constants; `mask` are those of `plan.ForwardMask`."""
-    from attnlib.kernels.hopper.plan import ForwardPlan, NarrowPlan
+    from attnlib.kernels.hopper.plan import ForwardPlan, NarrowPlan, SplitPlan
 
     fields = plan_fields(width, config, mask, flip, store_lse, varlen)
+    if config.columns:
+        left, right = config.columns
+        return SplitPlan(**fields | {"d": left}, right=right)
     if narrow is None:
         return ForwardPlan(**fields)
     return NarrowPlan(**fields, columns=narrow.columns, keys_by_rows=narrow.rows is not None)
@@ -141,17 +143,26 @@ def descriptors(
     """Of Q, K, V and the output: what one copy of each moves."""
     from triton.experimental.gluon import language as gl
 
-    ones = (1, 1, 1) if varlen else (1, 1)
-    qk_width = width if narrow is None else narrow.columns
-    keys = (*ones, config.block_n)
-    blocks = (*ones, 64, qk_width), (*keys, qk_width), (*keys, width), (*ones, 64, config.o_columns)
-    element = getattr(gl, HALF[dtype])
-    return {
-        f"desc_{letter}": Descriptor(
-            Part(name), window, block, gl.NVMMASharedLayout.get_default_for(list(block), element)
-        )
-        for letter, name, window, block in zip("qkvo", TENSORS, windows, blocks, strict=False)
-    }
+    ones, element = (1, 1, 1) if varlen else (1, 1), getattr(gl, HALF[dtype])
+    rows = 64, config.block_n, config.block_n, 64
+    described, start = {}, 0
+    for suffix, columns in zip(("", "_right"), config.columns or (width,), strict=False):
+        qk_columns = columns if narrow is None else narrow.columns
+        sizes = qk_columns, qk_columns, columns, columns if start else config.o_columns
+        for letter, name, window, *size in zip("qkvo", TENSORS, windows, rows, sizes, strict=False):
+            block = (*ones, *size)
+            if config.columns:
+                window = _columns_of(window, start, columns)
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+            described[f"desc_{letter}{suffix}"] = Descriptor(Part(name, start), window, block, layout)
+        start += columns
+    return described
+
+
+def _columns_of(window: Window, start: int, columns: int) -> Window:
+    """So many columns of a tensor, or those that it has, as a tensor of its own."""
+    (*shape, width), strides = window
+    return (*shape, min(columns, width - start)), strides
 
 
 def _masks(right: int | None, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:

@@ -10,6 +10,7 @@ from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import readable
 from attnlib.kernels.common.distr import Grouped, Narrow, narrow_call
 from attnlib.kernels.common.signature import Signature, mean_keys
+from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs import M128N128, M256N64, HopperConfig, hopper_config
 from attnlib.kernels.hopper.launch import prepare
 from attnlib.params import Params
@@ -27,7 +28,7 @@ def configuration(call: Signature, narrow: Narrow) -> HopperConfig:
     of two blocks with keys of their own."""
     B, H, _, S_q, S_k = call.dimensions()
     seen, sms = mean_keys(S_q, S_k, call.window), device.num_sms(call.device)
-    config = hopper_config(call.head_dim, S_q, B * H, sms, S_k, seen)
+    config = hopper_config(tile_width(call.head_dim), S_q, B * H, sms, S_k, seen)  # in one part
     if narrow.rows is not None and narrow.rows < S_q and narrow.rows % (64 * config.warpgroups):
         config = M128N128 if narrow.rows % (64 * M256N64.warpgroups) else M256N64
     return replace(config, q_columns=min(config.q_columns, narrow.columns))

@@ -1,6 +1,6 @@
 """What the Hopper kernels are compiled for: all constants of a kernel in one object, its plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from triton.experimental.gluon import language as gl
 
@@ -71,6 +71,7 @@ class ForwardPlan(Constants):
     own_keys = gl.constexpr(False)  # of each block of query rows
     pooled = gl.constexpr(False)
     qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
+    right = gl.constexpr(0)  # columns of a second part
 
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
     words = property(lambda self: gl.constexpr(6 if self.varlen.value else 4))  # told of a tile
@@ -130,6 +131,20 @@ class PooledPlan(ForwardPlan):
 
     pooled = gl.constexpr(True)
     words = property(lambda self: gl.constexpr(ForwardPlan.words.fget(self).value + 1))
+
+
+@dataclass(frozen=True)
+class SplitPlan(ForwardPlan):
+    """The same for a head dimension in two parts; `d` are the columns of the first. See `column_parts`.
+
+    Attributes:
+        right: columns of the second.
+    """
+
+    right: int = field(kw_only=True)
+
+    # Accumulator of its P V [64, right].
+    right_layout = property(lambda self: accumulator(self.right.value))
 
 
 # ---------------------------------------------------------------- backward

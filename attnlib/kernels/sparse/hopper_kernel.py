@@ -272,7 +272,7 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
     """O of the blocks before, in the units of the new shift; slot c is free."""
     acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
     release(mem, c, plan)
-    return softmax.rescale(acc, alpha, changed, plan)
+    return softmax.rescale(acc, alpha, changed)
 
 
 @gluon.jit
@@ -459,7 +459,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             place = (at[0] * work.H + at[1]).to(gl.int64) * work.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
         if row < work.S_q:
-            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
+            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc)  # [64, D]
             _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
     tma.store_wait(0)
 

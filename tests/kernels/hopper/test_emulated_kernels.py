@@ -9,7 +9,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 from emulated import ORDERS, Call, check_backward, check_forward
 
-from attnlib.kernels.hopper.configs import M128N128, M192N128, HopperConfig
+from attnlib.kernels.hopper.configs import M128N128, M192N128, HopperConfig, SplitConfig
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -44,6 +44,14 @@ FORWARD = {
     "many tiles": Call(64, 6, 2, 300, 150),
     "a head dimension between the widths": Call(40, 2, 1, 150, 170),
     "a head dimension of 200": Call(200, 1, 1, 100, 150),
+    "80 columns, many tiles": Call(80, 6, 2, 300, 150),
+    "96 columns, bfloat16": Call(96, 2, 1, dtype=torch.bfloat16),
+    "96 columns, dense": Call(96, 2, 1, causal=False),
+    "192 columns": Call(192, 1, 1),
+    "72 of 80 columns, a negative scale": Call(72, 2, 1, 100, 150, sm_scale=-0.1, causal=False),
+    "136 of 192 columns, windows on both sides": Call(136, 1, 1, 100, 200, causal=False, window=(70, 33)),
+    "96 columns, varlen": Call(96, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
+    "72 of 80 columns, varlen, a window": Call(72, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1)),
     "nobody shares a tile's keys": Call(64, 3, 1, 129, 129, config=M128N128),
     "window": Call(64, 2, 1, 200, 300, causal=True, window=(100, -1)),
     "window on both sides": Call(128, 1, 1, 200, 300, causal=False, window=(70, 33)),
@@ -132,6 +140,7 @@ TINY = {
     "joint": Call(64, 2, 1, 60, 130, config=HopperConfig(64, 4, 2, 64, joint=True)),
     "apart": Call(64, 2, 1, 70, 130, config=PLAIN),
     "named": Call(64, 2, 1, 70, 130, config=replace(PLAIN, named=True, late_wait=True, q_columns=32)),
+    "two parts": Call(72, 2, 1, 70, 130, config=SplitConfig(64, 2, 2, 32, named=True, columns=(64, 16))),
     "varlen": Call(64, 1, 1, varlen=((20, 130), (0, 5), (70, 100)), config=PLAIN),
     "window": Call(64, 2, 1, 70, 150, window=(60, -1), config=PLAIN),
     "backward, 64 columns": Call(64, 3, 1, 30, 40),

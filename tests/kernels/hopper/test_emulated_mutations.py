@@ -13,14 +13,21 @@ from mutations import Mutation
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.common import backward_pair, backward_ring
 from attnlib.kernels.common import ring as ring_module
-from attnlib.kernels.hopper import backward_kernel, backward_shared, backward_wide_kernel, forward_kernel
-from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.hopper import (
+    backward_kernel,
+    backward_shared,
+    backward_wide_kernel,
+    column_parts,
+    forward_kernel,
+)
+from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
 
 pytestmark = INTERPRETER_REMARKS
 
 JOINT = HopperConfig(64, 4, 4, 64, joint=True)
 APART = HopperConfig(64, 2, 2, 64)
 NAMED = HopperConfig(64, 2, 2, 64, joint=True, named=True)
+SPLIT = SplitConfig(64, 2, 2, 64, named=True, columns=(64, 16))
 FORWARD = {
     # Several tiles for each program; at the diagonal its warpgroups visit different numbers of blocks.
     "joint": Call(64, 3, 1, 300, 400, config=JOINT),
@@ -33,6 +40,8 @@ FORWARD = {
     "one tile": Call(64, 1, 1, 100, 300, config=APART),
     "Q in registers": Call(64, 3, 1, 150, 150, config=HopperConfig(64, 2, 2, 64, q_columns=32)),
     "varlen": Call(64, 2, 1, varlen=((40, 70), (150, 90), (10, 200)), config=JOINT),
+    "two parts": Call(72, 3, 1, 150, 230, config=SPLIT),
+    "two parts, large scores": Call(72, 1, 1, 70, 230, sm_scale=1.0, config=SPLIT),
     "varlen, a program without rows": Call(64, 1, 1, varlen=((64, 70), (0, 70)), config=JOINT),
 }
 # Five blocks of queries, or four heads of one each.
@@ -45,6 +54,10 @@ RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
 
 def forward(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, forward_kernel)
+
+
+def parts(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, column_parts)
 
 
 def ring(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
@@ -95,6 +108,8 @@ UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_sh
 LOADED = r"Race: a copy of .* overwrites {}\[\d\]: .* loaded it without fence_async_shared"
 GIVE_Q_BACK = "        mbarrier.arrive(mem.q_free.index(WG), count=1)\n"
 
+OTHERS = "        _store_others(o, mem, WG)\n"
+
 MUTATIONS = [
     forward("a slot is filled without asking", "joint", f"{TAKEN}|{COUNT}",
             without("        acquire(mem, c + i, plan)\n")),
@@ -108,8 +123,8 @@ MUTATIONS = [
             ("b = number & 1\n    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)",
              "b = 0\n    mbarrier.wait(mem.drawn.index(b), number & 1)")),
     forward("a slot is not released", "joint", DEADLOCK,
-            ("    release(mem, c, plan)\n    return softmax.rescale",
-             "    if c != 3:\n        release(mem, c, plan)\n    return softmax.rescale")),
+            ("    release(mem, c, plan)\n    acc, rescaled",
+             "    if c != 3:\n        release(mem, c, plan)\n    acc, rescaled")),
     forward("wrong parity for Q", "joint", f"{TAKEN}|{DEADLOCK}",
             ("mem.q_full.index(WG), turn & 1", "mem.q_full.index(WG), (turn & 1) ^ 1")),
     ring("the parity of blocks stays 0", "joint", f"{TAKEN}|{COUNT}|{DEADLOCK}",
@@ -119,8 +134,8 @@ MUTATIONS = [
     forward("values of a skipped block are not waited for", "skipped", LANDING,
             ("if start > c:\n                    wait_v(mem, start, plan)", "pass")),
     forward("released before P V is done", "named", f"{OVERWRITTEN}|{READING}",
-            ("    acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]\n    release(mem, c, plan)",
-             "    release(mem, c, plan)\n    acc = warpgroup_mma_wait(0, deps=(o_token,))")),
+            ("    acc = warpgroup_mma_wait(0, deps=o_token)  # [64, D]\n    release(mem, c, plan)",
+             "    release(mem, c, plan)\n    acc = warpgroup_mma_wait(0, deps=o_token)")),
     forward("released before Q K^T is done", "named", f"{OVERWRITTEN}|{READING}",
             ("        s = warpgroup_mma_wait(0, deps=(s_token,))\n        release(mem, start, plan)",
              "        release(mem, start, plan)\n        s = warpgroup_mma_wait(0, deps=(s_token,))")),
@@ -146,28 +161,45 @@ MUTATIONS = [
             without("    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)\n")),
     forward("S is used with both products in flight", "joint",
             "Race: a product is used with 2 outstanding, it among them",
-            ("s = warpgroup_mma_wait(1, deps", "s = warpgroup_mma_wait(2, deps")),
+            ("warpgroup_mma_wait(len(acc), deps", "warpgroup_mma_wait(len(acc) + 1, deps")),
+    forward("S is used with three products in flight", "two parts",
+            "Race: a product is used with 3 outstanding, it among them",
+            ("warpgroup_mma_wait(len(acc), deps", "warpgroup_mma_wait(len(acc) + 1, deps")),
     forward("the values' bytes are not expected", "joint", f"{TAKEN}|{DEADLOCK}",
-            ("desc_k.block_type.nbytes + (FOLLOWED_BY if plan.pipeline.joint else 0)",
-             "desc_k.block_type.nbytes")),
+            ("nbytes(desc_k) + (FOLLOWED_BY if plan.pipeline.joint else 0)", "nbytes(desc_k)")),
     forward("twice the bytes of Q are expected", "one tile", f"{DEADLOCK}.* 8192 bytes missing",
-            ("mem.q_full.index(w), desc_q.block_type.nbytes",
-             "mem.q_full.index(w), 2 * desc_q.block_type.nbytes")),
+            ("mem.q_full.index(w), nbytes(desc_q)", "mem.q_full.index(w), 2 * nbytes(desc_q)")),
     forward("the barriers are not fenced", "one tile", UNFENCED.format(r"\w+"),
             without("    fence_async_shared()\n", "", "    scales")),
-    forward("the output is not fenced", "one tile", UNFENCED.format("o"),
-            without("        fence_async_shared()\n", "store(o)\n")),
-    forward("half of the output is not fenced", "halves", UNFENCED.format("o"),
-            without("        fence_async_shared()\n", "store(right)\n")),
+    parts("the output is not fenced", "one tile", UNFENCED.format("o"),
+          without("        fence_async_shared()\n", f"store(o_left)\n{OTHERS}")),
+    parts("half of the output is not fenced", "halves", UNFENCED.format("o"),
+          without("        fence_async_shared()\n", "store(right)\n")),
+    parts("the second part of the output is stored behind the fence", "two parts",
+          UNFENCED.format("o_right"),
+          (f"store(o_left)\n{OTHERS}        fence_async_shared()\n",
+           f"store(o_left)\n        fence_async_shared()\n{OTHERS}")),
+    parts("the second part of the output before has not left", "two parts", READING,
+          (f"        tma.store_wait(0)\n        matrix(mem.o[0], WG).store(o_left)\n{OTHERS}",
+           f"{OTHERS}        tma.store_wait(0)\n        matrix(mem.o[0], WG).store(o_left)\n")),
+    parts("the bytes of the second part are not expected", "two parts", f"{TAKEN}|{DEADLOCK}",
+          ("for desc in descs)", "for desc in descs[:1])")),
+    parts("the second part is multiplied with the first of the keys", "two parts", "TypeError|AssertionError",
+          ("k = matrix(mem.k[i], b_k)", "k = matrix(mem.k[0], b_k).slice(0, 16, 1)")),
+    parts("the second part adds nothing to the scores", "two parts", "AssertionError",
+          ("for i in gl.static_range(1, len(mem.q)):", "for i in gl.static_range(1, 1):")),
+    forward("the second part is not rescaled", "two parts, large scores", "AssertionError",
+            ("(softmax.rescale(acc[i], alpha, changed),)",
+             "(softmax.rescale(acc[i], alpha, changed if i == 0 else 0 * changed),)")),
     forward("Q is loaded and not fenced before it is given back", "Q in registers", LOADED.format("q"),
             (f"            fence_async_shared()\n{GIVE_Q_BACK}", f"            pass\n{GIVE_Q_BACK}")),
     forward("Q is fenced after it is given back", "Q in registers", LOADED.format("q"),
             (f"            fence_async_shared()\n{GIVE_Q_BACK}",
              f"            pass\n{GIVE_Q_BACK}        fence_async_shared()\n")),
-    forward("the output before has not left", "joint", READING,
-            without("        tma.store_wait(0)\n", "", "        matrix(mem.o, WG).store(o)")),
-    forward("the left half of the output has not left", "halves", READING,
-            without("        tma.store_wait(0)\n", "", "        matrix(mem.o, WG).store(right)")),
+    parts("the output before has not left", "joint", READING,
+          without("        tma.store_wait(0)\n", "", "        matrix(mem.o[0], WG).store(o_left)")),
+    parts("the left half of the output has not left", "halves", READING,
+          without("        tma.store_wait(0)\n", "", "        matrix(mem.o[0], WG).store(right)")),
     forward("the last output is not waited for", "one tile",
             "Race: .* ends and has not waited for its copies out",
             without("    tma.store_wait(0)", "row, WG, plan)\n")),
@@ -285,7 +317,7 @@ MUTATIONS = [
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    of_forward = mutation.module in (forward_kernel, ring_module)
+    of_forward = mutation.module in (forward_kernel, column_parts, ring_module)
     check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
     try:
         check(calls[mutation.caught_by], order, seed, mutants=mutants)

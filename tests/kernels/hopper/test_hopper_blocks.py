@@ -122,6 +122,8 @@ def launched(monkeypatch, fresh_launches):  # noqa: F811
     calls, names = [], set(forward_kernel.attention_forward_hopper.arg_names)
     names -= {name for name in names if name[1:].startswith(("_scale", "_mean"))}  # of e4m3 operands
     names -= {"shared_rows", "key_blocks"}  # of DistrAttention's product
+    right = {name for name in names if name.endswith("_right")}  # of head dimensions in two parts
+    names -= right
     counter = torch.zeros(1, dtype=torch.int32)
 
     class Kernel:
@@ -135,7 +137,8 @@ def launched(monkeypatch, fresh_launches):  # noqa: F811
     yield calls
     for call in calls:
         assert call["counter_ptr"] is counter
-        assert names <= set(call) and set(call) - names == {"grid", "num_warps", "maxnreg"}
+        more = right if call["plan"].right.value else set()
+        assert names <= set(call) and set(call) - names == {"grid", "num_warps", "maxnreg"} | more
 
 
 def forward(q, k, window, varlen=None):
@@ -156,6 +159,32 @@ def test_what_a_window_launches(launched):
         assert call["cu_q"] is call["cu_k"] is call["T_q"] is None
         assert (call["S_q"], call["S_k"], call["H"], call["tiles"]) == (300, 400, 4, 3 * 8)
         assert call["desc_q"].shape == [2, 4, 300, 128]
+
+
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_what_two_parts_launch(launched, head_dim):
+    """Descriptors of the second part see a tensor that begins at its first column and ends with the last."""
+    wide = torch.zeros(2, 300, 4, 128, dtype=torch.float16)
+    q = wide[..., :head_dim].transpose(1, 2)
+    forward(q, q, MaskWindow(None, 0))
+    forward(q[0].transpose(0, 1), q[0].transpose(0, 1), MaskWindow(None, 0), _varlen(300))
+    batch, varlen = launched
+    assert batch["desc_k"].shape == [2, 4, 300, 64] and batch["desc_k"].strides == [153600, 128, 512, 1]
+    assert batch["desc_k_right"].shape == [2, 4, 300, head_dim - 64]
+    assert batch["desc_k_right"].strides == batch["desc_k"].strides
+    assert batch["desc_k"].base.data_ptr() == q.data_ptr()
+    assert varlen["desc_v_right"].shape == [2**30 + 1, 301, 4, 2**30, head_dim - 64]
+    for call in launched:
+        for name in "qkvo":
+            left, right = call[f"desc_{name}"], call[f"desc_{name}_right"]
+            assert right.base.data_ptr() == left.base.data_ptr() + 64 * 2
+            assert right.block_shape[-1] == 16 and left.block_shape[-1] == 64
+        assert call["plan"].right.value == 16
+
+
+def _varlen(rows):
+    ends = torch.tensor([0, rows], dtype=torch.int32)
+    return Varlen(ends, ends, rows, rows)
 
 
 def test_what_varlen_sequences_launch(launched):

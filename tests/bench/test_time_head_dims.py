@@ -1,0 +1,58 @@
+"""tests/gpu/time_head_dims.py without a GPU: its record, and no time for a wrong result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import time_head_dims
+import torch
+from emulated import on_the_cpu
+from timed_cpu import good, gpu  # noqa: F401  (gpu is a fixture)
+
+from attnlib.bench.records import Table
+from attnlib.bench.setting import Setting
+from attnlib.bench.shapes import Shape
+from attnlib.bench.verdict import judge
+from attnlib.kernels.hopper.configs import SPLIT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+SMALL = [Shape(1, 1, 70, 72, False), Shape(1, 1, 70, 112, False)]
+
+
+@pytest.fixture
+def small(gpu, monkeypatch):
+    monkeypatch.setattr(time_head_dims, "CALLS", SMALL)
+    monkeypatch.setattr(time_head_dims, "compile_all", lambda calls, tune: None)
+    for name in ("ROUNDS", "SWEEP"):
+        monkeypatch.setattr(time_head_dims, name, Setting("small", 2, 0, 0, 1))
+    monkeypatch.setattr(time_head_dims, "ours", good)
+
+
+def test_the_record(small, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "head_dims.json"
+    with on_the_cpu():  # the padded kernel, in the emulator
+        assert time_head_dims.main(["--out", str(path)]) == 0, capsys.readouterr().out
+    record = json.loads(path.read_text())
+    table = Table.of("calls", record["tables"]["calls"]["rows"], record, False)
+    assert {row["impl"] for row in table.rows} == {"attnlib", "padded", "fa3", "cudnn"}
+    for shape in SMALL:
+        assert table.one(shape, impl="padded")["status"] == "ok"
+        assert judge(table, shape, "attnlib", "padded").noise is not None
+    assert "against it" in capsys.readouterr().out
+
+
+def test_a_wrong_result_is_said(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(time_head_dims, "CALLS", SMALL[:1])
+    monkeypatch.setattr(time_head_dims, "ours", lambda q, k, v, causal, sm_scale: torch.zeros_like(q))
+    with on_the_cpu():
+        assert time_head_dims.main(["--out", str(tmp_path / "x.json")]) == 1
+    assert "attnlib: wrong" in capsys.readouterr().out
+
+
+def test_candidates_are_configurations_of_their_head_dimension():
+    for shape in time_head_dims.SHAPES:
+        if shape.head_dim not in (72, 112):
+            assert len(time_head_dims.tuned(shape)) > 4
+    names = [name for width in SPLIT for name in time_head_dims.tuned(Shape(1, 1, 64, width))]
+    assert sum(name.endswith("*") for name in names) == len(SPLIT) + 1  # that of 96 columns holds 80, too

@@ -1,0 +1,208 @@
+"""Head dimensions in two parts of columns on a Hopper GPU: against dense attention in fp64, in every mask,
+layout and length, equal bits in every run, gradients, CUDA graphs and what a launch uses.
+
+The backward pass is that of the next power of two; it takes what the forward pass leaves.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from cases import Case, check_forward, judge_forward
+from draws import Draw, check
+from layouts import LAYOUTS
+
+from attnlib import attention, attention_varlen, explain
+from attnlib.bench import timing
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.hopper.configs import SPLIT, hopper_config
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9.x",
+)
+MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
+DIMS = pytest.mark.parametrize("head_dim", [72, 80, 88, 96, 136, 160, 192])
+WIDTHS = pytest.mark.parametrize("head_dim", list(SPLIT))
+
+
+def call(q, k, v, causal=True, **options):
+    return attention(q, k, v, causal=causal, impl="hopper", **options)
+
+
+# ---------------------------------------------------------------- compiled once, by several processes
+
+
+def _kinds() -> list[tuple[Shape, bool]]:
+    """One small call for each kind of kernel that most tests below run: (shape, varlen)."""
+    kinds = []
+    for head_dim in SPLIT:
+        for dtype in ("float16", "bfloat16"):
+            for causal, keys in ((True, 128), (True, 133), (False, 128), (False, 133)):
+                kinds.append((Shape(1, 1, 128, head_dim, causal, dtype, seqlen_k=keys), False))
+                kinds.append((Shape(1, 1, 130, head_dim, causal, dtype, seqlen_k=keys), False))
+            kinds.append((Shape(1, 1, 128, head_dim, True, dtype), True))
+    return kinds
+
+
+def _compile(kind: tuple[Shape, bool]) -> None:
+    """In a child: what it compiles stays in Triton's cache."""
+    shape, varlen = kind
+    q, k, v = make_inputs(shape, device="cuda")
+    if varlen:
+        ends = torch.tensor([0, shape.seqlen], dtype=torch.int32, device="cuda")
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        attention_varlen(q, k, v, ends, ends, shape.seqlen, shape.seqlen, causal=True, impl="hopper")
+    else:
+        call(q, k, v, shape.causal, return_lse=True)
+    torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Every process of pytest-xdist compiles its share: a pool in each would be more contexts than memory."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if worker:
+        for kind in _kinds()[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+            _compile(kind)
+        return
+    with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, _kinds()))
+
+
+# ---------------------------------------------------------------- right results
+
+
+def check_shape(shape: Shape, kind: str = "normal", sm_scale: float | None = None) -> None:
+    check_forward(Case(shape, kind, sm_scale), "cuda", impl="hopper")
+
+
+@DIMS
+@MASKS
+def test_a_long_sequence(head_dim, causal):
+    check_shape(Shape(2, 4, 4096, head_dim, causal))
+    check_shape(Shape(1, 6, 2113, head_dim, causal, "bfloat16", heads_kv=2))
+
+
+@WIDTHS
+@MASKS
+@pytest.mark.parametrize("seqlen", [1, 17, 63, 128, 129, 193, 1000])
+def test_odd_lengths(seqlen, head_dim, causal):
+    check_shape(Shape(2, 3, seqlen, head_dim, causal))
+
+
+@WIDTHS
+@pytest.mark.parametrize("seqlen, keys", [(1, 4097), (1000, 3000), (64, 1), (3000, 1000), (200, 17)])
+def test_queries_and_keys_differ_in_number(seqlen, keys, head_dim):
+    for causal in (True, False):
+        check_shape(Shape(1, 4, seqlen, head_dim, causal, seqlen_k=keys))
+
+
+@WIDTHS
+@pytest.mark.parametrize("kind", INPUTS)
+def test_unkind_inputs(kind, head_dim):
+    """Large ones among them: the maxima of rows grow, and both parts of the output are rescaled."""
+    check_shape(Shape(1, 4, 2048, head_dim), kind)
+    check_shape(Shape(1, 4, 1024, head_dim, False, "bfloat16"), kind)
+
+
+@WIDTHS
+@pytest.mark.parametrize("sm_scale", [-0.1, 0.0, 2.0])
+def test_scales(sm_scale, head_dim):
+    check_shape(Shape(1, 2, 300, head_dim), sm_scale=sm_scale)
+
+
+@pytest.mark.parametrize("number", range(48))
+def test_random_calls(number):
+    """Batches and varlen sequences, windows, grouped heads, layouts; every third with gradients."""
+    rng = random.Random(number)
+    varlen, head_dim = rng.random() < 0.4, rng.choice((72, 80, 88, 96, 136, 160, 176, 192))
+    count = rng.randint(2, 5) if varlen else 1
+    lengths = [tuple(int(2 ** rng.uniform(0, 10)) for _ in range(2)) for _ in range(count)]
+    if rng.random() < 0.4:
+        lengths = [(rows, rows) for rows, _ in lengths]
+    window = None
+    if rng.random() < 0.4:
+        window = tuple(-1 if rng.random() < 0.3 else int(2 ** rng.uniform(0, 10)) - 1 for _ in range(2))
+    draw = Draw(
+        tuple(lengths), varlen, 1 if varlen else rng.choice((1, 2)), rng.choice((1, 2)),
+        rng.choice((1, 3)), head_dim, rng.choice(("float16", "bfloat16")), rng.random() < 0.5, window,
+        rng.choice((None, None, 0.05)), tuple(rng.choice((0, 0, 1, 2)) for _ in range(4)), number,
+    )  # fmt: skip
+    check(draw, "cuda", "hopper", backward=number % 3 == 0)
+
+
+@WIDTHS
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_parts_of_a_tensor_that_is_not_contiguous(layout, head_dim):
+    """The second part begins in the middle of rows that lie apart."""
+    contiguous = make_inputs(Shape(2, 4, 333, head_dim), device="cuda")
+    q, k, v = map(layout, contiguous)
+    judge_forward(*call(q, k, v, return_lse=True), Oracle(*contiguous, True), layout.__name__)
+    wide = torch.randn(2, 4, 333, 2 * head_dim, device="cuda", dtype=torch.float16)
+    left = wide[..., :head_dim]  # beside other columns, which have to stay what they are, and unseen
+    judge_forward(*call(left, k, v, return_lse=True), Oracle(left, *contiguous[1:], True), "a slice")
+
+
+# ---------------------------------------------------------------- launches
+
+
+@DIMS
+def test_the_choice(head_dim):
+    q, k, v = make_inputs(Shape(1, 8, 1024, head_dim), device="cuda")
+    choice = explain(q, k, v, causal=True)
+    assert choice.kernel == "hopper" and choice.configuration == hopper_config(head_dim)
+    assert choice.configuration.columns[0] < head_dim <= sum(choice.configuration.columns)
+
+
+@WIDTHS
+def test_the_same_bits_every_time(head_dim):
+    q, k, v = make_inputs(Shape(2, 40, 1500, head_dim), device="cuda")
+    first = call(q, k, v, return_lse=True)
+    for _ in range(30):
+        assert all(torch.equal(a, b) for a, b in zip(first, call(q, k, v, return_lse=True), strict=True))
+
+
+@WIDTHS
+def test_what_a_launch_uses(head_dim):
+    q, k, v = make_inputs(Shape(1, 8, 1024, head_dim), device="cuda")
+    with timing.launched_kernels() as kernels:
+        call(q, k, v)
+    found = timing.resources(kernels)
+    assert found["registers"] == hopper_config(head_dim).max_registers and found["spills"] == 0
+
+
+@WIDTHS
+def test_cuda_graphs(head_dim):
+    shape = Shape(1, 6, 900, head_dim)
+    q, k, v = make_inputs(shape, device="cuda")
+    call(q, k, v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call(q, k, v, return_lse=True)
+    for seed in (1, 2):
+        for old, new in zip((q, k, v), make_inputs(shape, seed=seed, device="cuda"), strict=True):
+            old.copy_(new)
+        graph.replay()
+        judge_forward(out, lse, Oracle(q, k, v, causal=True), "a replayed graph")
+
+
+@WIDTHS
+@MASKS
+def test_gradients(head_dim, causal):
+    """Of the padded backward kernels, from the output and the LSE of the forward pass in parts."""
+    shape = Shape(1, 4, 600, head_dim, causal)
+    q, k, v = (x.requires_grad_() for x in make_inputs(shape, device="cuda"))
+    d_out = make_inputs(shape, seed=1, device="cuda")[0]
+    found = torch.autograd.grad(attention(q, k, v, causal=causal), (q, k, v), d_out)
+    verdicts = GradientOracle(d_out, *(x.detach() for x in (q, k, v)), causal).judge(*found)
+    for verdict in verdicts.values():
+        verdict.raise_if_bad(f"D {head_dim}")
