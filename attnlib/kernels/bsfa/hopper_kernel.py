@@ -150,22 +150,6 @@ def _copy_k(desc_k, mem, c, at, block, plan: gl.constexpr):
 
 
 @gluon.jit
-def _draw(counter_ptr):
-    """Start to draw a number from the counter; `_drawn` waits for it."""
-    lane = tiling.lanes()
-    return gl.atomic_add(counter_ptr + lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
-
-
-@gluon.jit
-def _drawn(asked, counter_ptr, end):
-    number = gl.max(gl.where(tiling.lanes() == 0, asked, 0), 0)
-    # Each program's last draw finds no tile, so there are as many draws as tiles.
-    if number == end - 1:
-        gl.store(counter_ptr, 0)
-    return number + gl.num_programs(0)
-
-
-@gluon.jit
 def _tell(mem, number, last, row, blocks, i_b, i_h):
     """Consumers read which tile has this number."""
     b = number & 1
@@ -198,11 +182,11 @@ def _produce(given, plan: gl.constexpr):
         early = gl.maximum(blocks - 3, 1)
         for i in range(1, early):
             _copy_k(desc_k, mem, c + i, at, blocks - 1 - i, plan)
-        asked = _draw(counter_ptr)
+        asked = tiling.draw(counter_ptr)
         for i in range(early, blocks):
             _copy_k(desc_k, mem, c + i, at, blocks - 1 - i, plan)
         c += blocks
-        number = _drawn(asked, counter_ptr, work.tiles)
+        number = tiling.drawn(asked, counter_ptr, work.tiles, 1)
         row, i_b, i_h = _locate(number, work)
         blocks = _blocks(row + BLOCK_M, work, plan)
         turn += 1

@@ -11,7 +11,9 @@ from attnlib.kernels.common.descriptors import Made, lse_for
 from attnlib.kernels.common.forward_plan import TENSORS
 from attnlib.kernels.common.launcher import LIMIT, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
+from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper import configuration, launch
+from attnlib.kernels.hopper.configs import hopper_config
 from attnlib.kernels.hopper.support import unsupported
 from attnlib.params import Params
 
@@ -35,7 +37,10 @@ def forward(
             return forward(q, k, v, params)
     params = params._replace(return_lse=True)
     if params.config is None:
-        params = params._replace(config=configuration(q, k, params))
+        config = configuration(q, k, params)
+        if config.columns:  # maxima are of tiles in one part
+            config = hopper_config(tile_width(q.shape[-1]))
+        params = params._replace(config=config)
     plan = prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     maxima = torch.empty(plan.maxima, dtype=torch.float32, device=q.device)
@@ -74,5 +79,5 @@ def plan_of(call: Signature):
     _, _, _, S_q, S_k = call.dimensions()
     mask = launch.mask_of(call.window, S_q, S_k, call.config, varlen=False)
     return PooledPlan(**launch.plan_fields(
-        launch.tile_width(call.head_dim), call.config, mask, call.sm_scale < 0, call.return_lse, False
+        call.config.width(call.head_dim), call.config, mask, call.sm_scale < 0, call.return_lse, False
     ))  # fmt: skip

@@ -11,7 +11,7 @@ from emulated import Call, check_backward, check_forward, mutate
 from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import backward_pair, backward_ring
+from attnlib.kernels.common import backward_pair, backward_ring, tile_scheduler
 from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import (
     backward_kernel,
@@ -58,6 +58,10 @@ def forward(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tup
 
 def parts(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, column_parts)
+
+
+def drawing(bug: str, call: str, verdict: str, edit: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, module=tile_scheduler)
 
 
 def ring(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
@@ -208,7 +212,7 @@ MUTATIONS = [
              "barriers(plan.pipeline.stages, plan.pipeline.warpgroups - 1)")),
     ring("threads are miscounted", "named", f"Race: barrier 8: 288 threads came|{DEADLOCK}",
          ("32 + 128 * plan.pipeline.warpgroups", "128 * plan.pipeline.warpgroups")),
-    forward("the counter is not set back", "joint", "AssertionError: the counter of tiles is not set back",
+    drawing("the counter is not set back", "joint", "AssertionError: the counter of tiles is not set back",
             ("if number == end - 1:", "if number == end:")),
     forward("the LSE of a row too many", "one tile", "IndexError: address outside of its tensor",
             ("mask=o_m < seq.S_q", "mask=o_m < seq.S_q + 1")),
@@ -317,7 +321,7 @@ MUTATIONS = [
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    of_forward = mutation.module in (forward_kernel, column_parts, ring_module)
+    of_forward = mutation.module in (forward_kernel, column_parts, ring_module, tile_scheduler)
     check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
     try:
         check(calls[mutation.caught_by], order, seed, mutants=mutants)

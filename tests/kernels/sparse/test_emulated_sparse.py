@@ -17,7 +17,7 @@ from sparse_cases import FUNCTIONS
 
 from attnlib import BlockMask
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import backward_pair
+from attnlib.kernels.common import backward_pair, tile_scheduler
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel
@@ -181,12 +181,13 @@ MUTATIONS = [
             ("gl.minimum(tile.first + i + 1, tile.end - 1)", "gl.minimum(tile.first + i + 2, tile.end - 1)")),
     planted("the next tile begins with the step of this one", "many tiles", WRONG,
             ("        tile = next_tile\n        step = first\n", "        tile = next_tile\n")),
-    planted("a drawn tile is that of one pair", "many tiles", f"{WRONG}|AssertionError: the counter",
-            ("number + plan.pairs * gl.num_programs(0)", "number + gl.num_programs(0)")),
+    Mutation("a drawn tile is that of one pair", "number + producers * gl.num_programs(0)",
+             "number + gl.num_programs(0)", "many tiles", f"{WRONG}|AssertionError: the counter",
+             module=tile_scheduler),
     planted("both pairs begin with one tile", "many tiles", WRONG,
             ("plan.pairs * gl.program_id(0) + PAIR", "plan.pairs * gl.program_id(0)")),
-    planted("the counter is not set back", "many tiles", "AssertionError: the counter",
-            ("gl.store(counter_ptr, 0)", "gl.store(counter_ptr, number)")),
+    Mutation("the counter is not set back", "gl.store(counter_ptr, 0)", "gl.store(counter_ptr, number)",
+             "many tiles", "AssertionError: the counter", module=tile_scheduler),
     planted("the producer fills a slot that is in use", "apart", "Race",
             ("        acquire(mem, c + i, plan)\n", "")),
     planted("Q is overwritten while it is read", "apart", "Race|Deadlock|Assertion",
