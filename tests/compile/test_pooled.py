@@ -47,4 +47,5 @@ def test_forward(compiled: dict[tuple, Stats], case: tuple) -> None:
     stats = compiled[case]
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.opcodes.get("UTMALDG") and not stats.opcodes.get("HMMA")
-    assert stats.spills <= (2 if case == ("256", True) else 0) and stats.warnings == () and stats.shared_bytes <= SMEM_LIMIT
+    assert stats.spills <= (2 if case == ("256", True) else 0)
+    assert stats.warnings == () and stats.shared_bytes <= SMEM_LIMIT
