@@ -234,8 +234,9 @@ def sparse_tables() -> str:
 
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
-    "head_dims": head_dims_table, "host": host_table, "decode": decode_table, "fp8": fp8_table, "sparse": sparse_tables,
-    "approximate": approximate_tables, "entmax": entmax_table, "distributed": distributed_table,
+    "head_dims": head_dims_table, "host": host_table, "decode": decode_table, "fp8": fp8_table,
+    "sparse": sparse_tables, "approximate": approximate_tables, "entmax": entmax_table,
+    "distributed": distributed_table,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 
