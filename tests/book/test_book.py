@@ -482,6 +482,15 @@ def record(tmp_path, monkeypatch):
     read = [call | {"impl": x, "ms": y, "relative_error": z} for x, y, z in speeds]
     distr = head | {"notebook": "distr", "tables": {"attention": {"rows": read}}}
     (path.parent / "distr.json").write_text(json.dumps(distr))
+    call |= {"codes": 10}
+    speeds = ("attnlib, forward", 1.548), ("adasplash 2, forward", 4.132)
+    read = [call | {"impl": x, "ms": y} for x, y in speeds]
+    shares = [{"codes": 10, "seqlen": 4096, "blocks": 0.104}]
+    entmax = {"calls": {"rows": []}, "blocks": {"rows": read}, "lists": {"rows": shares}}
+    (path.parent / "entmax.json").write_text(json.dumps(head | {"notebook": "entmax", "tables": entmax}))
+    read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in (("attnlib", 529), ("fa3", 493))]
+    widths = head | {"notebook": "head_dims", "tables": {"calls": {"rows": read}}}
+    (path.parent / "head_dims.json").write_text(json.dumps(widths))
     gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
     gains.append(("attnlib (control)", 2, 25.3, 1.939))
     read = [
@@ -507,6 +516,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
         "<!-- teaching -->\nold\n<!-- /teaching -->\n"
         "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
         "<!-- sparse -->\n<!-- /sparse -->\n<!-- approximate -->\n<!-- /approximate -->\n"
+        "<!-- entmax -->\n<!-- /entmax -->\n<!-- head_dims -->\n<!-- /head_dims -->\n"
         "<!-- distributed -->\n<!-- /distributed -->\n"
         "after\n"
     )
@@ -525,6 +535,8 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "| B1 H12 S4096 D64 dense fp16 | 0.020 | – | – | 0.100 | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 0.557 | – | 0.500 | – | 0.829 | 0.002 | – |" in text
     assert "| D128 kept 25% | 711 | – | 95% |" in text and "| D128 causal, soft cap | 0.77 | – |" in text
+    assert "causal fp16, weights in 10% of the blocks | 1.548 | 4.132 | – | – | – | – |" in text
+    assert "| B1 H12 S4096 D64 causal fp16 | 529 | – | 493 | – | 1.073, noise not measured |" in text
     assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)

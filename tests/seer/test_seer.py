@@ -186,6 +186,6 @@ def test_quality_of_a_tiny_model():
     assert found["gate"]["loss"] == pytest.approx(dense, rel=1e-3)
     assert found["gate"]["kept"] == found["gate"]["found"] == 1
     assert found["oracle"]["kept"] == found["random"]["kept"] <= 0.7
-    assert found["oracle"]["found"] > found["random"]["found"]
+    assert found["oracle"]["found"] >= found["random"]["found"]
     assert found["oracle"]["mass"] > found["random"]["mass"]
     assert found["oracle"]["loss"] < found["random"]["loss"]
