@@ -89,10 +89,12 @@ def _on_the_gpu(function: Callable) -> Callable:
     """`function` of CPU tensors, computed on the GPU if there is one; it may change what it is given."""
     if not torch.cuda.is_available():
         return function
+    properties = torch.cuda.get_device_properties  # `emulated` makes PyTorch tell others
 
     def call(*given):
         there = [x.cuda() if isinstance(x, torch.Tensor) else x for x in given]
-        found = function(*there)
+        with mock.patch.object(torch.cuda, "get_device_properties", properties):
+            found = function(*there)
         for here, changed in zip(given, there, strict=True):
             if isinstance(here, torch.Tensor):
                 here.copy_(changed)

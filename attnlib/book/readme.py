@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from attnlib.bench import ladder, modes, records, shapes, tables
+from attnlib.bench import ladder, modes, records, shapes, tables, verdict
 from attnlib.bench.shapes import Shape
 from attnlib.book import chapters as book_chapters
 
@@ -14,6 +14,7 @@ TEACHING = ("15_teaching", "ladder")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE = ("decode", "calls")
 FP8 = ("fp8", "attention")
+HEAD_DIMS = ("head_dims", "calls")
 MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
@@ -112,6 +113,23 @@ def fp8_table() -> str:
         cells[row["impl"]] = f"{row['tflops']:.0f}"
         if "error of " + row["impl"] in columns:
             cells["error of " + row["impl"]] = f"{row['rms_error']:.1e}"
+    return _shown(lines, columns, table)
+
+
+def head_dims_table() -> str:
+    """README's table of head dimensions that are no powers of two, of the record of
+    `tests/gpu/time_head_dims.py`."""
+    impls = {"attnlib": "attnlib", "padded": "padded to a power of two", "fa3": "FA3", "cudnn": "cuDNN"}
+    columns = {"call": "Forward, TFLOP/s", **impls, "of_fa3": "attnlib / FA3"}
+    table = records.load(*HEAD_DIMS, gpu=records.REFERENCE_GPU)
+    lines: Lines = {}
+    for row in table.rows:
+        if row["status"] == "ok":
+            cells = _cells(lines, Shape.of_row(row).label, columns)
+            cells[row["impl"]] = f"{row['tflops']:.0f}"
+            if row["impl"] == "fa3":
+                found = verdict.judge(table, Shape.of_row(row), "attnlib", "fa3")
+                cells["of_fa3"] = f"{found.ratio:.3f}, {found.word}"
     return _shown(lines, columns, table)
 
 
@@ -216,8 +234,9 @@ def sparse_tables() -> str:
 
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
-    "host": host_table, "decode": decode_table, "fp8": fp8_table, "sparse": sparse_tables,
-    "approximate": approximate_tables, "entmax": entmax_table, "distributed": distributed_table,
+    "head_dims": head_dims_table, "host": host_table, "decode": decode_table, "fp8": fp8_table,
+    "sparse": sparse_tables, "approximate": approximate_tables, "entmax": entmax_table,
+    "distributed": distributed_table,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
 

@@ -287,8 +287,8 @@ def _step(
         asked += 1
         if plan.store_kept:
             gl.store(kept + block, 1)
-        shift, alpha, changed = softmax.new_shift(s, shift, qk_scale, plan.crosses)
-        acc = softmax.rescale(acc, alpha, changed, plan)
+        shift, alpha, changed = softmax.new_shift(tops, shift, qk_scale, plan.crosses)
+        acc = softmax.rescale(acc, alpha, changed)
         weights = softmax.weights(s, shift, qk_scale, plan.crosses)
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
         sums = softmax.add_sums(sums, weights)
@@ -416,7 +416,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             place = (at_o[0] * work.H + at_o[1]).to(gl.int64) * work.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
         if row < work.S_q:
-            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc, plan)  # [64, D]
+            o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc)  # [64, D]
             _store_output(desc_o, o.to(dtype), mem, at_o, row, WG, plan)
     tma.store_wait(0)
 

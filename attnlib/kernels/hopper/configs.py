@@ -94,7 +94,7 @@ _PACE = {M256N64: (525, 60), M192N128: (555, 170), M128N128: (474, 150)}
 measured shapes, of all of which `busiest` finds the fastest tile: the middle of the numbers that do."""
 
 
-# Not measured yet: docs/lab/hopper.md has what is expected of these and of others.
+# Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.
 SPLIT = {
     80: SplitConfig(
         64, 3, 4, 64, 64, pin=True, consumer_registers=160, max_registers=128, columns=(64, 16), **_MANY

@@ -157,7 +157,7 @@ MUTATIONS = [
     Mutation("the threshold of another head", "i_h * limits.h", "i_b * limits.h", "batches", VALUES),
     Mutation("rows that are not there decide", "gl.where(row + o_m < work.S_q, tops, float(\"-inf\"))",
              "tops", "low", VALUES),
-    Mutation("an old maximum is not rescaled", "        acc = softmax.rescale(acc, alpha, changed, plan)\n",
+    Mutation("an old maximum is not rescaled", "        acc = softmax.rescale(acc, alpha, changed)\n",
              "", "steep", VALUES),
 ]  # fmt: skip
 CALLS["low"] = Call(S_q=70, S_k=400, threshold=-0.01, sm_scale=-1e-3, positive=True)
