@@ -37,8 +37,9 @@ def count(stats: Stats, kind: str) -> int:
 def test_no_loop_spills_or_serializes_its_products(compiled: dict[str, Stats]) -> None:
     for name, stats in compiled.items():
         assert stats.warnings == (), f"{name}: {stats.warnings}"
-        assert not count(stats, "STL") and not count(stats, "LDL"), name
-        assert stats.spills == 0 or name == "no_softmax", name  # outside of its loop
+        spilling = [loop.get("STL", 0) + loop.get("LDL", 0) > 0 for loop in stats.loops]  # a loop a consumer
+        assert any(spilling) == (name == "no_softmax"), f"{name}: {spilling}"  # no test of the rule, then
+        assert (stats.spills > 0) == (name == "no_softmax"), name
         assert stats.shared_bytes <= inspect_sm90.SMEM_LIMIT, name
 
 
