@@ -40,7 +40,8 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
 
         return (
             tool(knobs.nvidia.cuobjdump.path, "--dump-resource-usage"),
-            tool(knobs.nvidia.nvdisasm.path, "-c"),
+            # Following branches through registers takes a third of its time and adds only a remark to them.
+            tool(knobs.nvidia.nvdisasm.path, "-c", "--no-dataflow"),
         )
 
 

@@ -15,6 +15,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
 from attnlib.bench.setting import WARM
+from attnlib.book import forked_kernel
 
 SHOWN_LINES = 4
 """Lines of a failing cell's source in a report."""
@@ -22,15 +23,16 @@ SHOWN_LINES = 4
 
 @dataclass(frozen=True)
 class Mode:
-    """What notebooks are executed for: variables that their kernels get, and whether a notebook goes on after
-    a cell that failed."""
+    """What notebooks are executed for: variables that their kernels get, whether a notebook goes on after a
+    cell that failed, and whether kernels are forks of one process, see `forked_kernel`."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     goes_on: bool = False
+    forked: bool = False
 
 
 MEASURE = Mode()
-REPLAY = Mode({"ATTNLIB_REPLAY": "1"})
+REPLAY = Mode({"ATTNLIB_REPLAY": "1"}, forked=True)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ def execute(
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     running: list[nbformat.NotebookNode] = []
+    variables, manager = environment(mode, jobs), {}
+    if mode.forked:
+        forked_kernel.start_server(variables)
+        manager = {"kernel_manager_class": forked_kernel.ForkedKernelManager}
     client = NotebookClient(
         notebook,
         timeout_func=lambda cell: max(1, math.ceil(limits.left())),
@@ -85,10 +91,11 @@ def execute(
         # no history file, and no warning on stderr about unencrypted TCP on the loopback device
         extra_arguments=["--HistoryManager.enabled=False", "--IPKernelApp.log_level=ERROR"],
         on_cell_start=lambda cell, cell_index: running.append(cell),
+        **manager,
     )
     start, failure = time.monotonic(), ""
     try:
-        client.execute(env=environment(mode, jobs))
+        client.execute(env=variables)
         failure = _first_error(path.stem, notebook)
     except CellExecutionError as error:
         failure = describe(path.stem, running[-1], f"{error.ename}: {error.evalue}")

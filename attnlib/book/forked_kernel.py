@@ -1,0 +1,89 @@
+"""Kernels of notebooks that are forks of one process, which has imported what every notebook imports.
+
+Importing PyTorch takes as long as half of the cells of a replayed notebook. Here it is done once: Python's
+own fork server (`multiprocessing`) imports the packages, and the kernel of each notebook begins as a copy of
+it. A notebook that is measured on a GPU gets a process of its own from the start.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning import LocalProvisioner
+
+# Not Triton: attnlib.book.lesson chooses its interpreter, before it is imported.
+IMPORTED = ["ipykernel.kernelapp", "torch", "matplotlib", "pandas", "seaborn"]
+_INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+"""What ipykernel sets as it starts; matplotlib reads it when it is imported."""
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def start_server(environment: Mapping[str, str]) -> None:
+    """Start the process that kernels are forked from, unless it runs. environment: its variables, of which
+    Python and the packages read some only once."""
+    _context.set_forkserver_preload(IMPORTED)
+    before = dict(os.environ)
+    os.environ.update({**_INLINE, **environment})
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run_kernel(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+    """The forked process: as `python -m ipykernel_launcher`, which was not started but copied. It ends when
+    the server does, which ends when the process that called `start_server` does."""
+    from ipykernel import kernelapp
+
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update({**_INLINE, **environment})
+    kernelapp.launch_new_instance(argv=[*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
+
+
+class _Child:
+    """A forked process, with the methods of `subprocess.Popen` that a provisioner calls."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process, self.pid = process, process.pid
+        self.terminate, self.kill = process.terminate, process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class _Provisioner(LocalProvisioner):
+    """Starts the kernel as a fork. It has no process group to send signals to: only the kernel gets them."""
+
+    async def launch_kernel(self, cmd: list[str], **options: Any) -> dict[str, Any]:
+        arguments = cmd[cmd.index("ipykernel_launcher") + 1 :]
+        process = _context.Process(
+            target=_run_kernel, args=(arguments, str(options["cwd"]), dict(options["env"])), daemon=True
+        )
+        process.start()
+        self.process, self.pid, self.cwd = _Child(process), process.pid, options["cwd"]
+        return self.connection_info
+
+
+class ForkedKernelManager(AsyncKernelManager):
+    """For `nbclient.NotebookClient`, as its `kernel_manager_class`. `start_server` comes first."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.provisioner = _Provisioner(kernel_id="", kernel_spec=self.kernel_spec, parent=self)
