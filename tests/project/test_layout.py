@@ -4,6 +4,7 @@ a new module or a new family is held to the same rules without a word here."""
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -39,6 +40,7 @@ def is_command(file: Path) -> bool:
     return named or file.name == "__main__.py"
 
 
+@functools.cache
 def room(file: Path) -> str:
     """One of `TOOLS`, or "product"; a command of the product, which may measure, is a room of its own."""
     first = file.relative_to(PACKAGE).parts[0]
