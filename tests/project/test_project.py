@@ -138,7 +138,7 @@ def test_ci_runs_make_test():
     subprocess.run(["bash", "-n", script], check=True)
 
 
-# What must not stand in the project, in small letters; each pattern is spelled so that it does not match itself.
+# What must not stand in the project, in small letters. No pattern matches its own spelling here.
 FORBIDDEN = {
     "a path of one machine": r"/(?<![\w.]/)(?:[w]ork|[r]oot|[t]mp|[f]arm|[h]ome)/\w",
     "a package registry": r"--[i]ndex-url|[f]ind-links|[p]ypi\.org|[r]egistry\.npmjs",
