@@ -16,7 +16,6 @@ from attnlib.bench.imports import imported_files, imported_names, reach
 from attnlib.bench.paths import PACKAGE, ROOT, TESTS
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-IMPORTS = {file: imported_files(file) - {file} for file in MODULES}
 TOOLS = "bench", "book", "emulator"
 """The rooms beside the product, to which all other folders of attnlib belong."""
 KERNELS = PACKAGE / "kernels"
@@ -28,9 +27,15 @@ def short(files: set[Path] | list[Path]) -> list[str]:
     return sorted(str(file.relative_to(ROOT)) for file in files)
 
 
+@functools.cache
+def imports(file: Path) -> set[Path]:
+    """The modules that a module itself imports."""
+    return imported_files(file) - {file}
+
+
 def below(file: Path) -> set[Path]:
     """All modules that a module imports, and that these do."""
-    return reach([file], IMPORTS.__getitem__)
+    return reach([file], imports)
 
 
 def is_command(file: Path) -> bool:
@@ -69,13 +74,13 @@ def test_few_files_are_at_the_top():
 
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_no_circle(file):
-    assert file not in below(file), f"imports itself by way of {short(IMPORTS[file])}"
+    assert file not in below(file), f"imports itself by way of {short(imports(file))}"
 
 
 def test_rooms_have_no_circle():
     """book -> bench -> product: where one room imports another, that one does not import it, by any way."""
     rooms = {room(file): set() for file in MODULES}
-    for file, others in IMPORTS.items():
+    for file, others in ((file, imports(file)) for file in MODULES):
         rooms[room(file)] |= {room(other) for other in others} - {room(file)}
     assert {"product", *TOOLS} <= set(rooms) and "bench" in rooms["book"] and "product" in rooms["bench"]
     for name in rooms:
@@ -105,7 +110,7 @@ def test_what_families_share_imports_no_family():
 def test_the_product_finds_families_in_the_registry_alone():
     for file in PRODUCT:
         if not file.is_relative_to(KERNELS):
-            inside = {other for other in IMPORTS[file] if any(map(other.is_relative_to, FAMILIES))}
+            inside = {other for other in imports(file) if any(map(other.is_relative_to, FAMILIES))}
             assert not inside, f"{short([file])} imports {short(inside)}"
     assert FAMILIES and all(family / "__init__.py" in below(REGISTRY) for family in FAMILIES)
 
