@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
+import psutil
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -49,12 +50,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """One executed notebook: its name, seconds, where the executed copy is, and the failure ("" if none)."""
+    """One executed notebook: its name, seconds, where the executed copy is, the failure ("" if none), and the
+    seconds for which its kernel, and what that started, kept a core busy."""
 
     notebook: str
     seconds: float
     target: Path
     failure: str = ""
+    cpu_seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -75,6 +78,7 @@ def execute(
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     running: list[nbformat.NotebookNode] = []
+    used: list[float] = []
     variables, manager = environment(mode, jobs), {}
     if mode.forked:
         forked_kernel.start_server(variables)
@@ -91,6 +95,7 @@ def execute(
         # no history file, and no warning on stderr about unencrypted TCP on the loopback device
         extra_arguments=["--HistoryManager.enabled=False", "--IPKernelApp.log_level=ERROR"],
         on_cell_start=lambda cell, cell_index: running.append(cell),
+        on_cell_executed=lambda **_: used.append(_cpu_seconds(client.km.provisioner.pid)),
         **manager,
     )
     start, failure = time.monotonic(), ""
@@ -109,7 +114,13 @@ def execute(
     clean(notebook)
     where = (failed or target) if failure else target
     write_atomically(where, nbformat.writes(notebook) + "\n")
-    return Result(path.stem, time.monotonic() - start, where, failure)
+    return Result(path.stem, time.monotonic() - start, where, failure, max(used, default=0.0))
+
+
+def _cpu_seconds(process: int) -> float:
+    """Of a process and of its children that have ended, user and system."""
+    times = psutil.Process(process).cpu_times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _overtime(limits: Limits) -> str:
