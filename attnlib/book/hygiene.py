@@ -248,11 +248,12 @@ def begins(nb: Notebook) -> Found:
 
 
 def sizes(nb: Notebook) -> Found:
-    """Few code cells, besides those that change a kernel, and short ones."""
-    changes = sum(bool({"change", "variant"} & set(tags(cell))) for cell in nb.code)
+    """Few code cells, besides those that change a kernel and those that the reader fills in, and short
+    ones."""
+    apart = sum(bool({"change", "variant", "exercise"} & set(tags(cell))) for cell in nb.code)
     in_pieces = any("change" in tags(cell) for cell in nb.code)
-    if len(nb.code) - changes > MAX_CODE_CELLS:
-        yield "", f"expected at most {MAX_CODE_CELLS} code cells, got {len(nb.code) - changes}"
+    if len(nb.code) - apart > MAX_CODE_CELLS:
+        yield "", f"expected at most {MAX_CODE_CELLS} code cells, got {len(nb.code) - apart}"
     for cell in nb.code:
         limit = MAX_KERNEL_CELL_LINES if "@triton.jit" in source(cell) else MAX_CELL_LINES
         if "@gluon.jit" in source(cell):
