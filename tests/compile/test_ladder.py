@@ -75,3 +75,12 @@ def test_two_loops_of_chapter_05_are_what_its_ablation_timed() -> None:
     pair = [*launched_by(two_loops, 64), *jobs("05_two_pass_causal", 64, "causal", **options)]
     ours, timed = inspect_sm90.compile_all(pair)
     assert ours.listing and ours.listing == timed.listing
+
+
+def test_the_three_kernels_of_chapter_02_fit_as_its_one_kernel_does() -> None:
+    variants = sources.variant_sources(NOTEBOOKS / "02_tiling.ipynb", "01_naive")
+    three = launched_by(sources.load_source("three_kernels", variants["three_kernels"]), 64)
+    assert [job.kernel_name for job in three] == ["max_kernel", "sum_kernel", "output_kernel"]
+    for stats in inspect_sm90.compile_all(three):
+        assert stats.opcodes.get("HGMMA") and stats.spills == 0 and stats.warnings == ()
+        assert len(stats.loops) == 1 and stats.ctas_per_sm > 0
