@@ -327,7 +327,7 @@ def exercises(nb: Notebook) -> Found:
         yield "", f"expected at least {EXERCISES} cells tagged 'exercise', got {len(stubs)}"
     for i in stubs:
         following = source(nb.code[i + 1]) if i + 1 < len(nb.code) else ""
-        if "lesson.check(" not in following:
+        if not re.search(r"\blesson\.(?:check|beat|beat_contest)\(", following):
             yield _id(nb.code[i]), "expected lesson.check(...) in the code cell after the stub"
 
 
