@@ -172,14 +172,14 @@ class Contest:
         return f"{self.ms:.3g} ms, {self.shape.label} ({self.label})"
 
 
-def contest(step: str, head_dim: int) -> Contest:
-    """To beat a step of the ladder at the task's shape of `head_dim`, causal. RecordError if it has not been
-    measured."""
-    shape = TASK[f"d{head_dim}"]
-    table = records.load(step, "ladder")
-    row = table.one(shape, impl=step)
+def contest(step: str, head_dim: int, table: str = "ladder", impl: str | None = None) -> Contest:
+    """To beat the last kernel of a step at the task's shape of `head_dim`, causal. `table` and `impl` say
+    where the step's record has its time. RecordError if it has none."""
+    shape, impl = TASK[f"d{head_dim}"], impl or step
+    measured = records.load(step, table)
+    row = measured.one(shape, impl=impl)
     if row["status"] != "ok":
-        raise records.RecordError(f"ladder: {step!r} has no time at {shape.label}: {row['status']}")
+        raise records.RecordError(f"{table}: {impl!r} has no time at {shape.label}: {row['status']}")
 
     def start() -> tuple[tuple, Callable[[Any], None]]:
         q, k, v = make_inputs(shape, device="cuda")
@@ -191,7 +191,7 @@ def contest(step: str, head_dim: int) -> Contest:
 
         return (q, k, v, shape.causal, shape.head_dim**-0.5), judge
 
-    return Contest(sources.load_step(step).attention, shape, start, row["ms"], table.label)
+    return Contest(sources.load_step(step).attention, shape, start, row["ms"], measured.label)
 
 
 def window_ms(call: Callable[[], Any]) -> float:

@@ -566,11 +566,11 @@ def check(check_fn: Callable[[object], object], answer: object) -> None:
         print("✔ right")
 
 
-def beat(answer: Callable, step: str, head_dim: int) -> None:
-    """`beat_contest` of a step of the ladder at the task's shape of `head_dim`."""
+def beat(answer: Callable, step: str, head_dim: int, **where: str) -> None:
+    """`beat_contest` of a step at the task's shape of `head_dim`; `where` as in `exercises.contest`."""
     from attnlib.book.exercises import contest
 
-    beat_contest(answer, contest(step, head_dim))
+    beat_contest(answer, contest(step, head_dim, **where))
 
 
 def beat_contest(answer: Callable, contest: Contest) -> None:
