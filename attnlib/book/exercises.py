@@ -175,11 +175,17 @@ class Contest:
 def contest(step: str, head_dim: int, table: str = "ladder", impl: str | None = None) -> Contest:
     """To beat the last kernel of a step at the task's shape of `head_dim`, causal. `table` and `impl` say
     where the step's record has its time. RecordError if it has none."""
-    shape, impl = TASK[f"d{head_dim}"], impl or step
-    measured = records.load(step, table)
+    rival, shape = sources.load_step(step).attention, TASK[f"d{head_dim}"]
+    return contest_of(rival, shape, records.load(step, table), impl or step)
+
+
+def contest_of(rival: Callable, shape: Shape, measured: records.Table, impl: str) -> Contest:
+    """To beat `rival`, exact attention as f(q, k, v, causal, sm_scale), which `measured` calls `impl`."""
     row = measured.one(shape, impl=impl)
     if row["status"] != "ok":
-        raise records.RecordError(f"{table}: {impl!r} has no time at {shape.label}: {row['status']}")
+        raise records.RecordError(
+            f"table {measured.name!r}: {impl!r} has no time at {shape.label}: {row['status']}"
+        )
 
     def start() -> tuple[tuple, Callable[[Any], None]]:
         q, k, v = make_inputs(shape, device="cuda")
@@ -191,7 +197,7 @@ def contest(step: str, head_dim: int, table: str = "ladder", impl: str | None = 
 
         return (q, k, v, shape.causal, shape.head_dim**-0.5), judge
 
-    return Contest(sources.load_step(step).attention, shape, start, row["ms"], measured.label)
+    return Contest(rival, shape, start, row["ms"], measured.label)
 
 
 def window_ms(call: Callable[[], Any]) -> float:

@@ -1,6 +1,7 @@
 """Exercises that ask to beat a number: a race with a timer that is played."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from attnlib.bench import records
 from attnlib.bench.shapes import Shape
 from attnlib.book import exercises, lesson
-from attnlib.book.exercises import Contest, contest, race
+from attnlib.book.exercises import Contest, contest, contest_of, race
 
 ROUNDS = exercises.BOOK.rounds
 
@@ -129,5 +130,9 @@ def test_the_number_to_beat_is_the_record_s():
     row = records.load("03_online_softmax", "ladder").one(impl="03_online_softmax", head_dim=128)
     assert found.ms == row["ms"] and found.shape.head_dim == 128
     assert found.rival is lesson.load_kernel("03_online_softmax").attention
-    with pytest.raises(records.RecordError):
+    with pytest.raises(records.RecordError, match="no table 'ladder'"):
         contest("20_backward", 128)
+    measured = records.load("03_online_softmax", "ladder")
+    gone = replace(measured, rows=[row | {"status": "wrong"} for row in measured.rows])
+    with pytest.raises(records.RecordError, match="has no time at .*: wrong"):
+        contest_of(rival, found.shape, gone, "03_online_softmax")
