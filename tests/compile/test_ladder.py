@@ -67,20 +67,41 @@ def test_the_spills_that_chapter_06_shows() -> None:
     assert many.spills == 0
 
 
-def test_two_loops_of_chapter_05_are_what_its_ablation_timed() -> None:
-    """The kernel of the first change has no record of its own: it is the last one with another order."""
-    variants = sources.variant_sources(NOTEBOOKS / "05_two_pass_causal.ipynb", "04_exp2")
-    two_loops = sources.load_source("two_loops", variants["two_loops"])
+@pytest.fixture(scope="module")
+def on_the_way() -> dict[str, list[Stats]]:
+    """The kernels between two steps, at D = 64, and the one that chapter 05's ablation timed; all at once."""
+    ways = {
+        "three_kernels": ("02_tiling", "01_naive", {}),
+        "two_loops": ("05_two_pass_causal", "04_exp2", {}),
+    }
+    tile = module_of("06_autotuning").Config(64, 64, 4, 2)
+    ways |= {name: ("08_production", "06_autotuning", {"config": tile}) for name in ("descriptors", "late")}
+    found = {}
+    for name, (step, base, options) in ways.items():
+        text = sources.variant_sources(NOTEBOOKS / f"{step}.ipynb", base)[name]
+        found[name] = launched_by(sources.load_source(name, text), 64, **options)
     options = {"two_pass": True, "order": "head by head, shortest first"}
-    pair = [*launched_by(two_loops, 64), *jobs("05_two_pass_causal", 64, "causal", **options)]
-    ours, timed = inspect_sm90.compile_all(pair)
+    found["timed"] = jobs("05_two_pass_causal", 64, "causal", **options)
+    stats = iter(inspect_sm90.compile_all(job for group in found.values() for job in group))
+    return {name: [next(stats) for _ in group] for name, group in found.items()}
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("three_kernels", 3), ("descriptors", 1), ("late", 1)])
+def test_kernels_between_two_steps_fit(on_the_way: dict[str, list[Stats]], name: str, kernels: int) -> None:
+    assert len(on_the_way[name]) == kernels
+    for stats in on_the_way[name]:
+        assert stats.opcodes.get("HGMMA") and stats.loops
+        assert stats.spills == 0 and stats.warnings == () and stats.ctas_per_sm >= 3
+
+
+def test_two_loops_of_chapter_05_are_what_its_ablation_timed(on_the_way: dict[str, list[Stats]]) -> None:
+    """The kernel of the first change has no record of its own: it is the last one with another order."""
+    (ours,), (timed,) = on_the_way["two_loops"], on_the_way["timed"]
     assert ours.listing and ours.listing == timed.listing
 
 
-def test_the_three_kernels_of_chapter_02_fit_as_its_one_kernel_does() -> None:
-    variants = sources.variant_sources(NOTEBOOKS / "02_tiling.ipynb", "01_naive")
-    three = launched_by(sources.load_source("three_kernels", variants["three_kernels"]), 64)
-    assert [job.kernel_name for job in three] == ["max_kernel", "sum_kernel", "output_kernel"]
-    for stats in inspect_sm90.compile_all(three):
-        assert stats.opcodes.get("HGMMA") and stats.spills == 0 and stats.warnings == ()
-        assert len(stats.loops) == 1 and stats.ctas_per_sm > 0
+def test_the_second_change_of_chapter_08_overlaps(on_the_way: dict[str, list[Stats]]) -> None:
+    (in_order,), (late,) = on_the_way["descriptors"], on_the_way["late"]
+    for stats in (in_order, late):
+        assert stats.loops[0].get("UTMALDG") and not stats.loops[0].get("LDGSTS")
+    assert late.order(0).count("HGMMA") > in_order.order(0).count("HGMMA")  # products between exponentials
