@@ -26,12 +26,14 @@ from attnlib.bench.sass import opcode
 from attnlib.bench.setting import warming
 from attnlib.bench.shapes import Shape
 from attnlib.book import lesson, palette
+from attnlib.book.chapters import label
 from attnlib.book.charts import new_figure
 from attnlib.book.exercises import ORDERS, judge_gluon, judge_gradients
 
 __all__ = [
     "backward_code",
     "beside",
+    "between",
     "compiled",
     "judge",
     "load",
@@ -65,6 +67,16 @@ def show(step: str, name: str) -> None:
             (("new", added), ("gone", gone)) if found]  # fmt: skip
     if said:
         lesson.say("; ".join(said) + ".")
+
+
+def between(step: str, base: str, old: str, new: str) -> None:
+    """Show the diff of two kernels on the way from one step, `base`, to the next: either of them by its name,
+    or a variant of `base` that the notebook of `step` has."""
+    texts = sources.variant_sources(sources.notebook_of(step), base) | {step: lesson.kernel_source(step)}
+    for name in (old, new):
+        if name not in texts:
+            raise ValueError(f"{step}: expected one of {', '.join(texts)}, got {name!r}")
+    lesson.show_texts(texts[old], texts[new], *(label(name) for name in (old, new)))
 
 
 def judge(module: ModuleType) -> None:

@@ -1,23 +1,31 @@
 """Checks of exercises in which the reader writes a kernel: the answer is a launcher, judged against fp64.
 
 A kernel in plain Triton runs in Triton's interpreter, or on the GPU where there is one; a kernel in Gluon
-runs in the emulator, in several orders, wherever the notebook runs."""
+runs in the emulator, in several orders, wherever the notebook runs. Where the exercise is to be fast, `race`
+times the answer on a GPU beside the kernel of the book that it has to beat."""
 
 from __future__ import annotations
 
+import random
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
+from attnlib.bench import records, sources, timing
 from attnlib.bench.backward import make_gradient
 from attnlib.bench.entmax_oracle import EntmaxOracle
 from attnlib.bench.gradient_oracle import GradientOracle
-from attnlib.bench.oracle import Oracle, make_inputs
-from attnlib.bench.shapes import Shape
+from attnlib.bench.oracle import Oracle, make_inputs, poisoned_empty
+from attnlib.bench.setting import BOOK, WINDOW
+from attnlib.bench.shapes import TASK, Shape
+from attnlib.bench.verdict import FASTER, Verdict, spread
 from attnlib.emulator import Deadlock, Race, emulated
 from attnlib.emulator.barriers import Barrier
 from attnlib.emulator.machine import Machine
@@ -136,3 +144,93 @@ def watched() -> Iterator[list[list[str]]]:
             stack.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name), word)))
         yield found
     found += did.values()
+
+
+# To beat a number: only a GPU can tell
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A call, and the kernel of the book that an answer has to beat on it.
+
+    Attributes:
+        rival: the book's function; it and the answer take the same arguments.
+        shape: of the call.
+        start: makes the arguments on the GPU, and what judges a result: it raises AssertionError if that is
+            wrong.
+        ms: the rival's time by the record, which is the number to beat.
+        label: where the record is from.
+    """
+
+    rival: Callable
+    shape: Shape
+    start: Callable[[], tuple[tuple, Callable[[Any], None]]]
+    ms: float
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.ms:.3g} ms, {self.shape.label} ({self.label})"
+
+
+def contest(step: str, head_dim: int, table: str = "ladder", impl: str | None = None) -> Contest:
+    """To beat the last kernel of a step at the task's shape of `head_dim`, causal. `table` and `impl` say
+    where the step's record has its time. RecordError if it has none."""
+    rival, shape = sources.load_step(step).attention, TASK[f"d{head_dim}"]
+    return contest_of(rival, shape, records.load(step, table), impl or step)
+
+
+def contest_of(rival: Callable, shape: Shape, measured: records.Table, impl: str) -> Contest:
+    """To beat `rival`, exact attention as f(q, k, v, causal, sm_scale), which `measured` calls `impl`."""
+    row = measured.one(shape, impl=impl)
+    if row["status"] != "ok":
+        raise records.RecordError(
+            f"table {measured.name!r}: {impl!r} has no time at {shape.label}: {row['status']}"
+        )
+
+    def start() -> tuple[tuple, Callable[[Any], None]]:
+        q, k, v = make_inputs(shape, device="cuda")
+        oracle = Oracle(q, k, v, causal=shape.causal)
+
+        def judge(out: Any) -> None:
+            verdict = oracle.judge(out)
+            assert verdict.ok, f"{_named(shape)}: {verdict.reason}"
+
+        return (q, k, v, shape.causal, shape.head_dim**-0.5), judge
+
+    return Contest(rival, shape, start, row["ms"], measured.label)
+
+
+def window_ms(call: Callable[[], Any]) -> float:
+    """The time of a call in one window, as the book times everything."""
+    return timing.time_ms(call, setting=WINDOW).median
+
+
+def race(answer: Callable, against: Contest, clock: Callable[[Callable], float] = window_ms) -> Verdict:
+    """Time `answer` beside its rival in shuffled rounds, the rival twice, which tells the noise of this run.
+    AssertionError unless the answer is right, before and after, and faster by more than the noise. `clock`
+    takes a call and gives milliseconds."""
+    arguments, judge = against.start()
+    calls = {"yours": answer, "the book's": against.rival, "the book's again": against.rival}
+
+    def right() -> None:
+        with poisoned_empty():  # what an answer does not write must not pass as what another call left there
+            out = answer(*arguments)
+        judge(out)
+
+    right()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for _ in range(BOOK.rounds):
+        for name in order.sample(list(calls), len(calls)):
+            times[name].append(clock(lambda name=name: calls[name](*arguments)))
+    right()
+    yours, rival, again = (statistics.median(times[name]) for name in calls)
+    open_ = spread({"round_ms": times["yours"]}, {"round_ms": times["the book's"]})
+    verdict = Verdict(
+        "yours", "the book's", against.shape, rival / yours, max(rival / again, again / rival), open_
+    )
+    assert verdict.word == FASTER, (
+        f"right, and {verdict.sentence()}. Yours {yours:.3g} ms, the book's {rival:.3g} ms in the same run; "
+        f"on record {against}"
+    )
+    return verdict

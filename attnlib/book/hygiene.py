@@ -248,11 +248,11 @@ def begins(nb: Notebook) -> Found:
 
 
 def sizes(nb: Notebook) -> Found:
-    """Few code cells, besides those that change a kernel, and short ones."""
-    changes = sum(bool({"change", "variant"} & set(tags(cell))) for cell in nb.code)
+    """Few code cells, besides those that change a kernel and those of exercises, and short ones."""
+    apart = sum(bool({"change", "variant", "exercise"} & set(tags(cell))) or _asks(cell) for cell in nb.code)
     in_pieces = any("change" in tags(cell) for cell in nb.code)
-    if len(nb.code) - changes > MAX_CODE_CELLS:
-        yield "", f"expected at most {MAX_CODE_CELLS} code cells, got {len(nb.code) - changes}"
+    if len(nb.code) - apart > MAX_CODE_CELLS:
+        yield "", f"expected at most {MAX_CODE_CELLS} code cells, got {len(nb.code) - apart}"
     for cell in nb.code:
         limit = MAX_KERNEL_CELL_LINES if "@triton.jit" in source(cell) else MAX_CELL_LINES
         if "@gluon.jit" in source(cell):
@@ -325,9 +325,13 @@ def exercises(nb: Notebook) -> Found:
     if len(stubs) < EXERCISES:
         yield "", f"expected at least {EXERCISES} cells tagged 'exercise', got {len(stubs)}"
     for i in stubs:
-        following = source(nb.code[i + 1]) if i + 1 < len(nb.code) else ""
-        if "lesson.check(" not in following:
+        if i + 1 == len(nb.code) or not _asks(nb.code[i + 1]):
             yield _id(nb.code[i]), "expected lesson.check(...) in the code cell after the stub"
+
+
+def _asks(cell: dict) -> bool:
+    """Whether a cell judges an exercise."""
+    return bool(re.search(r"\blesson\.(?:check|beat|beat_contest)\(", source(cell)))
 
 
 def folded_plumbing(nb: Notebook) -> Found:

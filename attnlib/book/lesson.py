@@ -29,6 +29,7 @@ from attnlib.book.chapters import CHAPTERS, STEPS, label
 
 if TYPE_CHECKING:
     from attnlib.bench.records import Table
+    from attnlib.book.exercises import Contest
 
 __all__ = [
     "BOOK",
@@ -36,6 +37,8 @@ __all__ = [
     "STEPS",
     "SWEEP",
     "WINDOW",
+    "beat",
+    "beat_contest",
     "begin",
     "check",
     "checks",
@@ -561,3 +564,27 @@ def check(check_fn: Callable[[object], object], answer: object) -> None:
         print(f"✘ not yet: {type(problem).__name__}: {problem}")
     else:
         print("✔ right")
+
+
+def beat(answer: Callable, step: str, head_dim: int, **where: str) -> None:
+    """`beat_contest` of a step at the task's shape of `head_dim`; `where` as in `exercises.contest`."""
+    from attnlib.book.exercises import contest
+
+    beat_contest(answer, contest(step, head_dim, **where))
+
+
+def beat_contest(answer: Callable, contest: Contest) -> None:
+    """Print whether an answer is right and beats a kernel of the book. Where nothing can be timed it is not
+    counted as passed, and the line says what is to be beaten. Never raises for an answer, as `check`."""
+    from attnlib.bench.records import can_measure
+    from attnlib.book.exercises import race
+
+    if warming():
+        return
+    if not can_measure():
+        print(f"✘ not yet: only a GPU can tell, and none measures here. To beat: {contest}")
+        return
+    verdicts = []
+    check(lambda answer: verdicts.append(race(answer, contest)), answer)
+    for verdict in verdicts:
+        print(f"{verdict.sentence()}. On record: {contest}")

@@ -194,7 +194,7 @@ PLANTED = [
         "sizes",
         "at most 28 code cells",
         lambda nb: nb["cells"].extend(
-            code(f"more-{i}", "x = 1") | {"execution_count": 8 + i} for i in range(24)
+            code(f"more-{i}", "x = 1") | {"execution_count": 8 + i} for i in range(26)
         ),
     ),
     ("named_figures", "figure without name", lambda nb: cell(nb, "figure")["outputs"][0].update(metadata={})),

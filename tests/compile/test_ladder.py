@@ -26,7 +26,10 @@ def module_of(step: str) -> ModuleType:
 
 def jobs(step: str, head_dim: int, mask: str, **options: object) -> list[Job]:
     """The kernels that a step launches, in order, at a length of the benchmark task."""
-    module = module_of(step)
+    return launched_by(module_of(step), head_dim, mask, **options)
+
+
+def launched_by(module: ModuleType, head_dim: int, mask: str = "causal", **options: object) -> list[Job]:
     q = torch.zeros(1, 1, 4096, head_dim, dtype=torch.float16)
     with pytest.MonkeyPatch.context() as patch:  # for a launcher that counts SMs
         patch.setattr(
@@ -62,3 +65,43 @@ def test_the_spills_that_chapter_06_shows() -> None:
     few, many = inspect_sm90.compile_all(jobs(step, 128, "causal", config=c)[0] for c in configs)
     assert few.spills > 0
     assert many.spills == 0
+
+
+@pytest.fixture(scope="module")
+def on_the_way() -> dict[str, list[Stats]]:
+    """The kernels between two steps, at D = 64, and the one that chapter 05's ablation timed; all at once."""
+    ways = {
+        "three_kernels": ("02_tiling", "01_naive", {}),
+        "two_loops": ("05_two_pass_causal", "04_exp2", {}),
+    }
+    tile = module_of("06_autotuning").Config(64, 64, 4, 2)
+    ways |= {name: ("08_production", "06_autotuning", {"config": tile}) for name in ("descriptors", "late")}
+    found = {}
+    for name, (step, base, options) in ways.items():
+        text = sources.variant_sources(NOTEBOOKS / f"{step}.ipynb", base)[name]
+        found[name] = launched_by(sources.load_source(name, text), 64, **options)
+    options = {"two_pass": True, "order": "head by head, shortest first"}
+    found["timed"] = jobs("05_two_pass_causal", 64, "causal", **options)
+    stats = iter(inspect_sm90.compile_all(job for group in found.values() for job in group))
+    return {name: [next(stats) for _ in group] for name, group in found.items()}
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("three_kernels", 3), ("descriptors", 1), ("late", 1)])
+def test_kernels_between_two_steps_fit(on_the_way: dict[str, list[Stats]], name: str, kernels: int) -> None:
+    assert len(on_the_way[name]) == kernels
+    for stats in on_the_way[name]:
+        assert stats.opcodes.get("HGMMA") and stats.loops
+        assert stats.spills == 0 and stats.warnings == () and stats.ctas_per_sm >= 3
+
+
+def test_two_loops_of_chapter_05_are_what_its_ablation_timed(on_the_way: dict[str, list[Stats]]) -> None:
+    """The kernel of the first change has no record of its own: it is the last one with another order."""
+    (ours,), (timed,) = on_the_way["two_loops"], on_the_way["timed"]
+    assert ours.listing and ours.listing == timed.listing
+
+
+def test_the_second_change_of_chapter_08_overlaps(on_the_way: dict[str, list[Stats]]) -> None:
+    (in_order,), (late,) = on_the_way["descriptors"], on_the_way["late"]
+    for stats in (in_order, late):
+        assert stats.loops[0].get("UTMALDG") and not stats.loops[0].get("LDGSTS")
+    assert late.order(0).count("HGMMA") > in_order.order(0).count("HGMMA")  # products between exponentials

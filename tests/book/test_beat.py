@@ -1,0 +1,138 @@
+"""Exercises that ask to beat a number: a race with a timer that is played."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnlib.bench import records
+from attnlib.bench.shapes import Shape
+from attnlib.book import exercises, lesson
+from attnlib.book.exercises import Contest, contest, contest_of, race
+
+ROUNDS = exercises.BOOK.rounds
+
+
+def rival(x):
+    return x + 1
+
+
+def quick(x):
+    return 1 + x
+
+
+def wrong(x):
+    return x
+
+
+def unwritten(x):
+    return torch.empty_like(x)
+
+
+def played(rival=rival) -> Contest:
+    def start():
+        def judge(out):
+            assert torch.equal(out, torch.ones(4)), "max error 1"
+
+        return (torch.zeros(4),), judge
+
+    return Contest(rival, Shape(1, 1, 128, 64), start, 1.5, "NVIDIA H200, 2026-11-22")
+
+
+def timer(yours: float, again: float = 1.0, wobble: float = 0.0):
+    """A clock that is played: the rival takes 1 ms, `again` the second time; of the answer's windows every
+    other one is off by `wobble`."""
+    windows = itertools.count()
+
+    def clock(call) -> float:
+        call()
+        name = call.__defaults__[0]
+        if name == "yours":
+            return yours * (1 + wobble * (next(windows) % 2))
+        return again if name.endswith("again") else 1.0
+
+    return clock
+
+
+def test_a_faster_answer_passes():
+    verdict = race(quick, played(), timer(0.9))
+    assert verdict.word == "faster" and verdict.ratio == pytest.approx(1 / 0.9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("clock", "message"),
+    [
+        (timer(1.0), "a tie"),
+        (timer(1.2), "slower"),
+        (timer(0.96, again=1.05), "the same kernel differs"),  # what the rival differs from itself
+        (timer(0.9, wobble=0.3), "a tie, the rounds"),
+    ],
+)
+def test_a_tie_and_a_slower_answer_do_not(clock, message):
+    with pytest.raises(AssertionError, match=f"right, and .*{message}.* on record 1.5 ms"):
+        race(quick, played(), clock)
+
+
+@pytest.mark.parametrize("answer", [wrong, unwritten])
+def test_a_wrong_answer_is_not_timed(answer):
+    def clock(call):
+        raise AssertionError("timed")
+
+    with pytest.raises(AssertionError, match="max error 1"):
+        race(answer, played(), clock)
+
+
+def test_an_answer_that_breaks_while_it_is_timed_does_not_pass():
+    calls = []
+
+    def fades(x):
+        calls.append(x)
+        return x + 1 if len(calls) == 1 else x
+
+    with pytest.raises(AssertionError, match="max error 1"):
+        race(fades, played(), lambda call: 0.5 if call.__defaults__[0] == "yours" else 1.0)
+
+
+def test_each_round_times_all_three_in_an_order_of_its_own():
+    seen = []
+
+    def clock(call):
+        seen.append(call.__defaults__[0])
+        return 0.5 if seen[-1] == "yours" else 1.0
+
+    race(quick, played(), clock)
+    rounds = [tuple(seen[i : i + 3]) for i in range(0, len(seen), 3)]
+    assert len(rounds) == ROUNDS and all(len(set(names)) == 3 for names in rounds) and len(set(rounds)) > 1
+
+
+def test_without_a_gpu_it_is_not_counted_as_passed(capsys, monkeypatch):
+    monkeypatch.setattr(records, "can_measure", lambda: False)
+    lesson.beat_contest(quick, played())
+    said = capsys.readouterr().out
+    assert said.startswith("✘ not yet: only a GPU can tell") and "To beat: 1.5 ms" in said
+
+
+@pytest.mark.parametrize(
+    ("yours", "begins"), [(0.9, "✔ right\n1.11"), (1.0, "✘ not yet: right, and 1.000x: a tie")]
+)
+def test_with_one_it_says_the_verdict(capsys, monkeypatch, yours, begins):
+    monkeypatch.setattr(records, "can_measure", lambda: True)
+    timed = exercises.race
+    monkeypatch.setattr(exercises, "race", lambda answer, against: timed(answer, against, timer(yours)))
+    lesson.beat_contest(quick, played())
+    said = capsys.readouterr().out
+    assert said.startswith(begins) and "1.5 ms" in said
+
+
+def test_the_number_to_beat_is_the_record_s():
+    found = contest("03_online_softmax", 128)
+    row = records.load("03_online_softmax", "ladder").one(impl="03_online_softmax", head_dim=128)
+    assert found.ms == row["ms"] and found.shape.head_dim == 128
+    assert found.rival is lesson.load_kernel("03_online_softmax").attention
+    with pytest.raises(records.RecordError, match="no table 'ladder'"):
+        contest("20_backward", 128)
+    measured = records.load("03_online_softmax", "ladder")
+    gone = replace(measured, rows=[row | {"status": "wrong"} for row in measured.rows])
+    with pytest.raises(records.RecordError, match="has no time at .*: wrong"):
+        contest_of(rival, found.shape, gone, "03_online_softmax")
