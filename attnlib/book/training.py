@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Attention = Literal["math", "sdpa", "attnlib"]
-Checkpointing = Literal["none", "layer"]
+Checkpointing = Literal["none", "layer", "selective"]
 
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and of a float32."""
@@ -68,7 +68,7 @@ SHAPES = {
 
 
 ALLOWED = {
-    "attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "layer"), "zero": (0, 1, 2, 3),
+    "attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "selective", "layer"), "zero": (0, 1, 2, 3),
 }  # fmt: skip
 
 
@@ -85,6 +85,7 @@ class Training:
     lora: int | None = None
     zero: int = 0
     gpus: int = 1
+    offload: bool = False
     loss_rows: int = 1024
 
     def __post_init__(self) -> None:
@@ -110,48 +111,79 @@ class Training:
 
 
 def kept(shape: LlamaShape, how: Training) -> dict[str, int]:
-    """Bytes that one layer's forward pass leaves for its backward pass, by part."""
-    rows, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    """Bytes that one layer's forward pass leaves for its backward pass, by part, without checkpointing."""
     T, half = how.tokens, HALF * how.tokens
     found = {
         "norms": 2 * (half * shape.width + FULL * T),  # inputs, and a number a row
         "inputs": 2 * half * shape.width,  # of q, k, v and of gate, up
-        "qkv": half * (rows + 2 * keys),
-        "out": half * rows,
+        **around_attention(shape, how),
         "mlp": 4 * half * shape.hidden,  # gate, its silu, up, the product of the two
     }
-    if how.attention == "math":  # scores and weights in float32, and q, k, v as the products take them
-        found["scores"] = FULL * T * how.context * shape.heads * 2 + FULL * T * 3 * rows
-    else:
-        found["lse"] = FULL * T * shape.heads
     if how.lora is not None:
         found["adapters"] = half * how.lora * len(shape.linears)
     return found
 
 
-def live(shape: LlamaShape, how: Training) -> int:
-    """Bytes that the backward pass of a layer needs besides what was kept: gradients of the MLP's three wide
-    tensors and of the residual stream; with "math", of scores."""
-    found = HALF * how.tokens * (3 * shape.hidden + 2 * shape.width)
+def around_attention(shape: LlamaShape, how: Training) -> dict[str, int]:
+    """What attention keeps of a layer: its inputs, its output, and what lies between them."""
+    T, rows, keys = how.tokens, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if how.attention == "math":  # in float32, with keys and values repeated for each query head
+        return {"qkv": FULL * T * 3 * rows, "out": HALF * T * rows, "weights": scores(shape, how)}
+    return {"qkv": HALF * T * (rows + 2 * keys), "out": HALF * T * rows, "lse": FULL * T * shape.heads}
+
+
+def scores(shape: LlamaShape, how: Training) -> int:
+    """Bytes of one tensor of S x S for each head, in float32."""
+    return FULL * how.tokens * how.context * shape.heads
+
+
+def held(shape: LlamaShape, how: Training) -> dict[str, int]:
+    """Bytes that one layer leaves under `how.checkpointing`, by part."""
+    if how.checkpointing == "none":
+        return kept(shape, how)
+    stream = {"input": HALF * how.tokens * shape.width}
+    return stream | (around_attention(shape, how) if how.checkpointing == "selective" else {})
+
+
+def backward(shape: LlamaShape, how: Training) -> int:
+    """Bytes of a layer while it goes back: what it keeps without checkpointing, which by then has been
+    computed again, and the gradients, those of its weights among them. The larger of two moments: when the
+    MLP's product goes back, and, without what the MLP kept, attention."""
+    T, rows, keys = how.tokens, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    stream, full = HALF * T * shape.width, how.lora is None
+    parts = kept(shape, how)
+    whole = sum(parts.values()) - (parts["inputs"] // 2 if how.checkpointing == "selective" else 0)
+    matrix = HALF * shape.width * shape.hidden if full else 0
+    # Gradients of the product and of its factors, while the product itself is free.
+    mlp = whole + stream + HALF * T * 2 * shape.hidden + matrix
+    without = whole - parts["mlp"] - (parts["norms"] + parts["inputs"]) // 2
     if how.attention == "math":
-        found = max(found, 2 * FULL * how.tokens * how.context * shape.heads)
-    return found
+        inside = 2 * scores(shape, how)
+    else:  # of the output, q, k and v; that of q in float32, too; two numbers a row
+        inside = stream + HALF * T * 2 * (rows + keys) + FULL * T * (rows + 2 * shape.heads)
+    return max(mlp, without + inside + 3 * matrix + (HALF * rows * shape.width if full else 0))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU. parameters and states are there all the time; beside them is what is needed while the
-    loss goes back, when the layers begin to, and at the end, when all gradients are there and Adam runs."""
+    """Bytes of one GPU. parameters and states are there all the time; beside them is what is needed at five
+    moments: while the loss goes back, while the last layer does, while the first one does, and when all
+    gradients are there and Adam runs."""
 
     parameters: int
     states: int
     at_loss: int
-    at_layers: int
+    at_last_layer: int
+    at_first_layer: int
     at_end: int
 
     @property
+    def beside(self) -> int:
+        return max(self.at_loss, self.at_last_layer, self.at_first_layer, self.at_end)
+
+    @property
     def peak(self) -> int:
-        return self.parameters + self.states + max(self.at_loss, self.at_layers, self.at_end) + WORKSPACE
+        return self.parameters + self.states + self.beside + WORKSPACE
 
 
 def memory(shape: LlamaShape, how: Training) -> Memory:
@@ -159,21 +191,20 @@ def memory(shape: LlamaShape, how: Training) -> Memory:
     trained, full = how.trained(shape), how.lora is None
     parameters = HALF * (shape.parameters + (0 if full else trained))
     one_layer, head = HALF * shape.layer_parameters, HALF * shape.vocab * shape.width
-    if how.zero == 3 and how.gpus > 1:
-        parameters = parameters // how.gpus + 2 * one_layer  # two layers are there whole
-    gradients = HALF * trained
-    if how.zero >= 2 and how.gpus > 1:
-        gradients = gradients // how.gpus + (one_layer if full else 0)
-    states = STATES * trained // (how.gpus if how.zero else 1)
-    layer, stream = sum(kept(shape, how).values()), HALF * how.tokens * shape.width
-    again = how.checkpointing == "layer"
-    held = shape.layers * (stream if again else layer)
-    # The logarithms of the rows' probabilities, and two gradients of that size; the head's gradient and, from
-    # the second rows on, what is added to it.
+    gradients, states = HALF * trained, 0 if how.offload else STATES * trained
+    one, stream = sum(held(shape, how).values()), HALF * how.tokens * shape.width
+    left = shape.layers * one
+    # The logarithms of the rows' probabilities, and two gradients of that size; the head's gradient, which
+    # other rows have begun.
     rows = min(how.loss_rows, how.tokens)
-    at_loss = held + 3 * stream + 3 * FULL * rows * shape.vocab + (2 * head if full else 0)
-    at_layers = held + stream + (layer if again else 0) + live(shape, how) + (head if full else 0)
-    return Memory(parameters, states, at_loss, at_layers, gradients + (FULL // HALF * head if full else 0))
+    begun = head if full and how.tokens > rows else 0
+    at_loss = left + 3 * stream + 3 * FULL * rows * shape.vocab + begun
+    layer, ends = backward(shape, how), head if full else 0
+    at_last = left - one + layer + ends
+    at_first = layer + (gradients - one_layer - (0 if shape.tied else head) if full else gradients)
+    largest = max(head, HALF * shape.width * shape.hidden) if full else 0
+    at_end = gradients + FULL // HALF * largest
+    return Memory(parameters, states, at_loss, at_last, at_first, at_end)
 
 
 @dataclass(frozen=True)
