@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
         self.operators += 1
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
-                self._see(x)
+                self._see(x.to_local() if isinstance(x, DTensor) else x)
         inside = INSIDE.get(func.name().split(".")[0])
         self._reach(self.now + (inside(*args) if inside else 0), func.name())
         return out

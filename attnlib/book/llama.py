@@ -20,13 +20,14 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backends: list) -> torch.Tensor:
-    with sdpa_kernel(backends):
+    """By the first of these backends that can."""
+    with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 ATTEND: dict[str, Attend] = {
     "math": partial(by_pytorch, backends=[SDPBackend.MATH]),
-    "sdpa": partial(by_pytorch, backends=[SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]),
+    "sdpa": partial(by_pytorch, backends=[SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]),
     "attnlib": partial(attention, causal=True),
 }
 

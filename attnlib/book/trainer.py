@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from attnlib.book.adam import Home, MasterAdamW
@@ -17,11 +18,12 @@ from attnlib.book.training import LlamaShape, Training
 
 class Trainer:
     """step(tokens) -> the loss of this rank. All ranks begin with the same parameters. peft: LoRA by that
-    library instead of the book's few lines."""
+    library instead of the book's few lines. mesh: of all ranks, made here unless it is given."""
 
     def __init__(
-        self, shape: LlamaShape, how: Training, device: str = "cpu", dtype=torch.bfloat16, peft: bool = False
-    ) -> None:
+        self, shape: LlamaShape, how: Training, device: str = "cpu", dtype: torch.dtype = torch.bfloat16,
+        peft: bool = False, mesh: DeviceMesh | None = None,
+    ) -> None:  # fmt: skip
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks != how.gpus:
             raise ValueError(f"how.gpus: expected the number of ranks, {ranks}, got {how.gpus}")
@@ -33,8 +35,9 @@ class Trainer:
                 adapt = self.model.adapt_by_peft if peft else self.model.adapt
                 adapt(how.lora)
         if how.zero >= 2 and ranks > 1:
+            mesh = mesh or init_device_mesh(device, (ranks,))
             for part in (*self.model.layers, self.model):
-                fully_shard(part, reshard_after_forward=how.zero == 3)
+                fully_shard(part, mesh=mesh, reshard_after_forward=how.zero == 3)
         whole = ranks > 1 and how.zero < 2
         home = Home(whole, whole and how.zero == 1, how.offload)
         self.adam = MasterAdamW(list(self.model.parameters()), home=home)
