@@ -21,9 +21,13 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from attnlib.book.trainer import Trainer
+from attnlib.book.training import LlamaShape, Training
 
 
 def of_backward(d_out: torch.Tensor, q: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -133,3 +137,12 @@ def pretended() -> Iterator[None]:
 
     with mock.patch("torch.nn.functional.rms_norm", norm), FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+def counted_peak(shape: LlamaShape, how: Training, mesh: DeviceMesh | None = None) -> int:
+    """The most bytes that are alive in a training step, with Adam's states; see `trainer.Trainer`."""
+    with pretended(), LiveBytes() as live:
+        trainer = Trainer(shape, how, mesh=mesh)
+        live.restart()
+        trainer.step(torch.zeros(how.batch, how.context, dtype=torch.long))
+        return live.peak
