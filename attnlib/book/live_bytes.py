@@ -45,28 +45,28 @@ INSIDE: dict[str, Callable[..., int]] = {
 class LiveBytes(TorchDispatchMode):
     """Follows each storage from the operator that makes it until it is freed.
 
-    now, peak: bytes; operators: how many ran; at_peak: the operator that ran at the peak; parts(): what is
-    alive now, bytes by dtype and shape."""
+    now, peak: bytes; trace: `now` after each operator; at_peak: the operator that ran at the peak; parts():
+    what is alive now, bytes by dtype and shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.operators = 0
-        self.at_peak = ""
+        self.now = self.peak = 0
+        self.at_peak, self.trace = "", []
         self._known: dict[int, tuple[int, str]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.operators += 1
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 self._see(x.to_local() if isinstance(x, DTensor) else x)
         inside = INSIDE.get(func.name().split(".")[0])
         self._reach(self.now + (inside(*args) if inside else 0), func.name())
+        self.trace.append(self.now)
         return out
 
     def restart(self) -> None:
-        """Forget the peak."""
-        self.peak, self.operators = self.now, 0
+        """Forget the peak and the trace."""
+        self.peak, self.trace = self.now, []
 
     def parts(self) -> dict[str, int]:
         found: Counter[str] = Counter()
@@ -139,10 +139,10 @@ def pretended() -> Iterator[None]:
         yield
 
 
-def counted_peak(shape: LlamaShape, how: Training, mesh: DeviceMesh | None = None) -> int:
-    """The most bytes that are alive in a training step, with Adam's states; see `trainer.Trainer`."""
+def counted(shape: LlamaShape, how: Training, mesh: DeviceMesh | None = None) -> LiveBytes:
+    """A training step with Adam's states, see `trainer.Trainer`."""
     with pretended(), LiveBytes() as live:
         trainer = Trainer(shape, how, mesh=mesh)
         live.restart()
         trainer.step(torch.zeros(how.batch, how.context, dtype=torch.long))
-        return live.peak
+    return live

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib.book.adam import Home, MasterAdamW
-from attnlib.book.live_bytes import LiveBytes, counted_peak, pretended
+from attnlib.book.live_bytes import LiveBytes, counted, pretended
 from attnlib.book.llama import Llama, LoraLinear
 from attnlib.book.trainer import Trainer
 from attnlib.book.training import SHAPES, WORKSPACE, LlamaShape, Training, memory
@@ -76,7 +76,7 @@ def test_live_bytes():
 def test_memory_is_what_is_counted(how):
     """The peak of a step within 1% of the bytes that are alive in it, without cuBLAS's workspace."""
     for shape in (WIDE, MANY)[: 1 + (how == WAYS[0])]:
-        found = counted_peak(shape, how)
+        found = counted(shape, how).peak
         assert found == pytest.approx(memory(shape, how).peak - WORKSPACE, rel=0.012), memory(shape, how)
 
 
@@ -94,7 +94,7 @@ def four_ranks():
 def test_memory_of_a_rank(four_ranks, zero, lora, shape, checkpointing):
     """Under FSDP2, whose pieces of memory come and go at more moments than the formula has."""
     how = Training(1500, 1, "sdpa", checkpointing, lora, zero, 4)
-    found = counted_peak(shape, how, four_ranks)
+    found = counted(shape, how, four_ranks).peak
     assert found == pytest.approx(memory(shape, how).peak - WORKSPACE, rel=0.05), memory(shape, how)
 
 

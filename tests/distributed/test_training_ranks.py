@@ -8,18 +8,10 @@ from dataclasses import replace
 
 import pytest
 import training_jobs as jobs
-from ranks import Ranks
 
 from attnlib.book.training import Training
 
 WAYS = [{"zero": 0}, {"zero": 1, "offload": True}, {"zero": 2}, {"zero": 3, "lora": 4}]
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def test_every_spread_computes_the_same(two):
