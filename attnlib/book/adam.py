@@ -1,5 +1,5 @@
-"""AdamW for bfloat16 parameters, with float32 copies of them: 12 bytes a trained parameter beside 2 for itself
-and 2 for its gradient. Its state may be whole, spread over ranks, or in host memory."""
+"""AdamW for bfloat16 parameters, with float32 copies of them: 12 bytes a trained parameter beside 2 for
+itself and 2 for its gradient. Its state may be whole, spread over ranks, or in host memory."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Card:
-    """What there is: bytes of one GPU's memory that tensors may take, how many such GPUs, bytes of host memory
-    for each; and their rates."""
+    """What there is: bytes of one GPU's memory that tensors may take, how many such GPUs, bytes of host
+    memory for each; and their rates."""
 
     room: float
     gpus: int = 1

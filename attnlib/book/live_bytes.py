@@ -5,9 +5,9 @@
         model(tokens).backward()
     live.peak
 
-PyTorch's fake tensors have shapes and no values, so a model of 8 billion parameters is counted in seconds.
-What is counted is what the caching allocator of a GPU would call allocated, but for what a kernel needs inside
-of itself (`INSIDE` names what attention's backward pass needs), and for cuBLAS's workspace."""
+PyTorch's fake tensors have shapes and no values, so a model of 8 billion parameters is counted in
+seconds. What is counted is what the caching allocator of a GPU would call allocated, but for what a kernel
+needs inside of itself (`INSIDE` names what attention's backward pass needs), and for cuBLAS's workspace."""
 
 from __future__ import annotations
 

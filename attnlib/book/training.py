@@ -1,5 +1,5 @@
-"""What training a Llama-shaped model needs at the peak: bytes, by formula. Chapter 41 holds it against a count
-and against measurements; nothing here is measured. `training_time` has the time of a step.
+"""What training a Llama-shaped model needs at the peak: bytes, by formula. Chapter 41 holds it against a
+count and against measurements; nothing here is measured. `training_time` has the time of a step.
 
 Mixed precision: parameters, gradients and activations take two bytes; Adam keeps a float32 copy of each
 trained parameter and two moments."""
@@ -68,7 +68,8 @@ SHAPES = {
 
 
 ALLOWED = {
-    "attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "selective", "layer"), "zero": (0, 1, 2, 3),
+    "attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "selective", "layer"),
+    "zero": (0, 1, 2, 3),
 }  # fmt: skip
 
 

@@ -39,7 +39,8 @@ def check_LeanMLP(function: type) -> None:
                  and x.untyped_storage().data_ptr() not in own]  # fmt: skip
         assert not more, f"kept besides the four inputs: {more}"
         out.backward(d_out)
-        for name, found, expected in zip(("x", "gate", "up", "down"), inputs, (x, gate, up, down), strict=True):
+        names, right = ("x", "gate", "up", "down"), (x, gate, up, down)
+        for name, found, expected in zip(names, inputs, right, strict=True):
             assert found.grad is not None, f"{name} has no gradient"
             off = (found.grad - expected.grad).abs().max().item()
             assert off <= 1e-9, f"the gradient of {name} is off by {off:.2g}"
@@ -56,7 +57,8 @@ def check_longest(answer: Callable) -> None:
             return memory(SHAPES[name], replace(how, context=length)).peak <= room
 
         got = answer(SHAPES[name], how, room)
-        case = f"{name}, {how.attention}, {how.checkpointing}, {'LoRA' if how.lora else 'all'}, {room / 1e9:.0f} GB"
+        trained = "LoRA" if how.lora else "all"
+        case = f"{name}, {how.attention}, {how.checkpointing}, {trained}, {room / 1e9:.0f} GB"
         assert isinstance(got, int), f"{case}: expected an int, got {type(got).__name__}"
         assert got % 1024 == 0 and got >= 0, f"{case}: expected a multiple of 1024, got {got}"
         assert not got or fits(got), f"{case}: {got} tokens do not fit"

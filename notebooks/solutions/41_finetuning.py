@@ -9,7 +9,7 @@ from attnlib.book.training import memory
 
 
 def selective_bytes(tokens, width, heads, kv_heads, head_dim):
-    """14,464 bytes a token and layer for the 1B model: 16 layers of them reach its 19.8 GB at 85,000 tokens."""
+    """14,464 bytes a token and layer for the 1B model: 16 layers of them reach its 19.8 GB at 85,440."""
     rows, keys = heads * head_dim, kv_heads * head_dim
     return tokens * (2 * width + 2 * (rows + 2 * keys) + 2 * rows + 4 * heads)
 

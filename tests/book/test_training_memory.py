@@ -112,7 +112,7 @@ def test_flops_are_what_is_counted(checkpointing, lora):
 
 
 def test_a_step_learns():
-    """All ways of checkpointing give the same gradients, LoRA trains its adapters alone, and the loss falls."""
+    """All checkpointing gives the same gradients, LoRA trains its adapters alone, and the loss falls."""
     tokens = torch.randint(0, TINY.vocab, (2, 20), generator=torch.Generator().manual_seed(0))
     losses, gradients = {}, {}
     for checkpointing in ("none", "selective", "layer"):
@@ -150,7 +150,8 @@ def trunk(model, tokens):
 @pytest.mark.parametrize("home", [Home(), Home(host=True)])
 def test_adam_is_pytorchs(home):
     p, q = (nn.Parameter(torch.linspace(-1, 1, 12)) for _ in range(2))
-    ours, theirs = MasterAdamW([p], 1e-3, home), torch.optim.AdamW([q], 1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    ours = MasterAdamW([p], 1e-3, home)
+    theirs = torch.optim.AdamW([q], 1e-3, betas=(0.9, 0.95), weight_decay=0.01)
     for i in range(5):
         p.grad, q.grad = (torch.sin(torch.arange(12.0) + i) for _ in range(2))
         ours.step()

@@ -233,20 +233,25 @@ def measured_machine() -> Machine:
     like = {"device": "cuda", "dtype": torch.bfloat16}
     a, b = torch.randn(4096, 4096, **like), torch.randn(4096, 8192, **like)
     found: dict[str, Any] = {"products": 2 * 4096 * 4096 * 8192 / per_call(lambda: a @ b, 100) / 1e12}
-    big = torch.empty(1 << 30, **like)
-    other = torch.empty_like(big)
-    found["memory"] = 2 * big.nbytes / per_call(lambda: other.copy_(big)) / 1e9
+    found |= transfer_rates()
     found["attention"] = {kind: {dim: attention_rates(kind, dim) for dim in (64, 128)} for kind in ATTEND}
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        part = big[: big.numel() // dist.get_world_size()]
-        moved = big.nbytes - part.nbytes
-        found["link"] = moved / per_call(lambda: dist.all_gather_into_tensor(other, part)) / 1e9
-    del big, other
     shape = replace(SHAPES["0.1B"], layers=4, vocab=1000)
     trainer = Trainer(shape, Training(64, gpus=dist.get_world_size() if dist.is_initialized() else 1), "cuda")
     tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
     found["host"] = per_call(lambda: trainer.step(tokens)) * 1e3 / shape.layers
     return Machine(**found)
+
+
+def transfer_rates() -> dict[str, float]:
+    """GB/s of the GPU's memory and, where there are several, of the link between them."""
+    big = torch.empty(1 << 30, device="cuda", dtype=torch.bfloat16)
+    other = torch.empty_like(big)
+    found = {"memory": 2 * big.nbytes / per_call(lambda: other.copy_(big)) / 1e9}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        part = big[: big.numel() // dist.get_world_size()]
+        moved = big.nbytes - part.nbytes
+        found["link"] = moved / per_call(lambda: dist.all_gather_into_tensor(other, part)) / 1e9
+    return found
 
 
 def attention_rates(kind: str, dim: int) -> tuple[float, float]:
@@ -306,13 +311,15 @@ def key_of(row: dict[str, Any]) -> tuple:
 def show(row: dict[str, Any]) -> str:
     lora = "all" if row["lora"] is None else f"LoRA {row['lora']}"
     where = f"ZeRO {row['zero']}" + (", host" if row["offload"] else "")
-    head = f"{row['model']:5} {row['context']:6} {row['attention']:8} {row['checkpointing']:9} {lora:8} {where:12}"
+    head = f"{row['model']:5} {row['context']:6} {row['attention']:8} {row['checkpointing']:9} {lora:8} "
+    head += f"{where:12}"
     expected = f"predicted {row['predicted_bytes'] / 1e9:7.2f} GB {row['predicted_ms']:8.1f} ms"
     if "ms" not in row:
         return f"{head} {row['status']:30} {expected} {row.get('reason', '')}"
-    of = row["peak_bytes"] / row["predicted_bytes"], row["ms"] / row["predicted_ms"], row["ms"] / row["rated_ms"]
-    return (f"{head} {row['peak_bytes'] / 1e9:7.2f} GB {row['ms']:8.1f} ms, {expected}: {of[0]:.3f}, {of[1]:.2f} "
-            f"({of[2]:.2f} by this machine's rates); loss {row['first_loss']:.4f}")  # fmt: skip
+    memory_of, time_of = row["peak_bytes"] / row["predicted_bytes"], row["ms"] / row["predicted_ms"]
+    return (f"{head} {row['peak_bytes'] / 1e9:7.2f} GB {row['ms']:8.1f} ms, {expected}: {memory_of:.3f}, "
+            f"{time_of:.2f} ({row['ms'] / row['rated_ms']:.2f} by this machine's rates); "
+            f"loss {row['first_loss']:.4f}")  # fmt: skip
 
 
 def disagreeing(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -322,7 +329,8 @@ def disagreeing(rows: Sequence[dict[str, Any]]) -> list[str]:
     first: dict[tuple, float] = {}
     for row in (row for row in rows if row["status"] == "ok"):
         loss = first.setdefault((row["model"], row["context"], row["gpus"]), row["first_loss"])
-        if loss is None or row["first_loss"] is None or not abs(row["first_loss"] / loss - 1) <= LOSS_TOLERANCE:
+        both = loss is not None and row["first_loss"] is not None  # a record has None for NaN
+        if not both or not abs(row["first_loss"] / loss - 1) <= LOSS_TOLERANCE:
             found.append(f"{show(row)}, expected {loss}")
     return found
 
@@ -373,7 +381,8 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
             print(show(row), flush=True)
     if not book:
         return 0
-    left = [name for name, how in chosen(args, count) if key_of(predicted(name, how, machine)) not in book.rows]
+    keys = [key_of(predicted(name, how, machine)) for name, how in chosen(args, count)]
+    left = [key for key in keys if key not in book.rows]
     bad = disagreeing(list(book.rows.values()))
     print("\n".join([f"{len(left)} settings are left for another run", *bad, str(book.path)]), flush=True)
     return int(bool(bad))

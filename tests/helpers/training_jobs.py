@@ -1,4 +1,4 @@
-"""What ranks do in tests of chapter 41's trainer: jobs for `ranks.Ranks`, and what one process does instead."""
+"""What ranks do in tests of chapter 41's trainer: jobs for `ranks.Ranks`, and what one process does."""
 
 from __future__ import annotations
 
