@@ -120,13 +120,11 @@ class Llama(nn.Module):
                     setattr(layer, name, LoraLinear(part, rank))
 
     def adapt_by_peft(self, rank: int) -> None:
-        """The same by the library peft, which keeps adapters in float32 until told otherwise."""
+        """The same by the library peft."""
         from peft import LoraConfig, inject_adapter_in_model
 
         names = ["q", "k", "v", "o", "gate", "up", "down"]
-        dtype = self.tokens.weight.dtype
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=names), self)
-        self.to(dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)
