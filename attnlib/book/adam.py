@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 
 def own(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or gradient that FSDP2 has spread; else the tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    """This rank's part of a tensor that FSDP2 has spread, a DTensor; else the tensor itself."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,20 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attnlib.book.adam import own
 from attnlib.book.trainer import Trainer
 from attnlib.book.training import LlamaShape, Training
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def of_backward(d_out: torch.Tensor, q: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -58,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
-                self._see(x.to_local() if isinstance(x, DTensor) else x)
+                self._see(own(x))
         inside = INSIDE.get(func.name().split(".")[0])
         self._reach(self.now + (inside(*args) if inside else 0), func.name())
         self.trace.append(self.now)

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from attnlib.book.adam import Home, MasterAdamW
 from attnlib.book.llama import Llama
 from attnlib.book.training import LlamaShape, Training
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Trainer:
@@ -35,6 +37,9 @@ class Trainer:
                 adapt = self.model.adapt_by_peft if peft else self.model.adapt
                 adapt(how.lora)
         if how.zero >= 2 and ranks > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
             mesh = mesh or init_device_mesh(device, (ranks,))
             for part in (*self.model.layers, self.model):
                 fully_shard(part, mesh=mesh, reshard_after_forward=how.zero == 3)

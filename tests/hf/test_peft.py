@@ -1,5 +1,5 @@
-"""LoRA by the library peft on chapter 41's model: the same first loss, as many trained parameters and bytes as
-the formula says."""
+"""LoRA by the library peft on chapter 41's model: the same first loss, as many trained parameters and bytes
+as the formula says."""
 
 from __future__ import annotations
 
