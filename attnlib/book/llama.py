@@ -120,11 +120,13 @@ class Llama(nn.Module):
                     setattr(layer, name, LoraLinear(part, rank))
 
     def adapt_by_peft(self, rank: int) -> None:
-        """The same by the library peft."""
+        """The same by the library peft, with adapters of the model's dtype, which not every version makes."""
         from peft import LoraConfig, inject_adapter_in_model
 
+        dtype = self.tokens.weight.dtype
         names = ["q", "k", "v", "o", "gate", "up", "down"]
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=names), self)
+        self.to(dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib.book.adam import Home, MasterAdamW
+from attnlib.book.advice import MODELS, Card, advise, shares
 from attnlib.book.live_bytes import LiveBytes, counted, pretended
 from attnlib.book.llama import Llama, LoraLinear
 from attnlib.book.trainer import Trainer
@@ -184,6 +185,26 @@ def test_time_orders_what_it_should():
     sent = [exchange_ms(shape, Training(8192, zero=zero, gpus=2), machine) for zero in (1, 2, 3)]
     assert sent[0] == sent[1] < sent[2] == pytest.approx(1.5 * sent[0])
     assert step_ms(shape, replace(base, offload=True), machine) > step_ms(shape, base, machine)
+
+
+def test_advice():
+    """What is advised fits, the fastest is first, and more room never makes the best one slower."""
+    best = []
+    for room in (20e9, 30e9, 76e9, 135e9):
+        found = advise(MODELS["3B"], 8192, Card(room, 1, 128e9))
+        assert all(way.peak <= room for way in found)
+        assert [round(way.ms, 1) for way in found] == sorted(round(way.ms, 1) for way in found)
+        best.append(found[0].ms)
+    assert best == sorted(best, reverse=True) and found[0].name == "no checkpoints"
+    assert advise(MODELS["70B"], 8192, Card(135e9)) == []
+    assert "ZeRO 3" in advise(MODELS["8B"], 8192, Card(76e9, 2))[0].name
+    for how in WAYS + [Training(1000, 1, zero=3, gpus=4), Training(9000, checkpointing="layer")]:
+        found = shares(MODELS["1B"], how)
+        assert sum(found.values()) == memory(MODELS["1B"], how).peak and min(found.values()) >= 0
+    with pytest.raises(ValueError, match="room: expected bytes above 0, got 0"):
+        Card(0)
+    with pytest.raises(ValueError, match="gpus: expected an int from 1 on, got 1.5"):
+        Card(1e9, 1.5)
 
 
 @pytest.mark.parametrize(
