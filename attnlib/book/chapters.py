@@ -41,6 +41,7 @@ CHAPTERS: list[tuple[str, str]] = [
     ("36_distr", "DistrAttention"),
     ("37_exponentials", "Exponentials"),
     ("40_fastattention", "FastAttention's ideas"),
+    ("41_finetuning", "Memory and time of fine-tuning"),
     ("42_context_parallel", "One sequence on several GPUs"),
 ]
 """All chapters: the steps, and those that build no kernel of their own."""

@@ -4,16 +4,32 @@ measured, what it says does not matter."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from attnlib.book.training import LlamaShape
+from attnlib import attention
+from attnlib.book.training import LlamaShape, Training
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Causal attention of q (B, H, S, D) to k, v (B, Hkv, S, D)."""
+
+
+def by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backends: list) -> torch.Tensor:
+    """By the first of these backends that can."""
+    with sdpa_kernel(backends, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+ATTEND: dict[str, Attend] = {
+    "math": partial(by_pytorch, backends=[SDPBackend.MATH]),
+    "sdpa": partial(by_pytorch, backends=[SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]),
+    "attnlib": partial(attention, causal=True),
+}
 
 
 class LoraLinear(nn.Module):
@@ -31,10 +47,17 @@ class LoraLinear(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+again = partial(checkpoint, use_reentrant=False)
+"""Call a function without what its backward pass needs, and once more when that is needed."""
+
+
 class Layer(nn.Module):
-    def __init__(self, shape: LlamaShape, attend: Attend) -> None:
+    """checkpointing: "none"; "layer": the backward pass computes the layer again from its input; "selective":
+    all of it but attention, whose inputs and output stay."""
+
+    def __init__(self, shape: LlamaShape, attend: Attend, checkpointing: str) -> None:
         super().__init__()
-        self.shape, self.attend = shape, attend
+        self.shape, self.attend, self.checkpointing = shape, attend, checkpointing
         rows, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.norm_1, self.norm_2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
         self.q, self.k, self.v, self.o = (
@@ -45,11 +68,21 @@ class Layer(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        B, S, _ = x.shape
-        y = self.norm_1(x)
-        q, k, v = (part(y).view(B, S, -1, self.shape.head_dim) for part in (self.q, self.k, self.v))
+        return again(self.whole, x, turn) if self.checkpointing == "layer" else self.whole(x, turn)
+
+    def whole(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        selective = self.checkpointing == "selective"
+        q, k, v = again(self.before, x) if selective else self.before(x)
         out = self.attend(*(each.transpose(1, 2) for each in (rotated(q, turn), rotated(k, turn), v)))
-        x = x + self.o(out.transpose(1, 2).reshape(B, S, -1))
+        return again(self.after, x, out) if selective else self.after(x, out)
+
+    def before(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k and v as (B, S, H, D)."""
+        y = self.norm_1(x)
+        return tuple(part(y).unflatten(2, (-1, self.shape.head_dim)) for part in (self.q, self.k, self.v))
+
+    def after(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        x = x + self.o(out.transpose(1, 2).flatten(2))
         y = self.norm_2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -62,40 +95,50 @@ def rotated(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.T
 
 
 class Llama(nn.Module):
-    """loss(tokens) of a model of this shape; `checkpointing` keeps a layer's input only and computes the
-    layer again in the backward pass. The loss goes through the rows `loss_rows` at a time, each time with its
-    logits computed again, so that they are never there for all rows."""
+    """loss(tokens) of a model of this shape, with the attention and the checkpointing of `how`, before LoRA
+    and without a spread over GPUs. The loss goes through the rows `how.loss_rows` at a time, each time with
+    its logits computed again, so that they are never there for all rows."""
 
-    def __init__(self, shape: LlamaShape, attend: Attend, checkpointing: bool, loss_rows: int = 1024) -> None:
+    def __init__(self, shape: LlamaShape, how: Training) -> None:
         super().__init__()
-        self.shape, self.checkpointing, self.loss_rows = shape, checkpointing, loss_rows
+        self.shape, self.how = shape, how
         self.tokens = nn.Embedding(shape.vocab, shape.width)
         nn.init.normal_(self.tokens.weight, std=0.02)
-        self.layers = nn.ModuleList(Layer(shape, attend) for _ in range(shape.layers))
+        attend = ATTEND[how.attention]
+        self.layers = nn.ModuleList(Layer(shape, attend, how.checkpointing) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.tokens.weight
 
     def adapt(self, rank: int) -> None:
-        """LoRA of this rank beside every linear layer; all else is frozen."""
+        """LoRA of this rank beside every linear layer of the layers; all else is frozen."""
         self.requires_grad_(False)
         for layer in self.layers:
             for name, part in list(layer.named_children()):
                 if isinstance(part, nn.Linear):
                     setattr(layer, name, LoraLinear(part, rank))
 
+    def adapt_by_peft(self, rank: int) -> None:
+        """The same by the library peft, with adapters of the model's dtype, which not every version makes."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        dtype = self.tokens.weight.dtype
+        names = ["q", "k", "v", "o", "gate", "up", "down"]
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=names), self)
+        self.to(dtype)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)
-        if self.checkpointing and not x.requires_grad:  # a frozen embedding: else no layer would be kept
+        if not x.requires_grad:  # a frozen embedding: checkpoints need an input that a gradient flows to
             x = x.detach().requires_grad_()
         turn = self.angles(tokens.shape[1], x)
         for layer in self.layers:
-            x = checkpoint(layer, x, turn, use_reentrant=False) if self.checkpointing else layer(x, turn)
+            x = layer(x, turn)
         x, wanted = self.norm(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        parts = zip(x.split(self.loss_rows), wanted.split(self.loss_rows), strict=True)
-        sums = [checkpoint(self.loss_of, rows, right, use_reentrant=False) for rows, right in parts]
-        return torch.stack(sums).sum() / len(wanted)
+        size = self.how.loss_rows
+        parts = zip(x.split(size), wanted.split(size), strict=True)
+        return torch.stack([again(self.loss_of, *part) for part in parts]).sum() / len(wanted)
 
     def loss_of(self, rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(rows).float(), right, reduction="sum")
@@ -105,28 +148,3 @@ class Llama(nn.Module):
         rates = 10000.0 ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
         turns = torch.arange(length, device=x.device, dtype=torch.float32)[:, None, None] * rates
         return turns.cos().to(x.dtype), turns.sin().to(x.dtype)
-
-
-class MasterAdamW:
-    """AdamW on float32 copies of bfloat16 parameters: 12 bytes a trained parameter beside 2 for itself and 2
-    for its gradient. One parameter at a time, so that nothing else of their size is needed."""
-
-    def __init__(self, parameters: list[nn.Parameter], rate: float = 1e-4) -> None:
-        self.parameters, self.rate, self.steps = [p for p in parameters if p.requires_grad], rate, 0
-        self.state = [
-            (p.detach().float(), *(torch.zeros_like(p, dtype=torch.float32) for _ in range(2)))
-            for p in self.parameters
-        ]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.steps += 1
-        one, two = 1 - 0.9**self.steps, 1 - 0.95**self.steps
-        for p, (master, mean, square) in zip(self.parameters, self.state, strict=True):
-            grad = p.grad.float()
-            mean.lerp_(grad, 0.1)
-            square.mul_(0.95).addcmul_(grad, grad, value=0.05)
-            master.mul_(1 - 0.01 * self.rate)
-            master.addcdiv_(mean, grad.copy_(square).div_(two).sqrt_().add_(1e-8), value=-self.rate / one)
-            p.copy_(master)
-            p.grad = None

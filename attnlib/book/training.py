@@ -1,5 +1,5 @@
-"""What training a Llama-shaped model needs: bytes at the peak and ms of a step, by formula. Chapter 41 holds
-it against measurements; nothing here is measured.
+"""What training a Llama-shaped model needs at the peak: bytes, by formula. Chapter 41 holds it against a
+count and against measurements; nothing here is measured. `training_time` has the time of a step.
 
 Mixed precision: parameters, gradients and activations take two bytes; Adam keeps a float32 copy of each
 trained parameter and two moments."""
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Attention = Literal["math", "sdpa", "attnlib"]
-Checkpointing = Literal["none", "layer"]
+Checkpointing = Literal["none", "layer", "selective"]
 
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and of a float32."""
@@ -68,14 +68,16 @@ SHAPES = {
 
 
 ALLOWED = {
-    "attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "layer"), "zero": (0, 1, 2, 3),
+    "attention": ("math", "sdpa", "attnlib"), "checkpointing": ("none", "selective", "layer"),
+    "zero": (0, 1, 2, 3),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained. lora: the rank, None for all parameters. zero: what is spread over the GPUs: 1
-    Adam's states, 2 gradients, too, 3 parameters, too; 0 nothing. Each GPU has `batch` sequences of
+    """How a model is trained. checkpointing: what the backward pass computes again, see `llama.Layer`. lora:
+    the rank, None for all parameters. zero: what is spread over the GPUs: 1 Adam's states, 2 gradients, too,
+    3 parameters, too; 0 nothing. offload: Adam's states are in host memory. Each GPU has `batch` sequences of
     `context` tokens."""
 
     context: int
@@ -85,12 +87,15 @@ class Training:
     lora: int | None = None
     zero: int = 0
     gpus: int = 1
+    offload: bool = False
     loss_rows: int = 1024
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {allowed}, got {getattr(self, name)!r}")
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"offload: expected a bool, got {type(self.offload).__name__}")
         for name in ("context", "batch", "gpus", "loss_rows", "lora"):
             value = getattr(self, name)
             if value is None and name == "lora":
@@ -99,6 +104,11 @@ class Training:
                 raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 spreads the parameters."""
+        return self.zero >= 2 and self.gpus > 1
 
     @property
     def tokens(self) -> int:
@@ -110,119 +120,136 @@ class Training:
 
 
 def kept(shape: LlamaShape, how: Training) -> dict[str, int]:
-    """Bytes that one layer's forward pass leaves for its backward pass, by part."""
-    rows, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    """Bytes that one layer's forward pass leaves for its backward pass, by part, without checkpointing."""
     T, half = how.tokens, HALF * how.tokens
     found = {
         "norms": 2 * (half * shape.width + FULL * T),  # inputs, and a number a row
         "inputs": 2 * half * shape.width,  # of q, k, v and of gate, up
-        "qkv": half * (rows + 2 * keys),
-        "out": half * rows,
+        **around_attention(shape, how),
         "mlp": 4 * half * shape.hidden,  # gate, its silu, up, the product of the two
     }
-    if how.attention == "math":  # scores and weights in float32, and q, k, v as the products take them
-        found["scores"] = FULL * T * how.context * shape.heads * 2 + FULL * T * 3 * rows
-    else:
-        found["lse"] = FULL * T * shape.heads
     if how.lora is not None:
         found["adapters"] = half * how.lora * len(shape.linears)
     return found
 
 
-def live(shape: LlamaShape, how: Training) -> int:
-    """Bytes that the backward pass of a layer needs besides what was kept: gradients of the MLP's three wide
-    tensors and of the residual stream; with "math", of scores."""
-    found = HALF * how.tokens * (3 * shape.hidden + 2 * shape.width)
+def around_attention(shape: LlamaShape, how: Training) -> dict[str, int]:
+    """What attention keeps of a layer: its inputs, its output, and what lies between them."""
+    T, rows, keys = how.tokens, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if how.attention == "math":  # in float32, with keys and values repeated for each query head
+        return {"qkv": FULL * T * 3 * rows, "out": HALF * T * rows, "weights": scores(shape, how)}
+    return {"qkv": HALF * T * (rows + 2 * keys), "out": HALF * T * rows, "lse": FULL * T * shape.heads}
+
+
+def scores(shape: LlamaShape, how: Training) -> int:
+    """Bytes of one tensor of S x S for each head, in float32."""
+    return FULL * how.tokens * how.context * shape.heads
+
+
+def held(shape: LlamaShape, how: Training) -> dict[str, int]:
+    """Bytes that one layer leaves under `how.checkpointing`, by part."""
+    if how.checkpointing == "none":
+        return kept(shape, how)
+    stream = {"input": HALF * how.tokens * shape.width}
+    return stream | (around_attention(shape, how) if how.checkpointing == "selective" else {})
+
+
+def backward(shape: LlamaShape, how: Training) -> int:
+    """Bytes of a layer while it goes back: what it keeps without checkpointing, which by then has been
+    computed again, and the gradients, those of its weights among them. The larger of two moments: when the
+    MLP's product goes back, and, without what the MLP kept, attention."""
+    T, rows, keys = how.tokens, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    stream, full = HALF * T * shape.width, how.lora is None
+    parts = kept(shape, how)
+    whole = sum(parts.values()) - (parts["inputs"] // 2 if how.checkpointing == "selective" else 0)
+    matrix = HALF * shape.width * shape.hidden if full else 0
+    # Gradients of the product and of its factors, while the product itself is free.
+    mlp = whole + stream + HALF * T * 2 * shape.hidden + matrix
+    without = whole - parts["mlp"] - (parts["norms"] + parts["inputs"]) // 2
     if how.attention == "math":
-        found = max(found, 2 * FULL * how.tokens * how.context * shape.heads)
-    return found
+        inside = 2 * scores(shape, how)
+    else:  # of the output, q, k and v; that of q in float32, too; two numbers a row
+        inside = stream + HALF * T * 2 * (rows + keys) + FULL * T * (rows + 2 * shape.heads)
+    return max(mlp, without + inside + 3 * matrix + (HALF * rows * shape.width if full else 0))
+
+
+MOMENTS = {
+    "begin": "FSDP2 gathers what the first layer needs",
+    "loss": "the loss goes back",
+    "last layer": "the last layer goes back",
+    "first layer": "the first layer goes back",
+    "end": "all gradients are there, Adam runs",
+}
+"""Moments of a step at one of which memory is at its peak: between them it falls or rises steadily."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU. parameters and states are there all the time; beside them is what is needed while the
-    loss goes back, when the layers begin to, and at the end, when all gradients are there and Adam runs."""
+    """Bytes of one GPU. parameters and states are there all the time; beside: what is needed beside them at
+    each of the MOMENTS."""
 
     parameters: int
     states: int
-    at_loss: int
-    at_layers: int
-    at_end: int
+    beside: dict[str, int]
+
+    @property
+    def moment(self) -> str:
+        """When the peak is."""
+        return max(self.beside, key=self.beside.__getitem__)
 
     @property
     def peak(self) -> int:
-        return self.parameters + self.states + max(self.at_loss, self.at_layers, self.at_end) + WORKSPACE
+        return self.parameters + self.states + self.beside[self.moment] + WORKSPACE
 
 
 def memory(shape: LlamaShape, how: Training) -> Memory:
     """Gradients are freed after each step; the loss takes `loss_rows` rows at a time, see `book.llama`."""
     trained, full = how.trained(shape), how.lora is None
     parameters = HALF * (shape.parameters + (0 if full else trained))
-    one_layer, head = HALF * shape.layer_parameters, HALF * shape.vocab * shape.width
-    if how.zero == 3 and how.gpus > 1:
-        parameters = parameters // how.gpus + 2 * one_layer  # two layers are there whole
-    gradients = HALF * trained
-    if how.zero >= 2 and how.gpus > 1:
-        gradients = gradients // how.gpus + (one_layer if full else 0)
-    states = STATES * trained // (how.gpus if how.zero else 1)
-    layer, stream = sum(kept(shape, how).values()), HALF * how.tokens * shape.width
-    again = how.checkpointing == "layer"
-    held = shape.layers * (stream if again else layer)
-    # The logarithms of the rows' probabilities, and two gradients of that size; the head's gradient and, from
-    # the second rows on, what is added to it.
+    states = 0 if how.offload else STATES * trained
+    head = HALF * shape.vocab * shape.width
+    one, stream = sum(held(shape, how).values()), HALF * how.tokens * shape.width
+    left, layer = shape.layers * one, backward(shape, how)
+    # The logarithms of the rows' probabilities, and two gradients of that size; the head's gradient, which
+    # other rows have begun; later what is added to that, and the sum.
     rows = min(how.loss_rows, how.tokens)
-    at_loss = held + 3 * stream + 3 * FULL * rows * shape.vocab + (2 * head if full else 0)
-    at_layers = held + stream + (layer if again else 0) + live(shape, how) + (head if full else 0)
-    return Memory(parameters, states, at_loss, at_layers, gradients + (FULL // HALF * head if full else 0))
+    begun = head if full and how.tokens > rows else 0
+    beside = {
+        "begin": 0,
+        "loss": left + 3 * stream + max(3 * FULL * rows * shape.vocab + begun, 3 * begun),
+        "last layer": left - one + layer + (head if full else 0),
+    }
+    weights = HALF * (shape.layer_parameters if full else trained // shape.layers)  # gradients of one layer's
+    if how.sharded:
+        return _sharded(shape, how, Memory(parameters, states, beside), weights)
+    ends = (head if full else 0) + stream
+    beside["first layer"] = layer + (shape.layers - 1) * weights + ends
+    # A tied embedding's own gradient is added to the head's; Adam has one gradient in float32.
+    largest = max(head, HALF * shape.width * shape.hidden) if full else 0
+    beside["end"] = HALF * trained + 2 * largest
+    return Memory(parameters, states // (how.gpus if how.zero else 1), beside)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Rates of one GPU: TFLOP/s of products and of causal attention (forward, backward), GB/s of its memory
-    and of its link to the others; ms that the host needs for a layer's launches, forward, backward and Adam,
-    without a compiler or a graph. The defaults are round numbers for an H200; measure your own."""
-
-    products: float = 600.0
-    attention: dict[str, tuple[float, float]] | None = None
-    memory: float = 4000.0
-    link: float = 150.0
-    host: float = 1.7
-
-    def attends(self, how: Training) -> tuple[float, float]:
-        rates = {"math": (20.0, 20.0), "sdpa": (430.0, 330.0), "attnlib": (620.0, 500.0)}
-        return (self.attention or rates)[how.attention]
-
-
-def step_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
-    """ms of forward pass, backward pass and Adam: the GPU's, or the host's where it can't keep up.
-    Elementwise work is counted by its bytes."""
-    T, again = how.tokens, how.checkpointing == "layer"
-    # A product forward; the gradient of its input; that of its weight unless it is frozen; the head twice.
-    passes = 2 * (1 + 1 + (how.lora is None) + again)
-    layers = shape.layers * sum(a * b for a, b in shape.linears)
-    head = 2 * (3 + (how.lora is None)) * shape.vocab * shape.width
-    products = T * (passes * layers + head) / machine.products / 1e9
-    if how.lora is not None:
-        products += T * 2 * (3 + again) * shape.adapters(how.lora) / machine.products / 1e9
-    forward = 2 * T * how.context * shape.heads * shape.head_dim * shape.layers
-    ahead, back = machine.attends(how)
-    attention = forward * ((1 + again) / ahead + 2.5 / back) / 1e9
-    kept_bytes = sum(kept(shape, how).values()) * shape.layers
-    elementwise = (2 + again) * 1.5 * kept_bytes / machine.memory / 1e6
-    shard = how.gpus if how.zero else 1
-    adam = how.trained(shape) * (HALF * 3 + 11 * FULL) / shard / machine.memory / 1e6
-    on_gpu = products + attention + elementwise + adam + exchange_ms(shape, how, machine)
-    return max(on_gpu, machine.host * shape.layers * (4 / 3 if again else 1))
-
-
-def exchange_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
-    """ms of all that ZeRO sends, if nothing hides it: gradients are reduced and scattered, parameters are
-    gathered after Adam, or, with stage 3, before each pass."""
-    if how.gpus == 1:
-        return 0.0
-    share = (how.gpus - 1) / how.gpus
-    moved = HALF * share * 2 * how.trained(shape)
+def _sharded(shape: LlamaShape, how: Training, alone: Memory, weights: int) -> Memory:
+    """Of one of several GPUs under FSDP2, from what one GPU needs alone, and the gradients of a layer's
+    weights. Embedding, head and last norm are whole from the begin to the end of a step. Layers are whole,
+    too (ZeRO 2), or one, and the next one, which is being gathered (ZeRO 3). Where gradients are summed, a
+    layer's lie there twice."""
+    full = how.lora is None
+    head, layer = HALF * shape.vocab * shape.width, HALF * shape.layer_parameters
+    layer += 0 if full else weights
+    root = (1 if shape.tied else 2) * head
     if how.zero == 3:
-        passes = 2 + (how.checkpointing == "layer")
-        moved = HALF * share * (how.trained(shape) + passes * shape.parameters)
-    return moved / machine.link / 1e6
+        there, next_one = root, layer
+    else:
+        there, next_one = alone.parameters, 0
+    sums = weights if full else 0
+    done = (shape.layers - 1) * weights // how.gpus
+    beside = {
+        "begin": 2 * (root + layer),  # gathered in one piece, then copied
+        "loss": alone.beside["loss"] + there + next_one,
+        "last layer": alone.beside["last layer"] + there + 2 * next_one + sums // how.gpus,
+        "first layer": backward(shape, how) + root + 2 * layer + sums + done + (head if full else 0),
+        "end": (4 * head if full else root) + sums + done,
+    }
+    return Memory(alone.parameters // how.gpus, alone.states // how.gpus, beside)

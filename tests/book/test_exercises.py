@@ -135,6 +135,15 @@ PLANTED = {
         ("summed_keys", "b_k += tl.load", "b_k = tl.load", "max error"),
         ("rows_that_pay", "(group - 1)", "group", "the copy of a key"),
     ),
+    "41_finetuning": (
+        ("selective_bytes", "2 * width + ", "", "bytes, not"),
+        ("selective_bytes", "2 * keys", "keys", "bytes, not"),
+        ("LeanMLP", "save_for_backward(x, gate, up, down)",
+         "save_for_backward(x, gate, up, down, x @ gate.T)", "kept besides the four inputs|too many values"),
+        ("LeanMLP", "(1 - sigma)", "sigma", "the gradient of x is off"),
+        ("LeanMLP", "d_out.T @ (silu * b)", "d_out.T @ silu", "the gradient of down is off"),
+        ("longest", "(middle, high) if", "(low, middle) if", "more than"),
+    ),
     "40_fastattention": (
         ("window_tile", "row - key - window, -M)", "row - key - window + 1, -M)", "scores are wrong"),
         ("window_tile", "tl.maximum(-above, 0)", "0", "scores are wrong"),

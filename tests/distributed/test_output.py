@@ -8,7 +8,6 @@ import output_jobs as jobs
 import pytest
 import torch
 from output_jobs import Layer
-from ranks import Ranks
 
 from attnlib.distributed import output
 from attnlib.distributed.output import seen_by, spans_of
@@ -25,13 +24,6 @@ LAYERS = [
 ]  # fmt: skip
 EXACT = 2e-6
 """Float32 sums in another order."""
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def test_equal_to_one_process(two):

@@ -1,171 +1,428 @@
-"""Measure peak memory and step time of small Llama-shaped models on this GPU, beside the formulas.
+"""Measure peak memory and step time of Llama-shaped models on the GPUs of this machine, beside the formulas.
 
-    python tests/gpu/measure_training_memory.py           some 80 s; figures/data/<gpu>/training_memory.json
-    python tests/gpu/measure_training_memory.py --shapes 0.1B --contexts 1024     less, no record
+    python tests/gpu/measure_training_memory.py              one GPU: --seconds 170
+    torchrun --nproc-per-node 2 tests/gpu/measure_training_memory.py        two; without torchrun: --gpus 2
+    --models 1B --contexts 4096 --seconds 60 --out FILE      a part of it, elsewhere
+    --again              measure what the record has, too;   --list    what would be measured, in order
 
-One table, `steps`: models of 0.1 and 1 billion parameters, bfloat16 with Adam on float32 copies, one sequence
-of synthetic tokens; attention by PyTorch's math path, its fused backends and attnlib; with and without
-checkpointing of layers; all parameters or LoRA. `peak_bytes` is what PyTorch allocated at most in a step
-(`reserved_bytes`: what its allocator took), `ms` the median of three steps after one that warms up,
-`predicted_bytes` and `predicted_ms` what `attnlib.book.training` says, whose rates were set before. A
-setting that does not fit is a row, too. Losses of the three kinds of attention are compared. Status 0 when
-they agree, 1 otherwise, 2 without a Hopper GPU.
+Tables `steps_1`, `steps_2`, ... of figures/data/<gpu>/training_memory.json, by the number of GPUs: models of
+0.1, 1 and 8 billion parameters, bfloat16 with Adam on float32 copies, synthetic tokens, a sequence for each
+GPU. Attention by PyTorch's math path, its fused backends and attnlib; checkpointing of nothing, of all but
+attention, of layers; all parameters or LoRA (by peft where it is installed); ZeRO 1 to 3; Adam's states in
+host memory. `peak_bytes` is what PyTorch allocated at most in a step, `reserved_bytes` what its allocator
+took, `ms` the median of the steps after one that warms up. `predicted_bytes` and `predicted_ms` are
+`attnlib.book.training`'s and `training_time`'s, with rates that were set before; `rated_ms` is the same
+formula with the rates of this machine, which the tables `rates_1`, ... have: they are measured first.
+
+The most telling settings come first, and the record is written after each. So a run that is cut off, or whose
+--seconds are over, is taken up by the next one: it measures what is not there. A setting in which the process
+ended is not tried again without --again. Status 0 when all losses that should agree do and nothing failed, 1
+otherwise, 2 without a Hopper GPU. `--device cpu` is for the tests: tiny models, bytes counted by
+`attnlib.book.live_bytes`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import attention  # noqa: E402
+from attnlib.bench import ranks as gpus  # noqa: E402
 from attnlib.bench import records  # noqa: E402
 from attnlib.bench.peers import brief  # noqa: E402
-from attnlib.book.llama import Llama, MasterAdamW  # noqa: E402
-from attnlib.book.training import SHAPES, Machine, Training, memory, step_ms  # noqa: E402
+from attnlib.book.live_bytes import LiveBytes  # noqa: E402
+from attnlib.book.llama import ATTEND  # noqa: E402
+from attnlib.book.trainer import Trainer  # noqa: E402
+from attnlib.book.training import SHAPES, LlamaShape, Training, memory  # noqa: E402
+from attnlib.book.training_time import Machine, offloaded, step_ms  # noqa: E402
 
-CONTEXTS = 1024, 4096, 16384
-STEPS, RANK = 3, 16
+RECORD, RANK, STEPS, LONG_MS = "training_memory", 16, 3, 1500
+"""A step that is predicted to take longer than LONG_MS is timed once."""
 LOSS_TOLERANCE = 2e-3
 """Relative difference of the losses of the first step: bfloat16, the same initial values."""
+TINY = LlamaShape(2, 32, 4, 2, 8, 96, 64)
+HOW = "context", "batch", "attention", "checkpointing", "lora", "zero", "gpus", "offload"
+DONE = "ok", "out of memory", "not run: predicted not to fit"
+BEGUN = "begun, and the process ended"
+
+# ---------------------------------------------------------------- what is measured, the most telling first
 
 
-def math_path(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def on_one(model: str, context: int, kinds: str = "attnlib sdpa math") -> Iterator[tuple[str, Training]]:
+    for kind in kinds.split():
+        for checkpointing in ("none", "layer", "selective"):
+            for lora in (None, RANK):
+                yield model, Training(context, 1, kind, checkpointing, lora)
 
 
-def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def one_gpu() -> Iterator[tuple[str, Training]]:
+    yield from on_one("1B", 4096)
+    yield from on_one("1B", 16384, "attnlib sdpa")
+    yield from on_one("8B", 4096, "attnlib")
+    yield from on_one("1B", 65536, "attnlib")
+    yield "1B", Training(4096, offload=True)
+    yield from on_one("0.1B", 4096)
+    yield from on_one("8B", 16384, "attnlib")
+    yield "1B", Training(16384, attention="math")
+    yield from on_one("1B", 1024)
+    yield from on_one("0.1B", 65536, "attnlib sdpa")
+    yield from on_one("0.1B", 16384, "attnlib")
+    yield from on_one("0.1B", 1024)
+    yield "8B", Training(65536, checkpointing="layer", lora=RANK)
+    yield "8B", Training(65536, checkpointing="selective", lora=RANK)
+    yield from on_one("1B", 65536, "sdpa")
 
 
-ATTEND = {"math": math_path, "sdpa": fused, "attnlib": lambda q, k, v: attention(q, k, v, causal=True)}
+def several(count: int) -> Iterator[tuple[str, Training]]:
+    def spread(model: str, context: int, checkpointing: str = "none", zeros=(3, 2, 1, 0)):
+        for zero in zeros:
+            for lora in (None, RANK):
+                yield model, Training(context, 1, "attnlib", checkpointing, lora, zero, count)
+
+    yield from spread("1B", 4096)
+    yield from spread("8B", 4096, "layer", (3, 2, 1))
+    yield from spread("1B", 16384, "layer")
+    yield from spread("8B", 16384, "layer", (3, 2))
+    yield "1B", Training(4096, zero=2, gpus=count, offload=True)
+    yield from spread("8B", 4096, "none", (3,))
+    yield from spread("1B", 65536, "selective", (3, 2))
+    yield from spread("0.1B", 4096)
+    yield from spread("8B", 65536, "layer", (3,))
 
 
-def settings(context: int) -> Iterator[Training]:
-    for kind in ATTEND:
-        for checkpointing in ("none", "layer"):
-            for lora in (None, RANK) if kind == "attnlib" else (None,):
-                yield Training(context, 1, kind, checkpointing, lora)
+def tiny(count: int) -> Iterator[tuple[str, Training]]:
+    zeros = (1, 3) if count > 1 else (0,)
+    for zero in zeros:
+        yield "tiny", Training(24, 1, "sdpa", "layer", None, zero, count)
+    yield "tiny", Training(24, 1, "math", "selective", 4, zeros[-1], count)
+    yield "tiny", Training(24, 1, "sdpa", "none", None, 0, count, True)
 
 
-def measured(name: str, how: Training) -> dict[str, Any]:
-    """One step that warms up and three that count, and the peak of these."""
-    shape = SHAPES[name]
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Llama(shape, ATTEND[how.attention], how.checkpointing == "layer", how.loss_rows)
-    model.to(torch.bfloat16)
-    if how.lora is not None:
-        model.adapt(how.lora)
-    adam = MasterAdamW(list(model.parameters()))
-    generator = torch.Generator("cuda").manual_seed(1)
-    tokens = torch.randint(0, shape.vocab, (how.batch, how.context), generator=generator, device="cuda")
-    taken, losses = [], []
-    for i in range(1 + STEPS):
-        if i == 1:
+def chosen(args: argparse.Namespace, count: int) -> list[tuple[str, Training]]:
+    if args.device == "cpu":
+        return list(tiny(count))
+    found = one_gpu() if count == 1 else several(count)
+    models, contexts = args.models.split(","), [int(x) for x in args.contexts.split(",")]
+    return [(name, how) for name, how in found if name in models and how.context in contexts]
+
+
+# ---------------------------------------------------------------- one setting
+
+
+class Meter:
+    """Peak bytes of this rank's device, beyond what was there before."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda, self.live = device == "cuda", nullcontext() if device == "cuda" else LiveBytes()
+        self.before = torch.cuda.memory_allocated() if self.cuda else 0
+
+    def restart(self) -> None:
+        if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        else:
+            self.live.restart()
+
+    def read(self) -> dict[str, int]:
+        if not self.cuda:
+            return {"peak_bytes": self.live.peak, "reserved_bytes": self.live.peak}
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        loss = model(tokens)
-        loss.backward()
-        adam.step()
-        losses.append(loss.item())  # waits for the loss alone
+        peak = torch.cuda.max_memory_allocated() - self.before
+        return {"peak_bytes": peak, "reserved_bytes": torch.cuda.max_memory_reserved()}
+
+
+def wait(device: str) -> float:
+    if device == "cuda":
         torch.cuda.synchronize()
-        taken.append((time.perf_counter() - begin) * 1e3)
+    return time.perf_counter()
+
+
+def measured(shape: LlamaShape, how: Training, device: str, long: bool, peft: bool) -> dict[str, Any]:
+    """One step that warms up, and those that count."""
+    meter = Meter(device)
+    with meter.live:
+        trainer = Trainer(shape, how, device, peft=peft)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        generator = torch.Generator(device).manual_seed(rank)
+        tokens = torch.randint(
+            0, shape.vocab, (how.batch, how.context), generator=generator, device=device
+        )
+        taken, losses = [], []
+        for i in range(2 if long else 1 + STEPS):
+            if i == 1:
+                meter.restart()
+            begin = wait(device)
+            loss = trainer.step(tokens)
+            taken.append((wait(device) - begin) * 1e3)
+            losses.append(mean_of(loss))
+        found = meter.read()
     return {
-        "status": "ok", "peak_bytes": torch.cuda.max_memory_allocated() - before,
-        "reserved_bytes": torch.cuda.max_memory_reserved(), "ms": statistics.median(taken[1:]),
-        "ms_low": min(taken[1:]), "ms_high": max(taken[1:]), "first_loss": losses[0], "last_loss": losses[-1],
+        "status": "ok", **found, "ms": statistics.median(taken[1:]), "ms_low": min(taken[1:]),
+        "ms_high": max(taken[1:]), "first_loss": losses[0], "last_loss": losses[-1],
     }  # fmt: skip
 
 
-def row_of(name: str, how: Training, until: float) -> dict[str, Any]:
-    shape = SHAPES[name]
-    row = {
-        "model": name, "parameters": shape.parameters, "context": how.context, "batch": how.batch,
-        "attention": how.attention, "checkpointing": how.checkpointing, "lora": how.lora, "gpus": 1,
+def mean_of(loss: torch.Tensor) -> float:
+    """Over ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss.item()
+
+
+def predicted(name: str, how: Training, machine: Machine) -> dict[str, Any]:
+    shape = SHAPES.get(name, TINY)
+    return {
+        "model": name, "parameters": shape.parameters, **{key: asdict(how)[key] for key in HOW},
         "predicted_bytes": memory(shape, how).peak, "predicted_ms": step_ms(shape, how, Machine()),
+        "rated_ms": step_ms(shape, how, machine), "host_bytes": offloaded(shape, how),
     }  # fmt: skip
-    room = torch.cuda.get_device_properties(0).total_memory
-    if row["predicted_bytes"] > 4 * room:
-        return row | {"status": "not run: predicted to need more than four times the memory"}
-    if time.monotonic() > until:
-        return row | {"status": "not run: no time was left"}
+
+
+def row_of(name: str, how: Training, row: dict[str, Any], device: str) -> dict[str, Any]:
+    shape, by_peft = SHAPES.get(name, TINY), find_spec("peft") is not None and device == "cuda"
+    if how.lora is not None:
+        row |= {"adapters": "peft" if by_peft else "attnlib.book"}
     try:
-        row |= measured(name, how)
-    except torch.OutOfMemoryError:
-        row["status"] = "out of memory"
+        row |= measured(shape, how, device, row["predicted_ms"] > LONG_MS, by_peft)
+    except torch.OutOfMemoryError as error:
+        row |= {"status": "out of memory", "reason": brief(error)}
+        if how.gpus > 1:  # the other ranks may be waiting for this one
+            raise
     except RuntimeError as error:
         row |= {"status": "failed", "reason": brief(error)}
+        if how.gpus > 1:
+            raise
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return row
+
+
+# ---------------------------------------------------------------- rates of this machine
+
+
+def per_call(call, count: int = 10) -> float:
+    """Seconds of a call on this GPU, back to back."""
+    for _ in range(2):
+        call()
+    begin = wait("cuda")
+    for _ in range(count):
+        call()
+    return (wait("cuda") - begin) / count
+
+
+def measured_machine() -> Machine:
+    """Rates as `Machine` names them, in a few seconds. What is not measured keeps its default."""
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    a, b = torch.randn(4096, 4096, **like), torch.randn(4096, 8192, **like)
+    found: dict[str, Any] = {"products": 2 * 4096 * 4096 * 8192 / per_call(lambda: a @ b, 100) / 1e12}
+    found |= transfer_rates()
+    found["attention"] = {kind: {dim: attention_rates(kind, dim) for dim in (64, 128)} for kind in ATTEND}
+    shape = replace(SHAPES["0.1B"], layers=4, vocab=1000)
+    trainer = Trainer(shape, Training(64, gpus=dist.get_world_size() if dist.is_initialized() else 1), "cuda")
+    tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+    found["host"] = per_call(lambda: trainer.step(tokens)) * 1e3 / shape.layers
+    return Machine(**found)
+
+
+def transfer_rates() -> dict[str, float]:
+    """GB/s of the GPU's memory and, where there are several, of the link between them."""
+    big = torch.empty(1 << 30, device="cuda", dtype=torch.bfloat16)
+    other = torch.empty_like(big)
+    found = {"memory": 2 * big.nbytes / per_call(lambda: other.copy_(big)) / 1e9}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        part = big[: big.numel() // dist.get_world_size()]
+        moved = big.nbytes - part.nbytes
+        found["link"] = moved / per_call(lambda: dist.all_gather_into_tensor(other, part)) / 1e9
+    return found
+
+
+def attention_rates(kind: str, dim: int) -> tuple[float, float]:
+    """TFLOP/s, forward and backward, of a causal call of a model with this head dimension."""
+    length = 4096 if kind == "math" else 16384
+    q, k, v = (torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+               for heads in (32, 8, 8))  # fmt: skip
+    flops = 2 * length**2 * 32 * dim
+    with torch.no_grad():
+        ahead = per_call(lambda: ATTEND[kind](q, k, v))
+    out = ATTEND[kind](q, k, v)
+    back = per_call(lambda: torch.autograd.grad(out, (q, k, v), out.detach(), retain_graph=True))
+    return flops / ahead / 1e12, 2.5 * flops / back / 1e12
+
+
+def rate_rows(machine: Machine) -> list[dict[str, Any]]:
+    rows = [{"rate": name, "measured": getattr(machine, name), "before": getattr(Machine(), name)}
+            for name in ("products", "memory", "link", "bus", "cpu", "host")]  # fmt: skip
+    for kind, by_dim in machine.attention.items():
+        for dim, found in by_dim.items():
+            expected = Machine().attends(kind, dim)
+            rows += [{"rate": f"{kind}, D = {dim}, {name}", "measured": found[i], "before": expected[i]}
+                     for i, name in enumerate(("forward", "backward"))]  # fmt: skip
+    return rows
+
+
+# ---------------------------------------------------------------- the record
+
+
+class Book:
+    """The rows of one number of GPUs in the record, of which rank 0 alone reads and writes."""
+
+    def __init__(self, args: argparse.Namespace, count: int) -> None:
+        self.header = records.provenance({"timed": "wall time of a step", "gpus": count})
+        self.header["gpu"]["name"] = self.header["gpu"]["name"] or "cpu"
+        self.path, self.name = records.report_path(RECORD, self.header, args.out), f"steps_{count}"
+        table = records.read(self.path)["tables"].get(self.name) if self.path.exists() else None
+        self.rows = {key_of(row): row for row in (table or {"rows": []})["rows"]}
+        self.again = args.again
+
+    def known(self, row: dict[str, Any]) -> bool:
+        found = self.rows.get(key_of(row))
+        return not self.again and found is not None and found["status"] in (*DONE, BEGUN)
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.rows[key_of(row)] = dict(row)
+        self.write(self.name, list(self.rows.values()))
+
+    def write(self, name: str, rows: list[dict[str, Any]]) -> None:
+        records.add_table(self.path, self.header, name, rows)
+
+
+def key_of(row: dict[str, Any]) -> tuple:
+    return row["model"], *(row[name] for name in HOW)
 
 
 def show(row: dict[str, Any]) -> str:
     lora = "all" if row["lora"] is None else f"LoRA {row['lora']}"
-    head = f"{row['model']:5} {row['context']:6} {row['attention']:8} {row['checkpointing']:6} {lora:8}"
+    where = f"ZeRO {row['zero']}" + (", host" if row["offload"] else "")
+    head = f"{row['model']:5} {row['context']:6} {row['attention']:8} {row['checkpointing']:9} {lora:8} "
+    head += f"{where:12}"
     expected = f"predicted {row['predicted_bytes'] / 1e9:7.2f} GB {row['predicted_ms']:8.1f} ms"
     if "ms" not in row:
-        return f"{head} {row['status']:40} {expected} {row.get('reason', '')}"
-    of = row["peak_bytes"] / row["predicted_bytes"], row["ms"] / row["predicted_ms"]
-    return (f"{head} {row['peak_bytes'] / 1e9:7.2f} GB {row['ms']:8.1f} ms  {expected}  "
-            f"{of[0]:.2f} and {of[1]:.2f} of that, loss {row['first_loss']:.4f}")  # fmt: skip
+        return f"{head} {row['status']:30} {expected} {row.get('reason', '')}"
+    memory_of, time_of = row["peak_bytes"] / row["predicted_bytes"], row["ms"] / row["predicted_ms"]
+    return (f"{head} {row['peak_bytes'] / 1e9:7.2f} GB {row['ms']:8.1f} ms, {expected}: {memory_of:.3f}, "
+            f"{time_of:.2f} ({row['ms'] / row['rated_ms']:.2f} by this machine's rates); "
+            f"loss {row['first_loss']:.4f}")  # fmt: skip
 
 
-def agreeing(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether all ways to compute the same first step have the same loss. NaN does not agree."""
-    good = True
-    for name in {(row["model"], row["context"]) for row in rows}:
-        losses = [row["first_loss"] for row in rows if (row["model"], row["context"]) == name and "ms" in row]
-        good &= all(abs(loss / losses[0] - 1) <= LOSS_TOLERANCE for loss in losses)
-    return good and all(row["status"] != "failed" for row in rows)
+def disagreeing(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Settings that compute the same first step and have another loss than the first of them; NaN agrees with
+    nothing. And settings that failed."""
+    found = [show(row) for row in rows if row["status"] in ("failed", BEGUN)]
+    first: dict[tuple, float] = {}
+    for row in (row for row in rows if row["status"] == "ok"):
+        loss = first.setdefault((row["model"], row["context"], row["gpus"]), row["first_loss"])
+        both = loss is not None and row["first_loss"] is not None  # a record has None for NaN
+        if not both or not abs(row["first_loss"] / loss - 1) <= LOSS_TOLERANCE:
+            found.append(f"{show(row)}, expected {loss}")
+    return found
+
+
+# ---------------------------------------------------------------- the ranks
+
+
+def shared(value: Any) -> Any:
+    """Rank 0's value, on all ranks."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def fits(row: dict[str, Any], device: str) -> bool:
+    """Whether a setting is worth a try: on several GPUs one that runs out of memory ends the run."""
+    if device == "cpu":
+        return True
+    room = torch.cuda.get_device_properties(0).total_memory
+    return row["predicted_bytes"] < (1.1 if row["gpus"] == 1 else 0.93) * room
+
+
+def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
+    begin = time.monotonic()
+    if args.device == "cuda" and count > 1:
+        gpus.join(rank, count, where)
+    elif count > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=count)
+    machine = measured_machine() if args.device == "cuda" else Machine()
+    book = Book(args, count) if rank == 0 else None
+    if book:
+        book.write(f"rates_{count}", rate_rows(machine))
+    for name, how in chosen(args, count):
+        row = predicted(name, how, machine)
+        todo = shared(not book.known(row) and time.monotonic() < begin + args.seconds if book else None)
+        if not todo:
+            continue
+        if not fits(row, args.device):
+            row["status"] = "not run: predicted not to fit"
+        else:
+            if book:
+                book.keep(row | {"status": BEGUN})
+            row = row_of(name, how, row, args.device)
+        if book:
+            book.keep(row)
+            print(show(row), flush=True)
+    if not book:
+        return 0
+    keys = [key_of(predicted(name, how, machine)) for name, how in chosen(args, count)]
+    left = [key for key in keys if key not in book.rows]
+    bad = disagreeing(list(book.rows.values()))
+    print("\n".join([f"{len(left)} settings are left for another run", *bad, str(book.path)]), flush=True)
+    return int(bool(bad))
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure memory and time of training steps.")
+    parser.add_argument("--models", default=",".join(SHAPES), help="(default: %(default)s)")
+    parser.add_argument("--contexts", default="1024,4096,16384,65536", help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=170, help="begin no row after so many (%(default)s)")
+    parser.add_argument("--gpus", type=int, default=1, help="without torchrun; 1 or all (default: 1)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--again", action="store_true", help="measure what the record has, too")
+    parser.add_argument("--list", action="store_true", help="what would be measured")
+    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/training_memory.json)")
+    args = parser.parse_args(argv)
+    if not set(args.models.split(",")) <= set(SHAPES):
+        parser.error(f"--models: expected some of {', '.join(SHAPES)}, got {args.models}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure memory and time of training steps.")
-    parser.add_argument("--shapes", default="0.1B,1B", help="(default: %(default)s)")
-    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=85, help="begin no row after so many (%(default)s)")
-    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/training_memory.json)")
-    args = parser.parse_args(argv)
-    names, contexts = args.shapes.split(","), [int(length) for length in args.contexts.split(",")]
-    if not set(names) <= set(SHAPES):
-        parser.error(f"--shapes: expected some of {', '.join(SHAPES)}, got {args.shapes}")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
-        return 2
-    until, rows = time.monotonic() + args.seconds, []
-    for name in names:
-        for context in contexts:
-            for how in settings(context):
-                rows.append(row_of(name, how, until))
-                print(show(rows[-1]), flush=True)
-    good = agreeing(rows)
-    if args.out or (names == ["0.1B", "1B"] and contexts == list(CONTEXTS)):
-        header = records.provenance({"timed": "wall time of a step, median of three", "rates": "Machine()"})
-        path = records.report_path("training_memory", header, args.out)
-        records.add_table(path, header, "steps", rows)
-        print(path)
-    return int(not good)
+    args = arguments(argv)
+    count = int(os.environ.get("WORLD_SIZE", args.gpus))
+    if args.list:
+        rows = [predicted(name, how, Machine()) | {"status": ""} for name, how in chosen(args, count)]
+        print("\n".join(map(show, rows)))
+        return 0
+    if args.device == "cuda":
+        if torch.cuda.device_count() < count or torch.cuda.get_device_capability()[0] != 9:
+            print(f"needs {count} GPUs of compute capability 9.x", file=sys.stderr)
+            return 2
+        if count > 1 and "RANK" not in os.environ and count != torch.cuda.device_count():
+            print(f"--gpus: expected 1 or {torch.cuda.device_count()}, got {count}", file=sys.stderr)
+            return 2
+        if count > 1:
+            return gpus.on_all_gpus(work, args)
+    elif count > 1:
+        return work(int(os.environ["RANK"]), count, args, "env://")
+    return work(0, 1, args, "")
 
 
 if __name__ == "__main__":

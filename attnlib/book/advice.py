@@ -1,0 +1,86 @@
+"""Which setting for which model and card, by the formulas of `training` and `training_time`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from attnlib.book.training import HALF, SHAPES, WORKSPACE, LlamaShape, Training, held, memory
+from attnlib.book.training_time import Machine, offloaded, step_ms
+
+MODELS = {
+    "0.1B": SHAPES["0.1B"],
+    "1B": SHAPES["1B"],
+    "3B": LlamaShape(28, 3072, 24, 8, 128, 8192, 128256, True),
+    "8B": SHAPES["8B"],
+    "70B": LlamaShape(80, 8192, 64, 8, 128, 28672, 128256),
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """What there is: bytes of one GPU's memory that tensors may take, how many such GPUs, bytes of host
+    memory for each; and their rates."""
+
+    room: float
+    gpus: int = 1
+    host: float = 0.0
+    machine: Machine = field(default_factory=Machine)
+
+    def __post_init__(self) -> None:
+        if not self.room > 0:
+            raise ValueError(f"room: expected bytes above 0, got {self.room}")
+        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
+            raise ValueError(f"gpus: expected an int from 1 on, got {self.gpus!r}")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A setting, its bytes at the peak of one GPU, and its step in ms."""
+
+    how: Training
+    peak: int
+    ms: float
+
+    @property
+    def name(self) -> str:
+        how = self.how
+        parts = [{"none": "no checkpoints", "selective": "selective", "layer": "layers"}[how.checkpointing]]
+        parts += [f"ZeRO {how.zero}"] if how.zero else []
+        return ", ".join(parts + ["Adam on the host"] * how.offload)
+
+
+def ways(context: int, card: Card, lora: int | None = None, attention: str = "attnlib") -> Iterator[Training]:
+    """Every setting that this card could run, one sequence for each GPU."""
+    for offload in (False, True)[: 1 + (card.host > 0)]:
+        for zero in (0, 1, 2, 3) if card.gpus > 1 else (0,):
+            for checkpointing in ("none", "selective", "layer"):
+                yield Training(context, 1, attention, checkpointing, lora, zero, card.gpus, offload)
+
+
+def advise(shape: LlamaShape, context: int, card: Card, lora: int | None = None) -> list[Way]:
+    """The settings that fit, the fastest first; of equally fast ones the one that needs less."""
+    found = []
+    for how in ways(context, card, lora):
+        peak = memory(shape, how).peak
+        if peak <= card.room and offloaded(shape, how) <= card.host:
+            found.append(Way(how, peak, step_ms(shape, how, card.machine)))
+    return sorted(found, key=lambda way: (round(way.ms, 1), way.how.offload, way.peak))
+
+
+def shares(shape: LlamaShape, how: Training) -> dict[str, int]:
+    """The peak, in parts that add up to it: what is there all the time; at the moment of the peak what layers
+    keep and the gradients that are there; and the rest, which is at work then (logits, the layer that goes
+    back, what FSDP2 has gathered, cuBLAS's workspace)."""
+    found = memory(shape, how)
+    early = found.moment in ("loss", "last layer")
+    parts = {
+        "parameters": found.parameters,
+        "Adam": found.states,
+        "gradients": 0 if early else HALF * how.trained(shape) // (how.gpus if how.sharded else 1),
+        "kept": shape.layers * sum(held(shape, how).values()) if early else 0,
+    }
+    if found.moment == "begin":
+        parts["gradients"] = 0
+    assert found.peak - sum(parts.values()) >= WORKSPACE
+    return parts | {"at work": found.peak - sum(parts.values())}

@@ -1,0 +1,130 @@
+"""How long a training step takes: FLOPs and bytes over rates, by formula. Chapter 41 holds it against
+measurements; nothing here is measured. `training` has the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from attnlib.book.training import FULL, HALF, STATES, LlamaShape, Training, kept
+
+ATTENTION: Mapping[str, Mapping[int, tuple[float, float]]] = MappingProxyType({
+    "math": {64: (6.6, 6.6), 128: (10.0, 10.0)},
+    "sdpa": {64: (430.0, 390.0), 128: (600.0, 500.0)},
+    "attnlib": {64: (550.0, 500.0), 128: (740.0, 580.0)},
+})  # fmt: skip
+"""TFLOP/s of causal attention, forward and backward, by head dimension; round numbers for an H200."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one GPU: TFLOP/s of products and of causal attention; GB/s of its memory, of its link to other
+    GPUs, of its bus to the host, and at which the host updates Adam's states; ms that the host needs for a
+    layer's launches, forward, backward and Adam, without a compiler or a graph. The defaults are round
+    numbers for an H200; measure your own."""
+
+    products: float = 620.0
+    attention: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=lambda: ATTENTION)
+    memory: float = 4000.0
+    link: float = 150.0
+    bus: float = 50.0
+    cpu: float = 40.0
+    host: float = 1.7
+
+    def attends(self, kind: str, head_dim: int) -> tuple[float, float]:
+        """Of the nearest head dimension there is."""
+        rates = self.attention[kind]
+        return rates[min(rates, key=lambda known: abs(known - head_dim))]
+
+
+def again(shape: LlamaShape, how: Training) -> int:
+    """Parameters of a layer whose products the backward pass computes once more. It stops when it has what
+    was not kept, so the last product of what is computed again is left out."""
+    q, k, v, o, gate, up, down = (a * b for a, b in shape.linears)
+    if how.checkpointing == "none":
+        return 0
+    if how.lora is not None:  # the last product that is left out is the adapter's
+        return q + k + v + o + gate + up + down
+    return q + k + o + gate + up + (v if how.checkpointing == "layer" else 0)
+
+
+def product_flops(shape: LlamaShape, how: Training) -> int:
+    """FLOPs of a step's products of tokens with matrices: each forward, for its input's gradient, and for its
+    weight's unless that is frozen; those that are computed again; the head's rows twice forward."""
+    full = how.lora is None
+    layer = sum(a * b for a, b in shape.linears) * (3 if full else 2) + again(shape, how)
+    head = shape.vocab * shape.width * (4 if full else 3)
+    found = 2 * how.tokens * (shape.layers * layer) + 2 * how.batch * (how.context - 1) * head
+    if how.lora is not None:
+        left_out = shape.width + (shape.kv_heads * shape.head_dim if how.checkpointing == "selective" else 0)
+        repeated = shape.adapters(how.lora) - shape.layers * how.lora * left_out
+        found += 2 * how.tokens * shape.adapters(how.lora) * 3
+        found += 2 * how.tokens * repeated * (how.checkpointing != "none")
+    return found
+
+
+def attention_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """Of a step, causal; with checkpointing of layers it runs forward twice."""
+    forward = 2 * how.tokens * how.context * shape.heads * shape.head_dim * shape.layers
+    ahead, back = machine.attends(how.attention, shape.head_dim)
+    return forward * ((1 + (how.checkpointing == "layer")) / ahead + 2.5 / back) / 1e9
+
+
+def adam_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """Adam's reads and writes: eleven times a float32 and three times a bfloat16 of each parameter. On the
+    host, gradients come down the bus and parameters go up."""
+    mine = how.trained(shape) / (how.gpus if how.zero else 1)
+    moved = mine * (HALF * 3 + 11 * FULL)
+    if how.offload:
+        return mine * 2 * HALF / machine.bus / 1e6 + moved / machine.cpu / 1e6
+    return moved / machine.memory / 1e6
+
+
+def exchange_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """ms of all that GPUs send, if nothing hides it: gradients are reduced and scattered; parameters are
+    gathered once, or, with ZeRO 3, before each pass."""
+    if how.gpus == 1:
+        return 0.0
+    share = HALF * (how.gpus - 1) / how.gpus
+    trained = how.trained(shape)
+    if not how.sharded:
+        return share * 2 * trained / machine.link / 1e6
+    passes = 2 if how.zero == 3 else 1
+    return share * (trained + passes * (shape.parameters + (trained if how.lora else 0))) / machine.link / 1e6
+
+
+def step_parts(shape: LlamaShape, how: Training, machine: Machine) -> dict[str, float]:
+    """ms of the parts of a step on the GPU. Elementwise work is counted by its bytes: what is kept is written
+    and read, and its gradients are."""
+    times = 2 + (how.checkpointing != "none")
+    elementwise = times * 1.5 * sum(kept(shape, how).values()) * shape.layers
+    if how.attention == "math":
+        elementwise -= times * 1.5 * kept(shape, how)["weights"] * shape.layers  # its rate has them
+    return {
+        "products": product_flops(shape, how) / machine.products / 1e9,
+        "attention": attention_ms(shape, how, machine),
+        "elementwise": elementwise / machine.memory / 1e6,
+        "Adam": adam_ms(shape, how, machine),
+        "exchange": exchange_ms(shape, how, machine),
+    }
+
+
+def hidden(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """ms of the exchange that run under the backward pass: FSDP2's may, for as long as the layers' work
+    takes; what ZeRO 1 and whole gradients send comes after it."""
+    if not how.sharded:
+        return 0.0
+    parts = step_parts(shape, how, machine)
+    return min(parts["exchange"], parts["products"] + parts["attention"] + parts["elementwise"])
+
+
+def step_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """ms of forward pass, backward pass and Adam: the GPU's, or the host's where it can't keep up."""
+    on_gpu = sum(step_parts(shape, how, machine).values()) - hidden(shape, how, machine)
+    return max(on_gpu, machine.host * shape.layers * (1 if how.checkpointing == "none" else 4 / 3))
+
+
+def offloaded(shape: LlamaShape, how: Training) -> int:
+    """Bytes of Adam's states in host memory, for each GPU."""
+    return STATES * how.trained(shape) // (how.gpus if how.zero else 1) if how.offload else 0
