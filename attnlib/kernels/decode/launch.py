@@ -284,7 +284,8 @@ def prepare(call: Call) -> Plan:
             "NUM_STAGES": config.num_stages,
             "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",
             "WIDEN": call.fp8 and not device.interpreted(),
-        },
+        }
+        | ({} if same_launch else {"PARTS": None, "SLICE": None}),  # or each number of parts is compiled
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
     launches = [decode]
