@@ -286,7 +286,8 @@ def prepare(call: Call) -> Plan:
             "WIDEN": call.fp8 and not device.interpreted(),
         }
         | ({} if same_launch else {"PARTS": None, "SLICE": None}),  # or each number of parts is compiled
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages}
+        | ({} if config.registers is None else {"maxnreg": config.registers}),
     )
     launches = [decode]
     if slots and not same_launch:
