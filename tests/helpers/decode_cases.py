@@ -91,8 +91,8 @@ def make(case: DecodeCase, device: str) -> Inputs:
         scale, of_key = scales_of(case, table, room, device, shift)
         x = x.masked_fill(hidden, math.nan)
         if case.scales is not None:
-            x = (x.float() / of_key).clamp(-448, 448).to(FP8)
-            plain.append((x.float() * of_key).to(q.dtype).nan_to_num())
+            x = x.float().div_(of_key).clamp_(-448, 448).to(FP8)
+            plain.append(x.float().mul_(of_key).to(q.dtype).nan_to_num_())
         else:
             plain.append(x.nan_to_num())
         caches.append(x if page is None else in_pages(x, order, page))
