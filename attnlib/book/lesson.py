@@ -117,12 +117,13 @@ def _triton_version() -> str:
 
 
 def _recorded(notebook: str) -> str:
-    """ "NVIDIA H200, 2026-11-21" of the notebook's record, or that there is none."""
+    """ "NVIDIA H200, 2026-11-21" of the notebook's record; without one, that tables name theirs: what they
+    show is a script's."""
     from attnlib.bench import records
 
     path = records.data_dir() / records.REFERENCE_GPU / f"{notebook}.json"
     if not path.exists():
-        return f"{records.REFERENCE_GPU} (nothing recorded for this notebook yet)"
+        return f"records of {records.REFERENCE_GPU} that tables and charts name, where there are any"
     record = records.read(path)
     return f"{record['gpu']['name']}, {record['date']}"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from attnlib.bench import ladder, modes, records, shapes, tables, verdict
 from attnlib.bench.shapes import Shape
 from attnlib.book import chapters as book_chapters
+from attnlib.book import generation
 
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
 TEACHING = ("15_teaching", "ladder")
@@ -94,6 +95,15 @@ def decode_table() -> str:
         if row["impl"] in impls and row["status"] == "ok":
             _cells(lines, row["call"], columns)[row["impl"]] = f"{row['gb_per_s']:.0f}"
     return _shown(lines, columns, table)
+
+
+def generate_table() -> str:
+    """README's table of transformers' `generate()`, or that it has not been measured yet."""
+    found = generation.tables(records.REFERENCE_GPU)
+    if not found:
+        return generation.WAITING
+    text = tables.markdown(generation.lines(found), generation.COLUMNS)
+    return f"{text}\n\n*{found[0].gpu}, {found[0].date}*"
 
 
 def fp8_table() -> str:
@@ -234,7 +244,8 @@ def sparse_tables() -> str:
 
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
-    "head_dims": head_dims_table, "host": host_table, "decode": decode_table, "fp8": fp8_table,
+    "head_dims": head_dims_table, "host": host_table, "decode": decode_table, "generate": generate_table,
+    "fp8": fp8_table,
     "sparse": sparse_tables, "approximate": approximate_tables, "entmax": entmax_table,
     "distributed": distributed_table,
 }  # fmt: skip

@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+import attnlib
 from attnlib.bench import power
 from attnlib.bench.paths import TESTS
 
@@ -133,18 +135,44 @@ def test_the_calls_cover_both_kernels():
         assert any(s.seqlen % 64 for s in shapes), "a tail"
     decoding = [call for call in found if call.impl == "decode"]
     assert {call.split for call in decoding} == {"none", "fixed", "stream_k"}
-    assert {(call.page, call.same_launch) for call in decoding} == set(product((None, 16), (False, True)))
+    caches = {(call.page, call.same_launch) for call in decoding if call.scales is None}
+    assert caches == set(product((None, 16), (False, True)))
+    fp8 = {(call.page, call.scales) for call in decoding if call.scales}
+    assert fp8 == set(product((None, 16, 64), ("all", "pairs")))
+    quantized = [call for call in found if call.impl == "fp8"]
+    assert {call.head_dim for call in quantized} == {64, 72, 128, 256}
+    assert {(call.causal, call.varlen) for call in quantized} == set(product((True, False), repeat=2))
+    assert {call.scaling for call in quantized} == {"block", "head", "tensor"}
+
+
+def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.Tensor, "cuda", lambda x: x)
+    patch.setattr(torch.cuda, "synchronize", lambda: None)
+    patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
 def test_the_decoding_calls_run(device):
     """In the interpreter, where there is no GPU to sanitize on."""
+    decoding = [call for call in sanitize.calls() if call.impl == "decode"]
+    small = [call for call in decoding if call.head_dim == 96]
+    small += [call for call in decoding if (call.head_dim, call.page, call.scales) == (64, 16, "pairs")]
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
-            patch.setattr(torch.Tensor, "cuda", lambda x: x)
-            patch.setattr(torch.cuda, "synchronize", lambda: None)
-        for call in (call for call in sanitize.calls() if call.impl == "decode" and call.head_dim == 96):
+            on_a_cpu(patch)
+        for call in small:
             [out] = sanitize.run_decoding(call)
             assert out.isfinite().all() and not out[0].any()
+
+
+def test_the_fp8_calls_run(monkeypatch):
+    """By the model, where there is no GPU."""
+    if not torch.cuda.is_available():
+        on_a_cpu(monkeypatch)
+        for name in ("attention_fp8", "attention_fp8_varlen"):
+            monkeypatch.setattr(attnlib, name, partial(getattr(attnlib, name), impl="reference"))
+    for call in (call for call in sanitize.calls() if call.impl == "fp8" and call.head_dim <= 72):
+        [out] = sanitize.run_fp8(call)
+        assert out.isfinite().all() and out.any()
 
 
 # ---------------------------------------------------------------- the command line

@@ -515,6 +515,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
         "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
         "<!-- teaching -->\nold\n<!-- /teaching -->\n"
         "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
+        "<!-- generate -->\n<!-- /generate -->\n"
         "<!-- sparse -->\n<!-- /sparse -->\n<!-- approximate -->\n<!-- /approximate -->\n"
         "<!-- entmax -->\n<!-- /entmax -->\n<!-- head_dims -->\n<!-- /head_dims -->\n"
         "<!-- distributed -->\n<!-- /distributed -->\n"

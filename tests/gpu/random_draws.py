@@ -1,14 +1,18 @@
-"""Calls drawn at random, forward and backward, on this GPU against fp64, for a given time; and a report.
+"""Calls drawn at random on this GPU against fp64, for a given time; and a report.
 
-    python tests/gpu/random_draws.py                        ten minutes; figures/data/<gpu>/random_draws.json
+    python tests/gpu/random_draws.py                        attention, forward and backward, for ten minutes
     python tests/gpu/random_draws.py --seconds 60 --seed 7  other calls, for a minute
-    python tests/gpu/random_draws.py --jobs 12              in as many processes, which compile side by side
-    python tests/gpu/random_draws.py --only 1234            one of them again, with its traceback
-    python tests/gpu/random_draws.py --decode               attention_decode's; random_draws_decode.json
+    python tests/gpu/random_draws.py --jobs 14              in as many processes, which compile side by side
+    python tests/gpu/random_draws.py --family fp8 --only 7  one call again, with its traceback
+    python tests/gpu/random_draws.py --family decode --family decode_fp8 --family fp8 --seconds 90 --jobs 14
 
+Families: "attention", batches and varlen sequences; "decode", attention_decode with caches in the dtype of q;
+"decode_fp8", with caches in FP8; "fp8", quantize_fp8 and attention_fp8. Several run one after the other, each
+for --seconds, and each writes figures/data/<gpu>/random_draws_<family>.json; "attention" random_draws.json.
 Which calls are drawn follows from the seed alone, how many from the time. Kinds of call that are new take
-seconds to compile, so the first minutes see fewer. Status 0 when every call was within the error budget, 1
-otherwise, 2 without a GPU.
+seconds to compile, so the first minutes see fewer; of decoding and FP8 several calls in a row share what is
+compiled, and one process has them all. The first call that fails is told as a command that repeats it.
+Status 0 when every call was within the error budget, 1 otherwise, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -19,24 +23,35 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import decode_cases  # noqa: E402
-from decode_cases import DecodeCase  # noqa: E402
+import decode_draws  # noqa: E402
+import fp8_draws  # noqa: E402
 from draws import LAYOUTS, Draw, check  # noqa: E402
 
 SHOWN = 20
 """Failures that the report tells in full."""
 
 
-def draw(number: int) -> tuple[Draw, str | None, bool]:
-    """A call, the same one for the same number: (call, implementation, deterministic)."""
+class Asked(NamedTuple):
+    """A call of attention, and how it is to be computed."""
+
+    call: Draw
+    impl: str | None
+    deterministic: bool
+
+
+def draw(number: int) -> Asked:
+    """A call, the same one for the same number."""
     rng = random.Random(number)
     dtype = rng.choice(("float16", "float16", "bfloat16", "bfloat16", "float32"))
     # Each kind of call is another kernel to compile: few in float32, whose kernels compile slowly.
@@ -73,75 +88,67 @@ def draw(number: int) -> tuple[Draw, str | None, bool]:
         layouts=tuple(rng.choice((0, 0, 1, rng.randrange(len(LAYOUTS)))) for _ in range(4)),
         seed=number,
     )
-    return call, rng.choice((None, "triton")), rng.random() < 0.5
+    return Asked(call, rng.choice((None, "triton")), rng.random() < 0.5)
 
 
-def kind(call: Draw) -> str:
+def kind(asked: Asked) -> str:
     """What the report counts calls by."""
+    call = asked.call
     window = " window" if call.window else ""
     mask = f"{'causal' if call.causal else 'dense'}{window}"
     return f"{call.dtype}, {'varlen' if call.varlen else 'batch'}, {mask}"
 
 
-def draw_decode(number: int) -> DecodeCase:
-    """A call of attention_decode, the same one for the same number."""
-    rng = random.Random(number)
-    dtype = rng.choice(("float16", "float16", "bfloat16", "bfloat16", "float32"))
-    width = 64 if dtype == "float32" else rng.choice((64, 128, 256))
-    count, kv_heads = rng.choice((1, 1, 2, 3, 17, 150)), rng.choice((1, 2, 8))
-    most = rng.choice((300, 3000, 60000)) // count + 1
-    full = rng.random() < 0.25
-    lengths = [rng.choice((0, 1, rng.randrange(most), rng.randrange(most))) for _ in range(count)]
-    room = 1 + (max(lengths) if rng.random() < 0.5 else most)
-    counts = [room] * count if full else lengths
-    starts = tuple(rng.choice((0, n, rng.randint(0, n), rng.randint(0, n) // 8)) for n in counts)
-    return DecodeCase(
-        f"call {number}", None if full else tuple(lengths), room=room, batch=count,
-        heads=kv_heads * rng.choice((1, 4, 8)), kv_heads=kv_heads, queries=rng.choice((1, 1, 1, 2, 5, 16)),
-        head_dim=width - rng.choice((0, 0, 8, 24)), dtype=dtype,
-        page=None if rng.random() < 0.5 or (full and room % 16) else 16,
-        causal=rng.random() < 0.7, window=rng.choice((None, None, (rng.randrange(3000), rng.randrange(4)))),
-        sm_scale=rng.choice((None, None, 0.05)),
-        split=rng.choice((None, None, "none", "fixed", "stream_k", 3)),
-        kind=rng.choice(("normal", "normal", "normal", "large", "outlier", "constant", "sink")),
-        same_launch=rng.random() < 0.2, starts=None if rng.random() < 0.6 else starts,
-    )  # fmt: skip
+def check_attention(asked: Asked, device: str) -> None:
+    check(asked.call, device, asked.impl, deterministic=asked.deterministic)
 
 
-def one(number: int, decode: bool, device: str) -> str:
-    """Check a call; returns its kind. AssertionError if it is wrong."""
-    if decode:
-        case = draw_decode(number)
-        decode_cases.check(case, device)
-        where = "contiguous" if case.page is None else "pages"
-        return f"{case.dtype}, {where}{', window' if case.window else ''}{', starts' if case.starts else ''}"
-    call, impl, deterministic = draw(number)
-    check(call, device, impl, deterministic=deterministic)
-    return kind(call)
+class Family(NamedTuple):
+    """draw: the call of a number. check: AssertionError if it is wrong on a device. kind: what calls are
+    counted by. together: so many consecutive numbers share what is compiled."""
+
+    draw: Callable[[int], Any]
+    check: Callable[[Any, str], None]
+    kind: Callable[[Any], str]
+    together: int = 1
 
 
-def told(number: int, decode: bool) -> dict:
-    """The call, for a report."""
-    if decode:
-        return {"call": str(draw_decode(number))[:2000]}
-    call, impl, deterministic = draw(number)
-    return {"impl": impl, "deterministic": deterministic, "call": str(call)}
+_decode = decode_cases.check, decode_draws.kind, decode_draws.TOGETHER
+FAMILIES = {
+    "attention": Family(draw, check_attention, kind),
+    "decode": Family(decode_draws.draw, *_decode),
+    "decode_fp8": Family(partial(decode_draws.draw, fp8=True), *_decode),
+    "fp8": Family(fp8_draws.draw, fp8_draws.check, fp8_draws.kind, fp8_draws.TOGETHER),
+}
 
 
-def run(numbers, device: str, limit_s: float, decode: bool = False) -> dict:
+def numbers(first: int, draws: int, together: int, job: int = 0, jobs: int = 1) -> Iterator[int]:
+    """Those that one of several processes takes: pieces of `together` numbers in turn."""
+    for start in range(first + job * together, first + draws, jobs * together):
+        yield from range(start, min(start + together, first + draws))
+
+
+def command(family: str, number: int) -> str:
+    """What repeats a call."""
+    return f"python tests/gpu/random_draws.py --family {family} --only {number}"
+
+
+def run(family: str, taken: Iterator[int], device: str, limit_s: float) -> dict:
     """Check one call after the other until the time is up."""
     begin, done, kinds, failures = time.monotonic(), 0, Counter(), []
-    shown = begin
-    for number in numbers:
+    shown, of = begin, FAMILIES[family]
+    for number in taken:
         if time.monotonic() - begin > limit_s:
             break
+        call = of.draw(number)
         try:
-            kinds[one(number, decode, device)] += 1
+            of.check(call, device)
+            kinds[of.kind(call)] += 1
         except Exception as error:  # whatever goes wrong is a finding
             reason = f"{type(error).__name__}: {error}"
-            failures.append({"number": number, **told(number, decode), "reason": reason[:500]})
+            failures.append({"number": number, "call": str(call)[:2000], "reason": reason[:500]})
             kinds["failed"] += 1
-            print(f"{number}: {reason}", flush=True)
+            print(f"{command(family, number)}  # {reason[:500]}", flush=True)
             if "CUDA error" in reason or "illegal memory access" in reason:
                 break  # nothing on this GPU can be trusted in this process any more
         done += 1
@@ -154,35 +161,47 @@ def run(numbers, device: str, limit_s: float, decode: bool = False) -> dict:
     }  # fmt: skip
 
 
-def run_jobs(first: int, draws: int, limit_s: float, jobs: int, decode: bool = False) -> dict:
-    """`run` in several processes: process j takes every `jobs`-th number from first + j on."""
-    if jobs == 1:
-        return run(range(first, first + draws), "cuda", limit_s, decode)
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        shares = [
-            pool.submit(run, range(first + j, first + draws, jobs), "cuda", limit_s, decode)
-            for j in range(jobs)
-        ]
-        found = [share.result() for share in shares]
-    kinds = sum((Counter(part["kinds"]) for part in found), Counter())
-    failures = [failure for part in found for failure in part["failures"]]
+def run_job(family: str, first: int, draws: int, limit_s: float, job: int, jobs: int) -> dict:
+    """The share of one process."""
+    return run(family, numbers(first, draws, FAMILIES[family].together, job, jobs), "cuda", limit_s)
+
+
+def joined(parts: Sequence[dict]) -> dict:
+    """What the processes found, as one report."""
+    failures = [failure for part in parts for failure in part["failures"]]
+    seconds, calls = max(part["seconds"] for part in parts), sum(part["calls"] for part in parts)
     return {
-        "calls": sum(part["calls"] for part in found), "failed": sum(part["failed"] for part in found),
-        "seconds": max(part["seconds"] for part in found), "kinds": dict(sorted(kinds.items())),
+        "calls": calls, "failed": sum(part["failed"] for part in parts), "seconds": seconds,
+        "kinds": dict(sorted(sum((Counter(part["kinds"]) for part in parts), Counter()).items())),
         "failures": sorted(failures, key=lambda failure: failure["number"])[:SHOWN],
     }  # fmt: skip
 
 
+def told(family: str, found: dict) -> str:
+    """A line for the screen, and one that repeats the first call that failed."""
+    speed = found["calls"] / max(found["seconds"], 0.1)
+    lines = [
+        f"{family}: {found['calls']} calls in {found['seconds']:.0f} s, {speed:.1f} a second, "
+        f"{found['failed']} failed"
+    ]
+    for failure in found["failures"][:1]:
+        lines += ["first of them:", command(family, failure["number"])]
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Check calls drawn at random against fp64 on this GPU.")
-    parser.add_argument("--seconds", type=float, default=600, help="time limit (default: %(default)s)")
+    parser.add_argument("--family", choices=FAMILIES, action="append", help="(default: attention)")
+    parser.add_argument("--seconds", type=float, default=600, help="for a family (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=10**9, help="at most so many calls (default: no limit)")
     parser.add_argument("--seed", type=int, default=0, help="which calls (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
-    parser.add_argument("--decode", action="store_true", help="calls of attention_decode")
     parser.add_argument("--only", type=int, help="the number of one call, which a report names")
-    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/random_draws.json)")
+    parser.add_argument("--out", type=Path, help="of one family (default: see above)")
     args = parser.parse_args(argv)
+    families = args.family or ["attention"]
+    if len(families) > 1 and (args.only is not None or args.out):
+        parser.error("--only, --out: expected one --family")
     import torch
 
     from attnlib.bench import records
@@ -191,22 +210,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("the kernels need a CUDA GPU, and there is none", file=sys.stderr)
         return 2
     if args.only is not None:
-        print(*told(args.only, args.decode).items(), sep="\n")
+        of = FAMILIES[families[0]]
+        call = of.draw(args.only)
+        print(call)
         try:
-            one(args.only, args.decode, "cuda")
+            of.check(call, "cuda")
         except Exception:
             traceback.print_exc()
             return 1
         return 0
-    first = args.seed * 10**6
-    found = run_jobs(first, args.draws, args.seconds, args.jobs, args.decode)
-    print(f"{found['calls']} calls in {found['seconds']:.0f} s, {found['failed']} failed")
-    header = records.provenance({"seed": args.seed, "limit_s": args.seconds})
-    name = "random_draws_decode" if args.decode else "random_draws"
-    path = records.report_path(name, header, args.out)
-    records.write_report(path, header, {name: {"rows": [found]}})
-    print(path)
-    return int(bool(found["failed"]) or not found["calls"])
+    header, good = records.provenance({"seed": args.seed, "limit_s": args.seconds}), True
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        for family in families:
+            share = partial(run_job, family, args.seed * 10**6, args.draws, args.seconds, jobs=args.jobs)
+            found = joined(list(pool.map(share, range(args.jobs))))
+            print(told(family, found), flush=True)
+            name = "random_draws" if family == "attention" else f"random_draws_{family}"
+            path = records.report_path(name, header, args.out)
+            records.write_report(path, header, {name: {"rows": [found]}})
+            print(path, flush=True)
+            good &= found["calls"] > 0 and not found["failed"]
+    return int(not good)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OURS = ["--kernel-regex", "kns=attention_|pool_"]
+NAMES = "kns=attention_|pool_|quantize_|sum_values|join_parts"
+OURS = ["--kernel-regex", NAMES]
 OPTIONS = {
     "memcheck": OURS,
     "racecheck": OURS,
     # PyTorch's kernel that fills a tensor has to be seen too: it initializes the counter of tiles. What a
     # copy to the host reads is not checked: the tool does not see what TMA stores.
-    "initcheck": ["--kernel-regex", "kns=attention_|pool_|FillFunctor", "--check-api-memory-access", "no"],
+    "initcheck": ["--kernel-regex", f"{NAMES}|FillFunctor", "--check-api-memory-access", "no"],
     "synccheck": OURS,
 }
 """Options of each tool. Only these kernels are instrumented: it is faster."""
@@ -64,13 +65,26 @@ class Call(NamedTuple):
 
 class DecodeCall(NamedTuple):
     """Two new tokens for sequences of different lengths, one of them empty. same_launch: merged by the
-    program that is last."""
+    program that is last. scales: of caches in FP8, what has one: "all", or "pairs" of a sequence, or a page,
+    and a head."""
 
     head_dim: int
     page: int | None
     split: str
     same_launch: bool
+    scales: str | None = None
     impl: str = "decode"
+
+
+class Fp8Call(NamedTuple):
+    """attention_fp8 of grouped heads, with the kernels that quantize. varlen: the same rows as three
+    sequences."""
+
+    head_dim: int
+    causal: bool
+    varlen: bool
+    scaling: str
+    impl: str = "fp8"
 
 
 class EntmaxCall(NamedTuple):
@@ -103,7 +117,7 @@ class BsfaCall(NamedTuple):
     impl: str
 
 
-def calls() -> Iterator[Call | DecodeCall | EntmaxCall | BsfaCall | PooledCall]:
+def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | PooledCall]:
     """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences; caches, pages."""
     from attnlib.bench.shapes import Shape
 
@@ -137,6 +151,14 @@ def calls() -> Iterator[Call | DecodeCall | EntmaxCall | BsfaCall | PooledCall]:
     ):
         if split != "none" or not same_launch:
             yield DecodeCall(head_dim, page, split, same_launch)
+    for head_dim, page, scales in product((64, 128, 256), (None, 16, 64), ("all", "pairs")):
+        yield DecodeCall(head_dim, page, "stream_k", False, scales)
+    yield DecodeCall(128, None, "none", False, "pairs")
+    yield DecodeCall(128, 16, "fixed", True, "pairs")
+    for head_dim, causal in product((64, 128, 256), (True, False)):
+        yield Fp8Call(head_dim, causal, False, "block")
+        yield Fp8Call(head_dim, causal, True, "head" if causal else "tensor")
+    yield Fp8Call(72, True, False, "tensor")
     for head_dim, alpha, causal in ((64, 1.5, True), (64, 2.0, False), (96, 1.25, True), (256, 1.5, False)):
         yield EntmaxCall(head_dim, alpha, causal, 4096)
         yield EntmaxCall(head_dim, alpha, causal, 64)
@@ -153,7 +175,8 @@ def run_calls(part: int, parts: int) -> None:
     done = 0
     for call in islice(calls(), part, None, parts):
         own = {
-            BsfaCall: run_bsfa, DecodeCall: run_decoding, EntmaxCall: run_entmax, PooledCall: run_pooled,
+            BsfaCall: run_bsfa, DecodeCall: run_decoding, EntmaxCall: run_entmax, Fp8Call: run_fp8,
+            PooledCall: run_pooled,
         }  # fmt: skip
         run = own.get(type(call), run_training)
         results = run(call)
@@ -210,11 +233,39 @@ def run_decoding(call: DecodeCall) -> tuple:
     lengths = torch.tensor([0, 17, 700, 1300], dtype=torch.int32)
     room, page, D = 1312, call.page, call.head_dim
     size = (4, 2, room, D) if page is None else (4 * room // page, 2, page, D)
-    q, k, v = (torch.randn(shape).half().cuda() for shape in ((4, 8, 2, D), size, size))
+    dtype = torch.float16 if call.scales is None else torch.float8_e4m3fn
+    q, k, v = (torch.randn(shape).half() for shape in ((4, 8, 2, D), size, size))
+    q, k, v = q.cuda(), k.to(dtype).cuda(), v.to(dtype).cuda()
+    scale = {None: None, "all": torch.tensor(0.5), "pairs": torch.rand(size[:2])}[call.scales]
+    scale = None if scale is None else scale.cuda()
     table = None if page is None else torch.randperm(size[0]).view(4, -1).int().cuda()
     params = DecodeParams(mask_window(True, None), D**-0.5, lengths.cuda(), table, True, call.split)
+    params = params._replace(k_scale=scale, v_scale=scale)
     config = replace(configuration(call_of(q, k, v, table, params)), same_launch=call.same_launch)
     out, _ = DECODERS["triton"].forward(q, k, v, params._replace(config=config))
+    torch.cuda.synchronize()
+    return (out,)
+
+
+def run_fp8(call: Fp8Call) -> tuple:
+    """The output: of a row that sees no key the LSE is -inf."""
+    import torch
+
+    from attnlib import attention_fp8, attention_fp8_varlen
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        return ()
+    D, rows, keys = call.head_dim, (0, 65, 65, 250), (0, 140, 150, 390)
+    options = {"causal": call.causal, "scaling": call.scaling}
+    if call.varlen:
+        sizes = (rows[-1], 4, D), (keys[-1], 2, D), (keys[-1], 2, D)
+        q, k, v = (torch.randn(size).bfloat16().cuda() for size in sizes)
+        starts = [torch.tensor(x, dtype=torch.int32).cuda() for x in (rows, keys)]
+        out = attention_fp8_varlen(q, k, v, *starts, 185, 240, **options)
+    else:
+        sizes = (2, 4, rows[-1], D), (2, 2, keys[-1], D), (2, 2, keys[-1], D)
+        q, k, v = (torch.randn(size).bfloat16().cuda() for size in sizes)
+        out = attention_fp8(q, k, v, **options)
     torch.cuda.synchronize()
     return (out,)
 

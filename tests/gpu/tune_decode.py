@@ -5,7 +5,8 @@
 `ragged`: how a stream-K program begins its next pair. The shares are of equal tiles, but those of short
 sequences have more pairs to begin, so they should end last. idle: a pair counts as so many tiles more. next:
 the first keys of the next pair are asked for ahead. One sequence and the batch of equal lengths are there to
-see what it costs where it can't help. `fp8`: tiles and programs for caches in FP8.
+see what it costs where it can't help. `fp8`: tiles and programs for caches in FP8; "free registers" is as it
+was before there was a limit.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
 A ratio is the time of what is chosen over the candidate's: above 1 the candidate is faster. What is inside of
 the control's is a tie. Status 0 when all outputs were right, 1 otherwise, 2 without a Hopper GPU.
@@ -28,6 +29,7 @@ from time_decode import CALLS, OURS, OURS_FP8, Function, Inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP  # noqa: E402
 from attnlib.kernels import DECODERS  # noqa: E402
 from attnlib.kernels.common import device  # noqa: E402
+from attnlib.kernels.decode.configs import registers_for  # noqa: E402
 from attnlib.kernels.decode.launch import call_of, configuration  # noqa: E402
 from attnlib.params import DecodeParams, mask_window  # noqa: E402
 
@@ -56,7 +58,9 @@ def with_config(inputs: Inputs, fp8: bool, changes: dict) -> Function:
     config = configuration(call_of(q, k, v, None, params))
     changes = dict(changes)
     if "per_sm" in changes:
-        changes["shares"] = changes.pop("per_sm") * device.num_sms(q.get_device())
+        per_sm = changes.pop("per_sm")
+        changes["shares"] = per_sm * device.num_sms(q.get_device())
+        changes["registers"] = registers_for(per_sm, changes["num_warps"]) if fp8 else None
         changes["block_n"] = config.block_n * changes.pop("keys")
     params = params._replace(config=replace(config, **changes))
     return lambda: DECODERS["triton"].forward(q, k, v, params)[0]
@@ -75,6 +79,7 @@ def tiles(inputs: Inputs) -> dict[str, Callable[[], Function]]:
         return {"keys": keys, "num_stages": stages, "per_sm": per_sm, "num_warps": warps}
 
     made = {OURS: lambda: timed.ours(inputs, "stream_k"), OURS_FP8: lambda: with_config(inputs, True, {})}
+    made[f"{OURS_FP8}, free registers"] = lambda: with_config(inputs, True, {"registers": None})
     for name, sizes in TILES.items():
         changes = change(*sizes)
         made[f"{OURS_FP8}, {name}"] = lambda changes=changes: with_config(inputs, True, changes)

@@ -13,16 +13,18 @@ from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import decode
 from attnlib.kernels.decode.launch import call_of, configuration
-from attnlib.kernels.reference.decode import held
 from attnlib.params import DecodeParams, mask_window
+
+FP8 = torch.float8_e4m3fn
+TOGETHER = 1 << 26
+"""Numbers of keys that the oracle looks at together, in fp64 half a gibibyte."""
 
 
 @dataclass(frozen=True)
 class DecodeCase:
     """One call. lengths: of the keys; None for caches that are full, of `room` keys for `batch` sequences.
     page: keys of a page. scales: caches are in FP8, and what has a scale: "nothing", "all", "heads", or
-    "pairs":
-    a sequence, or a page, and a head. same_launch, idle_tiles: of the `DecodeConfig`.
+    "pairs": a sequence, or a page, and a head. same_launch, idle_tiles: of the `DecodeConfig`.
     """
 
     name: str
@@ -44,6 +46,7 @@ class DecodeCase:
     starts: tuple[int, ...] | None = None
     scales: str | None = None
     idle_tiles: int = 0
+    seed: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -52,7 +55,8 @@ class DecodeCase:
 
 
 class Inputs(NamedTuple):
-    """What a call gets, and the same queries and keys one sequence after the other for the oracle."""
+    """What a call gets; and for the oracle keys and values (B, Hkv, S, D) without pages, in the dtype of q,
+    in which those that do not count are 0."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -60,75 +64,79 @@ class Inputs(NamedTuple):
     lengths: torch.Tensor | None
     table: torch.Tensor | None
     starts: torch.Tensor | None
-    varlen: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    plain: tuple[torch.Tensor, torch.Tensor]
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
 
 def make(case: DecodeCase, device: str) -> Inputs:
     """Caches that hold NaN wherever no key is that counts, and page tables with numbers of no page."""
-    counts, D = case.counts, case.head_dim
-    B, total = len(counts), sum(counts)
-    shape = Shape(1, case.heads, B * case.queries, D, False, case.dtype, case.kv_heads, max(total, 1))
-    q, k, v = (x[0] for x in make_inputs(shape, case.kind, device=device))
-    k, v = k[:, :total], v[:, :total]  # (Hkv, keys of all sequences, D)
-    varlen = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    q = q.unflatten(1, (B, case.queries)).transpose(0, 1).contiguous()  # (B, H, Sq, D)
-    lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    counts, B, page = case.counts, len(case.counts), case.page
     room = case.room or max(max(counts), 1)
+    lengths, starts = (
+        None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
+        for x in (case.lengths, case.starts)
+    )
     table = None
-    if case.page is None:
-        caches = [k.new_full((B, case.kv_heads, room, D), math.nan) for _ in range(2)]
-    else:
-        pages = -(-room // case.page)
-        size = (B * pages + 1, case.kv_heads, case.page, D)
-        caches = [k.new_full(size, math.nan) for _ in range(2)]
-        numbers = torch.randperm(B * pages + 1, generator=torch.Generator().manual_seed(1))[: B * pages]
-        table = numbers.view(B, pages).int().to(device)
-    end = 0
-    for i_b, count in enumerate(counts):
-        begin, end = end, end + count
-        for cache, x in zip(caches, (k, v), strict=True):
-            if case.page is None:
-                cache[i_b, :, :count] = x[:, begin:end]
-                continue
-            for first in range(0, count, case.page):
-                some = x[:, begin + first : min(begin + first + case.page, end)]
-                cache[int(table[i_b, first // case.page]), :, : some.shape[1]] = some
-        if case.starts is not None and case.page is None:
-            for cache in caches:
-                cache[i_b, :, : case.starts[i_b]] = math.nan
-        if case.page is not None and lengths is not None:
-            table[i_b, -(-count // case.page) :] = 1 << 30
-    starts = None
-    if case.starts is not None:
-        starts = torch.tensor(case.starts, dtype=torch.int32, device=device)
-        ends = [sum(counts[: i + 1]) for i in range(B)]
-        seen = [range(end - n + start, end) for end, n, start in zip(ends, counts, case.starts, strict=True)]
-        rows = torch.tensor([i for keys in seen for i in keys], device=device, dtype=torch.int64)
-        varlen = varlen[0], varlen[1][rows], varlen[2][rows]
-    inputs = Inputs(q, *caches, lengths, table, starts, varlen)
-    return inputs if case.scales is None else in_fp8(case, inputs)
+    if page is not None:
+        pages = -(-room // page)
+        room = pages * page
+        order = torch.randperm(B * pages + 1, generator=torch.Generator().manual_seed(1)).to(device)
+        table = order[:-1].view(B, pages).int()
+    shape = Shape(B, case.heads, case.queries, case.head_dim, False, case.dtype, case.kv_heads, room)
+    q, k, v = make_inputs(shape, case.kind, case.seed, device)
+    hidden = ~counting(case, room, device)[:, None, :, None]
+    plain, caches, scales = [], [], []
+    for x, shift in ((k, 0), (v, 1)):
+        scale, of_key = scales_of(case, table, room, device, shift)
+        x = x.masked_fill(hidden, math.nan)
+        if case.scales is not None:
+            x = x.float().div_(of_key).clamp_(-448, 448).to(FP8)
+            plain.append(x.float().mul_(of_key).to(q.dtype).nan_to_num_())
+        else:
+            plain.append(x.nan_to_num())
+        caches.append(x if page is None else in_pages(x, order, page))
+        scales.append(scale)
+    if table is not None and lengths is not None:
+        beyond = torch.arange(pages, device=device) >= (lengths[:, None] + page - 1) // page
+        table = table.masked_fill(beyond, 1 << 30)
+    return Inputs(q, *caches, lengths, table, starts, tuple(plain), *scales)
 
 
-def in_fp8(case: DecodeCase, inputs: Inputs) -> Inputs:
-    """The same with caches in FP8, whose scales are powers of two: then keys and values times their scales
-    are numbers of the dtype of q, as the oracle takes them."""
-    q, k, v, lengths, table, starts, _, *_ = inputs
-    shape = {"nothing": (), "all": (), "heads": (1, case.kv_heads), "pairs": k.shape[:2]}[case.scales]
-    generator, scales, caches = torch.Generator().manual_seed(2), [], []
-    for cache in (k, v):
-        scale = torch.randint(-6, -3, shape, generator=generator).to(q.device).exp2()
-        scale = torch.ones_like(scale) if case.scales == "nothing" else scale
-        of_row = scale[..., None, None] if shape else scale
-        caches.append((cache.float() / of_row).clamp(-448, 448).to(torch.float8_e4m3fn))
-        scales.append(scale.expand(k.shape[:2]) if shape else scale)
-    given = [None, None] if case.scales == "nothing" else scales
-    params = DecodeParams(mask_window(True, None), 1.0, lengths, table, starts=starts, k_scale=given[0],
-                          v_scale=given[1])  # fmt: skip
-    parts = zip(*held(*caches, params, len(q)), strict=True)
-    keys, values = (torch.cat(list(some), 1).to(q.dtype).transpose(0, 1) for some in parts)
-    return Inputs(q, *caches, lengths, table, starts, (inputs.varlen[0], keys, values), *given)
+def counting(case: DecodeCase, room: int, device: str) -> torch.Tensor:
+    """Which keys of each sequence count, [B, room] bool."""
+    at = torch.arange(room, device=device)
+    ends, starts = (
+        torch.tensor(x, device=device)[:, None] for x in (case.counts, case.starts or (0,) * len(case.counts))
+    )
+    return (at >= starts) & (at < ends)
+
+
+def in_pages(x: torch.Tensor, order: torch.Tensor, page: int) -> torch.Tensor:
+    """Keys or values (B, Hkv, S, D) as (pages, Hkv, page size, D): page i of all stands at order[i], and the
+    last place of the order has a page of NaN."""
+    pages = x.view(torch.uint8).unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
+    none = torch.full(x[:1, :, :page].shape, math.nan, device=x.device).to(x.dtype).view(torch.uint8)
+    return torch.cat([pages, none])[order.argsort()].view(x.dtype)
+
+
+def scales_of(case: DecodeCase, table, room: int, device: str, shift: int):
+    """(what the call gets as the scale of keys, or with `shift` of values, the same for each key, to be
+    multiplied with (B, Hkv, S, D)). Powers of two: keys and values are so numbers of the dtype of q."""
+    if case.scales in (None, "nothing"):
+        return None, 1.0
+    B, size = len(case.counts), (len(case.counts), case.kv_heads)
+    if table is not None:
+        size = table.numel() + 1, case.kv_heads
+    shape = {"all": (), "heads": (1, case.kv_heads), "pairs": size}[case.scales]
+    scale = torch.randint(-6, -3, shape, generator=torch.Generator().manual_seed(2 + shift)).to(device).exp2()
+    if not shape:
+        return scale, scale
+    scale = scale.expand(size)
+    if table is None:
+        return scale, scale[:, :, None, None]
+    of_key = scale[table.long()].transpose(1, 2)  # [B, Hkv, pages of a sequence]
+    return scale, of_key.repeat_interleave(room // table.shape[1], 2).view(B, case.kv_heads, room, 1)
 
 
 def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,19 +158,32 @@ def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def judge(case: DecodeCase, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """AssertionError unless they are what fp64 says of each sequence alone."""
-    q = inputs.q
-    rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32) * case.queries
-    first = case.starts or (0,) * len(case.counts)
-    seen = [max(0, n - start) for n, start in zip(case.counts, first, strict=True)]
-    ends = torch.tensor([0, *seen], device=q.device).cumsum(0).int()
-    oracle = Oracle(*inputs.varlen, case.causal, case.sm_scale, window=case.window, cu_seqlens=(rows, ends))
+    """AssertionError unless they are what fp64 says: of all sequences at once where these fit in TOGETHER
+    numbers of keys, or of some after the other."""
+    q, (k, v) = inputs.q, inputs.plain
     assert out.shape == q.shape and lse.shape == q.shape[:3], f"{case.name} is wrong: shapes"
-    out = out.transpose(1, 2).reshape(-1, case.heads, case.head_dim)
-    oracle.judge(out, lse.transpose(0, 1).reshape(case.heads, -1)).raise_if_bad(case.name)
-    # A budget would let small values pass where exactly 0 is promised.
-    empty = (oracle.lse == -math.inf).T
-    assert not out[empty].any(), f"{case.name} is wrong: a row that sees no key is not 0"
+    seen = in_sight(case, k.shape[2], q.device)
+    for some in torch.arange(len(q)).split(max(1, TOGETHER // k[0].numel())):
+        part = slice(int(some[0]), int(some[-1]) + 1)
+        keys = slice(max(1, max(case.counts[part])))
+        oracle = Oracle(
+            q[part], k[part, :, keys], v[part, :, keys], sm_scale=case.sm_scale, mask=seen[part, :, :, keys]
+        )
+        oracle.judge(out[part], lse[part]).raise_if_bad(case.name)
+        # A budget would let small values pass where exactly 0 is promised.
+        empty = oracle.lse == -math.inf
+        assert not out[part][empty].any(), f"{case.name} is wrong: a row that sees no key is not 0"
+
+
+def in_sight(case: DecodeCase, room: int, device) -> torch.Tensor:
+    """Which keys each row sees, [B, 1, Sq, room] bool."""
+    at, rows = torch.arange(room, device=device), torch.arange(case.queries, device=device)
+    ends = torch.tensor(case.counts, device=device)[:, None, None]
+    distance = at - (rows[:, None] + ends - case.queries)  # [B, Sq, room]
+    left, right = mask_window(case.causal, case.window)
+    seen = counting(case, room, device)[:, None].expand(distance.shape)
+    seen = seen if left is None else seen & (distance >= -left)
+    return (seen if right is None else seen & (distance <= right))[:, None]
 
 
 def check(case: DecodeCase, device: str) -> None:

@@ -155,26 +155,28 @@ def wrong_sums(operands: tuple[Fp8, ...], params) -> torch.Tensor:
 
     With a large product of either sign in a row, what is cut off is large beside the score that is left."""
     found = []
-    for b_q, b_k in zip(*(model.values_of(x) for x in operands[:2]), strict=True):
-        group = len(b_q) // max(1, len(b_k))
-        found.append(torch.stack([_wrong_sums(q, b_k[h // group]) for h, q in enumerate(b_q)]))
+    for q, k in zip(*(model.values_of(x) for x in operands[:2]), strict=True):
+        found.append(_wrong_sums(q, k.repeat_interleave(len(q) // max(1, len(k)), 0)))
     errors = torch.cat(found, 1) if operands[0].varlen else torch.stack(found)
     return errors * abs(params.sm_scale)
 
 
 def _wrong_sums(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    if not len(k):
-        return q.new_zeros(len(q))
+    """Of heads: q [H, S_q, D], k [H, S_k, D]."""
+    if not k.shape[1]:
+        return q.new_zeros(q.shape[:2])
     errors = []
-    for rows in q.split(max(1, SCRATCH // (33 * len(k)))):
-        total = q.new_zeros(len(rows), len(k))
-        for columns in range(0, q.shape[1], fp8_sums.TOGETHER):
+    for rows in q.split(max(1, SCRATCH // (33 * len(k) * k.shape[1])), 1):
+        total = q.new_zeros(*rows.shape[:2], k.shape[1])
+        for columns in range(0, q.shape[2], fp8_sums.TOGETHER):
             part = slice(columns, columns + fp8_sums.TOGETHER)
-            total = fp8_sums.add(total, rows.mT[part, :, None] * k.mT[part, None])  # [32, rows, S_k]
-        errors.append((total - rows @ k.mT).abs().amax(1))
-    found = torch.cat(errors)
+            products = rows[..., part].movedim(-1, 0)[..., None] * k[..., part].movedim(-1, 0)[:, :, None]
+            total = fp8_sums.add(total, products)  # of [32, H, rows, S_k]
+        errors.append((total - rows @ k.mT).abs().amax(-1))
+    found = torch.cat(errors, 1)
     # How much is cut off is chance. Of many keys the largest counts; of one for all, that of all rows does.
-    return found.max().expand_as(found) if (k == k[:1]).all() else found
+    alike = (k == k[:, :1]).all(-1).all(-1)[:, None]
+    return torch.where(alike, found.amax(-1, keepdim=True), found) if found.numel() else found
 
 
 def check_forward(

@@ -54,6 +54,7 @@ class DecodeConfig:
         prefetch: a program asks for its first keys before its queries have come.
         prefetch_next: with `prefetch`, also for the first keys of its next pair before it has done the last.
         idle_tiles: of "stream_k": beginning a pair takes as long as so many tiles, which shares allow for.
+        registers: most that a thread may have; None for what the compiler thinks best.
     """
 
     block_m: int
@@ -66,6 +67,7 @@ class DecodeConfig:
     prefetch: bool = True
     prefetch_next: bool = False
     idle_tiles: int = 0
+    registers: int | None = None
 
 
 TILE_BYTES = 16 << 10
@@ -77,6 +79,8 @@ FP8_TILE_BYTES = 8 << 10
 """The same in FP8: as many keys as in 16 bits, which they become in registers. With twice as many the kernel
 takes 196 registers instead of 128, and two programs fit on a multiprocessor instead of four. Not measured
 yet."""
+REGISTERS, MOST_REGISTERS = 1 << 16, 255
+"""Of a multiprocessor, and of a thread."""
 MOST_KEYS, FEWEST_KEYS = 128, 16
 MOST_ROWS = 64
 """Of a tile; further rows make further tiles, which read the keys again, from L2."""
@@ -144,7 +148,17 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     if split == "none" and block_m == 16:  # a program for each SM: it alone keeps enough loads in flight
         block_n, stages = 2 * block_n, 3
     prefetch = row_bytes <= 256  # with more, its addresses are registers too many
-    return DecodeConfig(block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch)
+    # Left alone, the compiler spills two words of some calls to fit one program more than there are.
+    free = not work.fp8 or work.page_scales or block_m > 16 or split == "none"
+    registers = None if free else registers_for(programs_per_sm, num_warps)
+    return DecodeConfig(
+        block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch, registers=registers
+    )
+
+
+def registers_for(programs: int, num_warps: int) -> int:
+    """Of a thread, where so many programs run on a multiprocessor at a time."""
+    return min(MOST_REGISTERS, REGISTERS // (32 * programs * num_warps) // 8 * 8)
 
 
 class MergeConfig(NamedTuple):

@@ -284,8 +284,10 @@ def prepare(call: Call) -> Plan:
             "NUM_STAGES": config.num_stages,
             "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",
             "WIDEN": call.fp8 and not device.interpreted(),
-        },
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        }
+        | ({} if same_launch else {"PARTS": None, "SLICE": None}),  # or each number of parts is compiled
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages}
+        | ({} if config.registers is None else {"maxnreg": config.registers}),
     )
     launches = [decode]
     if slots and not same_launch:

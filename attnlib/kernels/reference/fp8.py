@@ -225,15 +225,12 @@ def forward(
     """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`."""
     outs, lses = [], []
     for b_q, b_k, b_v, mean in zip(values_of(q), values_of(k), values_of(v), means_of(v), strict=True):
-        group, out, lse = len(b_q) // max(1, len(b_k)), [], []
-        for head in range(len(b_q)):
-            kv = head // group
-            o, e = attend(b_q[head], b_k[kv], b_v[kv], params.window, params.sm_scale, rounding)
-            o += mean[kv].where(e[:, None] != -math.inf, 0.0)  # weights sum to 1, or there are none
-            out.append(o[:, : v.head_dim])
-            lse.append(e)
-        outs.append(torch.stack(out))
-        lses.append(torch.stack(lse))
+        group = len(b_q) // max(1, len(b_k))
+        b_k, b_v, mean = (x.repeat_interleave(group, 0) for x in (b_k, b_v, mean))
+        out, lse = attend(b_q, b_k, b_v, params.window, params.sm_scale, rounding)
+        out += mean.where(lse[..., None] != -math.inf, 0.0)  # weights sum to 1, or there are none
+        outs.append(out[..., : v.head_dim])
+        lses.append(lse)
     if q.varlen:
         out, lse = torch.cat(outs, 1).transpose(0, 1), torch.cat(lses, 1)
     else:
@@ -242,15 +239,15 @@ def forward(
 
 
 def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
-    """Of one head: q [S_q, D], k and v [S_k, D]."""
-    S_q, S_k = len(q), len(k)
-    out, lse = torch.zeros(S_q, v.shape[1], dtype=q.dtype, device=q.device), q.new_full((S_q,), -math.inf)
+    """(out, LSE) of heads: q [H, S_q, D], k and v [H, S_k, D]."""
+    H, S_q, S_k = len(q), q.shape[1], k.shape[1]
+    out, lse = q.new_zeros(H, S_q, v.shape[-1]), q.new_full((H, S_q), -math.inf)
     undefined = v.isnan()
     known = v.masked_fill(undefined, 0.0)
-    rows = max(1, _SCRATCH // max(1, S_k))
+    rows = max(1, _SCRATCH // max(1, H * S_k))
     for start in range(0, S_q if S_k else 0, rows):
         part = slice(start, min(start + rows, S_q))
-        scores = q[part] @ k.mT * (sm_scale * math.log2(math.e))  # [rows, S_k], in base 2
+        scores = q[:, part] @ k.mT * (sm_scale * math.log2(math.e))  # [H, rows, S_k], in base 2
         place = torch.arange(part.start, part.stop, device=q.device)[:, None] + (S_k - S_q)
         distance = torch.arange(S_k, device=q.device) - place
         if window.right is not None:
@@ -259,32 +256,33 @@ def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
             scores.masked_fill_(distance < -window.left, -math.inf)
         m = scores.amax(-1, keepdim=True)
         m = torch.where(m == -math.inf, 0.0, m)
-        exact = torch.exp2(scores - m)  # [rows, S_k]
+        exact = torch.exp2(scores - m)  # [H, rows, S_k]
         p = exact if rounding.offset is None else _rounded(scores, m, rounding)
         l = exact.sum(-1, keepdim=True)  # noqa: E741  (as everywhere in the book)
-        lse[part] = ((m + l.log2()) * math.log(2.0))[:, 0]
+        lse[:, part] = ((m + l.log2()) * math.log(2.0))[..., 0]
         if rounding.sum_rounded:
             l = p.sum(-1, keepdim=True)  # noqa: E741
         value = p @ known / torch.where(l == 0, 1.0, l)
         if bool(undefined.any()):
             value.masked_fill_((scores > -math.inf).double() @ undefined.double() > 0, math.nan)
-        out[part] = value
+        out[:, part] = value
     return out, lse
 
 
 def _rounded(scores: torch.Tensor, m: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """exp2(scores - m) as the second product gets it: scores [rows, S_k], m [rows, 1] their maximum."""
+    """exp2(scores - m) as the second product gets it: scores [H, rows, S_k], m [H, rows, 1] their maximum."""
     offset, whole, keys, lazy, _ = rounding
     shift = m
     if keys is not None:
-        blocks = F.pad(scores, (0, -scores.shape[1] % keys), value=-math.inf).unflatten(1, (-1, keys))
-        largest = blocks.amax(-1)  # [rows, blocks]
+        S_k = scores.shape[-1]
+        blocks = F.pad(scores, (0, -S_k % keys), value=-math.inf).unflatten(-1, (-1, keys))
+        largest = blocks.amax(-1)  # [H, rows, blocks]
         known = torch.empty_like(largest)
-        now = torch.full_like(m[:, 0], -math.inf)
-        for block in reversed(range(largest.shape[1])):
-            now = torch.where(largest[:, block] > now + lazy, largest[:, block], now)
-            known[:, block] = now
-        shift = torch.where(known == -math.inf, 0.0, known).repeat_interleave(keys, 1)[:, : scores.shape[1]]
+        now = torch.full_like(m[..., 0], -math.inf)
+        for block in reversed(range(largest.shape[-1])):
+            now = torch.where(largest[..., block] > now + lazy, largest[..., block], now)
+            known[..., block] = now
+        shift = torch.where(known == -math.inf, 0.0, known).repeat_interleave(keys, -1)[..., :S_k]
     if whole:
         shift = shift.ceil()
     p = torch.exp2(scores - shift + offset).clamp_max(LARGEST).to(torch.float8_e4m3fn).to(scores.dtype)

@@ -51,6 +51,17 @@ def test_how_keys_are_shared_out():
     assert decode_config(work(keys=64 * FEW_TILES + 1)).split == "stream_k"
 
 
+def test_registers_of_fp8_are_those_that_its_programs_leave():
+    for head_dim, registers in ((64, 168), (128, 168), (256, 255)):
+        asked = work(head_dim=head_dim, fp8=True)
+        config = decode_config(asked)
+        assert config.registers == registers
+        assert 32 * config.num_warps * registers * residency(config.block_m, asked).programs <= 1 << 16
+    others = {"page_scales": True}, {"rows": 32}
+    assert all(decode_config(work(fp8=True, **some)).registers is None for some in others)
+    assert decode_config(work(fp8=True), "none").registers is decode_config(work()).registers is None
+
+
 @pytest.mark.parametrize(("pairs", "full"), [(8, False), (125, False), (126, True), (132, True), (133, False),
                                              (200, False), (264, True), (10000, True)])  # fmt: skip
 def test_equal_pairs_that_fill_the_gpu_are_not_split(pairs, full):

@@ -1,0 +1,55 @@
+"""Tokens per second of transformers' `generate()`, as README and chapter 23 show them: from the record of
+`tests/gpu/measure_generate.py`, where there is one."""
+
+from __future__ import annotations
+
+from attnlib.bench import records, verdict
+from attnlib.bench.records import Table
+from attnlib.bench.shapes import Shape
+
+RECORD = "generate"
+CACHES = {
+    "dynamic": "it grows", "static": "a fixed size", "compiled": "a fixed size, the steps compiled",
+}  # fmt: skip
+"""Table of the record -> the cache that it is about."""
+COLUMNS = {
+    "call": "Llama, 1.2 billion parameters", "cache": "cache", "attnlib": "attnlib, tokens/s",
+    "sdpa": "SDPA, tokens/s", "against": "attnlib against SDPA", "prompt": "the prompt",
+}  # fmt: skip
+WAITING = (
+    "*Not measured yet: `python tests/gpu/measure_generate.py` on a GPU of compute capability 9.x writes "
+    "the record.*"
+)
+
+
+def tables(gpu: str | None = None) -> list[Table]:
+    """Those that there are, in the order of `CACHES`."""
+    found = []
+    for name in CACHES:
+        try:
+            found.append(records.load(RECORD, name, gpu))
+        except records.RecordError:
+            continue
+    return found
+
+
+def steps(table: Table, call: str) -> verdict.Verdict:
+    """attnlib against SDPA, by the time of a token after the first."""
+    return verdict.judge(table, Shape.of_row(table.one(call=call, impl="attnlib")), "attnlib", "sdpa")
+
+
+def lines(found: list[Table]) -> list[dict[str, str]]:
+    """A line for each call and cache. The prompt: SDPA's time to the first token over attnlib's."""
+    shown = []
+    for table in found:
+        for call in dict.fromkeys(row["call"] for row in table.rows):
+            line = {"call": call, "cache": CACHES[table.name]}
+            rows = {row["impl"]: row for row in table.select(call=call)}
+            own = rows["attnlib"]
+            if own["status"] != "ok":
+                shown.append(line | {"attnlib": own["status"]})
+                continue
+            line |= {impl: f"{rows[impl]['tokens_per_s']:.0f}" for impl in ("attnlib", "sdpa")}
+            prompt = rows["sdpa"]["prompt_ms"] / own["prompt_ms"]
+            shown.append(line | {"against": steps(table, call).cell(), "prompt": f"{prompt:.2f}x"})
+    return shown
