@@ -1,20 +1,23 @@
-"""The masks that transformers asks for, read from its mask functions. What is not known is refused.
+"""The masks that transformers asks for, read from its mask functions.
 
 transformers describes a mask by a function of indices, (batch, head, query, key) -> bool, made of a few parts
-that it joins. attnlib never evaluates one for all pairs; it looks which parts there are."""
+that it joins. attnlib looks which parts there are. If they are a causal mask, a window, padding or packed
+sequences, it never evaluates the function; any other function becomes a block mask."""
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
 from transformers import masking_utils
 
+from attnlib import BlockMask
 from attnlib.hf import mask, static
 from attnlib.hf.forward import check_unknown
 from attnlib.hf.layout import packed
-from attnlib.hf.models import check_config
+from attnlib.hf.models import check_config, check_tensor, gets_tensor
 
 __all__ = ["attention_mask"]  # which transformers calls
 _CAUSAL = masking_utils.causal_mask_function
@@ -40,10 +43,11 @@ def attention_mask(
     **others,
 ) -> mask.Mask | torch.Tensor:
     """What transformers calls once for each kind of mask in a forward pass of the model. A tensor, see
-    `attnlib.hf.static`, for a cache of a fixed size.
+    `attnlib.hf.static`, for a cache of a fixed size; the one that "sdpa" has, bool (B, 1, Sq, Sk), for models
+    that compute with it, and where `causal` and `window` of `attention`, padding and packed sequences do not
+    say it and there is one query.
 
-    ValueError if the model's class does not support "sdpa", or asks for a mask that `causal` and `window` of
-    `attention`, padding and packed sequences do not give.
+    ValueError if the model's class does not support "sdpa", or for a mask function that can't be evaluated.
     """
     if isinstance(attention_mask, mask.Mask):  # made before the model was called
         return attention_mask
@@ -57,12 +61,29 @@ def attention_mask(
         two_sided = allow_is_bidirectional_skip is not None
         known = None if use_vmap else _window(config, local_size)
         found = _deduced(mask_function, known, two_sided, None if plain else (batch_size, q_length, device))
+    dense = partial(
+        masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+        kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap,
+        device=device, allow_is_causal_skip=False,
+    )  # fmt: skip
+    if gets_tensor(config):
+        tensor = dense()
+        check_tensor(tensor, config)
+        return tensor
     if found is None or (found.remapped and found.sequences is None):
-        got = getattr(mask_function, "__qualname__", type(mask_function).__name__)
-        raise ValueError(
-            "mask_function: expected a causal, full or sliding-window mask, of packed sequences or not, got "
-            f"{got} from a model with a {name}. Use attn_implementation='sdpa'"
-        )
+        if torch.compiler.is_dynamo_compiling():
+            got = getattr(mask_function, "__qualname__", type(mask_function).__name__)
+            raise ValueError(
+                "mask_function: expected a causal, full or sliding-window mask in a compiled graph, of packed "
+                f"sequences or not, got {got} from a model with a {name}. Use attn_implementation='sdpa'"
+            )
+        if q_length == 1 and batch_size is not None:
+            return dense()
+        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        asked = _Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)
+        blocks = _evaluated(asked, (q_length, kv_length), name)
+        offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
+        return mask.Mask(q_length, kv_length, offset, config=name, block_mask=blocks)
     causal, window = found.right == 0, None
     if found.left is not None or found.right:
         window = (-1 if found.left is None else found.left, -1 if found.right is None else found.right)
@@ -99,6 +120,38 @@ def _is_fixed(q_length: int, kv_length: int, q_offset, kv_offset: int) -> bool:
             f"{kv_offset} on for {q_length} queries from {q_offset} on. Use attn_implementation='sdpa'"
         )
     return q_offset + q_length < kv_offset + kv_length
+
+
+# ---------------------------------------------------------------- any mask function
+
+
+class _Asked(NamedTuple):
+    """A mask function, padding bool (B, tokens) or None, the places of the first query and the first key, and
+    the batch size."""
+
+    function: Callable
+    padding: torch.Tensor | None
+    q_offset: int | torch.Tensor
+    kv_offset: int
+    batch_size: int | None
+    device: torch.device | str
+
+
+def _evaluated(asked: _Asked, sizes: tuple[int, int], config: str) -> BlockMask:
+    function, padding, q_offset, kv_offset, batch, device = asked
+
+    def seen(b, h, q, k):
+        found = function(b, h, q + q_offset, k + kv_offset)
+        return found if padding is None else found & padding[b, k + kv_offset].bool()
+
+    try:
+        return BlockMask.from_function(seen, *sizes, B=batch, device=device)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        got = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(
+            "mask_function: expected a function of (batch, head, query, key) that torch.vmap can map, got "
+            f"{got} from a model with a {config}: {error}"
+        ) from error
 
 
 # ---------------------------------------------------------------- parts of a mask function

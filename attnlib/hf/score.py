@@ -9,17 +9,22 @@ import torch
 
 from attnlib import BlockMask, Score
 from attnlib.hf.layout import Layout, values_known
-from attnlib.hf.mask import Mask
+from attnlib.hf.mask import Mask, of_padding
 
 
-def score_of(softcap: float | None, s_aux: torch.Tensor | None, query: torch.Tensor) -> Score | None:
-    """What a layer asks for beside the mask; None for nothing. ValueError in a graph, which can't have it."""
-    if softcap is None and s_aux is None:
+def score_of(
+    softcap: float | None, s_aux: torch.Tensor | None, biases: tuple, query: torch.Tensor
+) -> Score | None:
+    """What a layer asks for beside the mask; None for nothing. biases: of the mask and of the layer, each a
+    tensor that broadcasts to (B, H, Sq, Sk), or None. ValueError in a graph, which can't have it."""
+    bias = _sum(biases)
+    given = {"softcap": softcap, "s_aux": s_aux, "attention_mask": biases[0], "position_bias": biases[1]}
+    names = [name for name, value in given.items() if value is not None]
+    if not names:
         return None
-    name = "softcap" if softcap is not None else "s_aux"
     if not values_known(query):
         raise ValueError(
-            f"{name}: expected None under torch.compile, torch.export and in a CUDA graph, where attnlib "
+            f"{names[0]}: expected None under torch.compile, torch.export and in a CUDA graph, where attnlib "
             "does not support it. Use attn_implementation='eager'"
         )
     if softcap is not None and (isinstance(softcap, bool) or not isinstance(softcap, int | float)):
@@ -29,7 +34,12 @@ def score_of(softcap: float | None, s_aux: torch.Tensor | None, query: torch.Ten
         raise ValueError(
             f"s_aux: expected a tensor with a value for each of {query.shape[1]} heads, got {got}"
         )
-    return Score(softcap, sinks=None if s_aux is None else s_aux.flatten())
+    return Score(softcap, sinks=None if s_aux is None else s_aux.flatten(), bias=bias)
+
+
+def _sum(biases: tuple) -> torch.Tensor | None:
+    given = [x for x in biases if x is not None]
+    return given[0] + given[1] if len(given) == 2 else (given or [None])[0]
 
 
 _known: weakref.WeakKeyDictionary[Mask, tuple] = weakref.WeakKeyDictionary()
@@ -39,6 +49,8 @@ _known: weakref.WeakKeyDictionary[Mask, tuple] = weakref.WeakKeyDictionary()
 def block_mask_of(mask: Mask, layout: Layout | None, query: torch.Tensor) -> BlockMask | None:
     """Which keys padding or packing leaves to the queries (B, H, Sq, D); None for all. The window, and what
     is causal, is not in it."""
+    if mask.block_mask is not None:
+        return mask.block_mask
     if layout is None and not mask.spans:
         return None
     known = _known.get(mask)
@@ -50,17 +62,13 @@ def block_mask_of(mask: Mask, layout: Layout | None, query: torch.Tensor) -> Blo
 def _made(mask: Mask, layout: Layout | None, query: torch.Tensor) -> BlockMask:
     B, _, S_q, _ = query.shape
     if layout is None or layout.index_k is not None:  # padding
-        kept = mask.kept
+        return of_padding(mask.kept, S_q)
+    of_q, of_k = (
+        torch.searchsorted(offsets, torch.arange(B * S, device=query.device), right=True).view(B, S)
+        for offsets, S in ((layout.cu_seqlens_q, S_q), (layout.cu_seqlens_k, mask.kv_length))
+    )
 
-        def seen(b, h, q, k):
-            return kept[b, k]
-    else:
-        of_q, of_k = (
-            torch.searchsorted(offsets, torch.arange(B * S, device=query.device), right=True).view(B, S)
-            for offsets, S in ((layout.cu_seqlens_q, S_q), (layout.cu_seqlens_k, mask.kv_length))
-        )
-
-        def seen(b, h, q, k):
-            return of_q[b, q] == of_k[b, k]
+    def seen(b, h, q, k):
+        return of_q[b, q] == of_k[b, k]
 
     return BlockMask.from_function(seen, S_q, mask.kv_length, B=B, device=query.device)

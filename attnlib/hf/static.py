@@ -3,9 +3,6 @@ before a compiled step and hands on to every layer as it would a mask with four 
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
-
 import torch
 
 from attnlib import attention_decode
@@ -13,6 +10,7 @@ from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.hf import mask as masks
 from attnlib.hf.layout import require, values_known
 from attnlib.hf.mask import Mask
+from attnlib.hf.remembered import Remembered
 
 STARTS, LENGTHS, LEFT, CAUSAL = range(4)
 """Rows of the tensor, int32 (4, 1, 1, B): the first key of a sequence that is no padding, and how many it
@@ -78,28 +76,19 @@ def fits_decode(query: torch.Tensor, spans: torch.Tensor) -> bool:
     return True
 
 
-_read: dict[int, tuple[weakref.ref, int | None, Mask]] = {}
-"""id of a tensor -> (the tensor, its version, what it says): all layers get the same one."""
+_read = Remembered()
 
 
-def read(spans: torch.Tensor, q_length: int) -> Mask:
+def read(module, spans: torch.Tensor, q_length: int) -> Mask:
     """The mask of the keys that are there. Waits for a GPU, once for all layers."""
-    version = None if spans.is_inference() else spans._version
-    found = _read.get(id(spans))
-    if found is not None and found[0]() is spans and found[1] == version:
-        return found[2]
+    return _read.of(module, spans, lambda: _looked_at(spans, q_length))
+
+
+def _looked_at(spans: torch.Tensor, q_length: int) -> Mask:
     starts, ends, left, causal = spans[:, 0, 0].tolist()
     end = max(ends, default=0)
     kept = None
     if any(starts):
         kept = torch.arange(end, device=spans.device) >= spans[STARTS, 0, 0][:, None]
     window = None if left[0] == -1 else (left[0], 0)
-    mask = masks.settled(Mask(q_length, end, end - q_length, bool(causal[0]), window, kept))
-    _read[id(spans)] = weakref.ref(spans, partial(_forget, id(spans))), version, mask
-    return mask
-
-
-def _forget(key: int, reference: weakref.ref) -> None:
-    found = _read.get(key)
-    if found is not None and found[0] is reference:
-        del _read[key]
+    return masks.settled(Mask(q_length, end, end - q_length, bool(causal[0]), window, kept))
