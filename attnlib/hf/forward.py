@@ -7,8 +7,8 @@ import weakref
 import torch
 
 from attnlib import attention, attention_decode
-from attnlib.hf import mask as masks
 from attnlib.hf import given, static
+from attnlib.hf import mask as masks
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
 from attnlib.hf.mask import Mask
 from attnlib.hf.score import block_mask_of, score_of

@@ -1,5 +1,5 @@
-"""Masks that a caller or a model gives as tensors with four dimensions: bool, or numbers that are added to the
-scores."""
+"""Masks that a caller or a model gives as tensors with four dimensions: bool, or numbers that are added to
+the scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mask_of(module, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
     fits = given.shape[3] == full[3] and all(x in (1, y) for x, y in zip(given.shape, full, strict=True))
     if not fits or not (numbers or given.dtype == torch.bool):
         raise ValueError(
-            "attention_mask: expected, of four dimensions, bool, float16, bfloat16 or float32 of a shape that "
+            "attention_mask: expected bool, float16, bfloat16 or float32 of four dimensions and a shape that "
             f"broadcasts to (B, H, Sq, Sk) = {tuple(full)}, got {given.dtype} of shape {tuple(given.shape)}"
         )
     if given.device != query.device:
@@ -47,8 +47,8 @@ def among(given, indices: torch.Tensor) -> torch.Tensor:
     if not known or indices.dim() != 3 or indices.is_floating_point():
         kind = f"a {type(indices).__name__}" if isinstance(indices, torch.Tensor) else f"{indices!r:.80}"
         raise ValueError(
-            "indices: expected None, attnlib does not support it but as integers (B, Sq, n) beside a bool "
-            f"attention_mask (B, 1, Sq, Sk), got {kind}"
+            "indices: expected None, or integers (B, Sq, n) beside a bool attention_mask (B, 1, Sq, Sk), got "
+            f"{kind}"
         )
     chosen = torch.zeros_like(given[:, 0]).scatter(-1, indices.long(), True)
     return given & chosen.unsqueeze(1)

@@ -131,8 +131,8 @@ def settled(mask: Mask) -> Mask:
             require(
                 without_holes(kept),
                 "attention_mask: expected padding at the ends of a row only beside a sliding window "
-                f"{window} that is shorter than the {mask.kv_length} keys in a compiled graph, got a row with "
-                "a hole. Leave the graph, or use attn_implementation='sdpa'",
+                f"{window} that is shorter than the {mask.kv_length} keys in a compiled graph, got a row "
+                "with a hole. Leave the graph, or use attn_implementation='sdpa'",
             )
         elif window is not None and not without_holes(kept):
             return replace(mask, window=window, block_mask=of_padding(kept, mask.q_length))

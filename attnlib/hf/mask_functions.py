@@ -16,7 +16,7 @@ from transformers import masking_utils
 from attnlib import BlockMask
 from attnlib.hf import mask, static
 from attnlib.hf.forward import check_unknown
-from attnlib.hf.layout import packed
+from attnlib.hf.layout import packed, values_known
 from attnlib.hf.models import check_config, check_tensor, gets_tensor
 
 __all__ = ["attention_mask"]  # which transformers calls
@@ -56,15 +56,18 @@ def attention_mask(
     if not torch.compiler.is_dynamo_compiling():
         check_config(type(config))
         found = _read(mask_function, kv_offset + kv_length)
+        packed_alone = attention_mask is None and not use_vmap and q_length == kv_length
+        if found is not None and found.sequences is not None:
+            found = found if packed_alone and _is_numbered(found.sequences, q_length) else None
     else:
         plain = attention_mask is not None or allow_is_causal_skip or q_length != kv_length
         two_sided = allow_is_bidirectional_skip is not None
         known = None if use_vmap else _window(config, local_size)
         found = _deduced(mask_function, known, two_sided, None if plain else (batch_size, q_length, device))
     dense = partial(
-        masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-        kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap,
-        device=device, allow_is_causal_skip=False,
+        masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+        q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+        use_vmap=use_vmap, device=device, allow_is_causal_skip=False,
     )  # fmt: skip
     if gets_tensor(config):
         tensor = dense()
@@ -74,8 +77,8 @@ def attention_mask(
         if torch.compiler.is_dynamo_compiling():
             got = getattr(mask_function, "__qualname__", type(mask_function).__name__)
             raise ValueError(
-                "mask_function: expected a causal, full or sliding-window mask in a compiled graph, of packed "
-                f"sequences or not, got {got} from a model with a {name}. Use attn_implementation='sdpa'"
+                "mask_function: expected a causal, full or sliding-window mask in a compiled graph, of "
+                f"packed sequences or not, got {got} from a model with a {name}. Use attn_implementation='sdpa'"
             )
         if q_length == 1 and batch_size is not None:
             return dense()
@@ -213,6 +216,15 @@ def _read(function, length: int) -> Rule | None:
 def _captured(function, name: str):
     """A variable that a function took along from where it was made."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def _is_numbered(sequences: torch.Tensor, length: int) -> bool:
+    """Whether they are the numbers of `layout.packed`, as those that transformers finds from positions are; a
+    caller's own may be any."""
+    if not values_known(sequences):
+        return True
+    steps = sequences.diff(dim=1, prepend=torch.zeros_like(sequences[:, :1]))
+    return sequences.shape[1] == length and bool(((steps == 0) | (steps == 1)).all())
 
 
 def _both(a: Rule | None, b: Rule | None) -> Rule | None:

@@ -61,12 +61,12 @@ def gets_tensor(config) -> bool:
 
 
 def check_tensor(dense: torch.Tensor, config) -> None:
-    """ValueError if a token sees nothing and its output matters: attnlib's is 0, that of "eager" an average."""
+    """ValueError if a token sees nothing and its output matters: attnlib's is 0, that of "eager" a mean."""
     if getattr(config, "model_type", None) in LOOK_AT_PADDING:
         require(
             dense.any(-1).all(),
-            "attention_mask: expected no padding on the left for a model in which the outputs of padded tokens "
-            f"reach others, got some for one with a {type(config).__name__}. Use attn_implementation='eager'",
+            "attention_mask: expected no padding on the left for a model in which the outputs of padded "
+            f"tokens reach others, got some for one with a {type(config).__name__}. Use attn_implementation='eager'",
         )
 
 

@@ -17,7 +17,6 @@ def score_of(
 ) -> Score | None:
     """What a layer asks for beside the mask; None for nothing. biases: of the mask and of the layer, each a
     tensor that broadcasts to (B, H, Sq, Sk), or None. ValueError in a graph, which can't have it."""
-    bias = _sum(biases)
     given = {"softcap": softcap, "s_aux": s_aux, "attention_mask": biases[0], "position_bias": biases[1]}
     names = [name for name, value in given.items() if value is not None]
     if not names:
@@ -34,6 +33,10 @@ def score_of(
         raise ValueError(
             f"s_aux: expected a tensor with a value for each of {query.shape[1]} heads, got {got}"
         )
+    position_bias = biases[1]
+    if position_bias is not None and not isinstance(position_bias, torch.Tensor):
+        raise ValueError(f"position_bias: expected a tensor or None, got a {type(position_bias).__name__}")
+    bias = _sum(biases)
     return Score(softcap, sinks=None if s_aux is None else s_aux.flatten(), bias=bias)
 
 

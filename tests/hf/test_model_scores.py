@@ -91,6 +91,7 @@ def test_packed_sequences(device):
     ({"softcap": "30"}, "^softcap: expected a number or None, got a str"),
     ({"softcap": -1.0}, "^score.soft_cap: expected a number from 1e-6 to 1e6, got -1.0"),
     ({"s_aux": 3}, "^s_aux: expected a tensor with a value for each of 1 heads, got int"),
+    ({"position_bias": 3}, "^position_bias: expected a tensor or None, got a int"),
     ({"s_aux": torch.zeros(2)}, r"^s_aux: expected a tensor with a value for each of 1 heads, got \(2,\)"),
 ])  # fmt: skip
 def test_wrong_scores_are_named(wrong, message):
