@@ -11,7 +11,7 @@ from attnlib.hf import given, static
 from attnlib.hf import mask as masks
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
 from attnlib.hf.mask import Mask
-from attnlib.hf.score import block_mask_of, score_of
+from attnlib.hf.score import Asked, scored
 
 NAME = "attnlib"
 
@@ -92,15 +92,17 @@ def attention_forward(
     if indices is not None:
         attention_mask = given.among(attention_mask, indices)
     if static.is_made(attention_mask):
-        plain = softcap is None and s_aux is None and position_bias is None
-        decoding = plain and static.fits_decode(query, attention_mask)
-        if decoding and not _differentiated(query, key, value):
+        plain = not Asked(softcap, s_aux, None, position_bias).anything
+        if plain and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
             out = static.decode(query, key, value, attention_mask, scaling)
             return out.transpose(1, 2)[..., :value_dim].contiguous(), None
-        attention_mask = static.read(module, attention_mask, query.shape[2])
-        key, value = (x[:, :, : attention_mask.kv_length] for x in (key, value))
-        if position_bias is not None:
-            position_bias = position_bias[..., : attention_mask.kv_length]
+        if values_known(attention_mask):
+            attention_mask = static.read(module, attention_mask, query.shape[2])
+            key, value = (x[:, :, : attention_mask.kv_length] for x in (key, value))
+            if position_bias is not None:
+                position_bias = position_bias[..., : attention_mask.kv_length]
+        else:
+            attention_mask = static.bias(query, attention_mask, key.shape[2])
     sizes = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
         mask = _fitting(attention_mask, sizes, is_causal)
@@ -109,7 +111,6 @@ def attention_forward(
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _from_arguments(attention_mask, query.shape[0], sizes, bool(causal), sliding_window)
-    score = score_of(softcap, s_aux, (mask.bias, position_bias), query)
     lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if any(x is not None for x in lengths):
         layout = _told(lengths, query, mask)
@@ -118,8 +119,9 @@ def attention_forward(
         if position_ids is not None and mask.causal:
             layout = _with_positions(position_ids, query.shape[0], mask)
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
-    if score is not None or mask.block_mask is not None:
-        seen = block_mask_of(mask, layout, query)
+    asked = Asked(softcap, s_aux, mask.bias, position_bias)
+    if asked.anything or mask.block_mask is not None:
+        score, seen = scored(asked, mask, layout, query)
         out = attention(query, key, value, sm_scale=scaling, score=score, block_mask=seen, **options)
         out = out.transpose(1, 2)
     elif layout is None and mask.spans:

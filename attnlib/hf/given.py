@@ -13,6 +13,7 @@ from attnlib.hf import mask as masks
 from attnlib.hf.layout import values_known
 from attnlib.hf.mask import Mask
 from attnlib.hf.remembered import Remembered
+from attnlib.hf.score import as_bias
 
 _made = Remembered()
 
@@ -36,7 +37,9 @@ def mask_of(module, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
         raise ValueError(f"attention_mask: expected device {query.device} of the queries, got {given.device}")
     sizes = full[2:]
     if not values_known(given):
-        return Mask(*sizes, bias=_as_bias(given, query.dtype))
+        if given.dtype == torch.bool:
+            return Mask(*sizes, bias=as_bias(given, query.dtype))
+        return Mask(*sizes, bias=given.masked_fill(_hides(given), -torch.inf))
     found, added = _made.of(module, given, lambda: _read(given.detach(), sizes))
     return replace(found, bias=given) if added else found
 
@@ -71,10 +74,3 @@ def _read(given: torch.Tensor, sizes: tuple[int, int]) -> tuple[Mask, bool]:
 def _hides(numbers: torch.Tensor) -> torch.Tensor:
     """Where they are what transformers writes for "not seen": the least number of the dtype, or -inf."""
     return numbers <= torch.finfo(numbers.dtype).min
-
-
-def _as_bias(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of a tensor whose values nobody knows yet."""
-    if given.dtype == torch.bool:
-        return torch.zeros(given.shape, dtype=dtype, device=given.device).masked_fill(~given, -torch.inf)
-    return given.masked_fill(_hides(given), -torch.inf)

@@ -44,8 +44,8 @@ def attention_mask(
 ) -> mask.Mask | torch.Tensor:
     """What transformers calls once for each kind of mask in a forward pass of the model. A tensor, see
     `attnlib.hf.static`, for a cache of a fixed size; the one that "sdpa" has, bool (B, 1, Sq, Sk), for models
-    that compute with it, and where `causal` and `window` of `attention`, padding and packed sequences do not
-    say it and there is one query.
+    that compute with it; and where `causal` and `window` of `attention`, padding and packed sequences do not
+    say it, in a graph or for one query.
 
     ValueError if the model's class does not support "sdpa", or for a mask function that can't be evaluated.
     """
@@ -74,13 +74,7 @@ def attention_mask(
         check_tensor(tensor, config)
         return tensor
     if found is None or (found.remapped and found.sequences is None):
-        if torch.compiler.is_dynamo_compiling():
-            got = getattr(mask_function, "__qualname__", type(mask_function).__name__)
-            raise ValueError(
-                "mask_function: expected a causal, full or sliding-window mask in a compiled graph, of "
-                f"packed sequences or not, got {got} from a model with a {name}. Use attn_implementation='sdpa'"
-            )
-        if q_length == 1 and batch_size is not None:
+        if torch.compiler.is_compiling() or (q_length == 1 and batch_size is not None):
             return dense()
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         asked = _Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)

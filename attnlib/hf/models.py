@@ -66,7 +66,8 @@ def check_tensor(dense: torch.Tensor, config) -> None:
         require(
             dense.any(-1).all(),
             "attention_mask: expected no padding on the left for a model in which the outputs of padded "
-            f"tokens reach others, got some for one with a {type(config).__name__}. Use attn_implementation='eager'",
+            f"tokens reach others, got some for one with a {type(config).__name__}. Use "
+            "attn_implementation='eager'",
         )
 
 

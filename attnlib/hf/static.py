@@ -11,6 +11,7 @@ from attnlib.hf import mask as masks
 from attnlib.hf.layout import require, values_known
 from attnlib.hf.mask import Mask
 from attnlib.hf.remembered import Remembered
+from attnlib.hf.score import as_bias
 
 STARTS, LENGTHS, LEFT, CAUSAL = range(4)
 """Rows of the tensor, int32 (4, 1, 1, B): the first key of a sequence that is no padding, and how many it
@@ -62,18 +63,20 @@ def decode(query, key, value, spans: torch.Tensor, scaling: float | None) -> tor
     )
 
 
+def bias(query: torch.Tensor, spans: torch.Tensor, kv_length: int) -> torch.Tensor:
+    """What the tensor says of all keys of the cache, as numbers (B, 1, Sq, Sk) that are added to scores."""
+    rows = spans[:, 0, 0, :, None, None]  # (4, B, 1, 1)
+    key = torch.arange(kv_length, device=spans.device)
+    place = rows[LENGTHS] - query.shape[2] + torch.arange(query.shape[2], device=spans.device)[:, None]
+    seen = (key >= rows[STARTS]) & (key < rows[LENGTHS]) & ((rows[CAUSAL] == 0) | (key <= place))
+    seen &= (rows[LEFT] < 0) | (key >= place - rows[LEFT])
+    return as_bias(seen.unsqueeze(1), query.dtype)
+
+
 def fits_decode(query: torch.Tensor, spans: torch.Tensor) -> bool:
-    """Whether `decode` computes it: one query, or a graph, in which nothing is known of the values."""
-    if query.shape[2] == 1:
-        return True
-    if values_known(spans):
-        return False
-    if query.shape[2] > MOST_QUERIES:
-        raise ValueError(
-            f"past_key_values: expected at most {MOST_QUERIES} new tokens for a cache of a fixed size in a "
-            f"compiled graph, got {query.shape[2]}; compute the prompt outside of it"
-        )
-    return True
+    """Whether `decode` computes it: one query, or few in a graph, in which nothing is known of the values."""
+    queries = query.shape[2]
+    return queries == 1 or (not values_known(spans) and queries <= MOST_QUERIES)
 
 
 _read = Remembered()
