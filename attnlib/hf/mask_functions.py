@@ -6,15 +6,15 @@ sequences, it never evaluates the function; any other function becomes a block m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
 from transformers import masking_utils
 
-from attnlib import BlockMask
 from attnlib.hf import mask, static
+from attnlib.hf.evaluated import Asked, evaluated
 from attnlib.hf.forward import check_unknown
 from attnlib.hf.layout import packed, values_known
 from attnlib.hf.models import check_config, check_tensor, gets_tensor
@@ -64,6 +64,8 @@ def attention_mask(
         two_sided = allow_is_bidirectional_skip is not None
         known = None if use_vmap else _window(config, local_size)
         found = _deduced(mask_function, known, two_sided, None if plain else (batch_size, q_length, device))
+        if found is None and plain and not use_vmap and local_size is not None:
+            found = _in_one_chunk(mask_function, config, local_size, kv_offset + kv_length)
     dense = partial(
         masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
         q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
@@ -74,13 +76,14 @@ def attention_mask(
         check_tensor(tensor, config)
         return tensor
     if found is None or (found.remapped and found.sequences is None):
-        if torch.compiler.is_compiling() or (q_length == 1 and batch_size is not None):
+        graph = not values_known(torch.empty(0, device=device))
+        if graph or (q_length == 1 and batch_size is not None):
             return dense()
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        asked = _Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)
-        blocks = _evaluated(asked, (q_length, kv_length), name)
         offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
-        return mask.Mask(q_length, kv_length, offset, config=name, block_mask=blocks)
+        form = mask.Mask(q_length, kv_length, offset, config=name)
+        asked = Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)
+        return replace(form, block_mask=evaluated(asked, form))
     causal, window = found.right == 0, None
     if found.left is not None or found.right:
         window = (-1 if found.left is None else found.left, -1 if found.right is None else found.right)
@@ -117,38 +120,6 @@ def _is_fixed(q_length: int, kv_length: int, q_offset, kv_offset: int) -> bool:
             f"{kv_offset} on for {q_length} queries from {q_offset} on. Use attn_implementation='sdpa'"
         )
     return q_offset + q_length < kv_offset + kv_length
-
-
-# ---------------------------------------------------------------- any mask function
-
-
-class _Asked(NamedTuple):
-    """A mask function, padding bool (B, tokens) or None, the places of the first query and the first key, and
-    the batch size."""
-
-    function: Callable
-    padding: torch.Tensor | None
-    q_offset: int | torch.Tensor
-    kv_offset: int
-    batch_size: int | None
-    device: torch.device | str
-
-
-def _evaluated(asked: _Asked, sizes: tuple[int, int], config: str) -> BlockMask:
-    function, padding, q_offset, kv_offset, batch, device = asked
-
-    def seen(b, h, q, k):
-        found = function(b, h, q + q_offset, k + kv_offset)
-        return found if padding is None else found & padding[b, k + kv_offset].bool()
-
-    try:
-        return BlockMask.from_function(seen, *sizes, B=batch, device=device)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        got = getattr(function, "__qualname__", type(function).__name__)
-        raise ValueError(
-            "mask_function: expected a function of (batch, head, query, key) that torch.vmap can map, got "
-            f"{got} from a model with a {config}: {error}"
-        ) from error
 
 
 # ---------------------------------------------------------------- parts of a mask function
@@ -243,6 +214,14 @@ def _window(config, local_size: int | None) -> int | None:
     if getattr(config, "sliding_window", None) != local_size:
         return None
     return None if getattr(config, "attention_chunk_size", None) == local_size else local_size
+
+
+def _in_one_chunk(function, config, local_size: int, length: int) -> Rule | None:
+    """Causal, if the window is a chunk that all tokens are in."""
+    chunked = local_size == getattr(config, "attention_chunk_size", None)
+    windowed = local_size == getattr(config, "sliding_window", None)
+    known = function.__code__ is _ALL_OF and chunked and not windowed
+    return Rule(right=0) if known and length <= local_size else None
 
 
 def _deduced(function, window: int | None, two_sided: bool, rows: tuple | None) -> Rule | None:
