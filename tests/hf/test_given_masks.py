@@ -288,3 +288,31 @@ def test_chunks_and_a_cache(device):
             found[-1].append(model.generate(ids, **options, cache_implementation=cache))
     close(found[0][0], found[1][0])
     assert all(torch.equal(*tokens) for tokens in zip(found[0][1:], found[1][1:], strict=True))
+
+
+# ---------------------------------------------------------------- in a graph
+
+
+@torch.no_grad()
+def test_tensors_and_functions_in_one_graph(device):
+    """A tensor's values are not looked at there, and a function becomes a tensor, as for "sdpa"."""
+    attnlib_model, plain = (build("llama", name, device, layers=1) for name in ("attnlib", "eager"))
+    ids, seen, groups = tokens(2, S, device), prefix(device), GROUPS.to(device)
+    masks = torch.ones(2, S, dtype=torch.long, device=device)
+    masks[1, :2] = 0
+
+    def images(model, ids, mask):
+        embeds = model.get_input_embeddings()(ids)
+        own = masking_utils.create_causal_mask(model.config, embeds, mask, None, block_sequence_ids=groups)
+        return model(inputs_embeds=embeds, attention_mask=own, use_cache=False).logits
+
+    torch.compiler.reset()
+    compiled = torch.compile(images, backend="eager", fullgraph=True)
+    real = masks.bool()
+    close(compiled(attnlib_model, ids, masks)[real], images(plain, ids, masks)[real])
+    torch.compiler.reset()
+    compiled = torch.compile(attnlib_model, backend="eager", fullgraph=True)
+    expected = plain(ids, attention_mask=additive(seen), use_cache=False).logits
+    for mask in (seen, additive(seen)):
+        close(compiled(ids, attention_mask=mask, use_cache=False).logits, expected)
+    torch.compiler.reset()

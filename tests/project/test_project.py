@@ -171,10 +171,10 @@ def fresh(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def imported() -> list[str]:
-    """After `import attnlib, attnlib.hf`: how many operators have FLOPs, and the packages that were loaded."""
+    """After the imports: how many of attnlib's operators have FLOPs, and the packages that were loaded."""
     code = (
-        "import attnlib, attnlib.hf, sys; loaded = {name.split('.')[0] for name in sys.modules}; from torch.utils."
-        "flop_counter import flop_registry; print(sum('attnlib' in str(op) for op in flop_registry), *loaded)"
+        "import attnlib, attnlib.hf, sys; loaded = {name.split('.')[0] for name in sys.modules}; "
+        "from torch.utils.flop_counter import flop_registry; print(sum('attnlib' in str(op) for op in flop_registry), *loaded)"
     )
     return fresh(code).split()
 
