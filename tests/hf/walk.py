@@ -38,6 +38,7 @@ from walk_cases import (  # noqa: E402
     ONE,
     REFUSED,
     WRONG,
+    Case,
     refusal,
     verdict,
 )  # fmt: skip
@@ -59,13 +60,13 @@ def _ring(*_):
     raise TooLong
 
 
-def walk(architecture: Architecture, device: str) -> dict:
-    """The verdicts of one architecture."""
+def walk(architecture: Architecture, device: str, chosen: list[Case] = CASES) -> dict:
+    """The verdicts of one architecture, in the cases chosen."""
     attnlib.hf.register()
     row = {"type": architecture.model_type, "role": architecture.role, "class": architecture.class_name}
     row["sdpa"] = architecture.claims_sdpa
     row["verdicts"] = {}
-    cases = [(case.name, lambda case=case: verdict(architecture, case, device)) for case in CASES]
+    cases = [(case.name, lambda case=case: verdict(architecture, case, device)) for case in chosen]
     if not architecture.is_taken:
         cases = [(REFUSAL, lambda: refusal(architecture))]
     before = signal.signal(signal.SIGPROF, _ring)
@@ -170,8 +171,9 @@ A cell says what came out:
 - **!** wrong. There are {wrong} of these.
 - An empty cell: the case is not for this architecture.
 
-Windows: a sliding window of 5 tokens in a text of 17; in the cases without the word it is 64. Holes: tokens
-in the middle of a row that the attention_mask hides. Compiled: `torch.compile(model, fullgraph=True)`.
+Windows: a sliding window, or chunks, of 5 tokens in a text of 17; in the cases without the word it is 64.
+Holes: tokens in the middle of a row that the attention_mask hides. Compiled: `torch.compile(model,
+fullgraph=True)`.
 """
 
 

@@ -174,7 +174,8 @@ def imported() -> list[str]:
     """After the imports: how many of attnlib's operators have FLOPs, and the packages that were loaded."""
     code = (
         "import attnlib, attnlib.hf, sys; loaded = {name.split('.')[0] for name in sys.modules}; "
-        "from torch.utils.flop_counter import flop_registry; print(sum('attnlib' in str(op) for op in flop_registry), *loaded)"
+        "from torch.utils.flop_counter import flop_registry; "
+        "print(sum('attnlib' in str(op) for op in flop_registry), *loaded)"
     )
     return fresh(code).split()
 
