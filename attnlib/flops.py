@@ -27,6 +27,8 @@ def _register(counter) -> None:
     formulas = {
         "attention_forward": forward_flops,
         "attention_backward": backward_flops,
+        "attention_scored": scored_flops,
+        "attention_scored_backward": scored_backward_flops,
         "attention_decode": decode_flops,
         "attention_bsfa": bsfa_flops,
         "attention_entmax": entmax_flops,
@@ -78,6 +80,19 @@ _OPTIONS = (
 def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
     """Five products where the forward pass has two."""
     return forward_flops(q, k, v, *options, **named) * 5 // 2
+
+
+def scored_flops(q, k, v, *options, **named) -> int:
+    """Those of the products alone, as without a score."""
+    given = dict(zip(_SCORED_OPTIONS, options, strict=False)) | named
+    return forward_flops(q, k, v, **{name: given.get(name) for name in ("left", "right", "block_mask")})
+
+
+_SCORED_OPTIONS = "alibi", "sinks", "bias", "soft_cap", "left", "right", "sm_scale", "block_mask"
+
+
+def scored_backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
+    return scored_flops(q, k, v, *options, **named) * 5 // 2
 
 
 def bsfa_flops(q, k, v, *_, **__) -> int:

@@ -77,18 +77,7 @@ class ScoredGradient(Gradient):
     vmap = staticmethod(_not_mapped)
 
 
-def refuse_onlookers(symbols: bool, plain: bool) -> None:
-    """NotImplementedError where a compiler, or a tensor without memory, would need an operator."""
-    if symbols or not plain:
-        raise NotImplementedError(
-            "attention with a score under torch.compile, torch.export, a dispatch mode, or of tensors "
-            "without memory: not supported; call it outside, as in a function with torch.compiler.disable"
-        )
-
-
-def masked(
-    mask: BlockMask | None, window: MaskWindow, q: torch.Tensor, k: torch.Tensor
-) -> BlockMask:
+def masked(mask: BlockMask | None, window: MaskWindow, q: torch.Tensor, k: torch.Tensor) -> BlockMask:
     """The block mask of a call with a score: its own, or that of its window."""
     if mask is None:
         mask = _everything(max(1, q.shape[2]), max(1, k.shape[2]), q.device)

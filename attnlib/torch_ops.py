@@ -4,12 +4,15 @@ tensors and FLOP counters see. Calls that none of them looks at go past this fil
 
     torch.ops.attnlib.attention_forward    -> out, lse
     torch.ops.attnlib.attention_backward   -> dq, dk, dv
+    torch.ops.attnlib.attention_scored             -> out, lse
+    torch.ops.attnlib.attention_scored_backward    -> dq, dk, dv, dsinks, dbias
     torch.ops.attnlib.attention_decode     -> out, lse
     torch.ops.attnlib.attention_bsfa       -> out, lse, kept
     torch.ops.attnlib.attention_entmax             -> out, tau, flags
     torch.ops.attnlib.attention_entmax_backward    -> dq, dk, dv
 
-They take checked arguments and do what `dispatch` does. `lse` is empty where it is not needed.
+They take checked arguments and do what `dispatch` does. `lse` is empty where it is not needed, and so are the
+gradients of sinks and bias where there are none.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from attnlib.block_mask.mask import by_handle
 from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
 from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
+from attnlib.scored_call import masked
+from attnlib.scores import Score, parts_of
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
@@ -39,6 +44,10 @@ def _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Varlen | 
     check_longest("max_seqlen_q", max_seqlen_q)  # which the graph itself may have computed
     check_longest("max_seqlen_k", max_seqlen_k)
     return Varlen(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+
+
+def _scale(q, sm_scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
 
 
 def _masked(params: Params, handle: int | None) -> Params:
@@ -73,8 +82,7 @@ def attention_forward(
 ):  # fmt: skip
     """(out, lse). `deterministic` says how the backward pass is to be computed."""
     varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    params = Params(MaskWindow(left, right), scale, varlen, lse, deterministic, impl)
+    params = Params(MaskWindow(left, right), _scale(q, sm_scale), varlen, lse, deterministic, impl)
     params = _masked(params, block_mask)
     with own_counters():
         out, found = dispatch.forward(q, k, v, params)
@@ -126,8 +134,7 @@ def attention_backward(
 ):  # fmt: skip
     """(dq, dk, dv)."""
     varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    params = Params(MaskWindow(left, right), scale, varlen, True, deterministic, impl)
+    params = Params(MaskWindow(left, right), _scale(q, sm_scale), varlen, True, deterministic, impl)
     params = _masked(params, block_mask)
     gradients = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
@@ -139,6 +146,113 @@ def _backward_fake(d_out, q, k, v, *_, **__):
 
 
 attention_backward.register_autograd(lambda ctx, *_: no_second_derivative())
+
+
+# ---------------------------------------------------------------- with a score
+
+_SCORE = (
+    "Tensor? alibi=None, Tensor? sinks=None, Tensor? bias=None, float? soft_cap=None, SymInt? left=None, "
+    "SymInt? right=None, float? sm_scale=None, SymInt? block_mask=None"
+)
+"""The parts of an `attnlib.Score`, and what else a call with one asks for."""
+
+
+def _scored(q, k, score: tuple, options: tuple, bias_gradient: bool = False) -> Params:
+    """score: (alibi, sinks, bias, soft_cap). options: (left, right, sm_scale, block_mask, lse, deterministic,
+    impl)."""
+    alibi, sinks, bias, soft_cap = score
+    left, right, sm_scale, handle, lse, deterministic, impl = options
+    mask = masked(None if handle is None else by_handle(handle), MaskWindow(left, right), q, k)
+    parts = parts_of(Score(soft_cap, alibi, sinks, bias), q, k, bias_gradient)
+    everything = MaskWindow(None, None)
+    return Params(everything, _scale(q, sm_scale), None, lse, deterministic, impl, None, None, mask, parts)
+
+
+@torch.library.custom_op(
+    "attnlib::attention_scored",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SCORE}, bool lse=True, bool deterministic=False, "
+    "str? impl=None) -> (Tensor, Tensor)",
+)
+def attention_scored(
+    q, k, v, alibi=None, sinks=None, bias=None, soft_cap=None, left=None, right=None, sm_scale=None,
+    block_mask=None, lse=True, deterministic=False, impl=None,
+):  # fmt: skip
+    """(out, lse)."""
+    options = left, right, sm_scale, block_mask, lse, deterministic, impl
+    with own_counters():
+        out, found = dispatch.forward(q, k, v, _scored(q, k, (alibi, sinks, bias, soft_cap), options))
+    return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
+
+
+@attention_scored.register_fake
+def _scored_fake(
+    q, k, v, alibi=None, sinks=None, bias=None, soft_cap=None, left=None, right=None, sm_scale=None,
+    block_mask=None, lse=True, deterministic=False, impl=None,
+):  # fmt: skip
+    return torch.empty_like(q), q.new_empty(q.shape[:3] if lse else (0,), dtype=torch.float32)
+
+
+def _save_scored(ctx, inputs, output) -> None:
+    q, k, v, alibi, sinks, bias, ctx.soft_cap, *options = inputs
+    ctx.bounds, ctx.has_lse, ctx.choice = options[:4], options[4], options[5:]
+    ctx.bias_gradient = bias is not None and bias.requires_grad
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, alibi, sinks, bias)
+    ctx.mark_non_differentiable(lse)
+
+
+def _differentiate_scored(ctx, d_out, _):
+    q, k, v, out, lse, *score = ctx.saved_tensors
+    score = *score, ctx.soft_cap
+    if not ctx.has_lse:  # a graph made where no gradient was wanted
+        _, lse = attention_scored(q, k, v, *score, *ctx.bounds, True, *ctx.choice)
+    gradients = attention_scored_backward(
+        d_out, q, k, v, out, lse, *score, *ctx.bounds, ctx.bias_gradient, *ctx.choice
+    )
+    *gradients, dsinks, dbias = gradients
+    dsinks = None if score[1] is None else dsinks
+    return *gradients, None, dsinks, dbias if ctx.bias_gradient else None, *(None,) * 8
+
+
+attention_scored.register_autograd(_differentiate_scored, setup_context=_save_scored)
+
+
+@torch.library.custom_op(
+    "attnlib::attention_scored_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SCORE}, "
+    "bool bias_gradient=False, bool deterministic=False, str? impl=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def attention_scored_backward(
+    d_out, q, k, v, out, lse, alibi=None, sinks=None, bias=None, soft_cap=None, left=None, right=None,
+    sm_scale=None, block_mask=None, bias_gradient=False, deterministic=False, impl=None,
+):  # fmt: skip
+    """(dq, dk, dv, dsinks, dbias)."""
+    options = left, right, sm_scale, block_mask, True, deterministic, impl
+    params = _scored(q, k, (alibi, sinks, bias, soft_cap), options, bias_gradient)
+    *gradients, dsinks, dbias = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
+    gradients = [_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True)]
+    none = q.new_empty(0, dtype=torch.float32)
+    dsinks = none if sinks is None else _like(sinks, dsinks.to(sinks.dtype))
+    dbias = _like(bias, dbias.to(bias.dtype).reshape(bias.shape)) if bias_gradient else none.clone()
+    return *gradients, dsinks, dbias
+
+
+@attention_scored_backward.register_fake
+def _scored_backward_fake(
+    d_out, q, k, v, out, lse, alibi=None, sinks=None, bias=None, soft_cap=None, left=None, right=None,
+    sm_scale=None, block_mask=None, bias_gradient=False, deterministic=False, impl=None,
+):  # fmt: skip
+    dsinks, dbias = (
+        q.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x)
+        for x in (sinks, bias if bias_gradient else None)
+    )
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks, dbias
+
+
+attention_scored_backward.register_autograd(lambda ctx, *_: no_second_derivative())
 
 
 # ---------------------------------------------------------------- decoding
@@ -239,10 +353,6 @@ def _entmax_fake(q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=
     return torch.empty_like(q), tau, q.new_empty(words, dtype=torch.int32)
 
 
-def _scale(q, sm_scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-
-
 def _save_entmax(ctx, inputs, output) -> None:
     q, k, v, *ctx.asked, ctx.has_flags, ctx.impl = inputs
     _, tau, flags = output
@@ -306,6 +416,8 @@ def _refuse_tangents(operator) -> None:
 
 _refuse_tangents(attention_forward)
 _refuse_tangents(attention_backward)
+_refuse_tangents(attention_scored)
+_refuse_tangents(attention_scored_backward)
 _refuse_tangents(attention_decode)
 _refuse_tangents(attention_bsfa)
 _refuse_tangents(attention_entmax)

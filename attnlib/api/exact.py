@@ -15,7 +15,7 @@ from attnlib.autograd import Asked, Attention
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Choice
 from attnlib.params import Implementation, MaskWindow, Params, Varlen, mask_window
-from attnlib.scored_call import masked, refuse_onlookers, run
+from attnlib.scored_call import masked, run
 from attnlib.scores import Score, parts_of
 
 __all__ = ["Choice", "Window", "attention", "attention_varlen", "explain"]
@@ -67,9 +67,9 @@ def attention(
 
     In PyTorch's world: gradients of q, k and v (first derivatives; the memory for them grows with S, not
     S^2); `torch.compile(fullgraph=True)` and `torch.export`, with dynamic shapes, as the operator
-    `torch.ops.attnlib.attention_forward`; `torch.autocast`, which casts the inputs as it does for PyTorch's
-    own attention; `torch.utils.checkpoint`, `torch.func.grad` and `torch.vmap`; CUDA graphs; tensors on
-    device "meta", of which shapes are computed.
+    `torch.ops.attnlib.attention_forward`, with a score `attention_scored`; `torch.autocast`, which casts the
+    inputs as it does for PyTorch's own attention; `torch.utils.checkpoint`, `torch.func.grad` and
+    `torch.vmap`; CUDA graphs; tensors on device "meta", of which shapes are computed.
 
     Args:
         q: (B, H, Sq, D); float16, bfloat16 or float32; D a multiple of 8 up to 256. Any Sq from 0 on.
@@ -90,9 +90,8 @@ def attention(
             and `window` allow it too. What work there is goes by its blocks. The first call with a mask and a
             window makes the mask of both, which waits for the GPU and is kept.
         score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, an additive bias. Such a call runs in
-            the kernels for block masks. It has gradients of sinks and bias, too, and no `torch.vmap`,
-            `torch.compile` or `torch.export`. The LSE has the sink in it, and is that of the sink where a row
-            sees nothing.
+            the kernels for block masks. It has gradients of sinks and bias, too, and no `torch.vmap`. The
+            LSE has the sink in it, and is that of the sink where a row sees nothing.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
@@ -129,8 +128,6 @@ def attention(
     symbols = _symbolic()
     options = Options(*asked, block_mask, score)
     check(q, k, v, options, symbols)
-    if score is not None:
-        refuse_onlookers(symbols, plain(q, k, v))
     if symbols or not plain(q, k, v):
         return _operator(q, k, v, None, options)
     return _call(q, k, v, None, options)
@@ -314,12 +311,17 @@ _TransformType = torch._C._functorch.TransformType
 
 def _operator(q, k, v, varlen: Varlen | None, options: Options):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
-    causal, window, sm_scale, return_lse, deterministic, impl, mask, _ = options
-    lse_needed = return_lse or _differentiable(q, k, v)
+    causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
+    learned = score is not None and any(x is not None and x.requires_grad for x in (score.sinks, score.bias))
+    lse_needed = return_lse or _differentiable(q, k, v) or (learned and torch.is_grad_enabled())
     scale = None if sm_scale is None else float(sm_scale)
     handle = None if mask is None else mask.handle
-    asked = (*(varlen or (None, None, 0, 0)), *mask_window(causal, window), scale, handle)
-    out, lse = torch_ops.attention_forward(q, k, v, *asked, lse_needed, deterministic, impl)
+    asked = *mask_window(causal, window), scale, handle, lse_needed, deterministic, impl
+    if score is not None:
+        given = score.alibi, score.sinks, score.bias, score.soft_cap
+        out, lse = torch_ops.attention_scored(q, k, v, *given, *asked)
+    else:
+        out, lse = torch_ops.attention_forward(q, k, v, *(varlen or (None, None, 0, 0)), *asked)
     return (out, lse) if return_lse else out
 
 

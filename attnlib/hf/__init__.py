@@ -7,23 +7,27 @@
 
 Computed: causal, full and sliding-window attention, one-sided or two-sided; cross-attention; grouped heads;
 values with a head dimension of their own (filled up with zeros); training; caches that grow, and those of a
-fixed size, with `generate()` by any search; batches padded on the left, on the right, or with holes (not
-under a window that is shorter than the text, nor in a cache of a fixed size), of which only the tokens are
-computed, a new one from a cache where it lies; packed sequences, told by `position_ids` that begin anew
-inside a row, or by `cu_seq_lens_q` and its kin; `torch.compile` in one graph, and `torch.export`.
+fixed size, with `generate()` by any search; batches padded on the left, on the right, or with holes (not in a
+cache of a fixed size), of which only the tokens are computed, a new one from a cache where it lies; packed
+sequences, told by `position_ids` that begin anew inside a row, or by `cu_seq_lens_q` and its kin; soft caps
+(Gemma 2), attention sinks (GPT-OSS) and relative biases (T5); `torch.compile` in one graph, and
+`torch.export`.
+
+Any other mask: chunks (Llama 4), image tokens that see each other (Gemma 3, PaliGemma), functions given to
+transformers' masking_utils, and tensors with four dimensions given as attention_mask, bool or added to the
+scores. They become an `attnlib.BlockMask`, made once in a forward pass, and cost what is seen of them;
+numbers besides 0 and the least one of the dtype become a bias. A query that sees nothing gives 0; with
+"eager" it gives the mean of all values.
 
 An attention_mask, where there is one, decides what is attended to. `position_ids` say it where there is none,
 with a cache that is still empty too, if the model hands them to its attention (its "sdpa" ignores them then).
 
 Inside of a compiled graph the values of a mask can't be read, so padding is computed too, and up to 64 packed
-sequences per row; more, or holes under a window, fail when the graph runs.
+sequences per row; more, or holes under a window, fail when the graph runs. Any other mask becomes a bias
+there, with a number for each query and key.
 
-Soft caps (Gemma 2) and attention sinks (GPT-OSS) are computed, padded and packed batches too, but not in a
-graph.
-
-ValueError, which names the argument or the model's class, for everything else: masks and biases of a model's
-own, chunks, dropout, attention weights as a result, paged caches, models that
-don't support "sdpa", and every argument that attnlib does not know.
+ValueError, which names the argument or the model's class, for everything else: dropout, attention weights as
+a result, paged caches, models that don't support "sdpa", and every argument that attnlib does not know.
 """
 
 from __future__ import annotations

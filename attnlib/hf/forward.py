@@ -7,11 +7,11 @@ import weakref
 import torch
 
 from attnlib import attention, attention_decode
+from attnlib.hf import given, static
 from attnlib.hf import mask as masks
-from attnlib.hf import static
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
 from attnlib.hf.mask import Mask
-from attnlib.hf.score import block_mask_of, score_of
+from attnlib.hf.score import Asked, scored
 
 NAME = "attnlib"
 
@@ -51,6 +51,8 @@ def attention_forward(
     deterministic: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **others,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -60,16 +62,22 @@ def attention_forward(
         key: (B, Hkv, Sk, D).
         value: (B, Hkv, Sk, Dv).
         attention_mask: the `Mask` that the model got from attnlib; or bool (B, Sk), False for keys that are
-            padding; or None, which leaves it to `is_causal`, or else to the module's attribute of that name.
+            padding; or a tensor that broadcasts to (B, H, Sq, Sk), bool or numbers that are added to the
+            scores, which says all; or None, which leaves it to `is_causal`, or else to the module's attribute
+            of that name.
         dropout: 0.
         scaling: factor on the scores, default 1/sqrt(D).
-        sliding_window: how many keys a query sees, its own too; looked at if `attention_mask` is no `Mask`.
+        sliding_window: how many keys a query sees, its own too; looked at if `attention_mask` is padding or
+            None.
         position_ids: (B, Sq) or (1, Sq), looked at if there is no padding mask: packed sequences begin anew.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences in a batch of one, as
             `attention_varlen` has them; all four or none.
         deterministic: as in `attention`.
         softcap: the soft cap of the scores, as in Gemma 2.
         s_aux: (H) attention sinks, as in GPT-OSS.
+        position_bias: added to the scores, of a shape that broadcasts to (B, H, Sq, Sk), as in T5.
+        indices: (B, Sq, n), the keys that a query may see of those of a bool `attention_mask`, as in
+            DeepSeek V3.2.
 
     Returns:
         ((B, Sq, H, Dv), None).
@@ -81,17 +89,25 @@ def attention_forward(
     if dropout:
         raise ValueError(f"dropout: expected 0, attnlib has no dropout in attention, got {dropout}")
     query, key, value, scaling, value_dim = _same_head_dim(query, key, value, scaling)
-    score = score_of(softcap, s_aux, query)
+    if indices is not None:
+        attention_mask = given.among(attention_mask, indices)
     if static.is_made(attention_mask):
-        decoding = score is None and static.fits_decode(query, attention_mask)
-        if decoding and not _differentiated(query, key, value):
+        plain = not Asked(softcap, s_aux, None, position_bias).anything
+        if plain and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
             out = static.decode(query, key, value, attention_mask, scaling)
             return out.transpose(1, 2)[..., :value_dim].contiguous(), None
-        attention_mask = static.read(attention_mask, query.shape[2])
-        key, value = (x[:, :, : attention_mask.kv_length] for x in (key, value))
+        if values_known(attention_mask):
+            attention_mask = static.read(module, attention_mask, query.shape[2])
+            key, value = (x[:, :, : attention_mask.kv_length] for x in (key, value))
+            if position_bias is not None:
+                position_bias = position_bias[..., : attention_mask.kv_length]
+        else:
+            attention_mask = static.bias(query, attention_mask, key.shape[2])
     sizes = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
         mask = _fitting(attention_mask, sizes, is_causal)
+    elif given.is_given(attention_mask):
+        mask = given.mask_of(module, attention_mask, query, key)
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _from_arguments(attention_mask, query.shape[0], sizes, bool(causal), sliding_window)
@@ -103,8 +119,9 @@ def attention_forward(
         if position_ids is not None and mask.causal:
             layout = _with_positions(position_ids, query.shape[0], mask)
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
-    if score is not None:
-        seen = block_mask_of(mask, layout, query)
+    asked = Asked(softcap, s_aux, mask.bias, position_bias)
+    if asked.anything or mask.block_mask is not None:
+        score, seen = scored(asked, mask, layout, query)
         out = attention(query, key, value, sm_scale=scaling, score=score, block_mask=seen, **options)
         out = out.transpose(1, 2)
     elif layout is None and mask.spans:
@@ -145,7 +162,8 @@ def _fitting(mask: Mask, sizes: tuple[int, int], is_causal: bool | None) -> Mask
             f"attention_mask: expected one for {sizes[0]} queries and {sizes[1]} keys, got what the model "
             f"({mask.config}) made for {mask.q_length} and {mask.kv_length}. Use 'sdpa'"
         )
-    if is_causal is not None and sizes[0] > 1 and bool(is_causal) != mask.causal:
+    says_all = mask.block_mask is not None and not mask.causal and mask.window is None
+    if is_causal is not None and sizes[0] > 1 and bool(is_causal) != mask.causal and not says_all:
         raise ValueError(
             f"is_causal: expected {mask.causal}, as the mask of the model ({mask.config}) has it, got "
             f"{is_causal}"
@@ -168,8 +186,8 @@ def _from_arguments(
             form = f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
         if not is_tensor or attention_mask.dtype != torch.bool or attention_mask.shape != (batch, sizes[1]):
             raise ValueError(
-                "attention_mask: expected None or the padding of tokens, bool (B, S) = "
-                f"{(batch, sizes[1])}, which attnlib can leave out; got {form}"
+                "attention_mask: expected None, four dimensions, or the padding of tokens, bool (B, S) = "
+                f"{(batch, sizes[1])}, got {form}"
             )
     if sliding_window is not None and not causal:
         raise ValueError(f"sliding_window: expected None without a causal mask, got {sliding_window}")
@@ -194,8 +212,9 @@ def _told(lengths: tuple, query: torch.Tensor, mask: Mask) -> Layout:
             raise ValueError(f"{name}: expected all of {', '.join(names)} or none, got None")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q: expected a batch of one beside it, got {query.shape[0]}")
-    if mask.kept is not None and (mask.layout is not None or mask.spans):
-        raise ValueError("attention_mask: expected no padding beside cu_seq_lens_q, got some")
+    hides = mask.layout is not None or mask.spans
+    if mask.block_mask is not None or mask.bias is not None or (mask.kept is not None and hides):
+        raise ValueError("attention_mask: expected nothing hidden beside cu_seq_lens_q, got some")
     offsets = (x.to(query.device, torch.int32) for x in lengths[:2])
     longest = (int(x) if isinstance(x, torch.Tensor) else x for x in lengths[2:])
     return Layout(None, None, *offsets, *longest)

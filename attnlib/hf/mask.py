@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnlib import BlockMask
 from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.hf.layout import Layout, require, values_known, without_holes, without_padding
 
@@ -24,6 +25,8 @@ class Mask:
         layout: the sequences to compute; None if each row is one.
         starts, lengths: of few queries the first key that each row sees, and where its keys end, (B) int32;
             None where padding asks for neither.
+        block_mask: what else hides keys: a mask function, a tensor of the caller's, holes under a window.
+        bias: a tensor of the caller's that is added to the scores.
         config: the name of the class of the model's configuration.
     """
 
@@ -37,6 +40,8 @@ class Mask:
     config: str = ""
     starts: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
+    block_mask: BlockMask | None = None
+    bias: torch.Tensor | None = None
 
     def to(self, *args, **kwargs) -> Mask:
         """The mask on another device: what moves a model's inputs between its parts calls this."""
@@ -102,8 +107,8 @@ for _name in (
 
 
 def settled(mask: Mask) -> Mask:
-    """The mask without a window that hides nothing, and with the layout that its padding asks for. ValueError
-    if holes and a window come together."""
+    """The mask without a window that hides nothing, and with the layout that its padding asks for; with a
+    block mask if holes and a window come together, which is an error when a graph runs."""
     window, layout, kept = mask.window, mask.layout, mask.kept
     if window is not None:
         left, right = (-1 if bound >= mask.kv_length - 1 else bound for bound in window)
@@ -121,16 +126,28 @@ def settled(mask: Mask) -> Mask:
             lengths = None if mask.causal or window is not None else (starts + kept.sum(1)).int()
             return replace(mask, window=window, starts=starts.int(), lengths=lengths)
     if kept is not None:
-        if window is not None:
-            # Without the tokens in a hole those on its two sides would come closer to each other.
+        # Without the tokens in a hole those on its two sides would come closer to each other.
+        if window is not None and not values_known(kept):
             require(
                 without_holes(kept),
                 "attention_mask: expected padding at the ends of a row only beside a sliding window "
-                f"{window} that is shorter than the {mask.kv_length} keys, got a row with a hole. "
-                "Use attn_implementation='sdpa'",
+                f"{window} that is shorter than the {mask.kv_length} keys in a compiled graph, got a row "
+                "with a hole. Leave the graph, or use attn_implementation='sdpa'",
             )
+        elif window is not None and not without_holes(kept):
+            return replace(mask, window=window, block_mask=of_padding(kept, mask.q_length))
         layout = padded(mask)
     return replace(mask, window=window, layout=layout)
+
+
+def of_padding(kept: torch.Tensor, q_length: int) -> BlockMask:
+    """Which keys, bool (B, Sk), all queries see."""
+    batch, kv_length = kept.shape
+
+    def seen(b, h, q, k):
+        return kept[b, k]
+
+    return BlockMask.from_function(seen, q_length, kv_length, B=batch, device=kept.device)
 
 
 def padded(mask: Mask) -> Layout:

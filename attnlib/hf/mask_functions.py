@@ -1,20 +1,23 @@
-"""The masks that transformers asks for, read from its mask functions. What is not known is refused.
+"""The masks that transformers asks for, read from its mask functions.
 
 transformers describes a mask by a function of indices, (batch, head, query, key) -> bool, made of a few parts
-that it joins. attnlib never evaluates one for all pairs; it looks which parts there are."""
+that it joins. attnlib looks which parts there are. If they are a causal mask, a window, padding or packed
+sequences, it never evaluates the function; any other function becomes a block mask."""
 
 from __future__ import annotations
 
-from functools import reduce
+from dataclasses import replace
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
 from transformers import masking_utils
 
 from attnlib.hf import mask, static
+from attnlib.hf.evaluated import Asked, evaluated
 from attnlib.hf.forward import check_unknown
-from attnlib.hf.layout import packed
-from attnlib.hf.models import check_config
+from attnlib.hf.layout import packed, values_known
+from attnlib.hf.models import check_config, check_tensor, gets_tensor
 
 __all__ = ["attention_mask"]  # which transformers calls
 _CAUSAL = masking_utils.causal_mask_function
@@ -40,10 +43,11 @@ def attention_mask(
     **others,
 ) -> mask.Mask | torch.Tensor:
     """What transformers calls once for each kind of mask in a forward pass of the model. A tensor, see
-    `attnlib.hf.static`, for a cache of a fixed size.
+    `attnlib.hf.static`, for a cache of a fixed size; the one that "sdpa" has, bool (B, 1, Sq, Sk), for models
+    that compute with it; and where `causal` and `window` of `attention`, padding and packed sequences do not
+    say it, in a graph or for one query.
 
-    ValueError if the model's class does not support "sdpa", or asks for a mask that `causal` and `window` of
-    `attention`, padding and packed sequences do not give.
+    ValueError if the model's class does not support "sdpa", or for a mask function that can't be evaluated.
     """
     if isinstance(attention_mask, mask.Mask):  # made before the model was called
         return attention_mask
@@ -52,17 +56,34 @@ def attention_mask(
     if not torch.compiler.is_dynamo_compiling():
         check_config(type(config))
         found = _read(mask_function, kv_offset + kv_length)
+        packed_alone = attention_mask is None and not use_vmap and q_length == kv_length
+        if found is not None and found.sequences is not None:
+            found = found if packed_alone and _is_numbered(found.sequences, q_length) else None
     else:
         plain = attention_mask is not None or allow_is_causal_skip or q_length != kv_length
         two_sided = allow_is_bidirectional_skip is not None
         known = None if use_vmap else _window(config, local_size)
         found = _deduced(mask_function, known, two_sided, None if plain else (batch_size, q_length, device))
+        if found is None and plain and not use_vmap and local_size is not None:
+            found = _in_one_chunk(mask_function, config, local_size, kv_offset + kv_length)
+    dense = partial(
+        masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+        q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+        use_vmap=use_vmap, device=device, allow_is_causal_skip=False,
+    )  # fmt: skip
+    if gets_tensor(config):
+        tensor = dense()
+        check_tensor(tensor, config)
+        return tensor
     if found is None or (found.remapped and found.sequences is None):
-        got = getattr(mask_function, "__qualname__", type(mask_function).__name__)
-        raise ValueError(
-            "mask_function: expected a causal, full or sliding-window mask, of packed sequences or not, got "
-            f"{got} from a model with a {name}. Use attn_implementation='sdpa'"
-        )
+        graph = not values_known(torch.empty(0, device=device))
+        if graph or (q_length == 1 and batch_size is not None):
+            return dense()
+        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
+        form = mask.Mask(q_length, kv_length, offset, config=name)
+        asked = Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)
+        return replace(form, block_mask=evaluated(asked, form))
     causal, window = found.right == 0, None
     if found.left is not None or found.right:
         window = (-1 if found.left is None else found.left, -1 if found.right is None else found.right)
@@ -162,6 +183,15 @@ def _captured(function, name: str):
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
+def _is_numbered(sequences: torch.Tensor, length: int) -> bool:
+    """Whether they are the numbers of `layout.packed`, as those that transformers finds from positions are; a
+    caller's own may be any."""
+    if not values_known(sequences):
+        return True
+    steps = sequences.diff(dim=1, prepend=torch.zeros_like(sequences[:, :1]))
+    return sequences.shape[1] == length and bool(((steps == 0) | (steps == 1)).all())
+
+
 def _both(a: Rule | None, b: Rule | None) -> Rule | None:
     if a is None or b is None or (a.sequences is not None and b.sequences is not None):
         return None
@@ -184,6 +214,14 @@ def _window(config, local_size: int | None) -> int | None:
     if getattr(config, "sliding_window", None) != local_size:
         return None
     return None if getattr(config, "attention_chunk_size", None) == local_size else local_size
+
+
+def _in_one_chunk(function, config, local_size: int, length: int) -> Rule | None:
+    """Causal, if the window is a chunk that all tokens are in."""
+    chunked = local_size == getattr(config, "attention_chunk_size", None)
+    windowed = local_size == getattr(config, "sliding_window", None)
+    known = function.__code__ is _ALL_OF and chunked and not windowed
+    return Rule(right=0) if known and length <= local_size else None
 
 
 def _deduced(function, window: int | None, two_sided: bool, rows: tuple | None) -> Rule | None:

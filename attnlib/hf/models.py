@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache, wraps
 
+import torch
 from transformers import PreTrainedModel
 
 from attnlib.hf.forward import NAME
+from attnlib.hf.layout import require
 
 
 def check_when_chosen() -> None:
@@ -43,6 +45,30 @@ def check_model(model: type[PreTrainedModel]) -> None:
 
 WITH_SCORES = {"gemma2", "gpt_oss"}
 """Types of models that don't support "sdpa" because of a soft cap or sinks, and of nothing else."""
+
+
+COMPUTE_WITH_MASKS = {"axk2", "deepseek_v32", "doge", "dots3_note_text", "glm_moe_dsa", "qwen4_exp_text"}
+"""Types of models that choose keys of their own, or add to the mask, in each layer: they get a tensor."""
+
+
+LOOK_AT_PADDING = {"blt", "blt_local_encoder", "blt_patcher"}
+"""Types of models in which the outputs of padded tokens reach others: they get a tensor, too."""
+
+
+def gets_tensor(config) -> bool:
+    """Whether the models of a configuration want the mask that "sdpa" has."""
+    return getattr(config, "model_type", None) in COMPUTE_WITH_MASKS | LOOK_AT_PADDING
+
+
+def check_tensor(dense: torch.Tensor, config) -> None:
+    """ValueError if a token sees nothing and its output matters: attnlib's is 0, that of "eager" a mean."""
+    if getattr(config, "model_type", None) in LOOK_AT_PADDING:
+        require(
+            dense.any(-1).all(),
+            "attention_mask: expected no padding on the left for a model in which the outputs of padded "
+            f"tokens reach others, got some for one with a {type(config).__name__}. Use "
+            "attn_implementation='eager'",
+        )
 
 
 def _type_of(model: type[PreTrainedModel]) -> str | None:

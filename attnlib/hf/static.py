@@ -3,9 +3,6 @@ before a compiled step and hands on to every layer as it would a mask with four 
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
-
 import torch
 
 from attnlib import attention_decode
@@ -13,6 +10,8 @@ from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.hf import mask as masks
 from attnlib.hf.layout import require, values_known
 from attnlib.hf.mask import Mask
+from attnlib.hf.remembered import Remembered
+from attnlib.hf.score import as_bias
 
 STARTS, LENGTHS, LEFT, CAUSAL = range(4)
 """Rows of the tensor, int32 (4, 1, 1, B): the first key of a sequence that is no padding, and how many it
@@ -64,42 +63,35 @@ def decode(query, key, value, spans: torch.Tensor, scaling: float | None) -> tor
     )
 
 
+def bias(query: torch.Tensor, spans: torch.Tensor, kv_length: int) -> torch.Tensor:
+    """What the tensor says of all keys of the cache, as numbers (B, 1, Sq, Sk) that are added to scores."""
+    rows = spans[:, 0, 0, :, None, None]  # (4, B, 1, 1)
+    key = torch.arange(kv_length, device=spans.device)
+    place = rows[LENGTHS] - query.shape[2] + torch.arange(query.shape[2], device=spans.device)[:, None]
+    seen = (key >= rows[STARTS]) & (key < rows[LENGTHS]) & ((rows[CAUSAL] == 0) | (key <= place))
+    seen &= (rows[LEFT] < 0) | (key >= place - rows[LEFT])
+    return as_bias(seen.unsqueeze(1), query.dtype)
+
+
 def fits_decode(query: torch.Tensor, spans: torch.Tensor) -> bool:
-    """Whether `decode` computes it: one query, or a graph, in which nothing is known of the values."""
-    if query.shape[2] == 1:
-        return True
-    if values_known(spans):
-        return False
-    if query.shape[2] > MOST_QUERIES:
-        raise ValueError(
-            f"past_key_values: expected at most {MOST_QUERIES} new tokens for a cache of a fixed size in a "
-            f"compiled graph, got {query.shape[2]}; compute the prompt outside of it"
-        )
-    return True
+    """Whether `decode` computes it: one query, or few in a graph, in which nothing is known of the values."""
+    queries = query.shape[2]
+    return queries == 1 or (not values_known(spans) and queries <= MOST_QUERIES)
 
 
-_read: dict[int, tuple[weakref.ref, int | None, Mask]] = {}
-"""id of a tensor -> (the tensor, its version, what it says): all layers get the same one."""
+_read = Remembered()
 
 
-def read(spans: torch.Tensor, q_length: int) -> Mask:
+def read(module, spans: torch.Tensor, q_length: int) -> Mask:
     """The mask of the keys that are there. Waits for a GPU, once for all layers."""
-    version = None if spans.is_inference() else spans._version
-    found = _read.get(id(spans))
-    if found is not None and found[0]() is spans and found[1] == version:
-        return found[2]
+    return _read.of(module, spans, lambda: _looked_at(spans, q_length))
+
+
+def _looked_at(spans: torch.Tensor, q_length: int) -> Mask:
     starts, ends, left, causal = spans[:, 0, 0].tolist()
     end = max(ends, default=0)
     kept = None
     if any(starts):
         kept = torch.arange(end, device=spans.device) >= spans[STARTS, 0, 0][:, None]
     window = None if left[0] == -1 else (left[0], 0)
-    mask = masks.settled(Mask(q_length, end, end - q_length, bool(causal[0]), window, kept))
-    _read[id(spans)] = weakref.ref(spans, partial(_forget, id(spans))), version, mask
-    return mask
-
-
-def _forget(key: int, reference: weakref.ref) -> None:
-    found = _read.get(key)
-    if found is not None and found[0] is reference:
-        del _read[key]
+    return masks.settled(Mask(q_length, end, end - q_length, bool(causal[0]), window, kept))

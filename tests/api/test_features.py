@@ -665,4 +665,8 @@ def transformers(device) -> str:
     with torch.no_grad():
         logits = [build("llama", name, device)(ids).logits for name in (attnlib.hf.NAME, "sdpa")]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    q, k, v = make_inputs(Shape(1, 1, 12, 16), device=device)
+    seen = torch.rand(1, 1, 12, 12, device=device) > 0.3
+    found, _ = attnlib.hf.attention_forward(SimpleNamespace(is_causal=True), q, k, v, seen)
+    assert torch.equal(found.transpose(1, 2), attention(q, k, v, block_mask=BlockMask.from_mask(seen)))
     return f'yes, "{attnlib.hf.NAME}"'

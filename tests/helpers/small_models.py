@@ -24,11 +24,12 @@ FAMILIES = {
 }
 
 
-def build(name: str, implementation: str, device: str, dtype: torch.dtype = torch.float32):
+def build(name: str, implementation: str, device: str, dtype: torch.dtype = torch.float32, layers: int = 2):
     family, config = FAMILIES[name]
+    config = SMALL | config | {"num_hidden_layers": layers}
     torch.manual_seed(0)
     configure = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
-    settings = configure(**SMALL | config, attn_implementation=implementation)
+    settings = configure(**config, attn_implementation=implementation)
     model = getattr(transformers, f"{family}ForCausalLM")(settings).to(device, dtype)
     assert model.config._attn_implementation == implementation
     return model

@@ -91,6 +91,7 @@ def test_packed_sequences(device):
     ({"softcap": "30"}, "^softcap: expected a number or None, got a str"),
     ({"softcap": -1.0}, "^score.soft_cap: expected a number from 1e-6 to 1e6, got -1.0"),
     ({"s_aux": 3}, "^s_aux: expected a tensor with a value for each of 1 heads, got int"),
+    ({"position_bias": 3}, "^position_bias: expected a tensor or None, got a int"),
     ({"s_aux": torch.zeros(2)}, r"^s_aux: expected a tensor with a value for each of 1 heads, got \(2,\)"),
 ])  # fmt: skip
 def test_wrong_scores_are_named(wrong, message):
@@ -99,7 +100,63 @@ def test_wrong_scores_are_named(wrong, message):
         attnlib.hf.attention_forward(SimpleNamespace(is_causal=True), q, q, q, None, **wrong)
 
 
-def test_in_a_graph_they_are_refused(device):
+# ---------------------------------------------------------------- in a graph
+
+
+@pytest.fixture
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_a_training_step_in_one_graph(name, fresh, device):
+    x = tokens(2, 9, device=device)
+    mask = torch.ones_like(x)
+    mask[1, :4] = 0
+    found = []
+    for implementation in ("attnlib", "eager"):
+        model = model_of(name, device, implementation)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if not found else model
+        logits = call(x, attention_mask=mask).logits[mask.bool()]
+        logits.square().mean().backward()
+        layer = model.model.layers[0].self_attn
+        found.append((logits, layer.q_proj.weight.grad, *((layer.sinks.grad,) if name == "gpt_oss" else ())))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_packed_sequences_in_one_graph(fresh, device):
     model = model_of("gemma2", device)
-    with pytest.raises(Exception, match="softcap: expected None under torch.compile"):
-        torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 8, device=device))
+    x = tokens(1, 9, device=device)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]], device=device)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(x, position_ids=positions, use_cache=False).logits
+    expected = model(x, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (expected - model(x).logits).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_steps_with_a_cache_of_a_fixed_size_in_one_graph(fresh, device):
+    """As generate() does on a GPU, with padding on the left, until the window has passed it by."""
+    found = []
+    for implementation in ("attnlib", "eager"):
+        model = model_of("gpt_oss", device, implementation)
+        step = torch.compile(model.forward, backend="eager", fullgraph=True) if not found else model
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        token = tokens(2, 6, device=device)
+        kept, logits = torch.ones_like(token), []
+        kept[0, :3] = 0
+        for count in range(4):
+            inputs = model.prepare_inputs_for_generation(
+                token, attention_mask=kept, past_key_values=cache, use_cache=True,
+                is_first_iteration=not count,
+            )  # fmt: skip
+            logits.append((step if count else model)(**inputs).logits[:, -1])
+            token = tokens(2, 1, device=device) + count
+            kept = torch.nn.functional.pad(kept, (0, 1), value=1)
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

@@ -103,8 +103,8 @@ def test_other_implementations_are_chosen_as_before(device):
 @pytest.mark.parametrize(
     "name",
     [
-        *("sinks", "position_bias", "cache", "head_mask", "output_attentions"),
-        *("block_indices", "indices", "block_table", "anything"),
+        *("sinks", "cache", "head_mask", "output_attentions"),
+        *("block_indices", "block_table", "anything"),
     ],
 )
 def test_what_a_kernel_would_have_to_know(name):

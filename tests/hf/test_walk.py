@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from cases import INTERPRETER_REMARKS
 
 transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
 
@@ -18,9 +15,12 @@ from tiny import architectures  # noqa: E402
 from walk_cases import CASES, ELSE, NOT_FOR_IT, REFUSED, WRONG, refusal  # noqa: E402
 
 import attnlib.hf  # noqa: E402
+from attnlib import dispatch  # noqa: E402
 
-SAMPLE = ["bert", "mistral", "opt", "t5"]
-"""Cross-attention, windows, packed rows that "eager" does not see, a bias."""
+pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+SAMPLE = ["mistral (decoder)", "opt (decoder)", "t5 (encoder-decoder)"]
+"""Windows; packed rows that "eager" does not see; cross-attention and a bias."""
 
 table = json.loads(walk.DATA.read_text())
 if table["transformers"] != transformers.__version__:
@@ -79,12 +79,15 @@ def test_architectures_that_are_not_taken_are_refused_by_name():
             assert refusal(architecture) == REFUSED + architecture.class_name
 
 
-def test_a_sample_walks_to_the_verdicts_of_the_table(tmp_path):
-    """By the command itself, without the interpreter: on a CPU the reference computes, as for the table."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join((str(walk.ROOT), env.get("PYTHONPATH", "")))
-    found = tmp_path / "found.json"
-    command = [sys.executable, str(Path(walk.__file__)), "--only", *SAMPLE, "--table", str(found)]
-    subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    committed = [row for row in table["rows"] if row["type"] in SAMPLE]
-    assert json.loads(found.read_text())["rows"] == committed
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_walks_to_the_verdicts_of_the_table(name, monkeypatch):
+    """All cases but the compiled ones, which other tests have. The reference computes, as for the table."""
+    for registry in ("FAMILIES", "MASKED", "DECODERS"):
+        reference = list(getattr(dispatch, registry).items())[-1:]
+        monkeypatch.setattr(dispatch, registry, dict(reference))
+    monkeypatch.setattr(dispatch, "_roads", {})
+    (architecture,) = [a for a in architectures() if a.name == name]
+    cases = [case for case in CASES if not case.name.startswith("compiled")]
+    found = walk.walk(architecture, "cpu", cases)["verdicts"]
+    (row,) = [row for row in table["rows"] if f"{row['type']} ({row['role']})" == name]
+    assert found == {case.name: row["verdicts"][case.name] for case in cases}

@@ -190,7 +190,10 @@ _BY_TYPE: dict[str, dict] = {
 }
 """What single architectures need besides."""
 
-_WINDOWS = ("sliding_window", "attention_window_size", "local_attention", "sliding_window_size")
+_WINDOWS = (
+    *("sliding_window", "attention_window_size", "local_attention", "sliding_window_size"),
+    "attention_chunk_size",
+)
 
 
 def config_of(architecture: Architecture, window: int = WIDE):

@@ -38,6 +38,7 @@ from walk_cases import (  # noqa: E402
     ONE,
     REFUSED,
     WRONG,
+    Case,
     refusal,
     verdict,
 )  # fmt: skip
@@ -48,7 +49,7 @@ DATA, PAGE = ROOT / "figures" / "data" / "transformers.json", ROOT / "notebooks"
 REFUSAL = "made"
 """The only case of an architecture that is refused."""
 SECONDS = 60
-"""What a case may take."""
+"""What a case may take of processor time: how busy a machine is decides nothing."""
 
 
 class TooLong(BaseException):
@@ -59,22 +60,19 @@ def _ring(*_):
     raise TooLong
 
 
-def walk(architecture: Architecture, device: str) -> dict:
-    """The verdicts of one architecture."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    torch.set_num_threads(1)
+def walk(architecture: Architecture, device: str, chosen: list[Case] = CASES) -> dict:
+    """The verdicts of one architecture, in the cases chosen."""
     attnlib.hf.register()
     row = {"type": architecture.model_type, "role": architecture.role, "class": architecture.class_name}
     row["sdpa"] = architecture.claims_sdpa
     row["verdicts"] = {}
-    cases = [(case.name, lambda case=case: verdict(architecture, case, device)) for case in CASES]
+    cases = [(case.name, lambda case=case: verdict(architecture, case, device)) for case in chosen]
     if not architecture.is_taken:
         cases = [(REFUSAL, lambda: refusal(architecture))]
-    signal.signal(signal.SIGALRM, _ring)
+    before = signal.signal(signal.SIGPROF, _ring)
     begin = time.monotonic()
     for name, judge in cases:
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             row["verdicts"][name] = judge()
         except TooLong:
@@ -82,9 +80,17 @@ def walk(architecture: Architecture, device: str) -> dict:
         except Exception as error:
             row["verdicts"][name] = WRONG + f"{type(error).__name__}: {error!s:.90}"
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
     row["seconds"] = round(time.monotonic() - begin, 1)
     return row
+
+
+def _settle() -> None:
+    """What holds for the whole of a process that walks."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    torch.set_num_threads(1)
 
 
 def main() -> int:
@@ -103,7 +109,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     todo = [a for a in architectures() if not arguments.only or a.model_type in arguments.only]
     rows = []
-    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn"), _settle) as pool:
         for row in pool.map(walk, todo, [device] * len(todo)):
             rows.append(row)
             count = Counter(word.split(":")[0] for word in row["verdicts"].values())
@@ -165,8 +171,9 @@ A cell says what came out:
 - **!** wrong. There are {wrong} of these.
 - An empty cell: the case is not for this architecture.
 
-Windows: a sliding window of 5 tokens in a text of 17; in the cases without the word it is 64. Holes: tokens
-in the middle of a row that the attention_mask hides. Compiled: `torch.compile(model, fullgraph=True)`.
+Windows: a sliding window, or chunks, of 5 tokens in a text of 17; in the cases without the word it is 64.
+Holes: tokens in the middle of a row that the attention_mask hides. Compiled: `torch.compile(model,
+fullgraph=True)`.
 """
 
 

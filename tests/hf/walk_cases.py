@@ -328,10 +328,12 @@ _ARGUMENT = re.compile(r"\b(\w+): expected ")
 
 
 def _named(error: Exception) -> str | None:
-    """The argument that an error of attnlib names; dynamo repeats the error that ends a trace."""
-    if not isinstance(error, ValueError | torch._dynamo.exc.TorchDynamoException):
-        return None
-    found = _ARGUMENT.search(str(error))
+    """The argument that an error of attnlib names. Dynamo repeats the error that ends a trace, and what fails
+    when a graph runs is a RuntimeError."""
+    if isinstance(error, ValueError | torch._dynamo.exc.TorchDynamoException):
+        found = _ARGUMENT.search(str(error))
+    else:
+        found = _ARGUMENT.match(str(error)) if isinstance(error, RuntimeError) else None
     return found and found[1]
 
 

@@ -172,22 +172,23 @@ def fresh(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def imported() -> list[str]:
-    """After `import attnlib`: how many of its operators have FLOPs, and the packages that were loaded."""
+    """After the imports: how many of attnlib's operators have FLOPs, and the packages that were loaded."""
     code = (
-        "import attnlib, sys; loaded = {name.split('.')[0] for name in sys.modules}; from torch.utils."
-        "flop_counter import flop_registry; print(sum('attnlib' in str(op) for op in flop_registry), *loaded)"
+        "import attnlib, attnlib.hf, sys; loaded = {name.split('.')[0] for name in sys.modules}; "
+        "from torch.utils.flop_counter import flop_registry; "
+        "print(sum('attnlib' in str(op) for op in flop_registry), *loaded)"
     )
     return fresh(code).split()
 
 
 def test_import_needs_torch_and_triton_only(imported):
-    tools = {"matplotlib", "seaborn", "IPython", "nbformat", "nbconvert", "pandas"}
+    tools = {"matplotlib", "seaborn", "IPython", "nbformat", "nbconvert", "pandas", "transformers"}
     assert "torch" in imported and not tools & set(imported)
 
 
 def test_import_leaves_triton_alone(imported):
     """A notebook imports attnlib first, then lesson chooses triton's interpreter. Yet FLOPs are counted."""
-    assert imported[0] == "6" and "triton" not in imported
+    assert imported[0] == "8" and "triton" not in imported
 
 
 def test_import_is_quick():
