@@ -106,7 +106,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
         held = "fp32" if name == "desc_rows" else dtype
         types[name] = f"tensordesc<{held}{list(descriptor.block)},{descriptor.layout!r}>"
     names = kernel.arg_names
-    signature = {name: types.get(name, "i32") for name in names} | {"plan": "constexpr"}
+    absent = [name for name in names if name.startswith("desc_") and name not in types]
+    signature = {name: types.get(name, "i32") for name in names} | dict.fromkeys(["plan", *absent], "constexpr")
     optional = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
     for given, wanted in optional.items():
         kinds = {name: "*i32" if name.startswith("cu") else "i32" for name in given}

@@ -11,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.hopper import backward_tiles as tiling
+from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.column_parts import nbytes
 
 NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B".split()
 """Parameters of both kernels that are numbers."""
@@ -29,21 +31,19 @@ def produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.cons
 @gluon.jit
 def _copy_keys(desc, tile, bar, buffers, work, plan: gl.constexpr):
     """Of K or V, 64 rows into each buffer."""
-    parts: gl.constexpr = plan.block_n // 64
+    blocks: gl.constexpr = plan.block_n // 64
     at = tiling.keys(tile, work, plan)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    for w in gl.static_range(parts):
-        tma.async_copy_global_to_shared(
-            desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers.index(w)
-        )
+    mbarrier.expect(bar, blocks * nbytes(desc))
+    for w in gl.static_range(blocks):
+        column_parts.copy(desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers, w)
 
 
 @gluon.jit
 def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.constexpr):
     at_q = tiling.queries(tile, work, plan)
     n = (tile.m_end - tile.m_start) * work.GROUP
-    q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
-    do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
+    q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
+    do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
     _copy_keys(desc_k, tile, mem.k_full, mem.k, work, plan)
     m = tile.m_start
     g = 0
@@ -53,7 +53,7 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         acquire(Q_FREE, j)
         mbarrier.expect(bar, q_bytes)
         place = tiling.coordinates(at_q, g, m * plan.block_m)
-        tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
+        column_parts.copy(desc_q, place, bar, mem.q, slot)
         tma.async_copy_global_to_shared(
             desc_rows, tiling.rows(tile, LSE2, g, m, work, plan), bar, mem.lse.index(slot)
         )
@@ -62,7 +62,7 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         bar = mem.do_full.index(slot)
         acquire(DO_FREE, j)
         mbarrier.expect(bar, do_bytes)
-        tma.async_copy_global_to_shared(desc_do, place, bar, mem.do.index(slot))
+        column_parts.copy(desc_do, place, bar, mem.do, slot)
         tma.async_copy_global_to_shared(
             desc_rows, tiling.rows(tile, DELTA, g, m, work, plan), bar, mem.delta.index(slot)
         )

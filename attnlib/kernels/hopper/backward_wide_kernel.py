@@ -56,16 +56,18 @@ from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
-    add_dq,
+    add_sums,
     opaque_zero,
     parity_of,
     release,
     slot_of,
 )
-from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
+from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
+from attnlib.kernels.hopper.column_parts import together
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
 END = gl.constexpr(5)
@@ -80,10 +82,10 @@ DS_FULL = gl.constexpr(14)
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d], varlen with one more 1, as the others
-    v: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
-    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
-    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    k: tuple  # [1, 1, 1, 64, d], varlen with one more 1, as the others; of each part of the columns
+    v: tuple  # [1, 1, 1, 64, d]
+    q: tuple  # [STAGES, 1, 1, block_m, d]
+    do: tuple  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     p: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
@@ -98,43 +100,56 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _issue_scores(a, b, j, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
-    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    return warpgroup_mma(matrix(a, opaque_zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+def _part(buffers, b, PART: gl.constexpr, plan: gl.constexpr):
+    """Part 0 or 1 of the columns of what lies in buffer b: half of one, or a buffer of its own."""
+    if len(buffers) == 1:
+        return matrix(buffers[0], b).slice(PART * plan.left, plan.left, 1)
+    else:
+        return matrix(buffers[PART], b)
 
 
 @gluon.jit
-def _issue_update(a_half, b, left, right, plan: gl.constexpr):
-    """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, D], by halves of the columns."""
+def _issue_scores(a, b, slot, j, plan: gl.constexpr):
+    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
+    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    columns = matrix(b[0], slot).permute((1, 0))
+    token = warpgroup_mma(matrix(a[0], opaque_zero(j)), columns, zero, use_acc=False, is_async=True)
+    return column_parts.add_scores(token, a, opaque_zero(j), b, slot)
+
+
+@gluon.jit
+def _issue_update(a_half, b, slot, left, right, plan: gl.constexpr):
+    """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, columns]."""
     a = gl.convert_layout(a_half, plan.p_layout)
-    columns: gl.constexpr = plan.dq_columns
-    left = warpgroup_mma(a, b.slice(0, columns, 1), left, is_async=True)
-    right = warpgroup_mma(a, b.slice(columns, columns, 1), right, is_async=True)
+    left = warpgroup_mma(a, _part(b, slot, 0, plan), left, is_async=True)
+    right = warpgroup_mma(a, _part(b, slot, 1, plan), right, is_async=True)
     return left, right
 
 
 @gluon.jit
-def _zeros(plan: gl.constexpr):
-    return gl.zeros([64, plan.dq_columns], gl.float32, plan.d_layout)
+def _zeros(PART: gl.constexpr, plan: gl.constexpr):
+    if PART == 0:
+        return gl.zeros([64, plan.left], gl.float32, plan.left_layout)
+    else:
+        return gl.zeros([64, plan.rest], gl.float32, plan.rest_layout)
 
 
 @gluon.jit
-def _store(desc, left, right, buffer, tile, work, plan: gl.constexpr):
-    x = buffer.reshape([64, plan.d])
-    x.slice(0, plan.dq_columns, 1).store(left)
-    x.slice(plan.dq_columns, plan.dq_columns, 1).store(right)
+def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
+    _part(buffers, 0, 0, plan).store(left)
+    _part(buffers, 0, 1, plan).store(right)
     fence_async_shared()
     place = tiling.coordinates(tiling.keys(tile, work, plan), 0, tile.start)
-    tma.async_copy_shared_to_global(desc, place, buffer)
+    for i in gl.static_range(len(descs)):
+        tma.async_copy_shared_to_global(descs[i], place, buffers[i].index(0))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _store_zeros(desc, buffer, tile, work, plan: gl.constexpr):
+def _store_zeros(descs, buffers, tile, work, plan: gl.constexpr):
     """Of keys that no query sees."""
-    zeros = _zeros(plan).to(buffer.dtype)
-    _store(desc, zeros, zeros, buffer, tile, work, plan)
+    dtype: gl.constexpr = buffers[0].dtype
+    _store(descs, _zeros(0, plan).to(dtype), _zeros(1, plan).to(dtype), buffers, tile, work, plan)
 
 
 @gluon.jit
@@ -144,20 +159,20 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dv, mem.do.index(0), tile, work, plan)
+        _store_zeros(desc_dv, mem.do, tile, work, plan)
 
 
 @gluon.jit
 def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
-    dtype: gl.constexpr = mem.k.dtype
+    dtype: gl.constexpr = mem.k[0].dtype
     n = (tile.m_end - tile.m_start) * work.GROUP
     m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, matrix(mem.q, 0), 0, plan),))
-    dv_left = _zeros(plan)
-    dv_right = _zeros(plan)
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, mem.q, 0, 0, plan),))
+    dv_left = _zeros(0, plan)
+    dv_right = _zeros(1, plan)
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -169,15 +184,14 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
         # dV, then S of the block after.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        do = matrix(mem.do, slot)  # [BLOCK_M, D]
-        tokens = _issue_update(p_half, do, dv_left, dv_right, plan)
+        tokens = _issue_update(p_half, mem.do, slot, dv_left, dv_right, plan)
         fence_async_shared()  # between the load of LSE and the copy that overwrites it
         release(Q_FREE, j)
         dv_left, dv_right = warpgroup_mma_wait(0, deps=tokens)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, plan)
+        s_token = _issue_scores(mem.k, mem.q, next_slot, j, plan)
         release(DO_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
         m += 1
@@ -185,7 +199,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
             m = tile.m_start
 
     named_barrier("sync", END, 256)
-    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), tile, work, plan)
+    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do, tile, work, plan)
 
 
 @gluon.jit
@@ -195,19 +209,19 @@ def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dk, mem.v.index(0), tile, work, plan)
+        _store_zeros(desc_dk, mem.v, tile, work, plan)
 
 
 @gluon.jit
 def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
-    dtype: gl.constexpr = mem.k.dtype
+    dtype: gl.constexpr = mem.k[0].dtype
     n = (tile.m_end - tile.m_start) * work.GROUP
 
     mbarrier.wait(mem.v_full, 0)
     mbarrier.wait(mem.do_full.index(0), 0)
-    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, matrix(mem.do, 0), 0, plan),))
-    dk_left = _zeros(plan)
-    dk_right = _zeros(plan)
+    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, mem.do, 0, 0, plan),))
+    dk_left = _zeros(0, plan)
+    dk_right = _zeros(1, plan)
     for j in range(n):
         slot = slot_of(j)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -217,8 +231,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
 
         # dK, then dP of the block after.
         mbarrier.wait(mem.q_full.index(slot), parity_of(j))
-        q = matrix(mem.q, slot)  # [BLOCK_M, D]
-        tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
+        tokens = _issue_update(ds_half, mem.q, slot, dk_left, dk_right, plan)
         if j >= STAGES:
             named_barrier("sync", DS_FREE + slot, 256)
         mem.ds.index(slot).store(ds_half)
@@ -229,7 +242,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
-        dp_token = _issue_scores(mem.v, matrix(mem.do, next_slot), j, plan)
+        dp_token = _issue_scores(mem.v, mem.do, next_slot, j, plan)
         release(Q_FREE, j)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
@@ -237,7 +250,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     # Nobody else reads V.
     dk_left = (dk_left * sm_scale).to(dtype)
     dk_right = (dk_right * sm_scale).to(dtype)
-    _store(desc_dk, dk_left, dk_right, mem.v.index(0), tile, work, plan)
+    _store(desc_dk, dk_left, dk_right, mem.v, tile, work, plan)
 
 
 @gluon.jit
@@ -259,15 +272,15 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
         slot = slot_of(j)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
-        for half in gl.static_range(2):
-            k = matrix(mem.k, opaque_zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
-            dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, DQ_COLUMNS]
-            if half == 1:
+        for part in gl.static_range(2):
+            k = _part(mem.k, opaque_zero(j), part, plan)
+            dq = warpgroup_mma(ds, k, _zeros(part, plan), use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, columns]
+            if part == 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_dq(dq_ptr, block, dq, opaque_zero(j) == 0, half, plan)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan)
         block += 1
         m += 1
         if m == tile.m_end:
@@ -297,6 +310,8 @@ def attention_backward_hopper_wide(
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
+    desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
+    desc_dk_right=None, desc_dv_right=None,
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -308,15 +323,18 @@ def attention_backward_hopper_wide(
         i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
         if not any_keys:
             return
+    desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
+    desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
+    desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     mem = Memory(
-        buffers(desc_k, 1),
-        buffers(desc_v, 1),
-        buffers(desc_q, STAGES),
-        buffers(desc_do, STAGES),
+        column_parts.buffers(desc_k, 1),
+        column_parts.buffers(desc_v, 1),
+        column_parts.buffers(desc_q, STAGES),
+        column_parts.buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
-        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
-        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
+        gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
+        gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
         barriers(1, 1).index(0),  # k_full
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from attnlib.kernels.common import memory, softmax
@@ -112,27 +113,35 @@ def _copy_others(descs, at, row, mem, WG: gl.constexpr):
 
 
 @gluon.jit
-def add_scores(token, mem, b_q, b_k):
-    """A product of the scores in flight, which is that of the first part: on with those of the others."""
-    for i in gl.static_range(1, len(mem.q)):
-        k = matrix(mem.k[i], b_k)  # [BLOCK_N, columns]
-        token = warpgroup_mma(matrix(mem.q[i], b_q), k.permute((1, 0)), token, is_async=True)
+def add_scores(token, a, i_a, b, i_b):
+    """A product of the scores in flight, which is that of the first part: on with those of the others. `a`
+    has in its buffers number i_a what is a row of scores, a column `b`."""
+    for i in gl.static_range(1, len(a)):
+        columns = matrix(b[i], i_b).permute((1, 0))
+        token = warpgroup_mma(matrix(a[i], i_a), columns, token, is_async=True)
     return token
 
 
 @gluon.jit
-def start_output(p, acc, mem, b):
+def start_update(p, acc, v, b):
     """Start acc += P V for each part, V in buffer b: [64, BLOCK_N] x [BLOCK_N, columns]."""
     tokens = ()
     for i in gl.static_range(len(acc)):
-        tokens = tokens + (warpgroup_mma(p, matrix(mem.v[i], b), acc[i], is_async=True),)
+        tokens = tokens + (warpgroup_mma(p, matrix(v[i], b), acc[i], is_async=True),)
     return tokens
 
 
 @gluon.jit
-def zeros(plan: gl.constexpr):
-    """An accumulator for each part of the output [64, columns]."""
-    left = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
+def await_parts(tokens, LATER: gl.constexpr):
+    """Wait for a product of each part, with `LATER` products of each part started after it."""
+    parts: gl.constexpr = len(tokens)
+    return as_parts(warpgroup_mma_wait(LATER * parts, deps=tokens), parts)
+
+
+@gluon.jit
+def zeros(layout: gl.constexpr, plan: gl.constexpr):
+    """An accumulator for each part [64, columns], of the first one with this layout."""
+    left = gl.zeros([64, plan.d], gl.float32, layout)
     if plan.right == 0:
         return (left,)
     else:
