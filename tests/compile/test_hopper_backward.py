@@ -101,8 +101,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
     types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(width, dtype, varlen)
-    # What is described does not depend on the window of a tensor.
-    for name, descriptor in launch_backward.descriptors((None,) * 6, rows, width, call).items():
+    windows = ((call.q, call.strides[0]),) * 6  # what is compiled does not depend on it
+    for name, descriptor in launch_backward.descriptors(windows, rows, width, call).items():
         held = "fp32" if name == "desc_rows" else dtype
         types[name] = f"tensordesc<{held}{list(descriptor.block)},{descriptor.layout!r}>"
     names = kernel.arg_names

@@ -138,12 +138,17 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
     return tokens
 
 
+@gluon.constexpr_function
+def _place_of_dq(part, columns, WG, plan):
+    """Where in a block of sums a consumer's dQ of a part begins, which has so many columns: 64 rows of the
+    first part lie before the second one, and all of the other consumer's rows, or its columns, before WG's."""
+    return 64 * (part * plan.d + WG * (plan.width if plan.by_rows else columns))
+
+
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
-    """The columns of 64 rows follow each other in memory, and so do the rows of the two consumers."""
     for i in gl.static_range(len(dq)):
-        before: gl.constexpr = plan.width if plan.by_rows else dq[i].shape[1]
-        add_sums(dq_ptr, block, dq[i], wanted, 64 * (i * plan.d + WG * before), plan)
+        add_sums(dq_ptr, block, dq[i], wanted, _place_of_dq(i, dq[i].shape[1], WG, plan), plan)
 
 
 @gluon.jit
