@@ -72,10 +72,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, issue_scores, write_ds
+from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, write_ds
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
@@ -89,8 +90,8 @@ from attnlib.kernels.common.backward_ring import (
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
-from attnlib.kernels.hopper.column_parts import await_parts, start_update, together
+from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
+from attnlib.kernels.hopper.column_parts import await_parts, matrices, start_update, together
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -123,25 +124,27 @@ def _before(block, m, m_start, gap):
 
 
 @gluon.jit
-def _issue_scores(a, b, slot, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T, over all parts: [64, D] x [D, BLOCK_M]."""
-    token = issue_scores(a[0], matrix(b[0], slot), j, WG, plan)
-    return column_parts.add_scores(token, a, WG + opaque_zero(j), b, slot)
-
-
-@gluon.jit
 def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start this consumer's half of dQ of block j, two products for each part."""
-    tokens = ()
-    for i in gl.static_range(len(mem.k)):
-        tokens = tokens + (issue_dq(mem.ds, mem.k[i], j, WG, plan),)
-    return tokens
+    """Start this consumer's half of dQ of block j, two products for each part: of the queries or the columns,
+    or where a part has too few columns for halves, of the keys, one product."""
+    left = issue_dq(mem.ds, mem.k[0], j, WG, plan)
+    if plan.right == 0:
+        return (left,)
+    elif plan.own_right:
+        zero = gl.zeros([64, plan.right], gl.float32, plan.right_layout)
+        ds = mem.ds.index((j & 1) * 2 + WG).permute((1, 0))  # [BLOCK_M, 64]
+        k = matrix(mem.k[1], WG + opaque_zero(j + 1))
+        return left, warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+    else:
+        return left, issue_dq(mem.ds, mem.k[1], j, WG, plan)
 
 
 @gluon.constexpr_function
 def _place_of_dq(part, columns, WG, plan):
     """Where in a block of sums a consumer's dQ of a part begins, which has so many columns: 64 rows of the
     first part lie before the second one, and all of the other consumer's rows, or its columns, before WG's."""
+    if part == 1 and plan.own_right:
+        return 64 * plan.d
     return 64 * (part * plan.d + WG * (plan.width if plan.by_rows else columns))
 
 
@@ -209,6 +212,7 @@ def _visit(
 ):
     """The queries that see the keys of this program."""
     dtype: gl.constexpr = mem.k[0].dtype
+    parts: gl.constexpr = len(mem.k)
     n = (tile.m_end - tile.m_start) * work.GROUP
     row = tile.start + WG * 64  # first key
     block = tiling.first_sums(tile, work, plan)
@@ -216,19 +220,23 @@ def _visit(
     m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
+    k = held(mem.k, WG, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, mem.q, 0, 0, WG, plan),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
     mbarrier.wait(mem.v_full, 0)
+    v = held(mem.v, WG, plan)
     dk = column_parts.zeros(plan.d_layout, plan)
     dv = column_parts.zeros(plan.d_layout, plan)
     if WG * plan.delay > 0:
         _begin_later(n, plan)
     for j in range(n):
         slot = slot_of(j)
+        q = matrices(mem.q, slot)  # [BLOCK_M, D]
+        do = matrices(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        dp_token = _issue_scores(mem.v, mem.do, slot, j, WG, plan)
+        dp_token = issue_scores(v, WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
         p = tiling.visible(p, row, m, tile, work, plan)
@@ -240,21 +248,21 @@ def _visit(
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
-        dv_token = start_update(p_half, dv, mem.do, slot)
+        dv_token = start_update(p_half, do, dv)
         await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
-        dv = await_parts(dv_token, 2)
+        dv = await_parts(dv_token, plan.dq_products)
         release(DO_FREE, j)
-        dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), dk, mem.q, slot)
+        dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), q, dk)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = _issue_scores(mem.k, mem.q, next_slot, j, WG, plan)
-        dq = await_parts(dq_token, 2)
+        s_token = issue_scores(k, WG, matrices(mem.q, next_slot), j, plan)
+        dq = await_parts(dq_token, 2 * parts)
         write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
         _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
-        dk = await_parts(dk_token, 1)
+        dk = await_parts(dk_token, parts)
         release(Q_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 

@@ -4,11 +4,14 @@ the protocol is in the docstrings of the kernels.
 `mem` is the `Memory` of either kernel, `plan` its plan.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
-from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
+from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, opaque_zero, slot_of
+from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
@@ -16,6 +19,39 @@ from attnlib.kernels.hopper.column_parts import nbytes
 
 NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B".split()
 """Parameters of both kernels that are numbers."""
+
+
+# ---------------------------------------------------------------- S and dP
+
+
+class Rows(NamedTuple):
+    """64 rows of K or of V, the first operand of S or dP: where they lie, and the parts of their columns that
+    stay in registers, as many as `plan.held`. Of these a product reads half as much shared memory."""
+
+    buffers: tuple  # of each part
+    registers: tuple
+
+
+@gluon.jit
+def held(buffers, i, plan: gl.constexpr):
+    """The rows in buffer i, which have come."""
+    registers = ()
+    for part in gl.static_range(plan.held):
+        registers = registers + (matrix(buffers[part], i).load(plan.held_layout),)
+    return Rows(buffers, registers)
+
+
+@gluon.jit
+def issue_scores(rows, i, b, j, plan: gl.constexpr):
+    """Start K Q^T, or V dO^T, of the rows in buffer i: [64, D] x [D, BLOCK_M], a product for each part."""
+    token = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    for part in gl.static_range(len(b)):
+        if part < plan.held:
+            a = rows.registers[part]
+        else:
+            a = matrix(rows.buffers[part], i + opaque_zero(j))
+        token = warpgroup_mma(a, b[part].permute((1, 0)), token, use_acc=part > 0, is_async=True)
+    return token
 
 
 # ---------------------------------------------------------------- producer

@@ -66,8 +66,8 @@ from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
-from attnlib.kernels.hopper.column_parts import together
+from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
+from attnlib.kernels.hopper.column_parts import matrices, together
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
 END = gl.constexpr(5)
@@ -100,29 +100,20 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _part(buffers, b, PART: gl.constexpr, plan: gl.constexpr):
-    """Part 0 or 1 of the columns of what lies in buffer b: half of one, or a buffer of its own."""
-    if len(buffers) == 1:
-        return matrix(buffers[0], b).slice(PART * plan.left, plan.left, 1)
+def _part(b, PART: gl.constexpr, plan: gl.constexpr):
+    """Part 0 or 1 of the columns of something in shared memory: half of it, or one that is apart."""
+    if len(b) == 1:
+        return b[0].slice(PART * plan.left, plan.left, 1)
     else:
-        return matrix(buffers[PART], b)
+        return b[PART]
 
 
 @gluon.jit
-def _issue_scores(a, b, slot, j, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
-    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    columns = matrix(b[0], slot).permute((1, 0))
-    token = warpgroup_mma(matrix(a[0], opaque_zero(j)), columns, zero, use_acc=False, is_async=True)
-    return column_parts.add_scores(token, a, opaque_zero(j), b, slot)
-
-
-@gluon.jit
-def _issue_update(a_half, b, slot, left, right, plan: gl.constexpr):
+def _issue_update(a_half, b, left, right, plan: gl.constexpr):
     """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, columns]."""
     a = gl.convert_layout(a_half, plan.p_layout)
-    left = warpgroup_mma(a, _part(b, slot, 0, plan), left, is_async=True)
-    right = warpgroup_mma(a, _part(b, slot, 1, plan), right, is_async=True)
+    left = warpgroup_mma(a, _part(b, 0, plan), left, is_async=True)
+    right = warpgroup_mma(a, _part(b, 1, plan), right, is_async=True)
     return left, right
 
 
@@ -136,8 +127,9 @@ def _zeros(PART: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
-    _part(buffers, 0, 0, plan).store(left)
-    _part(buffers, 0, 1, plan).store(right)
+    x = matrices(buffers, 0)
+    _part(x, 0, plan).store(left)
+    _part(x, 1, plan).store(right)
     fence_async_shared()
     place = tiling.coordinates(tiling.keys(tile, work, plan), 0, tile.start)
     for i in gl.static_range(len(descs)):
@@ -169,8 +161,9 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
+    k = held(mem.k, 0, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, mem.q, 0, 0, plan),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(k, 0, matrices(mem.q, 0), 0, plan),))
     dv_left = _zeros(0, plan)
     dv_right = _zeros(1, plan)
     for j in range(n):
@@ -184,14 +177,15 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
         # dV, then S of the block after.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        tokens = _issue_update(p_half, mem.do, slot, dv_left, dv_right, plan)
+        do = matrices(mem.do, slot)  # [BLOCK_M, D]
+        tokens = _issue_update(p_half, do, dv_left, dv_right, plan)
         fence_async_shared()  # between the load of LSE and the copy that overwrites it
         release(Q_FREE, j)
         dv_left, dv_right = warpgroup_mma_wait(0, deps=tokens)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = _issue_scores(mem.k, mem.q, next_slot, j, plan)
+        s_token = issue_scores(k, 0, matrices(mem.q, next_slot), j, plan)
         release(DO_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
         m += 1
@@ -218,8 +212,9 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     n = (tile.m_end - tile.m_start) * work.GROUP
 
     mbarrier.wait(mem.v_full, 0)
+    v = held(mem.v, 0, plan)
     mbarrier.wait(mem.do_full.index(0), 0)
-    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, mem.do, 0, 0, plan),))
+    dp = warpgroup_mma_wait(0, deps=(issue_scores(v, 0, matrices(mem.do, 0), 0, plan),))
     dk_left = _zeros(0, plan)
     dk_right = _zeros(1, plan)
     for j in range(n):
@@ -231,7 +226,8 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
 
         # dK, then dP of the block after.
         mbarrier.wait(mem.q_full.index(slot), parity_of(j))
-        tokens = _issue_update(ds_half, mem.q, slot, dk_left, dk_right, plan)
+        q = matrices(mem.q, slot)  # [BLOCK_M, D]
+        tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
         if j >= STAGES:
             named_barrier("sync", DS_FREE + slot, 256)
         mem.ds.index(slot).store(ds_half)
@@ -242,7 +238,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
-        dp_token = _issue_scores(mem.v, mem.do, next_slot, j, plan)
+        dp_token = issue_scores(v, 0, matrices(mem.do, next_slot), j, plan)
         release(Q_FREE, j)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
@@ -273,7 +269,7 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
         for part in gl.static_range(2):
-            k = _part(mem.k, opaque_zero(j), part, plan)
+            k = _part(matrices(mem.k, opaque_zero(j)), part, plan)
             dq = warpgroup_mma(ds, k, _zeros(part, plan), use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, columns]
             if part == 1:

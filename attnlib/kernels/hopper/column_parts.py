@@ -113,29 +113,42 @@ def _copy_others(descs, at, row, mem, WG: gl.constexpr):
 
 
 @gluon.jit
-def add_scores(token, a, i_a, b, i_b):
-    """A product of the scores in flight, which is that of the first part: on with those of the others. `a`
-    has in its buffers number i_a what is a row of scores, a column `b`."""
-    for i in gl.static_range(1, len(a)):
-        columns = matrix(b[i], i_b).permute((1, 0))
-        token = warpgroup_mma(matrix(a[i], i_a), columns, token, is_async=True)
+def matrices(buffers, b):
+    """Buffer b of each part, without its leading dimensions of 1."""
+    found = ()
+    for i in gl.static_range(len(buffers)):
+        found = found + (matrix(buffers[i], b),)
+    return found
+
+
+@gluon.jit
+def add_scores(token, mem, b_q, b_k):
+    """A product of the scores in flight, which is that of the first part: on with those of the others."""
+    for i in gl.static_range(1, len(mem.q)):
+        k = matrix(mem.k[i], b_k)  # [BLOCK_N, columns]
+        token = warpgroup_mma(matrix(mem.q[i], b_q), k.permute((1, 0)), token, is_async=True)
     return token
 
 
 @gluon.jit
-def start_update(p, acc, v, b):
+def start_output(p, acc, mem, b):
     """Start acc += P V for each part, V in buffer b: [64, BLOCK_N] x [BLOCK_N, columns]."""
+    return start_update(p, matrices(mem.v, b), acc)
+
+
+@gluon.jit
+def start_update(a, b, acc):
+    """Start acc += a b for each part of b and of acc."""
     tokens = ()
     for i in gl.static_range(len(acc)):
-        tokens = tokens + (warpgroup_mma(p, matrix(v[i], b), acc[i], is_async=True),)
+        tokens = tokens + (warpgroup_mma(a, b[i], acc[i], is_async=True),)
     return tokens
 
 
 @gluon.jit
 def await_parts(tokens, LATER: gl.constexpr):
-    """Wait for a product of each part, with `LATER` products of each part started after it."""
-    parts: gl.constexpr = len(tokens)
-    return as_parts(warpgroup_mma_wait(LATER * parts, deps=tokens), parts)
+    """Wait for the products of all parts, after which so many were started."""
+    return as_parts(warpgroup_mma_wait(LATER, deps=tokens), len(tokens))
 
 
 @gluon.jit

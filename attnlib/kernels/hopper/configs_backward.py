@@ -50,9 +50,11 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
     Attributes:
         columns: of the first and of the second part, powers of two.
+        held: parts of K and of V that stay in registers, for the products S and dP.
     """
 
     columns: tuple[int, int] = field(kw_only=True)
+    held: int = 0
 
     def width(self, head_dim: int) -> int:
         return width_of_parts(self.columns, head_dim)
@@ -69,10 +71,10 @@ _CHOSEN = {
 
 _WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}
 SPLIT = {
-    80: SplitBackwardConfig(128, half_p=True, columns=(64, 16)),
-    96: SplitBackwardConfig(64, columns=(64, 32)),
-    160: SplitBackwardConfig(64, **_WIDE, columns=(128, 32)),
-    192: SplitBackwardConfig(64, **_WIDE, columns=(128, 64)),
+    80: SplitBackwardConfig(64, columns=(64, 16), held=2),
+    96: SplitBackwardConfig(64, columns=(64, 32), held=1),
+    160: SplitBackwardConfig(64, **_WIDE, columns=(128, 32), held=2),
+    192: SplitBackwardConfig(64, **_WIDE, columns=(128, 64), held=1),
 }
 
 

@@ -254,7 +254,7 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
         k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
         part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
         token = warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
-    return column_parts.add_scores(token, mem.q, WG, mem.k, slot(c, plan))
+    return column_parts.add_scores(token, mem, WG, slot(c, plan))
 
 
 @gluon.jit
@@ -264,7 +264,7 @@ def _issue_output(p, acc, mem, c, plan: gl.constexpr):
         v = matrix(mem.v[0], slot(c, plan)).permute((1, 0))  # V^T lies there
         return (warpgroup_mma(unpacked(p, plan), v, acc[0], is_async=True),)
     else:
-        return column_parts.start_update(p, acc, mem.v, slot(c, plan))
+        return column_parts.start_output(p, acc, mem, slot(c, plan))
 
 
 @gluon.jit

@@ -114,7 +114,7 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
         how += BackwardMask(**mask), Registers(*kept)
     if config.columns:
         left, right = config.columns
-        return plan[1](left, *how, right=right)
+        return plan[1](left, *how, right=right, held=config.held)
     return plan[0](width, *how)
 
 
@@ -134,6 +134,9 @@ def descriptors(
             if config.columns:
                 window = columns_of(window, start, columns)
             layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+            if name == "k" and width <= 128 and config.block_m == 64 and columns > 16:
+                # Each consumer reads half of these columns for dQ: a swizzle does not reach beyond them.
+                layout = gl.NVMMASharedLayout(columns, 16, len(block))
             tensor = Part("d_out" if name == "do" else name, start)
             found[f"desc_{name}{suffix}"] = Descriptor(tensor, window, block, layout)
         start += columns

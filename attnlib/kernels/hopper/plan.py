@@ -193,6 +193,9 @@ class BackwardPlan(Constants):
 
     right = gl.constexpr(0)  # columns of a second part
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))  # of all
+    held = gl.constexpr(0)
+    own_right = gl.constexpr(False)
+    dq_products = gl.constexpr(2)  # that a consumer starts in a step
 
     # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d].
     s_layout = property(lambda self: accumulator(self.block_m.value))
@@ -207,12 +210,19 @@ class SplitBackwardPlan(BackwardPlan):
 
     Attributes:
         right: columns of the second.
+        held: parts of K and V that stay in registers, as first operands of a product.
     """
 
     right: int = field(kw_only=True)
+    held: int = field(kw_only=True)
+
+    # Each consumer forms the second part of dQ from its own keys.
+    own_right = property(lambda self: gl.constexpr(self.right.value == 16 and not self.by_rows.value))
+    dq_products = property(lambda self: gl.constexpr(3 if self.own_right.value else 4))
 
     # Accumulator of its dK and dV [64, right].
     right_layout = property(lambda self: accumulator(self.right.value))
+    held_layout = property(lambda self: first_operand(self.s_layout))
 
 
 @dataclass(frozen=True)
@@ -246,6 +256,7 @@ class WideBackwardPlan(Constants):
     left = property(lambda self: gl.constexpr(self.d.value // 2))
     rest = property(lambda self: gl.constexpr(self.width.value - self.left.value))
     width = property(lambda self: self.d)
+    held = gl.constexpr(0)
 
     # Accumulators: of S^T and dP^T [64, block_m], of the parts of dK, dV and dQ.
     s_layout = property(lambda self: accumulator(self.block_m.value))
@@ -261,9 +272,12 @@ class SplitWideBackwardPlan(WideBackwardPlan):
 
     Attributes:
         right: columns of the second.
+        held: parts of K and V that stay in registers, as first operands of a product.
     """
 
     right: int = field(kw_only=True)
+    held: int = field(kw_only=True)
 
+    held_layout = property(lambda self: first_operand(self.s_layout))
     left = property(lambda self: self.d)
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))
