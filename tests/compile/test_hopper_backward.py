@@ -30,7 +30,7 @@ from attnlib.kernels.hopper import (
     backward_wide_kernel,
     launch_backward,
 )
-from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import SPLIT, hopper_backward_config
 from attnlib.params import MaskWindow
 
 KINDS = {
@@ -47,24 +47,33 @@ KINDS = {
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = 64, 128, 256
 CASES = list(product(WIDTHS, KINDS, ["fp16"])) + list(product((128, 256), ["causal"], ["bf16"]))
+CASES += [*product(SPLIT, ["causal"], ["fp16"]), *product((96, 192), ["varlen window"], ["fp16"])]
 PLANTED = "dQ of every step goes to one block"
 
-IN_A_STEP = {64: [32, 32], 128: [32, 32], 256: [8, 24, 24]}
-"""Products of each consumer in a step, sorted; at D = 256 one for dQ, one for P and dV, one for dS and dK."""
-AROUND = {64: 2 * (4 + 8), 128: 2 * (8 + 8), 256: 16 + 16}
-"""Products around the loops: the first S, and dQ of the last block; at D = 256 the first S and dP."""
-EX2 = {64: [64, 64], 128: [32, 32], 256: [0, 0, 32]}
+IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
+IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24]}
+"""Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for P and dV, one for dS and
+dK."""
+AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
+AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16}
+"""Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
+EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32]) | dict.fromkeys((160, 192, 256), [0, 0, 32])
 """Exponentials of a thread in a step, sorted."""
-ADDITIONS = {64: [8, 8], 128: [8, 8], 256: [0, 0, 32]}
+ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
+ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32]}
 """Of 16 bytes, likewise."""
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
+    80: (6, 6, 6, 6, 6, 6, 6, 6),
+    96: (4, 6, 6, 6, 6, 6, 6, 6),
     128: (6, 0, 0, 12, 4, 6, 4, 4),
+    160: (0, 2, 2, 2, 2, 2, 2, 2),
+    192: (2, 4, 4, 4, 4, 4, 4, 4),
     256: (2, 0, 0, 6, 6, 8, 10, 8),
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 128: 9, 256: 1}
+LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 0, 256: 1}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
@@ -175,7 +184,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     for loop in loops:
         assert loop.get("LDL", 0) <= LOADS[width]
         assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop)
-    assert changes == [True, True], "two places add to dQ"
+    two_parts = 2 if width in (80, 96) else 1
+    assert changes == [True, True] * two_parts, "two places add to dQ, or two for each part"
 
 
 def test_an_address_that_does_not_change_is_found(compiled) -> None:
@@ -194,6 +204,20 @@ def test_the_program_fits_its_registers(compiled) -> None:
     assert 4 * 128 * config.max_registers <= 65536
     kept = 2 * config.consumer_registers + config.dq_registers + config.producer_registers
     assert kept <= 4 * config.max_registers
+
+
+@pytest.mark.parametrize("width", SPLIT)
+def test_the_passes_around_two_parts(width: int) -> None:
+    """A power of two of columns after the other: 16 bytes a load or store, and rows leave through TMA."""
+    call, rows = call_of(width, "fp16", False)
+    launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
+    jobs = [job(postprocess, launch, call), job(preprocess_kernel, rows.launch, call)]
+    after, before = inspect_sm90.compile_all(jobs)
+    loads = Counter("LDG.E.128" in text for text in after.listing if "LDG" in text)
+    assert loads == {True: 64 * width // (4 * 128)} and after.opcodes["UTMASTG"] == width // (width & -width)
+    stores = Counter("STG.E.128" in text for text in before.listing if "STG" in text)
+    assert stores == {True: 64 * width // (4 * 128), False: 2}
+    assert before.spills == after.spills == 0
 
 
 @pytest.mark.parametrize(("dtype", "varlen"), [("fp16", False), ("bf16", False), ("fp16", True)])

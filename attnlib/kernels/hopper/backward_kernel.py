@@ -62,6 +62,13 @@ store zeros. Varlen sequences are read as in `forward_kernel`. Their blocks of k
 one to spare for each sequence, so that a program finds its sequence by a search. The few programs without
 keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
 of queries.
+
+    A head dimension that is no power of two
+
+Descriptors, buffers and accumulators are tuples: of one, or of two parts of the columns (`SplitBackwardPlan`,
+see `column_parts`). S and dP are sums of a product for each part, whose keys or values may stay in registers
+(`backward_shared.Rows`); dV, dK and dQ have a product for each part. A part of dQ with 16 columns has no
+halves that a product could have: there each consumer adds what its own 64 keys give to all 16.
 """
 
 from typing import NamedTuple

@@ -8,7 +8,7 @@ thread each, so no warpgroup can keep both, and the five products are divided ot
 
     warpgroup 0    S^T = K Q^T,   P^T = 2**(S^T * qk_scale - LSE2),   dV += P^T dO
     warpgroup 1    dP^T = V dO^T, dS^T = P^T * (dP^T - delta),        dK += dS^T Q
-    warpgroup 2    dQ = dS K, 128 columns after the other, added to memory
+    warpgroup 2    dQ = dS K, one part of the columns after the other, added to memory
 
 P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them has
 two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
@@ -38,6 +38,10 @@ after it had read P of j. For the same reason 0 can't arrive twice at P_FULL bef
 Before the copies that overwrite LSE and delta there has to be a fence by who has loaded them, see
 `backward_kernel`. Warpgroup 1 loads delta and executes one for dS in each step. Warpgroup 0 loads LSE and
 executes one for that alone, before it releases Q and while dV is under way.
+
+Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
+instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`). The
+registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1 (`backward_shared.Rows`).
 """
 
 from typing import NamedTuple

@@ -10,6 +10,8 @@ The descriptors of a part see a tensor of its own, which begins at the part's fi
 the same for all parts, and only what the last part has beyond the head dimension (8 columns at D = 72) is
 filled with zeros.
 
+The backward kernels do the same with K, V, Q, dO and with dK, dV, dQ.
+
 Everything that there is for each part is a tuple here. Where the columns are in one piece it has one element,
 and the compiler makes of it what it would make without tuples.
 """

@@ -67,15 +67,17 @@ _CHOSEN = {
         64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
     ),
 }
-
-
 _WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}
+# As many parts of K and V in registers as there is room for (docs/lab/backward.md has the budget).
 SPLIT = {
     80: SplitBackwardConfig(64, columns=(64, 16), held=2),
     96: SplitBackwardConfig(64, columns=(64, 32), held=1),
     160: SplitBackwardConfig(64, **_WIDE, columns=(128, 32), held=2),
     192: SplitBackwardConfig(64, **_WIDE, columns=(128, 64), held=1),
 }
+"""Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
+holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
+else does."""
 
 
 def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
