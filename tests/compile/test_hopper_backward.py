@@ -52,8 +52,7 @@ PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
 IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24]}
-"""Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for P and dV, one for dS and
-dK."""
+"""Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
 AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
@@ -116,7 +115,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
         types[name] = f"tensordesc<{held}{list(descriptor.block)},{descriptor.layout!r}>"
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
-    signature = {name: types.get(name, "i32") for name in names} | dict.fromkeys(["plan", *absent], "constexpr")
+    signature = {name: types.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(["plan", *absent], "constexpr")
     optional = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
     for given, wanted in optional.items():
         kinds = {name: "*i32" if name.startswith("cu") else "i32" for name in given}

@@ -132,8 +132,8 @@ def _before(block, m, m_start, gap):
 
 @gluon.jit
 def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start this consumer's half of dQ of block j, two products for each part: of the queries or the columns,
-    or where a part has too few columns for halves, of the keys, one product."""
+    """Start this consumer's half of dQ of block j, two products for each part: of the queries or of the
+    columns, or where a part has too few columns for halves, of the keys, one product."""
     left = issue_dq(mem.ds, mem.k[0], j, WG, plan)
     if plan.right == 0:
         return (left,)

@@ -40,8 +40,9 @@ Before the copies that overwrite LSE and delta there has to be a fence by who ha
 executes one for that alone, before it releases Q and while dV is under way.
 
 Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
-instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`). The
-registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1 (`backward_shared.Rows`).
+instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
+The registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1
+(`backward_shared.Rows`).
 """
 
 from typing import NamedTuple
@@ -66,7 +67,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
-from attnlib.kernels.common.memory import barriers, matrix
+from attnlib.kernels.common.memory import barriers
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts

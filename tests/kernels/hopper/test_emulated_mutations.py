@@ -93,7 +93,9 @@ def pair(
     return Mutation(bug, *edit, call, verdict, more, backward_pair)
 
 
-def wide(bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "256") -> Mutation:
+def wide(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "256"
+) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, backward_wide_kernel)
 
 
@@ -277,17 +279,17 @@ MUTATIONS = [
     backward("V is loaded into registers before it is there", TAKEN,
              without("    mbarrier.wait(mem.v_full, 0)\n"), call="64 + 16"),
     backward("16 columns of dQ are formed from the other's keys", "AssertionError",
-             ("k = matrix(mem.k[1], WG + opaque_zero(j + 1))", "k = matrix(mem.k[1], 1 - WG + opaque_zero(j + 1))"),
+             ("k = matrix(mem.k[1], WG + opaque_zero(", "k = matrix(mem.k[1], 1 - WG + opaque_zero("),
              call="64 + 16"),
     backward("16 columns of dQ are added where halves would be", "AssertionError|IndexError: address outside",
              ("    if part == 1 and plan.own_right:\n        return 64 * plan.d\n", ""), call="64 + 16"),
     backward("the second part of dQ is added where the first one is", "AssertionError",
              ("(part * plan.d + WG *", "(WG *"), call="64 + 32"),
     backward("a product of dQ too few is waited for", "Race: a product is used with 4 outstanding",
-             ("dv = await_parts(dv_token, plan.dq_products)", "dv = await_parts(dv_token, plan.dq_products + 1)"),
+             ("await_parts(dv_token, plan.dq_products)", "await_parts(dv_token, plan.dq_products + 1)"),
              call="64 + 16"),
     backward("the second part of dK and dV stays in shared memory", "AssertionError",
-             ("    for i in gl.static_range(len(descs)):\n        tma", "    for i in gl.static_range(1):\n        tma"),
+             ("gl.static_range(len(descs)):\n        tma", "gl.static_range(1):\n        tma"),
              call="64 + 32"),
     shared("in the wide kernel: Q is filled without asking", f"{TAKEN}|{COUNT}",
              without("        acquire(Q_FREE, j)\n"), call="256"),
@@ -339,10 +341,10 @@ MUTATIONS = [
     wide("dK and dV are not waited for", "Race: .* ends and has not waited for its copies out",
          without("    tma.store_wait(0)\n", ".index(0))\n")),
     wide("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
-    wide("V is loaded into registers before it is there", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n"),
-         call="128 + 32"),
+    wide("V is loaded into registers before it is there", TAKEN,
+         without("    mbarrier.wait(mem.v_full, 0)\n"), call="128 + 32"),
     wide("the second part of dV is that of the first columns", "TypeError|AssertionError",
-         ("right = warpgroup_mma(a, _part(b, 1, plan), right", "right = warpgroup_mma(a, b[0].slice(0, plan.rest, 1), right"),
+         ("warpgroup_mma(a, _part(b, 1, plan), right", "warpgroup_mma(a, b[0].slice(0, plan.rest, 1), right"),
          call="128 + 32"),
     wide("the second part of dQ is added where the first one is", "AssertionError",
          ("part * 64 * plan.left", "0 * plan.left"), call="128 + 32"),
