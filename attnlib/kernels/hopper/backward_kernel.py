@@ -148,8 +148,8 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
 
 @gluon.constexpr_function
 def _place_of_dq(part, columns, WG, plan):
-    """Where in a block of sums a consumer's dQ of a part begins, which has so many columns: 64 rows of the
-    first part lie before the second one, and all of the other consumer's rows, or its columns, before WG's."""
+    """Where in a block of sums a consumer's dQ of a part begins, which has so many columns. 64 rows of the
+    first part lie before the second one, and what is consumer 0's, rows or columns, before what is 1's."""
     if part == 1 and plan.own_right:
         return 64 * plan.d
     return 64 * (part * plan.d + WG * (plan.width if plan.by_rows else columns))
