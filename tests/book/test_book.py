@@ -490,7 +490,8 @@ def record(tmp_path, monkeypatch):
     (path.parent / "entmax.json").write_text(json.dumps(head | {"notebook": "entmax", "tables": entmax}))
     read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in (("attnlib", 529), ("fa3", 493))]
     slower = [row | {"tflops": row["tflops"] / 2, "ms": row["ms"] * 2} for row in read]
-    widths = head | {"notebook": "head_dims", "tables": {"calls": {"rows": read}, "backward": {"rows": slower}}}
+    measured = {"calls": {"rows": read}, "backward": {"rows": slower}}
+    widths = head | {"notebook": "head_dims", "tables": measured}
     (path.parent / "head_dims.json").write_text(json.dumps(widths))
     gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
     gains.append(("attnlib (control)", 2, 25.3, 1.939))

@@ -68,7 +68,7 @@ _CHOSEN = {
     ),
 }
 _WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}
-# As many parts of K and V in registers as there is room for (docs/lab/backward.md has the budget).
+# As many parts of K and V in registers as there is room for (docs/lab/hopper-backward.md has the budget).
 SPLIT = {
     80: SplitBackwardConfig(64, columns=(64, 16), held=2),
     96: SplitBackwardConfig(64, columns=(64, 32), held=1),
