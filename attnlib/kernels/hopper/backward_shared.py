@@ -43,13 +43,14 @@ def held(buffers, i, plan: gl.constexpr):
 
 @gluon.jit
 def issue_scores(rows, i, b, j, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T, of the rows in buffer i: [64, D] x [D, BLOCK_M], a product for each part."""
+    """Start K Q^T, or V dO^T, of the rows in buffer i, None where there is one buffer: [64, D] x [D, BLOCK_M],
+    a product for each part."""
     token = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
     for part in gl.static_range(len(b)):
         if part < plan.held:
             a = rows.registers[part]
         else:
-            a = matrix(rows.buffers[part], i + opaque_zero(j))
+            a = matrix(rows.buffers[part], opaque_zero(j) if i is None else i + opaque_zero(j))
         token = warpgroup_mma(a, b[part].permute((1, 0)), token, use_acc=part > 0, is_async=True)
     return token
 

@@ -168,7 +168,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     k = held(mem.k, 0, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(issue_scores(k, 0, matrices(mem.q, 0), 0, plan),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(k, None, matrices(mem.q, 0), 0, plan),))
     dv_left = _zeros(0, plan)
     dv_right = _zeros(1, plan)
     for j in range(n):
@@ -190,7 +190,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = issue_scores(k, 0, matrices(mem.q, next_slot), j, plan)
+        s_token = issue_scores(k, None, matrices(mem.q, next_slot), j, plan)
         release(DO_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
         m += 1
@@ -219,7 +219,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.v_full, 0)
     v = held(mem.v, 0, plan)
     mbarrier.wait(mem.do_full.index(0), 0)
-    dp = warpgroup_mma_wait(0, deps=(issue_scores(v, 0, matrices(mem.do, 0), 0, plan),))
+    dp = warpgroup_mma_wait(0, deps=(issue_scores(v, None, matrices(mem.do, 0), 0, plan),))
     dk_left = _zeros(0, plan)
     dk_right = _zeros(1, plan)
     for j in range(n):
@@ -243,7 +243,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
-        dp_token = issue_scores(v, 0, matrices(mem.do, next_slot), j, plan)
+        dp_token = issue_scores(v, None, matrices(mem.do, next_slot), j, plan)
         release(Q_FREE, j)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
