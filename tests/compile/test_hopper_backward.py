@@ -206,18 +206,21 @@ def test_the_program_fits_its_registers(compiled) -> None:
     assert kept <= 4 * config.max_registers
 
 
-@pytest.mark.parametrize("width", SPLIT)
-def test_the_passes_around_two_parts(width: int) -> None:
+def test_the_passes_around_two_parts() -> None:
     """A power of two of columns after the other: 16 bytes a load or store, and rows leave through TMA."""
-    call, rows = call_of(width, "fp16", False)
-    launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
-    jobs = [job(postprocess, launch, call), job(preprocess_kernel, rows.launch, call)]
-    after, before = inspect_sm90.compile_all(jobs)
-    loads = Counter("LDG.E.128" in text for text in after.listing if "LDG" in text)
-    assert loads == {True: 64 * width // (4 * 128)} and after.opcodes["UTMASTG"] == width // (width & -width)
-    stores = Counter("STG.E.128" in text for text in before.listing if "STG" in text)
-    assert stores == {True: 64 * width // (4 * 128), False: 2}
-    assert before.spills == after.spills == 0
+    widths, jobs = (80, 192), []
+    for width in widths:
+        call, rows = call_of(width, "fp16", False)
+        launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
+        jobs += [job(postprocess, launch, call), job(preprocess_kernel, rows.launch, call)]
+    found = inspect_sm90.compile_all(jobs)
+    for width, after, before in zip(widths, found[::2], found[1::2], strict=True):
+        sixteen_bytes = 64 * width // (4 * 128)  # of a thread
+        loads = Counter("LDG.E.128" in text for text in after.listing if "LDG" in text)
+        assert loads == {True: sixteen_bytes} and after.opcodes["UTMASTG"] == width // (width & -width)
+        stores = Counter("STG.E.128" in text for text in before.listing if "STG" in text)
+        assert stores == {True: sixteen_bytes, False: 2}, "and lse2 and delta"
+        assert before.spills == after.spills == 0
 
 
 @pytest.mark.parametrize(("dtype", "varlen"), [("fp16", False), ("bf16", False), ("fp16", True)])

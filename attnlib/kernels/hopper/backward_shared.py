@@ -43,8 +43,8 @@ def held(buffers, i, plan: gl.constexpr):
 
 @gluon.jit
 def issue_scores(rows, i, b, j, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T, of the rows in buffer i, None where there is one buffer: [64, D] x [D, BLOCK_M],
-    a product for each part."""
+    """Start K Q^T, or V dO^T, of the rows in buffer i, None where there is one: [64, D] x [D, BLOCK_M], a
+    product for each part."""
     token = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
     for part in gl.static_range(len(b)):
         if part < plan.held:
