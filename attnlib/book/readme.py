@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ TEACHING = ("15_teaching", "ladder")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE = ("decode", "calls")
 FP8 = ("fp8", "attention")
-HEAD_DIMS = ("head_dims", "calls")
+HEAD_DIMS, HEAD_DIMS_BACKWARD = ("head_dims", "calls"), ("head_dims", "backward")
 MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
@@ -127,11 +128,18 @@ def fp8_table() -> str:
 
 
 def head_dims_table() -> str:
-    """README's table of head dimensions that are no powers of two, of the record of
-    `tests/gpu/time_head_dims.py`."""
+    """README's tables of head dimensions that are no powers of two, of the record of
+    `tests/gpu/time_head_dims.py`: forward, and backward once that has been measured."""
+    found = [_head_dims(records.load(*HEAD_DIMS, gpu=records.REFERENCE_GPU), "Forward")]
+    with suppress(records.RecordError):
+        table = records.load(*HEAD_DIMS_BACKWARD, gpu=records.REFERENCE_GPU)
+        found.append(_head_dims(table, "Backward"))
+    return "\n\n".join(found)
+
+
+def _head_dims(table: records.Table, way: str) -> str:
     impls = {"attnlib": "attnlib", "padded": "padded to a power of two", "fa3": "FA3", "cudnn": "cuDNN"}
-    columns = {"call": "Forward, TFLOP/s", **impls, "of_fa3": "attnlib / FA3"}
-    table = records.load(*HEAD_DIMS, gpu=records.REFERENCE_GPU)
+    columns = {"call": f"{way}, TFLOP/s", **impls, "of_fa3": "attnlib / FA3"}
     lines: Lines = {}
     for row in table.rows:
         if row["status"] == "ok":

@@ -10,10 +10,12 @@ import torch
 from emulated import on_the_cpu
 from timed_cpu import good, gpu  # noqa: F401  (gpu is a fixture)
 
+from attnlib.bench import records
 from attnlib.bench.records import Table
 from attnlib.bench.setting import Setting
 from attnlib.bench.shapes import Shape
 from attnlib.bench.verdict import judge
+from attnlib.kernels.hopper import configs_backward
 from attnlib.kernels.hopper.configs import SPLIT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
@@ -32,7 +34,7 @@ def small(gpu, monkeypatch):
 def test_the_record(small, tmp_path, monkeypatch, capsys):
     path = tmp_path / "head_dims.json"
     with on_the_cpu():  # the padded kernel, in the emulator
-        assert time_head_dims.main(["--out", str(path)]) == 0, capsys.readouterr().out
+        assert time_head_dims.main(["--pass", "forward", "--out", str(path)]) == 0, capsys.readouterr().out
     record = json.loads(path.read_text())
     table = Table.of("calls", record["tables"]["calls"]["rows"], record, False)
     assert {row["impl"] for row in table.rows} == {"attnlib", "padded", "fa3", "cudnn"}
@@ -46,8 +48,40 @@ def test_a_wrong_result_is_said(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(time_head_dims, "CALLS", SMALL[:1])
     monkeypatch.setattr(time_head_dims, "ours", lambda q, k, v, causal, sm_scale: torch.zeros_like(q))
     with on_the_cpu():
-        assert time_head_dims.main(["--out", str(tmp_path / "x.json")]) == 1
+        assert time_head_dims.main(["--pass", "forward", "--out", str(tmp_path / "x.json")]) == 1
     assert "attnlib: wrong" in capsys.readouterr().out
+
+
+def test_the_table_of_the_backward_pass(small, tmp_path, monkeypatch, capsys):
+    """The padded kernel in the emulator, and a table that is there already stays."""
+    monkeypatch.setattr(time_head_dims, "CALLS", SMALL[:1])
+    path = tmp_path / "head_dims.json"
+    header = records.provenance({"timed": "something else"})
+    records.add_table(path, header, "calls", [{"impl": "attnlib", "ms": 1.0}])
+    with on_the_cpu():
+        arguments = ["--pass", "backward", "--out", str(path)]
+        assert time_head_dims.main(arguments) == 0, capsys.readouterr().out
+    record = json.loads(path.read_text())
+    assert record["tables"]["calls"]["method"] == {"timed": "something else"}
+    table = Table.of("backward", record["tables"]["backward"]["rows"], record, False)
+    assert {row["impl"] for row in table.rows} == {"attnlib", "padded", "fa3", "cudnn"}
+    assert table.one(SMALL[0], impl="padded")["status"] == "ok"
+    assert record["method"]["timed"] == "the backward alone"
+
+
+def test_a_wrong_gradient_is_said(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(time_head_dims, "CALLS", SMALL[:1])
+    monkeypatch.setattr(time_head_dims, "ours", lambda q, k, v, causal, sm_scale: good(q, k, v, causal, 0.5))
+    with on_the_cpu():
+        assert time_head_dims.main(["--pass", "backward", "--out", str(tmp_path / "x.json")]) == 1
+    assert "attnlib: wrong" in capsys.readouterr().out
+
+
+def test_backward_candidates_are_configurations_of_their_head_dimension():
+    for width, config in configs_backward.SPLIT.items():
+        found = time_head_dims.tuned_backward(Shape(1, 1, 64, width))
+        assert sum(name.endswith("*") for name in found) >= 1 and len(found) >= 3 + config.held
+    assert any(name.startswith("64 + 32") for name in time_head_dims.tuned_backward(Shape(1, 1, 64, 72)))
 
 
 def test_candidates_are_configurations_of_their_head_dimension():

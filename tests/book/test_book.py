@@ -489,7 +489,9 @@ def record(tmp_path, monkeypatch):
     entmax = {"calls": {"rows": []}, "blocks": {"rows": read}, "lists": {"rows": shares}}
     (path.parent / "entmax.json").write_text(json.dumps(head | {"notebook": "entmax", "tables": entmax}))
     read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in (("attnlib", 529), ("fa3", 493))]
-    widths = head | {"notebook": "head_dims", "tables": {"calls": {"rows": read}}}
+    slower = [row | {"tflops": row["tflops"] / 2, "ms": row["ms"] * 2} for row in read]
+    measured = {"calls": {"rows": read}, "backward": {"rows": slower}}
+    widths = head | {"notebook": "head_dims", "tables": measured}
     (path.parent / "head_dims.json").write_text(json.dumps(widths))
     gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
     gains.append(("attnlib (control)", 2, 25.3, 1.939))
@@ -538,6 +540,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "| D128 kept 25% | 711 | – | 95% |" in text and "| D128 causal, soft cap | 0.77 | – |" in text
     assert "causal fp16, weights in 10% of the blocks | 1.548 | 4.132 | – | – | – | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 529 | – | 493 | – | 1.073, noise not measured |" in text
+    assert "| Backward, TFLOP/s | attnlib" in text and "fp16 | 264 | – | 246 | – | 1.073" in text
     assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"
     assert re.search(rf"\| 12 layers, 1024 tokens, batch 4 +\| 9.8 \| 10.0 \| {share} {share}", text)

@@ -93,7 +93,7 @@ DECODE_CALLS = {"cache": (cache, 64, {}), "pages": (cache, 128, {"page": 16})}
 FAMILIES = {"portable": portable, "hopper": hopper}
 EVERY = FAMILIES | {"decode": decode}
 CASES = [("decode", "forward", call) for call in DECODE_CALLS]
-CASES.append(("hopper", "forward", "two parts"))
+CASES += [("hopper", "forward", "two parts"), ("hopper", "backward", "two parts")]
 CASES += [
     (family, direction, call)
     for family in FAMILIES

@@ -55,7 +55,7 @@ def draw(number: int) -> Asked:
     rng = random.Random(number)
     dtype = rng.choice(("float16", "float16", "bfloat16", "bfloat16", "float32"))
     # Each kind of call is another kernel to compile: few in float32, whose kernels compile slowly.
-    width = 64 if dtype == "float32" else rng.choice((64, 128, 256, 80, 96, 192))
+    width = 64 if dtype == "float32" else rng.choice((64, 128, 256, 80, 96, 160, 192))
     varlen = rng.random() < 0.35
 
     def length() -> int:

@@ -133,7 +133,7 @@ def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | Po
             yield Call(impl, Shape(1, 2, 250, head_dim, False), window=(70, 20))
             # More tiles than an H200 has SMs: a program of the Hopper kernel computes several.
             yield Call(impl, Shape(1, 150, 130, head_dim, True, heads_kv=75, seqlen_k=200))
-    for head_dim in (80, 96, 192):  # in two parts, of which the backward kernels know nothing
+    for head_dim in (80, 96, 160, 192):  # in two parts
         yield Call("hopper", Shape(1, 2, 250, head_dim, True))
         yield Call("hopper", Shape(1, 2, 230, head_dim, False, heads_kv=1), varlen=True)
         yield Call("hopper", Shape(1, 150, 130, head_dim, True, heads_kv=75, seqlen_k=200))

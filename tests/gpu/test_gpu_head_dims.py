@@ -1,7 +1,5 @@
-"""Head dimensions in two parts of columns on a Hopper GPU: against dense attention in fp64, in every mask,
-layout and length, equal bits in every run, gradients, CUDA graphs and what a launch uses.
-
-The backward pass is that of the next power of two; it takes what the forward pass leaves.
+"""Head dimensions in two parts of columns on a Hopper GPU, forward and backward: against dense attention in
+fp64, in every mask, layout and length, equal bits in every run, CUDA graphs and what a launch uses.
 """
 
 from __future__ import annotations
@@ -17,12 +15,15 @@ from cases import Case, check_forward, judge_forward
 from draws import Draw, check
 from layouts import LAYOUTS
 
-from attnlib import attention, attention_varlen, explain
+from attnlib import attention, attention_varlen, dispatch, explain
 from attnlib.bench import timing
+from attnlib.bench.backward import make_gradient
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
 from attnlib.bench.shapes import Shape
+from attnlib.kernels.hopper import configs_backward
 from attnlib.kernels.hopper.configs import SPLIT, hopper_config
+from attnlib.params import Params, mask_window
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
 DIMS = pytest.mark.parametrize("head_dim", [72, 80, 88, 96, 136, 160, 192])
 WIDTHS = pytest.mark.parametrize("head_dim", list(SPLIT))
+WIDTHS_BACKWARD = pytest.mark.parametrize("head_dim", list(configs_backward.SPLIT))
 
 
 def call(q, k, v, causal=True, **options):
@@ -43,7 +45,7 @@ def call(q, k, v, causal=True, **options):
 def _kinds() -> list[tuple[Shape, bool]]:
     """One small call for each kind of kernel that most tests below run: (shape, varlen)."""
     kinds = []
-    for head_dim in SPLIT:
+    for head_dim in sorted({*SPLIT, *configs_backward.SPLIT}):
         for dtype in ("float16", "bfloat16"):
             for causal, keys in ((True, 128), (True, 133), (False, 128), (False, 133)):
                 kinds.append((Shape(1, 1, 128, head_dim, causal, dtype, seqlen_k=keys), False))
@@ -61,7 +63,8 @@ def _compile(kind: tuple[Shape, bool]) -> None:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         attention_varlen(q, k, v, ends, ends, shape.seqlen, shape.seqlen, causal=True, impl="hopper")
     else:
-        call(q, k, v, shape.causal, return_lse=True)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        call(q, k, v, shape.causal, return_lse=True)[0].sum().backward()
     torch.cuda.synchronize()
 
 
@@ -121,7 +124,7 @@ def test_scales(sm_scale, head_dim):
 
 @pytest.mark.parametrize("number", range(48))
 def test_random_calls(number):
-    """Batches and varlen sequences, windows, grouped heads, layouts; every third with gradients."""
+    """Batches and varlen sequences, windows, grouped heads, layouts; with gradients."""
     rng = random.Random(number)
     varlen, head_dim = rng.random() < 0.4, rng.choice((72, 80, 88, 96, 136, 160, 176, 192))
     count = rng.randint(2, 5) if varlen else 1
@@ -136,7 +139,7 @@ def test_random_calls(number):
         rng.choice((1, 3)), head_dim, rng.choice(("float16", "bfloat16")), rng.random() < 0.5, window,
         rng.choice((None, None, 0.05)), tuple(rng.choice((0, 0, 1, 2)) for _ in range(4)), number,
     )  # fmt: skip
-    check(draw, "cuda", "hopper", backward=number % 3 == 0)
+    check(draw, "cuda", "hopper", backward=True)
 
 
 @WIDTHS
@@ -195,14 +198,67 @@ def test_cuda_graphs(head_dim):
         judge_forward(out, lse, Oracle(q, k, v, causal=True), "a replayed graph")
 
 
-@WIDTHS
+# ---------------------------------------------------------------- gradients
+
+
+def check_gradients(shape: Shape) -> None:
+    q, k, v = (x.requires_grad_() for x in make_inputs(shape, device="cuda"))
+    d_out = make_gradient(shape, device="cuda")
+    found = torch.autograd.grad(call(q, k, v, shape.causal), (q, k, v), d_out)
+    verdicts = GradientOracle(d_out, *(x.detach() for x in (q, k, v)), shape.causal).judge(*found)
+    for name, verdict in verdicts.items():
+        verdict.raise_if_bad(f"{shape.label}, {name}")
+
+
+@DIMS
 @MASKS
 def test_gradients(head_dim, causal):
-    """Of the padded backward kernels, from the output and the LSE of the forward pass in parts."""
-    shape = Shape(1, 4, 600, head_dim, causal)
+    check_gradients(Shape(2, 4, 1000, head_dim, causal))
+    check_gradients(Shape(1, 6, 777, head_dim, causal, "bfloat16", heads_kv=2, seqlen_k=1100))
+
+
+@WIDTHS_BACKWARD
+@MASKS
+@pytest.mark.parametrize("seqlen, keys", [(1, 1), (17, 200), (63, 64), (129, 129), (1000, 300), (64, 3000)])
+def test_gradients_at_odd_lengths(seqlen, keys, head_dim, causal):
+    check_gradients(Shape(2, 3, seqlen, head_dim, causal, seqlen_k=keys))
+
+
+@WIDTHS_BACKWARD
+def test_gradients_of_a_long_sequence(head_dim):
+    check_gradients(Shape(1, 2, 8192, head_dim))
+
+
+@WIDTHS_BACKWARD
+def test_the_backward_choice(head_dim):
+    """What a call gets is what `SPLIT` has, and no column is padded."""
+    q = torch.empty(1, 8, 1024, head_dim, device="cuda", dtype=torch.float16)
+    choice = dispatch.resolve(q, q, q, Params(mask_window(True, None), 1.0), backward=True)
+    assert choice.kernel == "hopper" and choice.configuration == configs_backward.SPLIT[head_dim]
+
+
+@WIDTHS_BACKWARD
+def test_the_same_bits_of_dk_and_dv_every_time(head_dim):
+    """And dQ, whose sums have no order, within their rounding."""
+    shape = Shape(2, 20, 1500, head_dim)
     q, k, v = (x.requires_grad_() for x in make_inputs(shape, device="cuda"))
-    d_out = make_inputs(shape, seed=1, device="cuda")[0]
-    found = torch.autograd.grad(attention(q, k, v, causal=causal), (q, k, v), d_out)
-    verdicts = GradientOracle(d_out, *(x.detach() for x in (q, k, v)), causal).judge(*found)
-    for verdict in verdicts.values():
-        verdict.raise_if_bad(f"D {head_dim}")
+    out, d_out = call(q, k, v), make_gradient(shape, device="cuda")
+    first = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+    for _ in range(20):
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        assert torch.equal(dk, first[1]) and torch.equal(dv, first[2])
+        torch.testing.assert_close(dq, first[0], rtol=2e-3, atol=2e-3)
+
+
+@WIDTHS_BACKWARD
+def test_gradients_beside_other_columns(head_dim):
+    """q, k and v are parts of one tensor: what is beside their columns is not read, and stays."""
+    wide = torch.randn(1, 3, 300, 2 * head_dim, device="cuda", dtype=torch.float16, requires_grad=True)
+    q, k, v = (wide[..., :head_dim] for _ in range(3))
+    d_out = torch.randn(q.shape, device="cuda").half()
+    (found,) = torch.autograd.grad(call(q, k, v), wide, d_out)
+    parts = torch.autograd.grad(
+        call(*(own := [q.detach().clone().requires_grad_() for _ in range(3)])), own, d_out
+    )
+    assert bool((found[..., head_dim:] == 0).all())
+    torch.testing.assert_close(found[..., :head_dim], sum(parts), rtol=1e-2, atol=1e-2)

@@ -1,14 +1,16 @@
-"""Time head dimensions that are no powers of two on this GPU, forward: in two parts, padded, and the peers.
+"""Time head dimensions that are no powers of two on this GPU: in two parts, padded, and the peers.
 
-    python tests/gpu/time_head_dims.py               some 70 s; figures/data/<gpu>/head_dims.json
-    python tests/gpu/time_head_dims.py --seconds 40  begin nothing after so many, and say what is left out
-    python tests/gpu/time_head_dims.py --tune        configurations of attnlib beside each other; no record
+    python tests/gpu/time_head_dims.py                  some 180 s; figures/data/<gpu>/head_dims.json
+    python tests/gpu/time_head_dims.py --pass backward  one of the two tables alone; the other stays as it is
+    python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
+    python tests/gpu/time_head_dims.py --tune           configurations of attnlib side by side; no record
 
-Table `calls`, a row for each shape and implementation, causal and dense, fp16, in eight shuffled rounds with
-cold L2: "attnlib" as a call gets it; "padded", its kernel at the next power of two (at D = 112 the two are
-the same, a second control); FlashAttention-3; cuDNN. The last row of a shape is attnlib's control. Outputs
-are judged against fp64 before and after. First, processes side by side compile. The record is written after
-each shape. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
+Table `calls`, the forward pass, and table `backward`: a row for each shape and implementation, causal and
+dense, fp16, in eight shuffled rounds with cold L2: "attnlib" as a call gets it; "padded", its kernel at the
+next power of two (at D = 112 the two are the same, a second control); FlashAttention-3; cuDNN. The last row
+of a shape is attnlib's control. Outputs and gradients are judged against fp64 before and after. First,
+processes side by side compile. The record is written after each shape. Status 0 when all of attnlib's were
+right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,13 +33,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention  # noqa: E402
-from attnlib.bench import harness, records, verdict  # noqa: E402
+from attnlib.bench import backward, harness, records, verdict  # noqa: E402
 from attnlib.bench.oracle import make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.common.tiles import tile_width  # noqa: E402
+from attnlib.kernels.hopper import configs_backward  # noqa: E402
 from attnlib.kernels.hopper.configs import SPLIT, HopperConfig, SplitConfig, hopper_config  # noqa: E402
+from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
+    HopperBackwardConfig,
+    hopper_backward_config,
+)
 from attnlib.params import Params, mask_window  # noqa: E402
 
 OURS, PADDED = "attnlib", "padded"
@@ -64,12 +71,46 @@ def padded_config(shape: Shape) -> HopperConfig:
     return hopper_config(tile_width(shape.head_dim), shape.seqlen, shape.batch * shape.heads, keys=shape.keys)
 
 
+class Configured(torch.autograd.Function):
+    """attnlib's kernels, of which the backward one has a configuration that a call does not get."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, params: Params, config: HopperBackwardConfig):
+        out, lse = hopper.forward(q, k, v, params)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.params = params._replace(config=config)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        return *hopper.backward(d_out, q, k, v, out, lse, ctx.params), None, None
+
+
+def with_backward_config(
+    choose: Callable[[Shape], HopperBackwardConfig], q, k, v, causal: bool, sm_scale: float
+):
+    shape = Shape(*q.shape, causal)
+    own = hopper_config(shape.head_dim, shape.seqlen, shape.batch * shape.heads, keys=shape.keys)
+    params = Params(mask_window(causal, None), sm_scale, return_lse=True, config=own)
+    return Configured.apply(q, k, v, params, choose(shape))
+
+
+def padded_backward_config(shape: Shape) -> HopperBackwardConfig:
+    return hopper_backward_config(tile_width(shape.head_dim))
+
+
 def ours(q, k, v, causal: bool, sm_scale: float):
     return attention(q, k, v, causal=causal, sm_scale=sm_scale)
 
 
 def everybody(shape: Shape) -> dict[str, harness.Attention | None]:
     return {OURS: ours, PADDED: partial(with_config, padded_config), "fa3": None, "cudnn": None}
+
+
+def everybody_backward(shape: Shape) -> dict[str, harness.Attention | None]:
+    padded = partial(with_backward_config, padded_backward_config)
+    return {OURS: ours, PADDED: padded, "fa3": None, "cudnn": None}
 
 
 # ---------------------------------------------------------------- tuning
@@ -114,27 +155,65 @@ def tuned(shape: Shape) -> dict[str, harness.Attention | None]:
     return found | {"fa3": None}
 
 
+def tuned_backward(shape: Shape) -> dict[str, harness.Attention | None]:
+    """Its configuration with more or fewer parts of K and V in registers, where these suffice, with P as it
+    was rounded, with dense calls' second consumer later; and the next wider one."""
+    found = {"as it is": ours}
+    widths = sorted(w for w in configs_backward.SPLIT if shape.head_dim <= w < tile_width(shape.head_dim))
+    for config in (configs_backward.SPLIT[width] for width in widths):
+        changes = [{"held": held} for held in range(config.held + 1)]
+        if config.block_n == 128:
+            changes += [{"half_p": True}, {"stagger": 600}, {"stagger": 1200}]
+        for change in changes if config.columns == configs_backward.SPLIT[widths[0]].columns else [{}]:
+            other = replace(config, **change)
+            name = ", ".join(f"{key} {value}" for key, value in change.items())
+            label = f"{config.columns[0]} + {config.columns[1]} {name}" + " *" * (other == config)
+            found[label] = partial(with_backward_config, lambda shape, other=other: other)
+    return found | {"fa3": None}
+
+
 # ---------------------------------------------------------------- command
 
 
-def compile_call(shape: Shape, tune: bool) -> None:
+class Pass(NamedTuple):
+    """The forward or the backward pass: the name of its table, who is timed, candidates, and how."""
+
+    table: str
+    everybody: Callable[[Shape], dict[str, harness.Attention | None]]
+    tuned: Callable[[Shape], dict[str, harness.Attention | None]]
+    collect: Callable[..., list[dict[str, Any]]]
+    method: dict[str, str]
+
+
+PASSES = {
+    "forward": Pass("calls", everybody, tuned, harness.collect, {}),
+    "backward": Pass(
+        "backward", everybody_backward, tuned_backward, backward.collect,
+        {"timed": "the backward alone", "flops": "2.5 x 4*B*H*Sq*Sk*D, halved when causal"},
+    ),
+}  # fmt: skip
+
+
+def compile_call(shape: Shape, way: str, tune: bool) -> None:
     """In a child: what it compiles stays in Triton's cache."""
     small = replace(shape, batch=1, heads=1)  # the same kind: what depends on a length is that it has a tail
-    tensors = make_inputs(small, device=harness.DEVICE)
-    for function in (tuned if tune else everybody)(shape).values():
+    tensors = [x.requires_grad_(way == "backward") for x in make_inputs(small, device=harness.DEVICE)]
+    for function in (PASSES[way].tuned if tune else PASSES[way].everybody)(shape).values():
         if function is not None:
-            function(*tensors, shape.causal, shape.head_dim**-0.5)
+            out = function(*tensors, shape.causal, shape.head_dim**-0.5)
+            if way == "backward":
+                out.backward(out.detach())
     torch.cuda.synchronize()
 
 
-def compile_all(calls: Sequence[Shape], tune: bool) -> None:
+def compile_all(calls: Sequence[tuple[Shape, str]], tune: bool) -> None:
     with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_call, calls, [tune] * len(calls)))
+        list(pool.map(compile_call, *zip(*calls, strict=True), [tune] * len(calls)))
 
 
 def ratios(rows: list[dict[str, Any]], shape: Shape, header: dict[str, Any], first: str) -> Iterator[str]:
     """What the times say: each implementation, and how much faster `first` is, with its noise."""
-    table = records.Table.of("calls", rows, header, False)
+    table = records.Table.of("timed", rows, header, False)
     for row in table.rows:
         speed = f"{row['ms']:8.4f} ms {row['tflops']:6.1f} TFLOP/s" if "ms" in row else row["status"]
         if row["impl"] != first:
@@ -145,34 +224,39 @@ def ratios(rows: list[dict[str, Any]], shape: Shape, header: dict[str, Any], fir
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time head dimensions that are no powers of two.")
     parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
-    parser.add_argument("--seconds", type=float, default=80,
+    parser.add_argument("--pass", dest="ways", choices=list(PASSES), nargs="+", default=list(PASSES),
+                        help="which passes (default: both)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=240,
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/head_dims.json)")
     args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    calls = [shape for shape in CALLS if not args.tune or shape.head_dim not in (72, 112)]
+    shapes = [shape for shape in CALLS if not args.tune or shape.head_dim not in (72, 112)]
+    calls = [(shape, way) for way in args.ways for shape in shapes]
     setting, control = (SWEEP, "as it is") if args.tune else (ROUNDS, OURS)
     compile_all(calls, args.tune)
     print(f"compiled after {time.monotonic() - begin:.0f} s\n", flush=True)
-    header = records.provenance(harness.method(setting, control))
-    path, found, left_out = records.report_path("head_dims", header, args.out), [], []
-    for shape in calls:
+    found, left_out = {way: [] for way in args.ways}, []
+    for shape, way in calls:
+        label = f"{shape.label}, {way}"
         if time.monotonic() - begin > args.seconds:
-            left_out.append(shape.label)
+            left_out.append(label)
             continue
-        rows = harness.collect(
-            tuned(shape) if args.tune else everybody(shape), [shape], setting=setting, control=control
-        )
-        found += rows
-        print(shape.label, *ratios(rows, shape, header, control), sep="\n", flush=True)
+        one = PASSES[way]
+        header = records.provenance(harness.method(setting, control) | one.method)
+        implementations = (one.tuned if args.tune else one.everybody)(shape)
+        rows = one.collect(implementations, [shape], setting=setting, control=control)
+        found[way] += rows
+        print(label, *ratios(rows, shape, header, control), sep="\n", flush=True)
         if not args.tune:
-            records.write_report(path, {"notebook": "head_dims", **header}, {"calls": {"rows": found}})
+            path = records.report_path("head_dims", header, args.out)
+            records.add_table(path, header, one.table, found[way])
         torch.cuda.empty_cache()
     if left_out:
         print(f"left out, as {args.seconds:g} s were over:", *left_out, sep="\n  ")
-    mine = [row for row in found if row["impl"] not in ("fa3", "cudnn")]
+    mine = [row for rows in found.values() for row in rows if row["impl"] not in ("fa3", "cudnn")]
     for row in (row for row in mine if row["status"] != "ok"):
         print(f"{Shape.of_row(row).label} {row['impl']}: {row['status']} {row.get('reason', '')}")
     return int(any(row["status"] != "ok" for row in mine))

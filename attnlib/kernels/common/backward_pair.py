@@ -36,17 +36,20 @@ def issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start this consumer's half of dQ of block j: [64, 128] x [128, DQ_COLUMNS], as two products."""
-    dq = gl.zeros([64, plan.dq_columns], gl.float32, plan.dq_layout)
+def issue_dq(ds, k, j, WG: gl.constexpr, plan: gl.constexpr):
+    """Start this consumer's half of dQ of block j, of the rows or of the columns that `k` has: [64, 128] x
+    [128, columns], as two products."""
+    columns: gl.constexpr = k.shape[-1] // (1 if plan.by_rows else 2)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    dq = gl.zeros([64, columns], gl.float32, layout)
     for w in gl.static_range(2):
-        ds = mem.ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
-        k = matrix(mem.k, w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
+        ds_w = ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
+        k_w = matrix(k, w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
         if plan.by_rows:
-            ds = ds.slice(WG * 64, 64, 1)
+            ds_w = ds_w.slice(WG * 64, 64, 1)
         else:
-            k = k.slice(WG * plan.dq_columns, plan.dq_columns, 1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+            k_w = k_w.slice(WG * columns, columns, 1)
+        dq = warpgroup_mma(ds_w.permute((1, 0)), k_w, dq, use_acc=w > 0, is_async=True)
     return dq
 
 

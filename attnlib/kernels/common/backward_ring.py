@@ -90,12 +90,12 @@ def _add_constraints(n):
 
 
 @gluon.jit
-def add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
-    """Add [64, DQ_COLUMNS] to this consumer's half of a block, of [BLOCK_M / 64, D / 8, 512] in
-    memory, as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the
-    128 threads follow each other. Without `wanted`, do nothing."""
-    n: gl.constexpr = plan.dq_columns // 2  # elements of dq in a thread
-    offset = block.to(gl.int64) * (plan.block_m * plan.d) + WG * 64 * plan.dq_columns
+def add_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
+    """Add [64, columns] to the sums of a block, of [BLOCK_M / 64, D / 8, 512] in memory, from element AT on,
+    as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the 128
+    threads follow each other. Without `wanted`, do nothing."""
+    n: gl.constexpr = dq.shape[1] // 2  # elements of dq in a thread
+    offset = block.to(gl.int64) * (plan.block_m * plan.width) + AT
     address = (dq_ptr + offset).to(gl.int64)
     gl.inline_asm_elementwise(
         _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,

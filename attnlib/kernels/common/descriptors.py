@@ -87,6 +87,12 @@ def _window(call: Signature, shape: tuple[int, ...], strides: tuple[int, ...]) -
     return varlen_window(shape, strides) if call.varlen else (tuple(shape), strides)
 
 
+def columns_of(window: Window, start: int, columns: int) -> Window:
+    """So many columns of a tensor, or those that it has, as a tensor of its own."""
+    (*shape, width), strides = window
+    return (*shape, min(columns, width - start)), strides
+
+
 def varlen_window(shape: tuple[int, ...], strides: tuple[int, ...]) -> Window:
     """Shape and strides of the descriptor of varlen sequences (T, H, D), with which the hardware checks
     bounds at the end of any sequence.

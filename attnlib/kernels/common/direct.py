@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 TRITON = "3.6."
 """The version whose way of passing parameters to a kernel is known here."""
 DRIVER = "libcuda.so.1"
-LIMITS = {"MAX_PARAMS": 192, "MAX_MAPS": 12, "MAX_TENSORS": 64}
+LIMITS = {"MAX_PARAMS": 192, "MAX_MAPS": 16, "MAX_TENSORS": 64}
 """What `direct.c` has room for: parameters and TMA descriptors of a kernel, tensors of a call."""
 
 _HEADER, _PARAM, _MAP = struct.Struct("<Q8I8x"), struct.Struct("<II8s"), struct.Struct("<4I5I4x11Q")

@@ -10,13 +10,13 @@ bytes in a row.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.common.tile_access import VARLEN_ROWS, store_tile
+from attnlib.kernels.common.tile_access import VARLEN_ROWS, store_columns
 from attnlib.kernels.common.varlen_rows import first_sums, row_of
 
 
 @triton.jit(do_not_specialize=["H", "B", "num_m", "tiles"], do_not_specialize_on_alignment=["cu_q"])
 def attention_backward_postprocess(
-    desc_dq,  # (B, H, S_q, D), or varlen (T_q, H, D), in blocks of 64 rows and BLOCK_D columns
+    desc_dq,  # (B, H, S_q, D), or varlen (T_q, H, D), in blocks of 64 rows and some of BLOCK_D columns
     sums_ptr,  # (B * H, num_m, BLOCK_D / 8, 512), float32, varlen as in `first_sums`
     cu_q,  # (B + 1), None for a batch
     sm_scale,
@@ -40,9 +40,11 @@ def attention_backward_postprocess(
             return
         place = first_sums(row, padded_row - row, S_q, i_bh, H, PADDING)
         at = (end, i_bh, VARLEN_ROWS - S_q)
-    b_sums = tl.load(sums_ptr + place * BLOCK_D + tl.arange(0, 64 * BLOCK_D))
-    # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
-    b_sums = tl.reshape(b_sums * sm_scale, (BLOCK_D // 8, 4, 8, 4, 2, 2))
-    b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, BLOCK_D))  # [64, BLOCK_D]
-    # Through a descriptor: a mask for the last columns would make it stores of two bytes.
-    store_tile(desc_dq, b_dq, at, row, 64, BLOCK_D)
+    COLUMNS: tl.constexpr = desc_dq.block_shape[-1]
+    for i in tl.static_range(BLOCK_D // COLUMNS):
+        b_sums = tl.load(sums_ptr + place * BLOCK_D + i * 64 * COLUMNS + tl.arange(0, 64 * COLUMNS))
+        # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
+        b_sums = tl.reshape(b_sums * sm_scale, (COLUMNS // 8, 4, 8, 4, 2, 2))
+        b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, COLUMNS))  # [64, COLUMNS]
+        # Through a descriptor: a mask for the last columns would make it stores of two bytes.
+        store_columns(desc_dq, b_dq, at, row, i * COLUMNS)

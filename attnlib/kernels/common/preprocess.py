@@ -50,8 +50,10 @@ def attention_backward_preprocess(
         heads = H
         lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
     if SUMS_D:
-        o_s = place_of_sums * SUMS_D + tl.arange(0, BLOCK_M * SUMS_D)  # [BLOCK_M * SUMS_D]
-        tl.store(sums_ptr + o_s, tl.zeros([BLOCK_M * SUMS_D], tl.float32))
+        SUMS: tl.constexpr = BLOCK_M * (SUMS_D & -SUMS_D)  # a range has a power of two
+        for i in tl.static_range(BLOCK_M * SUMS_D // SUMS):
+            o_s = place_of_sums * SUMS_D + i * SUMS + tl.arange(0, SUMS)  # [SUMS]
+            tl.store(sums_ptr + o_s, tl.zeros([SUMS], tl.float32))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]

@@ -24,8 +24,16 @@ def load_tile(desc, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def store_tile(desc, b_x, at, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """`at` as in `load_tile`."""
+    store_columns(desc, b_x.reshape([ROWS, BLOCK_D]), at, row, 0)
+
+
+@triton.jit
+def store_columns(desc, b_x, at, row, column):
+    """A tile from this row and column on; `at` as in `load_tile`."""
+    ROWS: tl.constexpr = b_x.shape[0]
+    COLUMNS: tl.constexpr = b_x.shape[1]
     b_x = b_x.to(desc.dtype)
     if len(at) == 2:
-        desc.store([at[0], at[1], row, 0], b_x.reshape([1, 1, ROWS, BLOCK_D]))
+        desc.store([at[0], at[1], row, column], b_x.reshape([1, 1, ROWS, COLUMNS]))
     else:
-        desc.store([VARLEN_ROWS, at[0], at[1], at[2] + row, 0], b_x.reshape([1, 1, 1, ROWS, BLOCK_D]))
+        desc.store([VARLEN_ROWS, at[0], at[1], at[2] + row, column], b_x.reshape([1, 1, 1, ROWS, COLUMNS]))

@@ -62,6 +62,13 @@ store zeros. Varlen sequences are read as in `forward_kernel`. Their blocks of k
 one to spare for each sequence, so that a program finds its sequence by a search. The few programs without
 keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
 of queries.
+
+    A head dimension that is no power of two
+
+Descriptors, buffers and accumulators are tuples: of one, or of two parts of the columns (`SplitBackwardPlan`,
+see `column_parts`). S and dP are sums of a product for each part, whose keys or values may stay in registers
+(`backward_shared.Rows`); dV, dK and dQ have a product for each part. A part of dQ with 16 columns has no
+halves that a product could have: there each consumer adds what its own 64 keys give to all 16.
 """
 
 from typing import NamedTuple
@@ -76,19 +83,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, issue_scores, write_ds
+from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, write_ds
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
-    add_dq,
+    add_sums,
+    opaque_zero,
     parity_of,
     release,
     slot_of,
 )
-from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
+from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
+from attnlib.kernels.hopper.column_parts import await_parts, matrices, start_update, together
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -96,10 +106,10 @@ from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: gl.shared_memory_descriptor  # [2, 1, 1, 64, d], varlen with one more 1, as the others
-    v: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
-    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
-    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    k: tuple  # [2, 1, 1, 64, d], varlen with one more 1, as the others; of each part of the columns
+    v: tuple  # [2, 1, 1, 64, d]
+    q: tuple  # [STAGES, 1, 1, block_m, d]
+    do: tuple  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1
@@ -121,12 +131,57 @@ def _before(block, m, m_start, gap):
 
 
 @gluon.jit
-def _store(desc, x, buffer, at, row):
-    rows: gl.constexpr = buffer.shape[-2]
-    columns: gl.constexpr = buffer.shape[-1]
-    buffer.reshape([rows, columns]).store(x)
+def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
+    """Start this consumer's half of dQ of block j, two products for each part: of the queries or of the
+    columns, or where a part has too few columns for halves, of the keys, one product."""
+    left = issue_dq(mem.ds, mem.k[0], j, WG, plan)
+    if plan.right == 0:
+        return (left,)
+    elif plan.own_right:
+        zero = gl.zeros([64, plan.right], gl.float32, plan.right_layout)
+        ds = mem.ds.index((j & 1) * 2 + WG).permute((1, 0))  # [BLOCK_M, 64]
+        k = matrix(mem.k[1], WG + opaque_zero(j + 1))
+        return left, warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+    else:
+        return left, issue_dq(mem.ds, mem.k[1], j, WG, plan)
+
+
+@gluon.constexpr_function
+def _place_of_dq(part, columns, WG, plan):
+    """Where in a block of sums a consumer's dQ of a part begins, which has so many columns. 64 rows of the
+    first part lie before the second one, and what is consumer 0's, rows or columns, before what is 1's."""
+    if part == 1 and plan.own_right:
+        return 64 * plan.d
+    return 64 * (part * plan.d + WG * (plan.width if plan.by_rows else columns))
+
+
+@gluon.jit
+def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
+    for i in gl.static_range(len(dq)):
+        add_sums(dq_ptr, block, dq[i], wanted, _place_of_dq(i, dq[i].shape[1], WG, plan), plan)
+
+
+@gluon.jit
+def _times(x, factor):
+    found = ()
+    for i in gl.static_range(len(x)):
+        found = found + (x[i] * factor,)
+    return found
+
+
+@gluon.jit
+def _store(descs, x, buffers, WG: gl.constexpr, at, row):
+    """Each part through this consumer's buffers."""
+    for i in gl.static_range(len(x)):
+        matrix(buffers[i], WG).store(x[i].to(buffers[i].dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, tiling.coordinates(at, 0, row), buffer)
+    _copy_out(descs, buffers, WG, at, row)
+
+
+@gluon.jit
+def _copy_out(descs, buffers, WG: gl.constexpr, at, row):
+    for i in gl.static_range(len(descs)):
+        tma.async_copy_shared_to_global(descs[i], tiling.coordinates(at, 0, row), buffers[i].index(WG))
 
 
 @gluon.jit
@@ -135,10 +190,10 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
     if tiling.seen(tile, plan):
         _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
     else:
-        zeros = gl.zeros([64, plan.d], mem.k.dtype, plan.d_layout)
+        zeros = column_parts.zeros(plan.d_layout, plan)
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
-        _store(desc_dv, zeros, mem.v.index(WG), at, row)
-        tma.async_copy_shared_to_global(desc_dk, tiling.coordinates(at, 0, row), mem.v.index(WG))
+        _store(desc_dv, zeros, mem.v, WG, at, row)
+        _copy_out(desc_dk, mem.v, WG, at, row)
         tma.store_wait(0)
 
 
@@ -163,7 +218,8 @@ def _visit(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
 ):
     """The queries that see the keys of this program."""
-    dtype: gl.constexpr = mem.k.dtype
+    dtype: gl.constexpr = mem.k[0].dtype
+    parts: gl.constexpr = len(mem.k)
     n = (tile.m_end - tile.m_start) * work.GROUP
     row = tile.start + WG * 64  # first key
     block = tiling.first_sums(tile, work, plan)
@@ -171,21 +227,23 @@ def _visit(
     m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
+    k = held(mem.k, WG, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
     mbarrier.wait(mem.v_full, 0)
-    dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
-    dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
+    v = held(mem.v, WG, plan)
+    dk = column_parts.zeros(plan.d_layout, plan)
+    dv = column_parts.zeros(plan.d_layout, plan)
     if WG * plan.delay > 0:
         _begin_later(n, plan)
     for j in range(n):
         slot = slot_of(j)
-        q = matrix(mem.q, slot)  # [BLOCK_M, D]
-        do = matrix(mem.do, slot)  # [BLOCK_M, D]
+        q = matrices(mem.q, slot)  # [BLOCK_M, D]
+        do = matrices(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        dp_token = issue_scores(mem.v, do, j, WG, plan)
+        dp_token = issue_scores(v, WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
         p = tiling.visible(p, row, m, tile, work, plan)
@@ -197,21 +255,21 @@ def _visit(
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
-        dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
+        dv_token = start_update(p_half, do, dv)
         await_ds(j - 1, WG)
-        dq_token = issue_dq(mem, j - 1, WG, plan)
-        dv = warpgroup_mma_wait(2, deps=(dv_token,))
+        dq_token = _issue_dq(mem, j - 1, WG, plan)
+        dv = await_parts(dv_token, plan.dq_products)
         release(DO_FREE, j)
-        dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
+        dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), q, dk)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
-        dq = warpgroup_mma_wait(2, deps=(dq_token,))
+        s_token = issue_scores(k, WG, matrices(mem.q, next_slot), j, plan)
+        dq = await_parts(dq_token, 2 * parts)
         write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
-        add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
-        dk = warpgroup_mma_wait(1, deps=(dk_token,))
+        _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
+        dk = await_parts(dk_token, parts)
         release(Q_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
@@ -222,13 +280,13 @@ def _visit(
             block += gap
 
     await_ds(n - 1, WG)
-    dq_token = issue_dq(mem, n - 1, WG, plan)
+    dq_token = _issue_dq(mem, n - 1, WG, plan)
     at = tiling.keys(tile, work, plan)
-    _store(desc_dv, dv.to(dtype), mem.v.index(WG), at, row)
-    dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
+    _store(desc_dv, dv, mem.v, WG, at, row)
+    dq = await_parts(dq_token, 0)
+    _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
     tma.store_wait(0)
-    _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), at, row)
+    _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
     tma.store_wait(0)
 
 
@@ -254,6 +312,8 @@ def attention_backward_hopper(
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
+    desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
+    desc_dk_right=None, desc_dv_right=None,
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -264,16 +324,19 @@ def attention_backward_hopper(
         i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
         if not any_keys:
             return
+    desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
+    desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
+    desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     mem = Memory(
-        buffers(desc_k, 2),
-        buffers(desc_v, 2),
-        buffers(desc_q, STAGES),
-        buffers(desc_do, STAGES),
+        column_parts.buffers(desc_k, 2),
+        column_parts.buffers(desc_v, 2),
+        column_parts.buffers(desc_q, STAGES),
+        column_parts.buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(
-            desc_k.dtype, [4, 64, plan.block_m],
-            gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
+            desc_k[0].dtype, [4, 64, plan.block_m],
+            gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k[0].dtype),
         ),
         barriers(1, 1).index(0),  # k_full
         barriers(1, 1).index(0),  # v_full

@@ -4,16 +4,55 @@ the protocol is in the docstrings of the kernels.
 `mem` is the `Memory` of either kernel, `plan` its plan.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
-from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
+from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, opaque_zero, slot_of
+from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.hopper import backward_tiles as tiling
+from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.column_parts import nbytes
 
 NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B".split()
 """Parameters of both kernels that are numbers."""
+
+
+# ---------------------------------------------------------------- S and dP
+
+
+class Rows(NamedTuple):
+    """64 rows of K or of V, the first operand of S or dP: where they lie, and the parts of their columns that
+    stay in registers, as many as `plan.held`. Of these a product reads half as much shared memory."""
+
+    buffers: tuple  # of each part
+    registers: tuple
+
+
+@gluon.jit
+def held(buffers, i, plan: gl.constexpr):
+    """The rows in buffer i, which have come."""
+    registers = ()
+    for part in gl.static_range(plan.held):
+        registers = registers + (matrix(buffers[part], i).load(plan.held_layout),)
+    return Rows(buffers, registers)
+
+
+@gluon.jit
+def issue_scores(rows, i, b, j, plan: gl.constexpr):
+    """Start K Q^T, or V dO^T, of the rows in buffer i, None where there is one: [64, D] x [D, BLOCK_M], a
+    product for each part."""
+    token = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    for part in gl.static_range(len(b)):
+        if part < plan.held:
+            a = rows.registers[part]
+        else:
+            a = matrix(rows.buffers[part], opaque_zero(j) if i is None else i + opaque_zero(j))
+        token = warpgroup_mma(a, b[part].permute((1, 0)), token, use_acc=part > 0, is_async=True)
+    return token
 
 
 # ---------------------------------------------------------------- producer
@@ -29,21 +68,19 @@ def produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.cons
 @gluon.jit
 def _copy_keys(desc, tile, bar, buffers, work, plan: gl.constexpr):
     """Of K or V, 64 rows into each buffer."""
-    parts: gl.constexpr = plan.block_n // 64
+    blocks: gl.constexpr = plan.block_n // 64
     at = tiling.keys(tile, work, plan)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    for w in gl.static_range(parts):
-        tma.async_copy_global_to_shared(
-            desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers.index(w)
-        )
+    mbarrier.expect(bar, blocks * nbytes(desc))
+    for w in gl.static_range(blocks):
+        column_parts.copy(desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers, w)
 
 
 @gluon.jit
 def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.constexpr):
     at_q = tiling.queries(tile, work, plan)
     n = (tile.m_end - tile.m_start) * work.GROUP
-    q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
-    do_bytes: gl.constexpr = desc_do.block_type.nbytes + desc_rows.block_type.nbytes
+    q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
+    do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
     _copy_keys(desc_k, tile, mem.k_full, mem.k, work, plan)
     m = tile.m_start
     g = 0
@@ -53,7 +90,7 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         acquire(Q_FREE, j)
         mbarrier.expect(bar, q_bytes)
         place = tiling.coordinates(at_q, g, m * plan.block_m)
-        tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
+        column_parts.copy(desc_q, place, bar, mem.q, slot)
         tma.async_copy_global_to_shared(
             desc_rows, tiling.rows(tile, LSE2, g, m, work, plan), bar, mem.lse.index(slot)
         )
@@ -62,7 +99,7 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         bar = mem.do_full.index(slot)
         acquire(DO_FREE, j)
         mbarrier.expect(bar, do_bytes)
-        tma.async_copy_global_to_shared(desc_do, place, bar, mem.do.index(slot))
+        column_parts.copy(desc_do, place, bar, mem.do, slot)
         tma.async_copy_global_to_shared(
             desc_rows, tiling.rows(tile, DELTA, g, m, work, plan), bar, mem.delta.index(slot)
         )

@@ -8,7 +8,7 @@ thread each, so no warpgroup can keep both, and the five products are divided ot
 
     warpgroup 0    S^T = K Q^T,   P^T = 2**(S^T * qk_scale - LSE2),   dV += P^T dO
     warpgroup 1    dP^T = V dO^T, dS^T = P^T * (dP^T - delta),        dK += dS^T Q
-    warpgroup 2    dQ = dS K, 128 columns after the other, added to memory
+    warpgroup 2    dQ = dS K, one part of the columns after the other, added to memory
 
 P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them has
 two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
@@ -38,6 +38,11 @@ after it had read P of j. For the same reason 0 can't arrive twice at P_FULL bef
 Before the copies that overwrite LSE and delta there has to be a fence by who has loaded them, see
 `backward_kernel`. Warpgroup 1 loads delta and executes one for dS in each step. Warpgroup 0 loads LSE and
 executes one for that alone, before it releases Q and while dV is under way.
+
+Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
+instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
+The registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1
+(`backward_shared.Rows`).
 """
 
 from typing import NamedTuple
@@ -56,16 +61,18 @@ from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
-    add_dq,
+    add_sums,
     opaque_zero,
     parity_of,
     release,
     slot_of,
 )
-from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.memory import barriers
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_shared import NUMBERS, produce
+from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
+from attnlib.kernels.hopper.column_parts import matrices, together
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
 END = gl.constexpr(5)
@@ -80,10 +87,10 @@ DS_FULL = gl.constexpr(14)
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: gl.shared_memory_descriptor  # [1, 1, 1, 64, d], varlen with one more 1, as the others
-    v: gl.shared_memory_descriptor  # [1, 1, 1, 64, d]
-    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
-    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    k: tuple  # [1, 1, 1, 64, d], varlen with one more 1, as the others; of each part of the columns
+    v: tuple  # [1, 1, 1, 64, d]
+    q: tuple  # [STAGES, 1, 1, block_m, d]
+    do: tuple  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     p: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
@@ -98,43 +105,48 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _issue_scores(a, b, j, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
-    zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    return warpgroup_mma(matrix(a, opaque_zero(j)), b.permute((1, 0)), zero, use_acc=False, is_async=True)
+def _part(b, PART: gl.constexpr, plan: gl.constexpr):
+    """Part 0 or 1 of the columns of something in shared memory: half of it, or one that is apart."""
+    if len(b) == 1:
+        return b[0].slice(PART * plan.left, plan.left, 1)
+    else:
+        return b[PART]
 
 
 @gluon.jit
 def _issue_update(a_half, b, left, right, plan: gl.constexpr):
-    """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, D], by halves of the columns."""
+    """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, columns]."""
     a = gl.convert_layout(a_half, plan.p_layout)
-    columns: gl.constexpr = plan.dq_columns
-    left = warpgroup_mma(a, b.slice(0, columns, 1), left, is_async=True)
-    right = warpgroup_mma(a, b.slice(columns, columns, 1), right, is_async=True)
+    left = warpgroup_mma(a, _part(b, 0, plan), left, is_async=True)
+    right = warpgroup_mma(a, _part(b, 1, plan), right, is_async=True)
     return left, right
 
 
 @gluon.jit
-def _zeros(plan: gl.constexpr):
-    return gl.zeros([64, plan.dq_columns], gl.float32, plan.d_layout)
+def _zeros(PART: gl.constexpr, plan: gl.constexpr):
+    if PART == 0:
+        return gl.zeros([64, plan.left], gl.float32, plan.left_layout)
+    else:
+        return gl.zeros([64, plan.rest], gl.float32, plan.rest_layout)
 
 
 @gluon.jit
-def _store(desc, left, right, buffer, tile, work, plan: gl.constexpr):
-    x = buffer.reshape([64, plan.d])
-    x.slice(0, plan.dq_columns, 1).store(left)
-    x.slice(plan.dq_columns, plan.dq_columns, 1).store(right)
+def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
+    x = matrices(buffers, 0)
+    _part(x, 0, plan).store(left)
+    _part(x, 1, plan).store(right)
     fence_async_shared()
     place = tiling.coordinates(tiling.keys(tile, work, plan), 0, tile.start)
-    tma.async_copy_shared_to_global(desc, place, buffer)
+    for i in gl.static_range(len(descs)):
+        tma.async_copy_shared_to_global(descs[i], place, buffers[i].index(0))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _store_zeros(desc, buffer, tile, work, plan: gl.constexpr):
+def _store_zeros(descs, buffers, tile, work, plan: gl.constexpr):
     """Of keys that no query sees."""
-    zeros = _zeros(plan).to(buffer.dtype)
-    _store(desc, zeros, zeros, buffer, tile, work, plan)
+    dtype: gl.constexpr = buffers[0].dtype
+    _store(descs, _zeros(0, plan).to(dtype), _zeros(1, plan).to(dtype), buffers, tile, work, plan)
 
 
 @gluon.jit
@@ -144,20 +156,21 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dv, mem.do.index(0), tile, work, plan)
+        _store_zeros(desc_dv, mem.do, tile, work, plan)
 
 
 @gluon.jit
 def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
-    dtype: gl.constexpr = mem.k.dtype
+    dtype: gl.constexpr = mem.k[0].dtype
     n = (tile.m_end - tile.m_start) * work.GROUP
     m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
+    k = held(mem.k, 0, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(mem.k, matrix(mem.q, 0), 0, plan),))
-    dv_left = _zeros(plan)
-    dv_right = _zeros(plan)
+    s = warpgroup_mma_wait(0, deps=(issue_scores(k, None, matrices(mem.q, 0), 0, plan),))
+    dv_left = _zeros(0, plan)
+    dv_right = _zeros(1, plan)
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -169,7 +182,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
         # dV, then S of the block after.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        do = matrix(mem.do, slot)  # [BLOCK_M, D]
+        do = matrices(mem.do, slot)  # [BLOCK_M, D]
         tokens = _issue_update(p_half, do, dv_left, dv_right, plan)
         fence_async_shared()  # between the load of LSE and the copy that overwrites it
         release(Q_FREE, j)
@@ -177,7 +190,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = _issue_scores(mem.k, matrix(mem.q, next_slot), j, plan)
+        s_token = issue_scores(k, None, matrices(mem.q, next_slot), j, plan)
         release(DO_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
         m += 1
@@ -185,7 +198,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
             m = tile.m_start
 
     named_barrier("sync", END, 256)
-    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), tile, work, plan)
+    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do, tile, work, plan)
 
 
 @gluon.jit
@@ -195,19 +208,20 @@ def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dk, mem.v.index(0), tile, work, plan)
+        _store_zeros(desc_dk, mem.v, tile, work, plan)
 
 
 @gluon.jit
 def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
-    dtype: gl.constexpr = mem.k.dtype
+    dtype: gl.constexpr = mem.k[0].dtype
     n = (tile.m_end - tile.m_start) * work.GROUP
 
     mbarrier.wait(mem.v_full, 0)
+    v = held(mem.v, 0, plan)
     mbarrier.wait(mem.do_full.index(0), 0)
-    dp = warpgroup_mma_wait(0, deps=(_issue_scores(mem.v, matrix(mem.do, 0), 0, plan),))
-    dk_left = _zeros(plan)
-    dk_right = _zeros(plan)
+    dp = warpgroup_mma_wait(0, deps=(issue_scores(v, None, matrices(mem.do, 0), 0, plan),))
+    dk_left = _zeros(0, plan)
+    dk_right = _zeros(1, plan)
     for j in range(n):
         slot = slot_of(j)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -217,7 +231,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
 
         # dK, then dP of the block after.
         mbarrier.wait(mem.q_full.index(slot), parity_of(j))
-        q = matrix(mem.q, slot)  # [BLOCK_M, D]
+        q = matrices(mem.q, slot)  # [BLOCK_M, D]
         tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
         if j >= STAGES:
             named_barrier("sync", DS_FREE + slot, 256)
@@ -229,7 +243,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
-        dp_token = _issue_scores(mem.v, matrix(mem.do, next_slot), j, plan)
+        dp_token = issue_scores(v, None, matrices(mem.do, next_slot), j, plan)
         release(Q_FREE, j)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
@@ -237,7 +251,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     # Nobody else reads V.
     dk_left = (dk_left * sm_scale).to(dtype)
     dk_right = (dk_right * sm_scale).to(dtype)
-    _store(desc_dk, dk_left, dk_right, mem.v.index(0), tile, work, plan)
+    _store(desc_dk, dk_left, dk_right, mem.v, tile, work, plan)
 
 
 @gluon.jit
@@ -259,15 +273,15 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
         slot = slot_of(j)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
-        for half in gl.static_range(2):
-            k = matrix(mem.k, opaque_zero(j)).slice(half * plan.dq_columns, plan.dq_columns, 1)
-            dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, DQ_COLUMNS]
-            if half == 1:
+        for part in gl.static_range(2):
+            k = _part(matrices(mem.k, opaque_zero(j)), part, plan)
+            dq = warpgroup_mma(ds, k, _zeros(part, plan), use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, columns]
+            if part == 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_dq(dq_ptr, block, dq, opaque_zero(j) == 0, half, plan)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan)
         block += 1
         m += 1
         if m == tile.m_end:
@@ -297,6 +311,8 @@ def attention_backward_hopper_wide(
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
+    desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
+    desc_dk_right=None, desc_dv_right=None,
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -308,15 +324,18 @@ def attention_backward_hopper_wide(
         i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
         if not any_keys:
             return
+    desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
+    desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
+    desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     mem = Memory(
-        buffers(desc_k, 1),
-        buffers(desc_v, 1),
-        buffers(desc_q, STAGES),
-        buffers(desc_do, STAGES),
+        column_parts.buffers(desc_k, 1),
+        column_parts.buffers(desc_v, 1),
+        column_parts.buffers(desc_q, STAGES),
+        column_parts.buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
-        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
-        gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout),
+        gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
+        gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
         barriers(1, 1).index(0),  # k_full
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full

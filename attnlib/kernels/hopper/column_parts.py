@@ -10,6 +10,8 @@ The descriptors of a part see a tensor of its own, which begins at the part's fi
 the same for all parts, and only what the last part has beyond the head dimension (8 columns at D = 72) is
 filled with zeros.
 
+The backward kernels do the same with K, V, Q, dO and with dK, dV, dQ.
+
 Everything that there is for each part is a tuple here. Where the columns are in one piece it has one element,
 and the compiler makes of it what it would make without tuples.
 """
@@ -20,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from attnlib.kernels.common import memory, softmax
@@ -112,6 +115,15 @@ def _copy_others(descs, at, row, mem, WG: gl.constexpr):
 
 
 @gluon.jit
+def matrices(buffers, b):
+    """Buffer b of each part, without its leading dimensions of 1."""
+    found = ()
+    for i in gl.static_range(len(buffers)):
+        found = found + (matrix(buffers[i], b),)
+    return found
+
+
+@gluon.jit
 def add_scores(token, mem, b_q, b_k):
     """A product of the scores in flight, which is that of the first part: on with those of the others."""
     for i in gl.static_range(1, len(mem.q)):
@@ -123,16 +135,28 @@ def add_scores(token, mem, b_q, b_k):
 @gluon.jit
 def start_output(p, acc, mem, b):
     """Start acc += P V for each part, V in buffer b: [64, BLOCK_N] x [BLOCK_N, columns]."""
+    return start_update(p, matrices(mem.v, b), acc)
+
+
+@gluon.jit
+def start_update(a, b, acc):
+    """Start acc += a b for each part of b and of acc."""
     tokens = ()
     for i in gl.static_range(len(acc)):
-        tokens = tokens + (warpgroup_mma(p, matrix(mem.v[i], b), acc[i], is_async=True),)
+        tokens = tokens + (warpgroup_mma(a, b[i], acc[i], is_async=True),)
     return tokens
 
 
 @gluon.jit
-def zeros(plan: gl.constexpr):
-    """An accumulator for each part of the output [64, columns]."""
-    left = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
+def await_parts(tokens, LATER: gl.constexpr):
+    """Wait for the products of all parts, after which so many were started."""
+    return as_parts(warpgroup_mma_wait(LATER, deps=tokens), len(tokens))
+
+
+@gluon.jit
+def zeros(layout: gl.constexpr, plan: gl.constexpr):
+    """An accumulator for each part [64, columns], of the first one with this layout."""
+    left = gl.zeros([64, plan.d], gl.float32, layout)
     if plan.right == 0:
         return (left,)
     else:

@@ -1,5 +1,6 @@
 """Configurations of the Hopper forward kernel: a frozen dataclass, chosen by a pure function."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from attnlib.kernels.common import l2_sections
@@ -64,12 +65,22 @@ class SplitConfig(HopperConfig):
     columns: tuple[int, int] = field(kw_only=True)
 
     def width(self, head_dim: int) -> int:
-        left, right = self.columns
-        if not left < head_dim <= left + right:
-            raise ValueError(
-                f"config: expected columns in two parts for head dimension {head_dim}, got {self.columns}"
-            )
-        return left + right
+        return width_of_parts(self.columns, head_dim)
+
+
+def width_of_parts(columns: tuple[int, int], head_dim: int) -> int:
+    """Of both together. ValueError unless the head dimension needs the second part, and fits."""
+    left, right = columns
+    if not left < head_dim <= left + right:
+        raise ValueError(
+            f"config: expected columns in two parts for head dimension {head_dim}, got {columns}"
+        )
+    return left + right
+
+
+def smallest_split(widths: Iterable[int], head_dim: int) -> int | None:
+    """The smallest of these widths that holds a head dimension and is below the next power of two."""
+    return min((w for w in widths if head_dim <= w < tile_width(head_dim)), default=None)
 
 
 # Found by measurement on an H200, causal and dense fp16 at 16384 tokens (docs/lab/hopper.md has the losers).
@@ -148,7 +159,7 @@ def hopper_config(
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
-    split = min((w for w in SPLIT if head_dim <= w < width), default=None)
+    split = smallest_split(SPLIT, head_dim)
     if split is not None:
         return SPLIT[split]
     if head_dim > 64 and keys is not None and keys <= FEW_KEYS:

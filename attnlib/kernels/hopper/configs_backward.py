@@ -1,9 +1,10 @@
 """Launch configurations of the Hopper backward kernel: a frozen dataclass, chosen by a pure function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.hopper.configs import smallest_split, width_of_parts
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,32 @@ class HopperBackwardConfig:
     max_registers: int = 168
     l2_bytes: int = 16 << 20
 
+    columns = ()
+    """Of each part of a tile, where it has parts."""
+
+    def width(self, head_dim: int) -> int:
+        """Columns of a tile for a head dimension, in all its parts."""
+        return tile_width(head_dim)
+
     def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
         """Key/value heads that advance together, see `l2_sections.key_heads`."""
         return l2_sections.key_heads(heads, group, rows, width, self.l2_bytes)
+
+
+@dataclass(frozen=True)
+class SplitBackwardConfig(HopperBackwardConfig):
+    """The same for a head dimension that is no power of two, whose columns are computed in two parts.
+
+    Attributes:
+        columns: of the first and of the second part, powers of two.
+        held: parts of K and of V that stay in registers, for the products S and dP.
+    """
+
+    columns: tuple[int, int] = field(kw_only=True)
+    held: int = 0
+
+    def width(self, head_dim: int) -> int:
+        return width_of_parts(self.columns, head_dim)
 
 
 _CHOSEN = {
@@ -43,6 +67,17 @@ _CHOSEN = {
         64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
     ),
 }
+_WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}
+# As many parts of K and V in registers as there is room for (docs/lab/hopper-backward.md has the budget).
+SPLIT = {
+    80: SplitBackwardConfig(64, columns=(64, 16), held=2),
+    96: SplitBackwardConfig(64, columns=(64, 32), held=1),
+    160: SplitBackwardConfig(64, **_WIDE, columns=(128, 32), held=2),
+    192: SplitBackwardConfig(64, **_WIDE, columns=(128, 64), held=1),
+}
+"""Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
+holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
+else does."""
 
 
 def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
@@ -54,4 +89,5 @@ def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     width = tile_width(head_dim)
     if head_dim < 1 or width not in _CHOSEN:
         raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
-    return _CHOSEN[width]
+    split = smallest_split(SPLIT, head_dim)
+    return _CHOSEN[width] if split is None else SPLIT[split]

@@ -426,7 +426,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = operand(weights, None, dtype, plan)
-        acc = column_parts.zeros(plan)
+        acc = column_parts.zeros(plan.o_layout, plan)
         start += 1
 
         # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows may cross it

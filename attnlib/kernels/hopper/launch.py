@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import Window, given, made_like
+from attnlib.kernels.common.descriptors import columns_of, given, made_like
 from attnlib.kernels.common.distr import Narrow, contiguous, narrow_shapes
 from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
 from attnlib.kernels.common.hopper_gpu import HALF
@@ -152,17 +152,11 @@ def descriptors(
         for letter, name, window, *size in zip("qkvo", TENSORS, windows, rows, sizes, strict=False):
             block = (*ones, *size)
             if config.columns:
-                window = _columns_of(window, start, columns)
+                window = columns_of(window, start, columns)
             layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
             described[f"desc_{letter}{suffix}"] = Descriptor(Part(name, start), window, block, layout)
         start += columns
     return described
-
-
-def _columns_of(window: Window, start: int, columns: int) -> Window:
-    """So many columns of a tensor, or those that it has, as a tensor of its own."""
-    (*shape, width), strides = window
-    return (*shape, min(columns, width - start)), strides
 
 
 def _masks(right: int | None, S_q: int, S_k: int, config: HopperConfig) -> tuple[int, bool]:

@@ -5,13 +5,12 @@ from functools import lru_cache
 import torch
 
 from attnlib.kernels.common.backward_plan import TENSORS, BackwardPlan, gradients_like, run
-from attnlib.kernels.common.descriptors import Window, given
+from attnlib.kernels.common.descriptors import Window, columns_of, given
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_postprocess import postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
-from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
 from attnlib.params import Params
 
@@ -52,7 +51,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     dq, dk, dv = gradients_like(call)
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
-    width = tile_width(call.head_dim)
+    width = config.width(call.head_dim)
     first = preprocess(call, d_out, out, config.block_m, width)
     heads, padded = first.heads, first.padded
     if call.varlen:  # sequence b begins with block cu_seqlens_k[b] // block_n + b, whatever the lengths are
@@ -100,17 +99,23 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
         BackwardMask,
         BackwardPlan,
         Registers,
+        SplitBackwardPlan,
+        SplitWideBackwardPlan,
         WideBackwardPlan,
         WideRegisters,
     )
 
     kept = config.consumer_registers, config.producer_registers
     if width > 128:
-        registers = WideRegisters(*kept, config.dq_registers)
-        return WideBackwardPlan(width, config.block_m, varlen, BackwardMask(**mask), registers)
-    return BackwardPlan(
-        width, config.block_m, config.half_p, config.stagger, varlen, BackwardMask(**mask), Registers(*kept)
-    )
+        plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
+        how += (WideRegisters(*kept, config.dq_registers),)
+    else:
+        plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
+        how += BackwardMask(**mask), Registers(*kept)
+    if config.columns:
+        left, right = config.columns
+        return plan[1](left, *how, right=right, held=config.held)
+    return plan[0](width, *how)
 
 
 def descriptors(
@@ -120,16 +125,20 @@ def descriptors(
     from triton.experimental.gluon import language as gl
 
     ones, config = (1, 1, 1) if call.varlen else (1, 1), call.config
-    queries, keys = (*ones, config.block_m, width), (*ones, 64, width)
-    names = "q", "k", "v", "do", "dk", "dv"
-    blocks = queries, keys, keys, queries, keys, keys
+    sizes = {"q": config.block_m, "k": 64, "v": 64, "do": config.block_m, "dk": 64, "dv": 64}
     element = getattr(gl, HALF[call.dtype])
-    found = {
-        f"desc_{name}": Descriptor(
-            Part("d_out" if name == "do" else name), window, block,
-            gl.NVMMASharedLayout.get_default_for(list(block), element),
-        )
-        for name, window, block in zip(names, windows, blocks, strict=True)
-    }
+    found, start = {}, 0
+    for suffix, columns in zip(("", "_right"), config.columns or (width,), strict=False):
+        for (name, size), window in zip(sizes.items(), windows, strict=True):
+            block = (*ones, size, columns)
+            if config.columns:
+                window = columns_of(window, start, columns)
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+            if name == "k" and width <= 128 and config.block_m == 64 and columns > 16:
+                # Each consumer reads half of these columns for dQ: a swizzle does not reach beyond them.
+                layout = gl.NVMMASharedLayout(columns, 16, len(block))
+            tensor = Part("d_out" if name == "do" else name, start)
+            found[f"desc_{name}{suffix}"] = Descriptor(tensor, window, block, layout)
+        start += columns
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return found | {"desc_rows": rows.descriptor(config.block_m, as_it_is)}

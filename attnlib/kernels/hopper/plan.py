@@ -190,14 +190,39 @@ class BackwardPlan(Constants):
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
-    dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
 
-    # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d], of half of dQ [64, dq_columns].
+    right = gl.constexpr(0)  # columns of a second part
+    width = property(lambda self: gl.constexpr(self.d.value + self.right.value))  # of all
+    held = gl.constexpr(0)
+    own_right = gl.constexpr(False)
+    dq_products = gl.constexpr(2)  # that a consumer starts in a step
+
+    # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d].
     s_layout = property(lambda self: accumulator(self.block_m.value))
     d_layout = property(lambda self: accumulator(self.d.value))
-    dq_layout = property(lambda self: accumulator(self.dq_columns.value))
     # P^T and dS^T as first operands of a product, in registers.
     p_layout = property(lambda self: first_operand(self.d_layout))
+
+
+@dataclass(frozen=True)
+class SplitBackwardPlan(BackwardPlan):
+    """The same for a head dimension in two parts; `d` are the columns of the first. See `column_parts`.
+
+    Attributes:
+        right: columns of the second.
+        held: parts of K and V that stay in registers, as first operands of a product.
+    """
+
+    right: int = field(kw_only=True)
+    held: int = field(kw_only=True)
+
+    # Each consumer forms the second part of dQ from its own keys.
+    own_right = property(lambda self: gl.constexpr(self.right.value == 16 and not self.by_rows.value))
+    dq_products = property(lambda self: gl.constexpr(3 if self.own_right.value else 4))
+
+    # Accumulator of its dK and dV [64, right].
+    right_layout = property(lambda self: accumulator(self.right.value))
+    held_layout = property(lambda self: first_operand(self.s_layout))
 
 
 @dataclass(frozen=True)
@@ -226,13 +251,33 @@ class WideBackwardPlan(Constants):
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
 
-    # dK, dV and dQ are formed by halves of their columns. ptxas refuses a product of 256 columns: it wants
-    # its registers to be there before they are shared out anew (C7602).
-    dq_columns = property(lambda self: gl.constexpr(self.d.value // 2))
+    # dK, dV and dQ are formed in two parts of their columns, here halves. ptxas refuses a product of 256
+    # columns: it wants its registers to be there before they are shared out anew (C7602).
+    left = property(lambda self: gl.constexpr(self.d.value // 2))
+    rest = property(lambda self: gl.constexpr(self.width.value - self.left.value))
+    width = property(lambda self: self.d)
+    held = gl.constexpr(0)
 
-    # Accumulators: of S^T and dP^T [64, block_m], of a half of dK, dV and dQ [64, d / 2].
+    # Accumulators: of S^T and dP^T [64, block_m], of the parts of dK, dV and dQ.
     s_layout = property(lambda self: accumulator(self.block_m.value))
-    d_layout = property(lambda self: accumulator(self.dq_columns.value))
-    dq_layout = property(lambda self: self.d_layout)
+    left_layout = property(lambda self: accumulator(self.left.value))
+    rest_layout = property(lambda self: accumulator(self.rest.value))
     # P^T and dS^T as first operands of a product, in registers.
-    p_layout = property(lambda self: first_operand(self.d_layout))
+    p_layout = property(lambda self: first_operand(self.left_layout))
+
+
+@dataclass(frozen=True)
+class SplitWideBackwardPlan(WideBackwardPlan):
+    """The same for a head dimension in two parts; `d` are the columns of the first. See `column_parts`.
+
+    Attributes:
+        right: columns of the second.
+        held: parts of K and V that stay in registers, as first operands of a product.
+    """
+
+    right: int = field(kw_only=True)
+    held: int = field(kw_only=True)
+
+    held_layout = property(lambda self: first_operand(self.s_layout))
+    left = property(lambda self: self.d)
+    width = property(lambda self: gl.constexpr(self.d.value + self.right.value))

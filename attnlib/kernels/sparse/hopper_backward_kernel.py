@@ -35,7 +35,7 @@ from attnlib.kernels.common.backward_ring import (
     Q_FREE,
     STAGES,
     acquire,
-    add_dq,
+    add_sums,
     parity_of,
     release,
     slot_of,
@@ -180,6 +180,7 @@ def _store(desc, x, buffer, row, work):
 @gluon.jit
 def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
     dtype: gl.constexpr = mem.k.dtype
+    own_dq: gl.constexpr = WG * 64 * plan.dq_columns  # where its half begins
     n = work.count
 
     mbarrier.wait(mem.k_full, 0)
@@ -211,7 +212,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         # 2. dV, dQ of the step before, dK, and S of the step after.
         dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
         await_ds(j - 1, WG)
-        dq_token = issue_dq(mem, j - 1, WG, plan)
+        dq_token = issue_dq(mem.ds, mem.k, j - 1, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         release(DO_FREE, j)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
@@ -222,17 +223,17 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
         write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.
-        add_dq(dq_ptr, _told(mem, gl.maximum(j - 1, 0) & 3) >> 1, dq, j > 0, WG, plan)
+        add_sums(dq_ptr, _told(mem, gl.maximum(j - 1, 0) & 3) >> 1, dq, j > 0, own_dq, plan)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
         release(Q_FREE, j)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
     await_ds(n - 1, WG)
-    dq_token = issue_dq(mem, n - 1, WG, plan)
+    dq_token = issue_dq(mem.ds, mem.k, n - 1, WG, plan)
     row = _told(mem, 4) * BLOCK_N + WG * 64  # first key
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), row, work)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    add_dq(dq_ptr, _told(mem, (n - 1) & 3) >> 1, dq, n > 0, WG, plan)
+    add_sums(dq_ptr, _told(mem, (n - 1) & 3) >> 1, dq, n > 0, own_dq, plan)
     tma.store_wait(0)
     _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), row, work)
     tma.store_wait(0)

@@ -70,10 +70,10 @@ class SparseBackwardPlan(Constants):
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
     dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
+    width = property(lambda self: self.d)
 
-    # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d], of half of dQ [64, dq_columns].
+    # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d].
     s_layout = property(lambda self: accumulator(self.block_m.value))
     d_layout = property(lambda self: accumulator(self.d.value))
-    dq_layout = property(lambda self: accumulator(self.dq_columns.value))
     # P^T and dS^T as first operands of a product, in registers.
     p_layout = property(lambda self: first_operand(self.d_layout))

@@ -27,7 +27,7 @@ def draws(varlen: bool) -> st.SearchStrategy[Draw]:
         batch=st.just(1),
         kv_heads=st.integers(1, 2),
         group=st.integers(1, 2),
-        head_dim=st.sampled_from([64, 128, 256, 64, 128, 40, 120, 200]),
+        head_dim=st.sampled_from([64, 128, 256, 80, 96, 160, 192, 40, 120, 200]),
         dtype=st.sampled_from(["float16", "bfloat16"]),
         causal=st.booleans(),
         window=st.one_of(st.none(), st.tuples(bounds, bounds)),

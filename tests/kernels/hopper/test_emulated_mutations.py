@@ -48,6 +48,7 @@ FORWARD = {
 BACKWARD = {
     "64": Call(64, 4, 1, 70, 128), "128": Call(128, 1, 1, 320, 100, causal=False),
     "256": Call(256, 1, 1, 320, 60, causal=False), "unseen": Call(64, 1, 1, 60, 300, window=(30, -1)),
+    "64 + 16": Call(72, 1, 1, 70, 70), "64 + 32": Call(96, 1, 1, 70, 70), "128 + 32": Call(136, 1, 1, 70, 70),
 }  # fmt: skip
 RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
 
@@ -92,8 +93,10 @@ def pair(
     return Mutation(bug, *edit, call, verdict, more, backward_pair)
 
 
-def wide(bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
-    return Mutation(bug, *edit, "256", verdict, more, backward_wide_kernel)
+def wide(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "256"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_wide_kernel)
 
 
 def without(line: str, before: str = "", after: str = "") -> tuple[str, str]:
@@ -227,10 +230,10 @@ MUTATIONS = [
     backward("Q of the next block is not waited for", TAKEN,
              ("mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))", "pass")),
     backward("Q is released before dK is done", f"{OVERWRITTEN}|{READING}",
-             ("        dk = warpgroup_mma_wait(1, deps=(dk_token,))\n        release(Q_FREE, j)",
-              "        release(Q_FREE, j)\n        dk = warpgroup_mma_wait(1, deps=(dk_token,))")),
+             ("        dk = await_parts(dk_token, parts)\n        release(Q_FREE, j)",
+              "        release(Q_FREE, j)\n        dk = await_parts(dk_token, parts)")),
     backward("dK is not waited for", "Race: a product is used with 2 outstanding, it among them",
-             ("dk = warpgroup_mma_wait(1, deps", "dk = warpgroup_mma_wait(2, deps")),
+             ("dk = await_parts(dk_token, parts)", "dk = await_parts(dk_token, 2 * parts)")),
     backward("dO is not released", DEADLOCK, ("        release(DO_FREE, j)\n",
              "        if j != 2:\n            release(DO_FREE, j)\n")),
     backward("dS is not waited for", f"{STORED}|{OVERWRITTEN}|{READING}|{TWICE}",
@@ -240,7 +243,7 @@ MUTATIONS = [
              ("        await_ds(j - 1, WG)\n",
               "        write_ds(mem, ds_half, j, WG)\n        await_ds(j - 1, WG)\n")),
     pair("a buffer of dS too few", f"{STORED}|{OVERWRITTEN}|{READING}",
-             ("ds = mem.ds.index((j & 1) * 2 + w)", "ds = mem.ds.index(w)"),
+             ("ds_w = ds.index((j & 1) * 2 + w)", "ds_w = ds.index(w)"),
              ("mem.ds.index((j & 1) * 2 + WG).store", "mem.ds.index(WG).store")),
     pair("a consumer does not tell", DEADLOCK,
              ("    tell_ds(j, WG)\n", "    if j != 3:\n        tell_ds(j, WG)\n")),
@@ -249,23 +252,44 @@ MUTATIONS = [
     pair("dS is not fenced", f"{UNFENCED.format('ds')}|{LOADED.format('lse')}",
              without("    fence_async_shared()\n", "", "    tell_ds")),
     backward("dK and dV are not fenced", UNFENCED.format("v"),
-             without("    fence_async_shared()\n", ".store(x)\n")),
+             without("    fence_async_shared()\n", "dtype))\n")),
     backward("dV has not left", READING,
-             without("    tma.store_wait(0)\n", "", "    _store(desc_dk, (dk")),
+             without("    tma.store_wait(0)\n", "", "    _store(desc_dk, _times(dk")),
     backward("dK is not waited for at the end", "Race: .* ends and has not waited for its copies out",
              ("    tma.store_wait(0)\n\n\n# ----", "\n\n# ----")),
     backward("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
-             without("        tma.store_wait(0)\n", before="mem.v.index(WG))\n"), call="unseen"),
+             without("        tma.store_wait(0)\n", before="mem.v, WG, at, row)\n"), call="unseen"),
     shared("the bytes of LSE are not expected", f"{TAKEN}|{DEADLOCK}|Race: the program ends",
-             ("q_bytes: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes",
-              "q_bytes: gl.constexpr = desc_q.block_type.nbytes")),
+             ("q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes",
+              "q_bytes: gl.constexpr = nbytes(desc_q)")),
     backward("the barriers are not fenced", UNFENCED.format(r"\w+").replace(r"\[\d\]", r"\S*"),
              without("    fence_async_shared()\n", "", "    work = tiling")),
     backward("dQ of the first step, of nothing, is added", "AssertionError|IndexError: address outside",
              ("dq, j > 0, WG", "dq, j >= 0, WG")),
     backward("dQ of the last step is lost", "AssertionError", ("dq, n > 0, WG", "dq, n < 0, WG")),
     pair("the halves of dQ change places", "AssertionError",
-             ("ds = ds.slice(WG * 64, 64, 1)", "ds = ds.slice(64 - WG * 64, 64, 1)"), call="64"),
+             ("ds_w = ds_w.slice(WG * 64, 64, 1)", "ds_w = ds_w.slice(64 - WG * 64, 64, 1)"), call="64"),
+    shared("the second part adds nothing to S and dP", "AssertionError",
+           ("for part in gl.static_range(len(b)):", "for part in gl.static_range(1):"), call="128 + 32"),
+    shared("the second part takes the place of the first in S and dP", "AssertionError",
+           ("use_acc=part > 0", "use_acc=False"), call="64 + 32"),
+    shared("the second part of a column of S is that of other rows", "AssertionError",
+           ("else i + opaque_zero(j)", "else 1 - i + opaque_zero(j)"), call="64 + 32"),
+    backward("V is loaded into registers before it is there", TAKEN,
+             without("    mbarrier.wait(mem.v_full, 0)\n"), call="64 + 16"),
+    backward("16 columns of dQ are formed from the other's keys", "AssertionError",
+             ("k = matrix(mem.k[1], WG + opaque_zero(", "k = matrix(mem.k[1], 1 - WG + opaque_zero("),
+             call="64 + 16"),
+    backward("16 columns of dQ are added where halves would be", "AssertionError|IndexError: address outside",
+             ("    if part == 1 and plan.own_right:\n        return 64 * plan.d\n", ""), call="64 + 16"),
+    backward("the second part of dQ is added where the first one is", "AssertionError",
+             ("(part * plan.d + WG *", "(WG *"), call="64 + 32"),
+    backward("a product of dQ too few is waited for", "Race: a product is used with 4 outstanding",
+             ("await_parts(dv_token, plan.dq_products)", "await_parts(dv_token, plan.dq_products + 1)"),
+             call="64 + 16"),
+    backward("the second part of dK and dV stays in shared memory", "AssertionError",
+             ("gl.static_range(len(descs)):\n        tma", "gl.static_range(1):\n        tma"),
+             call="64 + 32"),
     shared("in the wide kernel: Q is filled without asking", f"{TAKEN}|{COUNT}",
              without("        acquire(Q_FREE, j)\n"), call="256"),
     shared("in the wide kernel: dO is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
@@ -297,10 +321,10 @@ MUTATIONS = [
     wide("dS is written without asking", f"{OVERWRITTEN}|{READING}|{TWICE}",
          ('named_barrier("sync", DS_FREE + slot, 256)', "pass")),
     wide("dS is released before dQ is done", f"{OVERWRITTEN}|{READING}",
-         without('            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n',
+         without('            if part == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n',
                  "", "            # The condition"),
          ("            dq = warpgroup_mma_wait(0, deps=(dq,))",
-          '            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n'
+          '            if part == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n'
           "            dq = warpgroup_mma_wait(0, deps=(dq,))")),
     wide("dS is not told", DEADLOCK,
          ('        named_barrier("arrive", DS_FULL + slot, 256)\n',
@@ -314,8 +338,17 @@ MUTATIONS = [
     wide("dK and dV are not fenced", UNFENCED.format(r"(v|do)"),
          without("    fence_async_shared()\n", ".store(right)\n")),
     wide("dK and dV are not waited for", "Race: .* ends and has not waited for its copies out",
-         without("    tma.store_wait(0)\n", ", buffer)\n")),
+         without("    tma.store_wait(0)\n", ".index(0))\n")),
     wide("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
+    wide("V is loaded into registers before it is there", TAKEN,
+         without("    mbarrier.wait(mem.v_full, 0)\n"), call="128 + 32"),
+    wide("the second part of dV is that of the first columns", "TypeError|AssertionError",
+         ("warpgroup_mma(a, _part(b, 1, plan), right", "warpgroup_mma(a, b[0].slice(0, plan.rest, 1), right"),
+         call="128 + 32"),
+    wide("the second part of dQ is added where the first one is", "AssertionError",
+         ("part * 64 * plan.left", "0 * plan.left"), call="128 + 32"),
+    wide("the second part of dK and dV stays in shared memory", "AssertionError",
+         ("for i in gl.static_range(len(descs)):", "for i in gl.static_range(1):"), call="128 + 32"),
 ]  # fmt: skip
 
 

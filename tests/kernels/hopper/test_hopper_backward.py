@@ -16,7 +16,7 @@ from attnlib.kernels.common.launch_preprocess import preprocess
 from attnlib.kernels.common.launcher import Launches
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.hopper import launch_backward
-from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import SPLIT, hopper_backward_config
 from attnlib.params import MaskWindow, Params
 
 SCALE = 0.3
@@ -31,29 +31,30 @@ def in_registers(x: np.ndarray) -> np.ndarray:
     return x[rows + 0 * i, 8 * i + 2 * (t % 4) + four % 2].reshape(-1)
 
 
-def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str) -> None:
+@pytest.mark.parametrize(("head_dim", "width"), [(40, 64), (72, 80)])
+def test_conversion_keeps_to_the_rows_and_columns_of_dq(device: str, head_dim: int, width: int) -> None:
     """A head dimension between the widths, memory with more around it."""
     if device != "cpu":
         pytest.skip("the conversion runs in the interpreter")
-    more = torch.full((1, 2, 134, 48), 7.0)
-    dq = more[:, :, 2:132, 4:44]
-    shape, config = (1, 2, 130, 40), hopper_backward_config(40)
+    more = torch.full((1, 2, 134, head_dim + 8), 7.0)
+    dq = more[:, :, 2:132, 4 : head_dim + 4]
+    shape, config = (1, 2, 130, head_dim), hopper_backward_config(head_dim)
     window = shape, more.stride()
     call = Signature(
         shape, shape, (more.stride(),) * 5, torch.float32, -1, MaskWindow(None, 0), SCALE, None, False, config
     )
-    rows = preprocess(call, window, window, config.block_m, 64)
+    rows = preprocess(call, window, window, config.block_m, width)
     sums = torch.arange(rows.elements, dtype=torch.float32)
-    launches = [launch_backward.postprocess(call, window, rows, 64)]
+    launches = [launch_backward.postprocess(call, window, rows, width)]
     Launches(launches, -1, ("buffer", "dq", "cu_q"))(sums, dq, None)
     sums = sums[: rows.rows.start]
-    blocks = sums.numpy().reshape(2, -1, 64 * 64) * np.float32(SCALE)
+    blocks = sums.numpy().reshape(2, -1, 64 * width) * np.float32(SCALE)
     for h, i in ((0, 0), (1, 1), (1, 2)):
         rows = dq[0, h, 64 * i : 64 * i + 64].numpy()
-        full = np.zeros((64, 64), np.float32)
-        numbers = in_registers(np.arange(4096).reshape(64, 64))  # which element lies at each place
+        full = np.zeros((64, width), np.float32)
+        numbers = in_registers(np.arange(64 * width).reshape(64, width))  # which element lies at each place
         full.reshape(-1)[numbers] = blocks[h, i]
-        np.testing.assert_array_equal(rows, full[: len(rows), :40])
+        np.testing.assert_array_equal(rows, full[: len(rows), :head_dim])
     dq.fill_(7.0)
     assert bool((more == 7.0).all()), "written outside of dq"
 
@@ -65,6 +66,43 @@ def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width:
         mask = {"causal": causal, "shifted": False, "left": left, "tail": True}
         plan = launch_backward.make_plan(width, config, mask, varlen=False)
         assert plan.delay.value == (0 if causal or left else clocks)
+
+
+def test_head_dimensions_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest width that holds one, in parts where that is no power of two; padded without its line."""
+    widths = {D: hopper_backward_config(D).width(D) for D in range(8, 257, 8)}
+    assert {width: [D for D in widths if widths[D] == width] for width in SPLIT} == {
+        80: [72, 80], 96: [88, 96], 160: [136, 144, 152, 160], 192: [168, 176, 184, 192],
+    }  # fmt: skip
+    assert set(widths.values()) == {64, 128, 256} | set(SPLIT)
+    for width, config in SPLIT.items():
+        left, right = config.columns
+        assert left + right == width and left & (left - 1) == right & (right - 1) == 0 and right >= 16
+        with pytest.raises(ValueError, match=f"^config: expected columns .* for head dimension {left}, got"):
+            config.width(left)
+    monkeypatch.delitem(SPLIT, 80)
+    monkeypatch.delitem(SPLIT, 160)
+    assert hopper_backward_config(72) == SPLIT[96] and hopper_backward_config(136) == SPLIT[192]
+    monkeypatch.delitem(SPLIT, 192)
+    assert hopper_backward_config(136) == hopper_backward_config(256)
+
+
+SWIZZLES = [(80, [64, 32]), (96, [64, 32]), (128, [128]), (192, [128, 128])]
+
+
+@pytest.mark.parametrize(("width", "swizzles"), SWIZZLES)
+def test_a_consumers_half_of_the_columns_is_whole_swizzles_of_k(width: int, swizzles: list[int]) -> None:
+    """A product reads 16 keys of the columns that one swizzle of shared memory goes round in."""
+    shape, config = (1, 1, 64, width), hopper_backward_config(width)
+    strides = torch.empty(shape, device="meta").stride()
+    call = Signature(
+        shape, shape, (strides,) * 5, torch.float16, 0, MaskWindow(None, 0), SCALE, None, False, config
+    )
+    window = shape, strides
+    rows = preprocess(call, window, window, config.block_m, width)
+    found = launch_backward.descriptors((window,) * 6, rows, width, call)
+    keys = [found[name].layout.swizzle_byte_width for name in ("desc_k", "desc_k_right") if name in found]
+    assert keys == swizzles
 
 
 @pytest.mark.parametrize(
