@@ -46,7 +46,7 @@ def _gradient(
     weights, length = torch.softmax(scores, -1), k.shape[2]
     # Rows that see nothing: 0, not NaN. A bias may hide keys, too.
     p = weights[..., :length].masked_fill(~seen | (scores[..., :length] == -math.inf), 0.0)
-    p_sink = weights[..., length:]
+    p_sink = weights[..., length:].masked_fill(scores[..., length:] == -math.inf, 0.0)
     if sizes:
         lse = torch.logsumexp(scores, -1, keepdim=True)
         more = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0)

@@ -102,10 +102,13 @@ class HopperSparseBackwardConfig:
 _BACKWARD = {64: HopperSparseBackwardConfig(128, half_p=True), 128: HopperSparseBackwardConfig(64)}
 WIDEST_BACKWARD = max(_BACKWARD)
 """Head dimensions beyond it have a backward pass in plain Triton."""
+_CAPPED = {64: HopperSparseBackwardConfig(64)}
+"""Under a soft cap, whose derivative takes registers that steps of 128 queries do not leave."""
 
 
-def hopper_sparse_backward_config(head_dim: int) -> HopperSparseBackwardConfig:
-    """For a head dimension of at most `WIDEST_BACKWARD`."""
+def hopper_sparse_backward_config(head_dim: int, soft_cap: bool = False) -> HopperSparseBackwardConfig:
+    """For a head dimension of at most `WIDEST_BACKWARD`; soft_cap: whether the score has one."""
     if not 1 <= head_dim <= WIDEST_BACKWARD:
         raise ValueError(f"head_dim: expected 1 to {WIDEST_BACKWARD}, got {head_dim}")
-    return _BACKWARD[tile_width(head_dim)]
+    width = tile_width(head_dim)
+    return _CAPPED.get(width, _BACKWARD[width]) if soft_cap else _BACKWARD[width]

@@ -35,8 +35,6 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
             return "takes no bias"
         if score.alibi is not None and score.soft_cap is None and abs(params.sm_scale) < 1e-15:
             return f"needs an sm_scale of 1e-15 or more under ALiBi; it is {params.sm_scale}"
-        if backward and score.changes_scores:
-            return "has a backward pass under scores with sinks alone"
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"
@@ -59,7 +57,8 @@ def configuration(
 ) -> HopperSparseConfig | HopperSparseBackwardConfig:
     """How the kernels are compiled and launched for queries and a mask like these."""
     if backward:
-        return hopper_sparse_backward_config(q.shape[-1])
+        capped = params.score is not None and params.score.soft_cap is not None
+        return hopper_sparse_backward_config(q.shape[-1], capped)
     return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse)
 
 

@@ -294,7 +294,7 @@ def _scored(s, mem, c, row, inner, slope, plan: gl.constexpr):
         s = tanh(s * inner)
     if plan.alibi:
         step = _lane(mem.steps.index(slot(c, plan)))
-        s = away(s, slope, row - step * plan.block_n, plan)
+        s = away(s, slope, row - step * plan.block_n)
     return s
 
 

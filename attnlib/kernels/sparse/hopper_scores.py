@@ -20,11 +20,12 @@ def tanh(x):
 
 
 @gluon.jit
-def away(s, slope, place, plan: gl.constexpr):
-    """s [64, N] less slope times the distance of key and query. place: that of the first row, counted from
-    the tile's first key."""
-    o_n = gl.arange(0, plan.block_n, layout=gl.SliceLayout(0, plan.s_layout))[None, :]  # [1, N]
-    o_m = place + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+def away(s, slope, place):
+    """s [64, N], of queries and keys or of keys and queries, less slope times their distance. place: that of
+    the first row, counted from the first column."""
+    layout: gl.constexpr = s.type.layout
+    o_n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))[None, :]  # [1, N]
+    o_m = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
     # As in `softmax.mask`: what of a column is the thread's goes to the other side of the difference.
     of_thread, o_n = o_n & 6, o_n & -7
     distance = (o_m[:, None] - of_thread).to(gl.float32) - o_n.to(gl.float32)  # [64, N]

@@ -57,8 +57,10 @@ class SparseBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
-        block_m, half_p: as in `HopperSparseBackwardConfig`.
+        block_m, half_p: as in `HopperSparseBackwardConfig`; half_p never under a soft cap, where dS is not
+            made of P.
         partial: some steps carry bits.
+        soft_cap, alibi: what the score has.
     """
 
     d: int
@@ -66,6 +68,8 @@ class SparseBackwardPlan(Constants):
     half_p: bool
     partial: bool
     registers: Registers
+    soft_cap: bool = False
+    alibi: bool = False
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
