@@ -14,19 +14,20 @@ from attnlib.autograd import Function, Gradient
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Saved
 from attnlib.params import MaskWindow, Params
-from attnlib.scores import Score, parts_of
+from attnlib.scores import Score, diagonals, parts_of
 
 
 class Scored(NamedTuple):
-    """What a call asks for besides q, k, v, sinks and bias."""
+    """What a call asks for besides q, k, v, sinks and bias; a table of the score is a bias of diagonals."""
 
     params: Params
     score: Score
 
     def of(self, q: torch.Tensor, k: torch.Tensor, sinks, bias, bias_gradient: bool = False) -> Params:
         """With the tensors as kernels take them: under torch.func they are not those of `score`."""
-        own = replace(self.score, sinks=sinks, bias=bias)
-        return self.params._replace(score=parts_of(own, q, k, bias_gradient))
+        table = self.score.relative is not None
+        own = replace(self.score, sinks=sinks, bias=None if table else bias)
+        return self.params._replace(score=parts_of(own, q, k, bias_gradient, bias if table else None))
 
 
 def _not_mapped(info, in_dims, *args):
@@ -103,13 +104,16 @@ def _everything(S_q: int, S_k: int, device: torch.device) -> BlockMask:
 
 def run(q, k, v, score: Score, params: Params) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, LSE), differentiable. `params` has a block mask."""
-    args, asked = (q, k, v, score.sinks, score.bias), Scored(params, score)
+    bias = score.bias
+    if score.relative is not None:
+        bias = diagonals(score.relative, q.shape[2], k.shape[2])
+    args, asked = (q, k, v, score.sinks, bias), Scored(params, score)
     functorch = torch._C._are_functorch_transforms_active()
     given = [x for x in args if x is not None]
     if not (functorch or (torch.is_grad_enabled() and any(x.requires_grad for x in given))):
-        return dispatch.forward(q, k, v, asked.of(q, k, score.sinks, score.bias))
+        return dispatch.forward(q, k, v, asked.of(q, k, score.sinks, bias))
     asked = asked._replace(params=params._replace(return_lse=True))
     if params.impl in ("decode", "hopper"):  # an error now rather than in the backward pass
-        wanted = score.bias is not None and score.bias.requires_grad
-        dispatch.resolve(q, k, v, asked.of(q, k, score.sinks, score.bias, wanted), backward=True)
+        wanted = bias is not None and bias.requires_grad
+        dispatch.resolve(q, k, v, asked.of(q, k, score.sinks, bias, wanted), backward=True)
     return ScoredAttention.apply(*args, asked)

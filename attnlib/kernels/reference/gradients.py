@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attnlib.kernels.reference.scores import scored, summed, with_sinks
+from attnlib.kernels.reference.scores import by_diagonals, scored, summed, with_sinks
 from attnlib.params import MaskWindow, mask_window
 from attnlib.scores import ScoreParts
 
@@ -125,11 +125,13 @@ def gradients_by_batch(
         found[3] = found[3].sum(0)
     if score is not None and score.bias is not None:
         found[4] = summed(found[4], score.sizes)
+        if score.diagonal:
+            found[4] = by_diagonals(found[4])
     return tuple(found)
 
 
 def _score_of_batch(score: ScoreParts | None, b: int) -> ScoreParts | None:
-    if score is None or score.bias is None:
+    if score is None or score.bias is None or score.diagonal:
         return score
     return score._replace(bias=score.bias[b : b + 1])
 

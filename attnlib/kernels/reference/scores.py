@@ -22,7 +22,7 @@ def scored(
         distance = (place - torch.arange(sizes[1], device=scores.device)).abs()
         scores = scores - score.alibi.to(scores.dtype)[:, None, None] * distance.to(scores.dtype)
     if score.bias is not None:
-        scores = scores + score.bias[:, :, rows].to(scores.dtype)
+        scores = scores + score.bias_of(rows).to(scores.dtype)
     return scores, slope
 
 
@@ -32,6 +32,14 @@ def with_sinks(scores: torch.Tensor, score: ScoreParts | None) -> torch.Tensor:
         return scores
     sinks = score.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, sinks], -1)
+
+
+def by_diagonals(terms: torch.Tensor) -> torch.Tensor:
+    """(1, H, Sq, Sk) added up to the places of `ScoreParts` with a bias of diagonals."""
+    _, H, S_q, S_k = terms.shape
+    places = S_q - 1 - torch.arange(S_q, device=terms.device)[:, None] + torch.arange(S_k, device=terms.device)
+    found = terms.new_zeros(H, max(0, S_q + S_k - 1))
+    return found.index_add_(1, places.flatten(), terms[0].flatten(1))
 
 
 def summed(terms: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

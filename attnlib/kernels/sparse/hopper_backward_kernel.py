@@ -66,7 +66,7 @@ class Memory(NamedTuple):
     ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1
     words: gl.shared_memory_descriptor  # [2 * STAGES, 1, 1, 256]: of a slot for consumer w, 2 slot + w
     told: gl.shared_memory_descriptor  # [5, 32]: the last one has the number of the column of tiles
-    places: gl.shared_memory_descriptor  # [4, 32], for ALiBi: of the first key, from the first query of a step
+    places: gl.shared_memory_descriptor  # [4, 32], for ALiBi: of the first key, from a step's first query
     slopes: gl.shared_memory_descriptor  # [4, 32], for ALiBi: of a step's head, times log2(e)
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor

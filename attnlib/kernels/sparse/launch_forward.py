@@ -78,7 +78,9 @@ def prepare(call: Signature) -> Plan | None:
             "desc_v": Descriptor(Part("v"), windows[2], keys),
             "desc_o": Descriptor(Part("out"), out.window, rows),
         },
-        pointers={"lse_ptr": Part("lse")} | {f"{name}_ptr": Part(name) for name in (*LISTS, *SCORES)},
+        pointers={"lse_ptr": Part("lse")}
+        | {f"{name}_ptr": Part(name) for name in (*LISTS, *SCORES)}
+        | {"bias_ptr": bias_part(call)},
         scalars={
             "S_q": S_q, "S_k": S_k, "H": H, "HEADS": B * H, "num_tiles": num_tiles, **mask_strides(call),
             **score_scalars(call),
@@ -97,6 +99,12 @@ def tensors_of(params: Params) -> tuple[torch.Tensor | None, ...]:
     """Those of `SCORES`."""
     score = params.score
     return (None, None, None) if score is None else (score.alibi, score.sinks, score.bias)
+
+
+def bias_part(call: Signature, name: str = "bias") -> Part:
+    """The bias of a call, or what has its layout, from that of the first query and the first key on."""
+    diagonal = call.score is not None and call.score.diagonal
+    return Part(name, call.dimensions()[3] - 1 if diagonal else 0)
 
 
 def is_scored(call: Signature) -> bool:

@@ -87,3 +87,18 @@ def test_a_bias_of_any_layout_and_dtype(device):
     assert torch.equal(out, same)
     assert found.dtype == torch.bfloat16 and found.shape == turned.shape
     torch.testing.assert_close(found.float(), torch.autograd.grad(same.sum(), own)[0], rtol=1e-2, atol=1e-3)
+
+
+def test_a_table_by_distance_is_that_bias(device):
+    """Shorter than the distances: its ends stand for what is farther, and their gradients are sums."""
+    q, k, v = tensors(1, 2, 40, 64, device=device)
+    k, v = k[:, :, :30], v[:, :, :30]
+    table = torch.randn(2, 11, generator=torch.Generator().manual_seed(5)).to(device).requires_grad_()
+    distance = torch.arange(30, device=device) - (torch.arange(40, device=device)[:, None] - 10)
+    bias = table[:, distance.clamp(-5, 5) + 5]
+    found, expected = (
+        attention(q, k, v, score=score, impl="triton") for score in (Score(relative=table), Score(bias=bias))
+    )
+    assert torch.equal(found, expected)
+    gradients = (torch.autograd.grad(out.sum(), table)[0] for out in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
