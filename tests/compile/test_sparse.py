@@ -50,9 +50,13 @@ KINDS = {
 SCORES = {
     "cap": Score(soft_cap=30.0), "alibi": Score(alibi=torch.zeros(2)), "sinks": Score(sinks=torch.zeros(2)),
     "all": Score(soft_cap=30.0, alibi=torch.zeros(2), sinks=torch.zeros(2)),
+    "bias": Score(bias=torch.zeros(1, 2, 256, 256, dtype=torch.float16)),
+    "every part": Score(30.0, torch.zeros(2), torch.zeros(2), torch.zeros(1, 2, 256, 250)),
 }  # fmt: skip
 KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
-SCORED = [*product(("64",), list(KINDS)[4:]), *product(("128", "256"), ("bits, LSE, all",))]
+SCORED = [*product(("64",), [f"bits, LSE, {name}" for name in ("cap", "alibi", "sinks", "all")])]
+SCORED += product(("128", "256"), ("bits, LSE, all",))
+SCORED += [("64 wide", "bits, LSE, every part"), ("128", "bits, LSE, every part"), ("128", "bits, LSE, bias")]
 """All parts of a score take the most registers; one at a time they are compiled at D = 64."""
 CASES = [*product(CONFIGS, ("blocks", "bits", "bits, negative, LSE"), ("fp16",))]
 CASES += [("64", "blocks, LSE", "fp16")]
@@ -86,17 +90,22 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     partial, flip, lse, *rest = KINDS[kind]
     score = None
     if rest:
+        own = SCORES[rest[0]]
         q = torch.zeros(1, 2, 256, width)
-        score = parts_of(SCORES[rest[0]], q, q).form
+        k = q if own.bias is None else q[:, :, : own.bias.shape[-1]]
+        score = parts_of(own, q, k).form
     plan = launch_hopper.make_plan(width, config, flip, lse, partial, score)
     has = {
         "lse_ptr": lse, "inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value,
-        "sinks_ptr": plan.sinks.value,
+        "sinks_ptr": plan.sinks.value, "bias_ptr": plan.bias.value,
     }  # fmt: skip
+    has |= dict.fromkeys(("bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
     absent = [name for name, there in has.items() if not there]
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
     types = dict.fromkeys(pointers, "*i32") | {"qk_scale": "fp32", "inner": "fp32"}
-    types |= {name: "*fp32" for name, there in has.items() if there and name != "inner"}
+    types |= {name: "*fp32" for name, there in has.items() if there and name.endswith("_ptr")}
+    if score is not None and score.bias == torch.float16:
+        types["bias_ptr"] = "*fp16"
     descriptors = launch_hopper.descriptors((None,) * 4, 1, width, config, DTYPES[dtype])
     for name, descriptor in descriptors.items():
         element = "i32" if name == "desc_words" else dtype

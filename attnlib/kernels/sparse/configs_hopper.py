@@ -62,8 +62,9 @@ _CHOSEN = {
 _FINE = {128: HopperSparseConfig(64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True)}
 
 
-def hopper_sparse_config(head_dim: int, coarse: bool = True) -> HopperSparseConfig:
-    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64.
+def hopper_sparse_config(head_dim: int, coarse: bool = True, bias: bool = False) -> HopperSparseConfig:
+    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64. bias:
+    whether the score has one, which two pairs have no registers for.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -71,6 +72,8 @@ def hopper_sparse_config(head_dim: int, coarse: bool = True) -> HopperSparseConf
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
+    if bias and width == 64:
+        return WIDE
     return _CHOSEN[width] if coarse else _FINE.get(width, _CHOSEN[width])
 
 

@@ -22,6 +22,7 @@ class SparsePlan(Constants):
         partial: some steps carry bits.
         pairs: of consumer warpgroups in a program, 1 or 2.
         soft_cap, alibi, sinks: what the score has.
+        bias: it has a bias; bias_n: its stride along keys, 0 or 1; bias_edge: steps reach beyond its last key.
     """
 
     d: int
@@ -37,9 +38,17 @@ class SparsePlan(Constants):
     soft_cap: bool = False
     alibi: bool = False
     sinks: bool = False
+    bias: bool = False
+    bias_n: int = 0
+    bias_edge: bool = False
 
-    # Told of a tile; a score needs its head.
-    words = property(lambda self: gl.constexpr(6 if self.alibi.value or self.sinks.value else 5))
+    # Told of a tile; a score needs its head, a bias its batch element, too.
+    words = property(
+        lambda self: gl.constexpr(7 if self.bias.value else 6 if self.alibi.value or self.sinks.value else 5)
+    )
+    tells_steps = property(lambda self: gl.constexpr(self.alibi.value or self.bias.value))
+    # Whether a score may be -inf.
+    hides = property(lambda self: gl.constexpr(self.partial.value or self.bias.value))
 
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: accumulator(self.block_n.value))

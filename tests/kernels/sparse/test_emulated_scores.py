@@ -1,4 +1,4 @@
-"""Scores in the Hopper kernels in the emulator: soft cap, ALiBi, sinks; and bugs planted in their text."""
+"""Scores in the Hopper kernels in the emulator, their gradients too but under a bias; and bugs planted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,25 @@ SCORES = {
     "cap": Score(soft_cap=2.0), "alibi": Score(alibi=SLOPES), "sinks": Score(sinks=LOGITS),
     "all": Score(soft_cap=3.0, alibi=SLOPES, sinks=LOGITS),
     "no sinks": Score(sinks=torch.full((3,), -torch.inf)),
+    "relative": Score(relative=torch.randn(3, 121, generator=torch.Generator().manual_seed(3))),
 }  # fmt: skip
+BIASES = {"bias": (3, 0, 0), "queries": (3, 0, 1), "batch": (2, 1, 0, 0)}
+"""Name -> sizes of a bias, 0 for that of the call."""
+
+
+def score_of(name: str, S_q: int, S_k: int) -> Score:
+    """One of `SCORES`, or with a bias that hides some keys, and all of one query."""
+    part = name.removeprefix("capped_")
+    if part not in BIASES:
+        return SCORES[name]
+    own = BIASES[part]
+    sizes = [x or y for x, y in zip(own, (2, 3, S_q, S_k)[-len(own) :], strict=True)]
+    bias = torch.randn(sizes, generator=torch.Generator().manual_seed(4))
+    bias[..., 5, :] = -torch.inf
+    bias[..., 40:45] = bias[..., 40:45].masked_fill(bias[..., 40:45] > 0, -torch.inf)
+    return Score(2.0, SLOPES, LOGITS, bias) if part != name else Score(bias=bias.half())
+
+
 PAIRS = HopperSparseConfig(64, 2, 64, pairs=2, joint=True)
 CALLS = {  # D, mask, S_q, S_k, sm_scale, config
     "64": (64, "documents", 100, 130, 0.1, None),
@@ -39,7 +57,8 @@ CALLS = {  # D, mask, S_q, S_k, sm_scale, config
 }
 CASES = [*[("64", score) for score in SCORES], ("pairs", "all"), ("pairs", "alibi"), ("128", "all"),
          ("128", "alibi"), ("128", "sinks"), ("nothing", "all"), ("nothing", "no sinks"),
-         ("bfloat16", "all")]  # fmt: skip
+         ("bfloat16", "all"), ("bfloat16", "batch"), ("64", "capped_bias"), ("64", "queries"),
+         ("pairs", "relative"), ("128", "relative"), ("128", "bias")]  # fmt: skip
 
 
 def check(call: str, score: str, order: str = "random", seed: int = 0, **where) -> None:
@@ -53,7 +72,7 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
     q, k, v, d_out = (torch.randn(shape, generator=rng).to(dtype) for shape in (*shapes, shapes[0]))
     close, close_gradient = (dict.fromkeys(("rtol", "atol"), e * (1 + 7 * (call == "bfloat16")))
                              for e in (1e-3, 5e-3))  # fmt: skip
-    parts = parts_of(SCORES[score], q, k)
+    parts = parts_of(score_of(score, S_q, S_k), q, k)
     params = Params(
         MaskWindow(None, None), sm_scale, return_lse=True, config=config, block_mask=mask, score=parts
     )
@@ -63,6 +82,11 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
     truth, truth_lse = attention_fp64(q, k, v, **how)
     torch.testing.assert_close(out.double(), truth, **close)
     torch.testing.assert_close(lse.double(), truth_lse, rtol=2e-5, atol=2e-5)
+    with on_the_cpu(order, seed):
+        refused = hopper.unsupported(q, k, v, params, backward=True)
+    assert (refused is None) == (parts.bias is None)
+    if refused:
+        return
     with on_the_cpu(order, seed, **where):
         found = families.backward(
             hopper, d_out, q, k, v, truth.to(dtype), truth_lse.float(), params._replace(config=None)
@@ -99,6 +123,18 @@ MUTATIONS = [
             "place = row + score.place", "place = score.place"),
     planted("keys after a query count as those before", "pairs alibi",
             "gl.maximum(distance, -distance)", "distance", hopper_scores),
+    planted("a bias of the first head", "64 capped_bias", "h * score.bias_h", "0 * h"),
+    planted("a bias of the first batch element", "bfloat16 batch", "b * score.bias_b", "0 * b"),
+    planted("a bias that is not flipped", "128 bias", "unit = -unit\n", "unit = unit\n"),
+    planted("a bias of the first rows", "pairs relative", "gl.minimum(row + gl", "gl.minimum(0 * row + gl"),
+    planted("a bias of the first keys", "pairs relative", "bias_ptr += first_key * plan.bias_n",
+            "bias_ptr += 0 * first_key", hopper_scores),
+    planted("a bias of keys that there are not", "128 bias", "mask=o_n < keys", "mask=o_n <= keys",
+            hopper_scores),
+    planted("a bias of queries that there are not", "64 queries", ", work.S_q - 1)", ", work.S_q + 1000)"),
+    planted("a row that sees nothing for its bias", "128 bias", "weights = softmax.weights(s, shift, qk_scale, "
+            "plan.hides)\n        sums = softmax.row_sum", "weights = softmax.weights(s, shift, qk_scale, "
+            "False)\n        sums = softmax.row_sum"),
     *(planted(*bug, hopper_backward_kernel) for bug in (
         ("dQ and dK do not know the cap", "64 all", "derivative = 1.0 - s * s", "derivative = 1.0 - 0 * s"),
         ("dV knows the cap's derivative", "128 all", "p_half = gl.convert_layout(p.to(",
