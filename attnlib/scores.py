@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from attnlib.arguments import scores as checks
 class Score:
     """What becomes of the scores s = sm_scale * Q K^T before the softmax, in this order; None for nothing::
 
+        s = function(s, i, j, h, b)
         s = soft_cap * tanh(s / soft_cap)
         s = s - alibi[h] * |i + Sk - Sq - j|
         s = s + bias[b, h, i, j]
@@ -29,6 +31,13 @@ class Score:
         bias: float, of a shape that broadcasts to (B, H, Sq, Sk). Differentiable. -inf hides a key.
         relative: (H, 2L + 1), float: a bias by how far a key stands behind its query, as in T5 (arXiv
             1910.10683); beyond L it is that of L. Differentiable. -inf hides a key. Not together with bias.
+        function: your own, a `@triton.jit` function of a float32 score and the numbers of its query, key,
+            query head and batch element. It is called for tiles: s is (m, n) or (n, m), i and j broadcast to
+            that, h and b are single numbers. It may use what a kernel may, but no pointer, and is called for
+            places behind the last row and key, too. -inf hides a key.
+        derivative: likewise, of function by s, finite where function is; gradients need it.
+        reference: likewise in PyTorch, with tensors for all five. `impl="reference"` needs it, and takes its
+            derivative from autograd.
 
     Tensors are float16, bfloat16 or float32, on the device of the queries, and are used in float32.
 
@@ -38,6 +47,13 @@ class Score:
     Example:
         >>> gemma = Score(soft_cap=50.0)
         >>> gpt_oss = Score(sinks=torch.zeros(64, device="cuda", requires_grad=True))
+        >>> @triton.jit
+        ... def softsign(s, i, j, h, b):
+        ...     return s / (1 + tl.abs(s))
+        >>> @triton.jit
+        ... def softsign_derivative(s, i, j, h, b):
+        ...     return 1 / ((1 + tl.abs(s)) * (1 + tl.abs(s)))
+        >>> own = Score(function=softsign, derivative=softsign_derivative)
     """
 
     soft_cap: float | None = None
@@ -45,15 +61,18 @@ class Score:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     relative: torch.Tensor | None = None
+    function: Any = None
+    derivative: Any = None
+    reference: Callable | None = None
 
     def __post_init__(self) -> None:
-        checks.check_parts(self.soft_cap, self.alibi, self.sinks, self.bias, self.relative)
+        checks.check_parts(self)
 
 
 class ScoreForm(NamedTuple):
     """What launches depend on of a score: the cap; whether there are slopes and sinks; of a bias its dtype,
     its strides as (B, H, Sq, Sk), and its own sizes there, 1 where it broadcasts; whether its gradient is
-    asked for; whether it is of diagonals, see `ScoreParts`."""
+    asked for; whether it is of diagonals, see `ScoreParts`; the functions."""
 
     soft_cap: float | None
     alibi: bool
@@ -63,6 +82,8 @@ class ScoreForm(NamedTuple):
     sizes: tuple[int, ...] | None
     bias_gradient: bool
     diagonal: bool
+    function: Any
+    derivative: Any
 
 
 class ScoreParts(NamedTuple):
@@ -79,17 +100,16 @@ class ScoreParts(NamedTuple):
     sizes: tuple[int, ...] | None = None
     bias_gradient: bool = False
     diagonal: bool = False
-
-    @property
-    def changes_scores(self) -> bool:
-        """Whether it is more than sinks, which only the sum of a row has to do with."""
-        return self.soft_cap is not None or self.alibi is not None or self.bias is not None
+    function: Any = None
+    derivative: Any = None
+    reference: Callable | None = None
 
     @property
     def form(self) -> ScoreForm:
         dtype = None if self.bias is None else self.bias.dtype
         parts = self.soft_cap, self.alibi is not None, self.sinks is not None
-        return ScoreForm(*parts, dtype, self.strides, self.sizes, self.bias_gradient, self.diagonal)
+        bias = dtype, self.strides, self.sizes, self.bias_gradient, self.diagonal
+        return ScoreForm(*parts, *bias, self.function, self.derivative)
 
     @property
     def strides(self) -> tuple[int, ...] | None:
@@ -143,4 +163,5 @@ def parts_of(
         bias = diagonals(score.relative, q.shape[2], k.shape[2]) if made is None else made
         bias = bias.detach().resolve_neg()
         sizes = 1, *q.shape[1:3], k.shape[2]
-    return ScoreParts(cap, alibi, sinks, bias, sizes, bias_gradient, score.relative is not None)
+    own = score.function, score.derivative, score.reference
+    return ScoreParts(cap, alibi, sinks, bias, sizes, bias_gradient, score.relative is not None, *own)

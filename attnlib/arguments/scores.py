@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -9,12 +10,16 @@ import torch
 from attnlib.arguments.common import DTYPES, NO_STRIDES, type_name
 
 
-def check_parts(soft_cap, alibi, sinks, bias, relative) -> None:
-    """What can be said without queries."""
-    if all(part is None for part in (soft_cap, alibi, sinks, bias, relative)):
+def check_parts(score) -> None:
+    """What can be said of an `attnlib.Score` without queries."""
+    soft_cap, alibi, sinks, bias, relative = tensors_and_cap = (
+        score.soft_cap, score.alibi, score.sinks, score.bias, score.relative
+    )  # fmt: skip
+    if all(part is None for part in (*tensors_and_cap, score.function, score.derivative, score.reference)):
         raise ValueError(
-            "score: expected at least one of soft_cap, alibi, sinks, bias and relative, got none"
+            "score: expected at least one of soft_cap, alibi, sinks, bias, relative and function, got none"
         )
+    _check_functions(score)
     if bias is not None and relative is not None:
         raise ValueError("score: expected bias or relative, got both; add the one to the other")
     if soft_cap is not None:
@@ -42,6 +47,37 @@ def check_parts(soft_cap, alibi, sinks, bias, relative) -> None:
         raise ValueError(
             "score.alibi: expected slopes that do not require grad, got some that do: attnlib has no "
             "gradient of them"
+        )
+
+
+def _check_functions(score) -> None:
+    from triton.runtime.jit import KernelInterface
+
+    for name in ("function", "derivative"):
+        own = getattr(score, name)
+        if own is None:
+            continue
+        if not isinstance(own, KernelInterface):
+            raise TypeError(f"score.{name}: expected a @triton.jit function or None, got {type_name(own)}")
+        parameters = inspect.signature(own.fn).parameters
+        if len(parameters) != 5:
+            raise ValueError(
+                f"score.{name}: expected a function of (s, i, j, h, b), got one of ({', '.join(parameters)})"
+            )
+    if score.reference is not None and not callable(score.reference):
+        raise TypeError(
+            f"score.reference: expected a function of tensors or None, got {type_name(score.reference)}"
+        )
+    for name in ("derivative", "reference"):
+        if score.function is None and getattr(score, name) is not None:
+            raise ValueError(f"score.{name}: expected None without score.function, got a function")
+
+
+def check_derivative(score) -> None:
+    """ValueError where a gradient will need the derivative and there is none."""
+    if score.function is not None and score.derivative is None:
+        raise ValueError(
+            "score.derivative: expected a @triton.jit function, which the gradients need, got None"
         )
 
 

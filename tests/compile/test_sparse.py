@@ -10,6 +10,7 @@ import pytest
 import side_by_side
 import torch
 from launches import jobs_of
+from score_cases import bent, bent_derivative
 
 from attnlib import BlockMask
 from attnlib.bench import inspect_sm90
@@ -212,8 +213,8 @@ def test_bits_take_two_instructions_for_each_score(compiled: dict[tuple, Stats])
 # ---------------------------------------------------------------- plain Triton
 
 
-def launched(head_dim: int, dtype: str, name: str, arch) -> list:
-    """What a call, and its backward pass, would launch."""
+def launched(head_dim: int, dtype: str, name: str, arch, own: Score | None = None) -> list:
+    """What a call, and its backward pass, would launch; own: with this score."""
     q = torch.zeros(1, 2, 256, head_dim, dtype=getattr(torch, dtype))
     blocks = torch.eye(2, dtype=torch.bool)
     mask = BlockMask.from_blocks(blocks, 256, 256)
@@ -223,6 +224,8 @@ def launched(head_dim: int, dtype: str, name: str, arch) -> list:
     if name == "score":
         slopes, bias = torch.ones(2), torch.zeros(256, 256)
         params = params._replace(score=parts_of(Score(30.0, slopes, slopes, bias), q, q, bias_gradient=True))
+    if own is not None:
+        params = params._replace(score=parts_of(own, q, q))
     forward = params._replace(config=sparse_forward_config(head_dim, dtype, arch))
     backward = params._replace(config=sparse_backward_config(head_dim, dtype, arch))
     modules = forward_kernel, backward_kernels, scores, preprocess
@@ -261,3 +264,17 @@ def test_portable_with_every_part_of_a_score() -> None:
     for stats in inspect_sm90.compile_all(launched(64, "float16", "score", (9, 0))):
         assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
         assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0 and stats.spills <= 64
+
+
+def test_portable_with_a_function_of_the_users_own() -> None:
+    """In this process: a job with a function can't be sent to another one."""
+    from triton import knobs
+
+    own = Score(function=bent, derivative=bent_derivative)
+    with knobs.compilation.scope(), knobs.nvidia.scope():
+        jobs = launched(64, "float16", "bits", (9, 0), own)
+        assert [job.kernel_name.rpartition("_")[2] for job in jobs] == ["forward", "dkdv", "dq"]
+        for stats in map(inspect_sm90.compile_here, jobs):
+            assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
+            assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0 and stats.spills <= 32
+            assert stats.opcodes.get("MUFU.RCP"), "the division of the function"

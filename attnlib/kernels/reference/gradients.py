@@ -131,7 +131,12 @@ def gradients_by_batch(
 
 
 def _score_of_batch(score: ScoreParts | None, b: int) -> ScoreParts | None:
-    if score is None or score.bias is None or score.diagonal:
+    if score is None:
+        return None
+    if score.reference is not None:
+        whole = score.reference
+        score = score._replace(reference=lambda s, i, j, h, own: whole(s, i, j, h, own + b))
+    if score.bias is None or score.diagonal:
         return score
     return score._replace(bias=score.bias[b : b + 1])
 

@@ -31,6 +31,8 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return lacks
     score = params.score
     if score is not None:
+        if score.function is not None:
+            return "takes no score function of the caller's own"
         if score.bias is not None and backward:
             return "has no backward pass under a bias: a tile of it has no room beside three accumulators"
         if score.bias is not None and score.strides[3] not in (0, 1):

@@ -14,9 +14,9 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
-- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the number of a
-  step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer loads a bias
-  from global memory, where its elements are in the order of its registers.
+- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
+  number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
+  loads its elements of a bias from global memory.
 
 A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
 """

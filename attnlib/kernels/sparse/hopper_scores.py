@@ -21,8 +21,8 @@ def tanh(x):
 
 @gluon.jit
 def biased(s, bias_ptr, rows, first_key, keys, unit, plan: gl.constexpr):
-    """s [64, N] and a bias, times unit. bias_ptr: of the tile's first key and row 0; rows: int64 [64], of each
-    row's bias from there; keys: that there are from first_key on."""
+    """s [64, N] and a bias, times unit. bias_ptr: of a head, for query 0 and key 0; rows: int64 [64], where
+    the bias of each row is from there; keys: how many there are from first_key on."""
     layout: gl.constexpr = s.type.layout
     bias_ptr += first_key * plan.bias_n
     if plan.bias_n == 0:

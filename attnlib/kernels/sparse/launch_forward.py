@@ -110,19 +110,24 @@ def bias_part(call: Signature, name: str = "bias") -> Part:
 def is_scored(call: Signature) -> bool:
     """Whether the score is more than sinks."""
     score = call.score
-    return score is not None and not (score.soft_cap is None and not score.alibi and score.bias is None)
+    if score is None:
+        return False
+    return score.soft_cap is not None or score.alibi or score.bias is not None or score.function is not None
 
 
 def score_scalars(call: Signature) -> dict[str, float | None]:
     """Numbers of a score, and what products of queries and keys are multiplied with; see `scores.scored`."""
-    scale, cap, strides = exp2_scale(call.sm_scale), None, (None,) * 4
+    scale, cap, after, strides = exp2_scale(call.sm_scale), None, None, (None,) * 4
     if is_scored(call):
-        scale, cap = call.sm_scale * LOG2_E, call.score.soft_cap
+        unit, cap = LOG2_E, call.score.soft_cap
         if cap is not None:
-            scale, cap = call.sm_scale / cap, cap * LOG2_E
+            unit, cap = 1 / cap, cap * LOG2_E
+        scale = call.sm_scale * unit
+        if call.score.function is not None:
+            scale, after = call.sm_scale, unit
         strides = call.score.strides or strides
     names = "bias_b", "bias_h", "bias_m"
-    return {"qk_scale": scale, "cap": cap, **dict(zip(names, strides, strict=False))}
+    return {"qk_scale": scale, "cap": cap, "after": after, **dict(zip(names, strides, strict=False))}
 
 
 def check_size(call: Signature, programs: int) -> None:
@@ -150,6 +155,8 @@ def constants_of(call: Signature, tile: SparseTile) -> dict[str, object]:
         "FLIP": call.sm_scale < 0 and not is_scored(call),  # then the scale has its sign
         "SCORED": is_scored(call),
         "BIAS_N": call.score.strides[3] if is_scored(call) and call.score.strides else None,
+        "FUNCTION": None if call.score is None else call.score.function,
+        "DERIVATIVE": None if call.score is None else call.score.derivative,
         "SECTION": tile.heads_per_section,
         "STEP": STEP,
         "NUM_STAGES": tile.num_stages,

@@ -12,7 +12,15 @@ from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
-from attnlib.kernels.sparse.launch_forward import LISTS, SCORES, TILE, bias_part, check_size, mask_strides, tensors_of
+from attnlib.kernels.sparse.launch_forward import (
+    LISTS,
+    SCORES,
+    TILE,
+    bias_part,
+    check_size,
+    mask_strides,
+    tensors_of,
+)
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 

@@ -22,7 +22,7 @@ class SparsePlan(Constants):
         partial: some steps carry bits.
         pairs: of consumer warpgroups in a program, 1 or 2.
         soft_cap, alibi, sinks: what the score has.
-        bias: it has a bias; bias_n: its stride along keys, 0 or 1; bias_edge: steps reach beyond its last key.
+        bias: it has a bias; bias_n: its stride along keys, 0 or 1; bias_edge: steps go beyond its last key.
     """
 
     d: int

@@ -132,9 +132,9 @@ MUTATIONS = [
     planted("a bias of keys that there are not", "128 bias", "mask=o_n < keys", "mask=o_n <= keys",
             hopper_scores),
     planted("a bias of queries that there are not", "64 queries", ", work.S_q - 1)", ", work.S_q + 1000)"),
-    planted("a row that sees nothing for its bias", "128 bias", "weights = softmax.weights(s, shift, qk_scale, "
-            "plan.hides)\n        sums = softmax.row_sum", "weights = softmax.weights(s, shift, qk_scale, "
-            "False)\n        sums = softmax.row_sum"),
+    planted("a row that sees nothing for its bias", "128 bias",
+            "softmax.weights(s, shift, qk_scale, plan.hides)\n        sums = softmax.row_sum",
+            "softmax.weights(s, shift, qk_scale, False)\n        sums = softmax.row_sum"),
     *(planted(*bug, hopper_backward_kernel) for bug in (
         ("dQ and dK do not know the cap", "64 all", "derivative = 1.0 - s * s", "derivative = 1.0 - 0 * s"),
         ("dV knows the cap's derivative", "128 all", "p_half = gl.convert_layout(p.to(",
