@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib import dispatch
-from attnlib.arguments.scores import check_derivative
+from attnlib.arguments.scores import check_functions
 from attnlib.arguments.tangents import no_forward_derivative
 from attnlib.autograd import Function, Gradient
 from attnlib.block_mask import BlockMask
@@ -113,7 +113,7 @@ def run(q, k, v, score: Score, params: Params) -> tuple[torch.Tensor, torch.Tens
     given = [x for x in args if x is not None]
     if not (functorch or (torch.is_grad_enabled() and any(x.requires_grad for x in given))):
         return dispatch.forward(q, k, v, asked.of(q, k, score.sinks, bias))
-    check_derivative(score)
+    check_functions(score, True, params.impl)
     asked = asked._replace(params=params._replace(return_lse=True))
     if params.impl in ("decode", "hopper"):  # an error now rather than in the backward pass
         wanted = bias is not None and bias.requires_grad

@@ -9,6 +9,8 @@ import torch
 
 from attnlib.arguments.common import DTYPES, NO_STRIDES, type_name
 
+NO_REFERENCE = "score.reference: expected a function of tensors, as this call runs in PyTorch, got None"
+
 
 def check_parts(score) -> None:
     """What can be said of an `attnlib.Score` without queries."""
@@ -19,7 +21,7 @@ def check_parts(score) -> None:
         raise ValueError(
             "score: expected at least one of soft_cap, alibi, sinks, bias, relative and function, got none"
         )
-    _check_functions(score)
+    _check_own(score)
     if bias is not None and relative is not None:
         raise ValueError("score: expected bias or relative, got both; add the one to the other")
     if soft_cap is not None:
@@ -50,7 +52,7 @@ def check_parts(score) -> None:
         )
 
 
-def _check_functions(score) -> None:
+def _check_own(score) -> None:
     from triton.runtime.jit import KernelInterface
 
     for name in ("function", "derivative"):
@@ -73,12 +75,16 @@ def _check_functions(score) -> None:
             raise ValueError(f"score.{name}: expected None without score.function, got a function")
 
 
-def check_derivative(score) -> None:
-    """ValueError where a gradient will need the derivative and there is none."""
-    if score.function is not None and score.derivative is None:
+def check_functions(score, gradients: bool, impl: str | None) -> None:
+    """ValueError where gradients, or an `impl`, need a function that the score does not have."""
+    if score.function is None:
+        return
+    if score.derivative is None and gradients:
         raise ValueError(
             "score.derivative: expected a @triton.jit function, which the gradients need, got None"
         )
+    if score.reference is None and impl == "reference":
+        raise ValueError(NO_REFERENCE)
 
 
 def check_score(score, q: torch.Tensor, k: torch.Tensor) -> None:

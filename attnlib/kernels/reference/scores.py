@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from attnlib.arguments.scores import NO_REFERENCE
 from attnlib.scores import ScoreParts
 
 
@@ -35,9 +36,7 @@ def _by_function(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores after a function of the user's own, and its derivative, by autograd."""
     if reference is None:
-        raise ValueError(
-            "score.reference: expected a function of tensors, as this call runs in PyTorch, got None"
-        )
+        raise ValueError(NO_REFERENCE)
     B, H, rows, S_k = scores.shape
     b, h, j = (torch.arange(n, device=scores.device) for n in (B, H, S_k))
     i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]

@@ -10,9 +10,10 @@ import torch
 from cases import INTERPRETER_REMARKS
 from emulated import mutate, on_the_cpu
 from mutations import Mutation
+from score_cases import bent
 from sparse_cases import FUNCTIONS
 
-from attnlib import Score
+from attnlib import Score, explain
 from attnlib.block_mask import BlockMask
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.reference.dense import attention_fp64
@@ -100,6 +101,19 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
 @pytest.mark.parametrize(("call", "score"), CASES)
 def test_call(call, score):
     check(call, score)
+
+
+def test_what_is_left_to_the_portable_kernels_is_named():
+    q = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
+    with on_the_cpu():
+        for score, reason in (
+            (Score(function=bent), "takes no score function of the caller's own"),
+            (Score(bias=torch.zeros(64, 64).T), "whose keys follow each other in memory; their stride is 64"),
+        ):
+            found = explain(q, q, q, score=score)
+            assert found.kernel == "triton" and reason in found.reason
+        for score in Score(soft_cap=3.0), Score(relative=torch.zeros(2, 9)), Score(bias=torch.zeros(64, 1)):
+            assert explain(q, q, q, score=score).kernel == "hopper"
 
 
 def planted(bug: str, case: str, before: str, after: str, module=hopper_kernel) -> Mutation:
