@@ -89,8 +89,8 @@ def attention(
         block_mask: an `attnlib.BlockMask`: query i sees key j where the mask says so, and only if `causal`
             and `window` allow it too. What work there is goes by its blocks. The first call with a mask and a
             window makes the mask of both, which waits for the GPU and is kept.
-        score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, an additive bias. Such a call runs in
-            the kernels for block masks. It has gradients of sinks and bias, too, and no `torch.vmap`,
+        score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, a bias, a function of your own. Such a
+            call runs in the kernels for block masks. It has gradients of sinks and bias, and no `torch.vmap`,
             `torch.compile` or `torch.export`. The LSE has the sink in it, and is that of the sink where a row
             sees nothing.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
