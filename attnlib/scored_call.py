@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from attnlib import dispatch
+from attnlib.arguments.scores import check_functions
 from attnlib.arguments.tangents import no_forward_derivative
 from attnlib.autograd import Function, Gradient
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Saved
 from attnlib.params import MaskWindow, Params
-from attnlib.scores import Score, parts_of
+from attnlib.scores import Score, ScoreParts, given_parts
 
 
 class Scored(NamedTuple):
-    """What a call asks for besides q, k, v, sinks and bias."""
+    """What a call asks for besides q, k, v, sinks and bias. score: its other parts, as they were given."""
 
     params: Params
-    score: Score
+    score: ScoreParts
 
     def of(self, q: torch.Tensor, k: torch.Tensor, sinks, bias, bias_gradient: bool = False) -> Params:
         """With the tensors as kernels take them: under torch.func they are not those of `score`."""
-        own = replace(self.score, sinks=sinks, bias=bias)
-        return self.params._replace(score=parts_of(own, q, k, bias_gradient))
+        own = self.score._replace(sinks=sinks, bias=bias, bias_gradient=bias_gradient)
+        return self.params._replace(score=own.prepared(q, k))
 
 
 def _not_mapped(info, in_dims, *args):
@@ -77,6 +77,15 @@ class ScoredGradient(Gradient):
     vmap = staticmethod(_not_mapped)
 
 
+def refuse_functions(score: Score) -> None:
+    """NotImplementedError for a score that can't go into an operator: compiled functions are no tensors."""
+    if score.function is not None:
+        raise NotImplementedError(
+            "score.function under torch.compile, torch.export, a dispatch mode, or with tensors without "
+            "memory: not supported; call attention outside, as in a function with torch.compiler.disable"
+        )
+
+
 def masked(mask: BlockMask | None, window: MaskWindow, q: torch.Tensor, k: torch.Tensor) -> BlockMask:
     """The block mask of a call with a score: its own, or that of its window."""
     if mask is None:
@@ -92,13 +101,16 @@ def _everything(S_q: int, S_k: int, device: torch.device) -> BlockMask:
 
 def run(q, k, v, score: Score, params: Params) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, LSE), differentiable. `params` has a block mask."""
-    args, asked = (q, k, v, score.sinks, score.bias), Scored(params, score)
+    parts = given_parts(score, q, k)
+    sinks, bias = parts.sinks, parts.bias
+    args, asked = (q, k, v, sinks, bias), Scored(params, parts)
     functorch = torch._C._are_functorch_transforms_active()
     given = [x for x in args if x is not None]
     if not (functorch or (torch.is_grad_enabled() and any(x.requires_grad for x in given))):
-        return dispatch.forward(q, k, v, asked.of(q, k, score.sinks, score.bias))
+        return dispatch.forward(q, k, v, asked.of(q, k, sinks, bias))
+    check_functions(score, True, params.impl)
     asked = asked._replace(params=params._replace(return_lse=True))
     if params.impl in ("decode", "hopper"):  # an error now rather than in the backward pass
-        wanted = score.bias is not None and score.bias.requires_grad
-        dispatch.resolve(q, k, v, asked.of(q, k, score.sinks, score.bias, wanted), backward=True)
+        wanted = bias is not None and bias.requires_grad
+        dispatch.resolve(q, k, v, asked.of(q, k, sinks, bias, wanted), backward=True)
     return ScoredAttention.apply(*args, asked)

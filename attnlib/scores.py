@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +15,11 @@ from attnlib.arguments import scores as checks
 class Score:
     """What becomes of the scores s = sm_scale * Q K^T before the softmax, in this order; None for nothing::
 
+        s = function(s, i, j, h, b)
         s = soft_cap * tanh(s / soft_cap)
         s = s - alibi[h] * |i + Sk - Sq - j|
         s = s + bias[b, h, i, j]
+        s = s + relative[h, L + clip(j - (i + Sk - Sq), -L, L)]
 
     and the softmax of a row divides by exp(sinks[h]) + sum of exp(s) over the keys that it sees.
 
@@ -26,6 +29,15 @@ class Score:
         sinks: (H), float: a logit for each query head that takes part in its softmax and has no value, as in
             GPT-OSS. Differentiable.
         bias: float, of a shape that broadcasts to (B, H, Sq, Sk). Differentiable. -inf hides a key.
+        relative: (H, 2L + 1), float: a bias by how far a key stands behind its query, as in T5 (arXiv
+            1910.10683); beyond L it is that of L. Differentiable. -inf hides a key. Not together with bias.
+        function: your own, a `@triton.jit` function of a float32 score and the numbers of its query, key,
+            query head and batch element. It is called for tiles: s is (m, n) or (n, m), i and j broadcast to
+            that, h and b are single numbers. It may use what a kernel may, but no pointer, and is called for
+            places behind the last row and key, too. -inf hides a key.
+        derivative: likewise, of function by s, finite where function is; gradients need it.
+        reference: likewise in PyTorch, with tensors for all five. `impl="reference"` needs it, and takes its
+            derivative from autograd.
 
     Tensors are float16, bfloat16 or float32, on the device of the queries, and are used in float32.
 
@@ -35,21 +47,32 @@ class Score:
     Example:
         >>> gemma = Score(soft_cap=50.0)
         >>> gpt_oss = Score(sinks=torch.zeros(64, device="cuda", requires_grad=True))
+        >>> @triton.jit
+        ... def softsign(s, i, j, h, b):
+        ...     return s / (1 + tl.abs(s))
+        >>> @triton.jit
+        ... def softsign_derivative(s, i, j, h, b):
+        ...     return 1 / ((1 + tl.abs(s)) * (1 + tl.abs(s)))
+        >>> own = Score(function=softsign, derivative=softsign_derivative)
     """
 
     soft_cap: float | None = None
     alibi: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    relative: torch.Tensor | None = None
+    function: Any = None
+    derivative: Any = None
+    reference: Callable | None = None
 
     def __post_init__(self) -> None:
-        checks.check_parts(self.soft_cap, self.alibi, self.sinks, self.bias)
+        checks.check_parts(self)
 
 
 class ScoreForm(NamedTuple):
     """What launches depend on of a score: the cap; whether there are slopes and sinks; of a bias its dtype,
     its strides as (B, H, Sq, Sk), and its own sizes there, 1 where it broadcasts; whether its gradient is
-    asked for."""
+    asked for; whether it is of diagonals, see `ScoreParts`; the functions."""
 
     soft_cap: float | None
     alibi: bool
@@ -58,11 +81,17 @@ class ScoreForm(NamedTuple):
     strides: tuple[int, ...] | None
     sizes: tuple[int, ...] | None
     bias_gradient: bool
+    diagonal: bool
+    function: Any
+    derivative: Any
 
 
 class ScoreParts(NamedTuple):
     """A score as kernels take it: alibi and sinks (H) float32, contiguous; bias (B, H, Sq, Sk), expanded, and
-    the shape (4 sizes) that it had before; whether the gradient of the bias is asked for."""
+    the shape (4 sizes) that it had before; whether the gradient of the bias is asked for.
+
+    diagonal: the bias is (H, Sq + Sk - 1) float32, that of query i and key j at [h, Sq - 1 - i + j]: to a
+    kernel a bias like others, whose stride along queries is -1."""
 
     soft_cap: float | None = None
     alibi: torch.Tensor | None = None
@@ -70,30 +99,75 @@ class ScoreParts(NamedTuple):
     bias: torch.Tensor | None = None
     sizes: tuple[int, ...] | None = None
     bias_gradient: bool = False
-
-    @property
-    def changes_scores(self) -> bool:
-        """Whether it is more than sinks, which only the sum of a row has to do with."""
-        return self.soft_cap is not None or self.alibi is not None or self.bias is not None
+    diagonal: bool = False
+    function: Any = None
+    derivative: Any = None
+    reference: Callable | None = None
 
     @property
     def form(self) -> ScoreForm:
-        bias = self.bias
-        about = (None, None) if bias is None else (bias.dtype, bias.stride())
+        dtype = None if self.bias is None else self.bias.dtype
         parts = self.soft_cap, self.alibi is not None, self.sinks is not None
-        return ScoreForm(*parts, *about, self.sizes, self.bias_gradient)
+        bias = dtype, self.strides, self.sizes, self.bias_gradient, self.diagonal
+        return ScoreForm(*parts, *bias, self.function, self.derivative)
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """Of the bias, as (B, H, Sq, Sk)."""
+        if self.diagonal:
+            return 0, self.bias.shape[1], -1, 1
+        return None if self.bias is None else self.bias.stride()
+
+    @property
+    def summed(self) -> bool:
+        """Whether an element of the bias belongs to several scores."""
+        return self.bias is not None and (self.diagonal or self.sizes != self.bias.shape)
+
+    def zero_bias(self) -> torch.Tensor:
+        """Memory for the gradient of the bias, float32, in its own sizes."""
+        return torch.zeros(self.bias.shape if self.diagonal else self.sizes, device=self.bias.device)
+
+    def bias_of(self, rows: slice) -> torch.Tensor:
+        """(B or 1, H, rows, Sk), not broadcast in memory where the bias is not of diagonals."""
+        if not self.diagonal:
+            return self.bias[:, :, rows]
+        S_q, S_k = self.sizes[2:]
+        i = torch.arange(rows.start, rows.stop, device=self.bias.device)[:, None]
+        return self.bias[:, S_q - 1 - i + torch.arange(S_k, device=self.bias.device)][None]
+
+    def prepared(self, q: torch.Tensor, k: torch.Tensor) -> ScoreParts:
+        """Of parts whose tensors are as a caller gave them: as kernels take them."""
+        alibi, sinks = (
+            None if x is None else x.detach().resolve_neg().float().contiguous()
+            for x in (self.alibi, self.sinks)
+        )
+        bias, sizes, full = self.bias, None, (*q.shape[:3], k.shape[2])
+        if bias is not None:
+            bias = bias.detach().resolve_neg()
+            sizes = (1, *full[1:]) if self.diagonal else (1,) * (4 - bias.dim()) + tuple(bias.shape)
+        if bias is not None and not self.diagonal:
+            bias = bias.reshape(sizes).expand(full)
+        return self._replace(alibi=alibi, sinks=sinks, bias=bias, sizes=sizes)
+
+
+def diagonals(relative: torch.Tensor, S_q: int, S_k: int) -> torch.Tensor:
+    """A table (H, 2L + 1) as `ScoreParts` has a bias of diagonals; differentiable."""
+    reach = relative.shape[1] // 2
+    distance = torch.arange(max(0, S_q + S_k - 1), device=relative.device) - (S_k - 1)
+    return relative.float()[:, distance.clamp(-reach, reach) + reach]
 
 
 def parts_of(score: Score, q: torch.Tensor, k: torch.Tensor, bias_gradient: bool = False) -> ScoreParts:
     """A score that was checked, for queries (B, H, Sq, D) and keys (B, Hkv, Sk, D)."""
-    alibi, sinks = (
-        None if x is None else x.detach().resolve_neg().float().contiguous()
-        for x in (score.alibi, score.sinks)
-    )
-    bias, sizes = score.bias, None
-    if bias is not None:
-        bias = bias.detach().resolve_neg()
-        sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-        bias = bias.reshape(sizes).expand(*q.shape[:3], k.shape[2])
+    return given_parts(score, q, k)._replace(bias_gradient=bias_gradient).prepared(q, k)
+
+
+def given_parts(score: Score, q: torch.Tensor, k: torch.Tensor) -> ScoreParts:
+    """The same, its tensors as they were given: not `prepared`. A table is a bias of diagonals, made here;
+    differentiable."""
+    bias, diagonal = score.bias, score.relative is not None
+    if diagonal:
+        bias = diagonals(score.relative, q.shape[2], k.shape[2])
     cap = None if score.soft_cap is None else float(score.soft_cap)
-    return ScoreParts(cap, alibi, sinks, bias, sizes, bias_gradient)
+    own = score.function, score.derivative, score.reference
+    return ScoreParts(cap, score.alibi, score.sinks, bias, None, False, diagonal, *own)

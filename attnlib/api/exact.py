@@ -15,8 +15,8 @@ from attnlib.autograd import Asked, Attention
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Choice
 from attnlib.params import Implementation, MaskWindow, Params, Varlen, mask_window
-from attnlib.scored_call import masked, run
-from attnlib.scores import Score, parts_of
+from attnlib.scored_call import masked, refuse_functions, run
+from attnlib.scores import Score, given_parts, parts_of
 
 __all__ = ["Choice", "Window", "attention", "attention_varlen", "explain"]
 Window = tuple[int, int]
@@ -89,9 +89,10 @@ def attention(
         block_mask: an `attnlib.BlockMask`: query i sees key j where the mask says so, and only if `causal`
             and `window` allow it too. What work there is goes by its blocks. The first call with a mask and a
             window makes the mask of both, which waits for the GPU and is kept.
-        score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, an additive bias. Such a call runs in
-            the kernels for block masks. It has gradients of sinks and bias, too, and no `torch.vmap`. The
-            LSE has the sink in it, and is that of the sink where a row sees nothing.
+        score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, a bias, a function of your own. Such a
+            call runs in the kernels for block masks. It has gradients of sinks and bias, too, and no
+            `torch.vmap`; with a function of your own no `torch.compile` or `torch.export` either. The LSE has
+            the sink in it, and is that of the sink where a row sees nothing.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
@@ -289,9 +290,9 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
-def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether autograd has to see the call."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def _differentiable(*tensors: torch.Tensor) -> bool:
+    """Whether autograd has to see a call with these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _functionalized() -> bool:
@@ -312,13 +313,15 @@ _TransformType = torch._C._functorch.TransformType
 def _operator(q, k, v, varlen: Varlen | None, options: Options):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
     causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
-    learned = score is not None and any(x is not None and x.requires_grad for x in (score.sinks, score.bias))
-    lse_needed = return_lse or _differentiable(q, k, v) or (learned and torch.is_grad_enabled())
+    learned = () if score is None else (x for x in (score.sinks, score.bias, score.relative) if x is not None)
+    lse_needed = return_lse or _differentiable(q, k, v, *learned)
     scale = None if sm_scale is None else float(sm_scale)
     handle = None if mask is None else mask.handle
     asked = *mask_window(causal, window), scale, handle, lse_needed, deterministic, impl
     if score is not None:
-        given = score.alibi, score.sinks, score.bias, score.soft_cap
+        refuse_functions(score)
+        parts = given_parts(score, q, k)
+        given = parts.alibi, parts.sinks, parts.bias, parts.soft_cap, parts.diagonal
         out, lse = torch_ops.attention_scored(q, k, v, *given, *asked)
     else:
         out, lse = torch_ops.attention_forward(q, k, v, *(varlen or (None, None, 0, 0)), *asked)

@@ -8,7 +8,7 @@ import torch
 from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_tensors, type_name
 from attnlib.arguments.masks import check_block_mask
 from attnlib.arguments.offsets import check_longest, check_offsets_form
-from attnlib.arguments.scores import check_score
+from attnlib.arguments.scores import check_functions, check_score
 from attnlib.params import Varlen
 
 
@@ -34,6 +34,8 @@ def check(q, k, v, options: Options, symbols: bool = False) -> None:
         check_block_mask(options.block_mask, q, k)
     if options.score is not None:
         check_score(options.score, q, k)
+        wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        check_functions(options.score, wanted, options.impl)
 
 
 def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = False) -> None:

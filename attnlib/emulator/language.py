@@ -366,8 +366,13 @@ def _join(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _load(pointer: Pointer, mask: Tensor | None = None, other=None):
+    if mask is not None:
+        assert other is not None, "what is not loaded has no value"
+        wanted = mask.data.expand(tuple(pointer.offset.shape))
+        found = torch.full(wanted.shape, other, dtype=pointer.memory.dtype)
+        found[wanted] = pointer.memory[pointer.places(Tensor(wanted))]
+        return Tensor(found)
     found = pointer.memory[pointer.places()]
-    assert mask is None, "the kernels load nothing that is not there"
     if found.dim():
         return Tensor(found)
     return Int(found.item()) if not found.is_floating_point() else found.item()

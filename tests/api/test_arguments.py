@@ -10,6 +10,7 @@ import math
 import numpy
 import pytest
 import torch
+import triton
 from cases import INTERPRETER_REMARKS
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -407,6 +408,18 @@ MASKS = [
      "block_mask: expected device meta as q has, got cpu"),
 ]  # fmt: skip
 
+
+
+@triton.jit
+def jitted(s, i, j, h, b):
+    return s
+
+
+@triton.jit
+def of_three(s, i, j):
+    return s
+
+
 SCORES = [
     ({"score": 30.0}, TypeError, "score: expected an attnlib.Score or None, got float"),
     ({"score": Score(alibi=torch.ones(3))}, ValueError,
@@ -419,9 +432,16 @@ SCORES = [
      "score.bias: expected a shape that broadcasts to (B, H, Sq, Sk) = (2, 4, 8, 8), got (1, 1, 1, 8, 8)"),
     ({"score": Score(sinks=torch.ones(4, device="meta"))}, ValueError,
      "score.sinks: expected device cpu as q has, got meta"),
+    ({"score": Score(relative=torch.ones(2, 3))}, ValueError,
+     "score.relative: expected 4 rows, one for each head of q, got 2"),
+    ({"score": Score(function=jitted), "impl": "reference"}, ValueError,
+     "score.reference: expected a function of tensors, as this call runs in PyTorch, got None"),
+    ({"score": Score(function=jitted), "q": zeros(2, 4, 8, 16).requires_grad_()}, ValueError,
+     "score.derivative: expected a @triton.jit function, which the gradients need, got None"),
 ]  # fmt: skip
 PARTS = [
-    ({}, ValueError, "score: expected at least one of soft_cap, alibi, sinks and bias, got none"),
+    ({}, ValueError,
+     "score: expected at least one of soft_cap, alibi, sinks, bias, relative and function, got none"),
     ({"soft_cap": "30"}, TypeError, "score.soft_cap: expected a number or None, got str"),
     ({"soft_cap": True}, TypeError, "score.soft_cap: expected a number or None, got bool"),
     *(({"soft_cap": x}, ValueError, f"score.soft_cap: expected a number from 1e-6 to 1e6, got {x}")
@@ -438,6 +458,20 @@ PARTS = [
     ({"sinks": torch.ones(())}, ValueError, "score.sinks: expected shape (H), got ()"),
     ({"bias": torch.ones(2, 2).to_sparse()}, TypeError,
      "score.bias: expected a dense tensor (layout torch.strided), got torch.sparse_coo"),
+    ({"relative": torch.ones(4)}, ValueError, "score.relative: expected shape (H, 2L + 1), got (4,)"),
+    ({"relative": torch.ones(4, 2)}, ValueError, "score.relative: expected shape (H, 2L + 1), got (4, 2)"),
+    ({"relative": torch.ones(4, 3), "bias": torch.ones(1)}, ValueError,
+     "score: expected bias or relative, got both; add the one to the other"),
+    ({"function": lambda s, i, j, h, b: s}, TypeError,
+     "score.function: expected a @triton.jit function or None, got function"),
+    ({"function": of_three}, ValueError,
+     "score.function: expected a function of (s, i, j, h, b), got one of (s, i, j)"),
+    ({"function": jitted, "derivative": of_three}, ValueError,
+     "score.derivative: expected a function of (s, i, j, h, b), got one of (s, i, j)"),
+    ({"derivative": jitted}, ValueError,
+     "score.derivative: expected None without score.function, got a function"),
+    ({"function": jitted, "reference": 3}, TypeError,
+     "score.reference: expected a function of tensors or None, got int"),
 ]  # fmt: skip
 
 

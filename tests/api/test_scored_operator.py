@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from cases import INTERPRETER_REMARKS
 from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +41,7 @@ def call(q, k, v, sinks, bias, impl="reference"):
 
 def test_opcheck(device):
     q, k, v, sinks, bias = tensors(device)
-    asked = None, sinks, bias, 3.0, 7, 0, 0.3, None
+    asked = None, sinks, bias, 3.0, False, 7, 0, 0.3, None
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(FORWARD.default, (q, k, v, *asked, True, False, "reference"), test_utils=tests)
     with torch.no_grad():
@@ -67,6 +68,25 @@ def test_in_one_graph(device):
             results.append((out, lse, *torch.autograd.grad(out, given, torch.ones_like(out))))
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     assert len(graphs) == 1
+
+
+def test_a_table_in_one_graph_for_all_lengths(device):
+    """Its gradient goes through the diagonals that the kernels take."""
+    table = torch.randn(H, 9, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+
+    def function(q, k, v, table):
+        score = Score(relative=table)
+        return attention(q, k, v, score=score, causal=True, impl="reference")
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for queries, keys in ((10, 20), (14, 33)):
+        given = *tensors(device, queries, keys)[:3], table
+        results = []
+        for f in (compiled, function):
+            out = f(*given)
+            results.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        assert all(x.abs().max() > 0 for x in results[0])
 
 
 def test_a_score_and_a_block_mask_from_outside_of_the_graph(device):
@@ -111,7 +131,7 @@ def test_gradients_of_a_forward_pass_without_an_lse(device):
     given = tensors(device)
     q, k, v, sinks, bias = given
     slopes = torch.full((H,), 0.1, device=device)
-    asked = slopes, sinks, bias, 3.0, 7, 0, None, None, False, False, "reference"
+    asked = slopes, sinks, bias, 3.0, False, 7, 0, None, None, False, False, "reference"
     plain = FORWARD(q, k, v, *asked)[0]
     gradients = [torch.autograd.grad(x.sum(), given) for x in (plain, call(*given)[0])]
     assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
@@ -134,6 +154,24 @@ def test_flops_are_those_of_the_products(device):
     with FlopCounterMode(display=False) as counter:
         call(*given)[0].sum().backward()
     assert counter.get_total_flops() == 4 * H * 10 * 8 * D * 7 // 2
+
+
+def test_functions_of_your_own_are_refused(device):
+    """Here, and computed outside of a graph: see tests/kernels/sparse/test_scores.py."""
+
+    @triton.jit
+    def halved(s, i, j, h, b):
+        return 0.5 * s
+
+    q, k, v, *_ = tensors(device, grad=False)
+    score = Score(function=halved, reference=lambda s, i, j, h, b: 0.5 * s)
+
+    def function(q):
+        return attention(q, k, v, score=score, impl="reference")
+
+    with pytest.raises(Exception, match="score.function under torch.compile.*not supported"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(q)
+    assert function(q).shape == q.shape
 
 
 def test_what_it_does_not_do(device):

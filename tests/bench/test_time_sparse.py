@@ -9,6 +9,8 @@ from cases import INTERPRETER_REMARKS
 from time_sparse import Judge, checked, flex_mask, inputs_of, kept_blocks
 
 from attnlib import BlockMask, attention
+from attnlib.kernels.reference.scores import scored
+from attnlib.scores import parts_of
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -42,6 +44,22 @@ def test_a_right_call_is_kept_and_a_wrong_one_not(device, capsys):
     judge.backward("attnlib", gradients)
     with pytest.raises(AssertionError, match="is wrong: dv"):
         judge.backward("attnlib", (*gradients[:2], gradients[2] * 1.1))
+
+
+@pytest.mark.parametrize("name", ["relative", "bias", "own"])
+def test_scores_are_judged_and_are_those_of_flex_attention(name, device):
+    tensors = [x[:, :2] for x in inputs_of(16, 128, device)]
+    mask = BlockMask.from_function(time_sparse.causal, 128, 128, device=device)
+    score, theirs = time_sparse.scores_of(2, 128, device)[name]
+    judge = Judge(tensors, mask, score)
+    judge.forward("attnlib", attention(*tensors[:3], causal=True, score=score))
+    with pytest.raises(AssertionError, match="is wrong"):
+        judge.forward("attnlib", attention(*tensors[:3], causal=True))
+    s = torch.randn(128, 128, device=device)
+    i, j = torch.arange(128, device=device)[:, None], torch.arange(128, device=device)
+    ours = parts_of(score, *tensors[:2])
+    expected = scored(s.expand(1, 2, 128, 128), ours, 0, (128, 128))[0][0, 1]
+    torch.testing.assert_close(theirs(s, 0, 1, i, j), expected)
 
 
 def test_peers_come_from_a_file_that_is_named(monkeypatch, tmp_path, capsys):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from score_cases import BIASES, CASES, ScoreCase, check_scored
+from score_cases import BIASES, CASES, ScoreCase, bent, check_scored
 from sparse_cases import FUNCTIONS, SparseCase
 
 from attnlib import Score, attention, explain
@@ -21,18 +21,18 @@ def test_portable(label):
     check_scored(CASES[label], "cuda")
 
 
-ON_HOPPER = [x for x, case in CASES.items() if "bias" not in x and case.call.shape.dtype != "float32"]
+ON_HOPPER = [x for x, case in CASES.items() if "own" not in x and case.call.shape.dtype != "float32"]
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.x")
 @pytest.mark.parametrize("label", ON_HOPPER)
 def test_hopper(label):
-    """The forward pass; and with sinks alone the backward pass."""
+    """The forward pass, and the backward pass where there is one."""
     case = CASES[label]
     if case.call.sm_scale == 0.0 and "alibi" in case.score and "cap" not in case.score:
         pytest.skip("refused by name")
-    alone = case.score.startswith("sinks") and case.call.shape.head_dim <= 128
-    check_scored(case, "cuda", "hopper", backward=alone)
+    biased = "bias" in case.score or "relative" in case.score
+    check_scored(case, "cuda", "hopper", backward=case.call.shape.head_dim <= 128 and not biased)
 
 
 def drawn(seed: int) -> ScoreCase:
@@ -44,10 +44,13 @@ def drawn(seed: int) -> ScoreCase:
     shape = Shape(B, group * H_kv, S_q, D, causal, dtype, heads_kv=H_kv, seqlen_k=S_k)
     names = sorted(set(FUNCTIONS) - {"documents"})
     call = SparseCase(shape, draw.choice(names), draw.choice(["normal", "normal", "outlier"]))
+    if draw.random() < 0.1:
+        return ScoreCase(call, draw.choice(["own", "own + cap 5", "own + sinks"]), block_mask)
     parts = [f"cap {draw.choice([1, 5, 30])}", "alibi", f"sinks {draw.choice([-3, 0, 4])}"]
     parts = draw.sample(parts, draw.randint(0, 3))
     if not parts or draw.random() < 0.3:
-        parts.append(f"bias {draw.choice(sorted(BIASES))}".strip())
+        biases = ["relative", *(f"bias {name}".strip() for name in sorted(BIASES))]
+        parts.append(draw.choice(biases))
     return ScoreCase(call, " + ".join(parts), block_mask)
 
 
@@ -63,8 +66,11 @@ def test_what_runs():
     q = torch.zeros(1, 2, 256, 128, device="cuda", dtype=torch.float16)
     expected = "hopper" if HOPPER else "triton"
     assert explain(q, q, q, score=Score(soft_cap=30.0), causal=True).kernel == expected
-    bias = torch.zeros(256, device="cuda")
-    assert explain(q, q, q, score=Score(bias=bias)).kernel == "triton"
+    for added in ({"bias": torch.zeros(256, device="cuda")}, {"relative": torch.zeros(2, 9, device="cuda")}):
+        assert explain(q, q, q, score=Score(**added)).kernel == expected
+    turned = torch.zeros(256, 256, device="cuda").T
+    for score in Score(bias=turned), Score(function=bent):
+        assert explain(q, q, q, score=score).kernel == "triton"
 
 
 def test_in_a_cuda_graph():

@@ -4,6 +4,7 @@
     python tests/gpu/time_sparse.py --tables blocks,making      some of them, in a minute and a half
     python tests/gpu/time_sparse.py --dims 128      one head dimension
     python tests/gpu/time_sparse.py --seqlen 65536  longer sequences, with fewer heads; use --out, too
+    python tests/gpu/time_sparse.py --tables scores --scores "soft cap,ALiBi"   some scores; with --out, too
     python tests/gpu/time_sparse.py --configs       the Hopper kernel in other configurations; no record
 
 The report goes to figures/data/<gpu>/sparse.json, or to --out: each table when it is done, beside those that
@@ -12,9 +13,9 @@ are there from other runs; a table says at which commit it was measured.
 fp16. Random blocks of 128 x 128, for each head its own, as many in each row; 50 to 3% of them are kept. A
 time is the median over shuffled rounds of calls with a cold L2; "attnlib again" is the same call under
 another name and shows the noise. Ideal is the time of the dense kernel times the part that is kept. Then the
-backward pass at 25%, masks of functions (causal, documents), scores (soft cap, ALiBi, sinks), and what it
-takes to make a mask. "gallery" has the masks of chapter 30, and "chapter" its kernels. Before it is timed a
-call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
+backward pass at 25%, masks of functions (causal, documents), scores forward and backward (`SCORES`), and
+what it takes to make a mask. "gallery" has the masks of chapter 30, and "chapter" its kernels. Before it is
+timed a call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
 
 FlexAttention comes with PyTorch. ATTNLIB_SPARSE_PEERS names a Python file with more peers: functions
 make_fa4_sparse(q, k, v, keep, causal) and make_cudnn_bsa(q, k, v, keep), which return a call; keep is bool
@@ -32,11 +33,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -59,6 +63,9 @@ TABLES = "blocks", "making", "functions", "scores", "backward", "gallery", "chap
 CHAPTER = "30_block_masks"
 """Its cells have the masks of the gallery, and kernels."""
 SOFT_CAP = 30.0
+REACH = 128
+"""Of the table by distance, as in T5."""
+SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own"
 MADE = 65536
 """Length of the masks that are made of functions."""
 
@@ -91,6 +98,41 @@ def causal(b, h, q, k):
     return q >= k
 
 
+@triton.jit
+def softsign(s, i, j, h, b):
+    return s / (1 + tl.abs(s))
+
+
+@triton.jit
+def softsign_derivative(s, i, j, h, b):
+    t = 1 / (1 + tl.abs(s))
+    return t * t
+
+
+def scores_of(heads: int, seqlen: int, device: str = "cuda") -> dict[str, tuple[Score, Callable | None]]:
+    """Name of `SCORES` -> ours, and the same as FlexAttention takes it: a function of a score and its place;
+    None where it has no such thing. Causal: keys are never behind their query."""
+    rng = torch.Generator(device).manual_seed(2)
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
+    table = torch.randn(heads, 2 * REACH + 1, generator=rng, device=device)
+    bias = torch.randn(seqlen, seqlen, generator=rng, device=device).half()
+    own = Score(
+        function=softsign, derivative=softsign_derivative,
+        reference=lambda s, i, j, h, b: torch.nn.functional.softsign(s),
+    )  # fmt: skip
+    return {
+        "soft cap": (Score(soft_cap=SOFT_CAP), lambda s, b, h, q, k: SOFT_CAP * torch.tanh(s / SOFT_CAP)),
+        "ALiBi": (Score(alibi=slopes), lambda s, b, h, q, k: s - slopes[h] * (q - k)),
+        "sinks": (Score(sinks=torch.zeros(heads, device=device)), None),
+        "relative": (
+            Score(relative=table),
+            lambda s, b, h, q, k: s + table[h, torch.clamp(k - q, -REACH, REACH) + REACH],
+        ),
+        "bias": (Score(bias=bias), lambda s, b, h, q, k: s + bias[q, k]),
+        "own": (own, lambda s, b, h, q, k: s / (1 + torch.abs(s))),
+    }
+
+
 # ---------------------------------------------------------------- the judge
 
 
@@ -105,7 +147,9 @@ class Judge:
         self.mask = dense
         self.score = None
         if score is not None:
-            own = Score(score.soft_cap, *(None if x is None else x[-1:] for x in (score.alibi, score.sinks)))
+            parts = {name: getattr(score, name) for name in ("alibi", "sinks", "relative")}
+            parts = {name: None if x is None else x[-1:] for name, x in parts.items()}
+            own = replace(score, **parts)  # a bias is that of all heads, a function looks at no head
             self.score = parts_of(own, *self.inputs[:2])
         self.oracle = Oracle(*self.inputs[:3], mask=dense, score=self.score)
 
@@ -319,27 +363,18 @@ class Run:
             rows += row_of(f"{self.name} kept {100 * part:.1f}%", part, self.flops, found, None)
         return rows
 
-    def scores(self) -> list[dict]:
-        """Forward and, up to 16384 tokens, backward, causal, with a soft cap, with ALiBi, and with sinks;
-        the first two beside FlexAttention."""
+    def scores(self, names: Sequence[str]) -> list[dict]:
+        """Forward and, up to 16384 tokens, backward, causal, with scores of these names, all but sinks beside
+        FlexAttention. Of the gradients those of q, k and v."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         S, H, rows = self.seqlen, self.q.shape[1], []
-        slopes = 2.0 ** (-8 * torch.arange(1, H + 1, device="cuda") / H)
         mask = BlockMask.from_function(causal, S, S, device="cuda")
         theirs = create_block_mask(causal, None, None, S, S, device="cuda")
         part = (S + 1) / (2 * S)
-
-        def capped(s, b, h, q, k):
-            return SOFT_CAP * torch.tanh(s / SOFT_CAP)
-
-        def sloping(s, b, h, q, k):
-            return s - slopes[h] * (q - k)
-
-        for name, score, function in (
-            ("soft cap", Score(soft_cap=SOFT_CAP), capped), ("ALiBi", Score(alibi=slopes), sloping),
-            ("sinks", Score(sinks=torch.zeros(H, device="cuda")), None),
-        ):  # fmt: skip
+        made = scores_of(H, S)
+        for name in names:
+            score, function = made[name]
             leaves = [x.clone().requires_grad_() for x in self.tensors[:3]]
             ways = {"attnlib": lambda x, score=score: attention(*x, causal=True, score=score)}
             if function is not None:
@@ -369,8 +404,6 @@ class Run:
 
     def configurations(self) -> None:
         """The Hopper kernel in its configurations, at 25 and 6%."""
-        from dataclasses import replace
-
         from attnlib.kernels.sparse import hopper
         from attnlib.kernels.sparse.configs_hopper import SHARED, WIDE, hopper_sparse_config
 
@@ -400,8 +433,6 @@ class Run:
 
     def backward_configurations(self) -> None:
         """The Hopper backward kernel in its configurations, at 25%; and the portable ones."""
-        from dataclasses import replace
-
         from attnlib.kernels.sparse import hopper, portable
         from attnlib.kernels.sparse.configs_hopper import WIDEST_BACKWARD, hopper_sparse_backward_config
 
@@ -468,12 +499,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tables", default=",".join(TABLES), help="(default: %(default)s)")
     parser.add_argument("--configs", action="store_true", help="try configurations instead")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/sparse.json)")
+    parser.add_argument("--scores", default=",".join(SCORES), help="of that table (default: %(default)s)")
     args = parser.parse_args(argv)
     dims = [int(d) for d in args.dims.split(",")]
     if not set(dims) <= set(HEADS):
         parser.error(f"--dims: expected some of {', '.join(map(str, HEADS))}, got {args.dims}")
     if not set(args.tables.split(",")) <= set(TABLES):
         parser.error(f"--tables: expected some of {', '.join(TABLES)}, got {args.tables}")
+    names = args.scores.split(",")
+    if not set(names) <= set(SCORES):
+        parser.error(f"--scores: expected some of {', '.join(SCORES)}, got {args.scores}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
@@ -487,7 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "blocks": lambda: (run.blocks(more) for run in runs),
         "making": lambda: [making()],
         "functions": lambda: (run.functions() for run in runs),
-        "scores": lambda: (run.scores() for run in runs),
+        "scores": lambda: (run.scores(names) for run in runs),
         "gallery": lambda: (run.gallery() for run in runs),
         "chapter": lambda: (run.chapter() for run in runs),
         # The judge of gradients holds all scores of a head.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from cases import judge_forward
 from sparse_cases import SparseCase
 
@@ -16,6 +18,24 @@ from attnlib.kernels.reference.gradients import visible
 from attnlib.params import mask_window
 from attnlib.scores import parts_of
 
+
+@triton.jit
+def bent(s, i, j, h, b):
+    """Every part of its place counts; one key is hidden."""
+    s = s / (1 + tl.abs(s)) * (2 + h) - 0.1 * ((i + 2 * j) % 5) + 0.2 * b * (j % 3)
+    return tl.where(j == 3, float("-inf"), s)
+
+
+@triton.jit
+def bent_derivative(s, i, j, h, b):
+    return (2 + h) / ((1 + tl.abs(s)) * (1 + tl.abs(s)))
+
+
+def bent_reference(s, i, j, h, b):
+    s = s / (1 + s.abs()) * (2 + h) - 0.1 * ((i + 2 * j) % 5) + 0.2 * b * (j % 3)
+    return torch.where(j == 3, -torch.inf, s)
+
+
 BIASES = {
     "": (1, 1, 1, 1), "by head and key": (1, 0, 1, 0), "by query": (1, 1, 0, 1), "by all": (0, 0, 0, 0),
     "by both places": (1, 1, 0, 0), "by key": (0, 1, 1, 0),
@@ -25,8 +45,8 @@ BIASES = {
 
 @dataclass(frozen=True)
 class ScoreCase:
-    """A call, and its score: names of parts, of "cap" with a number, "alibi", "sinks", and of "bias" with a
-    key of `BIASES`, joined by " + "."""
+    """A call, and its score: names of parts, of "cap" with a number, "alibi", "sinks", "relative", "own"
+    (`bent`), and of "bias" with a key of `BIASES`, joined by " + "."""
 
     call: SparseCase
     score: str
@@ -37,7 +57,7 @@ class ScoreCase:
         return f"{self.call.label}{'' if self.block_mask else ' without'}, {self.score}"
 
     def make(self, device: str) -> Score:
-        """Sinks and bias require grad."""
+        """Sinks, bias and relative require grad. The table reaches all distances."""
         s, parts = self.call.shape, {}
         rng = torch.Generator().manual_seed(2)
         full = s.batch, s.heads, s.seqlen, s.keys
@@ -50,6 +70,11 @@ class ScoreCase:
             elif name == "sinks":
                 sinks = 2 * torch.randn(s.heads, generator=rng) + float(rest or 0)
                 parts["sinks"] = sinks.to(device).requires_grad_()
+            elif name == "own":
+                parts |= {"function": bent, "derivative": bent_derivative, "reference": bent_reference}
+            elif name == "relative":
+                table = torch.randn(s.heads, 2 * max(s.seqlen, s.keys) + 1, generator=rng)
+                parts["relative"] = table.to(device).requires_grad_()
             else:
                 sizes = [x or y for x, y in zip(BIASES[rest], full, strict=True)]
                 parts["bias"] = torch.randn(sizes, generator=rng).to(device).requires_grad_()
@@ -84,8 +109,13 @@ def check_scored(case: ScoreCase, device: str, impl: str | None = "triton", back
     judge_forward(out.detach(), lse, Oracle(*plain, **how), case.label)
     if not backward:
         return
-    inputs = [x for x in (q, k, v, score.sinks, score.bias) if x is not None]
-    gradients = torch.autograd.grad(out, inputs, d_out)
+    inputs = [x for x in (q, k, v, score.sinks, score.bias, score.relative) if x is not None]
+    gradients = list(torch.autograd.grad(out, inputs, d_out))
+    if score.relative is not None:  # the oracle knows the distances that there are
+        S_q, S_k = case.call.shape.seqlen, case.call.shape.keys
+        first = score.relative.shape[1] // 2 - (S_k - 1)
+        assert not gradients[-1][:, :first].any() and not gradients[-1][:, first + S_q + S_k - 1 :].any()
+        gradients[-1] = gradients[-1][:, first : first + S_q + S_k - 1]
     for verdict in GradientOracle(d_out, *plain, **how).judge(*gradients).values():
         verdict.raise_if_bad(case.label)
 
@@ -93,13 +123,16 @@ def check_scored(case: ScoreCase, device: str, impl: str | None = "triton", back
 def _cases() -> list[ScoreCase]:
     plain = SparseCase(Shape(1, 2, 130, 64, False, seqlen_k=170), "dots")
     causal = SparseCase(Shape(1, 2, 100, 64, True, seqlen_k=130))
-    parts = ["cap 2", "alibi", "sinks", *(f"bias {name}".strip() for name in BIASES)]
+    parts = ["cap 2", "alibi", "sinks", "relative", *(f"bias {name}".strip() for name in BIASES)]
     cases = [ScoreCase(plain, part) for part in (*parts, "cap 30 + alibi + sinks + bias by all")]
-    cases += [ScoreCase(causal, part, False) for part in ("cap 2", "alibi", "sinks 5", "bias by both places")]
+    cases += [ScoreCase(causal, part, False) for part in ("cap 2", "alibi", "sinks 5", "relative")]
     window = SparseCase(Shape(1, 2, 90, 64, False, seqlen_k=130), window=(30, 10))
     cases.append(ScoreCase(window, "cap 5 + sinks", False))
     grouped = SparseCase(Shape(2, 4, 70, 64, False, heads_kv=2, seqlen_k=140), "band by both")
     cases.append(ScoreCase(grouped, "cap 2 + alibi + sinks + bias by key"))
+    cases.append(ScoreCase(grouped, "cap 2 + relative"))
+    cases += [ScoreCase(call, "own") for call in (plain, grouped)]
+    cases.append(ScoreCase(grouped, "own + cap 2 + sinks + bias by key"))
     for head_dim, dtype in ((40, "float16"), (256, "bfloat16"), (256, "float32")):
         call = SparseCase(Shape(1, 2, 40, head_dim, False, dtype, heads_kv=1, seqlen_k=70))
         cases.append(ScoreCase(call, "cap 2 + alibi + sinks + bias by all"))

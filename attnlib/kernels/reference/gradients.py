@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attnlib.kernels.reference.scores import scored, summed, with_sinks
+from attnlib.kernels.reference.scores import by_diagonals, scored, summed, with_sinks
 from attnlib.params import MaskWindow, mask_window
 from attnlib.scores import ScoreParts
 
@@ -46,7 +46,7 @@ def _gradient(
     weights, length = torch.softmax(scores, -1), k.shape[2]
     # Rows that see nothing: 0, not NaN. A bias may hide keys, too.
     p = weights[..., :length].masked_fill(~seen | (scores[..., :length] == -math.inf), 0.0)
-    p_sink = weights[..., length:]
+    p_sink = weights[..., length:].masked_fill(scores[..., length:] == -math.inf, 0.0)
     if sizes:
         lse = torch.logsumexp(scores, -1, keepdim=True)
         more = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0)
@@ -125,11 +125,18 @@ def gradients_by_batch(
         found[3] = found[3].sum(0)
     if score is not None and score.bias is not None:
         found[4] = summed(found[4], score.sizes)
+        if score.diagonal:
+            found[4] = by_diagonals(found[4])
     return tuple(found)
 
 
 def _score_of_batch(score: ScoreParts | None, b: int) -> ScoreParts | None:
-    if score is None or score.bias is None:
+    if score is None:
+        return None
+    if score.reference is not None:
+        whole = score.reference
+        score = score._replace(reference=lambda s, i, j, h, own: whole(s, i, j, h, own + b))
+    if score.bias is None or score.diagonal:
         return score
     return score._replace(bias=score.bias[b : b + 1])
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from attnlib.arguments.scores import NO_REFERENCE
 from attnlib.scores import ScoreParts
 
 
@@ -13,17 +16,40 @@ def scored(
     """Scores (B, H, rows, Sk) times sm_scale, of rows from `first_row` on, as the softmax takes them; and
     their derivative by what they were. sizes: (Sq, Sk)."""
     slope = 1.0
+    if score.function is not None:
+        scores, slope = _by_function(scores, score.reference, first_row)
     if score.soft_cap is not None:
         t = torch.tanh(scores / score.soft_cap)
-        scores, slope = t * score.soft_cap, 1 - t * t
+        scores, slope = t * score.soft_cap, slope * (1 - t * t)
     rows = slice(first_row, first_row + scores.shape[2])
     if score.alibi is not None:
         place = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + (sizes[1] - sizes[0])
         distance = (place - torch.arange(sizes[1], device=scores.device)).abs()
         scores = scores - score.alibi.to(scores.dtype)[:, None, None] * distance.to(scores.dtype)
     if score.bias is not None:
-        scores = scores + score.bias[:, :, rows].to(scores.dtype)
+        scores = scores + score.bias_of(rows).to(scores.dtype)
     return scores, slope
+
+
+def _by_function(
+    scores: torch.Tensor, reference: Callable | None, first_row: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores after a function of the user's own, and its derivative, by autograd."""
+    if reference is None:
+        raise ValueError(NO_REFERENCE)
+    B, H, rows, S_k = scores.shape
+    b, h, j = (torch.arange(n, device=scores.device) for n in (B, H, S_k))
+    i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
+    with torch.enable_grad():
+        s = scores.detach().requires_grad_()
+        changed = reference(s, i, j, h[:, None, None], b[:, None, None, None])
+        if changed.shape != s.shape:
+            raise ValueError(
+                f"score.reference: expected shape {tuple(s.shape)}, as it was given, "
+                f"got {tuple(changed.shape)}"
+            )
+        slope = torch.autograd.grad(changed.sum(), s)[0]
+    return changed.detach().to(scores.dtype), slope
 
 
 def with_sinks(scores: torch.Tensor, score: ScoreParts | None) -> torch.Tensor:
@@ -32,6 +58,15 @@ def with_sinks(scores: torch.Tensor, score: ScoreParts | None) -> torch.Tensor:
         return scores
     sinks = score.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, sinks], -1)
+
+
+def by_diagonals(terms: torch.Tensor) -> torch.Tensor:
+    """(1, H, Sq, Sk) added up to the places of `ScoreParts` with a bias of diagonals."""
+    _, H, S_q, S_k = terms.shape
+    i, j = (torch.arange(n, device=terms.device) for n in (S_q, S_k))
+    places = S_q - 1 - i[:, None] + j
+    found = terms.new_zeros(H, max(0, S_q + S_k - 1))
+    return found.index_add_(1, places.flatten(), terms[0].flatten(1))
 
 
 def summed(terms: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

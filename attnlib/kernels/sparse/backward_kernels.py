@@ -25,6 +25,7 @@ def _load_rows(desc_rows, which, head, row, BLOCK_M: tl.constexpr):
 @triton.jit
 def _key_steps(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end, row, steps_ptr, bits_ptr,
                words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED: tl.constexpr,
+               FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
                ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALONE: tl.constexpr,
                PARTIAL: tl.constexpr, FLIP: tl.constexpr, STEP: tl.constexpr,
                NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -43,7 +44,8 @@ def _key_steps(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
         if SCORED:
             o_q, o_k = start + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
             EXACT: tl.constexpr = PRECISION == "ieee"
-            b_s, slope = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, EXACT)
+            b_s, slope = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, FUNCTION,
+                                DERIVATIVE, EXACT)  # fmt: skip
             b_p = tl.math.exp2(b_s - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
         else:
             b_p = tl.math.exp2(b_s * qk_scale - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
@@ -68,7 +70,7 @@ def attention_sparse_backward_dq(
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr, words_ptr,  # as in the forward kernel
     alibi_ptr, bias_ptr,  # likewise
     dbias_ptr,  # float32, 0 before the launch; None if nobody asks for it
-    qk_scale, cap,  # as in the forward kernel
+    qk_scale, cap, after,  # as in the forward kernel
     sm_scale,
     S_q, S_k,
     H,  # query heads
@@ -79,6 +81,7 @@ def attention_sparse_backward_dq(
     dbias_b, dbias_h, dbias_m, dbias_n,  # strides of dbias, 0 where it has one value for all
     GROUP: tl.constexpr,
     SCORED: tl.constexpr, BIAS_N: tl.constexpr,
+    FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALONE: tl.constexpr,  # see `add_bias_gradient`
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTIAL: tl.constexpr, FLIP: tl.constexpr,
@@ -110,20 +113,20 @@ def attention_sparse_backward_dq(
         slope = head_slope(alibi_ptr, i_h)
     if bias_ptr is not None:
         bias = head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
-    score = (cap, slope, bias, bias_m, BIAS_N)
+    score = (cap, slope, bias, bias_m, BIAS_N, after, i_h, i_b)
     if dbias_ptr is not None:
         dbias_ptr += i_b.to(tl.int64) * dbias_b + i_h.to(tl.int64) * dbias_h
     gradient = (dbias_ptr, dbias_m, dbias_n)
     b_dq = _key_steps(
         b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, first, middle, row, steps_ptr, bits_ptr,
-        words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, ROWS, COLUMNS, ALONE, False, FLIP,
-        STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+        words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, FUNCTION, DERIVATIVE, ROWS, COLUMNS,
+        ALONE, False, FLIP, STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if PARTIAL:
         b_dq = _key_steps(
             b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, middle, end, row, steps_ptr, bits_ptr,
-            words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, ROWS, COLUMNS, ALONE, True, FLIP,
-            STEP, 1, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, FUNCTION, DERIVATIVE, ROWS,
+            COLUMNS, ALONE, True, FLIP, STEP, 1, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     store_tile(desc_dq, b_dq * sm_scale, (i_b, i_h), start, BLOCK_M, BLOCK_D)
 
@@ -131,7 +134,7 @@ def attention_sparse_backward_dq(
 @triton.jit
 def _query_steps(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, first, end, row, steps_ptr,
                  bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr,
-                 PARTIAL: tl.constexpr, FLIP: tl.constexpr,
+                 FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
                  WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STEP: tl.constexpr, NUM_STAGES: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
@@ -152,7 +155,8 @@ def _query_steps(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, fir
         if SCORED:
             o_q, o_k = query + tl.arange(0, BLOCK_M), start + tl.arange(0, BLOCK_N)
             EXACT: tl.constexpr = PRECISION == "ieee"
-            b_st, slope = scored(b_st, o_q[None, :], o_k[:, None], qk_scale, S_q, S_k, score, EXACT)
+            b_st, slope = scored(b_st, o_q[None, :], o_k[:, None], qk_scale, S_q, S_k, score, FUNCTION,
+                                 DERIVATIVE, EXACT)  # fmt: skip
             b_pt = tl.math.exp2(b_st - b_lse2[None, :])  # [BLOCK_N, BLOCK_M]
         else:
             b_pt = tl.math.exp2(b_st * qk_scale - b_lse2[None, :])  # [BLOCK_N, BLOCK_M]
@@ -176,7 +180,7 @@ def attention_sparse_backward_dkdv(
     desc_rows,  # (2, B * H, padded): lse2 and delta
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr, words_ptr,  # of columns: of keys along queries
     alibi_ptr, bias_ptr,
-    qk_scale, cap,  # as in the forward kernel
+    qk_scale, cap, after,  # as in the forward kernel
     sm_scale,
     S_q, S_k,
     H,  # key/value heads
@@ -185,6 +189,7 @@ def attention_sparse_backward_dkdv(
     mask_b, mask_h,
     bias_b, bias_h, bias_m,
     SCORED: tl.constexpr, BIAS_N: tl.constexpr,
+    FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share one key/value head
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTIAL: tl.constexpr, FLIP: tl.constexpr,
@@ -214,22 +219,21 @@ def attention_sparse_backward_dkdv(
             slope = head_slope(alibi_ptr, i_h)
         if bias_ptr is not None:
             bias = head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
-        score = (cap, slope, bias, bias_m, BIAS_N)
+        score = (cap, slope, bias, bias_m, BIAS_N, after, i_h, i_b)
         number = (mask + g * mask_h) * num_tiles + tile
         first, middle, end = (
             tl.load(starts_ptr + number), tl.load(middles_ptr + number), tl.load(starts_ptr + number + 1)
         )  # fmt: skip
         b_dk, b_dv = _query_steps(
             b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, first, middle, row, steps_ptr,
-            bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED, False, FLIP, WANT_DK, WANT_DV,
-            STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED, FUNCTION, DERIVATIVE, False,
+            FLIP, WANT_DK, WANT_DV, STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
         if PARTIAL:
             b_dk, b_dv = _query_steps(
                 b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, middle, end, row, steps_ptr,
-                bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED, True, FLIP, WANT_DK, WANT_DV,
-                STEP, 1, BLOCK_M,
-                BLOCK_N, BLOCK_D, PRECISION,
+                bits_ptr, words_ptr, qk_scale, start, S_q, S_k, score, SCORED, FUNCTION, DERIVATIVE, True,
+                FLIP, WANT_DK, WANT_DV, STEP, 1, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
     if WANT_DK:
         store_tile(desc_dk, b_dk * sm_scale, (i_b, i_kv), start, BLOCK_N, BLOCK_D)

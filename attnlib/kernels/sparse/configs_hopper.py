@@ -62,8 +62,9 @@ _CHOSEN = {
 _FINE = {128: HopperSparseConfig(64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True)}
 
 
-def hopper_sparse_config(head_dim: int, coarse: bool = True) -> HopperSparseConfig:
-    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64.
+def hopper_sparse_config(head_dim: int, coarse: bool = True, bias: bool = False) -> HopperSparseConfig:
+    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64. bias:
+    whether the score has one, which two pairs have no registers for.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -71,6 +72,8 @@ def hopper_sparse_config(head_dim: int, coarse: bool = True) -> HopperSparseConf
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
+    if bias and width == 64:
+        return WIDE
     return _CHOSEN[width] if coarse else _FINE.get(width, _CHOSEN[width])
 
 
@@ -102,10 +105,13 @@ class HopperSparseBackwardConfig:
 _BACKWARD = {64: HopperSparseBackwardConfig(128, half_p=True), 128: HopperSparseBackwardConfig(64)}
 WIDEST_BACKWARD = max(_BACKWARD)
 """Head dimensions beyond it have a backward pass in plain Triton."""
+_CAPPED = {64: HopperSparseBackwardConfig(64)}
+"""Under a soft cap, whose derivative takes registers that steps of 128 queries do not leave."""
 
 
-def hopper_sparse_backward_config(head_dim: int) -> HopperSparseBackwardConfig:
-    """For a head dimension of at most `WIDEST_BACKWARD`."""
+def hopper_sparse_backward_config(head_dim: int, soft_cap: bool = False) -> HopperSparseBackwardConfig:
+    """For a head dimension of at most `WIDEST_BACKWARD`; soft_cap: whether the score has one."""
     if not 1 <= head_dim <= WIDEST_BACKWARD:
         raise ValueError(f"head_dim: expected 1 to {WIDEST_BACKWARD}, got {head_dim}")
-    return _BACKWARD[tile_width(head_dim)]
+    width = tile_width(head_dim)
+    return _CAPPED.get(width, _BACKWARD[width]) if soft_cap else _BACKWARD[width]

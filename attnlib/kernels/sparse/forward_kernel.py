@@ -15,8 +15,8 @@ from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
 
 @triton.jit
 def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr, bits_ptr, words_ptr,
-           qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr, PARTIAL: tl.constexpr,
-           FLIP: tl.constexpr, STEP: tl.constexpr,
+           qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr, FUNCTION: tl.constexpr,
+           DERIVATIVE: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr, STEP: tl.constexpr,
            NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Steps first .. end - 1 of the lists; returns the output before its division by l, and m, l."""
@@ -31,7 +31,8 @@ def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr,
         if SCORED:
             o_q, o_k = start + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
             EXACT: tl.constexpr = PRECISION == "ieee"
-            b_s, _ = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, EXACT)
+            b_s, _ = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, FUNCTION, DERIVATIVE,
+                            EXACT)  # fmt: skip
             unit = 1.0
         else:
             unit = qk_scale
@@ -40,7 +41,7 @@ def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr,
             b_s = tl.where(seen(words_ptr, bits, row, column, BLOCK_M, BLOCK_N), b_s, float("-inf"))
         m_new = tl.maximum(b_m, tl.max(b_s, 1) * unit)  # [BLOCK_M]
         m_ref = m_new
-        if PARTIAL or score[2] is not None:
+        if PARTIAL or score[2] is not None or FUNCTION is not None:
             # A row that has seen no key yet has m = -inf; subtracting it from itself would give NaN.
             m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         b_p = tl.math.exp2(b_s * unit - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
@@ -62,7 +63,7 @@ def attention_sparse_forward(
     words_ptr,  # (slots, 128, 4)
     alibi_ptr, sinks_ptr, bias_ptr,  # (H), (H), and of any strides; None for what the score does not have
     qk_scale,  # |sm_scale| * log2(e), positive; SCORED see `scores.scored`
-    cap,  # the soft cap times log2(e), or None
+    cap, after,  # the soft cap times log2(e), or None; and see `scores`
     S_q, S_k,
     H,  # query heads
     HEADS,  # B * H
@@ -73,6 +74,7 @@ def attention_sparse_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SCORED: tl.constexpr,  # the score is more than sinks
     BIAS_N: tl.constexpr,
+    FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,  # of the user's own, or None
     PARTIAL: tl.constexpr,  # some steps carry bits
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
     STORE_LSE: tl.constexpr,
@@ -99,7 +101,7 @@ def attention_sparse_forward(
         slope = head_slope(alibi_ptr, i_h)
     if bias_ptr is not None:
         bias = head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
-    score = (cap, slope, bias, bias_m, BIAS_N)
+    score = (cap, slope, bias, bias_m, BIAS_N, after, i_h, i_b)
     if sinks_ptr is None:
         b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
         b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
@@ -110,13 +112,13 @@ def attention_sparse_forward(
     row = start - tile * TILE
     b_acc, b_m, b_l = _steps(
         b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, first, middle, row, steps_ptr, bits_ptr, words_ptr,
-        qk_scale, start, S_q, S_k, score, SCORED, False, FLIP, STEP, NUM_STAGES,
+        qk_scale, start, S_q, S_k, score, SCORED, FUNCTION, DERIVATIVE, False, FLIP, STEP, NUM_STAGES,
         BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if PARTIAL:
         b_acc, b_m, b_l = _steps(
             b_acc, b_m, b_l, b_q, desc_k, desc_v, at_k, middle, end, row, steps_ptr, bits_ptr, words_ptr,
-            qk_scale, start, S_q, S_k, score, SCORED, True, FLIP, STEP, 1,
+            qk_scale, start, S_q, S_k, score, SCORED, FUNCTION, DERIVATIVE, True, FLIP, STEP, 1,
             BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     # A row that sees nothing, and has no sink, has l = 0: output 0, LSE -inf.

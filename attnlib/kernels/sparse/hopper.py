@@ -31,12 +31,15 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return lacks
     score = params.score
     if score is not None:
-        if score.bias is not None:
-            return "takes no bias"
-        if score.alibi is not None and score.soft_cap is None and abs(params.sm_scale) < 1e-15:
-            return f"needs an sm_scale of 1e-15 or more under ALiBi; it is {params.sm_scale}"
-        if backward and score.changes_scores:
-            return "has a backward pass under scores with sinks alone"
+        if score.function is not None:
+            return "takes no score function of the caller's own"
+        if score.bias is not None and backward:
+            return "has no backward pass under a bias: a tile of it has no room beside three accumulators"
+        if score.bias is not None and score.strides[3] not in (0, 1):
+            return f"needs a bias whose keys follow each other in memory; their stride is {score.strides[3]}"
+        added = score.alibi is not None or score.bias is not None
+        if added and score.soft_cap is None and abs(params.sm_scale) < 1e-15:
+            return f"needs an sm_scale of 1e-15 or more under ALiBi or a bias; it is {params.sm_scale}"
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"
@@ -59,8 +62,10 @@ def configuration(
 ) -> HopperSparseConfig | HopperSparseBackwardConfig:
     """How the kernels are compiled and launched for queries and a mask like these."""
     if backward:
-        return hopper_sparse_backward_config(q.shape[-1])
-    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse)
+        capped = params.score is not None and params.score.soft_cap is not None
+        return hopper_sparse_backward_config(q.shape[-1], capped)
+    bias = params.score is not None and params.score.bias is not None
+    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias)
 
 
 def prepare(call: Signature, backward: bool = False) -> launch_hopper.Plan | BackwardPlan | None:

@@ -12,6 +12,9 @@ step, the barriers, and why there is one fence, and all of that holds here. What
   of step j, in step j + 1 or behind the last step. The place is filled again with step j + 4, for which the
   producer waits until Q of step j + 2 is released.
 - The bits of a step, transposed, 64 keys of four words for each consumer, arrive with Q at q_full.
+- A score (`hopper_scores`) is computed again. A soft cap's derivative goes into the copy of P that dS is made
+  of, as soon as P is there for dV, so it has no registers of its own. For ALiBi the producer sends two more
+  words with each step: where the first key stands among the queries, and the slope of the head.
 
 A list has at least one step: keys that nobody sees have one whose bits are all 0.
 """
@@ -43,6 +46,7 @@ from attnlib.kernels.common.backward_ring import (
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.sparse.bits import hide
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, tanh
 
 BLOCK_N = gl.constexpr(128)  # keys of a program, 64 in a buffer
 
@@ -62,6 +66,8 @@ class Memory(NamedTuple):
     ds: gl.shared_memory_descriptor  # [4, 64, block_m]: buffer 0 of both consumers, buffer 1
     words: gl.shared_memory_descriptor  # [2 * STAGES, 1, 1, 256]: of a slot for consumer w, 2 slot + w
     told: gl.shared_memory_descriptor  # [5, 32]: the last one has the number of the column of tiles
+    places: gl.shared_memory_descriptor  # [4, 32], for ALiBi: of the first key, from a step's first query
+    slopes: gl.shared_memory_descriptor  # [4, 32], for ALiBi: of a step's head, times log2(e)
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -84,6 +90,9 @@ class Work(NamedTuple):
     i_n: gl.tensor
     number: gl.tensor  # its list of the first head of the group, and the steps on those of all
     count: gl.tensor
+    inner: gl.tensor  # of a score; None without
+    place: gl.tensor
+    alibi: gl.tensor
 
 
 # ---------------------------------------------------------------- producer
@@ -110,6 +119,12 @@ def _copy_q(desc_q, desc_rows, desc_words, mem, j, e, head, m, work, plan: gl.co
         bits = gl.load(work.bits + e)
         word += (bits >= 0).to(gl.int32)
     mem.told.index(j & 3).store(gl.full([32], word, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    if plan.alibi:
+        place = work.i_n * BLOCK_N - (m * plan.block_m + work.place)
+        slope = gl.load(work.alibi + (head - work.i_b * work.H)) * LOG2_E
+        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        mem.places.index(j & 3).store(gl.full([32], place, gl.int32, lanes))
+        mem.slopes.index(j & 3).store(gl.full([32], slope, gl.float32, lanes))
     if plan.partial:
         if bits >= 0:
             if plan.block_m == 128:
@@ -165,7 +180,29 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, mem, work, 
 @gluon.jit
 def _told(mem, place):
     """A word of the producer's: that of step j is in place j % 4."""
-    return gl.max(mem.told.index(place).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return _lane(mem.told.index(place))
+
+
+@gluon.jit
+def _lane(lanes):
+    """The number that all 32 places have."""
+    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _weights(s, lse, mem, j, qk_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+    """P^T of step j before its bits, and the derivative of its scores: [64, BLOCK_M] twice."""
+    derivative = 1.0
+    if plan.soft_cap:
+        s = tanh(s * work.inner)
+        derivative = 1.0 - s * s
+    if plan.alibi:
+        place = _lane(mem.places.index(j & 3)) + WG * 64
+        s = away(s * qk_scale, _lane(mem.slopes.index(j & 3)), place)
+        p = gl.exp2(s - lse)
+    else:
+        p = gl.exp2(s * qk_scale - lse)
+    return p, derivative
 
 
 @gluon.jit
@@ -198,11 +235,13 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         dp_token = issue_scores(mem.v, do, j, WG, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
+        p, derivative = _weights(s, lse, mem, j, qk_scale, work, WG, plan)  # [64, BLOCK_M]
         if plan.partial:
             if (_told(mem, j & 3) & 1) == 1:
                 p = hide(p, mem.words.index(2 * slot + WG).reshape([64, 4]), 0.0)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
+        if plan.soft_cap:
+            p = p * derivative
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
@@ -242,7 +281,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h".split()
+NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h place".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -253,8 +292,11 @@ def attention_sparse_backward_hopper(
     desc_words,  # (slots, 2, 256) int32: words of steps as the two consumers read them
     dq_ptr,  # float32, see common.postprocess
     starts_ptr, steps_ptr, bits_ptr, order_ptr,  # of columns, see `block_mask.lists.Lists`
-    qk_scale,  # sm_scale * log2(e)
+    alibi_ptr,  # (H), None without
+    qk_scale,  # sm_scale * log2(e); of capped scores the cap times log2(e)
+    inner,  # sm_scale over the soft cap, None without
     sm_scale,
+    place,  # of query 0 among the keys, for ALiBi; None without
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv
@@ -276,7 +318,11 @@ def attention_sparse_backward_hopper(
     for g in range(GROUP):
         own = starts_ptr + number + g * mask_h * num_n
         count += gl.load(own + 1) - gl.load(own)
-    places: gl.constexpr = 2 * STAGES if plan.partial else 1
+    slots: gl.constexpr = 2 * STAGES if plan.partial else 1
+    places, slopes = None, None
+    if plan.alibi:
+        places = gl.allocate_shared_memory(gl.int32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        slopes = gl.allocate_shared_memory(gl.float32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mem = Memory(
         buffers(desc_k, 2),
         buffers(desc_v, 2),
@@ -288,8 +334,10 @@ def attention_sparse_backward_hopper(
             desc_k.dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype),
         ),
-        gl.allocate_shared_memory(gl.int32, [places, 1, 1, 256], desc_words.layout),
+        gl.allocate_shared_memory(gl.int32, [slots, 1, 1, 256], desc_words.layout),
         gl.allocate_shared_memory(gl.int32, [5, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        places,
+        slopes,
         barriers(1, 1).index(0),  # k_full
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full
@@ -298,6 +346,7 @@ def attention_sparse_backward_hopper(
     fence_async_shared()
     work = Work(
         H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
+        inner, place, alibi_ptr,
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([

@@ -14,8 +14,9 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
-- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi the number of a
-  step's keys, which the producer stores beside the slot before it arrives at k_full.
+- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
+  number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
+  loads its elements of a bias from global memory.
 
 A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
 """
@@ -37,7 +38,7 @@ from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, tanh
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, biased, tanh
 
 LN2 = gl.constexpr(0.6931471805599453)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
@@ -48,6 +49,7 @@ STEPS = gl.constexpr(1)
 WHOLE = gl.constexpr(2)  # steps without bits
 OUTPUT = gl.constexpr(3)  # and the word after: batch and head of the output of the tile before
 HEAD = gl.constexpr(5)  # of this tile, for a score
+BATCH = gl.constexpr(6)  # of this tile, for a bias
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -61,7 +63,7 @@ class Memory(NamedTuple):
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
     words: gl.shared_memory_descriptor  # [2 * stages, 1, 1, 256]: of slot c for warpgroup w, 2 c + w
-    steps: gl.shared_memory_descriptor  # [stages, 32]: whose keys are in a slot, for ALiBi
+    steps: gl.shared_memory_descriptor  # [stages, 32]: whose keys are in a slot, for ALiBi and a bias
     next_tile: gl.shared_memory_descriptor  # [2 * plan.words, 32]
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
@@ -97,6 +99,21 @@ class Score(NamedTuple):
     place: gl.tensor
     alibi: gl.tensor
     sinks: gl.tensor
+    bias: gl.tensor
+    bias_b: gl.tensor
+    bias_h: gl.tensor
+    bias_m: gl.tensor
+    S_k: gl.tensor
+
+
+class OfTile(NamedTuple):
+    """What a score has for the 64 rows of a tile that a consumer has; 0 for what it does not have."""
+
+    place: gl.tensor  # of the first among the keys
+    slope: gl.tensor
+    bias: gl.tensor  # of the head
+    rows: gl.tensor  # [64], from there
+    unit: gl.tensor  # what a bias is multiplied with
 
 
 class Tile(NamedTuple):
@@ -133,7 +150,7 @@ def _copy_k(desc_k, desc_words, mem, c, tile, j, step, VALUES: gl.constexpr, wor
     any. VALUES: values follow, as many bytes as the keys."""
     s = slot(c, plan)
     bar = mem.k_full.index(s)
-    if plan.alibi:
+    if plan.tells_steps:
         mem.steps.index(s).store(gl.full([32], step, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     size: gl.constexpr = (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes
     if plan.partial:
@@ -184,7 +201,7 @@ def _tell(mem, number, last, tile, before, plan: gl.constexpr):
     b = number & 1
     # In the order of their names.
     words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before
-    words += (tile.i_h,)
+    words += (tile.i_h, tile.i_b)
     for w in gl.static_range(plan.words):
         word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         mem.next_tile.index(b * plan.words + w).store(word)
@@ -287,20 +304,43 @@ def _seen(s, mem, c, masked, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _scored(s, mem, c, row, inner, slope, plan: gl.constexpr):
-    """Scores of slot c after the soft cap and ALiBi, not yet flipped. row: the place of the first among the
-    keys."""
+def _scored(s, mem, c, score, own, plan: gl.constexpr):
+    """Scores of slot c as a score makes them, not yet flipped. own: an `OfTile`."""
     if plan.soft_cap:
-        s = tanh(s * inner)
-    if plan.alibi:
-        step = _lane(mem.steps.index(slot(c, plan)))
-        s = away(s, slope, row - step * plan.block_n, plan)
+        s = tanh(s * score.inner)
+    if plan.tells_steps:
+        first = _lane(mem.steps.index(slot(c, plan))) * plan.block_n
+        if plan.alibi:
+            s = away(s, own.slope, own.place - first)
+        if plan.bias:
+            s = biased(s, own.bias, own.rows, first, score.S_k - first, own.unit, plan)
     return s
 
 
 @gluon.jit
+def _of_tile(mem, turn, row, score, qk_scale, work, plan: gl.constexpr):
+    """The `OfTile` of rows from `row` on."""
+    place, slope, bias, rows, unit = 0, 0.0, 0, 0, 0.0
+    if plan.alibi:
+        place = row + score.place
+        slope = gl.load(score.alibi + _word(mem, turn, HEAD, plan)) * (LOG2_E / qk_scale)
+        if plan.flip:
+            slope = -slope
+    if plan.bias:
+        unit = LOG2_E / qk_scale
+        if plan.flip:
+            unit = -unit
+        b, h = _word(mem, turn, BATCH, plan).to(gl.int64), _word(mem, turn, HEAD, plan).to(gl.int64)
+        bias = score.bias + (b * score.bias_b + h * score.bias_h)
+        # Rows behind the last one have its bias.
+        o_m = gl.minimum(row + gl.arange(0, 64, layout=plan.row_layout), work.S_q - 1)
+        rows = o_m.to(gl.int64) * score.bias_m
+    return OfTile(place, slope, bias, rows, unit)
+
+
+@gluon.jit
 def _step(
-    q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, place, inner, slope, WG: gl.constexpr,
+    q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, score, own, WG: gl.constexpr,
     plan: gl.constexpr,
 ):  # fmt: skip
     """Slot c of a tile: its scores and softmax, and P V of the step before it.
@@ -314,25 +354,25 @@ def _step(
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
-    s = _scored(s, mem, c, place, inner, slope, plan)
+    s = _scored(s, mem, c, score, own, plan)
     s = _seen(s, mem, c, masked, WG, plan)
-    shift, alpha, changed = softmax.new_shift(softmax.row_max(s), shift, qk_scale, plan.partial)
+    shift, alpha, changed = softmax.new_shift(softmax.row_max(s), shift, qk_scale, plan.hides)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, plan.partial)
+        left = softmax.weights(left, shift, qk_scale, plan.hides)
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, plan.partial)
+        right = softmax.weights(right, shift, qk_scale, plan.hides)
         sums = softmax.add_sums(sums, right)
         p = softmax.whole(left.to(dtype), right.to(dtype))
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, plan.partial)
+        weights = softmax.weights(s, shift, qk_scale, plan.hides)
         sums = softmax.add_sums(sums, weights)
         p = weights.to(dtype)
     return gl.convert_layout(p, plan.p_layout), acc, shift, sums
@@ -399,12 +439,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         row = first_row + WG * 64
         end = c + _word(mem, turn, STEPS, plan)  # slot of the next tile's first keys, and of the last values
         middle = c + _word(mem, turn, WHOLE, plan)  # the first slot with bits
-        place, slope, sink = 0, 0.0, 0.0
-        if plan.alibi:
-            place = row + score.place
-            slope = gl.load(score.alibi + _word(mem, turn, HEAD, plan)) * (LOG2_E / qk_scale)
-            if plan.flip:
-                slope = -slope
+        own = _of_tile(mem, turn, row, score, qk_scale, work, plan)
+        sink = 0.0
         if plan.sinks:
             sink = gl.load(score.sinks + _word(mem, turn, HEAD, plan)) * LOG2_E
 
@@ -418,13 +454,13 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         wait_k(mem, c, plan)
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        s = _scored(s, mem, c, place, score.inner, slope, plan)
+        s = _scored(s, mem, c, score, own, plan)
         s = _seen(s, mem, c, c >= middle, WG, plan)
         release(mem, c, plan)
         shift = softmax.row_max(s) * qk_scale  # [64]
         if plan.sinks:
             shift = gl.maximum(shift, sink)
-        weights = softmax.weights(s, shift, qk_scale, plan.partial)
+        weights = softmax.weights(s, shift, qk_scale, plan.hides)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
@@ -432,8 +468,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 2. The other steps.
         for i in range(c + 1, end):
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, place, score.inner,
-                slope, WG, plan,
+                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, score, own, WG, plan,
             )  # fmt: skip
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it
@@ -467,7 +502,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "S_q H GROUP HEADS SECTION num_m tiles mask_b mask_h place".split()
+NUMBERS = "S_q H GROUP HEADS SECTION num_m tiles mask_b mask_h place bias_b bias_h bias_m S_k".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -478,6 +513,9 @@ def attention_sparse_forward_hopper(
     counter_ptr,  # one int32, 0 before and after a launch
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr,  # see `block_mask.lists.Lists`
     alibi_ptr, sinks_ptr,  # (H), None without
+    bias_ptr,  # of query 0 and key 0; this and the next four are None without
+    bias_b, bias_h, bias_m,  # its strides; that of keys is plan.bias_n
+    S_k,
     qk_scale,  # |sm_scale| * log2(e), positive; of capped scores the cap times log2(e)
     inner,  # sm_scale over the soft cap, None without
     place,  # of query 0 among the keys
@@ -497,7 +535,7 @@ def attention_sparse_forward_hopper(
         S_q, H, GROUP, HEADS, SECTION, num_m, tiles, mask_b, mask_h, starts_ptr, middles_ptr, steps_ptr,
         bits_ptr, order_ptr,
     )  # fmt: skip
-    score = Score(inner, place, alibi_ptr, sinks_ptr)
+    score = Score(inner, place, alibi_ptr, sinks_ptr, bias_ptr, bias_b, bias_h, bias_m, S_k)
     given = desc_o, lse_ptr, mem, qk_scale, score, work
     copied = desc_q, desc_k, desc_v, desc_words, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer
@@ -536,7 +574,7 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan: gl.constexpr):
         buffers(desc_o, 2),
         gl.allocate_shared_memory(gl.int32, [places, 1, 1, 256], desc_words.layout),
         gl.allocate_shared_memory(
-            gl.int32, [stages if plan.alibi else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+            gl.int32, [stages if plan.tells_steps else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
         ),
         gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),  # q_full

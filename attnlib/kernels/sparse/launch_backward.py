@@ -17,6 +17,7 @@ from attnlib.kernels.sparse.launch_forward import (
     LISTS,
     STEP,
     TILE,
+    bias_part,
     check_size,
     constants_of,
     mask_strides,
@@ -66,7 +67,7 @@ def score_tensors(params: Params) -> tuple[torch.Tensor | None, ...]:
     if score is None:
         return (None,) * 5
     dsinks = None if score.sinks is None else torch.empty_like(score.sinks)
-    dbias = torch.zeros(score.sizes, device=score.bias.device) if score.bias_gradient else None
+    dbias = score.zero_bias() if score.bias_gradient else None
     return score.alibi, score.sinks, score.bias, dsinks, dbias
 
 
@@ -111,6 +112,9 @@ def bias_constants(call: Signature) -> tuple[dict, dict]:
     if score is None or not score.bias_gradient:
         return dict.fromkeys(names), {"ROWS": False, "COLUMNS": False, "ALONE": False}
     B, H, _, S_q, S_k = call.dimensions()
+    if score.diagonal:
+        own = dict(zip(names, score.strides, strict=True))
+        return own, {"ROWS": True, "COLUMNS": True, "ALONE": False}
     strides = torch.empty(score.sizes, device="meta").stride()
     own = [0 if size == 1 else stride for size, stride in zip(score.sizes, strides, strict=True)]
     alone = score.sizes == (B, H, S_q, S_k)
@@ -141,7 +145,7 @@ def _launch(
     else:
         scalars, more = bias_constants(call)
         constants |= more
-        pointers["dbias_ptr"] = Part("dbias")
+        pointers["dbias_ptr"] = bias_part(call, "dbias")
     return Launch(
         kernel,
         (programs, 1, 1),
@@ -149,7 +153,7 @@ def _launch(
         pointers={
             f"{name}_ptr": Part(own) for name, own in zip(LISTS, COLUMNS if wanted else LISTS, strict=True)
         }
-        | {"alibi_ptr": Part("alibi"), "bias_ptr": Part("bias"), **pointers},
+        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), **pointers},
         scalars={
             "sm_scale": call.sm_scale, "S_q": S_q, "S_k": S_k, "H": heads, "HEADS": B * heads,
             "num_tiles": num_tiles, **mask_strides(call), **score_scalars(call), **scalars,

@@ -78,7 +78,9 @@ def prepare(call: Signature) -> Plan | None:
             "desc_v": Descriptor(Part("v"), windows[2], keys),
             "desc_o": Descriptor(Part("out"), out.window, rows),
         },
-        pointers={"lse_ptr": Part("lse")} | {f"{name}_ptr": Part(name) for name in (*LISTS, *SCORES)},
+        pointers={"lse_ptr": Part("lse")}
+        | {f"{name}_ptr": Part(name) for name in (*LISTS, *SCORES)}
+        | {"bias_ptr": bias_part(call)},
         scalars={
             "S_q": S_q, "S_k": S_k, "H": H, "HEADS": B * H, "num_tiles": num_tiles, **mask_strides(call),
             **score_scalars(call),
@@ -99,22 +101,33 @@ def tensors_of(params: Params) -> tuple[torch.Tensor | None, ...]:
     return (None, None, None) if score is None else (score.alibi, score.sinks, score.bias)
 
 
+def bias_part(call: Signature, name: str = "bias") -> Part:
+    """The bias of a call, or what has its layout, from that of the first query and the first key on."""
+    diagonal = call.score is not None and call.score.diagonal
+    return Part(name, call.dimensions()[3] - 1 if diagonal else 0)
+
+
 def is_scored(call: Signature) -> bool:
     """Whether the score is more than sinks."""
     score = call.score
-    return score is not None and not (score.soft_cap is None and not score.alibi and score.bias is None)
+    if score is None:
+        return False
+    return score.soft_cap is not None or score.alibi or score.bias is not None or score.function is not None
 
 
 def score_scalars(call: Signature) -> dict[str, float | None]:
     """Numbers of a score, and what products of queries and keys are multiplied with; see `scores.scored`."""
-    scale, cap, strides = exp2_scale(call.sm_scale), None, (None,) * 4
+    scale, cap, after, strides = exp2_scale(call.sm_scale), None, None, (None,) * 4
     if is_scored(call):
-        scale, cap = call.sm_scale * LOG2_E, call.score.soft_cap
+        unit, cap = LOG2_E, call.score.soft_cap
         if cap is not None:
-            scale, cap = call.sm_scale / cap, cap * LOG2_E
+            unit, cap = 1 / cap, cap * LOG2_E
+        scale = call.sm_scale * unit
+        if call.score.function is not None:
+            scale, after = call.sm_scale, unit
         strides = call.score.strides or strides
     names = "bias_b", "bias_h", "bias_m"
-    return {"qk_scale": scale, "cap": cap, **dict(zip(names, strides, strict=False))}
+    return {"qk_scale": scale, "cap": cap, "after": after, **dict(zip(names, strides, strict=False))}
 
 
 def check_size(call: Signature, programs: int) -> None:
@@ -142,6 +155,8 @@ def constants_of(call: Signature, tile: SparseTile) -> dict[str, object]:
         "FLIP": call.sm_scale < 0 and not is_scored(call),  # then the scale has its sign
         "SCORED": is_scored(call),
         "BIAS_N": call.score.strides[3] if is_scored(call) and call.score.strides else None,
+        "FUNCTION": None if call.score is None else call.score.function,
+        "DERIVATIVE": None if call.score is None else call.score.derivative,
         "SECTION": tile.heads_per_section,
         "STEP": STEP,
         "NUM_STAGES": tile.num_stages,

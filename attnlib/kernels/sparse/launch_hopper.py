@@ -12,7 +12,15 @@ from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
-from attnlib.kernels.sparse.launch_forward import LISTS, SCORES, TILE, check_size, mask_strides, tensors_of
+from attnlib.kernels.sparse.launch_forward import (
+    LISTS,
+    SCORES,
+    TILE,
+    bias_part,
+    check_size,
+    mask_strides,
+    tensors_of,
+)
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 
@@ -68,11 +76,12 @@ def prepare(call: Signature) -> Plan:
         descriptors=descriptors(windows, call.mask.slots, width, config, call.dtype),
         pointers={"lse_ptr": Part("lse"), "counter_ptr": Part("counter")}
         | {f"{name}_ptr": Part(name) for name in LISTS if name != "words"}
-        | {"alibi_ptr": Part("alibi"), "sinks_ptr": Part("sinks")},
+        | {"alibi_ptr": Part("alibi"), "sinks_ptr": Part("sinks"), "bias_ptr": bias_part(call)},
         scalars={
             "qk_scale": scale,
             "inner": inner,
             "place": S_k - S_q,
+            **bias_scalars(call),
             "S_q": S_q,
             "H": H,
             "GROUP": H // H_kv,
@@ -92,6 +101,13 @@ def prepare(call: Signature) -> Plan:
     return Plan(Launches([launch], call.device, TENSORS), out)
 
 
+def bias_scalars(call: Signature) -> dict[str, int | None]:
+    """Strides of a bias, and how many keys it has, which the kernel needs to know for nothing else."""
+    strides = None if call.score is None else call.score.strides
+    found = dict(zip(("bias_b", "bias_h", "bias_m"), strides or (None,) * 3, strict=False))
+    return found | {"S_k": call.dimensions()[4] if strides else None}
+
+
 def make_plan(
     width: int, config: HopperSparseConfig, flip: bool, store_lse: bool, partial: bool,
     score: ScoreForm | None = None,
@@ -100,13 +116,16 @@ def make_plan(
     from attnlib.kernels.common.pipeline import Pipeline, Registers
     from attnlib.kernels.sparse.plan import SparsePlan
 
+    bias = score is not None and score.bias is not None
+    bias_n = score.strides[3] if bias else 0
     return SparsePlan(
         d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns, flip=flip,
         store_lse=store_lse, partial=partial, pairs=config.pairs,
         pipeline=Pipeline(2, config.stages, config.joint, config.named, config.late_wait, config.pin),
         registers=Registers(config.consumer_registers, config.producer_registers),
         soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
-        sinks=score is not None and score.sinks,
+        sinks=score is not None and score.sinks, bias=bias, bias_n=bias_n,
+        bias_edge=bias_n == 1 and score.sizes[3] % TILE != 0,
     )  # fmt: skip
 
 

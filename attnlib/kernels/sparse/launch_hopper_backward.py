@@ -15,10 +15,11 @@ from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseBackwardConfig
 from attnlib.kernels.sparse.launch_backward import COLUMNS, sinks_gradient
-from attnlib.kernels.sparse.launch_forward import TILE, mask_strides
+from attnlib.kernels.sparse.launch_forward import TILE, mask_strides, tensors_of
 from attnlib.params import Params
+from attnlib.scores import ScoreForm
 
-TENSORS = (*backward_plan.TENSORS, *COLUMNS, "sinks", "dsinks")
+TENSORS = (*backward_plan.TENSORS, *COLUMNS, "alibi", "sinks", "dsinks")
 KERNEL = "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper"
 
 
@@ -32,16 +33,16 @@ def backward(
     params: Params,
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
-    every run, dq up to the order of a sum. With a score, of sinks alone, also (dsinks, None)."""
+    every run, dq up to the order of a sum. With a score also (dsinks, None)."""
     index = q.get_device()
     if index != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(index):
             return backward(d_out, q, k, v, out, lse, params)
     mask, step = params.block_mask, params.config.block_m
     lists = *mask.lists(step, columns=True), mask.words_of(step, columns=True)
-    sinks = None if params.score is None else params.score.sinks
+    alibi, sinks, _ = tensors_of(params)
     dsinks = None if sinks is None else torch.empty_like(sinks)
-    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, (*lists, sinks, dsinks))
+    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, (*lists, alibi, sinks, dsinks))
     return found if params.score is None else (*found, dsinks, None)
 
 
@@ -62,15 +63,19 @@ def prepare(call: Signature) -> BackwardPlan | None:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
+    cap, alibi = (None, False) if call.score is None else call.score[:2]
     launch = Launch(
         KERNEL,
         (num_n * B * H_kv, 1, 1),
         descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call),
         pointers={"dq_ptr": Part("buffer")}
-        | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")},
+        | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")}
+        | {"alibi_ptr": Part("alibi")},
         scalars={
-            "qk_scale": call.sm_scale * LOG2_E,
+            "qk_scale": (call.sm_scale if cap is None else cap) * LOG2_E,
+            "inner": None if cap is None else call.sm_scale / cap,
             "sm_scale": call.sm_scale,
+            "place": S_k - S_q if alibi else None,
             "H": H,
             "GROUP": H // H_kv,
             "HEADS_KV": B * H_kv,
@@ -79,7 +84,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "num_n": num_n,
             **mask_strides(call),
         },
-        constants={"plan": make_plan(width, config, call.mask.partial)},
+        constants={"plan": make_plan(width, config, call.mask.partial, call.score)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
@@ -87,13 +92,17 @@ def prepare(call: Signature) -> BackwardPlan | None:
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
-def make_plan(width: int, config: HopperSparseBackwardConfig, partial: bool):
+def make_plan(
+    width: int, config: HopperSparseBackwardConfig, partial: bool, score: ScoreForm | None = None
+):
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Registers
     from attnlib.kernels.sparse.plan import SparseBackwardPlan
 
     registers = Registers(config.consumer_registers, config.producer_registers)
-    return SparseBackwardPlan(width, config.block_m, config.half_p, partial, registers)
+    cap, alibi = (None, False) if score is None else score[:2]
+    half_p = config.half_p and cap is None
+    return SparseBackwardPlan(width, config.block_m, half_p, partial, registers, cap is not None, alibi)
 
 
 def descriptors(windows: tuple, slots: int, rows: Preprocess, call: Signature) -> dict[str, Descriptor]:

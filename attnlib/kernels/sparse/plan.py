@@ -22,6 +22,7 @@ class SparsePlan(Constants):
         partial: some steps carry bits.
         pairs: of consumer warpgroups in a program, 1 or 2.
         soft_cap, alibi, sinks: what the score has.
+        bias: it has a bias; bias_n: its stride along keys, 0 or 1; bias_edge: steps go beyond its last key.
     """
 
     d: int
@@ -37,9 +38,17 @@ class SparsePlan(Constants):
     soft_cap: bool = False
     alibi: bool = False
     sinks: bool = False
+    bias: bool = False
+    bias_n: int = 0
+    bias_edge: bool = False
 
-    # Told of a tile; a score needs its head.
-    words = property(lambda self: gl.constexpr(6 if self.alibi.value or self.sinks.value else 5))
+    # Told of a tile; a score needs its head, a bias its batch element, too.
+    words = property(
+        lambda self: gl.constexpr(7 if self.bias.value else 6 if self.alibi.value or self.sinks.value else 5)
+    )
+    tells_steps = property(lambda self: gl.constexpr(self.alibi.value or self.bias.value))
+    # Whether a score may be -inf.
+    hides = property(lambda self: gl.constexpr(self.partial.value or self.bias.value))
 
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: accumulator(self.block_n.value))
@@ -57,8 +66,10 @@ class SparseBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
-        block_m, half_p: as in `HopperSparseBackwardConfig`.
+        block_m, half_p: as in `HopperSparseBackwardConfig`; half_p never under a soft cap, where dS is not
+            made of P.
         partial: some steps carry bits.
+        soft_cap, alibi: what the score has.
     """
 
     d: int
@@ -66,6 +77,8 @@ class SparseBackwardPlan(Constants):
     half_p: bool
     partial: bool
     registers: Registers
+    soft_cap: bool = False
+    alibi: bool = False
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))

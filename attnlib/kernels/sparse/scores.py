@@ -1,9 +1,11 @@
 """What becomes of a tile's scores before the softmax (`attnlib.Score`), and the gradient of a bias, in plain
 `triton.language`.
 
-`score` is (cap, slope, bias_ptr, bias_m, bias_n), of one head: the soft cap times log2(e); the slope of ALiBi
-times log2(e); the first element of the bias, and its strides along queries and keys. What a call does not
-have is None. A kernel makes the tuple itself: compiled functions can't return a None.
+`score` is (cap, slope, bias_ptr, bias_m, bias_n, after, i_h, i_b), of one head: the soft cap times log2(e);
+the slope of ALiBi times log2(e); the first element of the bias, and its strides along queries and keys; what
+scores of the user's own function are multiplied with, log2(e), or one over the soft cap; head and batch
+element. What a call does not have is None. A kernel makes the tuple itself: compiled functions can't return a
+None. The function and its derivative go beside it: a tuple can't have functions.
 """
 
 import triton
@@ -38,17 +40,22 @@ def head_bias(bias_ptr, bias_b, bias_h, i_b, i_h):
 
 
 @triton.jit
-def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, EXACT: tl.constexpr):
+def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
+           EXACT: tl.constexpr):  # fmt: skip
     """(scores in base 2, their derivative by sm_scale * Q K^T) of the products b_s of queries o_q and keys
     o_k, which broadcast against each other. qk_scale: what sm_scale * Q K^T is multiplied with, log2(e), or
-    one over the soft cap."""
-    cap, slope, bias_ptr, bias_m, BIAS_N = score
+    one over the soft cap; 1 before a function."""
+    cap, slope, bias_ptr, bias_m, BIAS_N, after, i_h, i_b = score
     b_s = b_s * qk_scale
     derivative = 1.0
+    if FUNCTION is not None:
+        if DERIVATIVE is not None:
+            derivative = DERIVATIVE(b_s, o_q, o_k, i_h, i_b)
+        b_s = FUNCTION(b_s, o_q, o_k, i_h, i_b) * after
     if cap is not None:
         b_t = tanh(b_s, EXACT)
         b_s = b_t * cap
-        derivative = 1 - b_t * b_t
+        derivative = derivative * (1 - b_t * b_t)
     if slope is not None:
         b_s -= slope * tl.abs(o_k - (o_q + (S_k - S_q))).to(tl.float32)
     if bias_ptr is not None:

@@ -16,6 +16,8 @@ pytestmark = INTERPRETER_REMARKS
 
 DOTS = "B1 H2 S130x170 D64 dense fp16 dots"
 GROUPS = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + alibi + sinks + bias by key"
+OWN = "B2 H4/2 S70x140 D64 dense fp16 band by both, own"
+CAPPED = f"{OWN} + cap 2 + sinks + bias by key"
 WRONG = r"max error|not finite|LSE"
 
 
@@ -25,7 +27,7 @@ def of(part: str) -> str:
 
 MUTATIONS = [
     Mutation("a cap is not scaled back", "b_s = b_t * cap", "b_s = b_t", of("cap 2"), WRONG, module=scores),
-    Mutation("a cap has no derivative", "derivative = 1 - b_t * b_t", "derivative = 1 - 0 * b_t", of("cap 2"),
+    Mutation("a cap has no derivative", "derivative * (1 - b_t * b_t)", "derivative", of("cap 2"),
              "d[qk]", module=scores),
     Mutation("tanh of negative scores", "tl.where(x < 0, -t, t)", "t", of("cap 2"), WRONG, module=scores),
     Mutation("queries stand at their own number", "(o_q + (S_k - S_q))", "o_q", of("alibi"), WRONG,
@@ -54,6 +56,20 @@ MUTATIONS = [
              of("bias by head and key"), "dbias", module=backward_kernels),
     Mutation("dbias of keys is not summed up", "b_sum = tl.sum(tl.where(inside, b_ds, 0.0), 1)",
              "b_sum = tl.max(tl.where(inside, b_ds, 0.0), 1)", of("bias by query"), "dbias", module=scores),
+    Mutation("a function without what it is multiplied with", "i_h, i_b) * after", "i_h, i_b)", of("own"),
+             WRONG, module=scores),
+    Mutation("a function has no derivative", "derivative = DERIVATIVE(b_s, o_q, o_k, i_h, i_b)",
+             "derivative = 1.0 + 0 * b_s", of("own"), "d[qk]", module=scores),
+    Mutation("a derivative of other scores", "derivative = DERIVATIVE(b_s,",
+             "derivative = DERIVATIVE(b_s * 2,", of("own"), "d[qk]", module=scores),
+    Mutation("a cap without the derivative of a function before it", "derivative * (1 - b_t * b_t)",
+             "(1 - b_t * b_t)", CAPPED, "d[qk]", module=scores),
+    Mutation("functions of the first head", "after, i_h, i_b)", "after, 0, i_b)", of("own"), WRONG,
+             module=forward_kernel),
+    Mutation("functions of the first batch element, in dK and dV",
+             "    score = (cap, slope, bias, bias_m, BIAS_N, after, i_h, i_b)\n        number",
+             "    score = (cap, slope, bias, bias_m, BIAS_N, after, i_h, 0)\n        number", OWN, "d[kv]",
+             module=backward_kernels),
 ]  # fmt: skip
 
 

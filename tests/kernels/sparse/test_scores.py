@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
-from score_cases import CASES, check_scored
+from score_cases import CASES, bent, bent_reference, check_scored
 
-from attnlib import BlockMask, Score, attention
+from attnlib import BlockMask, Score, attention, explain
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.scores import parts_of
@@ -87,3 +87,34 @@ def test_a_bias_of_any_layout_and_dtype(device):
     assert torch.equal(out, same)
     assert found.dtype == torch.bfloat16 and found.shape == turned.shape
     torch.testing.assert_close(found.float(), torch.autograd.grad(same.sum(), own)[0], rtol=1e-2, atol=1e-3)
+
+
+def test_a_table_by_distance_is_that_bias(device):
+    """Shorter than the distances: its ends stand for what is farther, and their gradients are sums."""
+    q, k, v = tensors(1, 2, 40, 64, device=device)
+    k, v = k[:, :, :30], v[:, :, :30]
+    table = torch.randn(2, 11, generator=torch.Generator().manual_seed(5)).to(device).requires_grad_()
+    distance = torch.arange(30, device=device) - (torch.arange(40, device=device)[:, None] - 10)
+    bias = table[:, distance.clamp(-5, 5) + 5]
+    found, expected = (
+        attention(q, k, v, score=score, impl="triton") for score in (Score(relative=table), Score(bias=bias))
+    )
+    assert torch.equal(found, expected)
+    gradients = (torch.autograd.grad(out.sum(), table)[0] for out in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+
+
+def test_a_function_of_ones_own(device):
+    """The reference of a call has to keep the shape; a function without a derivative computes no gradient."""
+    q, k, v = tensors(1, 2, 20, 64, device=device)
+    wrong = Score(function=bent, reference=lambda s, i, j, h, b: s[0])
+    expected = r"score.reference: expected shape \(1, 2, 20, 20\), as it was given, got \(2, 20, 20\)"
+    with pytest.raises(ValueError, match=expected):
+        attention(q, k, v, score=wrong, impl="reference")
+    forward = Score(function=bent, reference=bent_reference)
+    theirs = attention(q, k, v, score=forward, impl="reference")
+    torch.testing.assert_close(attention(q, k, v, score=forward), theirs, rtol=2e-3, atol=2e-3)
+    hidden = explain(q, k, v, score=forward)
+    assert hidden.kernel == "triton"
+    with torch.no_grad():
+        attention(q.clone().requires_grad_(), k, v, score=forward)
