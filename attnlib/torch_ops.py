@@ -154,12 +154,12 @@ _SCORE = (
     "Tensor? alibi=None, Tensor? sinks=None, Tensor? bias=None, float? soft_cap=None, bool diagonal=False, "
     "SymInt? left=None, SymInt? right=None, float? sm_scale=None, SymInt? block_mask=None"
 )
-"""The parts of an `attnlib.Score`, the bias as `ScoreParts` has it, and what else a call with one asks for."""
+"""The parts of an `attnlib.Score`, a bias as in `ScoreParts`, and what else a call with one asks for."""
 
 
 def _scored(q, k, score: tuple, options: tuple, bias_gradient: bool = False) -> Params:
-    """score: (alibi, sinks, bias, soft_cap, diagonal). options: (left, right, sm_scale, block_mask, lse, deterministic,
-    impl)."""
+    """score: (alibi, sinks, bias, soft_cap, diagonal). options: (left, right, sm_scale, block_mask, lse,
+    deterministic, impl)."""
     alibi, sinks, bias, soft_cap, diagonal = score
     left, right, sm_scale, handle, lse, deterministic, impl = options
     mask = masked(None if handle is None else by_handle(handle), MaskWindow(left, right), q, k)
