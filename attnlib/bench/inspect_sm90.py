@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench import imports, sass, sources
+from attnlib.bench import compiler, imports, sass, sources
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
 
@@ -210,13 +210,6 @@ def compile_all(jobs: Iterable[Job]) -> list[Stats]:
     return [found[file] for file, _ in files]
 
 
-def compiling_environment() -> dict[str, str]:
-    """Of a child process that compiles: without Triton's interpreter, and with this project to import."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    return env
-
-
 def last_lines(errors: str) -> str:
     """The end of what a compiler said, which has the reason."""
     return "\n".join(errors.strip().splitlines()[-15:])
@@ -233,12 +226,10 @@ def _compile_in_children(jobs: list[Job]) -> None:
 
 
 def _compile_in_child(jobs: list[Job]) -> None:
-    env = compiling_environment()
-    command = [sys.executable, "-m", __name__]
     with tempfile.TemporaryFile("w+") as request, tempfile.TemporaryFile("w+") as errors:
         json.dump([dataclasses.asdict(job) for job in jobs], request)
         request.seek(0)
-        finished, status = _follow(command, KERNEL_SECONDS, stdin=request, stderr=errors, env=env)
+        finished, status = _follow(compiler.start(__name__, request, errors), KERNEL_SECONDS)
         if status == 0:
             return
         errors.seek(0)
@@ -248,15 +239,15 @@ def _compile_in_child(jobs: list[Job]) -> None:
     raise RuntimeError(f"compiling {name} for sm_90 {what} ({count}):\n{tail}")
 
 
-def _follow(command: list[str], seconds: float, **options: Any) -> tuple[int, int | None]:
-    """Run a command that writes one byte to its standard output for each piece of work that it finishes.
+def _follow(child: subprocess.Popen | compiler.Fork, seconds: float) -> tuple[int, int | None]:
+    """Follow a process that writes one byte to its standard output for each piece of work that it finishes.
 
-    `seconds` limits the time of one piece, not of all: on a busy machine every piece is slow, and a command
+    `seconds` limits the time of one piece, not of all: on a busy machine every piece is slow, and a process
     that makes progress is not ended. Returns the number of finished pieces and the exit status, which is None
-    where a piece took longer and the command was killed. options: of `subprocess.Popen`.
+    where a piece took longer and the process was killed.
     """
     finished, ended = 0, False
-    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, **options) as child:
+    with child:
         try:
             while not ended and select.select([child.stdout], [], [], seconds)[0]:
                 marks = child.stdout.read(4096)

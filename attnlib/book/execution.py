@@ -13,6 +13,7 @@ import psutil
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from attnlib.bench import compiler
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
 from attnlib.bench.setting import WARM
@@ -81,6 +82,7 @@ def execute(
     used: list[float] = []
     variables, manager = environment(mode, jobs), {}
     if mode.forked:
+        variables[compiler.SERVER] = compiler.serve()
         forked_kernel.start_server(variables)
         manager = {"kernel_manager_class": forked_kernel.ForkedKernelManager}
     client = NotebookClient(

@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -12,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from triton._C.libtriton import gluon_ir, ir
 
-from attnlib.bench.inspect_sm90 import Job, compiled_here, compiling_environment, last_lines
+from attnlib.bench import compiler
+from attnlib.bench.inspect_sm90 import Job, compiled_here, last_lines
 
 ROWS = 64
 """Of a tile that a warpgroup holds."""
@@ -65,17 +65,21 @@ def layout_of_load(
     `inspect_sm90.Job`. RuntimeError with the compiler's message.
     """
     source = "import triton\nimport triton.language as tl\n\n\n" + inspect.getsource(kernel.fn)
-    env = compiling_environment()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.py"
         path.write_text(source, encoding="utf-8")
         job = {"kernel_file": str(path), "kernel_name": kernel.fn.__name__, "num_warps": num_warps}
         job |= {"signature": dict(signature), "constexprs": dict(constexprs)}
-        command = [sys.executable, "-m", "attnlib.book.layouts"]
-        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"compiling {kernel.fn.__name__} for sm_90 failed:\n{last_lines(done.stderr)}")
-    return first_load(done.stdout)
+        with (Path(folder) / "request").open("w+") as request, (Path(folder) / "errors").open("w+") as errors:
+            json.dump(job, request)
+            request.seek(0)
+            with compiler.start("attnlib.book.layouts", request, errors) as child:
+                ttgir = child.stdout.read().decode()
+            errors.seek(0)
+            said = last_lines(errors.read())
+    if child.returncode:
+        raise RuntimeError(f"compiling {kernel.fn.__name__} for sm_90 failed:\n{said}")
+    return first_load(ttgir)
 
 
 def first_load(ttgir: str) -> object:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from attnlib.bench import inspect_sm90, sass, sources
+from attnlib.bench import compiler, inspect_sm90, sass, sources
 from attnlib.bench.files import write_atomically
 from attnlib.bench.inspect_sm90 import Job
 
@@ -64,12 +65,31 @@ def test_a_time_out_names_the_kernel(cache, monkeypatch):
         inspect_sm90.compile_all([job(file)])
 
 
+def test_a_server_forks_what_compiles(cache, monkeypatch):
+    """As a child does: the same results, errors, and limit of time. The server is this test's own."""
+    monkeypatch.setattr(compiler, "_name", None)
+    monkeypatch.setenv(compiler.SERVER, compiler.serve())
+    monkeypatch.setattr(compiler.subprocess, "Popen", lambda *args, **options: pytest.fail("a child"))
+    file, slow = cache / "kernel.py", cache / "slow.py"
+    file.write_text(KERNEL + KERNEL.replace("copy", "broken").replace("tl.load", "tl.lode"))
+    slow.write_text("import time\ntime.sleep(600)\n" + KERNEL)
+    (stats,) = inspect_sm90.compile_all([job(file)])
+    assert stats.opcodes["LDG"] == 1
+    with pytest.raises(
+        RuntimeError, match=r"broken for sm_90 failed \(after 1 of 2 kernels\):\n(.*\n)*.*lode"
+    ):
+        inspect_sm90.compile_all([job(file, num_warps=8), job(file, "broken")])
+    monkeypatch.setattr(inspect_sm90, "KERNEL_SECONDS", 1)
+    with pytest.raises(RuntimeError, match=r"copy for sm_90 took more than 1 s \(after 0 of 1 kernels\)"):
+        inspect_sm90.compile_all([job(slow)])
+
+
 def test_the_limit_is_of_one_piece_of_work(monkeypatch):
     """Six pieces of 0.5 s within a limit of 2 s each; then one that takes too long."""
     work = "import os, time\nfor i in range(6): time.sleep(0.5); os.write(1, b'.')\n"
-    assert inspect_sm90._follow([sys.executable, "-c", work], 2) == (6, 0)
-    assert inspect_sm90._follow([sys.executable, "-c", work + "time.sleep(600)"], 2) == (6, None)
-    assert inspect_sm90._follow([sys.executable, "-c", work + "raise SystemExit(3)"], 2) == (6, 3)
+    for more, status in (("", 0), ("time.sleep(600)", None), ("raise SystemExit(3)", 3)):
+        child = subprocess.Popen([sys.executable, "-c", work + more], stdout=subprocess.PIPE, bufsize=0)
+        assert inspect_sm90._follow(child, 2) == (6, status)
 
 
 def test_the_key_follows_imports_and_kernel_cells(tmp_path, monkeypatch):

@@ -126,7 +126,8 @@ def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
     shown = capsys.readouterr().out
     rows = [f"attnlib, {name}" for name in tune_decode.NEXT]
     rows += [f"attnlib fp8, {name}" for name in tune_decode.TILES]
-    assert all(row in shown for row in rows) and shown.count("GB/s") == 8 + 9  # with controls and copies
+    controls_and_copies = 4 + 6
+    assert all(row in shown for row in rows) and shown.count("GB/s") == len(rows) + controls_and_copies
     wrong = tune_decode.with_config
     monkeypatch.setattr(tune_decode, "with_config", lambda *args: lambda: 2 * wrong(*args)())
     assert tune_decode.main() == 1
