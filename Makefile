@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
 can_measure = $(PY) -c 'import sys; from attnlib.bench.records import can_measure; sys.exit(not can_measure())'
 
-.PHONY: help book test venv use-python linux lint unit gpu hygiene compile chapters replay figures redraw docs site browser compat run html clean
+.PHONY: help book test venv use-python linux lint unit gpu hygiene compile kernels chapters replay figures redraw docs site browser compat run html clean
 
 help:  ## this list
 	@echo "attnlib: the two commands are 'make book' and 'make test'; their parts:"
@@ -150,9 +150,13 @@ gpu: $(READY)  ## only the tests that need a CUDA GPU
 	$(call say,GPU tests)
 	@$(PY) -m pytest -q tests/gpu
 
-compile: $(READY)  ## compile the kernels for sm_90 without a GPU: spills, tensor-core instructions, shared memory
+compile: $(READY)  ## compile kernels for sm_90 without a GPU: spills, tensor-core instructions, shared memory
 	$(call say,compiling for sm_90)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@if $(can_measure); then export ATTNLIB_EVERY_KERNEL=1; fi; \
+	    OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+kernels: $(READY)  ## the same for every kernel, as `compile` does where a GPU is; elsewhere it takes those that stand for all
+	@ATTNLIB_EVERY_KERNEL=1 $(MAKE) compile
 
 # Checking text and building the book keep one core busy, and so does the end of replaying: each has what the other leaves.
 chapters: $(READY)  ## redraw, and beside it hygiene and site, which are shown after it

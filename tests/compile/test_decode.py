@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from chosen import more, with_more
 from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
@@ -18,22 +19,43 @@ from attnlib.params import DecodeParams, mask_window
 GROUP, ROOM = 4, 4096
 SPLITS = ("none", "fixed", "stream_k")
 # Head dimension, dtype, rows of a group, cache, split.
-HALF = list(product((64, 128, 256), ("float16",), (4,), ("full", "ragged", "paged", "window"), ("stream_k",)))
-HALF += product((64, 128, 256), ("float16",), (4,), ("ragged",), ("none", "fixed"))
-HALF += product((128,), ("bfloat16",), (4,), ("ragged", "paged"), ("stream_k",))
-HALF += product((64, 128, 256), ("float16",), (32, 64), ("ragged", "paged"), ("stream_k",))
-HALF += [(96, "float16", 4, "ragged", "stream_k")]  # padded to 128
+HALF = list(product((64, 128, 256), ("float16",), (4,), ("paged",), ("stream_k",)))
+HALF += [(128, "float16", 4, "window", "stream_k"), (96, "float16", 4, "ragged", "stream_k")]  # padded to 128
+HALF += [(128, "float16", 4, "ragged", "none"), (256, "float16", 4, "ragged", "fixed")]
+HALF += [(128, "bfloat16", 4, "ragged", "stream_k"), (64, "float16", 64, "ragged", "stream_k")]
+HALF += [(256, "float16", 32, "paged", "stream_k")]
+HALF = with_more(
+    HALF,
+    [
+        *product((64, 128, 256), ("float16",), (4,), ("full", "ragged", "window"), ("stream_k",)),
+        *product((64, 128, 256), ("float16",), (4,), ("ragged",), ("none", "fixed")),
+        *product((64, 128, 256), ("float16",), (32, 64), ("ragged", "paged"), ("stream_k",)),
+        (128, "bfloat16", 4, "paged", "stream_k"),
+    ],
+)
 # The same with caches in FP8: "paged scales" has a scale for each page.
-FP8 = list(product((64, 128, 256), ("float16",), (4,), ("ragged",), ("stream_k",)))
-FP8 += [(128, "float16", 4, cache, "stream_k") for cache in ("full", "paged")]
-FP8 += [(128, "float16", 4, "ragged", "none"), (256, "bfloat16", 32, "ragged", "stream_k")]
-FP8 += product((128, 256), ("bfloat16",), (4,), ("paged scales",), ("stream_k",))
-FP8 += product((64, 128, 256), ("bfloat16",), (64,), ("paged scales",), ("stream_k",))
+FP8 = [(128, "float16", 4, cache, "stream_k") for cache in ("ragged", "paged")]
+FP8 += [(64, "float16", 4, "ragged", "stream_k"), (256, "bfloat16", 4, "paged scales", "stream_k")]
+FP8 += [(64, "bfloat16", 64, "paged scales", "stream_k")]
+FP8 = with_more(
+    FP8,
+    [
+        (256, "float16", 4, "ragged", "stream_k"),
+        (128, "float16", 4, "full", "stream_k"),
+        (128, "float16", 4, "ragged", "none"),
+        (256, "bfloat16", 32, "ragged", "stream_k"),
+        (128, "bfloat16", 4, "paged scales", "stream_k"),
+        *product((128, 256), ("bfloat16",), (64,), ("paged scales",), ("stream_k",)),
+    ],
+)
 FP8 = [(*case, "fp8") for case in FP8]
 # No LSE, as most calls: other registers.
-FP8 += [(128, "float16", 4, "ragged", "stream_k", "fp8", "no LSE")]
-FP8 += [(head_dim, "float16", 4, "paged", "stream_k", "fp8", "no LSE") for head_dim in (64, 256)]
-FULL = list(product((64, 128, 256), ("float32",), (4,), ("ragged",), ("stream_k",)))
+FP8 += [(64, "float16", 4, "paged", "stream_k", "fp8", "no LSE")]
+FP8 += more(
+    (d, "float16", 4, cache, "stream_k", "fp8", "no LSE") for d, cache in ((128, "ragged"), (256, "paged"))
+)
+FULL = [(256, "float32", 4, "ragged", "stream_k")]
+FULL += more((d, "float32", 4, "ragged", "stream_k") for d in (64, 128))
 
 
 SPILLED = {(64, "float16", 4, "paged", "stream_k", "fp8", "no LSE"): 2}

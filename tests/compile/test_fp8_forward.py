@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import side_by_side
 import torch
+from chosen import with_more
 from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
@@ -26,8 +27,11 @@ KINDS = {
     "varlen, all, LSE": (True, 2, True, True, "varlen", "left", "shifted"),
 }
 PLAIN = "dense, not centered"
-CASES = [*product(WIDTHS, KINDS, ("bf16",)), *product(WIDTHS, ("varlen, all, LSE",), ("fp32",))]
-CASES.append((128, PLAIN, "bf16"))
+CASES = [*product(WIDTHS, ("causal", "varlen, all, LSE"), ("bf16",)), (64, "varlen, all, LSE", "fp32")]
+CASES += [(128, "dense", "bf16"), (128, PLAIN, "bf16")]
+CASES = with_more(
+    CASES, [*product(WIDTHS, KINDS, ("bf16",)), *product(WIDTHS, ("varlen, all, LSE",), ("fp32",))]
+)
 KINDS[PLAIN] = (False, 0, False, False, "not centered")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPILLS: dict[tuple[int, str, str], int] = {}

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import side_by_side
 import torch
+from chosen import with_more
 from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
@@ -52,14 +53,24 @@ CONFIGS = {
     "256": hopper_config(256),
     **{str(width): config for width, config in SPLIT.items()},
 }
-CASES = [
-    *product(("64",), KINDS, ("fp16",)),
-    *product(("128", "256"), WIDE_KINDS, ("fp16",)),
-    *product(("64 M192N128",), M192N128_KINDS, ("fp16",)),
-    *product(("64 M128N128",), M128N128_KINDS, ("fp16",)),
-    *product(map(str, SPLIT), SPLIT_KINDS, ("fp16",)),
-    *((*case, "bf16") for case in BFLOAT16),
+FIRST = [
+    *product(CONFIGS, ("causal", "varlen, all, LSE"), ("fp16",)),
+    *product(("64", "128", "256"), ("dense",), ("fp16",)),
+    ("64", "idle, tail, LSE", "fp16"),
+    ("128", "causal", "bf16"),
 ]
+"""The task's kinds, and those that have every part."""
+CASES = with_more(
+    FIRST,
+    [
+        *product(("64",), KINDS, ("fp16",)),
+        *product(("128", "256"), WIDE_KINDS, ("fp16",)),
+        *product(("64 M192N128",), M192N128_KINDS, ("fp16",)),
+        *product(("64 M128N128",), M128N128_KINDS, ("fp16",)),
+        *product(map(str, SPLIT), SPLIT_KINDS, ("fp16",)),
+        *((*case, "bf16") for case in BFLOAT16),
+    ],
+)
 HGMMA = {"64": 64, "64 M192N128": 72, "64 M128N128": 48, "128": 64, "256": 80, "80": 78, "96": 88, "192": 80}
 """Products in the code of all consumers: first block, loop, last values."""
 SPILLS = {("256", "varlen, all, LSE"): 2}

@@ -13,6 +13,7 @@ import pytest
 import side_by_side
 import torch
 import triton
+from chosen import with_more
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
@@ -51,7 +52,10 @@ SPLIT_SPILLS = {
     (96, "varlen window"): 6, (192, "varlen window"): 4,
 }  # fmt: skip
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
-CASES = list(product(WIDTHS, KINDS, ["fp16"])) + list(product((128, 256), ["causal"], ["bf16"]))
+CASES = with_more(
+    [*product(WIDTHS, ("causal", "dense", "varlen window"), ["fp16"]), (128, "causal", "bf16")],
+    [*product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16")],
+)
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 PLANTED = "dQ of every step goes to one block"
 

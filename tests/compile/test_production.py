@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from chosen import more, with_more
 from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
@@ -19,48 +20,64 @@ from attnlib.params import Params, Varlen, mask_window
 # other code than whole tiles do.
 LENGTHS = {"whole": (256, 256), "tail": (250, 250), "shifted": (100, 256), "shifted-tail": (100, 250)}
 OTHER_LENGTHS = {"empty": (256, 128)}  # the first queries see no key
-HALF = list(product((64, 128, 256), ("float16",), ("causal", "dense"), LENGTHS, ("lse",)))
-HALF += product((64, 128, 256), ("float16",), ("causal",), ("whole", "shifted"), ("",))
-HALF += product((64, 128, 256), ("bfloat16",), ("causal",), ("shifted-tail",), ("lse",))
-HALF += [(128, "float16", "dense", "whole", ""), (128, "bfloat16", "dense", "shifted-tail", "lse")]
+HALF = list(product((64, 128, 256), ("float16",), ("causal",), ("whole", "shifted"), ("",)))
+HALF += product((64, 128, 256), ("float16",), ("dense",), ("tail",), ("lse",))
+HALF += [(128, "bfloat16", "causal", "shifted-tail", "lse")]
 HALF += [(96, "float16", "causal", "tail", "lse")]  # padded to 128
-FULL = [
-    (d, "float32", *rest)
-    for d, rest in product((64, 128, 256), [("causal", "shifted", ""), ("dense", "tail", "lse")])
-]
-NEGATIVE = [(d, "float16", "causal", "whole", "", -0.1) for d in (64, 128, 256)]  # the scale: see FLIP
-EMPTY = [(d, "float16", "causal", "empty", "lse", 0.1) for d in (64, 128, 256)]
+HALF = with_more(
+    HALF,
+    [
+        *product((64, 128, 256), ("float16",), ("causal", "dense"), LENGTHS, ("lse",)),
+        *product((64, 256), ("bfloat16",), ("causal",), ("shifted-tail",), ("lse",)),
+        (128, "float16", "dense", "whole", ""),
+        (128, "bfloat16", "dense", "shifted-tail", "lse"),
+    ],
+)
+FULL = with_more(
+    product((64, 128, 256), ("float32",), ("causal",), ("shifted",), ("",)),
+    product((64, 128, 256), ("float32",), ("dense",), ("tail",), ("lse",)),
+)
+NEGATIVE = [(128, "float16", "causal", "whole", "", -0.1)]  # the scale: see FLIP
+NEGATIVE += more((d, *NEGATIVE[0][1:]) for d in (64, 256))
+EMPTY = [(64, "float16", "causal", "empty", "lse", 0.1)]
+EMPTY += more((d, *EMPTY[0][1:]) for d in (128, 256))
 # Few keys have configurations of their own.
-FEW = [
-    (d, dtype, mask, lengths, lse, sm_scale, 512)
-    for d, dtype, mask in product((128, 256), ("float16", "bfloat16"), ("causal", "dense"))
-    for lengths, lse, sm_scale in [("tail", "lse", 0.1), ("whole", "", 0.1), ("shifted", "lse", -0.1)]
-    if dtype == "float16" or (d, lengths) == (128, "tail")
-]
+FEW = with_more(
+    [(128, "float16", "causal", "tail", "lse", 0.1, 512), (256, "float16", "dense", "whole", "", 0.1, 512)],
+    (
+        (d, dtype, mask, lengths, lse, sm_scale, 512)
+        for d, dtype, mask in product((128, 256), ("float16", "bfloat16"), ("causal", "dense"))
+        for lengths, lse, sm_scale in [("tail", "lse", 0.1), ("whole", "", 0.1), ("shifted", "lse", -0.1)]
+        if dtype == "float16" or (d, lengths) == (128, "tail")
+    ),
+)
 # (left, right) of a window and its sequences: varlen, or the lengths of one; few keys: one more of either.
 WINDOWS = {
     "left": ((512, -1), "tail"), "window": ((512, 0), "shifted"), "wide window": ((512, 64), "shifted-tail"),
     "varlen": (None, "varlen"), "varlen window": ((512, 0), "varlen"),
 }  # fmt: skip
-WINDOWED = [
-    (d, dtype, mask, window, lse)
-    for d in (64, 128, 256)
-    for dtype, mask, window, lse in [
-        ("float16", "dense", "left", "lse"), ("float16", "causal", "window", "lse"),
-        ("float16", "dense", "wide window", "lse"), ("bfloat16", "dense", "wide window", "lse"),
-        ("float16", "causal", "varlen", "lse"), ("float16", "dense", "varlen", "lse"),
-        ("float16", "causal", "varlen window", "lse"), ("float16", "causal", "varlen window", ""),
-    ]
-    if dtype == "float16" or d == 128
-]  # fmt: skip
-WINDOWED += [
+WINDOWED = [(d, "float16", "causal", "varlen window", "lse") for d in (64, 128, 256)]
+WINDOWED += [(64, "float16", "dense", "wide window", "lse"), (128, "bfloat16", "dense", "wide window", "lse")]
+WINDOWED = with_more(
+    WINDOWED,
+    [
+        (d, "float16", mask, window, lse)
+        for d in (64, 128, 256)
+        for mask, window, lse in [
+            ("dense", "left", "lse"), ("causal", "window", "lse"), ("dense", "wide window", "lse"),
+            ("causal", "varlen", "lse"), ("dense", "varlen", "lse"), ("causal", "varlen window", ""),
+        ]
+    ],
+)  # fmt: skip
+WINDOWED += more(
     (d, "float16", mask, window, "lse", -0.1, 512)
     for d in (64, 128, 256)
     for mask, window in (("causal", "window"), ("causal", "varlen"), ("dense", "varlen window"))
-]
-FULL_WINDOWED = [
-    (d, "float32", "causal", window, "lse") for d, window in product((64, 128, 256), ("window", "varlen"))
-]
+)
+FULL_WINDOWED = with_more(
+    [(256, "float32", "causal", "varlen", "lse"), (64, "float32", "causal", "window", "lse")],
+    ((d, "float32", "causal", w, "lse") for d, w in product((64, 128, 256), ("window", "varlen"))),
+)
 SPILLS_FLOAT32 = {64: 0, 128: 0, 256: 80}
 """4-byte words of a thread that may spill: at D = 256 no tile is small enough, and 72 do."""
 SPILLS_VARLEN = 2

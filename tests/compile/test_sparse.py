@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import side_by_side
 import torch
+from chosen import more, with_more
 from launches import jobs_of
 from score_cases import bent, bent_derivative
 
@@ -57,12 +58,19 @@ KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
 SCORED = [("64", "bits, LSE, alibi"), *product(("64", "128", "256"), ("bits, LSE, all",))]
 SCORED += product(("64 wide", "128"), ("bits, LSE, every part",))
 """All parts of a score take the most registers."""
-CASES = [*product(CONFIGS, ("blocks", "bits", "bits, negative, LSE"), ("fp16",))]
-CASES += [("64", "blocks, LSE", "fp16")]
-CASES += product(("64", "128", "256"), ("bits, negative, LSE",), ("bf16",))
-CASES += [(*case, "fp16") for case in SCORED]
-BACKWARD = [*product((64, 128), (False, True), ("fp16",)), (128, True, "bf16")]
-BACKWARD += [(64, True, "fp16", "cap"), (128, True, "fp16", "all")]
+CASES = [*product(CONFIGS, ("blocks", "bits"), ("fp16",)), ("128", "bits, negative, LSE", "bf16")]
+CASES += [("256", "bits, LSE, all", "fp16"), ("128", "bits, LSE, every part", "fp16")]
+CASES = with_more(
+    CASES,
+    [
+        *product(CONFIGS, ("bits, negative, LSE",), ("fp16",)),
+        ("64", "blocks, LSE", "fp16"),
+        *product(("64", "256"), ("bits, negative, LSE",), ("bf16",)),
+        *((*case, "fp16") for case in SCORED),
+    ],
+)
+BACKWARD = [(64, False, "fp16"), (128, True, "bf16"), (128, True, "fp16", "all")]
+BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
 """Head dimension, whether steps carry bits, dtype, and the score if there is one."""
 SPILLS = {False: 4, True: 18}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
@@ -230,11 +238,10 @@ def launched(head_dim: int, dtype: str, name: str, arch, own: Score | None = Non
     return [job for job in jobs if "preprocess" not in job.kernel_name and "sinks" not in job.kernel_name]
 
 
-PORTABLE = [
-    (d, dtype, name)
-    for d, dtype, name in product((64, 128, 256), ("float16", "bfloat16"), ("blocks", "bits"))
-    if dtype == "float16" or (d, name) == (128, "bits")
-]
+PORTABLE = with_more(
+    [(64, "float16", "blocks"), (128, "bfloat16", "bits"), (256, "float16", "bits")],
+    product((64, 128, 256), ("float16",), ("blocks", "bits")),
+)
 
 
 @pytest.fixture(scope="module")
