@@ -7,6 +7,7 @@ pytest tests/compile   kernels compiled for sm_90, no GPU needed; a process of i
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -16,6 +17,10 @@ import pytest
 # The interpreter is slow and runs are compared: no deadline, and the same examples every time.
 hypothesis.settings.register_profile("attnlib", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("attnlib")
+
+# Kernels, compiled or interpreted, make millions of small objects and no cycles: to look for these after each
+# 700, as Python does, takes a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 HERE = Path(__file__).resolve().parent
 collect_ignore_glob: list[str] = []

@@ -62,6 +62,9 @@ def test_the_same_numbers_in_fp8(name, device):
         assert time_decode.Run(impl, call).bytes == call.bytes // (2 if "fp8" in impl else 1)
 
 
+SHORT = Setting("small", 2, 0, 0, 1)
+
+
 @pytest.fixture
 def small(gpu, monkeypatch):
     """The script on a CPU in the place of the GPU, with small calls."""
@@ -70,7 +73,7 @@ def small(gpu, monkeypatch):
     for name in ("CALLS", "TUNED"):
         monkeypatch.setattr(time_decode, name, list(SMALL.values()))
     for name in ("BOOK", "SWEEP"):
-        monkeypatch.setattr(time_decode, name, Setting("small", 2, 0, 0, 4))
+        monkeypatch.setattr(time_decode, name, SHORT)
     monkeypatch.setattr(time_decode, "PAIRS", [SMALL["batch"]])
     monkeypatch.setattr(time_decode.node, "wait", lambda: None)
     monkeypatch.setattr(time_decode.timing, "host_us", lambda make: 10.0)
@@ -79,7 +82,9 @@ def small(gpu, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
-def test_the_record(small, tmp_path, capsys):
+def test_the_record(small, tmp_path, capsys, monkeypatch):
+    for name in ("CALLS", "TUNED"):
+        monkeypatch.setattr(time_decode, name, [SMALL["ragged"]])
     path = tmp_path / "decode.json"
     assert time_decode.main(["--out", str(path)]) == 0
     record = json.loads(path.read_text())
@@ -122,6 +127,7 @@ def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
 def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
     calls = {"ragged": [Call((40, 7), 4, 2, 16)], "fp8": [Call((40, 7), 4, 2, 16)]}
     monkeypatch.setattr(tune_decode, "TUNED", calls)
+    monkeypatch.setattr(tune_decode, "SWEEP", SHORT)
     assert tune_decode.main() == 0
     shown = capsys.readouterr().out
     rows = [f"attnlib, {name}" for name in tune_decode.NEXT]

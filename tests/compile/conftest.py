@@ -42,4 +42,4 @@ def compile_in_this_process(jobs: list[inspect_sm90.Job]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was not compiled must not look as if it was."""
     if not chosen.EVERY:
-        terminalreporter.write_line("attnlib: of the kernels those that stand for all; every one: make kernels")
+        terminalreporter.write_line("attnlib: compiled those that stand for all; every one: make kernels")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chosen import with_more
 from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
@@ -14,18 +15,23 @@ from attnlib.kernels.fp8 import mean_kernels, quantize_kernels
 
 DIMS = (64, 128, 256)
 CASES = [
-    (role, recipe, D, dtype, varlen)
-    for D in DIMS
-    for role, recipe, dtype, varlen in [
-        ("q", Recipe(), "bfloat16", False), ("k", Recipe(), "bfloat16", False),
-        ("q", Recipe(), "float16", True), ("q", Recipe("block", False), "bfloat16", False),
-        ("k", Recipe("tensor"), "bfloat16", False), ("v", Recipe(), "bfloat16", False),
-    ]
-] + [
+    *((role, Recipe(), D, "bfloat16", False) for D in DIMS for role in "qv"),
+    ("q", Recipe("block", False), 64, "bfloat16", False), ("k", Recipe("tensor"), 256, "bfloat16", False),
     ("k", Recipe(), 128, "float32", False), ("q", Recipe(), 40, "bfloat16", False),
-    ("v", Recipe(center=False), 128, "bfloat16", False), ("v", Recipe(), 128, "float16", True),
-    ("v", Recipe(), 200, "float32", True),
+    ("q", Recipe(), 128, "float16", True), ("v", Recipe(center=False), 128, "bfloat16", False),
 ]  # fmt: skip
+CASES = with_more(
+    CASES,
+    [
+        (role, recipe, D, dtype, varlen)
+        for D in DIMS
+        for role, recipe, dtype, varlen in [
+            ("k", Recipe(), "bfloat16", False), ("q", Recipe(), "float16", True),
+            ("q", Recipe("block", False), "bfloat16", False), ("k", Recipe("tensor"), "bfloat16", False),
+        ]
+    ]
+    + [("v", Recipe(), 128, "float16", True), ("v", Recipe(), 200, "float32", True)],
+)  # fmt: skip
 SPILLS_FLOAT32 = 128
 """4-byte words of a thread: its rotation is three products, of parts of the numbers in TF32."""
 

@@ -54,7 +54,8 @@ CONFIGS = {
     **{str(width): config for width, config in SPLIT.items()},
 }
 FIRST = [
-    *product(CONFIGS, ("causal", "varlen, all, LSE"), ("fp16",)),
+    *product(CONFIGS, ("causal",), ("fp16",)),
+    *product(("64", "96", "128", "192", "256"), ("varlen, all, LSE",), ("fp16",)),
     *product(("64", "128", "256"), ("dense",), ("fp16",)),
     ("64", "idle, tail, LSE", "fp16"),
     ("128", "causal", "bf16"),

@@ -27,8 +27,12 @@ _LAUNCH_ALL = ctypes.PYFUNCTYPE(
 
 @cache
 def built() -> ModuleType:
-    """The module of `node.cpp`, compiled here."""
-    return node.build()
+    """The module of `node.cpp`, compiled here; kept with what Triton keeps, wherever a test has it keep that:
+    compiling takes 20 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_CACHE_DIR", raising=False)
+        return node.build()
+
 
 OTHERS = "lengths", "starts", "page_table", "k_scale", "v_scale"
 """What a decoding call is given besides q, k and v."""
