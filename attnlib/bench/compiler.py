@@ -91,7 +91,7 @@ def serve() -> str:
             with socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(f"\0{name}")
                 listening.listen(64)  # who comes while the server still imports waits
-                command = [sys.executable, "-m", __name__, str(listening.fileno())]
+                command = [sys.executable, "-m", __name__, str(listening.fileno()), str(os.getpid())]
                 subprocess.Popen(command, env=environment(), pass_fds=[listening.fileno()])
             _name = name
     return _name
@@ -99,7 +99,7 @@ def serve() -> str:
 
 class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
     max_children = 64
-    started_by = os.getppid()
+    started_by: int
 
     def verify_request(self, request: socket.socket, client_address: object) -> bool:
         """This user alone may have something run."""
@@ -135,12 +135,13 @@ class _Request(socketserver.BaseRequestHandler):
 
 
 def _main() -> None:
+    started_by = int(sys.argv.pop())
     listening = socket.socket(fileno=int(sys.argv.pop()))
     for name in IMPORTED:
         __import__(name)
     server = _Server(listening.getsockname(), _Request, bind_and_activate=False)
     server.socket.close()
-    server.socket = listening
+    server.socket, server.started_by = listening, started_by
     server.serve_forever()
 
 

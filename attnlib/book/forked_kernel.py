@@ -15,8 +15,10 @@ from typing import Any
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
 
-# Not Triton: attnlib.book.lesson chooses its interpreter, before it is imported.
 IMPORTED = ["ipykernel.kernelapp", "torch", "matplotlib", "pandas", "seaborn"]
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+"""What attnlib.book.lesson sets where no GPU is. It has to be set when Triton is imported, and there it is:
+PyTorch's compiler, which any operator of this package needs, imports Triton."""
 _INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 """What ipykernel sets as it starts; matplotlib reads it when it is imported."""
 
@@ -26,9 +28,12 @@ _context = multiprocessing.get_context("forkserver")
 def start_server(environment: Mapping[str, str]) -> None:
     """Start the process that kernels are forked from, unless it runs. environment: its variables, of which
     Python and the packages read some only once."""
-    _context.set_forkserver_preload(IMPORTED)
+    import torch
+
+    interpreted = {} if torch.cuda.is_available() else INTERPRETED
+    _context.set_forkserver_preload([*IMPORTED, *["torch._dynamo"] * bool(interpreted)])
     before = dict(os.environ)
-    os.environ.update({**_INLINE, **environment})
+    os.environ.update({**_INLINE, **environment, **interpreted})
     try:
         forkserver.ensure_running()
     finally:
@@ -43,8 +48,9 @@ def _run_kernel(arguments: list[str], folder: str, environment: dict[str, str]) 
 
     os.setsid()
     os.chdir(folder)
+    interpreted = INTERPRETED if os.environ.items() >= INTERPRETED.items() else {}
     os.environ.clear()
-    os.environ.update({**_INLINE, **environment})
+    os.environ.update({**_INLINE, **environment, **interpreted})
     kernelapp.launch_new_instance(argv=[*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
 
 
