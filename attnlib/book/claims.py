@@ -9,6 +9,7 @@ or in a chart is not.
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import permutations
 
 from attnlib.bench import records, verdict
@@ -43,12 +44,19 @@ def given(tables: Iterable[records.Table]) -> set[str]:
     texts = set()
     for table in tables:
         for shape in {Shape.of_row(row) for row in table.rows if _COMPARED <= row.keys()}:
-            impls = [row["impl"] for row in table.select(shape)]
+            own = _of_shape(table, shape)
+            impls = [row["impl"] for row in own.rows]
             if len(set(impls)) == len(impls):  # else the table has more columns that tell its rows apart
                 for one, other in permutations(impls, 2):
-                    found = verdict.judge(table, shape, one, other)
+                    found = verdict.judge(own, shape, one, other)
                     texts |= {found.sentence(), found.cell()}
     return texts
+
+
+def _of_shape(table: records.Table, shape: Shape) -> records.Table:
+    """The rows of one shape, which are asked for once for each pair of them."""
+    controls = [row for row in table.controls if Shape.of_row(row) == shape]
+    return replace(table, rows=table.select(shape), controls=controls)
 
 
 def stated(text: str) -> list[str]:
