@@ -88,7 +88,9 @@ def scored_flops(q, k, v, *options, **named) -> int:
     return forward_flops(q, k, v, **{name: given.get(name) for name in ("left", "right", "block_mask")})
 
 
-_SCORED_OPTIONS = "alibi", "sinks", "bias", "soft_cap", "diagonal", "left", "right", "sm_scale", "block_mask"
+_SCORED_OPTIONS = (
+    "alibi", "sinks", "bias", "soft_cap", "diagonal", "functions", "left", "right", "sm_scale", "block_mask",
+)  # fmt: skip
 
 
 def scored_backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:

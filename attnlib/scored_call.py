@@ -78,11 +78,11 @@ class ScoredGradient(Gradient):
 
 
 def refuse_functions(score: Score) -> None:
-    """NotImplementedError for a score that can't go into an operator: compiled functions are no tensors."""
-    if score.function is not None:
+    """NotImplementedError for functions that an operator can't take: those without a number."""
+    if score.function is not None and score.functions is None:
         raise NotImplementedError(
-            "score.function under torch.compile, torch.export, a dispatch mode, or with tensors without "
-            "memory: not supported; call attention outside, as in a function with torch.compiler.disable"
+            "score.function of a score that is made under torch.compile or torch.export: not supported; make "
+            "the score outside, as a constant of the module"
         )
 
 

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from attnlib.arguments import scores as checks
+
+
+class Functions(NamedTuple):
+    """What a score has of a user's own; see `Score`."""
+
+    function: Any = None
+    derivative: Any = None
+    reference: Callable | None = None
+
+
+_numbers: dict[Functions, int] = {}  # in their order
+
+
+def by_number(number: int | None) -> Functions:
+    """The functions with this number: operators of PyTorch take numbers and tensors only. ValueError if no
+    score of this process has them."""
+    if number is None:
+        return Functions()
+    if not 0 <= number < len(_numbers):
+        raise ValueError(f"functions: expected those of a score of this process, got number {number}")
+    return list(_numbers)[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +85,14 @@ class Score:
     function: Any = None
     derivative: Any = None
     reference: Callable | None = None
+    # Of `by_number`; None for a score that is made while a compiler looks on, which can't take functions.
+    functions: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checks.check_parts(self)
+        if self.function is not None and not torch.compiler.is_compiling():
+            own = Functions(self.function, self.derivative, self.reference)
+            object.__setattr__(self, "functions", _numbers.setdefault(own, len(_numbers)))
 
 
 class ScoreForm(NamedTuple):

@@ -29,7 +29,7 @@ from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
 from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
 from attnlib.scored_call import masked
-from attnlib.scores import ScoreParts
+from attnlib.scores import ScoreParts, by_number
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "
@@ -152,18 +152,20 @@ attention_backward.register_autograd(lambda ctx, *_: no_second_derivative())
 
 _SCORE = (
     "Tensor? alibi=None, Tensor? sinks=None, Tensor? bias=None, float? soft_cap=None, bool diagonal=False, "
-    "SymInt? left=None, SymInt? right=None, float? sm_scale=None, SymInt? block_mask=None"
+    "SymInt? functions=None, SymInt? left=None, SymInt? right=None, float? sm_scale=None, "
+    "SymInt? block_mask=None"
 )
 """The parts of an `attnlib.Score`, a bias as in `ScoreParts`, and what else a call with one asks for."""
 
 
 def _scored(q, k, score: tuple, options: tuple, bias_gradient: bool = False) -> Params:
-    """score: (alibi, sinks, bias, soft_cap, diagonal). options: (left, right, sm_scale, block_mask, lse,
-    deterministic, impl)."""
-    alibi, sinks, bias, soft_cap, diagonal = score
+    """score: (alibi, sinks, bias, soft_cap, diagonal, functions). options: (left, right, sm_scale,
+    block_mask, lse, deterministic, impl)."""
+    alibi, sinks, bias, soft_cap, diagonal, functions = score
     left, right, sm_scale, handle, lse, deterministic, impl = options
     mask = masked(None if handle is None else by_handle(handle), MaskWindow(left, right), q, k)
-    parts = ScoreParts(soft_cap, alibi, sinks, bias, None, bias_gradient, diagonal).prepared(q, k)
+    own = by_number(functions)
+    parts = ScoreParts(soft_cap, alibi, sinks, bias, None, bias_gradient, diagonal, *own).prepared(q, k)
     everything = MaskWindow(None, None)
     return Params(everything, _scale(q, sm_scale), None, lse, deterministic, impl, None, None, mask, parts)
 
@@ -175,12 +177,12 @@ def _scored(q, k, score: tuple, options: tuple, bias_gradient: bool = False) -> 
     "str? impl=None) -> (Tensor, Tensor)",
 )
 def attention_scored(
-    q, k, v, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False, left=None, right=None,
-    sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
+    q, k, v, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False, functions=None,
+    left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
     """(out, lse)."""
     options = left, right, sm_scale, block_mask, lse, deterministic, impl
-    params = _scored(q, k, (alibi, sinks, bias, soft_cap, diagonal), options)
+    params = _scored(q, k, (alibi, sinks, bias, soft_cap, diagonal, functions), options)
     with own_counters():
         out, found = dispatch.forward(q, k, v, params)
     return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
@@ -188,15 +190,15 @@ def attention_scored(
 
 @attention_scored.register_fake
 def _scored_fake(
-    q, k, v, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False, left=None, right=None,
-    sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
+    q, k, v, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False, functions=None,
+    left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
     return torch.empty_like(q), q.new_empty(q.shape[:3] if lse else (0,), dtype=torch.float32)
 
 
 def _save_scored(ctx, inputs, output) -> None:
     q, k, v, alibi, sinks, bias, *options = inputs
-    ctx.form, ctx.bounds, ctx.has_lse, ctx.choice = options[:2], options[2:6], options[6], options[7:]
+    ctx.form, ctx.bounds, ctx.has_lse, ctx.choice = options[:3], options[3:7], options[7], options[8:]
     ctx.bias_gradient = bias is not None and bias.requires_grad
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, alibi, sinks, bias)
@@ -213,7 +215,7 @@ def _differentiate_scored(ctx, d_out, _):
     )
     *gradients, dsinks, dbias = gradients
     dsinks = None if score[1] is None else dsinks
-    return *gradients, None, dsinks, dbias if ctx.bias_gradient else None, *(None,) * 9
+    return *gradients, None, dsinks, dbias if ctx.bias_gradient else None, *(None,) * 10
 
 
 attention_scored.register_autograd(_differentiate_scored, setup_context=_save_scored)
@@ -227,12 +229,13 @@ attention_scored.register_autograd(_differentiate_scored, setup_context=_save_sc
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def attention_scored_backward(
-    d_out, q, k, v, out, lse, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False, left=None,
-    right=None, sm_scale=None, block_mask=None, bias_gradient=False, deterministic=False, impl=None,
+    d_out, q, k, v, out, lse, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False,
+    functions=None, left=None, right=None, sm_scale=None, block_mask=None, bias_gradient=False,
+    deterministic=False, impl=None,
 ):  # fmt: skip
     """(dq, dk, dv, dsinks, dbias)."""
     options = left, right, sm_scale, block_mask, True, deterministic, impl
-    params = _scored(q, k, (alibi, sinks, bias, soft_cap, diagonal), options, bias_gradient)
+    params = _scored(q, k, (alibi, sinks, bias, soft_cap, diagonal, functions), options, bias_gradient)
     *gradients, dsinks, dbias = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
     gradients = [_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True)]
     none = q.new_empty(0, dtype=torch.float32)
@@ -243,8 +246,9 @@ def attention_scored_backward(
 
 @attention_scored_backward.register_fake
 def _scored_backward_fake(
-    d_out, q, k, v, out, lse, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False, left=None,
-    right=None, sm_scale=None, block_mask=None, bias_gradient=False, deterministic=False, impl=None,
+    d_out, q, k, v, out, lse, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False,
+    functions=None, left=None, right=None, sm_scale=None, block_mask=None, bias_gradient=False,
+    deterministic=False, impl=None,
 ):  # fmt: skip
     dsinks, dbias = (
         q.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x)

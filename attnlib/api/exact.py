@@ -91,8 +91,8 @@ def attention(
             window makes the mask of both, which waits for the GPU and is kept.
         score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, a bias, a function of your own. Such a
             call runs in the kernels for block masks. It has gradients of sinks and bias, too, and no
-            `torch.vmap`; with a function of your own no `torch.compile` or `torch.export` either. The LSE has
-            the sink in it, and is that of the sink where a row sees nothing.
+            `torch.vmap`. A compiled graph takes a function of your own in a score that is made outside of it.
+            The LSE has the sink in it, and is that of the sink where a row sees nothing.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
@@ -321,7 +321,7 @@ def _operator(q, k, v, varlen: Varlen | None, options: Options):
     if score is not None:
         refuse_functions(score)
         parts = given_parts(score, q, k)
-        given = parts.alibi, parts.sinks, parts.bias, parts.soft_cap, parts.diagonal
+        given = parts.alibi, parts.sinks, parts.bias, parts.soft_cap, parts.diagonal, score.functions
         out, lse = torch_ops.attention_scored(q, k, v, *given, *asked)
     else:
         out, lse = torch_ops.attention_forward(q, k, v, *(varlen or (None, None, 0, 0)), *asked)

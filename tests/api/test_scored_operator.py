@@ -41,7 +41,7 @@ def call(q, k, v, sinks, bias, impl="reference"):
 
 def test_opcheck(device):
     q, k, v, sinks, bias = tensors(device)
-    asked = None, sinks, bias, 3.0, False, 7, 0, 0.3, None
+    asked = None, sinks, bias, 3.0, False, None, 7, 0, 0.3, None
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(FORWARD.default, (q, k, v, *asked, True, False, "reference"), test_utils=tests)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_gradients_of_a_forward_pass_without_an_lse(device):
     given = tensors(device)
     q, k, v, sinks, bias = given
     slopes = torch.full((H,), 0.1, device=device)
-    asked = slopes, sinks, bias, 3.0, False, 7, 0, None, None, False, False, "reference"
+    asked = slopes, sinks, bias, 3.0, False, None, 7, 0, None, None, False, False, "reference"
     plain = FORWARD(q, k, v, *asked)[0]
     gradients = [torch.autograd.grad(x.sum(), given) for x in (plain, call(*given)[0])]
     assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
@@ -156,22 +156,49 @@ def test_flops_are_those_of_the_products(device):
     assert counter.get_total_flops() == 4 * H * 10 * 8 * D * 7 // 2
 
 
-def test_functions_of_your_own_are_refused(device):
-    """Here, and computed outside of a graph: see tests/kernels/sparse/test_scores.py."""
+@triton.jit
+def halved(s, i, j, h, b):
+    return 0.5 * s
 
-    @triton.jit
-    def halved(s, i, j, h, b):
-        return 0.5 * s
 
+@triton.jit
+def half(s, i, j, h, b):
+    return 0.5 + 0.0 * s
+
+
+OWN = Score(function=halved, derivative=half, reference=lambda s, i, j, h, b: 0.5 * s)
+
+
+def test_functions_of_your_own_in_one_graph(device):
+    """The graph has their number."""
+
+    def function(q, k, v):
+        return attention(q, k, v, score=OWN, impl="triton")
+
+    given = tensors(device)[:3]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    results = [(out, *torch.autograd.grad(out.sum(), given)) for out in (compiled(*given), function(*given))]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    plain = attention(*given, sm_scale=0.5 * D**-0.5, impl="reference")
+    torch.testing.assert_close(results[0][0], plain, rtol=1e-5, atol=1e-5)
+
+
+def test_functions_that_a_graph_can_not_take(device):
     q, k, v, *_ = tensors(device, grad=False)
-    score = Score(function=halved, reference=lambda s, i, j, h, b: 0.5 * s)
 
-    def function(q):
-        return attention(q, k, v, score=score, impl="reference")
+    def made_inside(q):
+        return attention(q, k, v, score=Score(function=halved), impl="triton")
 
-    with pytest.raises(Exception, match="score.function under torch.compile.*not supported"):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(q)
-    assert function(q).shape == q.shape
+    def by_reference(q):
+        return attention(q, k, v, score=OWN, impl="reference")
+
+    refused = (made_inside, "of a score that is made under"), (by_reference, "score.reference under")
+    for function, message in refused:
+        with pytest.raises(Exception, match=message):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(q)
+        assert function(q).shape == q.shape
+    with pytest.raises(ValueError, match="functions: expected those of a score .*, got number 99"):
+        FORWARD(q, k, v, functions=99)
 
 
 def test_what_it_does_not_do(device):

@@ -42,6 +42,11 @@ def _by_function(
     i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
     with torch.enable_grad():
         s = scores.detach().requires_grad_()
+        if not (s * 1).requires_grad:
+            raise NotImplementedError(
+                "score.reference under torch.compile, torch.export or a dispatch mode: not supported, as "
+                "operators have no autograd; call attention outside, or where the kernels run"
+            )
         changed = reference(s, i, j, h[:, None, None], b[:, None, None, None])
         if changed.shape != s.shape:
             raise ValueError(
