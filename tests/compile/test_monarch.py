@@ -68,7 +68,9 @@ def test_compiled(compiled: dict[tuple, list[tuple[Job, Stats]]], case: tuple) -
 
 def test_programs_share_an_sm(compiled: dict[tuple, list[tuple[Job, Stats]]]) -> None:
     """What hides the waits of a program that loads one tile, works on it and stores it: the others."""
-    for block, least in ((16, 8), (64, 4), (128, 3)):
-        for job, stats in compiled[64, "float16", block, None, False]:
-            if job.kernel_name != "center_step":
-                assert stats.ctas_per_sm >= least, job.kernel_name
+    least = {16: 8, 64: 4, 128: 3}
+    for head_dim, dtype, block, *_ in CASES:
+        if (head_dim, dtype) == (64, "float16") and block in least:
+            for job, stats in compiled[64, "float16", block, None, False]:
+                if job.kernel_name != "center_step":
+                    assert stats.ctas_per_sm >= least[block], job.kernel_name
