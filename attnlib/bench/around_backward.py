@@ -10,6 +10,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnlib.api import attention
+from attnlib.kernels.common.device import make_context_current
 from attnlib.kernels.common.postprocess import attention_backward_postprocess
 from attnlib.kernels.common.preprocess import attention_backward_preprocess
 
@@ -56,6 +57,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         gradients, *call = ctx.call
+        if d_out.is_cuda:
+            make_context_current()
         return None, *gradients(d_out.contiguous(), *ctx.saved_tensors, *call), None, None
 
 

@@ -3,6 +3,8 @@ offsets beyond 2^31, the device of its tensors, little host time."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from cases import judge_forward
@@ -139,6 +141,21 @@ def test_tensors_on_a_device_that_is_not_the_current_one():
                 judge_forward(out, lse, Oracle(q, k, v, causal=True), f"on cuda:{other}")
             with pytest.raises(ValueError, match="k: expected device"):
                 attention(q, k.to(f"cuda:{current}"), v)
+
+
+@IMPLS
+def test_a_thread_without_a_context(impl):
+    """A new thread that finds all memory in PyTorch's cache has not called CUDA when attnlib does; and where a
+    profiler listens, Triton launches."""
+    q, k, v = make_inputs(Shape(1, 2, 300, 64), device="cuda")
+
+    def call():
+        with launcher.through_triton():
+            return attention(q, k, v, causal=True, impl=impl)
+
+    expected = call().clone()
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(call).result(), expected)
 
 
 def test_no_element_and_no_key():

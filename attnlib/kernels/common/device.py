@@ -28,3 +28,10 @@ def num_sms(device: int) -> int:
 def current_stream(device: int) -> int:
     """The handle of PyTorch's current stream, without an object around it; Triton reads it so too."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def make_context_current() -> None:
+    """Give this thread PyTorch's CUDA context, where it has none: a thread begins without one, one of autograd's
+    too, and Triton describes tensors to the copy engine before it asks for a context itself. Nothing is
+    launched, and a CUDA graph may be under capture."""
+    torch.cuda.is_current_stream_capturing()

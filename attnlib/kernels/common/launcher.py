@@ -18,7 +18,7 @@ import torch
 
 from attnlib.kernels.common import direct
 from attnlib.kernels.common.descriptors import Window
-from attnlib.kernels.common.device import current_stream
+from attnlib.kernels.common.device import current_stream, make_context_current
 from attnlib.kernels.common.direct import Place
 
 LIMIT = 2**31  # numbers of blocks, rows and keys are int32
@@ -140,6 +140,8 @@ class Launches:
             compiled = None if listened else _compiled.get(kind)
             description = None if compiled is None else launch.pack(compiled, tensors)
             if description is None:
+                if self.device >= 0:
+                    make_context_current()
                 compiled = launch.through_triton(tensors)
                 if compiled is not None:
                     _compiled[kind] = compiled
