@@ -304,6 +304,12 @@ def bar_chart(
     return figure
 
 
+def rounded(values: Iterable[float], digits: int = 4) -> list[float]:
+    """To so many significant digits: of what a chapter computes when its figure is drawn, the last digits
+    depend on the processor, and a committed figure is the same on all."""
+    return [float(f"{value:.{digits}g}") for value in values]
+
+
 def line_chart(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     xlabel: str,

@@ -14,6 +14,7 @@ from itertools import permutations
 
 from attnlib.bench import records, verdict
 from attnlib.bench.shapes import Shape
+from attnlib.book import generation
 
 VERDICT = re.compile(
     r"\d+(?:\.\d+)?x(?:, noise (?:of this run )?\d+\.\d{3}: \w+|, noise not measured"
@@ -78,6 +79,8 @@ def tables_of(notebook: str, source: str = "") -> list[records.Table]:
     """The tables of a notebook's record, and of those that its source loads by name, on the reference GPU."""
     folder = records.data_dir() / records.REFERENCE_GPU
     wanted = {notebook, *re.findall(r"\b(?:load|recorded)\(\s*[\"'](\w+)[\"']", source)}
+    if "generation.tables(" in source:
+        wanted.add(generation.RECORD)
     found = []
     for name in sorted(wanted):
         path = folder / f"{name}.json"

@@ -33,23 +33,30 @@ def tables(gpu: str | None = None) -> list[Table]:
     return found
 
 
+def calls(table: Table) -> list[str]:
+    """Those of a table that were measured."""
+    return [row["call"] for row in table.rows if row["impl"] == "attnlib" and row["status"] == "ok"]
+
+
 def steps(table: Table, call: str) -> verdict.Verdict:
     """attnlib against SDPA, by the time of a token after the first."""
     return verdict.judge(table, Shape.of_row(table.one(call=call, impl="attnlib")), "attnlib", "sdpa")
 
 
 def lines(found: list[Table]) -> list[dict[str, str]]:
-    """A line for each call and cache. The prompt: SDPA's time to the first token over attnlib's."""
+    """A line for each call that was measured with a cache, and one for the others of that cache. The prompt:
+    SDPA's time to the first token over attnlib's."""
     shown = []
     for table in found:
-        for call in dict.fromkeys(row["call"] for row in table.rows):
-            line = {"call": call, "cache": CACHES[table.name]}
-            rows = {row["impl"]: row for row in table.select(call=call)}
-            own = rows["attnlib"]
-            if own["status"] != "ok":
-                shown.append(line | {"attnlib": own["status"]})
+        cache, reasons = {"cache": CACHES[table.name]}, {}
+        for row in table.select(impl="attnlib"):
+            if row["status"] != "ok":
+                reasons.setdefault(row["status"], []).append(row["call"])
                 continue
-            line |= {impl: f"{rows[impl]['tokens_per_s']:.0f}" for impl in ("attnlib", "sdpa")}
-            prompt = rows["sdpa"]["prompt_ms"] / own["prompt_ms"]
-            shown.append(line | {"against": steps(table, call).cell(), "prompt": f"{prompt:.2f}x"})
+            rows = {row["impl"]: row for row in table.select(call=row["call"])}
+            speeds = {impl: f"{rows[impl]['tokens_per_s']:.0f}" for impl in ("attnlib", "sdpa")}
+            prompt = rows["sdpa"]["prompt_ms"] / row["prompt_ms"]
+            against = {"against": steps(table, row["call"]).cell(), "prompt": f"{prompt:.2f}x"}
+            shown.append({"call": row["call"], **cache, **speeds, **against})
+        shown += [{"call": "; ".join(some), **cache, "attnlib": reason} for reason, some in reasons.items()]
     return shown

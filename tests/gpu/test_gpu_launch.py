@@ -145,8 +145,9 @@ def test_tensors_on_a_device_that_is_not_the_current_one():
 
 @IMPLS
 def test_a_thread_without_a_context(impl):
-    """A new thread that finds all memory in PyTorch's cache has not called CUDA when attnlib does; and where a
-    profiler listens, Triton launches."""
+    """A new thread that finds all memory in PyTorch's cache has not called CUDA when attnlib does.
+
+    Where a profiler listens, Triton launches."""
     q, k, v = make_inputs(Shape(1, 2, 300, 64), device="cuda")
 
     def call():
