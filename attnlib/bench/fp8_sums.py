@@ -35,11 +35,16 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).double()
 
 
+def last_bit(total: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """That of an addition of `total` and the products along the first dimension, KEPT below the largest's."""
+    largest = torch.maximum(total.abs(), products.abs().amax(0))
+    return torch.exp2(largest.clamp_min(2.0**-126).log2().floor() - KEPT)
+
+
 def add(total: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """`total` and the products along the first dimension, each cut off KEPT bits below the largest."""
-    terms = torch.cat((total[None], products))
-    last = torch.exp2(terms.abs().amax(0).clamp_min(2.0**-126).log2().floor() - KEPT)
-    return (terms / last).trunc().sum(0) * last
+    """`total` and the products, each cut off at the last bit."""
+    last = last_bit(total, products)
+    return ((total / last).trunc() + (products / last).trunc().sum(0)) * last
 
 
 def product(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -107,16 +107,21 @@ class Oracle:
         math_max, math_rms = max_and_rms(plain)
         rounding = self.out.to(self.dtype).double().sub_(self.out)
         round_max, round_rms = max_and_rms(rounding)
-        # Kernels accumulate in fp32, and two orders of adding D products differ by about sqrt(D) roundings.
-        # That much is granted where a rounding of the output is less: in fp32, and where the truth happens
-        # to be representable (S = 1: out = v). In fp16 and bf16 it is hundreds of times smaller than one.
-        order = math.sqrt(q.shape[-1]) * torch.finfo(torch.float32).eps
+        # Kernels accumulate in fp32, and two orders of adding n numbers differ by about sqrt(n) roundings: of
+        # the D products of a score, and of the blocks of 32 keys that a row may add one after the other. A
+        # score of size s has an error of some s roundings, and its weight that one again; the largest score is
+        # an LSE at most, and less than one by ln(keys) at most. That much is granted where a rounding of the
+        # output is less: in fp32, and where the truth happens to be representable (S = 1: out = v). In fp16
+        # and bf16 it is hundreds of times smaller than one.
+        keys = k.shape[-2 if cu_seqlens is None else 0]
+        seen = self.lse[self.lse.isfinite()]
+        largest = max(0.0, seen.max().item() - math.log(keys)) if seen.numel() else 0.0
+        order = (math.sqrt(q.shape[-1] + keys / 32) + largest) * torch.finfo(torch.float32).eps
         truth_max, truth_rms = max_and_rms(self.out.clone())
         self.budget = Budget(
             max=2 * (math_max + max(round_max, order * truth_max)),
             rms=2 * (math_rms + max(round_rms, order * truth_rms)),
         )
-        seen = self.lse[self.lse.isfinite()]
         # The LSE is fp32 in every kernel; this separates fp32 arithmetic (1e-6) from a wrong base or a lost
         # scale.
         self.lse_tolerance = 1e-4 * max(1.0, seen.abs().max().item() if seen.numel() else 0.0)

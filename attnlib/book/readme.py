@@ -112,7 +112,7 @@ def fp8_table() -> str:
     table = records.load(*FP8, gpu=records.REFERENCE_GPU)
     impls = {
         "attnlib fp8": "attnlib FP8", "attnlib fp8, with the pass": "and quantizing", "fa3 fp8": "FA3 FP8",
-        "attnlib bf16": "attnlib bf16", "fa3 bf16": "FA3 bf16",
+        "cudnn fp8": "cuDNN FP8", "attnlib bf16": "attnlib bf16", "fa3 bf16": "FA3 bf16",
     }  # fmt: skip
     columns = {"call": "FP8 (e4m3), TFLOP/s", **impls}
     columns |= {"error of attnlib fp8": "RMS error, FP8", "error of attnlib bf16": "bf16"}

@@ -31,7 +31,7 @@ def current_stream(device: int) -> int:
 
 
 def make_context_current() -> None:
-    """Give this thread PyTorch's CUDA context if it has none: a thread begins without one, autograd's too, and
+    """Give this thread PyTorch's CUDA context if it has none: threads begin without one, autograd's too, and
     Triton describes tensors to the copy engine before it asks for a context. Nothing is launched, and a CUDA
     graph may be under capture."""
     torch.cuda.is_current_stream_capturing()
