@@ -285,9 +285,6 @@ def compiled_here(job: Job) -> tuple[Any, str]:
 
     The process must not be in Triton's interpreter mode; no cache is used. ValueError for an argument of the
     kernel that the job has no type and no value for."""
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
@@ -307,21 +304,29 @@ def compiled_here(job: Job) -> tuple[Any, str]:
         if hint == "16":
             divisible[(index,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in job.constexprs.items() if name in names}
+    is_gluon = isinstance(kernel, GluonJITFunction)
+    source = (GluonASTSource if is_gluon else ASTSource)(kernel, signature, constexprs, divisible)
+    stages = {} if is_gluon else {"num_stages": job.num_stages}
+    return compile_source(source, num_warps=job.num_warps, maxnreg=job.max_registers, **stages)
+
+
+def compile_source(source: Any, **options: Any) -> tuple[Any, str]:
+    """What Triton makes of a kernel for sm_90, without a cache, and what ptxas says. options: Triton's.
+
+    The process must not be in Triton's interpreter mode."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
     # A kernel from Triton's cache has no log of ptxas; our own cache is the one that counts.
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    is_gluon = isinstance(kernel, GluonJITFunction)
-    options = {"num_warps": job.num_warps, "maxnreg": job.max_registers}
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(
-            (GluonASTSource if is_gluon else ASTSource)(kernel, signature, constexprs, divisible),
-            target=GPUTarget("cuda", 90, 32),
-            options=options if is_gluon else options | {"num_stages": job.num_stages},
-        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return compiled, log.getvalue()
 
 
 def stats_of(compiled: Any, log: str) -> Stats:
-    """Stats of a kernel that Triton compiled; `log`: what ptxas said, under knobs.nvidia.dump_ptxas_log."""
+    """Stats of a kernel of `compile_source`, and `log`, what ptxas said."""
     resources, text = sass.disassemble(compiled.asm["cubin"])
     return Stats(
         registers=int(re.search(r"REG:(\d+)", resources)[1]),

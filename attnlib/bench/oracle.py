@@ -109,10 +109,10 @@ class Oracle:
         round_max, round_rms = max_and_rms(rounding)
         # Kernels accumulate in fp32, and two orders of adding n numbers differ by about sqrt(n) roundings: of
         # the D products of a score, and of the blocks of 32 keys that a row may add one after the other. A
-        # score of size s has an error of some s roundings, and its weight that one again; the largest score is
-        # an LSE at most, and less than one by ln(keys) at most. That much is granted where a rounding of the
-        # output is less: in fp32, and where the truth happens to be representable (S = 1: out = v). In fp16
-        # and bf16 it is hundreds of times smaller than one.
+        # score of size s has an error of some s roundings, and so has its weight; the largest score is at
+        # least an LSE less ln(keys). That much is granted where a rounding of the output is less: in fp32,
+        # and where the truth happens to be representable (S = 1: out = v). In fp16 and bf16 it is hundreds
+        # of times smaller than one.
         keys = k.shape[-2 if cu_seqlens is None else 0]
         seen = self.lse[self.lse.isfinite()]
         largest = max(0.0, seen.max().item() - math.log(keys)) if seen.numel() else 0.0

@@ -65,16 +65,20 @@ WIDE_CODE = """(() => {
 HITS = "[...document.querySelectorAll('#search-results li a')].map(link => link.getAttribute('href'))"
 
 
-def check(tab: Tab, page: Path, width: int, screens: Path | None) -> list[str]:
-    """What is wrong with one page at one width."""
-    tab.open(page.as_uri(), width)
+def check(tab: Tab, page: Path, screens: Path | None) -> dict[str, list[str]]:
+    """What is wrong with one page, at each width and at any."""
+    tab.open(page.as_uri(), WIDTHS[0])
     tab.evaluate(SETTLED)
-    problems = tab.evaluate(PROBLEMS)
-    problems += [f"asked for {url[:120]}" for url in tab.requests() if url.startswith(("http:", "https:"))]
-    problems += [f"script failed: {error[:200]}" for error in tab.errors()]
-    if screens:
-        tab.screenshots(screens / f"{page.stem}-{width}")
-    return problems + (tab.evaluate(WIDE_CODE) if width == LAPTOP else [])
+    found = {}
+    for width in WIDTHS:
+        tab.resize(width)
+        problems = tab.evaluate(PROBLEMS)
+        if screens:
+            tab.screenshots(screens / f"{page.stem}-{width}")
+        found[f"at {width} px"] = problems + (tab.evaluate(WIDE_CODE) if width == LAPTOP else [])
+    asked = [f"asked for {url[:120]}" for url in tab.requests() if url.startswith(("http:", "https:"))]
+    found["at any width"] = asked + [f"script failed: {error[:200]}" for error in tab.errors()]
+    return found
 
 
 def check_search(tab: Tab, site: Path, screens: Path | None) -> list[str]:
@@ -106,10 +110,9 @@ def main(site: Path, screens: Path | None) -> int:
     found = []
     with Tab(executable) as tab:
         for page in sorted(site.glob("*.html")):
-            for width in WIDTHS:
-                problems = check(tab, page, width, screens)
-                print(f"{page.name:32} {width:5} px  {'ok' if not problems else 'WRONG'}", flush=True)
-                found += [f"{page.name} at {width} px: {problem}" for problem in problems]
+            problems = [f"{where}: {x}" for where, some in check(tab, page, screens).items() for x in some]
+            print(f"{page.name:42}  {'ok' if not problems else 'WRONG'}", flush=True)
+            found += [f"{page.name} {problem}" for problem in problems]
         problems = check_search(tab, site, screens)
         print(f"{'search: online softmax':42}  {'ok' if not problems else 'WRONG'}")
         found += problems

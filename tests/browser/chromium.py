@@ -120,7 +120,8 @@ class Tab:
                 raise BrowserError(f"waited {self.timeout:.0f} s for {what}")
             time.sleep(0.05)
 
-    def _view(self, width: int, height: int) -> None:
+    def resize(self, width: int, height: int = 900) -> None:
+        """Lay the page out anew, for a window of this size in CSS pixels."""
         view = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **view)
 
@@ -133,7 +134,7 @@ class Tab:
         self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime"):
             self.call(f"{domain}.enable")
-        self._view(width, height)
+        self.resize(width, height)
         self.call("Page.navigate", url=url)
         there = f"location.href.startsWith({json.dumps(url.split('?')[0])})"
         self.wait(f"{there} && document.readyState === 'complete'", f"{url} to load")
@@ -151,7 +152,7 @@ class Tab:
 
     def screenshots(self, path: Path, height: int = 2400) -> None:
         """Write the page as PNG pictures of at most this height: NAME-1.png, NAME-2.png, ..."""
-        self._view(self.evaluate("innerWidth"), height)
+        self.resize(self.evaluate("innerWidth"), height)
         path.parent.mkdir(parents=True, exist_ok=True)
         pages = math.ceil(self.evaluate("document.documentElement.scrollHeight") / height)
         for page in range(pages):

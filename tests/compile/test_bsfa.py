@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-
 import pytest
 import side_by_side
 import torch
+from gluon_kernels import compile_kernel, tile_types
 from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
@@ -62,11 +60,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 def compile_hopper(case: tuple[int, str, bool, int, bool]) -> Stats:
     """The compiled kernel in numbers."""
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from attnlib.kernels.bsfa.hopper_kernel import attention_bsfa_forward_hopper as kernel
 
     head_dim, dtype, causal, more, all_of_it = case
@@ -79,20 +72,8 @@ def compile_hopper(case: tuple[int, str, bool, int, bool]) -> Stats:
     types = {"lse_ptr": "*fp32", "kept_ptr": "*u8", "limit_ptr": "*fp32", "counter_ptr": "*i32"}
     pointers = [name for name in types if name not in absent]
     types["qk_scale"] = "fp32"
-    for name, descriptor in launch_hopper.descriptors((None,) * 4, call).items():
-        types[name] = f"tensordesc<{dtype}{list(descriptor.block)},{descriptor.layout!r}>"
-    names = kernel.arg_names
-    signature = {name: types.get(name, "i32") for name in names}
-    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
-    constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(
-            GluonASTSource(kernel, signature, constants, divisible), target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": 4, "maxnreg": config.max_registers},
-        )  # fmt: skip
-    return inspect_sm90.stats_of(compiled, log.getvalue())
+    types |= tile_types(launch_hopper.descriptors((None,) * 4, call), dtype)
+    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import side_by_side
 import torch
+from gluon_kernels import tile_types
 from hopper_forward import compile_forward
 from launches import jobs_of
 
@@ -36,12 +37,9 @@ def compile_product(case: tuple[int, int, str, bool, bool]) -> Stats:
     narrowed = Narrow(columns, 2, 128 if own else None)
     mask = {"causal": causal, "shifted": False, "left": False, "blocks": 1, "skip": True}
     plan = launch.make_plan(width, config, mask, False, False, False, narrowed)
-    types = {
-        name: f"tensordesc<bf16{list(found.block)},{found.layout!r}>"
-        for name, found in launch.descriptors(
-            (None,) * 4, width, config, torch.bfloat16, False, narrowed
-        ).items()
-    }
+    types = tile_types(
+        launch.descriptors((None,) * 4, width, config, torch.bfloat16, False, narrowed), "bf16"
+    )
     return compile_forward(plan, types, {"own keys"} if own else set(), config.max_registers)
 
 

@@ -8,6 +8,7 @@ import pytest
 import side_by_side
 import torch
 from chosen import with_more
+from gluon_kernels import tile_types
 from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
@@ -48,10 +49,8 @@ def compile_case(case: tuple[int, str, str], config: Fp8Config | None = None) ->
     mask = {"causal": causal, "shifted": "shifted" in others, "left": "left" in others}
     mask |= {"blocks": masked, "skip": skip}
     plan = launch.make_plan(plan_fields(width, config, mask, False, lse, varlen), centered)
-    types = {
-        name: f"tensordesc<{dtype if name == 'desc_o' else 'fp8e4nv'}{list(found.block)},{found.layout!r}>"
-        for name, found in launch.described((None,) * 4, width, config, DTYPES[dtype], varlen).items()
-    }
+    described = launch.described((None,) * 4, width, config, DTYPES[dtype], varlen)
+    types = tile_types(described, "fp8e4nv", desc_o=dtype)
     options = {*others, "fp8", "LSE" if lse else "", "" if varlen else "fp8 batch"}
     options.add("centered" if centered else "")
     return compile_forward(plan, types, options, config.max_registers)

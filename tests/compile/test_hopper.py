@@ -8,6 +8,7 @@ import pytest
 import side_by_side
 import torch
 from chosen import with_more
+from gluon_kernels import tile_types
 from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
@@ -91,11 +92,7 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     plan = launch.make_plan(width, config, mask, flip, lse, varlen)
     # What is described depends on the window of a tensor only in its columns.
     windows = (((width,), (1,)),) * 4
-    described = launch.descriptors(windows, width, config, DTYPES[dtype], varlen)
-    types = {
-        name: f"tensordesc<{dtype}{list(descriptor.block)},{descriptor.layout!r}>"
-        for name, descriptor in described.items()
-    }
+    types = tile_types(launch.descriptors(windows, width, config, DTYPES[dtype], varlen), dtype)
     return compile_forward(plan, types, {*others, *["LSE"] * lse}, config.max_registers)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from collections import Counter
 from itertools import product
@@ -12,12 +10,9 @@ from types import ModuleType
 import pytest
 import side_by_side
 import torch
-import triton
 from chosen import with_more
-from triton import knobs
-from triton.backends.compiler import GPUTarget
+from gluon_kernels import compile_kernel, tile_types
 from triton.experimental import gluon
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
@@ -115,28 +110,14 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(width, dtype, varlen)
     windows = ((call.q, call.strides[0]),) * 6  # what is compiled does not depend on it
-    for name, descriptor in launch_backward.descriptors(windows, rows, width, call).items():
-        held = "fp32" if name == "desc_rows" else dtype
-        types[name] = f"tensordesc<{held}{list(descriptor.block)},{descriptor.layout!r}>"
+    types |= tile_types(launch_backward.descriptors(windows, rows, width, call), dtype, desc_rows="fp32")
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
-    signature = {name: types.get(name, "i32") for name in names}
-    signature |= dict.fromkeys(["plan", *absent], "constexpr")
-    optional = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
-    for given, wanted in optional.items():
-        kinds = {name: "*i32" if name.startswith("cu") else "i32" for name in given}
-        signature |= kinds if wanted else dict.fromkeys(given, "constexpr")
-    constants = {(i,): None for i, name in enumerate(names) if signature[name] == "constexpr"}
-    constants[(names.index("plan"),)] = plan
-    divisible = {(names.index("dq_ptr"),): [["tt.divisibility", 16]]}
-    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(
-            GluonASTSource(kernel, signature, constants, divisible),
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": 4, "maxnreg": config.max_registers},
-        )
-    return inspect_sm90.stats_of(compiled, log.getvalue()), addresses_change(compiled.asm["ttgir"])
+    for given, wanted in {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}.items():
+        types |= {name: "*i32" for name in given if name.startswith("cu")}
+        absent += [] if wanted else given
+    stats, compiled = compile_kernel(kernel, plan, types, absent, ("dq_ptr",), config.max_registers)
+    return stats, addresses_change(compiled.asm["ttgir"])
 
 
 def addresses_change(ttgir: str) -> list[bool]:

@@ -6,6 +6,7 @@ import pytest
 import side_by_side
 import torch
 from chosen import more
+from gluon_kernels import tile_types
 from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
@@ -31,10 +32,7 @@ def compile_case(case: tuple[str, bool]) -> Stats:
     shape = (2, 4, 4096, width)
     window = MaskWindow(None, 0 if causal else None)
     call = Signature(shape, shape, (None,) * 3, torch.float16, 0, window, 0.1, None, True, config)
-    types = {
-        name: f"tensordesc<fp16{list(found.block)},{found.layout!r}>"
-        for name, found in launch.descriptors((None,) * 4, width, config, torch.float16, False).items()
-    }
+    types = tile_types(launch.descriptors((None,) * 4, width, config, torch.float16, False), "fp16")
     return compile_forward(pooled.plan_of(call), types, {"LSE", "pooled"}, config.max_registers)
 
 

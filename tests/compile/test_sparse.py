@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from itertools import product
 
 import pytest
 import side_by_side
 import torch
 from chosen import more, with_more
+from gluon_kernels import compile_kernel, tile_types
 from launches import jobs_of
 from score_cases import bent, bent_derivative
 
@@ -85,11 +84,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 def compile_case(case: tuple[str, str, str]) -> Stats:
     """The compiled kernel in numbers."""
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from attnlib.kernels.sparse.hopper_kernel import attention_sparse_forward_hopper as kernel
 
     name, kind, dtype = case
@@ -112,30 +106,12 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     types = dict.fromkeys(pointers, "*i32") | {"qk_scale": "fp32", "inner": "fp32"}
     types |= {name: "*fp32" for name, there in has.items() if there and name.endswith("_ptr")}
     descriptors = launch_hopper.descriptors((None,) * 4, 1, width, config, DTYPES[dtype])
-    for name, descriptor in descriptors.items():
-        element = "i32" if name == "desc_words" else dtype
-        types[name] = f"tensordesc<{element}{list(descriptor.block)},{descriptor.layout!r}>"
-    names = kernel.arg_names
-    signature = {name: types.get(name, "i32") for name in names}
-    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
-    constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(
-            GluonASTSource(kernel, signature, constants, divisible), target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": 4, "maxnreg": config.max_registers},
-        )  # fmt: skip
-    return inspect_sm90.stats_of(compiled, log.getvalue())
+    types |= tile_types(descriptors, dtype, desc_words="i32")
+    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
 
 
 def compile_backward(case: tuple) -> Stats:
     """The same for the backward pass."""
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from attnlib.kernels.sparse.hopper_backward_kernel import attention_sparse_backward_hopper as kernel
 
     width, partial, dtype, *rest = case
@@ -153,27 +129,15 @@ def compile_backward(case: tuple) -> Stats:
     window = shape, strides[0]
     rows = preprocess_of(call, window, window, 128, width)
     plan = launch_hopper_backward.make_plan(width, config, partial, score)
-    names = kernel.arg_names
     has = {"inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value, "place": plan.alibi.value}
     absent = [name for name, there in has.items() if not there]
-    pointers = [name for name in names if name.endswith("_ptr") and name not in absent]
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
     types = dict.fromkeys(pointers, "*i32") | {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
     types |= {"inner": "fp32"} if plan.soft_cap.value else {}
     types |= {"alibi_ptr": "*fp32"} if plan.alibi.value else {}
-    for name, descriptor in launch_hopper_backward.descriptors((window,) * 6, 1, rows, call).items():
-        element = {"desc_words": "i32", "desc_rows": "fp32"}.get(name, dtype)
-        types[name] = f"tensordesc<{element}{list(descriptor.block)},{descriptor.layout!r}>"
-    signature = {name: types.get(name, "i32") for name in names}
-    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
-    constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(
-            GluonASTSource(kernel, signature, constants, divisible), target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": 4, "maxnreg": config.max_registers},
-        )  # fmt: skip
-    return inspect_sm90.stats_of(compiled, log.getvalue())
+    descriptors = launch_hopper_backward.descriptors((window,) * 6, 1, rows, call)
+    types |= tile_types(descriptors, dtype, desc_words="i32", desc_rows="fp32")
+    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,37 @@
+"""A Gluon kernel of the package, compiled for sm_90 with the constants of a plan, and no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from attnlib.bench import inspect_sm90
+from attnlib.bench.inspect_sm90 import Stats
+
+
+def tile_types(descriptors: Mapping[str, Any], dtype: str, **others: str) -> dict[str, str]:
+    """Types of tensor descriptors, `common.descriptors.Made`; others: of those that do not hold dtype."""
+    return {
+        name: f"tensordesc<{others.get(name, dtype)}{list(made.block)},{made.layout!r}>"
+        for name, made in descriptors.items()
+    }
+
+
+def compile_kernel(
+    kernel: Any, plan: Any, types: Mapping[str, str], absent: Collection[str], aligned: Collection[str],
+    max_registers: int,
+) -> tuple[Stats, Any]:  # fmt: skip
+    """The compiled kernel in numbers, and what Triton made of it.
+
+    types: of arguments that are no i32; absent: arguments that a call of this plan does without; aligned:
+    pointers that are divisible by 16."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "i32") for name in names}
+    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
+    constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, signature, constants, divisible)
+    compiled, log = inspect_sm90.compile_source(source, num_warps=4, maxnreg=max_registers)
+    return inspect_sm90.stats_of(compiled, log), compiled
