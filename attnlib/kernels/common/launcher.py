@@ -140,7 +140,7 @@ class Launches:
             compiled = None if listened else _compiled.get(kind)
             description = None if compiled is None else launch.pack(compiled, tensors)
             if description is None:
-                if self.device >= 0:
+                if any(tensor is not None and tensor.is_cuda for tensor in tensors.values()):
                     make_context_current()
                 compiled = launch.through_triton(tensors)
                 if compiled is not None:
