@@ -1,4 +1,5 @@
-"""Which setting for which model and card, by the formulas of `training` and `training_time`."""
+"""Which setting for which model and card, by the formulas of `training` and `training_time`, as
+they were mended after the measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from attnlib.book.training import HALF, SHAPES, WORKSPACE, LlamaShape, Training, held, memory
-from attnlib.book.training_time import Machine, offloaded, step_ms
+from attnlib.book.training_time import Machine, mended_ms, offloaded
 
 MODELS = {
     "0.1B": SHAPES["0.1B"],
@@ -64,7 +65,7 @@ def advise(shape: LlamaShape, context: int, card: Card, lora: int | None = None)
     for how in ways(context, card, lora):
         peak = memory(shape, how).peak
         if peak <= card.room and offloaded(shape, how) <= card.host:
-            found.append(Way(how, peak, step_ms(shape, how, card.machine)))
+            found.append(Way(how, peak, mended_ms(shape, how, card.machine)))
     return sorted(found, key=lambda way: (round(way.ms, 1), way.how.offload, way.peak))
 
 

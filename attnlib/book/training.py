@@ -1,5 +1,7 @@
 """What training a Llama-shaped model needs at the peak: bytes, by formula. Chapter 41 holds it against a
-count and against measurements; nothing here is measured. `training_time` has the time of a step.
+count and against measurements; no rate or size here is measured. `training_time` has the time of a step.
+
+One term was added after a measurement, see `memory`: `inside=False` is the formula as it was before.
 
 Mixed precision: parameters, gradients and activations take two bytes; Adam keeps a float32 copy of each
 trained parameter and two moments."""
@@ -154,10 +156,10 @@ def held(shape: LlamaShape, how: Training) -> dict[str, int]:
     return stream | (around_attention(shape, how) if how.checkpointing == "selective" else {})
 
 
-def backward(shape: LlamaShape, how: Training) -> int:
+def backward(shape: LlamaShape, how: Training, inside: bool = True) -> int:
     """Bytes of a layer while it goes back: what it keeps without checkpointing, which by then has been
     computed again, and the gradients, those of its weights among them. The larger of two moments: when the
-    MLP's product goes back, and, without what the MLP kept, attention."""
+    MLP's product goes back, and, without what the MLP kept, attention. inside: see `memory`."""
     T, rows, keys = how.tokens, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     stream, full = HALF * T * shape.width, how.lora is None
     parts = kept(shape, how)
@@ -167,10 +169,11 @@ def backward(shape: LlamaShape, how: Training) -> int:
     mlp = whole + stream + HALF * T * 2 * shape.hidden + matrix
     without = whole - parts["mlp"] - (parts["norms"] + parts["inputs"]) // 2
     if how.attention == "math":
-        inside = 2 * scores(shape, how)
+        # Gradients of the weights and of the scores; softmax's kernel multiplies the former by the weights.
+        attends = (3 if inside else 2) * scores(shape, how)
     else:  # of the output, q, k and v; that of q in float32, too; two numbers a row
-        inside = stream + HALF * T * 2 * (rows + keys) + FULL * T * (rows + 2 * shape.heads)
-    return max(mlp, without + inside + 3 * matrix + (HALF * rows * shape.width if full else 0))
+        attends = stream + HALF * T * 2 * (rows + keys) + FULL * T * (rows + 2 * shape.heads)
+    return max(mlp, without + attends + 3 * matrix + (HALF * rows * shape.width if full else 0))
 
 
 MOMENTS = {
@@ -202,14 +205,18 @@ class Memory:
         return self.parameters + self.states + self.beside[self.moment] + WORKSPACE
 
 
-def memory(shape: LlamaShape, how: Training) -> Memory:
-    """Gradients are freed after each step; the loss takes `loss_rows` rows at a time, see `book.llama`."""
+def memory(shape: LlamaShape, how: Training, inside: bool = True) -> Memory:
+    """Gradients are freed after each step; the loss takes `loss_rows` rows at a time, see `book.llama`.
+
+    inside: with the tensor of S x S for each head that PyTorch's softmax allocates inside of its backward
+    operator on a GPU. It matters to the math path alone, and it was found by a measurement: without it, the
+    formula is the one that predicted that measurement, and what a count of operators sees."""
     trained, full = how.trained(shape), how.lora is None
     parameters = HALF * (shape.parameters + (0 if full else trained))
     states = 0 if how.offload else STATES * trained
     head = HALF * shape.vocab * shape.width
     one, stream = sum(held(shape, how).values()), HALF * how.tokens * shape.width
-    left, layer = shape.layers * one, backward(shape, how)
+    left, layer = shape.layers * one, backward(shape, how, inside)
     # The logarithms of the rows' probabilities, and two gradients of that size; the head's gradient, which
     # other rows have begun; later what is added to that, and the sum.
     rows = min(how.loss_rows, how.tokens)
@@ -221,7 +228,7 @@ def memory(shape: LlamaShape, how: Training) -> Memory:
     }
     weights = HALF * (shape.layer_parameters if full else trained // shape.layers)  # gradients of one layer's
     if how.sharded:
-        return _sharded(shape, how, Memory(parameters, states, beside), weights)
+        return _sharded(shape, how, Memory(parameters, states, beside), weights, layer)
     ends = (head if full else 0) + stream
     beside["first layer"] = layer + (shape.layers - 1) * weights + ends
     # A tied embedding's own gradient is added to the head's; Adam has one gradient in float32.
@@ -230,11 +237,11 @@ def memory(shape: LlamaShape, how: Training) -> Memory:
     return Memory(parameters, states // (how.gpus if how.zero else 1), beside)
 
 
-def _sharded(shape: LlamaShape, how: Training, alone: Memory, weights: int) -> Memory:
-    """Of one of several GPUs under FSDP2, from what one GPU needs alone, and the gradients of a layer's
-    weights. Embedding, head and last norm are whole from the begin to the end of a step. Layers are whole,
-    too (ZeRO 2), or one, and the next one, which is being gathered (ZeRO 3). Where gradients are summed, a
-    layer's lie there twice."""
+def _sharded(shape: LlamaShape, how: Training, alone: Memory, weights: int, back: int) -> Memory:
+    """Of one of several GPUs under FSDP2, from what one GPU needs alone, the gradients of a layer's weights,
+    and `backward`. Embedding, head and last norm are whole from the begin to the end of a step. Layers are
+    whole, too (ZeRO 2), or one, and the next one, which is being gathered (ZeRO 3). Where gradients are
+    summed, a layer's lie there twice."""
     full = how.lora is None
     head, layer = HALF * shape.vocab * shape.width, HALF * shape.layer_parameters
     layer += 0 if full else weights
@@ -249,7 +256,7 @@ def _sharded(shape: LlamaShape, how: Training, alone: Memory, weights: int) -> M
         "begin": 2 * (root + layer),  # gathered in one piece, then copied
         "loss": alone.beside["loss"] + there + next_one,
         "last layer": alone.beside["last layer"] + there + 2 * next_one + sums // how.gpus,
-        "first layer": backward(shape, how) + root + 2 * layer + sums + done + (head if full else 0),
+        "first layer": back + root + 2 * layer + sums + done + (head if full else 0),
         "end": (4 * head if full else root) + sums + done,
     }
     return Memory(alone.parameters // how.gpus, alone.states // how.gpus, beside)

@@ -1,5 +1,9 @@
 """How long a training step takes: FLOPs and bytes over rates, by formula. Chapter 41 holds it against
-measurements; nothing here is measured. `training` has the memory."""
+measurements; nothing here is measured. `training` has the memory.
+
+There are two formulas. `step_ms` predicted the measurement and stays as it was. `mended_ms` was written
+after it: it counts the bytes of each elementwise kernel, those of the loss and of Adam, and the operators
+that the host calls."""
 
 from __future__ import annotations
 
@@ -123,6 +127,95 @@ def step_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
     """ms of forward pass, backward pass and Adam: the GPU's, or the host's where it can't keep up."""
     on_gpu = sum(step_parts(shape, how, machine).values()) - hidden(shape, how, machine)
     return max(on_gpu, machine.host * shape.layers * (1 if how.checkpointing == "none" else 4 / 3))
+
+
+# ---------------------------------------------------------------- mended after the measurement
+
+ADAM_BYTES = 25 * FULL
+"""What `adam.MasterAdamW` reads and writes of a parameter: eleven operators, one after the other."""
+OPERATORS: Mapping[tuple[str, bool], int] = MappingProxyType({
+    ("none", False): 264, ("layer", False): 368, ("selective", False): 339,
+    ("none", True): 492, ("layer", True): 688, ("selective", True): 657,
+})  # fmt: skip
+"""(checkpointing, LoRA by peft) -> PyTorch's operators for a layer of `llama` in a step, views and Adam's
+among them. The tests count them."""
+RATED_OPERATORS = 1142 / 4
+"""For each layer of the step by which `Machine.host` is measured: four layers, all parameters."""
+
+
+def forward_bytes(shape: LlamaShape) -> int:
+    """Bytes that the elementwise kernels of a layer's forward pass read and write for a token: two norms 4 W
+    each; two residual additions 6 W each; rotary embedding in seven kernels 18 for each column of q and k;
+    silu 4 F, the product 6 F."""
+    turned = (shape.heads + shape.kv_heads) * shape.head_dim
+    return 20 * shape.width + 18 * turned + 10 * shape.hidden
+
+
+def layer_bytes(shape: LlamaShape, how: Training) -> int:
+    """Bytes that elementwise kernels of a layer read and write for a token in a step: forward, again, and
+    backward. There five sums of gradients have 6 W each, the norms' gradients 6 W each and 4 W more for their
+    weights, rotary embedding 20 a column, and those of the MLP three times 6 F."""
+    W, turned, full = shape.width, (shape.heads + shape.kv_heads) * shape.head_dim, how.lora is None
+    ahead = forward_bytes(shape)
+    # Computed again: all but the last residual addition; without attention, not the rotary embedding either.
+    again = {"none": 0, "layer": ahead - 6 * W, "selective": 14 * W + 10 * shape.hidden}[how.checkpointing]
+    back = (50 if full else 42) * W + 20 * turned + 18 * shape.hidden
+    if full:
+        return ahead + again + back
+    # An adapter: thin products read and write n outputs and i inputs; scaling 4 n, its sum 6 n; backward 6 i
+    # for the sum of the inputs' gradients.
+    forth = sum(2 * i + 12 * n for i, n in shape.linears)
+    again += forth - 12 * W if again else 0
+    return ahead + again + back + forth + sum(10 * i + 8 * n for i, n in shape.linears)
+
+
+def end_bytes(shape: LlamaShape, how: Training) -> int:
+    """Bytes of the loss for all tokens, and of the sums that make the head's gradient. A token's V logits are
+    made float32 (6 V) and normalised (8 V), and both once more in the backward pass, which writes a gradient
+    (4 V), takes it through the logarithm of softmax (12 V) and makes it bfloat16 (6 V)."""
+    found = 50 * shape.vocab * how.tokens
+    if how.lora is None:
+        head = shape.vocab * shape.width
+        pieces = -(-how.tokens // how.loss_rows)
+        found += 6 * head * (pieces - 1) + (10 * head if shape.tied else 0)
+    return found
+
+
+def mended_adam_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """As `adam_ms`, with the bytes that its operators move."""
+    mine = how.trained(shape) / (how.gpus if how.zero else 1)
+    if how.offload:
+        return mine * (2 * HALF / machine.bus + ADAM_BYTES / machine.cpu) / 1e6
+    return mine * ADAM_BYTES / machine.memory / 1e6
+
+
+def mended_parts(shape: LlamaShape, how: Training, machine: Machine) -> dict[str, float]:
+    """ms of the parts of a step on the GPU, as `step_parts`."""
+    return {
+        "products": product_flops(shape, how) / machine.products / 1e9,
+        "attention": attention_ms(shape, how, machine),
+        "elementwise": layer_bytes(shape, how) * how.tokens * shape.layers / machine.memory / 1e6,
+        "loss": end_bytes(shape, how) / machine.memory / 1e6,
+        "Adam": mended_adam_ms(shape, how, machine),
+        "exchange": exchange_ms(shape, how, machine),
+    }
+
+
+def host_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """ms that the host needs to call a step's operators, by `Machine.host`; at the ends a piece of the loss
+    has 29 of them, 20 where the head is frozen."""
+    pieces = -(-how.tokens // how.loss_rows)
+    ends = 57 + 29 * pieces if how.lora is None else 34 + 20 * pieces
+    called = shape.layers * OPERATORS[how.checkpointing, how.lora is not None] + ends
+    return machine.host * called / RATED_OPERATORS
+
+
+def mended_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """ms of a step, as `step_ms`, by the terms that were written after the measurement."""
+    parts = mended_parts(shape, how, machine)
+    work = parts["products"] + parts["attention"] + parts["elementwise"] + parts["loss"]
+    covered = min(parts["exchange"], work) if how.sharded else 0.0
+    return max(sum(parts.values()) - covered, host_ms(shape, how, machine))
 
 
 def offloaded(shape: LlamaShape, how: Training) -> int:

@@ -3,6 +3,7 @@ what PyTorch does on a CPU: bytes alive, FLOPs, losses."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,15 +13,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib.book.adam import Home, MasterAdamW
 from attnlib.book.advice import MODELS, Card, advise, shares
-from attnlib.book.live_bytes import LiveBytes, counted, pretended
+from attnlib.book.live_bytes import INSIDE, LiveBytes, _FusedNorm, counted, pretended
 from attnlib.book.llama import Llama, LoraLinear
 from attnlib.book.trainer import Trainer
 from attnlib.book.training import SHAPES, WORKSPACE, LlamaShape, Training, memory
-from attnlib.book.training_time import Machine, exchange_ms, offloaded, product_flops, step_ms
+from attnlib.book.training_time import (
+    ADAM_BYTES,
+    OPERATORS,
+    Machine,
+    end_bytes,
+    exchange_ms,
+    host_ms,
+    layer_bytes,
+    mended_ms,
+    offloaded,
+    product_flops,
+    step_ms,
+)  # fmt: skip
 
 TINY = LlamaShape(2, 32, 4, 4, 8, 96, 64)
 WIDE = LlamaShape(2, 512, 8, 2, 64, 1792, 900)
@@ -75,10 +90,26 @@ def test_live_bytes():
 
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: f"{how.attention}-{how.checkpointing}-{how.lora}")
 def test_memory_is_what_is_counted(how):
-    """The peak of a step within 1% of the bytes that are alive in it, without cuBLAS's workspace."""
+    """The peak of a step within 1% of the bytes that are alive in it, without cuBLAS's workspace and without
+    what softmax's backward operator allocates inside of itself, which the count does not see."""
     for shape in (WIDE, MANY)[: 1 + (how == WAYS[0])]:
-        found = counted(shape, how).peak
-        assert found == pytest.approx(memory(shape, how).peak - WORKSPACE, rel=0.012), memory(shape, how)
+        found, expected = counted(shape, how).peak, memory(shape, how, inside=False)
+        assert found == pytest.approx(expected.peak - WORKSPACE, rel=0.012), expected
+
+
+@pytest.mark.parametrize("how", [how for how in WAYS if how.attention == "math"],
+                         ids=lambda how: f"{how.checkpointing}-{how.lora}")  # fmt: skip
+def test_memory_with_what_softmax_allocates(how, monkeypatch):
+    """On a GPU softmax's backward operator keeps grad * output while it runs: the count is told of it."""
+    monkeypatch.setitem(INSIDE, "aten::_softmax_backward_data", lambda grad, *_: 4 * grad.numel())
+    found, expected = counted(WIDE, how).peak, memory(WIDE, how)
+    assert found == pytest.approx(expected.peak - WORKSPACE, rel=0.012), expected
+    assert expected.peak - memory(WIDE, how, inside=False).peak == 4 * WIDE.heads * 1500**2
+
+
+def test_inside_changes_the_math_path_alone():
+    for how in (Training(4096), Training(4096, attention="sdpa", checkpointing="layer", lora=16)):
+        assert memory(SHAPES["1B"], how) == memory(SHAPES["1B"], how, inside=False)
 
 
 @pytest.fixture
@@ -185,6 +216,102 @@ def test_time_orders_what_it_should():
     sent = [exchange_ms(shape, Training(8192, zero=zero, gpus=2), machine) for zero in (1, 2, 3)]
     assert sent[0] == sent[1] < sent[2] == pytest.approx(1.5 * sent[0])
     assert step_ms(shape, replace(base, offload=True), machine) > step_ms(shape, base, machine)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators, and the bytes that those which move data read and write, products and attention left
+    out. A tensor that is read twice by one operator counts once, one that was broadcast by its own size."""
+
+    VIEWS = {"t", "transpose", "expand", "slice", "split", "view", "unsqueeze", "_unsafe_view", "select",
+             "squeeze", "alias", "permute", "detach", "as_strided"}  # fmt: skip
+    ELSEWHERE = {"mm", "attention_forward", "attention_backward"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.moved = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        space, name = func.name().split(".")[0].split("::")
+        if space == "prim" or "empty" in name or name == "fill_":  # conftest fills what is empty
+            return out
+        self.operators += 1
+        if name in self.VIEWS | self.ELSEWHERE:
+            return out
+        read = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        if name == "copy_":  # what is written over is not read
+            read.pop(id(args[0]))
+        if name.startswith(("nll_loss", "embedding")):  # of what they read, a number a row
+            read = {}
+        if name.startswith("nll_loss_forward"):
+            return out
+        written = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        for x in (*read.values(), *written):
+            there = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+            self.moved += x.element_size() * math.prod(there)
+        return out
+
+
+def calls(shape, how):
+    """Of forward and backward pass, and of Adam."""
+    with pretended():
+        trainer, tokens = Trainer(shape, how), torch.zeros(1, how.context, dtype=torch.long)
+        with Calls() as step:
+            trainer.model(tokens).backward()
+        with Calls() as adam:
+            trainer.adam.step()
+    return step, adam
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "layer"])
+def test_bytes_of_elementwise_kernels_are_what_is_counted(checkpointing):
+    """Of one layer, from two and three of them; the norms are one kernel each on a GPU, which the count does
+    not see: 8 W forward, 20 W backward, and forward again."""
+    how = Training(1500, 1, "attnlib", checkpointing)
+    (two, adam), (three, _) = (calls(replace(WIDE, layers=n), how) for n in (2, 3))
+    norms = WIDE.width * (28 if checkpointing == "none" else 36)
+    assert (three.moved - two.moved) / 1500 == pytest.approx(layer_bytes(WIDE, how) - norms, rel=0.015)
+    assert adam.moved == ADAM_BYTES * WIDE.parameters
+
+
+def test_bytes_of_the_loss_are_what_is_counted():
+    how = Training(3000, 1, "attnlib", loss_rows=500)
+    moved = calls(MANY, how)[0].moved - 2 * 3000 * (layer_bytes(MANY, how) - 28 * MANY.width)
+    assert moved == pytest.approx(end_bytes(MANY, how), rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing, lora", list(OPERATORS))
+def test_operators_are_what_is_counted(checkpointing, lora, monkeypatch):
+    """Of a layer, from one and two of them, with LoRA by peft, which fake tensors can't have. A norm is one
+    operator forward and one backward on a GPU."""
+    if lora:
+        pytest.importorskip("peft")
+    found, norms, how = [], [], Training(32, 1, "sdpa", checkpointing, 4 if lora else None)
+
+    def norm(x, _, weight=None, eps=None):
+        norms.append(x)
+        return _FusedNorm.apply(x, weight)
+
+    monkeypatch.setattr(F, "rms_norm", norm)
+    for layers in (1, 2):
+        norms.clear()
+        trainer = Trainer(replace(TINY, layers=layers), how, peft=lora)
+        with Calls() as seen:
+            trainer.step(torch.zeros(1, 32, dtype=torch.long))
+        found.append(seen.operators + len(norms) + 2 * layers + 1)
+    assert found[1] - found[0] == OPERATORS[checkpointing, lora]
+
+
+def test_mended_time_orders_what_it_should():
+    shape, machine, base = SHAPES["1B"], Machine(), Training(16384)
+    ms = [mended_ms(shape, replace(base, **change), machine) for change in (
+        {"attention": "math"}, {"checkpointing": "layer"}, {"checkpointing": "selective"}, {}, {"lora": 16})]
+    assert ms == sorted(ms, reverse=True)
+    for how in (base, replace(base, lora=16), Training(4096, checkpointing="layer")):
+        assert mended_ms(shape, how, machine) > step_ms(shape, how, machine)
+    short, slow = Training(64, loss_rows=64), replace(machine, host=50.0)
+    assert mended_ms(shape, short, slow) == host_ms(shape, short, slow)
+    assert host_ms(replace(shape, layers=4), short, machine) == pytest.approx(4 * machine.host)
 
 
 def test_advice():
