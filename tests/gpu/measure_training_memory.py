@@ -189,8 +189,9 @@ def predicted(name: str, how: Training, machine: Machine) -> dict[str, Any]:
     shape = SHAPES.get(name, TINY)
     return {
         "model": name, "parameters": shape.parameters, **{key: asdict(how)[key] for key in HOW},
-        "predicted_bytes": memory(shape, how, inside=False).peak, "predicted_ms": step_ms(shape, how, Machine()),
-        "rated_ms": step_ms(shape, how, machine), "host_bytes": offloaded(shape, how),
+        "predicted_bytes": memory(shape, how, inside=False).peak,
+        "predicted_ms": step_ms(shape, how, Machine()), "rated_ms": step_ms(shape, how, machine),
+        "host_bytes": offloaded(shape, how),
     }  # fmt: skip
 
 
