@@ -12,6 +12,7 @@ from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import BSFA, DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS, MASKED
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.bsfa import grid_of
+from attnlib.kernels.common.descriptors import output_like
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
 from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, Implementation, MaskWindow, Params
 
@@ -40,7 +41,7 @@ class Choice:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out, like q; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
+    """out, like q with the columns of v; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
     if forward_ad._current_level >= 0:  # no function of PyTorch says so in as little time
         check_tangents(q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():  # a sign that is not in memory, where kernels read
@@ -50,7 +51,7 @@ def forward(
         lse = torch.full(lse_shape(q), -math.inf, dtype=torch.float32, device=q.device)
         if params.score is not None and params.score.sinks is not None:
             lse = params.score.sinks[:, None].expand(q.shape[:3]).clone()
-        return torch.zeros_like(q), lse
+        return output_like(q, v).zero_(), lse
     return road.family.forward(q, k, v, road.resolved(params))
 
 
@@ -177,7 +178,8 @@ def prepared_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: 
 
 class Saved(NamedTuple):
     """What the forward pass leaves to the backward pass: q and out are (B, H, Sq, D), k and v (B, Hkv, Sk,
-    D), lse (B, H, Sq) float32; varlen (Tq, H, D), (Tk, Hkv, D), (H, Tq)."""
+    D), lse (B, H, Sq) float32; varlen (Tq, H, D), (Tk, Hkv, D), (H, Tq). out and v may have a D of their
+    own."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -296,7 +298,7 @@ def _choose(q, k, v, params: Params, backward: bool) -> Choice:
         why_not = why_not or (None if asked else family.slower(q, k, params, backward))
         if why_not is None:
             reason = "asked for" if asked else reason or family.FITS
-            return Choice(name, family.configuration(q, k, params, backward), reason, params.window)
+            return Choice(name, family.configuration(q, k, v, params, backward), reason, params.window)
         reason = f"{name} {why_not}"
     raise AssertionError("the last family runs every call")
 

@@ -57,7 +57,7 @@ class _Watch(MetaPathFinder):
 
 
 def forward_flops(q, k, v, *options, **named) -> int:
-    """4 * H * D * Sq * Sk of each sequence. As for PyTorch's own attention, a causal mask halves nothing
+    """2 * H * (D + Dv) * Sq * Sk of each sequence, Dv columns of values. As for PyTorch's own attention, a causal mask halves nothing
     here; a window of left + right + 1 keys does count, because work grows with it, and so do the blocks of a
     block mask."""
     given = dict(zip(_OPTIONS, options, strict=False)) | named
@@ -66,7 +66,7 @@ def forward_flops(q, k, v, *options, **named) -> int:
     pairs = sum(
         rows * (keys if width is None else min(keys, width)) for rows, keys in _lengths(q, k, given)
     )
-    flops = 4 * q.shape[1] * q.shape[-1] * pairs
+    flops = 2 * q.shape[1] * (q.shape[-1] + v.shape[-1]) * pairs
     handle = given.get("block_mask")
     return flops if handle is None else round(flops * by_handle(handle).density())
 
@@ -78,8 +78,9 @@ _OPTIONS = (
 
 
 def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
-    """Five products where the forward pass has two."""
-    return forward_flops(q, k, v, *options, **named) * 5 // 2
+    """Five products where the forward pass has two: three as Q K^T, two as P V."""
+    forward, own, values = forward_flops(q, k, v, *options, **named), q.shape[-1], v.shape[-1]
+    return forward * (3 * own + 2 * values) // (own + values)
 
 
 def scored_flops(q, k, v, *options, **named) -> int:

@@ -110,7 +110,7 @@ class Kind {
 // How calls of a kind are launched without Python.
 struct Forward {
   std::string launches;
-  std::vector<int64_t> strides;  // of the output
+  std::vector<int64_t> sizes, strides;  // of the output
   bool lse;                      // whether there is one
   bool counted;                  // whether programs draw their tiles from a counter
   int64_t scratch;               // elements of a float32 buffer for partial results; 0 for none
@@ -206,6 +206,8 @@ variable_list run(const Backward &pass, const std::array<at::Tensor, READ> &tens
   launch(pass.launches, q.device(), stream_of(q.device()), addresses);
   return gradients;
 }
+
+std::vector<int64_t> sizes_of(PyObject *tensor) { return THPVariable_Unpack(tensor).sizes().vec(); }
 
 std::vector<int64_t> strides_of(PyObject *tensor) { return THPVariable_Unpack(tensor).strides().vec(); }
 
@@ -397,7 +399,7 @@ std::pair<at::Tensor, at::Tensor> run(const Forward &pass, const Call &call) {
   if (pass.counted && !drawn) return {};
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    out = at::empty_strided(q.sizes(), pass.strides, q.options());
+    out = at::empty_strided(pass.sizes, pass.strides, q.options());
     if (pass.lse) lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::kFloat));
     if (pass.scratch) parts = at::empty({pass.scratch}, q.options().dtype(at::kFloat));
   }
@@ -456,7 +458,7 @@ PyObject *keep(PyObject *, PyObject *const *args, Py_ssize_t count) {
   const int64_t scratch = PyLong_AsLongLong(rest[4]);
   if (PyErr_Occurred()) throw python_error();
   prepare(forwards, call.kind,
-          {bytes_of(rest[2]), strides_of(rest[0]), lse, counted, scratch, owned(rest[5])});
+          {bytes_of(rest[2]), sizes_of(rest[0]), strides_of(rest[0]), lse, counted, scratch, owned(rest[5])});
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

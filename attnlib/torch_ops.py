@@ -27,6 +27,7 @@ from attnlib.autograd import no_second_derivative
 from attnlib.block_mask.mask import by_handle
 from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
+from attnlib.kernels.common.descriptors import output_like
 from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, MaskWindow, Params, Varlen
 from attnlib.scored_call import masked
 from attnlib.scores import ScoreParts, by_number
@@ -86,7 +87,11 @@ def attention_forward(
     params = _masked(params, block_mask)
     with own_counters():
         out, found = dispatch.forward(q, k, v, params)
-    return _like(q, out), found if lse else q.new_empty(0, dtype=torch.float32)
+    if v.shape[-1] == q.shape[-1]:
+        out = _like(q, out)
+    elif out.stride() != output_like(q, v, "meta").stride():
+        out = output_like(q, v).copy_(out)
+    return out, found if lse else q.new_empty(0, dtype=torch.float32)
 
 
 @attention_forward.register_fake
@@ -95,7 +100,7 @@ def _forward_fake(
     left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
     shape = dispatch.lse_shape(q) if lse else (0,)
-    return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
+    return output_like(q, v), q.new_empty(shape, dtype=torch.float32)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -75,7 +75,8 @@ def attention(
         q: (B, H, Sq, D); float16, bfloat16 or float32; D a multiple of 8 up to 256. Any Sq from 0 on.
         k: (B, Hkv, Sk, D), same dtype and device as `q`. Hkv divides H: query heads h*H/Hkv ... share key
             head h.
-        v: (B, Hkv, Sk, D).
+        v: (B, Hkv, Sk, Dv); Dv a multiple of 8 up to 256: D in most models, 128 beside a D of 192 in those
+            with latent attention. With a `block_mask` or a `score` it is D.
         causal: query i attends to keys 0 .. i + Sk - Sq (aligned at the bottom right, as in FlashAttention
             2.1 on).
         window: (left, right): query i, at position p = i + Sk - Sq, attends to keys p - left .. p + right
@@ -103,8 +104,8 @@ def attention(
             choice never falls back to another. `explain` tells what a call would run.
 
     Returns:
-        out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
-        A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q or k
+        out, (B, H, Sq, Dv) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq)
+        float32. A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q or k
         reaches the rows that see it and no others. In v it reaches its column, of the rows that see it, and
         may make NaN there of rows that do not but are computed in one block with such rows (0 * inf is NaN;
         PyTorch's dense computation does that to every row).
@@ -128,7 +129,7 @@ def attention(
         q, k, v = _autocast(q, k, v)
     symbols = _symbolic()
     options = Options(*asked, block_mask, score)
-    check(q, k, v, options, symbols)
+    check(q, k, v, options, symbols, own_values=True)
     if symbols or not plain(q, k, v):
         return _operator(q, k, v, None, options)
     return _call(q, k, v, None, options)
@@ -188,7 +189,7 @@ def attention_varlen(
     Args:
         q: (Tq, H, D), the queries of all sequences; dtypes and D as in `attention`.
         k: (Tk, Hkv, D).
-        v: (Tk, Hkv, D).
+        v: (Tk, Hkv, Dv).
         cu_seqlens_q: (B + 1) int32, on the device of `q`: 0, then the running sum of the lengths, up to Tq. A
             length may be 0.
         cu_seqlens_k: (B + 1) int32, likewise up to Tk.
@@ -197,7 +198,7 @@ def attention_varlen(
         causal, window, sm_scale, return_lse, deterministic, impl: as in `attention`.
 
     Returns:
-        out, (Tq, H, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (H, Tq) float32.
+        out, (Tq, H, Dv) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (H, Tq) float32.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `attention`; and ValueError if `cu_seqlens_*` do not start at
@@ -343,7 +344,8 @@ def explain(
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
         reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
     """
-    check(q, k, v, Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score))
+    options = Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score)
+    check(q, k, v, options, own_values=True)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     seen = mask_window(causal, window)
     if score is not None:

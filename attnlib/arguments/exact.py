@@ -25,11 +25,14 @@ class Options(NamedTuple):
     score: Any = None
 
 
-def check(q, k, v, options: Options, symbols: bool = False) -> None:
-    """Arguments of `attention`. TypeError or ValueError if one is wrong. symbols: sizes may be no numbers."""
+def check(q, k, v, options: Options, symbols: bool = False, own_values: bool = False) -> None:
+    """Arguments of `attention`. TypeError or ValueError if one is wrong. symbols: sizes may be no numbers.
+    own_values: v may have a head dimension of its own."""
     check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4)
-    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
+    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape, own_values)
     _check_options(options, symbols)
+    if own_values and v.shape[3] != q.shape[3]:
+        _check_own_values(q.shape[3], v.shape[3], options)
     if options.block_mask is not None:
         check_block_mask(options.block_mask, q, k)
     if options.score is not None:
@@ -41,7 +44,7 @@ def check(q, k, v, options: Options, symbols: bool = False) -> None:
 def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = False) -> None:
     """Arguments of `attention_varlen`, except for the values in `cu_seqlens_*`: see `check_offsets`."""
     check_tensors(q, k, v, "3 dimensions (T, H, D)", 3)
-    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape)
+    (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape, True)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_offsets_form(name, offsets, q.device)
@@ -56,7 +59,18 @@ def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = Fals
     _check_options(options, symbols)
 
 
-def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+def _check_own_values(own: int, values: int, options: Options) -> None:
+    """What there is for values of the head dimension of q and k alone."""
+    for name in ("block_mask", "score"):
+        given = getattr(options, name)
+        if given is not None:
+            raise ValueError(
+                f"{name}: expected None beside values of head dimension {values}, where q has {own}, got "
+                f"{type_name(given)}"
+            )
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, own_values: bool) -> None:
     """(B, H, S, D) each, or (T, H, D)."""
     *batch, heads, _, head_dim = q if len(q) == 4 else (q[1], q[0], q[2])
     if isinstance(head_dim, torch.Tensor):  # as torch.jit.trace has it, and it alone
@@ -67,14 +81,17 @@ def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
     for name, shape in (("k", k), ("v", v)):
         if batch and shape[0] != batch[0]:
             raise ValueError(f"{name}: expected batch size {batch[0]} as q has, got {shape[0]}")
-        if shape[-1] != head_dim:
+        if shape[-1] != head_dim and not (own_values and name == "v"):
             raise ValueError(f"{name}: expected head dimension {head_dim} as q has, got {shape[-1]}")
-    if v != k:
-        raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
-    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(
-            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
-        )
+    if v[:-1] != k[:-1]:
+        but = " but for its head dimension" if v[-1] != head_dim else ""
+        raise ValueError(f"v: expected shape {(*k[:-1], v[-1])} as k has{but}, got {tuple(v)}")
+    for name, columns in (("q", head_dim), ("v", v[-1])):
+        if not 8 <= columns <= MAX_HEAD_DIM or columns % 8:
+            raise ValueError(
+                f"{name}: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got "
+                f"{columns}"
+            )
     if heads and (not kv_heads or heads % kv_heads):
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
 

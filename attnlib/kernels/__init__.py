@@ -4,7 +4,7 @@ A family of exact attention is a module with
 
     unsupported(q, k, v, params, backward)    what it needs and the call does not have; None if it has all
     slower(q, k, params, backward)            why another one is faster for the call; None if none is
-    configuration(q, k, params, backward)     how its kernels are compiled and launched for the call
+    configuration(q, k, v, params, backward)  how its kernels are compiled and launched for the call
     prepare(call, backward)                   the launches of all calls with this signature, or None
     forward(q, k, v, params)                              (out, lse)
     backward(d_out, q, k, v, out, lse, params)            (dq, dk, dv)

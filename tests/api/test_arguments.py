@@ -101,7 +101,6 @@ DENSE_TENSORS = [
     ({"k": zeros(3, 2, 8, 16)}, ValueError, "k: expected batch size 2 as q has, got 3"),
     ({"v": zeros(1, 2, 8, 16)}, ValueError, "v: expected batch size 2 as q has, got 1"),
     ({"k": zeros(2, 2, 8, 24)}, ValueError, "k: expected head dimension 16 as q has, got 24"),
-    ({"v": zeros(2, 2, 8, 8)}, ValueError, "v: expected head dimension 16 as q has, got 8"),
     ({"v": zeros(2, 2, 9, 16)}, ValueError, "v: expected shape (2, 2, 8, 16) as k has, got (2, 2, 9, 16)"),
     ({"v": zeros(2, 4, 8, 16)}, ValueError, "v: expected shape (2, 2, 8, 16) as k has, got (2, 4, 8, 16)"),
     *(
@@ -114,6 +113,21 @@ DENSE_TENSORS = [
          f"k: expected a number of heads that divides q's 4, got {heads}")
         for heads in (0, 3, 8)
     ),
+]  # fmt: skip
+ONE_WIDTH = {"v": zeros(2, 2, 8, 8)}, ValueError, "v: expected head dimension 16 as q has, got 8"
+WIDE = {"v": zeros(2, 2, 8, 24)}
+DIMS = "expected a head dimension that is a multiple of 8 from 8 to 256, got"
+OWN_VALUES = [  # a head dimension of their own, for which there is not everything
+    *(({"v": zeros(2, 2, 8, columns)}, ValueError, f"v: {DIMS} {columns}") for columns in (0, 4, 20, 264)),
+    ({"v": zeros(2, 2, 9, 24)}, ValueError,
+     "v: expected shape (2, 2, 8, 24) as k has but for its head dimension, got (2, 2, 9, 24)"),
+    (WIDE | {"block_mask": BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), 8, 8)}, ValueError,
+     "block_mask: expected None beside values of head dimension 24, where q has 16, got "
+     "attnlib.block_mask.mask.BlockMask"),
+    (WIDE | {"score": Score(soft_cap=9.0)}, ValueError,
+     "score: expected None beside values of head dimension 24, where q has 16, got attnlib.scores.Score"),
+    (WIDE | {"impl": "decode"}, ValueError,
+     "impl: 'decode' needs values of head dimension 16 as q has; v has 24"),
 ]  # fmt: skip
 OPTIONS = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
@@ -174,6 +188,9 @@ PACKED_TENSORS = [
     ({"k": zeros(8, 2, 16, device="meta")}, ValueError, "k: expected device cpu as q has, got meta"),
     ({"k": zeros(8, 2, 24)}, ValueError, "k: expected head dimension 16 as q has, got 24"),
     ({"v": zeros(9, 2, 16)}, ValueError, "v: expected shape (8, 2, 16) as k has, got (9, 2, 16)"),
+    ({"v": zeros(8, 2, 20)}, ValueError, f"v: {DIMS} 20"),
+    ({"v": zeros(9, 2, 24)}, ValueError,
+     "v: expected shape (8, 2, 24) as k has but for its head dimension, got (9, 2, 24)"),
     (dict.fromkeys("kv", zeros(8, 3, 16)), ValueError,
      "k: expected a number of heads that divides q's 4, got 3"),
     (all_of(8, 4, 12), ValueError,
@@ -485,8 +502,8 @@ def test_wrong_parts_of_a_score_are_named(parts, error, message):
 COMMON = [row for row in OPTIONS if not {"deterministic", "impl"} & set(row[0])]
 TABLE = {
     attention_decode: (GOOD_DECODE, [*DECODE, *COMMON]),
-    attention_entmax: (GOOD, [*TENSORS, *DENSE_TENSORS, *ENTMAX]),
-    attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OPTIONS, *MASKS, *SCORES]),
+    attention_entmax: (GOOD, [*TENSORS, *DENSE_TENSORS, ONE_WIDTH, *ENTMAX]),
+    attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OWN_VALUES, *OPTIONS, *MASKS, *SCORES]),
     attention_varlen: (GOOD_VARLEN, [*TENSORS, *PACKED_TENSORS, *SEQUENCES, *OPTIONS]),
 }
 

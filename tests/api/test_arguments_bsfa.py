@@ -50,6 +50,7 @@ TENSORS = [
 OPTIONS = [
     ({"v": numpy.zeros((2, 2, 8, 64))}, TypeError, "v: expected a torch.Tensor, got numpy.ndarray"),
     ({"v": zeros(2, 2, 9, 64)}, ValueError, "v: expected shape (2, 2, 8, 64) as k has, got (2, 2, 9, 64)"),
+    ({"v": zeros(2, 2, 8, 128)}, ValueError, "v: expected head dimension 64 as q has, got 128"),
     ({"threshold": None}, TypeError, f"threshold: {THRESHOLD}, got NoneType"),
     ({"threshold": True}, TypeError, f"threshold: {THRESHOLD}, got bool"),
     ({"threshold": [1.0]}, TypeError, f"threshold: {THRESHOLD}, got list"),

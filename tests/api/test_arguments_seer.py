@@ -28,6 +28,7 @@ POOLED = [
     ({"k": zeros(2, 3, 70, 16), "v": zeros(2, 3, 70, 16)}, ValueError,
      "k: expected a number of heads that divides q's 4, got 3"),
     ({"v": zeros(2, 2, 71, 16)}, ValueError, "v: expected shape (2, 2, 70, 16) as k has, got (2, 2, 71, 16)"),
+    ({"v": zeros(2, 2, 70, 24)}, ValueError, "v: expected head dimension 16 as q has, got 24"),
     ({"block": 64.0}, TypeError, f"{BLOCK} float"),
     ({"block": True}, TypeError, f"{BLOCK} bool"),
     ({"block": 32}, ValueError, f"{BLOCK} 32"),

@@ -397,7 +397,7 @@ def test_tiles_of_windows_and_varlen_sequences(gpu):
     assert hopper_config(40, rows=1, heads=1) == M128N128
 
     def configuration(q, left, right, varlen=None):
-        return configured(hopper, q, q, Params(MaskWindow(left, right), 0.125, varlen)).config
+        return configured(hopper, q, q, q, Params(MaskWindow(left, right), 0.125, varlen)).config
 
     q, tokens = tensor(1, 32, 16384, 64, strides=(0, 0, 0, 1)), tensor(16384, 32, 64, strides=(0, 0, 1))
     bounds = (None, None, M192N128), (None, 0, M192N128), (100, 0, M256N64), (None, 5, M256N64)

@@ -167,7 +167,7 @@ def test_a_planted_bug_is_caught(call, use_source, device):
 
 
 def configuration(q, seen):
-    return configured(portable, q, q, Params(seen, 0.125)).config
+    return configured(portable, q, q, q, Params(seen, 0.125)).config
 
 
 def test_the_keys_that_a_query_sees_choose_the_configuration():

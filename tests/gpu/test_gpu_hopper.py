@@ -280,7 +280,7 @@ def test_one_launch_that_is_seen(head_dim):
             call(q, k, v)
         assert [kernel.name for kernel in kernels] == ["attention_forward_hopper"]
         found = timing.resources(kernels)
-        config = hopper.configuration(q, k, Params(mask_window(True, None), head_dim**-0.5))
+        config = hopper.configuration(q, k, v, Params(mask_window(True, None), head_dim**-0.5))
         assert found["registers"] == config.max_registers
         assert found["spills"] == 0
 

@@ -443,7 +443,7 @@ class Run:
         params = Params(window, scale, return_lse=True, block_mask=mask)
         out, lse = dispatch.forward(self.q, self.k, self.v, params)
         given = self.d_out, self.q, self.k, self.v, out, lse
-        tried = {"portable": (portable, portable.configuration(self.q, self.k, params, True))}
+        tried = {"portable": (portable, portable.configuration(self.q, self.k, self.v, params, True))}
         if self.head_dim <= WIDEST_BACKWARD:
             chosen = hopper_sparse_backward_config(self.head_dim)
             for name, config in {

@@ -28,19 +28,19 @@ def forward(
     family: ModuleType, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) of a family of `attnlib.kernels`."""
-    return family.forward(q, k, v, configured(family, q, k, params))
+    return family.forward(q, k, v, configured(family, q, k, v, params))
 
 
 def backward(family: ModuleType, d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) of a family of `attnlib.kernels`."""
-    return family.backward(d_out, q, k, v, out, lse, configured(family, q, k, params, backward=True))
+    return family.backward(d_out, q, k, v, out, lse, configured(family, q, k, v, params, backward=True))
 
 
-def configured(family: ModuleType, q, k, params: Params, backward: bool = False) -> Params:
+def configured(family: ModuleType, q, k, v, params: Params, backward: bool = False) -> Params:
     """The same with the family's configuration for the call, unless `params` has one."""
     if params.config is not None:
         return params
-    return params._replace(config=family.configuration(q, k, params, backward))
+    return params._replace(config=family.configuration(q, k, v, params, backward))
 
 
 def forget_launches() -> None:

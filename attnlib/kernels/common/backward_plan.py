@@ -31,7 +31,7 @@ class BackwardPlan(NamedTuple):
 def gradients_like(call: Signature) -> tuple[Made, Made, Made]:
     """dq, dk and dv, laid out like q, k and v where a descriptor can express that."""
     _, q, k, v, _ = call.strides
-    return made_like(call, call.q, q), made_like(call, call.k, k), made_like(call, call.k, v)
+    return made_like(call, call.q, q), made_like(call, call.k, k), made_like(call, call.v, v)
 
 
 def run(

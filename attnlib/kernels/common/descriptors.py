@@ -43,17 +43,18 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Made(NamedTuple):
-    """A tensor that a launch makes: its window, and the strides to allocate it with; None if it is laid out
-    as `torch.empty_like` lays it out."""
+    """A tensor that a launch makes: its window and shape, and the strides to allocate it with; None if it is
+    laid out as `torch.empty_like` lays it out."""
 
     window: Window
+    shape: tuple[int, ...]
     strides: tuple[int, ...] | None
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory for it, in the shape of `tensor`."""
+        """Memory for it, on the device of `tensor`, whose rows it has."""
         if self.strides is None:
             return torch.empty_like(tensor)
-        return torch.empty_strided(tensor.shape, self.strides, dtype=tensor.dtype, device=tensor.device)
+        return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device)
 
 
 def given(call: Signature, *shapes: tuple[int, ...]) -> list[Window] | None:
@@ -66,13 +67,21 @@ def given(call: Signature, *shapes: tuple[int, ...]) -> list[Window] | None:
 
 
 def made_like(call: Signature, shape: tuple[int, ...], strides: tuple[int, ...]) -> Made:
-    """What a launch makes in the shape of a tensor of the call: laid out as `torch.empty_like` does it where
-    a descriptor can express that, else contiguously."""
+    """What a launch makes beside a tensor of the call with these strides, in this shape, which may have other
+    columns: laid out as `torch.empty_like` does it where a descriptor can express that, else contiguously."""
     like = torch.empty_like(torch.empty_strided(shape, strides, dtype=call.dtype, device="meta")).stride()
-    own = None
+    own = None if shape == call.q or shape == call.k else like
     if legal(shape, like, call.dtype) is None:  # a copy of an odd layout
         own = like = torch.empty(shape, dtype=call.dtype, device="meta").stride()
-    return Made(_window(call, shape, legal(shape, like, call.dtype)), own)
+    return Made(_window(call, shape, legal(shape, like, call.dtype)), shape, own)
+
+
+def output_like(q: torch.Tensor, v: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Memory for the output: q's rows and v's columns, its dimensions in the order in which q has them."""
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q, device=device)
+    strided = torch.empty_strided((*q.shape[:-1], v.shape[-1]), q.stride(), dtype=q.dtype, device="meta")
+    return torch.empty_like(strided, device=q.device if device is None else device)
 
 
 def lse_for(q: torch.Tensor, params: Params) -> torch.Tensor | None:

@@ -74,7 +74,7 @@ class Narrow(NamedTuple):
 def narrow_shapes(call: Signature, narrow: Narrow | None) -> tuple[tuple[int, ...], ...]:
     """The shapes of the q, k and v that a launch reads; the call's own without `narrow`."""
     if narrow is None:
-        return call.q, call.k, call.k
+        return call.q, call.k, call.v
     B, H, S_q, _ = call.q
     return (B, H, S_q, narrow.columns), (B, narrow.heads, call.k[2], narrow.columns), call.k
 

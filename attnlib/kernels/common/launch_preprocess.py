@@ -43,7 +43,7 @@ def preprocess(
     """Rows are kept padded to a multiple of `padding`, so that tiles of that many read them without a mask.
     With a `sums_width` the launch also sets so many float32 for each of these rows to 0."""
     B, H, _, S_q, _ = call.dimensions()
-    rows, width = min(ROWS, padding), block_d(call.head_dim)
+    rows, width = min(ROWS, padding), block_d(call.value_dim)
     # Varlen sequence b begins with tile cu_seqlens_q[b] // padding + b, whatever the lengths are.
     heads, tiles = (H, call.q[0] // padding + B) if call.varlen else (B * H, -(-S_q // padding))
     padded = tiles * padding

@@ -15,7 +15,7 @@ DELTA = tl.constexpr(1)
     do_not_specialize=["S_q", "T_q", "H", "B", "padded"], do_not_specialize_on_alignment=["lse_ptr", "cu_q"]
 )
 def attention_backward_preprocess(
-    desc_o, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D)
+    desc_o, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D); D columns of values
     lse_ptr,  # (B, H, S_q), or varlen (H, T_q); natural logarithm
     rows_ptr,  # (2, B * H, padded), or varlen (2, H, padded)
     sums_ptr,  # (B * H, padded, SUMS_D), or varlen as in `first_sums`; None without SUMS_D

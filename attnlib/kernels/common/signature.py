@@ -27,7 +27,7 @@ class Signature(NamedTuple):
     q, k: the shapes (B, H, S_q, D) and (B, H_kv, S_k, D), varlen (T_q, H, D) and (T_k, H_kv, D). strides: of
     q, k and v; of the backward pass those of d_out and out as well. device: a CUDA device's index, -1 for a
     CPU. mask, score: what launches depend on of a block mask (`block_mask.mask.Form`) and of a score
-    (`scores.ScoreForm`).
+    (`scores.ScoreForm`). own_value_dim: columns of v and of the output, None for as many as q and k have.
     """
 
     q: tuple[int, ...]
@@ -42,6 +42,7 @@ class Signature(NamedTuple):
     config: Any
     mask: Any = None
     score: Any = None
+    own_value_dim: int | None = None
 
     @property
     def varlen(self) -> bool:
@@ -50,6 +51,20 @@ class Signature(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.q[-1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.q[-1] if self.own_value_dim is None else self.own_value_dim
+
+    @property
+    def v(self) -> tuple[int, ...]:
+        """The shape of v."""
+        return self.k if self.own_value_dim is None else (*self.k[:-1], self.own_value_dim)
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """The shape of the output."""
+        return self.q if self.own_value_dim is None else (*self.q[:-1], self.own_value_dim)
 
     def dimensions(self) -> tuple[int, int, int, int, int]:
         """(B, H, H_kv, S_q, S_k); of varlen sequences their number and the longest lengths."""
@@ -64,15 +79,18 @@ class Signature(NamedTuple):
 
 
 def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.Tensor) -> Signature:
-    """The signature of a call; `strided` are the tensors whose strides it has."""
+    """The signature of a call; `strided` are the tensors whose strides it has, the last one v or the output,
+    none where nobody asks for strides or columns of values."""
     window, sm_scale, varlen, return_lse, _, _, config, _, mask, score = params
     lengths = None
     if varlen is not None:
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
     strides = tuple([x.stride() for x in strided])
+    own = strided[-1].shape[-1] if strided else q.shape[-1]
     return Signature(
         q.shape, k.shape, strides, q.dtype, q.get_device(), window, sm_scale, lengths, return_lse, config,
         None if mask is None else mask.form, None if score is None else score.form,
+        None if own == q.shape[-1] else own,
     )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return "takes no block mask"
     if backward:
         return "has no backward pass"
+    if v.shape[-1] != q.shape[-1]:
+        return f"needs values of head dimension {q.shape[-1]} as q has; v has {v.shape[-1]}"
     if not 1 <= q.shape[2] <= MOST_QUERIES:
         return f"needs 1 to {MOST_QUERIES} queries; q has {q.shape[2]}"
     return None
@@ -38,7 +40,7 @@ def slower(q, k, params: Params, backward: bool = False) -> str | None:
     return f"is slower for {heads} heads of {work.keys} keys on {work.sms} multiprocessors"
 
 
-def configuration(q, k, params: Params, backward: bool = False) -> DecodeConfig:
+def configuration(q, k, v, params: Params, backward: bool = False) -> DecodeConfig:
     """How the kernels are compiled and launched for queries and keys like these."""
     return decode_config(_work(q.shape, k.shape, params, q))
 
@@ -55,7 +57,7 @@ def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:
     """The launches of all calls with this signature; None if an input has to be copied."""
     if call.strides[0][-1] != 1 or (call.dtype == torch.bfloat16 and device.interpreted()):
         return None
-    q, k, strides, dtype, index, window, sm_scale, _, return_lse, config, _, _ = call
+    q, k, strides, dtype, index, window, sm_scale, _, return_lse, config, *_ = call
     return launch.prepare(
         launch.Call(q, k, strides, None, 0, False, False, (True, True), dtype, index, window, sm_scale,
                     return_lse, None, config)

@@ -6,7 +6,7 @@ from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import Signature, mean_keys, signature
 from attnlib.kernels.hopper import launch, launch_backward
-from attnlib.kernels.hopper.configs import HopperConfig, hopper_config
+from attnlib.kernels.hopper.configs import HopperConfig, hopper_config, own_values_config
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config
 from attnlib.kernels.hopper.launch import forward
 from attnlib.kernels.hopper.launch_backward import backward
@@ -17,11 +17,15 @@ __all__ = ["FITS", "backward", "configuration", "forward", "prepare", "slower", 
 FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
 
 
-def configuration(q, k, params: Params, backward: bool = False) -> HopperConfig | HopperBackwardConfig:
-    """How the kernels are compiled and launched for queries and keys like these; varlen sequences count as
-    the longest."""
+def configuration(
+    q, k, v, params: Params, backward: bool = False
+) -> HopperConfig | HopperBackwardConfig:
+    """How the kernels are compiled and launched for queries, keys and values like these; varlen sequences
+    count as the longest."""
     if backward:
         return hopper_backward_config(q.shape[-1])
+    if v.shape[-1] != q.shape[-1]:
+        return own_values_config(q.shape[-1], v.shape[-1])
     B, H, _, S_q, S_k = signature(params, q, k).dimensions()
     keys = seen = None
     if params.window.left is None and not params.window.right:

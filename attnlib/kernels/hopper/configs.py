@@ -1,7 +1,7 @@
 """Configurations of the Hopper forward kernel: a frozen dataclass, chosen by a pure function."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
@@ -43,6 +43,8 @@ class HopperConfig:
 
     columns = ()
     """Of each part of a tile, where it has parts."""
+    query_columns = ()
+    """Of each part of a tile of queries or keys, where those of values are others."""
 
     def width(self, head_dim: int) -> int:
         """Columns of a tile for a head dimension, in all its parts."""
@@ -66,6 +68,31 @@ class SplitConfig(HopperConfig):
 
     def width(self, head_dim: int) -> int:
         return width_of_parts(self.columns, head_dim)
+
+
+@dataclass(frozen=True)
+class ValuesConfig(HopperConfig):
+    """The same for values with a head dimension of their own.
+
+    Attributes:
+        query_columns: columns of a tile of queries or keys, in one part or two, powers of two. q_columns are
+            of the first.
+        value_columns: those of values and of the output.
+    """
+
+    query_columns: tuple[int, ...] = field(kw_only=True)
+    value_columns: int = field(kw_only=True)
+
+    def width(self, head_dim: int) -> int:
+        """Of values. ValueError unless queries with so many columns fit."""
+        if not head_dim <= sum(self.query_columns):
+            raise ValueError(
+                f"config: expected query_columns for head dimension {head_dim}, got {self.query_columns}"
+            )
+        return self.value_columns
+
+    def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
+        return super().heads_per_section(heads, group, keys, (sum(self.query_columns) + width) // 2)
 
 
 def width_of_parts(columns: tuple[int, int], head_dim: int) -> int:
@@ -116,6 +143,44 @@ SPLIT = {
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
 holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
 else does. 112 columns are not worth a line: a third part of 16 would cost a product as much as 64 do."""
+
+
+def _own(columns: int | tuple[int, int], value_columns: int, config: HopperConfig) -> ValuesConfig:
+    parts = columns if isinstance(columns, tuple) else (columns,)
+    of = {f.name: getattr(config, f.name) for f in fields(HopperConfig)}
+    of |= {"q_columns": min(config.q_columns, parts[0]), "o_columns": min(config.o_columns, value_columns)}
+    return ValuesConfig(**of, query_columns=parts, value_columns=value_columns)
+
+
+# Chosen by the registers and the shared memory that there are, like the measured ones of as wide values.
+# Measured beside others is 192 and 128 alone (docs/lab/hopper.md).
+_FEW_SLOTS = replace(M192N128, stages=2)
+_NARROW_BLOCKS = replace(_WARP_SPECIALIZED[128], block_n=64, late_wait=False, pin=False)
+OWN_VALUES = {
+    (64, 64): _own(64, 64, M192N128),
+    (128, 64): _own(128, 64, _FEW_SLOTS),
+    (192, 64): _own((128, 64), 64, _FEW_SLOTS),
+    (256, 64): _own(256, 64, _NARROW_BLOCKS),
+    (64, 128): _own(64, 128, _WARP_SPECIALIZED[128]),
+    (128, 128): _own(128, 128, _WARP_SPECIALIZED[128]),
+    (192, 128): _own((128, 64), 128, replace(_WARP_SPECIALIZED[128], o_columns=64)),
+    (256, 128): _own(256, 128, _NARROW_BLOCKS),
+    (64, 256): _own(64, 256, replace(_WARP_SPECIALIZED[256], stages=4)),
+    (128, 256): _own(128, 256, _WARP_SPECIALIZED[256]),
+    (192, 256): _own((128, 64), 256, _WARP_SPECIALIZED[256]),
+    (256, 256): _own(256, 256, _WARP_SPECIALIZED[256]),
+}
+"""Widths of a tile of queries and of values, where a call has another head dimension for these."""
+
+
+def own_values_config(head_dim: int, value_dim: int) -> ValuesConfig:
+    """The configuration of a call with values of a head dimension of their own. ValueError if one of both is
+    out of range."""
+    for name, columns in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if not 1 <= columns <= 256:
+            raise ValueError(f"{name}: expected 1 to 256, got {columns}")
+    width = min(w for w in (64, 128, 192, 256) if head_dim <= w)
+    return OWN_VALUES[width, tile_width(value_dim)]
 
 
 def busiest(config: HopperConfig, rows: int, keys: int, seen: float, heads: int, sms: int) -> float:

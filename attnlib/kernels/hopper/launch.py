@@ -23,8 +23,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run `forward_kernel.attention_forward_hopper` on a call that it supports, no argument empty.
 
-    q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). With `params.varlen` q: (Tq, H, D); k, v: (Tk, Hkv, D), of which
-    single sequences may be empty. Returns (out, lse); lse is None unless it was asked for. ValueError if a
+    q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). With `params.varlen` q: (Tq, H, D), and k and v
+    likewise, of which single sequences may be empty. Returns (out, lse); lse is None unless it was asked for. ValueError if a
     length or the tiles are beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
     index = q.get_device()
@@ -40,6 +40,8 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
     """narrow: q and k of the call have fewer columns than v, whose shape it names."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperConfig = call.config
+    if bool(config.query_columns) != (call.own_value_dim is not None):
+        raise ValueError(f"config: expected one for values of {call.value_dim} columns, got {config}")
     width = config.width(call.head_dim)
     block_m = 64 * config.warpgroups
     blocks_m = -(-S_q // block_m)
@@ -53,7 +55,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
         )
     left, right = call.window.clipped(S_q, S_k)
     windows = given(call, *narrow_shapes(call, narrow))
-    out = made_like(call, call.q, call.strides[0] if narrow is None else contiguous(call.q))
+    out = made_like(call, call.out, call.strides[0] if narrow is None else contiguous(call.q))
     own_keys = {}
     if narrow is not None and narrow.rows is not None:
         own_keys = {"shared_rows": narrow.rows, "key_blocks": -(-S_q // narrow.rows)}
@@ -115,6 +117,8 @@ def make_plan(
     if config.columns:
         left, right = config.columns
         return SplitPlan(**fields | {"d": left}, right=right)
+    if config.query_columns:
+        return NarrowPlan(**fields, columns=config.query_columns[0], keys_by_rows=False)
     if narrow is None:
         return ForwardPlan(**fields)
     return NarrowPlan(**fields, columns=narrow.columns, keys_by_rows=narrow.rows is not None)
@@ -145,17 +149,18 @@ def descriptors(
 
     ones, element = (1, 1, 1) if varlen else (1, 1), getattr(gl, HALF[dtype])
     rows = 64, config.block_n, config.block_n, 64
-    described, start = {}, 0
-    for suffix, columns in zip(("", "_right"), config.columns or (width,), strict=False):
-        qk_columns = columns if narrow is None else narrow.columns
-        sizes = qk_columns, qk_columns, columns, columns if start else config.o_columns
-        for letter, name, window, *size in zip("qkvo", TENSORS, windows, rows, sizes, strict=False):
-            block = (*ones, *size)
-            if config.columns:
-                window = columns_of(window, start, columns)
+    values = config.columns or (width,)
+    queries = config.query_columns or (values if narrow is None else (narrow.columns,))
+    parts, described = (queries, queries, values, values), {}
+    for letter, name, window, size, own in zip("qkvo", TENSORS, windows, rows, parts, strict=False):
+        start = 0
+        for suffix, columns in zip(("", "_right"), own, strict=False):
+            at_once = config.o_columns if letter == "o" and not start else columns
+            block = (*ones, size, at_once)
+            part = columns_of(window, start, columns) if len(own) > 1 else window
             layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
-            described[f"desc_{letter}{suffix}"] = Descriptor(Part(name, start), window, block, layout)
-        start += columns
+            described[f"desc_{letter}{suffix}"] = Descriptor(Part(name, start), part, block, layout)
+            start += columns
     return described
 
 

@@ -111,10 +111,10 @@ class Fp8Plan(ForwardPlan):
 
 @dataclass(frozen=True)
 class NarrowPlan(ForwardPlan):
-    """The same for queries and keys with fewer columns than values.
+    """The same for queries and keys with other columns than values.
 
     Attributes:
-        columns: of a tile of queries or keys: 16 or more.
+        columns: of a tile of queries or keys, or of its first part: 16 or more.
         keys_by_rows: each block of query rows has keys of its own.
     """
 

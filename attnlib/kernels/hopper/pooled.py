@@ -37,7 +37,7 @@ def forward(
             return forward(q, k, v, params)
     params = params._replace(return_lse=True)
     if params.config is None:
-        config = configuration(q, k, params)
+        config = configuration(q, k, v, params)
         if config.columns:  # maxima are of tiles in one part
             config = hopper_config(tile_width(q.shape[-1]))
         params = params._replace(config=config)

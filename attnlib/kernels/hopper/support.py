@@ -22,6 +22,8 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"
+        if v.shape[-1] != q.shape[-1]:
+            return f"has no backward pass for D = {q.shape[-1]} with values of {v.shape[-1]} columns"
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not describable(tensor):

@@ -26,14 +26,16 @@ def slower(q, k, params: Params, backward: bool = False) -> None:
     """Where they run, they are preferred to the reference."""
 
 
-def configuration(q, k, params: Params, backward: bool = False) -> ForwardConfig | BackwardConfig:
-    """How the kernels are compiled and launched for queries and keys like these."""
+def configuration(q, k, v, params: Params, backward: bool = False) -> ForwardConfig | BackwardConfig:
+    """How the kernels are compiled and launched for queries, keys and values like these: as for the wider
+    head dimension."""
+    head_dim = max(q.shape[-1], v.shape[-1])
     arch = None if device.interpreted() else device.capability(q.get_device())
     dtype = str(q.dtype).removeprefix("torch.")
     if backward:
-        return backward_config(q.shape[-1], dtype, arch)
+        return backward_config(head_dim, dtype, arch)
     _, _, _, S_q, S_k = signature(params, q, k).dimensions()
-    config = forward_config(q.shape[-1], dtype, arch, mean_keys(S_q, S_k, params.window))
+    config = forward_config(head_dim, dtype, arch, mean_keys(S_q, S_k, params.window))
     return config if params.window.left is None else upwards(config)
 
 

@@ -73,7 +73,7 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, 
         b_lse2 = _load_rows(desc_rows, LSE2, at_rows, row, BLOCK_M)  # [BLOCK_M]
         b_delta = _load_rows(desc_rows, DELTA, at_rows, row, BLOCK_M)  # [BLOCK_M]
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        b_do = load_tile(desc_do, at, row, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_do = load_tile(desc_do, at, row, BLOCK_M, b_dv.shape[1])  # [BLOCK_M, BLOCK_V]
         if WANT_DK:
             b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if FLIP:
@@ -83,7 +83,7 @@ def _query_tiles(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, at_rows, 
             seen = _visible(o_m[None, :], o_n[:, None], diagonal, lowest, S_k, RIGHT, LEFT, False)
             b_pt = tl.where(seen, b_pt, 0.0)
         if WANT_DV:
-            b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
+            b_dv = tl.dot(b_pt.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_V]
         if WANT_DK:
             b_dst = b_pt * (b_dpt - b_delta[None, :])  # [BLOCK_N, BLOCK_M]
             b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D]
@@ -106,7 +106,8 @@ def attention_backward_dkdv(
     right, left,  # bounds of the mask window
     GROUP: tl.constexpr,  # query heads that share one key/value head
     PADDING: tl.constexpr,  # of rows in desc_rows
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,  # columns of queries and keys, of values and outputs
     RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the window has such a bound
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,  # which of the two to compute
     FLIP: tl.constexpr,  # sm_scale is negative
@@ -145,9 +146,9 @@ def attention_backward_dkdv(
         part = tl.minimum(tl.maximum((start - lowest + 1) // BLOCK_M, full), end)
 
     b_k = load_tile(desc_k, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    b_v = load_tile(desc_v, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = load_tile(desc_v, at_k, start, BLOCK_N, BLOCK_V)  # [BLOCK_N, BLOCK_V]
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     for g in range(GROUP):
         i_h = i_kv * GROUP + g
         if cu_q is None:
@@ -176,7 +177,7 @@ def attention_backward_dkdv(
     if WANT_DK:
         store_tile(desc_dk, b_dk * sm_scale, at_k, start, BLOCK_N, BLOCK_D)
     if WANT_DV:
-        store_tile(desc_dv, b_dv, at_k, start, BLOCK_N, BLOCK_D)
+        store_tile(desc_dv, b_dv, at_k, start, BLOCK_N, BLOCK_V)
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def _key_tiles(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
         row = j * BLOCK_N
         b_k = load_tile(desc_k, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        b_v = load_tile(desc_v, at, row, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_v = load_tile(desc_v, at, row, BLOCK_N, b_do.shape[1])  # [BLOCK_N, BLOCK_V]
         b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if FLIP:
             b_s = -b_s
@@ -219,7 +220,8 @@ def attention_backward_dq(
     right, left,  # bounds of the mask window
     GROUP: tl.constexpr,  # query heads that share one key/value head
     PADDING: tl.constexpr,  # of rows in desc_rows
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,  # columns of queries and keys, of values and outputs
     RIGHT: tl.constexpr, LEFT: tl.constexpr,  # whether the window has such a bound
     TAIL: tl.constexpr,  # S_k may be no multiple of BLOCK_N, and the right bound may not hide what is past it
     FLIP: tl.constexpr,  # sm_scale is negative
@@ -259,7 +261,7 @@ def attention_backward_dq(
         part = tl.maximum(part, full)
 
     b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_do = load_tile(desc_do, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = load_tile(desc_do, at_q, start, BLOCK_M, BLOCK_V)  # [BLOCK_M, BLOCK_V]
     b_lse2 = _load_rows(desc_rows, LSE2, at_rows, start, BLOCK_M)  # [BLOCK_M]
     b_delta = _load_rows(desc_rows, DELTA, at_rows, start, BLOCK_M)  # [BLOCK_M]
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -22,8 +22,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run `forward_kernel.attention_forward` on valid arguments, none of them empty; see `attention`.
 
-    q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D). With `params.varlen` q: (Tq, H, D); k, v: (Tk, Hkv, D), of which
-    single sequences may be empty. The order of `params.config` is replaced by one that can have a left edge,
+    q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). With `params.varlen` q: (Tq, H, D), and k and v
+    likewise, of which single sequences may be empty. The order of `params.config` is replaced by one that can have a left edge,
     where the window does. Returns (out, lse); lse is None unless it was asked for. ValueError if a length or
     the grid is beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
@@ -48,7 +48,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
     have fewer columns than v, whose shape it names."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config = call.config if call.window.left is None else upwards(call.config)
-    width = block_d(call.head_dim)
+    width = block_d(call.value_dim)
     blocks = -(-S_q // config.block_m)
     programs = blocks * B * H
     if max(programs, S_q, S_k) >= LIMIT:
@@ -56,7 +56,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
             f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
             f"got {S_q}, {S_k} and {programs}"
         )
-    qk_width = width if narrow is None else narrow.columns
+    qk_width = block_d(call.head_dim) if narrow is None else narrow.columns
     windows = given(call, *narrow_shapes(call, narrow))
     if windows is None:
         return None
@@ -66,7 +66,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
     flat = max(grid[1:]) > GRID_YZ
     shift = S_k - S_q + (right or 0)
     diagonal = right is not None
-    out = made_like(call, call.q, call.strides[0] if narrow is None else contiguous(call.q))
+    out = made_like(call, call.out, call.strides[0] if narrow is None else contiguous(call.q))
     ones = (1, 1, 1) if call.varlen else (1, 1)
     rows, keys = (*ones, config.block_m, width), (*ones, config.block_n, width)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -31,8 +31,9 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of attention by the kernels of `backward_kernels`, on valid arguments, none of them empty.
 
-    d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous, as `forward`
-    returned it. With `params.varlen` d_out, q, out: (Tq, H, D); k, v: (Tk, Hkv, D); lse: (H, Tq).
+    q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); d_out, out: (B, H, Sq, Dv); lse: (B, H, Sq)
+    float32, contiguous, as `forward` returned it. With `params.varlen` q: (Tq, H, D); k: (Tk, Hkv, D), the
+    others likewise; lse: (H, Tq).
     Returns (dq, dk, dv), laid out like q, k, v where a descriptor can express that, equal bit by bit from run
     to run.
     """
@@ -59,7 +60,7 @@ class Windows(NamedTuple):
 @lru_cache(PREPARED)
 def prepare(call: Signature) -> BackwardPlan | None:
     """None if an input has to be copied."""
-    found = given(call, call.q, call.q, call.k, call.k, call.q)
+    found = given(call, call.out, call.q, call.k, call.v, call.out)
     if found is None:
         return None
     at = Windows(*found)
@@ -89,7 +90,8 @@ def _dkdv_launches(
     _, _, H_kv, _, S_k = call.dimensions()
 
     def launch(tile: Tile, want_dk: bool, want_dv: bool) -> Launch:
-        queries, keys = _blocks(call, tile)
+        queries, keys = _blocks(call, tile, call.head_dim)
+        outputs, values = _blocks(call, tile, call.value_dim)
         return _launch(
             DKDV,
             call,
@@ -97,11 +99,11 @@ def _dkdv_launches(
             (-(-S_k // tile.block_n), H_kv),
             {
                 "desc_q": Descriptor(Part("q"), at.q, queries),
-                "desc_do": Descriptor(Part("d_out"), at.d_out, queries),
+                "desc_do": Descriptor(Part("d_out"), at.d_out, outputs),
                 "desc_k": Descriptor(Part("k"), at.k, keys),
-                "desc_v": Descriptor(Part("v"), at.v, keys),
+                "desc_v": Descriptor(Part("v"), at.v, values),
                 "desc_dk": Descriptor(Part("dk"), dk.window, keys),
-                "desc_dv": Descriptor(Part("dv"), dv.window, keys),
+                "desc_dv": Descriptor(Part("dv"), dv.window, values),
                 "desc_rows": rows.descriptor(tile.block_m),
             },
             {"H_kv": H_kv},
@@ -117,7 +119,8 @@ def _dkdv_launches(
 def _dq_launch(call: Signature, at: Windows, dq: Made, rows: Preprocess) -> Launch:
     _, H, _, S_q, S_k = call.dimensions()
     tile = call.config.queries
-    queries, keys = _blocks(call, tile)
+    queries, keys = _blocks(call, tile, call.head_dim)
+    outputs, values = _blocks(call, tile, call.value_dim)
     hidden = call.window.right == 0  # keys past S_k, by the right bound
     return _launch(
         DQ,
@@ -126,10 +129,10 @@ def _dq_launch(call: Signature, at: Windows, dq: Made, rows: Preprocess) -> Laun
         (-(-S_q // tile.block_m), H),
         {
             "desc_q": Descriptor(Part("q"), at.q, queries),
-            "desc_do": Descriptor(Part("d_out"), at.d_out, queries),
+            "desc_do": Descriptor(Part("d_out"), at.d_out, outputs),
             "desc_dq": Descriptor(Part("dq"), dq.window, queries),
             "desc_k": Descriptor(Part("k"), at.k, keys),
-            "desc_v": Descriptor(Part("v"), at.v, keys),
+            "desc_v": Descriptor(Part("v"), at.v, values),
             "desc_rows": rows.descriptor(tile.block_m),
         },
         {"H": H},
@@ -137,9 +140,9 @@ def _dq_launch(call: Signature, at: Windows, dq: Made, rows: Preprocess) -> Laun
     )
 
 
-def _blocks(call: Signature, tile: Tile) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What one copy of queries and of keys moves."""
-    ones, width = (1, 1, 1) if call.varlen else (1, 1), block_d(call.head_dim)
+def _blocks(call: Signature, tile: Tile, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What one copy of queries and of keys moves, or of outputs and of values, with so many columns."""
+    ones, width = (1, 1, 1) if call.varlen else (1, 1), block_d(columns)
     return (*ones, tile.block_m, width), (*ones, tile.block_n, width)
 
 
@@ -182,6 +185,7 @@ def _launch(
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_D": block_d(call.head_dim),
+            "BLOCK_V": block_d(call.value_dim),
             "RIGHT": right is not None,
             "LEFT": left is not None,
             "FLIP": call.sm_scale < 0,

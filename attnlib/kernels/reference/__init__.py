@@ -2,6 +2,7 @@
 
 import torch
 
+from attnlib.kernels.common.descriptors import output_like
 from attnlib.kernels.reference.dense import attention_fp64, attention_varlen_fp64, sequences
 from attnlib.params import MaskWindow, Params
 
@@ -16,7 +17,7 @@ def slower(q, k, params: Params, backward: bool = False) -> None:
     """It is asked last."""
 
 
-def configuration(q, k, params: Params, backward: bool = False) -> None:
+def configuration(q, k, v, params: Params, backward: bool = False) -> None:
     """There is nothing to choose."""
 
 
@@ -30,7 +31,7 @@ def forward(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = attention_fp64(q, k, v, **_options(params))
     else:
         out, lse = attention_varlen_fp64(q, k, v, *params.varlen[:2], **_options(params))
-    return torch.empty_like(q).copy_(out), lse.float()
+    return output_like(q, v).copy_(out), lse.float()
 
 
 def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, ...]:

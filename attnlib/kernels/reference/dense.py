@@ -19,7 +19,8 @@ Seen = MaskWindow | torch.Tensor
 
 
 class _Shape(NamedTuple):
-    """q is (batch, heads, seqlen, head_dim), k and v are (batch, kv_heads, keys, head_dim)."""
+    """q is (batch, heads, seqlen, head_dim), k (batch, kv_heads, keys, head_dim), v as k with value_dim
+    columns."""
 
     batch: int
     heads: int
@@ -27,6 +28,12 @@ class _Shape(NamedTuple):
     head_dim: int
     kv_heads: int
     keys: int
+    value_dim: int
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """The shape of the output."""
+        return self.batch, self.heads, self.seqlen, self.value_dim
 
 
 def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Shape:
@@ -38,17 +45,17 @@ def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Shape:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(x.shape)}")
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"v: expected the shape of k {tuple(k.shape)}, got {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"v: expected the shape of k {tuple(k.shape[:3])}, got {tuple(v.shape)}")
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise ValueError(
             f"k: expected batch {q.shape[0]} and head_dim {q.shape[3]} like q, got shape {tuple(k.shape)}"
         )
-    if min(q.shape) < 1 or min(k.shape) < 1:
+    if min(q.shape) < 1 or min(k.shape) < 1 or v.shape[3] < 1:
         raise ValueError(f"q, k: expected no empty dimension, got {tuple(q.shape)} and {tuple(k.shape)}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"k: expected a number of heads that divides {q.shape[1]}, got {k.shape[1]}")
-    return _Shape(*q.shape, k.shape[1], k.shape[2])
+    return _Shape(*q.shape, k.shape[1], k.shape[2], v.shape[3])
 
 
 def _row_blocks(
@@ -147,18 +154,18 @@ def attention_fp64(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention in fp64, the truth of every test.
 
-    q is (B, H, Sq, D); k and v are (B, H_kv, Sk, D), H a multiple of H_kv; any float dtype. `sm_scale`
+    q is (B, H, Sq, D), k (B, H_kv, Sk, D), v (B, H_kv, Sk, Dv), H a multiple of H_kv; any dtype. `sm_scale`
     defaults to 1/sqrt(D). Query i stands at p = i + Sk - Sq and sees, with window=(left, right), the keys
     p - left .. p + right; -1 is no bound, and `causal` bounds the right at 0. `mask`: bool (B, H, Sq, Sk), B
     and H or 1, instead of these. `score`: what becomes of scores, beside a mask only.
-    Returns out (B, H, Sq, D) and the natural-log LSE (B, H, Sq), both fp64. A row that sees no key has out 0
+    Returns out (B, H, Sq, Dv) and the natural-log LSE (B, H, Sq), both fp64. A row that sees no key has out 0
     and LSE -inf, or that of its sink, and what a row does not see does not reach it, not even NaN. Works over
     blocks of query rows: about 1 GiB of scratch on a GPU.
     """
     shape, seen = _shape_of(q, k, v), mask_window(causal, window) if mask is None else mask
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
     k64, v64 = k.double(), v.double()
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    out = torch.zeros(shape.out, dtype=torch.float64, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
     for start, end, left, right in _row_blocks(shape, seen, q.device, 8):
         b_q = _grouped(q[:, :, start:end].double() * scale, shape)
@@ -176,7 +183,7 @@ def attention_fp64(
             l = l + (sinks - m).exp()  # noqa: E741
         rows = (shape.batch, shape.heads, end - start)
         b_out = _weighted(p, v64[:, :, left:right], visible) / l.masked_fill(l == 0, 1.0)
-        out[:, :, start:end] = b_out.view(*rows, shape.head_dim)
+        out[:, :, start:end] = b_out.view(*rows, shape.value_dim)
         lse[:, :, start:end] = (m + l.log()).view(rows)
     return out, lse
 
@@ -203,7 +210,7 @@ def attention_math(
     """
     shape, seen = _shape_of(q, k, v), mask_window(causal, window) if mask is None else mask
     scale = shape.head_dim**-0.5 if sm_scale is None else sm_scale
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros(shape.out, dtype=q.dtype, device=q.device)
     for start, end, left, right in _row_blocks(shape, seen, q.device, 4):
         b_q = _grouped(q[:, :, start:end] * scale, shape)
         scores = b_q @ k[:, :, left:right].transpose(-1, -2)
@@ -215,7 +222,7 @@ def attention_math(
         if mask is not None:
             p = p.masked_fill(~visible.any(-1, keepdim=True), 0.0)  # rows that see nothing
         b_out = _weighted(p, v[:, :, left:right], visible)
-        out[:, :, start:end] = b_out.view(shape.batch, shape.heads, end - start, shape.head_dim)
+        out[:, :, start:end] = b_out.view(shape.batch, shape.heads, end - start, shape.value_dim)
     return out
 
 
@@ -245,11 +252,11 @@ def attention_varlen_fp64(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_fp64` of varlen sequences, one after the other.
 
-    q is (Tq, H, D), k and v are (Tk, H_kv, D); rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q belong to
-    sequence b, and likewise keys. Returns out (Tq, H, D) and LSE (H, Tq), both fp64. Rows of a sequence
-    without keys have out 0 and LSE -inf.
+    q is (Tq, H, D), k (Tk, H_kv, D), v (Tk, H_kv, Dv); rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q
+    belong to sequence b, and likewise keys. Returns out (Tq, H, Dv) and LSE (H, Tq), both fp64. Rows of a
+    sequence without keys have out 0 and LSE -inf.
     """
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=torch.float64, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
     for rows, _, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
         b_out, b_lse = attention_fp64(*parts, causal=causal, window=window, sm_scale=sm_scale)
@@ -259,7 +266,7 @@ def attention_varlen_fp64(
 
 def attention_varlen_math(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments) -> torch.Tensor:
     """`attention_math` of varlen sequences."""
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
     for rows, _, parts in sequences(q, k, v, cu_seqlens_q, cu_seqlens_k):
         out[rows] = attention_math(*parts, **arguments)[0].transpose(0, 1)
     return out

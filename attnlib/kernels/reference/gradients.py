@@ -97,10 +97,10 @@ def gradient_fp64(
     """dq, dk, dv of dense attention in fp64, the truth of every test of a backward; with a score the
     gradients of its sinks and its bias as well, None where it has none.
 
-    d_out and q are (B, H, Sq, D); k and v (B, Hkv, Sk, D); any float dtype. `mask`: bool (B, H, Sq, Sk), B
-    and H or 1, instead of causal and window. One batch entry at a time, whose scores it holds whole: 8 * H *
-    Sq * Sk bytes some four times over. given, without a score: out and LSE of the forward pass, which may
-    have seen more keys; then these are the parts of the gradients that k and v have.
+    q is (B, H, Sq, D), k (B, Hkv, Sk, D); d_out and v likewise with columns Dv; any float dtype. `mask`: bool
+    (B, H, Sq, Sk), B and H or 1, instead of causal and window. One batch entry at a time, whose scores it
+    holds whole: 8 * H * Sq * Sk bytes some four times over. given, without a score: out and LSE of the
+    forward pass, which may have seen more keys; then these are the parts of the gradients that k and v have.
     """
     seen = mask_window(causal, window) if mask is None else mask
     return gradients_by_batch(d_out, q, k, v, seen, sm_scale, torch.float64, score, given=given)

@@ -58,7 +58,7 @@ def slower(q, k, params: Params, backward: bool = False) -> None:
 
 
 def configuration(
-    q, k, params: Params, backward: bool = False
+    q, k, v, params: Params, backward: bool = False
 ) -> HopperSparseConfig | HopperSparseBackwardConfig:
     """How the kernels are compiled and launched for queries and a mask like these."""
     if backward:

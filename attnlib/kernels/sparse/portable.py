@@ -35,7 +35,7 @@ def slower(q, k, params: Params, backward: bool = False) -> None:
     """Where they run, they are preferred to the reference."""
 
 
-def configuration(q, k, params: Params, backward: bool = False) -> SparseTile | SparseBackwardConfig:
+def configuration(q, k, v, params: Params, backward: bool = False) -> SparseTile | SparseBackwardConfig:
     """How the kernels are compiled and launched for queries and keys like these."""
     arch = None if device.interpreted() else device.capability(q.get_device())
     dtype = str(q.dtype).removeprefix("torch.")
