@@ -158,6 +158,7 @@ ANOTHER_KIND = {
     "length": lambda q, k, v: attend(*inputs(1, 2, 17, 8)),
     "number of keys": lambda q, k, v: attend(q, *inputs(1, 2, 17, 8)[1:]),
     "heads of keys": lambda q, k, v: attend(q, *inputs(1, 1, 16, 8)[1:]),
+    "columns of values": lambda q, k, v: attend(q, k, torch.cat([v, v], -1)),
     "dtype": lambda q, k, v: attend(q.half(), k.half(), v.half()),
     "layout of q": lambda q, k, v: attend(q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
     "layout of v": lambda q, k, v: attend(q, k, v.transpose(1, 2).contiguous().transpose(1, 2)),
@@ -190,6 +191,7 @@ def test_another_kind_goes_through_python_once(name, launcher):
 
 ANOTHER_PASS = {
     "length": lambda q, k, v: (attend(*inputs(1, 2, 17, 8)), torch.ones(1, 2, 17, 8)),
+    "columns of values": lambda q, k, v: (attend(q, k, torch.cat([v, v], -1)), torch.ones(1, 2, 16, 16)),
     "mask": lambda q, k, v: (attend(q, k, v, causal=False), torch.ones(q.shape)),
     "layout": lambda q, k, v: (attend(q, k, v), torch.ones(1, 16, 2, 8).transpose(1, 2)),
     "gradient without memory": lambda q, k, v: (attend(q, k, v), torch.ones(1, 1, 1, 1).expand(q.shape)),

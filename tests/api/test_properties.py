@@ -32,6 +32,7 @@ def draws(varlen: bool) -> st.SearchStrategy[Draw]:
         sm_scale=st.sampled_from([None, None, -0.3, 0.7, 0.0]),
         layouts=st.tuples(*[st.integers(0, len(LAYOUTS) - 1)] * 4),
         seed=st.integers(0, 2**20),
+        value_dim=st.one_of(st.none(), st.integers(1, 9).map(lambda n: 8 * n)),
     )
 
 

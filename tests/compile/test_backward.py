@@ -27,6 +27,9 @@ CASES = [
     (64, "float32", "causal", "tail"),
     (128, "bfloat16", "causal", "whole"),
 ]
+OWN_VALUES = (192, 128)
+"""Columns of queries and of values."""
+CASES += [(OWN_VALUES, "float16", "causal", "whole")]
 CASES += more(
     [
         *product((64, 256), ("float16",), ("dense",), ("tail",)),
@@ -34,6 +37,7 @@ CASES += more(
         *product((128,), ("float16",), ("causal", "dense"), ("varlen",)),
         *product((128, 256), ("float32",), ("causal",), ("tail",)),
         (128, "float16", "dense", "whole"),
+        (OWN_VALUES, "float16", "window", "varlen"),
     ]
 )
 SPILLS = {64: 16, 128: 40, 256: 70}
@@ -43,19 +47,22 @@ registers than with one."""
 SPILLS_FLOAT32 = 1000  # exact products on the CUDA cores: a thread reads whole rows of both operands
 
 
-def jobs(head_dim: int, dtype: str, mask: str, lengths: str) -> list[inspect_sm90.Job]:
+def jobs(head_dim: int | tuple[int, int], dtype: str, mask: str, lengths: str) -> list[inspect_sm90.Job]:
     queries, keys = LENGTHS[lengths]
+    head_dim, value_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     q = torch.zeros(1, 2, queries, head_dim, dtype=getattr(torch, dtype))
     k = torch.zeros(1, 1, keys, head_dim, dtype=q.dtype)
+    v, out = (torch.zeros(*x.shape[:-1], value_dim, dtype=q.dtype) for x in (k, q))
     lse = torch.zeros(1, 2, queries)
     varlen = None
     if lengths == "varlen":
-        q, k, lse = q[0].transpose(0, 1), k[0].transpose(0, 1), lse[0]
+        q, k, v, out = (x[0].transpose(0, 1) for x in (q, k, v, out))
+        lse = lse[0]
         cu = torch.tensor([0, 100, queries], dtype=torch.int32)
         varlen = Varlen(cu, cu, 150, 150)
     config = backward_config(head_dim, dtype, (9, 0))
     params = Params(WINDOWS[mask], 0.1, varlen, config=config)
-    return jobs_of((preprocess, kernels), lambda: portable.backward(q, q, k, k, q, lse, params))
+    return jobs_of((preprocess, kernels), lambda: portable.backward(out, q, k, v, out, lse, params))
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +80,7 @@ def compiled() -> dict[tuple, dict[str, Stats]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_compiles_well(compiled: dict[tuple, dict[str, Stats]], case: tuple) -> None:
     head_dim, dtype, mask, lengths = case
+    head_dim = 256 if head_dim == OWN_VALUES else head_dim  # as wide a tile
     assert len(compiled[case]) == (4 if head_dim == 256 and dtype != "float32" else 3)
     for name, stats in compiled[case].items():
         print(f"{name}: {stats.registers} registers, {stats.spills} words spilled")

@@ -74,6 +74,10 @@ def draw(number: int) -> Asked:
     scales = [None, None, 0.05]
     if dtype == "float16" and width == 64:
         scales.append(-0.2)
+    of_values = random.Random(f"values of {number}")  # drawn apart: other calls stay what they were
+    value_dim = None
+    if dtype != "float32" and of_values.random() < 0.1:
+        value_dim = of_values.choice((64, 128, 256, 120))
     call = Draw(
         lengths=tuple(lengths),
         varlen=varlen,
@@ -87,6 +91,7 @@ def draw(number: int) -> Asked:
         sm_scale=rng.choice(scales),
         layouts=tuple(rng.choice((0, 0, 1, rng.randrange(len(LAYOUTS)))) for _ in range(4)),
         seed=number,
+        value_dim=value_dim,
     )
     return Asked(call, rng.choice((None, "triton")), rng.random() < 0.5)
 

@@ -58,7 +58,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 @dataclass(frozen=True)
 class Draw:
     """One call. lengths: (Sq, Sk) of the one shape, or of every varlen sequence; layouts: of q, k, v and of
-    the gradient of the output, places in LAYOUTS."""
+    the gradient of the output, places in LAYOUTS; value_dim: of values, None for head_dim."""
 
     lengths: tuple[tuple[int, int], ...]
     varlen: bool
@@ -72,6 +72,7 @@ class Draw:
     sm_scale: float | None
     layouts: tuple[int, int, int, int]
     seed: int
+    value_dim: int | None = None
 
     @property
     def options(self) -> dict:
@@ -83,11 +84,13 @@ def tensors(draw: Draw, device: str) -> list[torch.Tensor]:
     generator = torch.Generator(device).manual_seed(draw.seed)
     rows, keys = (sum(n[side] for n in draw.lengths) for side in (0, 1))
     heads, made = draw.kv_heads * draw.group, []
-    for length, count, place in zip(
-        (rows, keys, keys, rows), (heads, draw.kv_heads, draw.kv_heads, heads), draw.layouts, strict=True
+    counts, own = (heads, draw.kv_heads, draw.kv_heads, heads), draw.head_dim
+    values = own if draw.value_dim is None else draw.value_dim
+    for length, count, columns, place in zip(
+        (rows, keys, keys, rows), counts, (own, own, values, values), draw.layouts, strict=True
     ):
         size = (length, count) if draw.varlen else (draw.batch, count, length)
-        x = torch.randn(*size, draw.head_dim, generator=generator, device=device)
+        x = torch.randn(*size, columns, generator=generator, device=device)
         made.append(LAYOUTS[place](x.to(getattr(torch, draw.dtype))))
     return made
 

@@ -122,7 +122,8 @@ def mutate(mutation: Mutation) -> dict[str, ModuleType]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of attention. `varlen`: lengths of queries and keys of its sequences, instead of S_q and S_k."""
+    """A call of attention. `varlen`: lengths of queries and keys of its sequences, instead of S_q and S_k.
+    `D_v`: columns of values, where they are not D."""
 
     D: int
     H: int = 2
@@ -137,6 +138,7 @@ class Call:
     varlen: tuple[tuple[int, int], ...] = ()
     return_lse: bool = True
     config: HopperConfig | None = None
+    D_v: int | None = None
 
     @property
     def scale(self) -> float:
@@ -149,7 +151,10 @@ class Call:
         if self.varlen:
             T_q, T_k = map(sum, zip(*self.varlen, strict=True))
             shapes = [(T_q, self.H, self.D)] + [(T_k, self.H_kv, self.D)] * 2
-        return [torch.randn(shape, generator=rng).to(self.dtype) for shape in (*shapes, shapes[0])]
+        shapes.append(shapes[0])
+        if self.D_v is not None:
+            shapes[2:] = [(*shape[:-1], self.D_v) for shape in shapes[2:]]
+        return [torch.randn(shape, generator=rng).to(self.dtype) for shape in shapes]
 
     def params(self, backward: bool = False) -> Params:
         """What the call asks for besides its tensors."""
@@ -207,7 +212,7 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
     """AssertionError for a wrong gradient; returns what ran."""
     q, k, v, d_out = call.tensors()
     options = {"causal": call.causal, "sm_scale": call.scale, "window": call.window}
-    out, lse = torch.zeros_like(q), torch.empty(q.shape[:-1])
+    out, lse = torch.zeros_like(d_out), torch.empty(q.shape[:-1])
     if call.varlen:
         lse = lse.T.contiguous()  # (H, T_q)
     for own_out, own_lse, *one in _sequences(call, out, lse, q, k, v):

@@ -155,16 +155,15 @@ def _own(columns: int | tuple[int, int], value_columns: int, config: HopperConfi
 # Chosen by the registers and the shared memory that there are, like the measured ones of as wide values.
 # Measured beside others is 192 and 128 alone (docs/lab/hopper.md).
 _FEW_SLOTS = replace(M192N128, stages=2)
-_NARROW_BLOCKS = replace(_WARP_SPECIALIZED[128], block_n=64, late_wait=False, pin=False)
 OWN_VALUES = {
     (64, 64): _own(64, 64, M192N128),
     (128, 64): _own(128, 64, _FEW_SLOTS),
     (192, 64): _own((128, 64), 64, _FEW_SLOTS),
-    (256, 64): _own(256, 64, _NARROW_BLOCKS),
+    (256, 64): _own(256, 64, _WARP_SPECIALIZED[256]),
     (64, 128): _own(64, 128, _WARP_SPECIALIZED[128]),
     (128, 128): _own(128, 128, _WARP_SPECIALIZED[128]),
     (192, 128): _own((128, 64), 128, replace(_WARP_SPECIALIZED[128], o_columns=64)),
-    (256, 128): _own(256, 128, _NARROW_BLOCKS),
+    (256, 128): _own(256, 128, _WARP_SPECIALIZED[256]),
     (64, 256): _own(64, 256, replace(_WARP_SPECIALIZED[256], stages=4)),
     (128, 256): _own(128, 256, _WARP_SPECIALIZED[256]),
     (192, 256): _own((128, 64), 256, _WARP_SPECIALIZED[256]),

@@ -13,7 +13,7 @@ pytestmark = INTERPRETER_REMARKS
 bounds = st.one_of(st.just(-1), st.integers(0, 150))
 
 
-def draws(varlen: bool) -> st.SearchStrategy[Draw]:
+def draws(varlen: bool, value_dims: st.SearchStrategy = st.none()) -> st.SearchStrategy[Draw]:
     if varlen:
         one = st.tuples(st.integers(0, 140), st.integers(0, 140))
         lengths = st.lists(one, min_size=1, max_size=3).map(tuple)
@@ -34,6 +34,7 @@ def draws(varlen: bool) -> st.SearchStrategy[Draw]:
         sm_scale=st.sampled_from([None, None, -0.2, 0.3, 0.0]),
         layouts=st.tuples(*[st.integers(0, 2)] * 3, st.integers(0, 6)),  # dO may lie as it likes
         seed=st.integers(0, 2**20),
+        value_dim=value_dims,
     )
 
 
@@ -45,6 +46,17 @@ orders = st.sampled_from(["random", "random", "late", "eager"])
 def test_any_call(draw, order, seed):
     with on_the_cpu(order, seed):
         check(draw, "cpu", "hopper")
+
+
+own = st.sampled_from([64, 128, 256, 40, 72, 200])
+
+
+@settings(max_examples=10)
+@given(draw=st.one_of(draws(False, own), draws(True, own)), order=orders, seed=st.integers(0, 1000))
+def test_any_call_with_values_of_another_width(draw, order, seed):
+    """The forward pass; the backward pass is that of the portable kernels."""
+    with on_the_cpu(order, seed):
+        check(draw, "cpu", "hopper", backward=False)
 
 
 @settings(max_examples=7)
