@@ -41,7 +41,8 @@ class Choice:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out, like q with the columns of v; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless asked for."""
+    """out, like q with the columns of v; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless
+    asked for."""
     if forward_ad._current_level >= 0:  # no function of PyTorch says so in as little time
         check_tangents(q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():  # a sign that is not in memory, where kernels read

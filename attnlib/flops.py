@@ -57,9 +57,9 @@ class _Watch(MetaPathFinder):
 
 
 def forward_flops(q, k, v, *options, **named) -> int:
-    """2 * H * (D + Dv) * Sq * Sk of each sequence, Dv columns of values. As for PyTorch's own attention, a causal mask halves nothing
-    here; a window of left + right + 1 keys does count, because work grows with it, and so do the blocks of a
-    block mask."""
+    """2 * H * (D + Dv) * Sq * Sk of each sequence, Dv columns of values. As for PyTorch's own attention, a
+    causal mask halves nothing here; a window of left + right + 1 keys does count, because work grows with it,
+    and so do the blocks of a block mask."""
     given = dict(zip(_OPTIONS, options, strict=False)) | named
     left, right = given.get("left"), given.get("right")
     width = None if left is None or right is None else left + right + 1

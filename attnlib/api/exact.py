@@ -105,10 +105,10 @@ def attention(
 
     Returns:
         out, (B, H, Sq, Dv) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq)
-        float32. A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q or k
-        reaches the rows that see it and no others. In v it reaches its column, of the rows that see it, and
-        may make NaN there of rows that do not but are computed in one block with such rows (0 * inf is NaN;
-        PyTorch's dense computation does that to every row).
+        float32. A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q
+        or k reaches the rows that see it and no others. In v it reaches its column, of the rows that see it,
+        and may make NaN there of rows that do not but are computed in one block with such rows (0 * inf is
+        NaN; PyTorch's dense computation does that to every row).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -35,7 +35,8 @@ Tensor = torch.Tensor
 
 def make_gradient(shape: Shape, seed: int = 1, device: str | torch.device | None = None) -> Tensor:
     """A random d_out, N(0, 1), for a call of this shape; the inputs come from `oracle.make_inputs`."""
-    one = dataclasses.replace(shape, heads_kv=None, seqlen_k=None)
+    own = {"heads_kv": None, "seqlen_k": None, "head_dim": shape.value_dim, "head_dim_v": None}
+    one = dataclasses.replace(shape, **own)
     return make_inputs(one, "normal", seed, device)[0]
 
 
@@ -100,7 +101,7 @@ class BackwardRun(Run):
 
     @property
     def flops(self) -> float:
-        return FLOPS * roofline.flops(self.shape)
+        return roofline.backward_flops(self.shape)
 
     def prepare(self, function: Attention | None, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         causal, scale = self.shape.causal, self.shape.head_dim**-0.5

@@ -235,8 +235,8 @@ def poisoned_empty() -> Iterator[None]:
 def make_inputs(
     shape: Shape, kind: str = "normal", seed: int = 0, device: str | torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random q (B, H, Sq, D), k and v (B, H_kv, Sk, D), contiguous, in `shape.dtype`; on the GPU when there
-    is one.
+    """Random q (B, H, Sq, D), k and v (B, H_kv, Sk, D), contiguous, v with the shape's own columns if it has
+    any, in `shape.dtype`; on the GPU when there is one.
 
     normal    N(0, 1)
     large     q is 20 times larger: scores far beyond what exp takes without a running max
@@ -250,8 +250,8 @@ def make_inputs(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
 
-    def randn(heads: int, length: int) -> torch.Tensor:
-        size = (shape.batch, heads, length, shape.head_dim)
+    def randn(heads: int, length: int, columns: int = shape.head_dim) -> torch.Tensor:
+        size = (shape.batch, heads, length, columns)
         x = torch.randn(size, generator=generator, device=device)
         if kind == "outlier":
             hit = torch.rand(size, generator=generator, device=device) < 0.001
@@ -259,7 +259,7 @@ def make_inputs(
         return x
 
     q = randn(shape.heads, shape.seqlen)
-    k, v = randn(shape.kv_heads, shape.keys), randn(shape.kv_heads, shape.keys)
+    k, v = randn(shape.kv_heads, shape.keys), randn(shape.kv_heads, shape.keys, shape.value_dim)
     if kind == "large":
         q *= 20
     elif kind == "constant":

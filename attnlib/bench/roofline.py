@@ -22,13 +22,21 @@ def _twice_visible_pairs(shape: Shape) -> int:
 
 def flops(shape: Shape) -> int:
     """FLOPs of a forward pass: 4*B*H*Sq*Sk*D, halved when causal and square (the FlashAttention-2/3
-    convention).
+    convention); 2*B*H*Sq*Sk*(D + Dv) where values have Dv columns.
 
-    Two products of 2*D FLOPs for each visible pair; the softmax is not counted. For a causal call with Sq !=
-    Sk the pairs are the area of the bottom-right mask: Sq*Sk - Sq^2/2 when Sq <= Sk, else Sk^2/2. A backward
-    pass counts 2.5 times as many.
+    A product of 2*D FLOPs and one of 2*Dv for each visible pair; the softmax is not counted. For a causal
+    call with Sq != Sk the pairs are the area of the bottom-right mask: Sq*Sk - Sq^2/2 when Sq <= Sk, else
+    Sk^2/2.
     """
-    return 2 * shape.batch * shape.heads * shape.head_dim * _twice_visible_pairs(shape)
+    columns = shape.head_dim + shape.value_dim
+    return shape.batch * shape.heads * columns * _twice_visible_pairs(shape)
+
+
+def backward_flops(shape: Shape) -> float:
+    """FLOPs of a backward pass: five products instead of two, 2.5 times as many; three of them have D columns
+    and two Dv. The convention of the FlashAttention papers, whatever a kernel computes."""
+    own, values = shape.head_dim, shape.value_dim
+    return flops(shape) * (3 * own + 2 * values) / (own + values)
 
 
 def exps(shape: Shape) -> int:
@@ -38,9 +46,9 @@ def exps(shape: Shape) -> int:
 
 def min_bytes(shape: Shape) -> int:
     """The fewest bytes that can cross HBM: q, k, v read once, out written once (no LSE)."""
-    queries = shape.batch * shape.heads * shape.seqlen * shape.head_dim
-    keys = shape.batch * shape.kv_heads * shape.keys * shape.head_dim
-    return shape.itemsize * (2 * queries + 2 * keys)
+    columns = shape.head_dim + shape.value_dim  # of q and out, of k and v
+    rows = shape.batch * (shape.heads * shape.seqlen + shape.kv_heads * shape.keys)
+    return shape.itemsize * rows * columns
 
 
 def naive_bytes(shape: Shape, score_itemsize: int | None = None) -> int:

@@ -12,11 +12,11 @@ DTYPES = {"float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float32": ("fp32", 4
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention call: q is (batch, heads, seqlen, head_dim), k and v are (batch, heads_kv, seqlen_k,
-    head_dim).
+    """One attention call: q is (batch, heads, seqlen, head_dim), k is (batch, heads_kv, seqlen_k, head_dim),
+    v the same with head_dim_v columns.
 
-    `heads_kv` and `seqlen_k` are None when they equal `heads` and `seqlen`; equal values are stored as None
-    too, so that two descriptions of the same call compare equal.
+    `heads_kv`, `seqlen_k` and `head_dim_v` are None when they equal `heads`, `seqlen` and `head_dim`; equal
+    values are stored as None too, so that two descriptions of the same call compare equal.
     """
 
     batch: int
@@ -27,11 +27,13 @@ class Shape:
     dtype: str = "float16"
     heads_kv: int | None = None
     seqlen_k: int | None = None
+    head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "seqlen", "head_dim", "heads_kv", "seqlen_k"):
+        optional = "heads_kv", "seqlen_k", "head_dim_v"
+        for name in ("batch", "heads", "seqlen", "head_dim", *optional):
             value = getattr(self, name)
-            if value is None and name in ("heads_kv", "seqlen_k"):
+            if value is None and name in optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
@@ -47,6 +49,8 @@ class Shape:
             object.__setattr__(self, "heads_kv", None)
         if self.seqlen_k == self.seqlen:
             object.__setattr__(self, "seqlen_k", None)
+        if self.head_dim_v == self.head_dim:
+            object.__setattr__(self, "head_dim_v", None)
 
     @property
     def kv_heads(self) -> int:
@@ -57,6 +61,11 @@ class Shape:
     def keys(self) -> int:
         """Length of k and v."""
         return self.seqlen if self.seqlen_k is None else self.seqlen_k
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of v and of the output."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def itemsize(self) -> int:
@@ -72,11 +81,13 @@ class Shape:
 
     @property
     def label(self) -> str:
-        """Short text for tables and charts: "B4 H32 S4096 D64 causal fp16"."""
+        """Short text for tables and charts: "B4 H32 S4096 D64 causal fp16"; "H32/8", "S1x4096", "D192/128"
+        where keys and values have heads, a length, values a head dimension of their own."""
         heads = f"H{self.heads}" if self.heads_kv is None else f"H{self.heads}/{self.heads_kv}"
         length = f"S{self.seqlen}" if self.seqlen_k is None else f"S{self.seqlen}x{self.seqlen_k}"
+        columns = f"D{self.head_dim}" if self.head_dim_v is None else f"D{self.head_dim}/{self.head_dim_v}"
         mask = "causal" if self.causal else "dense"
-        return f"B{self.batch} {heads} {length} D{self.head_dim} {mask} {DTYPES[self.dtype][0]}"
+        return f"B{self.batch} {heads} {length} {columns} {mask} {DTYPES[self.dtype][0]}"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dict that JSON can hold; fields that are None are left out."""

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from attnlib import attention, attention_decode
+from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.hf import given, static
 from attnlib.hf import mask as masks
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
@@ -88,13 +89,15 @@ def attention_forward(
     check_unknown(others)
     if dropout:
         raise ValueError(f"dropout: expected 0, attnlib has no dropout in attention, got {dropout}")
-    query, key, value, scaling, value_dim = _same_head_dim(query, key, value, scaling)
+    value_dim = value.shape[-1]
+    if value_dim != query.shape[-1] and scaling is None:  # not that of what is filled up
+        scaling = query.shape[-1] ** -0.5
     if indices is not None:
         attention_mask = given.among(attention_mask, indices)
     if static.is_made(attention_mask):
         plain = not Asked(softcap, s_aux, None, position_bias).anything
         if plain and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
-            out = static.decode(query, key, value, attention_mask, scaling)
+            out = static.decode(*_same_head_dim(query, key, value), attention_mask, scaling)
             return out.transpose(1, 2)[..., :value_dim].contiguous(), None
         if values_known(attention_mask):
             attention_mask = static.read(module, attention_mask, query.shape[2])
@@ -121,17 +124,21 @@ def attention_forward(
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
     asked = Asked(softcap, s_aux, mask.bias, position_bias)
     if asked.anything or mask.block_mask is not None:
+        query, key, value = _same_head_dim(query, key, value)
         score, seen = scored(asked, mask, layout, query)
         out = attention(query, key, value, sm_scale=scaling, score=score, block_mask=seen, **options)
         out = out.transpose(1, 2)
     elif layout is None and mask.spans:
         if _differentiated(query, key, value):
             out = attend(query, key, value, masks.padded(mask), sm_scale=scaling, **options)
-            return out[..., :value_dim].contiguous(), None
+            return out.contiguous(), None
         del options["deterministic"]
+        query, key, value = _same_head_dim(query, key, value)
         spans = {"starts": mask.starts, "lengths": mask.lengths}
         out = attention_decode(query, key, value, **spans, sm_scale=scaling, **options).transpose(1, 2)
     elif layout is None:
+        if query.shape[-1] != value_dim and _few(query, key, value):
+            query, key, value = _same_head_dim(query, key, value)
         out = attention(query, key, value, sm_scale=scaling, **options).transpose(1, 2)
     else:
         out = attend(query, key, value, layout, sm_scale=scaling, **options)
@@ -142,14 +149,17 @@ def _differentiated(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _same_head_dim(query, key, value, scaling) -> tuple:
-    """Queries, keys and values filled up with zeros to one head dimension; the scale; Dv."""
-    own, other = query.shape[-1], value.shape[-1]
-    if own == other:
-        return query, key, value, scaling, other
-    width = max(own, other)
-    query, key, value = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    return query, key, value, own**-0.5 if scaling is None else scaling, other
+def _few(query, key, value) -> bool:
+    """Whether decoding kernels, which split the keys over the GPU and take one head dimension, may pay."""
+    return query.shape[2] <= MOST_QUERIES and not _differentiated(query, key, value)
+
+
+def _same_head_dim(query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values filled up with zeros to one head dimension, for what takes no other."""
+    if query.shape[-1] == value.shape[-1]:
+        return query, key, value
+    width = max(query.shape[-1], value.shape[-1])
+    return tuple(torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
 
 
 # ---------------------------------------------------------------- the mask

@@ -35,8 +35,8 @@ class Layout(NamedTuple):
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, **options
 ) -> torch.Tensor:
-    """Attention within the sequences of `layout`. query (B, H, Sq, D), key and value (B, Hkv, Sk, D); returns
-    (B, Sq, H, D), 0 for queries of no sequence."""
+    """Attention within the sequences of `layout`. query (B, H, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv,
+    Sk, Dv); returns (B, Sq, H, Dv), 0 for queries of no sequence."""
     q, k, v = (
         _taken(x, index)
         for x, index in ((query, layout.index_q), (key, layout.index_k), (value, layout.index_k))

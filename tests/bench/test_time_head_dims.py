@@ -22,9 +22,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the 
 SMALL = [Shape(1, 1, 70, 72, False), Shape(1, 1, 70, 112, False)]
 
 
+def calls_are(monkeypatch, shapes: list[Shape]) -> None:
+    passes = {name: one._replace(calls=shapes) for name, one in time_head_dims.PASSES.items()}
+    monkeypatch.setattr(time_head_dims, "PASSES", passes)
+
+
 @pytest.fixture
 def small(gpu, monkeypatch):
-    monkeypatch.setattr(time_head_dims, "CALLS", SMALL)
+    calls_are(monkeypatch, SMALL)
     monkeypatch.setattr(time_head_dims, "compile_all", lambda calls, tune: None)
     for name in ("ROUNDS", "SWEEP"):
         monkeypatch.setattr(time_head_dims, name, Setting("small", 2, 0, 0, 1))
@@ -45,7 +50,7 @@ def test_the_record(small, tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_result_is_said(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(time_head_dims, "CALLS", SMALL[:1])
+    calls_are(monkeypatch, SMALL[:1])
     monkeypatch.setattr(time_head_dims, "ours", lambda q, k, v, causal, sm_scale: torch.zeros_like(q))
     with on_the_cpu():
         assert time_head_dims.main(["--pass", "forward", "--out", str(tmp_path / "x.json")]) == 1
@@ -54,7 +59,7 @@ def test_a_wrong_result_is_said(small, tmp_path, monkeypatch, capsys):
 
 def test_the_table_of_the_backward_pass(small, tmp_path, monkeypatch, capsys):
     """The padded kernel in the emulator, and a table that is there already stays."""
-    monkeypatch.setattr(time_head_dims, "CALLS", SMALL[:1])
+    calls_are(monkeypatch, SMALL[:1])
     path = tmp_path / "head_dims.json"
     header = records.provenance({"timed": "something else"})
     records.add_table(path, header, "calls", [{"impl": "attnlib", "ms": 1.0}])
@@ -70,7 +75,7 @@ def test_the_table_of_the_backward_pass(small, tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_gradient_is_said(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(time_head_dims, "CALLS", SMALL[:1])
+    calls_are(monkeypatch, SMALL[:1])
     monkeypatch.setattr(time_head_dims, "ours", lambda q, k, v, causal, sm_scale: good(q, k, v, causal, 0.5))
     with on_the_cpu():
         assert time_head_dims.main(["--pass", "backward", "--out", str(tmp_path / "x.json")]) == 1
@@ -90,3 +95,25 @@ def test_candidates_are_configurations_of_their_head_dimension():
             assert len(time_head_dims.tuned(shape)) > 4
     names = [name for width in SPLIT for name in time_head_dims.tuned(Shape(1, 1, 64, width))]
     assert sum(name.endswith("*") for name in names) == len(SPLIT) + 1  # that of 96 columns holds 80, too
+
+
+def test_values_of_another_width(small, tmp_path, monkeypatch, capsys):
+    """Their own tables, whose FLOPs are those of both widths."""
+    shape, path = Shape(1, 1, 70, 72, False, head_dim_v=40), tmp_path / "head_dims.json"
+    calls_are(monkeypatch, [shape])
+    assert time_head_dims.main(["--pass", "values", "values_backward", "--out", str(path)]) == 0, (
+        capsys.readouterr().out
+    )
+    record = json.loads(path.read_text())
+    assert set(record["tables"]) == {"values", "values_backward"}
+    assert record["method"]["flops"] == "2*B*H*Sq*Sk*(3*D + 2*Dv), halved when causal"  # of the last one
+    for name, flops in (("values", 2 * 112), ("values_backward", 2 * (3 * 72 + 2 * 40))):
+        table = Table.of(name, record["tables"][name]["rows"], record, False)
+        row = table.one(shape, impl="padded")
+        assert row["status"] == "ok" and row["head_dim_v"] == 40
+        assert row["tflops"] == pytest.approx(70 * 70 * flops / row["ms"] * 1e-9)
+
+
+def test_candidates_for_values_are_configurations_of_their_pair():
+    for shape in time_head_dims.VALUES:
+        assert len(time_head_dims.tuned_values(shape)) >= 4

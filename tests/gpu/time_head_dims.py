@@ -1,16 +1,19 @@
-"""Time head dimensions that are no powers of two on this GPU: in two parts, padded, and the peers.
+"""Time head dimensions that are no powers of two on this GPU, in two parts, padded, and the peers; and values
+with a head dimension of their own.
 
-    python tests/gpu/time_head_dims.py                  some 180 s; figures/data/<gpu>/head_dims.json
-    python tests/gpu/time_head_dims.py --pass backward  one of the two tables alone; the other stays as it is
+    python tests/gpu/time_head_dims.py                  some minutes; figures/data/<gpu>/head_dims.json
+    python tests/gpu/time_head_dims.py --pass backward  one of the tables alone; the others stay as they are
+    python tests/gpu/time_head_dims.py --pass values values_backward    values alone
     python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
     python tests/gpu/time_head_dims.py --tune           configurations of attnlib side by side; no record
 
 Table `calls`, the forward pass, and table `backward`: a row for each shape and implementation, causal and
 dense, fp16, in eight shuffled rounds with cold L2: "attnlib" as a call gets it; "padded", its kernel at the
 next power of two (at D = 112 the two are the same, a second control); FlashAttention-3; cuDNN. The last row
-of a shape is attnlib's control. Outputs and gradients are judged against fp64 before and after. First,
-processes side by side compile. The record is written after each shape. Status 0 when all of attnlib's were
-right, 1 otherwise, 2 without a Hopper GPU.
+of a shape is attnlib's control. Tables `values` and `values_backward`: the same of values with columns of
+their own, where "padded" fills the narrower ones of both up with zeros, in the time that counts. Outputs and
+gradients are judged against fp64 before and after. First, processes side by side compile. The record is
+written after each shape. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +43,14 @@ from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.common.tiles import tile_width  # noqa: E402
 from attnlib.kernels.hopper import configs_backward  # noqa: E402
-from attnlib.kernels.hopper.configs import SPLIT, HopperConfig, SplitConfig, hopper_config  # noqa: E402
+from attnlib.kernels.hopper.configs import (  # noqa: E402
+    OWN_VALUES,
+    SPLIT,
+    HopperConfig,
+    SplitConfig,
+    hopper_config,
+    own_values_config,
+)
 from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
     HopperBackwardConfig,
     hopper_backward_config,
@@ -55,13 +65,19 @@ SHAPES = [  # those of one kernel behind one another; the longest last
     Shape(2, 16, 8192, 80), Shape(2, 16, 8192, 96), Shape(2, 16, 8192, 192),
 ]  # fmt: skip
 CALLS = [replace(shape, causal=causal) for shape in SHAPES for causal in (True, False)]
+VALUES = [  # the first of DeepSeek V3: 128 heads
+    Shape(1, 128, 4096, 192, head_dim_v=128), Shape(2, 16, 8192, 192, head_dim_v=128),
+    Shape(2, 16, 8192, 128, head_dim_v=64), Shape(2, 16, 8192, 64, head_dim_v=128),
+    Shape(2, 16, 8192, 64, head_dim_v=256),
+]  # fmt: skip
+VALUES = [replace(shape, causal=causal) for shape in VALUES for causal in (True, False)]
 
 # ---------------------------------------------------------------- who is timed
 
 
 def with_config(choose: Callable[[Shape], HopperConfig], q, k, v, causal: bool, sm_scale: float):
     """attnlib's kernel in a configuration that a call does not get."""
-    shape = Shape(*q.shape, causal)
+    shape = Shape(*q.shape, causal, head_dim_v=v.shape[-1])
     params = Params(mask_window(causal, None), sm_scale, config=choose(shape))
     return hopper.forward(q, k, v, params)[0]
 
@@ -100,6 +116,13 @@ def padded_backward_config(shape: Shape) -> HopperBackwardConfig:
     return hopper_backward_config(tile_width(shape.head_dim))
 
 
+def filled_up(q, k, v, causal: bool, sm_scale: float):
+    """Values of D columns and their own, filled up with zeros to the wider of both."""
+    width, own = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    return attention(q, k, v, causal=causal, sm_scale=sm_scale)[..., :own]
+
+
 def ours(q, k, v, causal: bool, sm_scale: float):
     return attention(q, k, v, causal=causal, sm_scale=sm_scale)
 
@@ -111,6 +134,10 @@ def everybody(shape: Shape) -> dict[str, harness.Attention | None]:
 def everybody_backward(shape: Shape) -> dict[str, harness.Attention | None]:
     padded = partial(with_backward_config, padded_backward_config)
     return {OURS: ours, PADDED: padded, "fa3": None, "cudnn": None}
+
+
+def everybody_values(shape: Shape) -> dict[str, harness.Attention | None]:
+    return {OURS: ours, PADDED: filled_up, "fa3": None, "cudnn": None}
 
 
 # ---------------------------------------------------------------- tuning
@@ -155,6 +182,29 @@ def tuned(shape: Shape) -> dict[str, harness.Attention | None]:
     return found | {"fa3": None}
 
 
+_PAIR = {"warpgroups": 2, "consumer_registers": 240, "producer_registers": 24, "max_registers": 168}
+OTHERS = {  # widths of a tile of queries and of values -> changes of its configuration
+    (192, 128): [
+        {"q_columns": 0}, {"q_columns": 128}, {"late_wait": False, "pin": False}, {"joint": True},
+        {"block_n": 64, "stages": 4}, {"block_n": 64, "stages": 4, "late_wait": False, "pin": False},
+    ],
+    (128, 64): [{"q_columns": 64}, _PAIR, _PAIR | {"late_wait": True, "named": True}],
+    (64, 128): [{"q_columns": 0}, {"stages": 4, "o_columns": 64}],
+    (64, 256): [{"q_columns": 0}, {"stages": 2}],
+}  # fmt: skip
+
+
+def tuned_values(shape: Shape) -> dict[str, harness.Attention | None]:
+    """The configuration of a pair with some changes, beside FA3."""
+    config, found = own_values_config(shape.head_dim, shape.value_dim), {"as it is": ours}
+    (pair,) = (pair for pair, own in OWN_VALUES.items() if own == config)
+    for change in OTHERS[pair]:
+        other = replace(config, **change)
+        name = ", ".join(f"{key} {value}" for key, value in change.items())
+        found[name] = partial(with_config, lambda shape, other=other: other)
+    return found | {"fa3": None}
+
+
 def tuned_backward(shape: Shape) -> dict[str, harness.Attention | None]:
     """Its configuration with more or fewer parts of K and V in registers, where these suffice, with P as it
     was rounded, with dense calls' second consumer later; and the next wider one."""
@@ -176,20 +226,31 @@ def tuned_backward(shape: Shape) -> dict[str, harness.Attention | None]:
 
 
 class Pass(NamedTuple):
-    """The forward or the backward pass: the name of its table, who is timed, candidates, and how."""
+    """The forward or the backward pass of some calls: the name of its table, who is timed, candidates (None
+    without any), and how."""
 
     table: str
+    calls: list[Shape]
     everybody: Callable[[Shape], dict[str, harness.Attention | None]]
-    tuned: Callable[[Shape], dict[str, harness.Attention | None]]
+    tuned: Callable[[Shape], dict[str, harness.Attention | None]] | None
     collect: Callable[..., list[dict[str, Any]]]
     method: dict[str, str]
 
 
+TIMED = "the backward alone"
 PASSES = {
-    "forward": Pass("calls", everybody, tuned, harness.collect, {}),
+    "forward": Pass("calls", CALLS, everybody, tuned, harness.collect, {}),
     "backward": Pass(
-        "backward", everybody_backward, tuned_backward, backward.collect,
-        {"timed": "the backward alone", "flops": "2.5 x 4*B*H*Sq*Sk*D, halved when causal"},
+        "backward", CALLS, everybody_backward, tuned_backward, backward.collect,
+        {"timed": TIMED, "flops": "2.5 x 4*B*H*Sq*Sk*D, halved when causal"},
+    ),
+    "values": Pass(
+        "values", VALUES, everybody_values, tuned_values, harness.collect,
+        {"flops": "2*B*H*Sq*Sk*(D + Dv), halved when causal"},
+    ),
+    "values_backward": Pass(
+        "values_backward", VALUES, everybody_values, None, backward.collect,
+        {"timed": TIMED, "flops": "2*B*H*Sq*Sk*(3*D + 2*Dv), halved when causal"},
     ),
 }  # fmt: skip
 
@@ -197,11 +258,12 @@ PASSES = {
 def compile_call(shape: Shape, way: str, tune: bool) -> None:
     """In a child: what it compiles stays in Triton's cache."""
     small = replace(shape, batch=1, heads=1)  # the same kind: what depends on a length is that it has a tail
-    tensors = [x.requires_grad_(way == "backward") for x in make_inputs(small, device=harness.DEVICE)]
+    gradients = PASSES[way].collect is backward.collect
+    tensors = [x.requires_grad_(gradients) for x in make_inputs(small, device=harness.DEVICE)]
     for function in (PASSES[way].tuned if tune else PASSES[way].everybody)(shape).values():
         if function is not None:
             out = function(*tensors, shape.causal, shape.head_dim**-0.5)
-            if way == "backward":
+            if gradients:
                 out.backward(out.detach())
     torch.cuda.synchronize()
 
@@ -225,16 +287,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time head dimensions that are no powers of two.")
     parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
     parser.add_argument("--pass", dest="ways", choices=list(PASSES), nargs="+", default=list(PASSES),
-                        help="which passes (default: both)")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=240,
+                        help="which passes (default: all)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=400,
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/head_dims.json)")
     args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    shapes = [shape for shape in CALLS if not args.tune or shape.head_dim not in (72, 112)]
-    calls = [(shape, way) for way in args.ways for shape in shapes]
+    calls = [(shape, way) for way in args.ways for shape in PASSES[way].calls]
+    if args.tune:
+        calls = [call for call in calls if PASSES[call[1]].tuned and call[0].head_dim not in (72, 112)]
     setting, control = (SWEEP, "as it is") if args.tune else (ROUNDS, OURS)
     compile_all(calls, args.tune)
     print(f"compiled after {time.monotonic() - begin:.0f} s\n", flush=True)

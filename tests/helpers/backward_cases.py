@@ -59,7 +59,7 @@ def check_backward(case: BackwardCase, device: str, run: Backward = portable_bac
     shape = case.shape
     q, k, v = make_inputs(shape, case.kind, device=device)
     generator = torch.Generator(device).manual_seed(1)
-    d_out = torch.randn(q.shape, generator=generator, device=device).to(q.dtype)
+    d_out = torch.randn((*q.shape[:3], v.shape[3]), generator=generator, device=device).to(q.dtype)
     bounds = mask_window(shape.causal, case.window)
     scale = shape.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     out, lse = exact_forward(q, k, v, bounds, scale)

@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers", reason="the optional extra at
 from small_models import SMALL, build, tokens  # noqa: E402
 
 import attnlib.hf  # noqa: E402
+from attnlib import attention  # noqa: E402
+from attnlib.hf import forward  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ENCODER, DECODER = SimpleNamespace(is_causal=False), SimpleNamespace(is_causal=True)
@@ -322,13 +324,32 @@ def test_a_model_that_computes_with_the_mask():
             use()
 
 
-def test_values_with_a_head_dimension_of_their_own(device):
-    q, k = torch.randn(2, 1, 2, 6, 24, device=device)
+@pytest.mark.parametrize("queries", [6, 17])
+def test_values_with_a_head_dimension_of_their_own(queries, device, monkeypatch):
+    """Filled up with zeros for few queries alone, which the decoding kernels may compute; and for a score."""
+    given = []
+
+    def watched(q, k, v, **options):
+        given.append((q.shape[-1], v.shape[-1]))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(forward, "attention", watched)
+    q, k = torch.randn(2, 1, 2, queries, 24, device=device)
     for width in (16, 32):
-        v = torch.randn(1, 2, 6, width, device=device)
-        found, _ = attnlib.hf.attention_forward(DECODER, q, k, v, None)
+        v = torch.randn(1, 2, queries, width, device=device)
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        close(found, expected.transpose(1, 2))
+        wider = 2 * (max(24, width),)
+        for options, filled in (({}, queries <= 16), ({"softcap": 1e6}, True)):
+            found, _ = attnlib.hf.attention_forward(DECODER, q, k, v, None, **options)
+            close(found, expected.transpose(1, 2))
+            assert given.pop() == (wider if filled else (24, width))
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        gradients = torch.autograd.grad(attnlib.hf.attention_forward(DECODER, *inputs, None)[0].sum(), inputs)
+        assert given.pop() == (24, width)
+        others = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = torch.nn.functional.scaled_dot_product_attention(*others, is_causal=True)
+        for found, x in zip(gradients, torch.autograd.grad(expected.sum(), others), strict=True):
+            close(found, x)
 
 
 def test_a_window_that_looks_both_ways():

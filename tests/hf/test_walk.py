@@ -19,8 +19,8 @@ from attnlib import dispatch  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-SAMPLE = ["mistral (decoder)", "opt (decoder)", "t5 (encoder-decoder)"]
-"""Windows; packed rows that "eager" does not see; cross-attention and a bias."""
+SAMPLE = ["mistral (decoder)", "opt (decoder)", "t5 (encoder-decoder)", "deepseek_v3 (decoder)"]
+"""Windows; packed rows that "eager" does not see; cross-attention and a bias; values of another width."""
 
 table = json.loads(walk.DATA.read_text())
 if table["transformers"] != transformers.__version__:

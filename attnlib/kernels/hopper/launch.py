@@ -24,8 +24,8 @@ def forward(
     """Run `forward_kernel.attention_forward_hopper` on a call that it supports, no argument empty.
 
     q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). With `params.varlen` q: (Tq, H, D), and k and v
-    likewise, of which single sequences may be empty. Returns (out, lse); lse is None unless it was asked for. ValueError if a
-    length or the tiles are beyond 2^31, or there are more than 2^30 rows of varlen sequences.
+    likewise, of which single sequences may be empty. Returns (out, lse); lse is None unless it was asked for.
+    ValueError if a length or the tiles are beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
     index = q.get_device()
     if index != torch.cuda.current_device():  # Triton launches on the current device

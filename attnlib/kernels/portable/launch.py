@@ -23,9 +23,9 @@ def forward(
     """Run `forward_kernel.attention_forward` on valid arguments, none of them empty; see `attention`.
 
     q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv). With `params.varlen` q: (Tq, H, D), and k and v
-    likewise, of which single sequences may be empty. The order of `params.config` is replaced by one that can have a left edge,
-    where the window does. Returns (out, lse); lse is None unless it was asked for. ValueError if a length or
-    the grid is beyond 2^31, or there are more than 2^30 rows of varlen sequences.
+    likewise, of which single sequences may be empty. The order of `params.config` is replaced by one that can
+    have a left edge, where the window does. Returns (out, lse); lse is None unless it was asked for.
+    ValueError if a length or the grid is beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
         params = params._replace(plan=None)  # which has the strides of what is cast

@@ -13,7 +13,10 @@ pytestmark = INTERPRETER_REMARKS
 bounds = st.one_of(st.just(-1), st.integers(0, 150))
 
 
-def draws(varlen: bool, value_dims: st.SearchStrategy = st.none()) -> st.SearchStrategy[Draw]:
+nothing, own = st.none(), st.sampled_from([64, 128, 256, 40, 72, 200])
+
+
+def draws(varlen: bool, value_dims: st.SearchStrategy = nothing) -> st.SearchStrategy[Draw]:
     if varlen:
         one = st.tuples(st.integers(0, 140), st.integers(0, 140))
         lengths = st.lists(one, min_size=1, max_size=3).map(tuple)
@@ -46,9 +49,6 @@ orders = st.sampled_from(["random", "random", "late", "eager"])
 def test_any_call(draw, order, seed):
     with on_the_cpu(order, seed):
         check(draw, "cpu", "hopper")
-
-
-own = st.sampled_from([64, 128, 256, 40, 72, 200])
 
 
 @settings(max_examples=10)
