@@ -17,10 +17,18 @@ from attnlib.dispatch import resolve
 from attnlib.kernels import hopper, portable
 from attnlib.kernels.common import device as devices
 from attnlib.kernels.common import hopper_gpu
-from attnlib.kernels.common.signature import mean_keys
+from attnlib.kernels.common.signature import mean_keys, signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.hopper import launch as launch_hopper
-from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, SPLIT, hopper_config
+from attnlib.kernels.hopper.configs import (
+    M128N128,
+    M192N128,
+    M256N64,
+    OWN_VALUES,
+    SPLIT,
+    hopper_config,
+    own_values_config,
+)
 from attnlib.kernels.portable.configs import forward_config
 from attnlib.params import MaskWindow, Params, Varlen, mask_window
 
@@ -337,6 +345,65 @@ def fits(config, width):
     shared_out = config.warpgroups * config.consumer_registers + config.producer_registers
     assert shared_out <= warpgroups * config.max_registers
     assert config.max_registers % 8 == config.consumer_registers % 8 == config.producer_registers % 8 == 0
+
+
+def bytes_beside_values(config):
+    """As `shared_bytes`, for values of another width."""
+    rows, queries, values = 64 * config.warpgroups, sum(config.query_columns), config.value_columns
+    keys = config.stages * config.block_n
+    return 2 * (rows * (queries + config.o_columns) + keys * (queries + values)) + 1024
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_configurations_beside_values_of_another_width(head_dim):
+    """Queries in as many columns as without them; values in a power of two."""
+    for values in (n for n in range(8, 257, 8) if n != head_dim):
+        config = own_values_config(head_dim, values)
+        assert config in OWN_VALUES.values() and config.width(head_dim) == max(64, block_d(values))
+        width = sum(config.query_columns)
+        assert width == (192 if 128 < head_dim <= 192 else max(64, block_d(head_dim)))
+        assert bytes_beside_values(config) <= 227 * 1024
+        assert config.q_columns <= config.query_columns[0] and config.o_columns <= config.value_columns
+        warpgroups = config.warpgroups + 1
+        later = config.warpgroups * config.consumer_registers + config.producer_registers
+        assert 128 * warpgroups * config.max_registers <= 65536
+        assert later <= warpgroups * config.max_registers
+        if width < 256:
+            with pytest.raises(ValueError, match="^config: expected query_columns for .* 257, got"):
+                config.width(257)
+    for given in ((head_dim, 257), (0, head_dim)):
+        with pytest.raises(ValueError, match="expected 1 to 256, got"):
+            own_values_config(*given)
+
+
+def test_sections_of_values_of_another_width():
+    """As of both widths' mean."""
+    config = own_values_config(192, 128)
+    for heads in (16, 128):
+        section = config.heads_per_section(heads, 1, 4096, config.width(192))
+        assert section == hopper_config(128).heads_per_section(heads, 1, 4096, 160)
+
+
+def test_a_configuration_for_other_values_is_refused():
+    q, k, v = (torch.zeros(1, 1, 70, n).half() for n in (192, 192, 128))
+    for values, config in ((v, hopper_config(192)), (k, own_values_config(192, 128))):
+        params = Params(mask_window(True, None), 0.1, config=config)
+        call = signature(params, q, k, q, k, values)
+        with pytest.raises(ValueError, match="^config: expected one for values of [0-9]+ columns, got"):
+            launch_hopper.prepare(call)
+
+
+def test_what_computes_values_of_another_width(gpu):
+    call = tensor(1, 1, 256, 192), tensor(1, 1, 256, 192), tensor(1, 1, 256, 128)
+    choice = explain(*call, causal=True)
+    assert choice.kernel == "hopper" and choice.configuration == own_values_config(192, 128)
+    reason = "hopper has no backward pass for D = 192 with values of 128 columns"
+    assert chosen_for(call, None) == ("triton", reason)
+    with pytest.raises(ValueError, match="^impl: 'hopper' has no backward pass for D = 192 with values"):
+        chosen_for(call, None, impl="hopper")
+    gpu(8)
+    assert explain(*call).kernel == "triton"
+    assert explain(*call).reason == "hopper needs a GPU of compute capability 9.x; cuda:0 has 8.0"
 
 
 @pytest.mark.parametrize("head_dim", [0, -8, 257])

@@ -279,11 +279,24 @@ def head_dimension(device) -> str:
 
 
 @row("values with a head dimension of their own")
-def values_of_another_width() -> str:
+def values_of_another_width(device) -> str:
+    def accepted(value_dim: int) -> bool:
+        q = torch.empty(1, 1, 4, 192, device="meta")
+        try:
+            attention(q, q, torch.empty(1, 1, 4, value_dim, device="meta"))
+        except ValueError as error:
+            assert str(error).startswith("v: expected a head dimension that is a multiple of 8")
+            return False
+        return True
+
+    found = [value_dim for value_dim in range(1, 521) if accepted(value_dim)]
+    assert found == list(range(8, 257, 8))
+    check_call(Shape(1, 2, 20, 192, heads_kv=1, head_dim_v=128), device)
+    check_call(Shape(1, 1, 20, 8, head_dim_v=256), device)
     q = torch.zeros(1, 1, 4, 16)
-    with pytest.raises(ValueError, match="^v: expected head dimension 16 as q has, got 8$"):
-        attention(q, q, q[..., :8])
-    return "no"
+    with pytest.raises(ValueError, match="^score: expected None beside values of head dimension 8, where q"):
+        attention(q, q, q[..., :8], score=Score(soft_cap=9.0))
+    return "yes, multiples of 8 from 8 to 256; not under a block mask or a score"
 
 
 @row("grouped heads")

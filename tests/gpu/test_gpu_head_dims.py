@@ -1,5 +1,6 @@
-"""Head dimensions in two parts of columns on a Hopper GPU, forward and backward: against dense attention in
-fp64, in every mask, layout and length, equal bits in every run, CUDA graphs and what a launch uses.
+"""Head dimensions in two parts of columns on a Hopper GPU, forward and backward, and values with a head
+dimension of their own: against dense attention in fp64, in every mask, layout and length, equal bits in every
+run, CUDA graphs and what a launch uses.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import multiprocessing
 import os
 import random
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels.hopper import configs_backward
-from attnlib.kernels.hopper.configs import SPLIT, hopper_config
+from attnlib.kernels.hopper.configs import OWN_VALUES, SPLIT, hopper_config, own_values_config
 from attnlib.params import Params, mask_window
 
 pytestmark = pytest.mark.skipif(
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
 DIMS = pytest.mark.parametrize("head_dim", [72, 80, 88, 96, 136, 160, 192])
 WIDTHS = pytest.mark.parametrize("head_dim", list(SPLIT))
+PAIRS = pytest.mark.parametrize("pair", list(OWN_VALUES), ids=str)
 WIDTHS_BACKWARD = pytest.mark.parametrize("head_dim", list(configs_backward.SPLIT))
 
 
@@ -51,7 +54,17 @@ def _kinds() -> list[tuple[Shape, bool]]:
                 kinds.append((Shape(1, 1, 128, head_dim, causal, dtype, seqlen_k=keys), False))
                 kinds.append((Shape(1, 1, 130, head_dim, causal, dtype, seqlen_k=keys), False))
             kinds.append((Shape(1, 1, 128, head_dim, True, dtype), True))
+    for pair in OWN_VALUES:
+        for causal, keys in ((True, 128), (True, 133), (False, 128), (False, 133)):
+            shape = of_pair(pair, 1, 1, 128, causal, seqlen_k=keys)
+            kinds += [(shape, False), (replace(shape, seqlen=130), False)]
     return kinds
+
+
+def of_pair(pair: tuple[int, int], batch: int, heads: int, seqlen: int, causal: bool, **others) -> Shape:
+    """Values of another width, in tiles of these widths."""
+    head_dim = pair[0] - 8 * (pair[0] == pair[1])
+    return Shape(batch, heads, seqlen, head_dim, causal, head_dim_v=pair[1], **others)
 
 
 def _compile(kind: tuple[Shape, bool]) -> None:
@@ -64,7 +77,8 @@ def _compile(kind: tuple[Shape, bool]) -> None:
         attention_varlen(q, k, v, ends, ends, shape.seqlen, shape.seqlen, causal=True, impl="hopper")
     else:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        call(q, k, v, shape.causal, return_lse=True)[0].sum().backward()
+        impl = "hopper" if shape.head_dim_v is None else None  # which has no gradient then
+        attention(q, k, v, causal=shape.causal, return_lse=True, impl=impl)[0].sum().backward()
     torch.cuda.synchronize()
 
 
@@ -198,13 +212,65 @@ def test_cuda_graphs(head_dim):
         judge_forward(out, lse, Oracle(q, k, v, causal=True), "a replayed graph")
 
 
+# ---------------------------------------------------------------- values of another head dimension
+
+
+@PAIRS
+@MASKS
+def test_values_of_another_width(pair, causal):
+    check_shape(of_pair(pair, 2, 4, 2048, causal))
+    check_shape(Shape(1, 6, 1113, pair[0] - 16, causal, "bfloat16", 2, 1500, pair[1]))
+    check_shape(Shape(1, 2, 130, pair[0] - 8, causal, seqlen_k=70, head_dim_v=pair[1]))
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_unkind_inputs_beside_values_of_another_width(kind):
+    check_shape(Shape(1, 4, 2048, 192, head_dim_v=128), kind)
+    check_shape(Shape(1, 4, 1024, 128, False, "bfloat16", head_dim_v=64), kind)
+
+
+@pytest.mark.parametrize("number", range(32))
+def test_random_calls_with_values_of_another_width(number):
+    """Forward on Hopper, backward in the portable kernels."""
+    rng = random.Random(number)
+    varlen = rng.random() < 0.5
+    lengths = [tuple(int(2 ** rng.uniform(0, 10)) for _ in range(2)) for _ in range(3 if varlen else 1)]
+    window = None
+    if rng.random() < 0.4:
+        window = tuple(-1 if rng.random() < 0.3 else int(2 ** rng.uniform(0, 10)) - 1 for _ in range(2))
+    head_dim, values = rng.choice(((192, 128), (192, 128), (160, 120), (128, 64), (64, 128), (64, 256)))
+    draw = Draw(
+        tuple(lengths), varlen, 1 if varlen else rng.choice((1, 2)), rng.choice((1, 2)),
+        rng.choice((1, 3)), head_dim, rng.choice(("float16", "bfloat16")), rng.random() < 0.5, window,
+        rng.choice((None, None, 0.05)), tuple(rng.choice((0, 0, 1, 2)) for _ in range(4)), number, values,
+    )  # fmt: skip
+    check(draw, "cuda", "hopper", backward=False)
+    check(draw, "cuda", None)
+
+
+@PAIRS
+def test_what_runs_beside_values_of_another_width(pair):
+    shape = of_pair(pair, 1, 8, 1024, True)
+    q, k, v = make_inputs(shape, device="cuda")
+    choice = explain(q, k, v, causal=True)
+    assert choice.kernel == "hopper"
+    assert choice.configuration == own_values_config(shape.head_dim, shape.value_dim) == OWN_VALUES[pair]
+    with timing.launched_kernels() as kernels:
+        first = call(q, k, v, return_lse=True)
+    found = timing.resources(kernels)
+    assert [kernel.name for kernel in kernels] == ["attention_forward_hopper"]
+    assert found["registers"] == choice.configuration.max_registers and found["spills"] == 0
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, call(q, k, v, return_lse=True), strict=True))
+
+
 # ---------------------------------------------------------------- gradients
 
 
-def check_gradients(shape: Shape) -> None:
+def check_gradients(shape: Shape, impl: str | None = "hopper") -> None:
     q, k, v = (x.requires_grad_() for x in make_inputs(shape, device="cuda"))
     d_out = make_gradient(shape, device="cuda")
-    found = torch.autograd.grad(call(q, k, v, shape.causal), (q, k, v), d_out)
+    found = torch.autograd.grad(attention(q, k, v, causal=shape.causal, impl=impl), (q, k, v), d_out)
     verdicts = GradientOracle(d_out, *(x.detach() for x in (q, k, v)), shape.causal).judge(*found)
     for name, verdict in verdicts.items():
         verdict.raise_if_bad(f"{shape.label}, {name}")
@@ -215,6 +281,14 @@ def check_gradients(shape: Shape) -> None:
 def test_gradients(head_dim, causal):
     check_gradients(Shape(2, 4, 1000, head_dim, causal))
     check_gradients(Shape(1, 6, 777, head_dim, causal, "bfloat16", heads_kv=2, seqlen_k=1100))
+
+
+@MASKS
+@pytest.mark.parametrize("pair", [(192, 128), (128, 64), (64, 128), (64, 256)], ids=str)
+def test_gradients_with_values_of_another_width(pair, causal):
+    head_dim, values = pair
+    check_gradients(Shape(2, 4, 1000, head_dim, causal, head_dim_v=values), None)
+    check_gradients(Shape(1, 6, 777, head_dim, causal, "bfloat16", 2, 1100, values), None)
 
 
 @WIDTHS_BACKWARD

@@ -188,7 +188,7 @@ OTHERS = {  # widths of a tile of queries and of values -> changes of its config
         {"q_columns": 0}, {"q_columns": 128}, {"late_wait": False, "pin": False}, {"joint": True},
         {"block_n": 64, "stages": 4}, {"block_n": 64, "stages": 4, "late_wait": False, "pin": False},
     ],
-    (128, 64): [{"q_columns": 64}, _PAIR, _PAIR | {"late_wait": True, "named": True}],
+    (128, 64): [_PAIR, _PAIR | {"late_wait": True, "named": True}, _PAIR | {"q_columns": 64}],
     (64, 128): [{"q_columns": 0}, {"stages": 4, "o_columns": 64}],
     (64, 256): [{"q_columns": 0}, {"stages": 2}],
 }  # fmt: skip

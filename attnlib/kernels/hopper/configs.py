@@ -152,8 +152,8 @@ def _own(columns: int | tuple[int, int], value_columns: int, config: HopperConfi
     return ValuesConfig(**of, query_columns=parts, value_columns=value_columns)
 
 
-# Chosen by the registers and the shared memory that there are, like the measured ones of as wide values.
-# Measured beside others is 192 and 128 alone (docs/lab/hopper.md).
+# Chosen by the registers and the shared memory that there are, like the measured ones of as wide values. None
+# of them has been measured beside others yet (docs/lab/hopper.md).
 _FEW_SLOTS = replace(M192N128, stages=2)
 OWN_VALUES = {
     (64, 64): _own(64, 64, M192N128),
