@@ -19,6 +19,7 @@ from attnlib.kernels.common import device as devices
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.signature import mean_keys, signature
 from attnlib.kernels.common.tiles import block_d
+from attnlib.kernels.hopper import configs_backward
 from attnlib.kernels.hopper import launch as launch_hopper
 from attnlib.kernels.hopper.configs import (
     M128N128,
@@ -397,10 +398,18 @@ def test_what_computes_values_of_another_width(gpu):
     call = tensor(1, 1, 256, 192), tensor(1, 1, 256, 192), tensor(1, 1, 256, 128)
     choice = explain(*call, causal=True)
     assert choice.kernel == "hopper" and choice.configuration == own_values_config(192, 128)
-    reason = "hopper has no backward pass for D = 192 with values of 128 columns"
-    assert chosen_for(call, None) == ("triton", reason)
-    with pytest.raises(ValueError, match="^impl: 'hopper' has no backward pass for D = 192 with values"):
-        chosen_for(call, None, impl="hopper")
+    params = Params(DENSE, 0.125)
+    for own, values in ((192, 128), (136, 72)):
+        pair = [x[..., :columns] for x, columns in zip(call, (own, own, values), strict=True)]
+        choice = resolve(*pair, params, True)
+        assert choice.kernel == "hopper" and choice.configuration == configs_backward.OWN_VALUES
+    for own, values in ((192, 64), (128, 120), (64, 128), (96, 104)):
+        pair = [x[..., :columns] for x, columns in zip(call, (own, own, values), strict=True)]
+        reason = f"hopper has no backward pass for D = {own} with values of {values} columns"
+        assert chosen_for(pair, None) == ("triton", reason)
+        with pytest.raises(ValueError, match=f"^impl: 'hopper' {reason.removeprefix('hopper ')}; leave impl"):
+            chosen_for(pair, None, impl="hopper")
+    assert chosen_for(call, None, deterministic=True)[0] == "triton"
     gpu(8)
     assert explain(*call).kernel == "triton"
     assert explain(*call).reason == "hopper needs a GPU of compute capability 9.x; cuda:0 has 8.0"

@@ -117,3 +117,6 @@ def test_values_of_another_width(small, tmp_path, monkeypatch, capsys):
 def test_candidates_for_values_are_configurations_of_their_pair():
     for shape in time_head_dims.VALUES:
         assert len(time_head_dims.tuned_values(shape)) >= 4
+        names = time_head_dims.tuned_values_backward(shape)
+        pair = shape.head_dim, shape.value_dim
+        assert ("held 0" in names) == (pair == (192, 128)) == any(name.endswith("*") for name in names)

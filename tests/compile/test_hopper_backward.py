@@ -26,7 +26,12 @@ from attnlib.kernels.hopper import (
     backward_wide_kernel,
     launch_backward,
 )
-from attnlib.kernels.hopper.configs_backward import SPLIT, hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import (
+    OWN_VALUES,
+    SPLIT,
+    HopperBackwardConfig,
+    hopper_backward_config,
+)
 from attnlib.params import MaskWindow
 
 KINDS = {
@@ -42,9 +47,11 @@ KINDS = {
 """What a plan calls causal, tail, shifted, left, varlen."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = 64, 128, 256
+PAIR = "192/128"
+"""Columns of queries and of values."""
 SPLIT_SPILLS = {
     (80, "causal"): 6, (96, "causal"): 4, (160, "causal"): 0, (192, "causal"): 2,
-    (96, "varlen window"): 6, (192, "varlen window"): 4,
+    (96, "varlen window"): 6, (192, "varlen window"): 4, (PAIR, "causal"): 4, (PAIR, "varlen window"): 4,
 }  # fmt: skip
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
 CASES = with_more(
@@ -55,15 +62,16 @@ CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
-IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24]}
+IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24], PAIR: [8, 16, 20]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
-AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16}
+AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16, PAIR: 12 + 8}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
-EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32]) | dict.fromkeys((160, 192, 256), [0, 0, 32])
+EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32])
+EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32])
 """Exponentials of a thread in a step, sorted."""
 ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
-ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32]}
+ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32], PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
@@ -72,18 +80,28 @@ SPILLS = {
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 0, 256: 1}
+LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 0, 256: 1, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
-def call_of(width: int, dtype: str, varlen: bool) -> tuple[Signature, Preprocess]:
+def columns_of(name: int | str) -> tuple[int, int, HopperBackwardConfig]:
+    """Those of queries and of values, and the configuration."""
+    if name == PAIR:
+        return 192, 128, OWN_VALUES
+    return name, name, hopper_backward_config(name)
+
+
+def call_of(name: int | str, dtype: str, varlen: bool) -> tuple[Signature, Preprocess]:
     """A call of this kind, and what its backward pass begins with."""
+    width, values, config = columns_of(name)
     shape = (500, 4, width) if varlen else (3, 4, 200, width)
-    lengths, config = Lengths(3, 200, 200) if varlen else None, hopper_backward_config(width)
+    lengths = Lengths(3, 200, 200) if varlen else None
     strides = torch.empty(shape, device="meta").stride()
-    window = MaskWindow(None, None)
+    window, own = MaskWindow(None, None), None if values == width else values
     call = Signature(shape, shape, (strides,) * 5, DTYPES[dtype], 0, window, 1.0, lengths, False, config)
-    return call, preprocess(call, (shape, strides), (shape, strides), config.block_m, width)
+    call = call._replace(own_value_dim=own)
+    out = call.out, torch.empty(call.out, device="meta").stride()
+    return call, preprocess(call, out, out, config.block_m, width)
 
 
 @gluon.jit
@@ -98,8 +116,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backward_kernel, "_before", _one_block)
             return compile_case((128, "causal", "fp16"))
-    width, kind, dtype = case
-    config = hopper_backward_config(width)
+    name, kind, dtype = case
+    width, _, config = columns_of(name)
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
@@ -108,8 +126,9 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
     types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
-    call, rows = call_of(width, dtype, varlen)
-    windows = ((call.q, call.strides[0]),) * 6  # what is compiled does not depend on it
+    call, rows = call_of(name, dtype, varlen)
+    own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
+    windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
     types |= tile_types(launch_backward.descriptors(windows, rows, width, call), dtype, desc_rows="fp32")
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
@@ -181,7 +200,7 @@ def test_an_address_that_does_not_change_is_found(compiled) -> None:
 
 def test_two_parts_are_compiled() -> None:
     """A line in `SPLIT` wants its kind of call here."""
-    assert {width for width, _ in SPLIT_SPILLS} == set(SPLIT)
+    assert {width for width, _ in SPLIT_SPILLS} == {*SPLIT, PAIR}
 
 
 def test_the_program_fits_its_registers(compiled) -> None:

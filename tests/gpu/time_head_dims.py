@@ -54,6 +54,7 @@ from attnlib.kernels.hopper.configs import (  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
     HopperBackwardConfig,
     hopper_backward_config,
+    own_values_backward_config,
 )
 from attnlib.params import Params, mask_window  # noqa: E402
 
@@ -106,8 +107,10 @@ class Configured(torch.autograd.Function):
 def with_backward_config(
     choose: Callable[[Shape], HopperBackwardConfig], q, k, v, causal: bool, sm_scale: float
 ):
-    shape = Shape(*q.shape, causal)
+    shape = Shape(*q.shape, causal, head_dim_v=v.shape[-1])
     own = hopper_config(shape.head_dim, shape.seqlen, shape.batch * shape.heads, keys=shape.keys)
+    if shape.head_dim_v is not None:
+        own = own_values_config(shape.head_dim, shape.value_dim)
     params = Params(mask_window(causal, None), sm_scale, return_lse=True, config=own)
     return Configured.apply(q, k, v, params, choose(shape))
 
@@ -222,17 +225,26 @@ def tuned_backward(shape: Shape) -> dict[str, harness.Attention | None]:
     return found | {"fa3": None}
 
 
+def tuned_values_backward(shape: Shape) -> dict[str, harness.Attention | None]:
+    """With more or fewer parts of K and V in registers, where there is such a kernel."""
+    found, config = {"as it is": ours}, own_values_backward_config(shape.head_dim, shape.value_dim)
+    for other in () if config is None else (replace(config, held=held) for held in range(3)):
+        label = f"held {other.held}" + " *" * (other == config)
+        found[label] = partial(with_backward_config, lambda shape, other=other: other)
+    return found | {"fa3": None}
+
+
 # ---------------------------------------------------------------- command
 
 
 class Pass(NamedTuple):
-    """The forward or the backward pass of some calls: the name of its table, who is timed, candidates (None
-    without any), and how."""
+    """The forward or the backward pass of some calls: the name of its table, who is timed, candidates, and
+    how."""
 
     table: str
     calls: list[Shape]
     everybody: Callable[[Shape], dict[str, harness.Attention | None]]
-    tuned: Callable[[Shape], dict[str, harness.Attention | None]] | None
+    tuned: Callable[[Shape], dict[str, harness.Attention | None]]
     collect: Callable[..., list[dict[str, Any]]]
     method: dict[str, str]
 
@@ -249,7 +261,7 @@ PASSES = {
         {"flops": "2*B*H*Sq*Sk*(D + Dv), halved when causal"},
     ),
     "values_backward": Pass(
-        "values_backward", VALUES, everybody_values, None, backward.collect,
+        "values_backward", VALUES, everybody_values, tuned_values_backward, backward.collect,
         {"timed": TIMED, "flops": "2*B*H*Sq*Sk*(3*D + 2*Dv), halved when causal"},
     ),
 }  # fmt: skip
@@ -297,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     calls = [(shape, way) for way in args.ways for shape in PASSES[way].calls]
     if args.tune:
-        calls = [call for call in calls if PASSES[call[1]].tuned and call[0].head_dim not in (72, 112)]
+        calls = [(shape, way) for shape, way in calls if shape.head_dim not in (72, 112)]
     setting, control = (SWEEP, "as it is") if args.tune else (ROUNDS, OURS)
     compile_all(calls, args.tune)
     print(f"compiled after {time.monotonic() - begin:.0f} s\n", flush=True)

@@ -7,7 +7,11 @@ from attnlib.kernels.common.forward_plan import ForwardPlan
 from attnlib.kernels.common.signature import Signature, mean_keys, signature
 from attnlib.kernels.hopper import launch, launch_backward
 from attnlib.kernels.hopper.configs import HopperConfig, hopper_config, own_values_config
-from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import (
+    HopperBackwardConfig,
+    hopper_backward_config,
+    own_values_backward_config,
+)
 from attnlib.kernels.hopper.launch import forward
 from attnlib.kernels.hopper.launch_backward import backward
 from attnlib.kernels.hopper.support import slower, unsupported
@@ -22,9 +26,12 @@ def configuration(
 ) -> HopperConfig | HopperBackwardConfig:
     """How the kernels are compiled and launched for queries, keys and values like these; varlen sequences
     count as the longest."""
+    own_values = v.shape[-1] != q.shape[-1]
+    if backward and own_values:
+        return own_values_backward_config(q.shape[-1], v.shape[-1])
     if backward:
         return hopper_backward_config(q.shape[-1])
-    if v.shape[-1] != q.shape[-1]:
+    if own_values:
         return own_values_config(q.shape[-1], v.shape[-1])
     B, H, _, S_q, S_k = signature(params, q, k).dimensions()
     keys = seen = None

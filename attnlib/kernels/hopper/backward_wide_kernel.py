@@ -43,6 +43,9 @@ Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway ar
 instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
 The registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1
 (`backward_shared.Rows`).
+
+Values of 128 columns beside queries of 192 lie in two parts of 64 columns, and so do dO and dV
+(`ValuesBackwardPlan`). dK then leaves through a buffer of its own: where V was is no room for it.
 """
 
 from typing import NamedTuple
@@ -95,6 +98,7 @@ class Memory(NamedTuple):
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     p: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
     ds: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
+    dk: tuple  # as k: where dK leaves; empty where that is V
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -131,6 +135,14 @@ def _zeros(PART: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
+def _zeros_of_values(PART: gl.constexpr, plan: gl.constexpr):
+    if PART == 0:
+        return gl.zeros([64, plan.value_left], gl.float32, plan.value_left_layout)
+    else:
+        return gl.zeros([64, plan.value_rest], gl.float32, plan.value_rest_layout)
+
+
+@gluon.jit
 def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
     x = matrices(buffers, 0)
     _part(x, 0, plan).store(left)
@@ -143,10 +155,10 @@ def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _store_zeros(descs, buffers, tile, work, plan: gl.constexpr):
+def _store_zeros(descs, left, right, buffers, tile, work, plan: gl.constexpr):
     """Of keys that no query sees."""
     dtype: gl.constexpr = buffers[0].dtype
-    _store(descs, _zeros(0, plan).to(dtype), _zeros(1, plan).to(dtype), buffers, tile, work, plan)
+    _store(descs, left.to(dtype), right.to(dtype), buffers, tile, work, plan)
 
 
 @gluon.jit
@@ -156,7 +168,8 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dv, mem.do, tile, work, plan)
+        left, right = _zeros_of_values(0, plan), _zeros_of_values(1, plan)
+        _store_zeros(desc_dv, left, right, mem.do, tile, work, plan)
 
 
 @gluon.jit
@@ -169,8 +182,8 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     k = held(mem.k, 0, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(issue_scores(k, None, matrices(mem.q, 0), 0, plan),))
-    dv_left = _zeros(0, plan)
-    dv_right = _zeros(1, plan)
+    dv_left = _zeros_of_values(0, plan)
+    dv_right = _zeros_of_values(1, plan)
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -202,13 +215,22 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
+def _keys_leave(mem, plan: gl.constexpr):
+    """The buffer for dK: that of V, which nobody else reads, or its own."""
+    if plan.own_values:
+        return mem.dk
+    else:
+        return mem.v
+
+
+@gluon.jit
 def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     """Warpgroup 1: dS for warpgroup 2, and dK."""
     tile = tiling.locate(gl.program_id(0), work, plan)
     if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dk, mem.v, tile, work, plan)
+        _store_zeros(desc_dk, _zeros(0, plan), _zeros(1, plan), _keys_leave(mem, plan), tile, work, plan)
 
 
 @gluon.jit
@@ -248,10 +270,9 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
     named_barrier("arrive", END, 256)
-    # Nobody else reads V.
     dk_left = (dk_left * sm_scale).to(dtype)
     dk_right = (dk_right * sm_scale).to(dtype)
-    _store(desc_dk, dk_left, dk_right, mem.v, tile, work, plan)
+    _store(desc_dk, dk_left, dk_right, _keys_leave(mem, plan), tile, work, plan)
 
 
 @gluon.jit
@@ -327,6 +348,9 @@ def attention_backward_hopper_wide(
     desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
     desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
     desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
+    dk = ()
+    if plan.own_values:
+        dk = column_parts.buffers(desc_dk, 1)
     mem = Memory(
         column_parts.buffers(desc_k, 1),
         column_parts.buffers(desc_v, 1),
@@ -336,6 +360,7 @@ def attention_backward_hopper_wide(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
         gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
+        dk,
         barriers(1, 1).index(0),  # k_full
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full

@@ -60,6 +60,18 @@ class SplitBackwardConfig(HopperBackwardConfig):
         return width_of_parts(self.columns, head_dim)
 
 
+@dataclass(frozen=True)
+class ValuesBackwardConfig(SplitBackwardConfig):
+    """The same for values with a head dimension of their own.
+
+    Attributes:
+        columns: of the parts of a tile of queries or keys.
+        value_columns: of each of the two parts of a tile of values or outputs.
+    """
+
+    value_columns: int = field(kw_only=True)
+
+
 _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
@@ -78,6 +90,17 @@ SPLIT = {
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
 holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
 else does."""
+
+
+OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
+"""Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there is a kernel for."""
+
+
+def own_values_backward_config(head_dim: int, value_dim: int) -> ValuesBackwardConfig | None:
+    """The configuration of a call with values of a head dimension of their own; None if there is none."""
+    config = OWN_VALUES
+    fits = config.columns[0] < head_dim <= sum(config.columns)
+    return config if fits and config.value_columns < value_dim <= 2 * config.value_columns else None
 
 
 def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:

@@ -11,7 +11,7 @@ from attnlib.kernels.common.launch_postprocess import postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
-from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
+from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, ValuesBackwardConfig
 from attnlib.params import Params
 
 KERNEL = "attnlib.kernels.hopper.backward_kernel.attention_backward_hopper"
@@ -29,8 +29,9 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of attention on a GPU of compute capability 9.x, none of the arguments empty.
 
-    d_out, q, out: (B, H, Sq, D); k, v: (B, Hkv, Sk, D); lse: (B, H, Sq) float32, contiguous, as `forward`
-    returned it. With `params.varlen` d_out, q, out: (Tq, H, D); k, v: (Tk, Hkv, D); lse: (H, Tq).
+    q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); d_out, out: (B, H, Sq, Dv); lse: (B, H, Sq)
+    float32, contiguous, as `forward` returned it. With `params.varlen` q: (Tq, H, D); k: (Tk, Hkv, D), the
+    others likewise; lse: (H, Tq).
     Returns (dq, dk, dv). dk and dv are the same in every run, dq up to the order of a sum. ValueError if a
     length or the tiles are beyond 2^30.
     """
@@ -44,7 +45,7 @@ def backward(
 @lru_cache(PREPARED)
 def prepare(call: Signature) -> BackwardPlan | None:
     """None if an input has to be copied."""
-    windows = given(call, call.q, call.q, call.k, call.k, call.q)
+    windows = given(call, call.out, call.q, call.k, call.v, call.out)
     if windows is None:
         return None
     d_out, q, k, v, out = windows
@@ -101,6 +102,7 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
         Registers,
         SplitBackwardPlan,
         SplitWideBackwardPlan,
+        ValuesBackwardPlan,
         WideBackwardPlan,
         WideRegisters,
     )
@@ -114,7 +116,10 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
         how += BackwardMask(**mask), Registers(*kept)
     if config.columns:
         left, right = config.columns
-        return plan[1](left, *how, right=right, held=config.held)
+        parts = {"right": right, "held": config.held}
+        if isinstance(config, ValuesBackwardConfig):
+            return ValuesBackwardPlan(left, *how, **parts, value_columns=config.value_columns)
+        return plan[1](left, *how, **parts)
     return plan[0](width, *how)
 
 
@@ -127,18 +132,20 @@ def descriptors(
     ones, config = (1, 1, 1) if call.varlen else (1, 1), call.config
     sizes = {"q": config.block_m, "k": 64, "v": 64, "do": config.block_m, "dk": 64, "dv": 64}
     element = getattr(gl, HALF[call.dtype])
-    found, start = {}, 0
-    for suffix, columns in zip(("", "_right"), config.columns or (width,), strict=False):
-        for (name, size), window in zip(sizes.items(), windows, strict=True):
+    found, values = {}, isinstance(config, ValuesBackwardConfig)
+    for (name, size), whole in zip(sizes.items(), windows, strict=True):
+        start, parts = 0, config.columns or (width,)
+        if values and name in ("v", "do", "dv"):
+            parts = (config.value_columns,) * 2
+        for suffix, columns in zip(("", "_right"), parts, strict=False):
             block = (*ones, size, columns)
-            if config.columns:
-                window = columns_of(window, start, columns)
+            window = columns_of(whole, start, columns) if config.columns else whole
             layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
             if name == "k" and width <= 128 and config.block_m == 64 and columns > 16:
                 # Each consumer reads half of these columns for dQ: a swizzle does not reach beyond them.
                 layout = gl.NVMMASharedLayout(columns, 16, len(block))
             tensor = Part("d_out" if name == "do" else name, start)
             found[f"desc_{name}{suffix}"] = Descriptor(tensor, window, block, layout)
-        start += columns
+            start += columns
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return found | {"desc_rows": rows.descriptor(config.block_m, as_it_is)}

@@ -257,11 +257,16 @@ class WideBackwardPlan(Constants):
     rest = property(lambda self: gl.constexpr(self.width.value - self.left.value))
     width = property(lambda self: self.d)
     held = gl.constexpr(0)
+    own_values = gl.constexpr(False)
+    value_left = property(lambda self: self.left)  # columns of the parts of dV
+    value_rest = property(lambda self: self.rest)
 
     # Accumulators: of S^T and dP^T [64, block_m], of the parts of dK, dV and dQ.
     s_layout = property(lambda self: accumulator(self.block_m.value))
     left_layout = property(lambda self: accumulator(self.left.value))
     rest_layout = property(lambda self: accumulator(self.rest.value))
+    value_left_layout = property(lambda self: accumulator(self.value_left.value))
+    value_rest_layout = property(lambda self: accumulator(self.value_rest.value))
     # P^T and dS^T as first operands of a product, in registers.
     p_layout = property(lambda self: first_operand(self.left_layout))
 
@@ -281,3 +286,18 @@ class SplitWideBackwardPlan(WideBackwardPlan):
     held_layout = property(lambda self: first_operand(self.s_layout))
     left = property(lambda self: self.d)
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))
+
+
+@dataclass(frozen=True)
+class ValuesBackwardPlan(SplitWideBackwardPlan):
+    """The same for values with columns of their own.
+
+    Attributes:
+        value_columns: of each of the two parts of a tile of values.
+    """
+
+    value_columns: int = field(kw_only=True)
+
+    own_values = gl.constexpr(True)
+    value_left = property(lambda self: self.value_columns)
+    value_rest = property(lambda self: self.value_columns)

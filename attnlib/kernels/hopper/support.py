@@ -3,6 +3,7 @@
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.hopper.configs_backward import own_values_backward_config
 from attnlib.params import Params
 
 SHORT_FORWARD, SHORT_BACKWARD = {64: 64, 128: 64}, {64: 256, 128: 128}
@@ -22,8 +23,9 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"
-        if v.shape[-1] != q.shape[-1]:
-            return f"has no backward pass for D = {q.shape[-1]} with values of {v.shape[-1]} columns"
+        own, values = q.shape[-1], v.shape[-1]
+        if own != values and own_values_backward_config(own, values) is None:
+            return f"has no backward pass for D = {own} with values of {values} columns"
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not describable(tensor):

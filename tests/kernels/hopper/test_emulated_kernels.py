@@ -134,6 +134,14 @@ BACKWARD = {
     "136 of 160 columns, varlen": Call(136, 1, 1, varlen=((40, 70), (150, 90))),
     "192 columns, keys that nobody sees": Call(192, 1, 1, 60, 150, window=(30, -1)),
     "96 columns, varlen": Call(96, 1, 1, varlen=((40, 170), (150, 70))),
+    "192 columns, values of 128": Call(192, 2, 1, 70, 100, D_v=128),
+    "192 columns, values of 128, dense, bfloat16": Call(
+        192, 4, 2, 70, 90, B=2, D_v=128, causal=False, dtype=torch.bfloat16
+    ),
+    "136 of 192 columns, values of 72 of 128": Call(136, 1, 1, 63, 129, causal=False, sm_scale=-0.1, D_v=72),
+    "192 columns, values of 128, one row, one key": Call(192, 1, 1, 1, 1, D_v=128),
+    "192 columns, values of 128, keys that nobody sees": Call(192, 1, 1, 60, 200, window=(30, -1), D_v=128),
+    "192 columns, values of 128, varlen": Call(192, 2, 1, varlen=((40, 70), (150, 90), (0, 9)), D_v=128),
 }
 
 
