@@ -10,7 +10,21 @@ from cases import INTERPRETER_REMARKS
 from draws import Draw, check
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import attention, attention_varlen, dispatch, explain
+from attnlib import (
+    attention,
+    attention_bsfa,
+    attention_decode,
+    attention_distr,
+    attention_entmax,
+    attention_fp8,
+    attention_monarch,
+    attention_pooled,
+    attention_varlen,
+    dispatch,
+    explain,
+)
+from attnlib.arguments.distributed import check_distributed, check_row_parallel
+from attnlib.arguments.exact import Options
 from attnlib.kernels.common.descriptors import output_like
 from attnlib.params import Params, mask_window
 
@@ -161,6 +175,41 @@ def test_flops_count_both():
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == 2 * pairs * (3 * 24 + 2 * 16)
+
+
+# ---------------------------------------------------------------- what takes values of one width alone
+
+
+def one_width(function, **options):
+    def call(q, k, v):
+        function(q, k, v, **options)
+
+    return call
+
+
+def row_parallel(q, k, v):
+    check_row_parallel(q, k, v, torch.zeros(5, q.shape[1] * q.shape[3]), Options())
+
+
+OTHERS = {
+    "attention_bsfa": one_width(attention_bsfa, threshold=1.0),
+    "attention_decode": one_width(attention_decode),
+    "attention_distr": one_width(attention_distr, group=2),
+    "attention_entmax": one_width(attention_entmax),
+    "attention_fp8": one_width(attention_fp8, impl="reference"),
+    "attention_monarch": one_width(attention_monarch, block=4),
+    "attention_pooled": one_width(attention_pooled),
+    "distributed.attention": lambda q, k, v: check_distributed(q, k, v, Options(), 1),
+    "distributed.row_parallel_output": row_parallel,
+}
+
+
+@pytest.mark.parametrize("values", [32, 128])
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_refuse_by_name(name, values):
+    q = torch.zeros(1, 2, 16, 64).half()
+    with pytest.raises(ValueError, match=f"^v(_cache)?: expected .*64.*, got .*{values}"):
+        OTHERS[name](q, q, torch.zeros(1, 2, 16, values).half())
 
 
 # ---------------------------------------------------------------- what runs

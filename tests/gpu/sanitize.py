@@ -137,6 +137,10 @@ def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | Po
         yield Call("hopper", Shape(1, 2, 250, head_dim, True))
         yield Call("hopper", Shape(1, 2, 230, head_dim, False, heads_kv=1), varlen=True)
         yield Call("hopper", Shape(1, 150, 130, head_dim, True, heads_kv=75, seqlen_k=200))
+    for impl in ("hopper", "triton"):  # values of another width
+        yield Call(impl, Shape(1, 2, 250, 192, True, head_dim_v=128))
+        yield Call(impl, Shape(1, 2, 230, 176, False, heads_kv=1, head_dim_v=104), varlen=True)
+    yield Call("triton", Shape(1, 2, 130, 64, True, head_dim_v=256))
     for head_dim in (72, 104, 136):  # filled up
         yield Call("hopper", Shape(1, 2, 130, head_dim, True, "bfloat16"))
         yield Call("triton", Shape(1, 2, 130, head_dim, True, "bfloat16"))
@@ -202,7 +206,7 @@ def run_training(call: Call) -> tuple:
     if varlen:
         inputs = [x[0].transpose(0, 1).contiguous() for x in inputs]
     q, k, v = (x.cuda().requires_grad_() for x in inputs)
-    d_out = torch.randn(q.shape).to(q.dtype).cuda()
+    d_out = torch.randn(*q.shape[:-1], v.shape[-1]).to(q.dtype).cuda()
     how = {"causal": shape.causal, "window": window, "impl": impl, "return_lse": True}
     if mask:
         how |= {"block_mask": block_mask(mask, shape)}
