@@ -49,6 +49,7 @@ BACKWARD = {
     "64": Call(64, 4, 1, 70, 128), "128": Call(128, 1, 1, 320, 100, causal=False),
     "256": Call(256, 1, 1, 320, 60, causal=False), "unseen": Call(64, 1, 1, 60, 300, window=(30, -1)),
     "64 + 16": Call(72, 1, 1, 70, 70), "64 + 32": Call(96, 1, 1, 70, 70), "128 + 32": Call(136, 1, 1, 70, 70),
+    "values of 128": Call(192, 1, 1, 70, 70, D_v=128),
 }  # fmt: skip
 RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
 
@@ -349,6 +350,10 @@ MUTATIONS = [
          ("part * 64 * plan.left", "0 * plan.left"), call="128 + 32"),
     wide("the second part of dK and dV stays in shared memory", "AssertionError",
          ("for i in gl.static_range(len(descs)):", "for i in gl.static_range(1):"), call="128 + 32"),
+    wide("dK and dV of other widths are not fenced", UNFENCED.format(r"(dk|do)"),
+         without("    fence_async_shared()\n", ".store(right)\n"), call="values of 128"),
+    wide("dK and dV of other widths are not waited for", "Race: .* ends and has not waited for its copies",
+         without("    tma.store_wait(0)\n", ".index(0))\n"), call="values of 128"),
 ]  # fmt: skip
 
 
