@@ -17,6 +17,10 @@ FAMILIES = {
     "a window beyond the text": ("Mistral", {"sliding_window": 64}),
     "qwen2": ("Qwen2", {}),
     "gemma": ("Gemma", {}),
+    "latent attention": ("DeepseekV3", {  # values of 16 columns beside queries of 24; no experts
+        "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 9,
+    }),
     "gemma3": ("Gemma3", {
         "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 16,

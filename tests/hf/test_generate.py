@@ -18,7 +18,7 @@ pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore")]
 CACHES = (None, "static", "offloaded", "offloaded_static") if torch.cuda.is_available() else (None, "static")
 """The offloaded ones move to a CPU and back."""
 MODELS = [name for name in FAMILIES if name not in ("one key head for each", "a window beyond the text")]
-assert {"llama", "qwen2", "sliding window", "gemma", "gemma3"} == set(MODELS)
+assert {"llama", "qwen2", "sliding window", "gemma", "gemma3", "latent attention"} == set(MODELS)
 
 
 @pytest.fixture(autouse=True, scope="module")
