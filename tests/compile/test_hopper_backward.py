@@ -52,6 +52,7 @@ CASES = with_more(
     [*product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16")],
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
+DETERMINISTIC = "deterministic "
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
@@ -76,14 +77,18 @@ LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 0, 256: 1}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
-def call_of(width: int, dtype: str, varlen: bool) -> tuple[Signature, Preprocess]:
+def call_of(
+    width: int, dtype: str, varlen: bool, deterministic: bool = False
+) -> tuple[Signature, Preprocess]:
     """A call of this kind, and what its backward pass begins with."""
     shape = (500, 4, width) if varlen else (3, 4, 200, width)
-    lengths, config = Lengths(3, 200, 200) if varlen else None, hopper_backward_config(width)
+    lengths = Lengths(3, 200, 200) if varlen else None
+    config = hopper_backward_config(width, deterministic)
     strides = torch.empty(shape, device="meta").stride()
     window = MaskWindow(None, None)
     call = Signature(shape, shape, (strides,) * 5, DTYPES[dtype], 0, window, 1.0, lengths, False, config)
-    return call, preprocess(call, (shape, strides), (shape, strides), config.block_m, width)
+    window = shape, strides
+    return call, preprocess(call, window, window, config.block_m, width, deterministic)
 
 
 @gluon.jit
@@ -99,24 +104,27 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
             patch.setattr(backward_kernel, "_before", _one_block)
             return compile_case((128, "causal", "fp16"))
     width, kind, dtype = case
-    config = hopper_backward_config(width)
-    causal, tail, *asked = KINDS[kind]
+    deterministic = kind.startswith(DETERMINISTIC)
+    config = hopper_backward_config(width, deterministic)
+    causal, tail, *asked = KINDS[kind.removeprefix(DETERMINISTIC)]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
     plan = launch_backward.make_plan(width, config, mask, varlen)
     kernel = backward_kernel.attention_backward_hopper
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
-    types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
-    call, rows = call_of(width, dtype, varlen)
+    types = {"dq_ptr": "*fp32", "turns_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
+    call, rows = call_of(width, dtype, varlen, deterministic)
     windows = ((call.q, call.strides[0]),) * 6  # what is compiled does not depend on it
     types |= tile_types(launch_backward.descriptors(windows, rows, width, call), dtype, desc_rows="fp32")
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
-    for given, wanted in {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}.items():
+    wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
+    for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else given
-    stats, compiled = compile_kernel(kernel, plan, types, absent, ("dq_ptr",), config.max_registers)
+    aligned = ("dq_ptr", "turns_ptr") if deterministic else ("dq_ptr",)
+    stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
     return stats, addresses_change(compiled.asm["ttgir"])
 
 
@@ -252,6 +260,7 @@ def job(module: ModuleType, launch: Launch, call: Signature) -> Job:
         types[place] = ("*i32" if place == "cu_q" else "*fp32") + aligned
     types |= {place: "fp32" if isinstance(x, float) else "i32" for place, x in launch.scalars.items()}
     absent = [place for place, value in launch.scalars.items() if value is None]
+    absent += [place for place, part in launch.pointers.items() if part.name == "none"]
     absent += [] if call.varlen else ["cu_q"]
     signature = {place: types[place] for place in params if place in types and place not in absent}
     constants = dict.fromkeys(absent) | launch.constants

@@ -73,18 +73,20 @@ class Recorded(Emulated):
 
 @contextmanager
 def on_the_cpu(
-    order: str = "random", seed: int = 0, sms: int = 2, mutants: dict[str, ModuleType] | None = None
+    order: str = "random", seed: int = 0, sms: int = 2, mutants: dict[str, ModuleType] | None = None,
+    in_order: bool = False,
 ) -> Iterator[dict[str, Recorded]]:
     """Within it the launchers of the Hopper kernels take CPU tensors, and so does `impl="hopper"`.
 
-    `mutants`: modules with another kernel of a name in `KERNELS`. Yields the kernels, with their reports.
+    `mutants`: modules with another kernel of a name in `KERNELS`. `in_order`: as in `emulator.run`. Yields
+    the kernels, with their reports.
     """
     counter = torch.zeros(1, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         kernels = {}
         for name, module in KERNELS.items():
             kernel = getattr((mutants or KERNELS).get(name, module), name)
-            kernels[name] = Recorded(kernel, order, seed, sms)
+            kernels[name] = Recorded(kernel, order, seed, sms, in_order)
             patch.setattr(module, name, kernels[name])
         patch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
@@ -137,6 +139,7 @@ class Call:
     varlen: tuple[tuple[int, int], ...] = ()
     return_lse: bool = True
     config: HopperConfig | None = None
+    deterministic: bool = False
 
     @property
     def scale(self) -> float:
@@ -154,7 +157,7 @@ class Call:
     def params(self, backward: bool = False) -> Params:
         """What the call asks for besides its tensors."""
         window, config = mask_window(self.causal, self.window), None if backward else self.config
-        return Params(window, self.scale, self._varlen(), self.return_lse, config=config)
+        return Params(window, self.scale, self._varlen(), self.return_lse, self.deterministic, config=config)
 
     def _varlen(self) -> Varlen | None:
         if not self.varlen:
@@ -214,7 +217,7 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
         found = attention_fp64(*one, **options)
         own_out.copy_(found[0])
         own_lse.copy_(found[1])
-    with on_the_cpu(order, seed, **where) as kernels:
+    with on_the_cpu(order, seed, in_order=call.deterministic, **where) as kernels:
         gradients = families.backward(hopper, d_out, q, k, v, out, lse, call.params(backward=True))
     close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
     inputs, outputs = _sequences(call, d_out, lse, q, k, v), _sequences(call, d_out, lse, *gradients)

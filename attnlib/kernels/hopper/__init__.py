@@ -21,7 +21,7 @@ def configuration(q, k, params: Params, backward: bool = False) -> HopperConfig 
     """How the kernels are compiled and launched for queries and keys like these; varlen sequences count as
     the longest."""
     if backward:
-        return hopper_backward_config(q.shape[-1])
+        return hopper_backward_config(q.shape[-1], params.deterministic)
     B, H, _, S_q, S_k = signature(params, q, k).dimensions()
     keys = seen = None
     if params.window.left is None and not params.window.right:

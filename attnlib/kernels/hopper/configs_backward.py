@@ -1,6 +1,6 @@
 """Launch configurations of the Hopper backward kernel: a frozen dataclass, chosen by a pure function."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
@@ -15,6 +15,7 @@ class HopperBackwardConfig:
         block_m: queries of one step, 64 or 128.
         block_n: keys of a program; 128, and 64 in the wide kernel.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
+        deterministic: the sums of dQ are added up in a fixed order.
         stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -31,6 +32,7 @@ class HopperBackwardConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+    deterministic: bool = False
 
     columns = ()
     """Of each part of a tile, where it has parts."""
@@ -80,8 +82,9 @@ holds it and is below the next power of two, else that power. So a line here tur
 else does."""
 
 
-def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
-    """The configuration of the Hopper backward kernel for one call.
+def hopper_backward_config(head_dim: int, deterministic: bool = False) -> HopperBackwardConfig:
+    """The configuration of the Hopper backward kernel for one call, whose gradients have the same bits in
+    every run where that is asked for.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -90,4 +93,5 @@ def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     if head_dim < 1 or width not in _CHOSEN:
         raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
     split = smallest_split(SPLIT, head_dim)
-    return _CHOSEN[width] if split is None else SPLIT[split]
+    chosen = _CHOSEN[width] if split is None else SPLIT[split]
+    return replace(chosen, deterministic=True) if deterministic else chosen
