@@ -82,8 +82,9 @@ class Emulated:
     """Takes the place of a kernel: `kernel[grid](...)` runs in the emulator and compiles nothing."""
 
     def __init__(
-        self, kernel: JITFunction, order: Order = "random", seed: int = 0, sms: int = 2, in_order: bool = False
-    ) -> None:
+        self, kernel: JITFunction, order: Order = "random", seed: int = 0, sms: int = 2,
+        in_order: bool = False,
+    ) -> None:  # fmt: skip
         self.kernel = kernel
         self.options = {"order": order, "seed": seed, "sms": sms, "in_order": in_order}
         self.reports: list[Report] = []

@@ -52,21 +52,21 @@ class Recorded(Emulated):
         def record(*args, **kwargs) -> None:
             given = (*args, *kwargs.values())
             tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "base", None) for x in given]
-            self._tensors = [x for x in tensors if x is not None]
-            self._before = [x.clone() for x in self._tensors]
+            self.tensors = [x for x in tensors if x is not None]
+            self._before = [x.clone() for x in self.tensors]
             launch(*args, **kwargs)
-            self._after = [x.clone() for x in self._tensors]
+            self._after = [x.clone() for x in self.tensors]
             self._grid, self._args, self._kwargs = grid, args, kwargs
 
         return record
 
     def repeat(self, order: str, seed: int) -> Report:
         """AssertionError if memory is not as after the launch, up to the order of sums."""
-        for tensor, before in zip(self._tensors, self._before, strict=True):
+        for tensor, before in zip(self.tensors, self._before, strict=True):
             tensor.copy_(before)
         self.options |= {"order": order, "seed": seed}
         super().__getitem__(self._grid)(*self._args, **self._kwargs)
-        for tensor, after in zip(self._tensors, self._after, strict=True):
+        for tensor, after in zip(self.tensors, self._after, strict=True):
             torch.testing.assert_close(tensor, after, equal_nan=True)
         return self.reports[-1]
 

@@ -77,7 +77,10 @@ def preprocess(
             "cu_q": Part("cu_q"),
         },
         scalars={"S_q": S_q, "T_q": call.q[0] if call.varlen else None, "H": H, "B": B, "padded": padded},
-        constants={"BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width, "TURNS": memory.counters},
+        constants={
+            "BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width,
+            "TURNS": memory.counters,
+        },  # fmt: skip
         options={"num_warps": 4},
     )
     return memory._replace(launch=launch)

@@ -1,5 +1,5 @@
-"""Whose turn it is to add to a sum in global memory: where programs add in a fixed order, the sum has the same
-bits in every run.
+"""Whose turn it is to add to a sum in global memory: where programs add in a fixed order, the sum has the
+same bits in every run.
 
 Each block of sums has counters, one for each warp that adds to it, of what has been added. A warp with turn t
 waits until its counter is t, adds, and counts on. The same warp of each program adds to the same elements, so
@@ -37,8 +37,8 @@ _AWAIT = gl.constexpr(
 _END = gl.constexpr(
     "{ .reg .pred q; .reg .b32 t; .reg .b64 a; setp.eq.b32 q, $2, 0; @q bra DONE; "
     + _ADDRESS
-    + "bar.warp.sync 0xffffffff; fence.acq_rel.gpu; mov.u32 t, %tid.x; and.b32 t, t, 31; setp.eq.b32 q, t, 0; "
-    "@q red.relaxed.gpu.global.add.u32 [a], 1; DONE: mov.b32 $0, 0; }"
+    + "bar.warp.sync 0xffffffff; fence.acq_rel.gpu; mov.u32 t, %tid.x; and.b32 t, t, 31; "
+    "setp.eq.b32 q, t, 0; @q red.relaxed.gpu.global.add.u32 [a], 1; DONE: mov.b32 $0, 0; }"
 )
 
 
