@@ -187,8 +187,8 @@ class Threads:
         np.add.at(words, places, int(number))
 
     def _poll(self, target: str, operand: str) -> None:
-        """A load of what others count. One that comes again, in a loop, waits for something else: where nobody
-        is left who could change it, that is a deadlock."""
+        """A load of what others count. One that comes again, in a loop, waits for something else; where
+        nobody is left who could change it, that is a deadlock."""
         words, places = self.value(ADDRESS.search(operand).group(1)).words(self.active)
         before = self.seen.get(operand)
 

@@ -8,11 +8,11 @@
 
 Table `deterministic`: the backward pass of powers of two, as a call gets it, with `deterministic=True`, the
 same by the portable kernels, and FlashAttention-3 both ways. Table `calls`, the forward pass, and table
-`backward`: a row for each shape and implementation, causal and dense, fp16, in eight shuffled rounds with cold L2: "attnlib" as a call gets it; "padded", its kernel at the
-next power of two (at D = 112 the two are the same, a second control); FlashAttention-3; cuDNN. The last row
-of a shape is attnlib's control. Outputs and gradients are judged against fp64 before and after. First,
-processes side by side compile. The record is written after each shape. Status 0 when all of attnlib's were
-right, 1 otherwise, 2 without a Hopper GPU.
+`backward`: a row for each shape and implementation, causal and dense, fp16, in eight shuffled rounds with
+cold L2: "attnlib" as a call gets it; "padded", its kernel at the next power of two (at D = 112 the two are
+the same, a second control); FlashAttention-3; cuDNN. The last row of a shape is attnlib's control. Outputs
+and gradients are judged against fp64 before and after. First, processes side by side compile. The record is
+written after each shape. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ MUTATIONS = [
     turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", ""), call="256, in order"),
     turn("nobody waits", BITS, ("setp.lt.u32 q, t, $2; @q bra AGAIN; ", "")),
     turn("nobody waits", BITS, ("setp.lt.u32 q, t, $2; @q bra AGAIN; ", ""), call="64 + 16, in order"),
-    turn("nobody counts", WAITS, ("t, 31; setp.eq.b32 q, t, 0; ", "t, 31; setp.eq.b32 q, t, 1; ")),
+    turn("nobody counts", WAITS, ("setp.eq.b32 q, t, 0; @q red", "setp.eq.b32 q, t, 1; @q red")),
     turn("one turn too late", WAITS, ("gl.where(wanted, turn, -1)", "gl.where(wanted, turn + 1, -1)")),
     tiles("a program waits for one that comes later", WAITS,
           ("gl.minimum(last, tile.S_k - 1) // plan.block_n - i_n", "i_n")),
