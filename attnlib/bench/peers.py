@@ -152,9 +152,10 @@ class _FA3Operators:
         return self.forward(q, k, v, causal, sm_scale)[0]
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float
+        self, d_out: Tensor, saved: tuple[Tensor, ...], causal: bool, sm_scale: float, deterministic: bool
     ) -> GradientCall:
-        """Runs the forward; what it returns runs the backward alone."""
+        """Runs the forward of saved, q, k and v; what it returns runs the backward alone."""
+        q, k, v = saved
         out, lse = self.forward(q, k, v, causal, sm_scale)
 
         def call() -> tuple[Tensor, Tensor, Tensor]:
@@ -162,16 +163,18 @@ class _FA3Operators:
             # The 6 empty ones: variable lengths, used lengths, longest lengths. After the mask: window,
             # softcap, deterministic, SMs left free.
             self.operators.bwd(
-                d_out, q, k, v, out, lse, *gradients, *[None] * 6, sm_scale, causal, -1, -1, 0.0, False, 0
-            )
+                d_out, q, k, v, out, lse, *gradients, *[None] * 6, sm_scale, causal, -1, -1, 0.0,
+                deterministic, 0,
+            )  # fmt: skip
             return gradients
 
         return call
 
 
 @functools.cache
-def _fa3_forward() -> Callable[..., Tensor]:
-    """FA3 as f(q, k, v, causal, sm_scale) on (B, S, H, D); ImportError says why it is not there."""
+def _fa3_forward(deterministic: bool = False) -> Callable[..., Tensor]:
+    """FA3 as f(q, k, v, causal, sm_scale) on (B, S, H, D); ImportError says why it is not there.
+    `deterministic`: how a gradient that autograd asks for is computed."""
     named = os.environ.get("ATTNLIB_FA3")
     if named:
         path = Path(named)
@@ -183,7 +186,9 @@ def _fa3_forward() -> Callable[..., Tensor]:
         from flash_attn_interface import flash_attn_func
 
         def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
-            out = flash_attn_func(q, k, v, softmax_scale=sm_scale, causal=causal)
+            out = flash_attn_func(
+                q, k, v, softmax_scale=sm_scale, causal=causal, deterministic=deterministic
+            )
             return out[0] if isinstance(out, tuple) else out
 
         return forward
@@ -225,17 +230,20 @@ def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Call
     return lambda: forward(q, k, v, causal, sm_scale).transpose(1, 2)
 
 
-def _fa3_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float
-) -> GradientCall:
-    forward = _fa3_forward()
-    d_out, q, k, v = (x.transpose(1, 2).contiguous() for x in (d_out, q, k, v))
-    if isinstance(forward, _FA3Operators):
-        backward = forward.backward(d_out, q, k, v, causal, sm_scale)
-    else:  # the package knows autograd
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        backward = through_autograd(forward(q, k, v, causal, sm_scale), d_out, q, k, v)
-    return lambda: tuple(x.transpose(1, 2) for x in backward())
+def fa3_gradient(deterministic: bool) -> Callable[..., GradientCall]:
+    """FA3's backward pass as a peer's `gradient`; `deterministic`: the same bits in every run."""
+
+    def make(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> GradientCall:
+        forward = _fa3_forward(deterministic)
+        d_out, q, k, v = (x.transpose(1, 2).contiguous() for x in (d_out, q, k, v))
+        if isinstance(forward, _FA3Operators):
+            backward = forward.backward(d_out, (q, k, v), causal, sm_scale, deterministic)
+        else:  # the package knows autograd
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            backward = through_autograd(forward(q, k, v, causal, sm_scale), d_out, q, k, v)
+        return lambda: tuple(x.transpose(1, 2) for x in backward())
+
+    return make
 
 
 # Triton's own tutorial 06: $ATTNLIB_TUTORIAL is its file. No copy of it is kept here.
@@ -303,7 +311,7 @@ PEERS: dict[str, Peer] = {
         ),
         Peer("cudnn", "PyTorch SDPA, cuDNN backend", _no_cudnn, _sdpa(SDPBackend.CUDNN_ATTENTION)),
         Peer("flex", "PyTorch FlexAttention, compiled for each shape", _no_gpu, _flex),
-        Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, _fa3, _fa3_backward),
+        Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, _fa3, fa3_gradient(False)),
         Peer("tutorial", "Triton's tutorial 06, autotuned", _no_tutorial, _tutorial),
     )
 }

@@ -16,6 +16,8 @@ It checks what can go wrong with memory that is written behind one's back:
 
 It knows nothing of layouts, registers and time: a tile is a matrix, the threads of a partition go in step. Of
 global memory it checks addresses, not who has seen what. Programs run a few at a time, as on a small GPU.
+They may wait for each other's counts in global memory (`in_order`, see `machine`); a wait that cannot end is
+a deadlock as any other. Assembly on a scalar runs once for all warps of a partition, not once for each.
 
 `run(kernel, grid, *args)` is `kernel[grid](*args)`; within `emulated(vars(module))` a module's own launcher
 does that.

@@ -6,6 +6,10 @@ a copy lands, a product is formed. Which one is drawn from a seed; `order` says 
     "random"   any of them; some partitions and copies are slow, so that others get as far ahead as they can
     "late"     copies and products only when no partition can go on: nothing is there before it must be
     "eager"    copies and products at once: everything that is freed too early is lost
+
+Where programs wait for each other (`in_order`), additions to global memory take place some time after they
+were issued, too, as late as a fence of the GPU's scope lets them. Of a fence only the additions of its own
+partition are known: in the kernels no warp passes on what another partition added.
 """
 
 from __future__ import annotations
@@ -67,6 +71,7 @@ class Partition:
         self.speed = 1.0
         self.products: deque[Work] = deque()  # not waited for, in the order in which they are formed
         self.stores: deque[Work] = deque()  # copies out, not waited for
+        self.additions: list[Work] = []  # to global memory, which may still be under way
         self.loads: list = []  # buffers that it loaded since its last fence
 
     @property
@@ -139,8 +144,8 @@ class Program:
 class Machine:
     """Runs the partitions of some programs, one at a time."""
 
-    def __init__(self, order: Order, rng: random.Random) -> None:
-        self.order, self.rng = order, rng
+    def __init__(self, order: Order, rng: random.Random, in_order: bool = False) -> None:
+        self.order, self.rng, self.in_order = order, rng, in_order
         self.current: Partition | None = None
         self.copies: list[Work] = []  # into shared memory, under way
         self.partitions: list[Partition] = []
@@ -197,6 +202,7 @@ class Machine:
             able = [p for p in waiting if p.ready is None or p.ready()]
             events = [] if self.order == "eager" or (self.order == "late" and able) else self._events()
             if not waiting:
+                self._finish_additions()
                 return None
             if not able and not events:
                 self._failure = Deadlock("; ".join(f"{p} waits for {p.waits_for()}" for p in waiting))
@@ -222,7 +228,16 @@ class Machine:
                     events.append(product)
                     break
             events += [store for store in partition.stores if not store.done]
+            partition.additions = [work for work in partition.additions if not work.done]
+            events += partition.additions
         return events
+
+    def _finish_additions(self) -> None:
+        """The end of a launch waits for them."""
+        for partition in self.partitions:
+            for work in partition.additions:
+                if not work.done:
+                    work.do()
 
     def _pass_on(self, chosen: Partition | None) -> None:
         (self._over if chosen is None else chosen.turn).release()
@@ -251,6 +266,17 @@ class Machine:
             work.do()
             work.done = True
         self.pause()
+
+    def add_to_memory(self, work: Work) -> None:
+        if self.in_order:
+            self.issue(self.current.additions, work)
+        else:
+            work.do()
+
+    def fence_additions(self) -> None:
+        """Until all additions of this partition are done."""
+        issued = list(self.current.additions)
+        self.wait(lambda: all(work.done for work in issued), lambda: "its additions to memory")
 
     def wait_for(self, queue: deque[Work], outstanding: int, what: str) -> None:
         """All of a queue but the newest `outstanding`."""

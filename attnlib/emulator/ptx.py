@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from attnlib.emulator.barriers import NamedBarrier
-from attnlib.emulator.machine import Partition
+from attnlib.emulator.machine import Partition, Work
 from attnlib.emulator.values import Pointer, check_inside
 
-ADDRESS = re.compile(r"\[(\S+)(?: \+ (\d+))?\]")
+ADDRESS = re.compile(r"\[(\S+?)(?: \+ (\d+))?\]")
 
 
 class Line(NamedTuple):
@@ -76,6 +76,7 @@ OPERATIONS: dict[str, Callable] = {
     "cvt.u32.u64": lambda a: a & 0xFFFFFFFF,
     "and.b32": operator.and_,
     "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
+    "shr.b32": operator.rshift,
     "tanh.approx.f32": np.tanh,
     "ex2.approx.f16x2": _exp2_f16x2,
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
@@ -83,7 +84,7 @@ OPERATIONS: dict[str, Callable] = {
     "mul.f32": operator.mul,
     "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
     "sub.u32": lambda a, b: (a - b) & 0xFFFFFFFF,
-    "setp.lt.u32": operator.lt,
+    **dict.fromkeys(["setp.lt.u32", "setp.lt.s32"], operator.lt),
     "setp.nan.f32": lambda a, b: np.isnan(a) | np.isnan(b),
     "setp.eq.b32": operator.eq,
     "setp.ne.b32": operator.ne,
@@ -102,6 +103,7 @@ class Threads:
         self.registers = {f"${i}": value for i, value in enumerate(operands)}
         self.registers["%tid.x"] = np.arange(threads, dtype=np.int64) + partition.first_thread
         self.registers["%smid"] = np.zeros(threads, np.int64)
+        self.seen: dict[str, np.ndarray] = {}  # by a load: what it found the last time
 
     def value(self, name: str):
         if name in self.registers:
@@ -134,6 +136,14 @@ class Threads:
         operation, names = line.operation, line.names
         if operation == "red.global.add.v4.f32":
             return self._add(line.rest)
+        if operation == "red.relaxed.gpu.global.add.u32":
+            return self._count(line.rest)
+        if operation == "ld.acquire.gpu.global.b32":
+            return self._poll(*names)
+        if operation == "fence.acq_rel.gpu":
+            return self.partition.program.machine.fence_additions()
+        if operation == "bar.warp.sync":  # the lanes of a warp are here together
+            return None
         if operation.startswith("bar."):
             return self._bar(operation, names)
         if operation == "pmevent":
@@ -167,7 +177,32 @@ class Threads:
         address = self.value(name)
         sources = re.findall(r"\$\d+", operands[operands.index("{") :])
         values = np.stack([self.value(source) for source in sources], 1)  # [threads, 4]
-        address.add(int(constant or 0), values, self.active)
+        add = _Addition(address, int(constant or 0), values, self.active)
+        self.partition.program.machine.add_to_memory(add)
+
+    def _count(self, operands: str) -> None:
+        address, number = (part.strip() for part in operands.split(","))
+        words, places = self.value(ADDRESS.search(address).group(1)).words(self.active)
+        self.partition.program.machine.pause()
+        np.add.at(words, places, int(number))
+
+    def _poll(self, target: str, operand: str) -> None:
+        """A load of what others count. One that comes again, in a loop, waits for something else; where
+        nobody is left who could change it, that is a deadlock."""
+        words, places = self.value(ADDRESS.search(operand).group(1)).words(self.active)
+        before = self.seen.get(operand)
+
+        def changed() -> bool:
+            return before is None or not np.array_equal(words[places], before)
+
+        def what() -> str:
+            return f"word {int(places[0])} of global memory, which is {int(words[places[0]])}"
+
+        self.partition.program.machine.wait(changed, what)
+        self.seen[operand] = words[places]
+        found = np.zeros(self.threads, np.int64)
+        found[self.active] = self.seen[operand]
+        self.set(target, found)
 
 
 class _Address:
@@ -175,6 +210,12 @@ class _Address:
 
     def __init__(self, pointer: Pointer, offset: np.ndarray) -> None:
         self.memory, self.start, self.offset = pointer.memory, int(pointer.offset), offset
+
+    def words(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Memory as 32-bit words, and the one of each active thread."""
+        places = self.start + self.offset[active] // self.memory.element_size()
+        check_inside(self.memory, int(places.min()), int(places.max()))
+        return self.memory.view(torch.int32).numpy(), places
 
     def add(self, constant: int, values: np.ndarray, active: np.ndarray) -> None:
         """Add neighboring values, as many as a row of `values` has, for each active thread."""
@@ -190,6 +231,16 @@ class _Address:
             self.memory.numpy()[first[0] : first[0] + values.size] += values.ravel()
         else:
             np.add.at(self.memory.numpy(), (first[:, None] + np.arange(n)).ravel(), values.ravel())
+
+
+class _Addition(Work):
+    def __init__(self, address: _Address, constant: int, values: np.ndarray, active: np.ndarray) -> None:
+        super().__init__()
+        self.given = address, constant, values, active
+
+    def do(self) -> None:
+        address, *rest = self.given
+        address.add(*rest)
 
 
 # ---------------------------------------------------------------- which thread has which element

@@ -40,9 +40,11 @@ def run(
     seed: int = 0,
     sms: int = 2,
     num_warps: int = 4,
+    in_order: bool = False,
     **kwargs,
 ) -> Report:
-    """Run the programs of a grid in an order drawn from `seed`, `sms` of them at a time.
+    """Run the programs of a grid in an order drawn from `seed`, `sms` of them at a time. `in_order`: programs
+    start in the order of their numbers, as on a GPU, for those that wait for each other; see `machine`.
 
     Arguments are those of `kernel[grid](...)`, with CPU tensors. `order`: see `machine`. Raises `Race`,
     `Deadlock`, and whatever else goes wrong.
@@ -51,10 +53,13 @@ def run(
     rng = random.Random(seed)
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     places = list(product(*map(range, grid)))
-    rng.shuffle(places)
+    if in_order:  # `product` has the last of the three numbers first
+        places.sort(key=lambda place: place[::-1])
+    else:
+        rng.shuffle(places)
     unwaited = []
     for start in range(0, len(places), sms):
-        machine = Machine(order, rng)
+        machine = Machine(order, rng, in_order)
         programs = []
         for place in places[start : start + sms]:
             program = Program(machine, place[0] + grid[0] * (place[1] + grid[1] * place[2]))
@@ -76,8 +81,12 @@ def run(
 class Emulated:
     """Takes the place of a kernel: `kernel[grid](...)` runs in the emulator and compiles nothing."""
 
-    def __init__(self, kernel: JITFunction, order: Order = "random", seed: int = 0, sms: int = 2) -> None:
-        self.kernel, self.options = kernel, {"order": order, "seed": seed, "sms": sms}
+    def __init__(
+        self, kernel: JITFunction, order: Order = "random", seed: int = 0, sms: int = 2,
+        in_order: bool = False,
+    ) -> None:  # fmt: skip
+        self.kernel = kernel
+        self.options = {"order": order, "seed": seed, "sms": sms, "in_order": in_order}
         self.reports: list[Report] = []
 
     def __getitem__(self, grid: tuple[int, ...]):

@@ -124,26 +124,21 @@ def test_the_choice_and_its_reason(name, gpu, launched):
 
 
 BACKWARD = {
-    "narrow": (64, False, None),
-    "wide": (256, False, None),
-    "deterministic": (64, True, "adds up dq in an order that changes"),
+    "narrow": (64, False),
+    "wide": (256, False),
+    "deterministic": (64, True),
 }
 
 
 @pytest.mark.parametrize("varlen", [None, lengths_of(264, 264)], ids=["batch", "varlen"])
 @pytest.mark.parametrize("name", BACKWARD)
 def test_the_choice_of_the_backward_pass(name, varlen, gpu):
-    head_dim, deterministic, lacks = BACKWARD[name]
+    head_dim, deterministic = BACKWARD[name]
     q = tensor(1, 1, 264, head_dim) if varlen is None else tensor(264, 1, head_dim)
     call = q, q, q
     kernel, reason = chosen_for(call, varlen, None, deterministic)
-    if lacks is None:
-        assert kernel == "hopper"
-        assert chosen_for(call, varlen, "hopper", deterministic) == ("hopper", "asked for")
-    else:
-        assert kernel == "triton" and reason.startswith(f"hopper {lacks}")
-        with pytest.raises(ValueError, match=f"^impl: 'hopper' {lacks}.*; leave impl out"):
-            chosen_for(call, varlen, "hopper", deterministic)
+    assert kernel == "hopper" and reason == hopper.FITS
+    assert chosen_for(call, varlen, "hopper", deterministic) == ("hopper", "asked for")
     for impl in ("triton", "reference"):
         assert chosen_for(call, varlen, impl, deterministic) == (impl, "asked for")
     gpu(8)
@@ -409,7 +404,9 @@ def test_what_computes_values_of_another_width(gpu):
         assert chosen_for(pair, None) == ("triton", reason)
         with pytest.raises(ValueError, match=f"^impl: 'hopper' {reason.removeprefix('hopper ')}; leave impl"):
             chosen_for(pair, None, impl="hopper")
-    assert chosen_for(call, None, deterministic=True)[0] == "triton"
+    in_order = resolve(*call, params._replace(deterministic=True), True)
+    assert in_order.kernel == "hopper"
+    assert in_order.configuration == dataclasses.replace(configs_backward.OWN_VALUES, deterministic=True)
     gpu(8)
     assert explain(*call).kernel == "triton"
     assert explain(*call).reason == "hopper needs a GPU of compute capability 9.x; cuda:0 has 8.0"

@@ -1,5 +1,6 @@
 """The comparison of backward passes, with the GPU replaced: what is judged, timed and credited."""
 
+import dataclasses
 import json
 import math
 import types
@@ -84,7 +85,8 @@ def test_memory_and_missing_peers_end_nothing(gpu, monkeypatch):
     assert found == {"13_x": "out of memory", "fa3": "not installed", "math": "ok", "13_y": "ok"}
 
 
-def test_fa3_gets_its_own_layout_and_gives_ours(gpu, monkeypatch):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fa3_gets_its_own_layout_and_gives_ours(deterministic, gpu, monkeypatch):
     """The operator's argument list: 6 tensors, 3 outputs, 6 empty options, then scale, mask and 5 more."""
     seen = []
 
@@ -94,7 +96,7 @@ def test_fa3_gets_its_own_layout_and_gives_ours(gpu, monkeypatch):
         return out.transpose(1, 2).contiguous(), torch.zeros(*q.shape[:3])
 
     def bwd(*call):
-        assert len(call) == 22 and call[9:15] == (None,) * 6 and call[17:] == (-1, -1, 0.0, False, 0)
+        assert len(call) == 22 and call[9:15] == (None,) * 6 and call[17:] == (-1, -1, 0.0, deterministic, 0)
         d_out, q, k, v = (x.transpose(1, 2).detach() for x in call[:4])
         seen.append(tuple(call[0].shape))
         with torch.enable_grad():
@@ -107,7 +109,9 @@ def test_fa3_gets_its_own_layout_and_gives_ours(gpu, monkeypatch):
     operators = types.SimpleNamespace(fwd=fwd, bwd=bwd)
     fa3 = peers._FA3Operators.__new__(peers._FA3Operators)
     fa3.operators = operators
-    monkeypatch.setattr(peers, "_fa3_forward", lambda: fa3)
+    monkeypatch.setattr(peers, "_fa3_forward", lambda deterministic: fa3)
+    gradient = peers.fa3_gradient(deterministic)
+    monkeypatch.setitem(peers.PEERS, "fa3", dataclasses.replace(peers.PEERS["fa3"], gradient=gradient))
     row = rows_of({"fa3": None})["fa3"]
     assert row["status"] == "ok", row.get("reason")
     assert set(seen) == {(2, 40, 2, 16)}

@@ -23,7 +23,7 @@ SMALL = [Shape(1, 1, 70, 72, False), Shape(1, 1, 70, 112, False)]
 
 
 def calls_are(monkeypatch, shapes: list[Shape]) -> None:
-    passes = {name: one._replace(calls=shapes) for name, one in time_head_dims.PASSES.items()}
+    passes = {name: one._replace(shapes=shapes) for name, one in time_head_dims.PASSES.items()}
     monkeypatch.setattr(time_head_dims, "PASSES", passes)
 
 

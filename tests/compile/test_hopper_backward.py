@@ -27,10 +27,10 @@ from attnlib.kernels.hopper import (
     launch_backward,
 )
 from attnlib.kernels.hopper.configs_backward import (
-    OWN_VALUES,
     SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
+    own_values_backward_config,
 )
 from attnlib.params import MaskWindow
 
@@ -54,11 +54,20 @@ SPLIT_SPILLS = {
     (96, "varlen window"): 6, (192, "varlen window"): 4, (PAIR, "causal"): 4, (PAIR, "varlen window"): 4,
 }  # fmt: skip
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
+IN_ORDER = {
+    (64, "causal"): 18, (64, "dense"): 10, (64, "varlen window"): 32, (128, "causal"): 6, (128, "dense"): 2,
+    (128, "varlen window"): 22, (80, "causal"): 8, (96, "causal"): 10, (256, "causal"): 4, (256, "dense"): 2,
+    (256, "varlen window"): 8, (160, "causal"): 4, (192, "causal"): 4, (PAIR, "causal"): 6,
+}  # fmt: skip
+"""The kinds that are compiled with a deterministic plan, and words that may spill there. A place in a list of
+turns takes more numbers to keep."""
 CASES = with_more(
     [*product(WIDTHS, ("causal", "dense", "varlen window"), ["fp16"]), (128, "causal", "bf16")],
     [*product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16")],
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
+CASES += [(width, f"deterministic {kind}", "fp16") for width, kind in IN_ORDER]
+DETERMINISTIC = "deterministic "
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
@@ -84,16 +93,18 @@ LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 0, 256: 1, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
-def columns_of(name: int | str) -> tuple[int, int, HopperBackwardConfig]:
+def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, HopperBackwardConfig]:
     """Those of queries and of values, and the configuration."""
     if name == PAIR:
-        return 192, 128, OWN_VALUES
-    return name, name, hopper_backward_config(name)
+        return 192, 128, own_values_backward_config(192, 128, deterministic)
+    return name, name, hopper_backward_config(name, deterministic)
 
 
-def call_of(name: int | str, dtype: str, varlen: bool) -> tuple[Signature, Preprocess]:
+def call_of(
+    name: int | str, dtype: str, varlen: bool, deterministic: bool = False
+) -> tuple[Signature, Preprocess]:
     """A call of this kind, and what its backward pass begins with."""
-    width, values, config = columns_of(name)
+    width, values, config = columns_of(name, deterministic)
     shape = (500, 4, width) if varlen else (3, 4, 200, width)
     lengths = Lengths(3, 200, 200) if varlen else None
     strides = torch.empty(shape, device="meta").stride()
@@ -101,7 +112,7 @@ def call_of(name: int | str, dtype: str, varlen: bool) -> tuple[Signature, Prepr
     call = Signature(shape, shape, (strides,) * 5, DTYPES[dtype], 0, window, 1.0, lengths, False, config)
     call = call._replace(own_value_dim=own)
     out = call.out, torch.empty(call.out, device="meta").stride()
-    return call, preprocess(call, out, out, config.block_m, width)
+    return call, preprocess(call, out, out, config.block_m, width, deterministic)
 
 
 @gluon.jit
@@ -117,25 +128,28 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
             patch.setattr(backward_kernel, "_before", _one_block)
             return compile_case((128, "causal", "fp16"))
     name, kind, dtype = case
-    width, _, config = columns_of(name)
-    causal, tail, *asked = KINDS[kind]
+    deterministic = kind.startswith(DETERMINISTIC)
+    width, _, config = columns_of(name, deterministic)
+    causal, tail, *asked = KINDS[kind.removeprefix(DETERMINISTIC)]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
     plan = launch_backward.make_plan(width, config, mask, varlen)
     kernel = backward_kernel.attention_backward_hopper
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
-    types = {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
-    call, rows = call_of(name, dtype, varlen)
+    types = {"dq_ptr": "*fp32", "turns_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
+    call, rows = call_of(name, dtype, varlen, deterministic)
     own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
     windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
     types |= tile_types(launch_backward.descriptors(windows, rows, width, call), dtype, desc_rows="fp32")
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
-    for given, wanted in {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}.items():
+    wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
+    for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else given
-    stats, compiled = compile_kernel(kernel, plan, types, absent, ("dq_ptr",), config.max_registers)
+    aligned = ("dq_ptr", "turns_ptr") if deterministic else ("dq_ptr",)
+    stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
     return stats, addresses_change(compiled.asm["ttgir"])
 
 
@@ -181,15 +195,22 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
-    own = SPLIT_SPILLS.get((width, kind))
+    deterministic, kind = kind.startswith(DETERMINISTIC), kind.removeprefix(DETERMINISTIC)
+    own = (IN_ORDER if deterministic else SPLIT_SPILLS).get((width, kind))
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
     assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
-    assert sorted(loop.get("REDG", 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
+    # With a deterministic plan, and in a loop that adds: a look for the turn, and a count.
+    counts = [n + 1 if n and deterministic else n for n in ADDITIONS[width]]
+    assert sorted(loop.get("REDG", 0) for loop in loops) == counts, "16 bytes at a time"
     for loop in loops:
-        assert loop.get("LDL", 0) <= LOADS[width]
-        assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop)
+        assert deterministic or loop.get("LDL", 0) <= LOADS[width]
+        loads = {text: n for text, n in loop.items() if text.startswith(("ATOM", "LDG", "STG"))}
+        assert not any(text.startswith(("ATOM", "STG")) for text in loads)
+        assert sum(loads.values()) <= bool(deterministic and loop.get("REDG")), "a look for the turn"
+        if deterministic and loop.get("REDG"):
+            assert loop["MEMBAR"] > 0, "a sum is complete when it is counted"
     two_parts = 2 if width in (80, 96) else 1
     assert changes == [True, True] * two_parts, "two places add to dQ, or two for each part"
 
@@ -271,6 +292,7 @@ def job(module: ModuleType, launch: Launch, call: Signature) -> Job:
         types[place] = ("*i32" if place == "cu_q" else "*fp32") + aligned
     types |= {place: "fp32" if isinstance(x, float) else "i32" for place, x in launch.scalars.items()}
     absent = [place for place, value in launch.scalars.items() if value is None]
+    absent += [place for place, part in launch.pointers.items() if part.name == "none"]
     absent += [] if call.varlen else ["cu_q"]
     signature = {place: types[place] for place in params if place in types and place not in absent}
     constants = dict.fromkeys(absent) | launch.constants

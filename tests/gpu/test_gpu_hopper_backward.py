@@ -12,6 +12,7 @@ from backward_cases import BackwardCase, check_backward, exact_forward
 from draws import Draw
 from layouts import LAYOUTS
 
+from attnlib import attention_varlen
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
@@ -133,3 +134,95 @@ def test_cuda_graph(head_dim):
         graph.replay()
         for verdict in GradientOracle(*call[:4], causal=True).judge(*found).values():
             verdict.raise_if_bad("a replayed graph")
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+ALL_DIMS = pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+IN_ORDER = [  # shape, window
+    ((2, 4, 1000, 1000), None), ((1, 8, 2048, 2048), None), ((1, 2, 300, 1500), None),
+    ((1, 2, 1500, 300), None), ((1, 4, 1500, 1500), (300, -1)), ((1, 4, 1500, 1500), (200, 100)),
+    ((1, 4, 700, 1500), (500, 0)),
+]  # fmt: skip
+
+
+def deterministic(call: tuple) -> tuple:
+    return *call[:6], call[6]._replace(deterministic=True)
+
+
+@pytest.fixture
+def other_work():
+    """Launches on another stream, each time more: programs of a kernel then come to SMs at other times."""
+    stream, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
+
+    def start(amount: int) -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(amount):
+                torch.mm(x[: 256 * (1 + amount % 8)], x)
+
+    yield start
+    torch.cuda.synchronize()
+
+
+def check_bits(call: tuple, other_work, runs: int = 20) -> tuple[torch.Tensor, ...]:
+    first = backward(*call)
+    wrong = torch.zeros((), device="cuda")
+    for run in range(runs):
+        other_work(run)
+        for found, expected in zip(backward(*call), first, strict=True):
+            wrong += (found != expected).any()
+    assert wrong.item() == 0
+    return first
+
+
+@MASKS
+@ALL_DIMS
+@pytest.mark.parametrize("lengths, window", IN_ORDER, ids=str)
+def test_the_same_bits(lengths, window, head_dim, causal, other_work):
+    """In runs beside other work, and within the budget."""
+    batch, heads, seqlen, keys = lengths
+    shape = Shape(batch, heads, seqlen, head_dim, causal, heads_kv=heads // 2, seqlen_k=keys)
+    q, k, v = make_inputs(shape, device="cuda")
+    bounds, scale = mask_window(causal, window), head_dim**-0.5
+    saved = torch.randn_like(q), q, k, v, *exact_forward(q, k, v, bounds, scale)
+    gradients = check_bits((*saved, Params(bounds, scale, deterministic=True)), other_work)
+    for verdict in GradientOracle(*saved[:4], causal, window).judge(*gradients).values():
+        verdict.raise_if_bad(shape.label)
+
+
+@ALL_DIMS
+def test_the_same_bits_of_varlen_sequences(head_dim, other_work):
+    lengths = ((0, 0), (1, 1), (17, 700), (129, 129), (0, 5), (5, 0), (700, 300), (1500, 1500))
+    for window in (None, (200, 100), (300, -1)):
+        call = Draw(
+            lengths=lengths, varlen=True, batch=1, kv_heads=2, group=2, head_dim=head_dim, dtype="bfloat16",
+            causal=window is None, window=window, sm_scale=None, layouts=(0, 0, 0, 0), seed=0,
+        )  # fmt: skip
+        draws.check(call, "cuda", "hopper", deterministic=True)
+        *leaves, d_out = draws.tensors(call, "cuda")
+        leaves = [x.requires_grad_() for x in leaves]
+        sides = [list(side) for side in zip(*lengths, strict=True)]
+        ends = [torch.tensor([0, *side], device="cuda").cumsum(0).int() for side in sides]
+        options = call.options | {"deterministic": True, "impl": "hopper"}
+        out = attention_varlen(*leaves, *ends, *map(max, sides), **options)
+        first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        for run in range(20):
+            other_work(run)
+            again = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+            assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+
+
+@DIMS
+def test_the_same_bits_of_more_programs_than_fit(head_dim, other_work):
+    """Long heads: programs wait for each other in one that is not on the GPU at once."""
+    for causal in (True, False):
+        check_bits(deterministic(arguments(Shape(1, 2, 16384, head_dim, causal))), other_work)
+
+
+@DIMS
+def test_without_turns_bits_differ(head_dim):
+    """So the tests above can fail."""
+    call = arguments(Shape(1, 8, 2048, head_dim, False))
+    first = backward(*call)[0]
+    assert any(not torch.equal(backward(*call)[0], first) for _ in range(50))

@@ -5,15 +5,18 @@ with a head dimension of their own.
     python tests/gpu/time_head_dims.py --pass backward  one of the tables alone; the others stay as they are
     python tests/gpu/time_head_dims.py --pass values values_backward    values alone
     python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
+    python tests/gpu/time_head_dims.py --pass deterministic   some 240 s; gradients with the same bits
     python tests/gpu/time_head_dims.py --tune           configurations of attnlib side by side; no record
 
 Table `calls`, the forward pass, and table `backward`: a row for each shape and implementation, causal and
 dense, fp16, in eight shuffled rounds with cold L2: "attnlib" as a call gets it; "padded", its kernel at the
 next power of two (at D = 112 the two are the same, a second control); FlashAttention-3; cuDNN. The last row
 of a shape is attnlib's control. Tables `values` and `values_backward`: the same of values with columns of
-their own, where "padded" fills the narrower ones of both up with zeros, in the time that counts. Outputs and
-gradients are judged against fp64 before and after. First, processes side by side compile. The record is
-written after each shape. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
+their own, where "padded" fills the narrower ones of both up with zeros, in the time that counts. Table
+`deterministic`: the backward pass of powers of two, as a call gets it, with `deterministic=True`, the same by
+the portable kernels, and FlashAttention-3 both ways. Outputs and gradients are judged against fp64 before and
+after. First, processes side by side compile. The record is written after each shape. Status 0 when all of
+attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention  # noqa: E402
-from attnlib.bench import backward, harness, records, verdict  # noqa: E402
+from attnlib.bench import backward, harness, peers, records, verdict  # noqa: E402
 from attnlib.bench.oracle import make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
@@ -65,13 +68,17 @@ SHAPES = [  # those of one kernel behind one another; the longest last
     Shape(2, 16, 3000, 160), Shape(2, 16, 4000, 112),
     Shape(2, 16, 8192, 80), Shape(2, 16, 8192, 96), Shape(2, 16, 8192, 192),
 ]  # fmt: skip
-CALLS = [replace(shape, causal=causal) for shape in SHAPES for causal in (True, False)]
 VALUES = [  # the first of DeepSeek V3: 128 heads
     Shape(1, 128, 4096, 192, head_dim_v=128), Shape(2, 16, 8192, 192, head_dim_v=128),
     Shape(2, 16, 8192, 128, head_dim_v=64), Shape(2, 16, 8192, 64, head_dim_v=128),
     Shape(2, 16, 8192, 64, head_dim_v=256),
 ]  # fmt: skip
-VALUES = [replace(shape, causal=causal) for shape in VALUES for causal in (True, False)]
+IN_ORDER = "attnlib_deterministic"
+FA3_IN_ORDER = "fa3_deterministic"
+TOKENS = [
+    Shape(16384 // seqlen, 2048 // head_dim, seqlen, head_dim)
+    for seqlen in (4096, 16384) for head_dim in (64, 128, 256)
+]  # fmt: skip
 
 # ---------------------------------------------------------------- who is timed
 
@@ -141,6 +148,18 @@ def everybody_backward(shape: Shape) -> dict[str, harness.Attention | None]:
 
 def everybody_values(shape: Shape) -> dict[str, harness.Attention | None]:
     return {OURS: ours, PADDED: filled_up, "fa3": None, "cudnn": None}
+
+
+def in_order(q, k, v, causal: bool, sm_scale: float, impl: str = "hopper"):
+    return attention(q, k, v, causal=causal, sm_scale=sm_scale, deterministic=True, impl=impl)
+
+
+def everybody_in_order(shape: Shape) -> dict[str, harness.Attention | None]:
+    peers.PEERS[FA3_IN_ORDER] = replace(
+        peers.PEERS["fa3"], name=FA3_IN_ORDER, gradient=peers.fa3_gradient(deterministic=True)
+    )
+    portable = partial(in_order, impl="triton")
+    return {OURS: ours, IN_ORDER: in_order, "attnlib-triton": portable, "fa3": None, FA3_IN_ORDER: None}
 
 
 # ---------------------------------------------------------------- tuning
@@ -242,27 +261,28 @@ class Pass(NamedTuple):
     how."""
 
     table: str
-    calls: list[Shape]
     everybody: Callable[[Shape], dict[str, harness.Attention | None]]
     tuned: Callable[[Shape], dict[str, harness.Attention | None]]
     collect: Callable[..., list[dict[str, Any]]]
     method: dict[str, str]
+    shapes: list[Shape]
 
 
 TIMED = "the backward alone"
+_BACKWARD = {"timed": TIMED, "flops": "2.5 x 4*B*H*Sq*Sk*D, halved when causal"}
 PASSES = {
-    "forward": Pass("calls", CALLS, everybody, tuned, harness.collect, {}),
-    "backward": Pass(
-        "backward", CALLS, everybody_backward, tuned_backward, backward.collect,
-        {"timed": TIMED, "flops": "2.5 x 4*B*H*Sq*Sk*D, halved when causal"},
-    ),
+    "forward": Pass("calls", everybody, tuned, harness.collect, {}, SHAPES),
+    "backward": Pass("backward", everybody_backward, tuned_backward, backward.collect, _BACKWARD, SHAPES),
     "values": Pass(
-        "values", VALUES, everybody_values, tuned_values, harness.collect,
-        {"flops": "2*B*H*Sq*Sk*(D + Dv), halved when causal"},
+        "values", everybody_values, tuned_values, harness.collect,
+        {"flops": "2*B*H*Sq*Sk*(D + Dv), halved when causal"}, VALUES,
     ),
     "values_backward": Pass(
-        "values_backward", VALUES, everybody_values, tuned_values_backward, backward.collect,
-        {"timed": TIMED, "flops": "2*B*H*Sq*Sk*(3*D + 2*Dv), halved when causal"},
+        "values_backward", everybody_values, tuned_values_backward, backward.collect,
+        {"timed": TIMED, "flops": "2*B*H*Sq*Sk*(3*D + 2*Dv), halved when causal"}, VALUES,
+    ),
+    "deterministic": Pass(
+        "deterministic", everybody_in_order, everybody_in_order, backward.collect, _BACKWARD, TOKENS
     ),
 }  # fmt: skip
 
@@ -298,18 +318,22 @@ def ratios(rows: list[dict[str, Any]], shape: Shape, header: dict[str, Any], fir
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time head dimensions that are no powers of two.")
     parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
-    parser.add_argument("--pass", dest="ways", choices=list(PASSES), nargs="+", default=list(PASSES),
-                        help="which passes (default: all)")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=400,
+    parser.add_argument("--pass", dest="ways", choices=list(PASSES), nargs="+",
+                        default=["forward", "backward"], help="which (default: the first two)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=240,
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/head_dims.json)")
     args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    calls = [(shape, way) for way in args.ways for shape in PASSES[way].calls]
-    if args.tune:
-        calls = [(shape, way) for shape, way in calls if shape.head_dim not in (72, 112)]
+    calls = [
+        (replace(shape, causal=causal), way)
+        for way in args.ways
+        for shape in PASSES[way].shapes
+        for causal in (True, False)
+        if not args.tune or shape.head_dim not in (72, 112)
+    ]
     setting, control = (SWEEP, "as it is") if args.tune else (ROUNDS, OURS)
     compile_all(calls, args.tune)
     print(f"compiled after {time.monotonic() - begin:.0f} s\n", flush=True)
@@ -331,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
     if left_out:
         print(f"left out, as {args.seconds:g} s were over:", *left_out, sep="\n  ")
-    mine = [row for rows in found.values() for row in rows if row["impl"] not in ("fa3", "cudnn")]
+    mine = [row for rows in found.values() for row in rows if row["impl"] not in peers.PEERS]
     for row in (row for row in mine if row["status"] != "ok"):
         print(f"{Shape.of_row(row).label} {row['impl']}: {row['status']} {row.get('reason', '')}")
     return int(any(row["status"] != "ok" for row in mine))

@@ -52,39 +52,41 @@ class Recorded(Emulated):
         def record(*args, **kwargs) -> None:
             given = (*args, *kwargs.values())
             tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "base", None) for x in given]
-            self._tensors = [x for x in tensors if x is not None]
-            self._before = [x.clone() for x in self._tensors]
+            self.tensors = [x for x in tensors if x is not None]
+            self._before = [x.clone() for x in self.tensors]
             launch(*args, **kwargs)
-            self._after = [x.clone() for x in self._tensors]
+            self._after = [x.clone() for x in self.tensors]
             self._grid, self._args, self._kwargs = grid, args, kwargs
 
         return record
 
     def repeat(self, order: str, seed: int) -> Report:
         """AssertionError if memory is not as after the launch, up to the order of sums."""
-        for tensor, before in zip(self._tensors, self._before, strict=True):
+        for tensor, before in zip(self.tensors, self._before, strict=True):
             tensor.copy_(before)
         self.options |= {"order": order, "seed": seed}
         super().__getitem__(self._grid)(*self._args, **self._kwargs)
-        for tensor, after in zip(self._tensors, self._after, strict=True):
+        for tensor, after in zip(self.tensors, self._after, strict=True):
             torch.testing.assert_close(tensor, after, equal_nan=True)
         return self.reports[-1]
 
 
 @contextmanager
 def on_the_cpu(
-    order: str = "random", seed: int = 0, sms: int = 2, mutants: dict[str, ModuleType] | None = None
+    order: str = "random", seed: int = 0, sms: int = 2, mutants: dict[str, ModuleType] | None = None,
+    in_order: bool = False,
 ) -> Iterator[dict[str, Recorded]]:
     """Within it the launchers of the Hopper kernels take CPU tensors, and so does `impl="hopper"`.
 
-    `mutants`: modules with another kernel of a name in `KERNELS`. Yields the kernels, with their reports.
+    `mutants`: modules with another kernel of a name in `KERNELS`. `in_order`: as in `emulator.run`. Yields
+    the kernels, with their reports.
     """
     counter = torch.zeros(1, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         kernels = {}
         for name, module in KERNELS.items():
             kernel = getattr((mutants or KERNELS).get(name, module), name)
-            kernels[name] = Recorded(kernel, order, seed, sms)
+            kernels[name] = Recorded(kernel, order, seed, sms, in_order)
             patch.setattr(module, name, kernels[name])
         patch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
         patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
@@ -138,6 +140,7 @@ class Call:
     varlen: tuple[tuple[int, int], ...] = ()
     return_lse: bool = True
     config: HopperConfig | None = None
+    deterministic: bool = False
     D_v: int | None = None
 
     @property
@@ -159,7 +162,7 @@ class Call:
     def params(self, backward: bool = False) -> Params:
         """What the call asks for besides its tensors."""
         window, config = mask_window(self.causal, self.window), None if backward else self.config
-        return Params(window, self.scale, self._varlen(), self.return_lse, config=config)
+        return Params(window, self.scale, self._varlen(), self.return_lse, self.deterministic, config=config)
 
     def _varlen(self) -> Varlen | None:
         if not self.varlen:
@@ -219,7 +222,7 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
         found = attention_fp64(*one, **options)
         own_out.copy_(found[0])
         own_lse.copy_(found[1])
-    with on_the_cpu(order, seed, **where) as kernels:
+    with on_the_cpu(order, seed, in_order=call.deterministic, **where) as kernels:
         gradients = families.backward(hopper, d_out, q, k, v, out, lse, call.params(backward=True))
     close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
     inputs, outputs = _sequences(call, d_out, lse, q, k, v), _sequences(call, d_out, lse, *gradients)

@@ -10,18 +10,22 @@ from attnlib.kernels.common.tiles import block_d
 KERNEL = "attnlib.kernels.common.preprocess.attention_backward_preprocess"
 ROWS = 64
 """Rows of a block, at most."""
+TURNS = 16
+"""Counters of 32 bits for as many rows: one for each warp of up to two warpgroups that add to their sums, on
+cache lines of their own; see `turns`."""
 
 
 class Preprocess(NamedTuple):
     """The launch that computes the LSE in base 2 and delta of every row, and the memory that it fills: part
     of a buffer of float32 of so many `elements`, at the end of which are (2, heads, padded) for the two,
     `padded` being rows padded to whole tiles. Before them may be sums of dQ, as many rows of `sums_width`
-    columns."""
+    columns; at the very end the counters of `turns`, where there are any."""
 
     launch: Launch
     heads: int
     padded: int
     sums_width: int
+    counters: int = 0  # for 64 rows
 
     @property
     def rows(self) -> Part:
@@ -29,7 +33,15 @@ class Preprocess(NamedTuple):
 
     @property
     def elements(self) -> int:
+        return self._counters_start + self.heads * self.padded // 64 * self.counters
+
+    @property
+    def _counters_start(self) -> int:
         return self.rows.start + 2 * self.heads * self.padded
+
+    @property
+    def turns(self) -> Part:
+        return Part("buffer", self._counters_start) if self.counters else Part("none")
 
     def descriptor(self, block_m: int, layout=None) -> Descriptor:
         """Of one of the two, for tiles of `block_m` rows."""
@@ -38,17 +50,18 @@ class Preprocess(NamedTuple):
 
 
 def preprocess(
-    call: Signature, d_out: Window, out: Window, padding: int, sums_width: int = 0
+    call: Signature, d_out: Window, out: Window, padding: int, sums_width: int = 0, turns: bool = False
 ) -> Preprocess:
     """Rows are kept padded to a multiple of `padding`, so that tiles of that many read them without a mask.
-    With a `sums_width` the launch also sets so many float32 for each of these rows to 0."""
+    With a `sums_width` the launch also sets so many float32 for each of these rows to 0, and with `turns` the
+    counters of who adds to them."""
     B, H, _, S_q, _ = call.dimensions()
     rows, width = min(ROWS, padding), block_d(call.value_dim)
     # Varlen sequence b begins with tile cu_seqlens_q[b] // padding + b, whatever the lengths are.
     heads, tiles = (H, call.q[0] // padding + B) if call.varlen else (B * H, -(-S_q // padding))
     padded = tiles * padding
     block = (*((1, 1, 1) if call.varlen else (1, 1)), rows, width)
-    memory = Preprocess(None, heads, padded, sums_width)
+    memory = Preprocess(None, heads, padded, sums_width, TURNS if turns else 0)
     launch = Launch(
         KERNEL,
         (heads * padded // rows, 1, 1),
@@ -60,10 +73,14 @@ def preprocess(
             "lse_ptr": Part("lse"),
             "rows_ptr": memory.rows,
             "sums_ptr": Part("buffer" if sums_width else "none"),
+            "turns_ptr": memory.turns,
             "cu_q": Part("cu_q"),
         },
         scalars={"S_q": S_q, "T_q": call.q[0] if call.varlen else None, "H": H, "B": B, "padded": padded},
-        constants={"BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width},
+        constants={
+            "BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width,
+            "TURNS": memory.counters,
+        },  # fmt: skip
         options={"num_warps": 4},
     )
     return memory._replace(launch=launch)

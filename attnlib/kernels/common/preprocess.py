@@ -27,6 +27,8 @@ def attention_backward_preprocess(
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     PADDING: tl.constexpr,  # the rows of a sequence are padded to a multiple of this
     SUMS_D: tl.constexpr,  # columns of sums_ptr
+    TURNS: tl.constexpr = 0,  # counters of who adds to BLOCK_M rows of sums_ptr, which begin at 0, too
+    turns_ptr=None,
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
     Grid: (blocks * heads,), B * H heads or, varlen, H."""
@@ -54,6 +56,9 @@ def attention_backward_preprocess(
         for i in tl.static_range(BLOCK_M * SUMS_D // SUMS):
             o_s = place_of_sums * SUMS_D + i * SUMS + tl.arange(0, SUMS)  # [SUMS]
             tl.store(sums_ptr + o_s, tl.zeros([SUMS], tl.float32))
+    if TURNS:
+        o_t = place_of_sums // BLOCK_M * TURNS + tl.arange(0, TURNS)  # [TURNS]
+        tl.store(turns_ptr + o_t, tl.zeros([TURNS], tl.float32))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     b_o = load_tile(desc_o, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]

@@ -28,9 +28,9 @@ def configuration(
     count as the longest."""
     own_values = v.shape[-1] != q.shape[-1]
     if backward and own_values:
-        return own_values_backward_config(q.shape[-1], v.shape[-1])
+        return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic)
     if backward:
-        return hopper_backward_config(q.shape[-1])
+        return hopper_backward_config(q.shape[-1], params.deterministic)
     if own_values:
         return own_values_config(q.shape[-1], v.shape[-1])
     B, H, _, S_q, S_k = signature(params, q, k).dimensions()

@@ -63,6 +63,12 @@ one to spare for each sequence, so that a program finds its sequence by a search
 keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
 of queries.
 
+    A fixed order of the additions to dQ
+
+With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
+their numbers (`turns`; who is first, `backward_tiles.turn`). A warp looks for its turn while dV and dQ are
+under way, and passes it on after dK, when its additions have had time to get done.
+
     A head dimension that is no power of two
 
 Descriptors, buffers and accumulators are tuples: of one, or of two parts of the columns (`SplitBackwardPlan`,
@@ -95,6 +101,7 @@ from attnlib.kernels.common.backward_ring import (
     slot_of,
 )
 from attnlib.kernels.common.memory import barriers, matrix
+from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
@@ -159,6 +166,23 @@ def _place_of_dq(part, columns, WG, plan):
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     for i in gl.static_range(len(dq)):
         add_sums(dq_ptr, block, dq[i], wanted, _place_of_dq(i, dq[i].shape[1], WG, plan), plan)
+
+
+@gluon.jit
+def _await_turn(tile, block, m, gap, wanted, work, WG: gl.constexpr, plan: gl.constexpr):
+    """To add dQ of the step before that of block m. Where both consumers add to the same elements, they take
+    turns as programs do."""
+    turn = tiling.turn(tile, gl.where(m == tile.m_start, tile.m_end, m) - 1, work, plan)
+    if plan.own_right:
+        turn = 2 * turn + WG
+    before = _before(block, m, tile.m_start, gap)
+    await_turn(work.turns_ptr, before, turn, wanted, 0 if plan.own_right else WG, plan)
+
+
+@gluon.jit
+def _end_turn(tile, block, m, gap, wanted, work, WG: gl.constexpr, plan: gl.constexpr):
+    before = _before(block, m, tile.m_start, gap)
+    end_turn(work.turns_ptr, before, wanted, 0 if plan.own_right else WG, plan)
 
 
 @gluon.jit
@@ -258,6 +282,8 @@ def _visit(
         dv_token = start_update(p_half, do, dv)
         await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
+        if plan.deterministic:
+            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)
         dv = await_parts(dv_token, plan.dq_products)
         release(DO_FREE, j)
         dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), q, dk)
@@ -271,6 +297,8 @@ def _visit(
         _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
         dk = await_parts(dk_token, parts)
         release(Q_FREE, j)
+        if plan.deterministic:
+            _end_turn(tile, block, m, gap, j > 0, work, WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
         block += 1
@@ -281,10 +309,14 @@ def _visit(
 
     await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, WG, plan)
+    if plan.deterministic:
+        _await_turn(tile, block, m, gap, n > 0, work, WG, plan)
     at = tiling.keys(tile, work, plan)
     _store(desc_dv, dv, mem.v, WG, at, row)
     dq = await_parts(dq_token, 0)
     _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
+    if plan.deterministic:
+        _end_turn(tile, block, m, gap, n > 0, work, WG, plan)
     tma.store_wait(0)
     _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
     tma.store_wait(0)
@@ -314,6 +346,7 @@ def attention_backward_hopper(
     B=None,  # varlen sequences
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
+    turns_ptr=None,  # of a deterministic plan, see `turns`
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -345,7 +378,7 @@ def attention_backward_hopper(
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([

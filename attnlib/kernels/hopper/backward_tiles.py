@@ -30,6 +30,7 @@ class Work(NamedTuple):
     cu_q: gl.tensor
     cu_k: gl.tensor
     i_b: gl.tensor  # varlen: the sequence of this program
+    turns_ptr: gl.tensor = None  # see `turns`
 
 
 class Tile(NamedTuple):
@@ -67,9 +68,19 @@ def owner(block, cu, B, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def _key_block(tile, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
+    """(block of keys, head) of a program. The first keys, which causal most queries see, come first, or last;
+    see `turn`."""
+    i_n, head = by_sections(tile, num_n, HEADS_KV, SECTION)
+    if plan.backwards:
+        i_n = num_n - 1 - i_n
+    return i_n, head
+
+
+@gluon.jit
 def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
     """The varlen sequence of a program's keys, and whether there are any: each has a block to spare."""
-    i_n, _ = by_sections(tile, num_n, HEADS_KV, SECTION)
+    i_n, _ = _key_block(tile, num_n, HEADS_KV, SECTION, plan)
     i_b = owner(i_n, cu_k, B, plan.block_n)
     start = gl.load(cu_k + i_b)
     i_n -= start // plan.block_n + i_b
@@ -78,8 +89,7 @@ def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
 
 @gluon.jit
 def locate(tile, work, plan: gl.constexpr):
-    # The first keys, which causal most queries see, come first.
-    i_n, head = by_sections(tile, work.num_n, work.HEADS_KV, work.SECTION)
+    i_n, head = _key_block(tile, work.num_n, work.HEADS_KV, work.SECTION, plan)
     S_q, S_k, end_q, end_k, m_end = work.S_q, work.S_k, 0, 0, work.num_m
     if plan.varlen:
         i_b = work.i_b
@@ -114,6 +124,27 @@ def seen(tile, plan: gl.constexpr):
         return tile.m_start < tile.m_end
     else:
         return True
+
+
+@gluon.jit
+def turn(tile, m, work, plan: gl.constexpr):
+    """How many programs add to the sums of block m of queries before this one, which visits it.
+
+    Under a diagonal the last keys come first, as programs do then: each begins at the block of queries at
+    which its keys end, where it is the first one, and visits the next block a step after the program before
+    it. Without one all begin at the first block, and each is a step behind the one before it.
+    """
+    i_n = tile.start // plan.block_n
+    place = m * plan.block_m + tile.S_k - tile.S_q  # of the first query among the keys
+    if plan.mask.causal:
+        last = place + plan.block_m - 1  # key that one of the queries sees
+        if plan.mask.shifted:
+            last += work.right
+        return gl.minimum(last, tile.S_k - 1) // plan.block_n - i_n
+    elif plan.mask.left:
+        return i_n - gl.maximum(place - work.left, 0) // plan.block_n
+    else:
+        return i_n
 
 
 # ---------------------------------------------------------------- places in memory

@@ -39,6 +39,9 @@ Before the copies that overwrite LSE and delta there has to be a fence by who ha
 `backward_kernel`. Warpgroup 1 loads delta and executes one for dS in each step. Warpgroup 0 loads LSE and
 executes one for that alone, before it releases Q and while dV is under way.
 
+With a deterministic plan the programs of a head add to a block of sums one after the other (`turns`; who is
+first, `backward_tiles.turn`). Warpgroup 2 looks for its turn before it waits for dS.
+
 Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
 instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
 The registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1
@@ -72,6 +75,7 @@ from attnlib.kernels.common.backward_ring import (
 )
 from attnlib.kernels.common.memory import barriers
 from attnlib.kernels.common.named_barrier import named_barrier
+from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
@@ -292,6 +296,8 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = slot_of(j)
+        if plan.deterministic:
+            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), j >= 0, 0, plan)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
         for part in gl.static_range(2):
@@ -303,6 +309,8 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
             add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan)
+        if plan.deterministic:
+            end_turn(work.turns_ptr, block, j >= 0, 0, plan)
         block += 1
         m += 1
         if m == tile.m_end:
@@ -334,6 +342,7 @@ def attention_backward_hopper_wide(
     B=None,  # varlen sequences
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
+    turns_ptr=None,  # of a deterministic plan, see `turns`
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -368,7 +377,7 @@ def attention_backward_hopper_wide(
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
     )  # fmt: skip
     gl.warp_specialize([
         (_values, (desc_dv, mem, qk_scale, work, plan)),

@@ -1,6 +1,6 @@
 """Launch configurations of the Hopper backward kernel: a frozen dataclass, chosen by a pure function."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
@@ -15,6 +15,7 @@ class HopperBackwardConfig:
         block_m: queries of one step, 64 or 128.
         block_n: keys of a program; 128, and 64 in the wide kernel.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
+        deterministic: the sums of dQ are added up in a fixed order.
         stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -31,6 +32,7 @@ class HopperBackwardConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+    deterministic: bool = False
 
     columns = ()
     """Of each part of a tile, where it has parts."""
@@ -96,15 +98,19 @@ OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_
 """Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there is a kernel for."""
 
 
-def own_values_backward_config(head_dim: int, value_dim: int) -> ValuesBackwardConfig | None:
+def own_values_backward_config(
+    head_dim: int, value_dim: int, deterministic: bool = False
+) -> ValuesBackwardConfig | None:
     """The configuration of a call with values of a head dimension of their own; None if there is none."""
-    config = OWN_VALUES
-    fits = config.columns[0] < head_dim <= sum(config.columns)
-    return config if fits and config.value_columns < value_dim <= 2 * config.value_columns else None
+    columns, values = sum(OWN_VALUES.columns), 2 * OWN_VALUES.value_columns
+    if not (OWN_VALUES.columns[0] < head_dim <= columns and OWN_VALUES.value_columns < value_dim <= values):
+        return None
+    return replace(OWN_VALUES, deterministic=True) if deterministic else OWN_VALUES
 
 
-def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
-    """The configuration of the Hopper backward kernel for one call.
+def hopper_backward_config(head_dim: int, deterministic: bool = False) -> HopperBackwardConfig:
+    """The configuration of the Hopper backward kernel for one call, whose gradients have the same bits in
+    every run where that is asked for.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -113,4 +119,5 @@ def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     if head_dim < 1 or width not in _CHOSEN:
         raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
     split = smallest_split(SPLIT, head_dim)
-    return _CHOSEN[width] if split is None else SPLIT[split]
+    chosen = _CHOSEN[width] if split is None else SPLIT[split]
+    return replace(chosen, deterministic=True) if deterministic else chosen

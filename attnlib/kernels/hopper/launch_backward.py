@@ -32,8 +32,8 @@ def backward(
     q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); d_out, out: (B, H, Sq, Dv); lse: (B, H, Sq)
     float32, contiguous, as `forward` returned it. With `params.varlen` q: (Tq, H, D); k: (Tk, Hkv, D), the
     others likewise; lse: (H, Tq).
-    Returns (dq, dk, dv). dk and dv are the same in every run, dq up to the order of a sum. ValueError if a
-    length or the tiles are beyond 2^30.
+    Returns (dq, dk, dv). dk and dv are the same in every run, and with a deterministic configuration dq, else
+    up to the order of a sum. ValueError if a length or the tiles are beyond 2^30.
     """
     index = q.get_device()
     if index != torch.cuda.current_device():  # Triton launches on the current device
@@ -53,7 +53,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
     width = config.width(call.head_dim)
-    first = preprocess(call, d_out, out, config.block_m, width)
+    first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
     heads, padded = first.heads, first.padded
     if call.varlen:  # sequence b begins with block cu_seqlens_k[b] // block_n + b, whatever the lengths are
         heads_kv, num_n = H_kv, call.k[0] // config.block_n + B
@@ -71,7 +71,9 @@ def prepare(call: Signature) -> BackwardPlan | None:
         WIDE_KERNEL if width > 128 else KERNEL,
         (programs, 1, 1),
         descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), first, width, call),
-        pointers={"dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")},
+        pointers={
+            "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns
+        },
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,
             "sm_scale": call.sm_scale,
@@ -110,10 +112,10 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
     kept = config.consumer_registers, config.producer_registers
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
-        how += (WideRegisters(*kept, config.dq_registers),)
+        how += WideRegisters(*kept, config.dq_registers), config.deterministic
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
-        how += BackwardMask(**mask), Registers(*kept)
+        how += BackwardMask(**mask), Registers(*kept), config.deterministic
     if config.columns:
         left, right = config.columns
         parts = {"right": right, "held": config.held}

@@ -168,7 +168,7 @@ class BackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
-        block_m, half_p, stagger: as in `HopperBackwardConfig`.
+        block_m, half_p, stagger, deterministic: as in `HopperBackwardConfig`.
     """
 
     d: int
@@ -178,10 +178,13 @@ class BackwardPlan(Constants):
     varlen: bool
     mask: BackwardMask
     registers: Registers
+    deterministic: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
+    # The last keys come first.
+    backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
 
     # Clocks by which the second consumer begins later.
     delay = property(
@@ -238,7 +241,7 @@ class WideBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
-        varlen, block_m: as in `BackwardPlan`.
+        varlen, block_m, deterministic: as in `BackwardPlan`.
     """
 
     d: int
@@ -246,10 +249,12 @@ class WideBackwardPlan(Constants):
     varlen: bool
     mask: BackwardMask
     registers: WideRegisters
+    deterministic: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
+    backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
 
     # dK, dV and dQ are formed in two parts of their columns, here halves. ptxas refuses a product of 256
     # columns: it wants its registers to be there before they are shared out anew (C7602).

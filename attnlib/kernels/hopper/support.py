@@ -15,14 +15,12 @@ docs/lab/hopper.md and docs/lab/hopper-backward.md."""
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     """What the kernels need and a call with valid arguments does not have; None if it has all.
 
-    The backward pass copies layouts that TMA can't read, and sums dQ in an order that changes.
+    The backward pass copies layouts that TMA can't read.
     """
     lacks = hopper_gpu.unsupported_here(q)
     if lacks is not None:
         return lacks
     if backward:
-        if params.deterministic:
-            return "adds up dq in an order that changes; deterministic=True is asked for"
         own, values = q.shape[-1], v.shape[-1]
         if own != values and own_values_backward_config(own, values) is None:
             return f"has no backward pass for D = {own} with values of {values} columns"

@@ -6,16 +6,18 @@ import re
 from types import ModuleType
 
 import pytest
+import torch
 from cases import INTERPRETER_REMARKS
 from emulated import Call, check_backward, check_forward, mutate
 from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import backward_pair, backward_ring, tile_scheduler
+from attnlib.kernels.common import backward_pair, backward_ring, tile_scheduler, turns
 from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import (
     backward_kernel,
     backward_shared,
+    backward_tiles,
     backward_wide_kernel,
     column_parts,
     forward_kernel,
@@ -48,6 +50,11 @@ FORWARD = {
 BACKWARD = {
     "64": Call(64, 4, 1, 70, 128), "128": Call(128, 1, 1, 320, 100, causal=False),
     "256": Call(256, 1, 1, 320, 60, causal=False), "unseen": Call(64, 1, 1, 60, 300, window=(30, -1)),
+    "in order": Call(64, 2, 1, 300, 400, deterministic=True),
+    "256, in order": Call(256, 1, 1, 150, 200, causal=False, deterministic=True),
+    "window, in order": Call(64, 1, 1, 400, 500, window=(200, -1), deterministic=True),
+    "no right bound, in order": Call(64, 1, 1, 400, 500, False, window=(130, -1), deterministic=True),
+    "64 + 16, in order": Call(72, 1, 1, 70, 300, deterministic=True),
     "64 + 16": Call(72, 1, 1, 70, 70), "64 + 32": Call(96, 1, 1, 70, 70), "128 + 32": Call(136, 1, 1, 70, 70),
     "values of 128": Call(192, 1, 1, 70, 70, D_v=128),
 }  # fmt: skip
@@ -68,6 +75,14 @@ def drawing(bug: str, call: str, verdict: str, edit: tuple[str, str]) -> Mutatio
 
 def ring(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, ring_module)
+
+
+def turn(bug: str, verdict: str, edit: tuple[str, str], call: str = "in order") -> Mutation:
+    return Mutation(bug, *edit, call, verdict, module=turns)
+
+
+def tiles(bug: str, verdict: str, edit: tuple[str, str], call: str = "in order") -> Mutation:
+    return Mutation(bug, *edit, call, verdict, module=backward_tiles)
 
 
 def backward(
@@ -112,6 +127,8 @@ TAKEN = f"{LANDING}|{OVERWRITTEN}|{READING}"  # memory is used before it is ther
 COUNT = r"Race: \w+\[\d\]: \d arrivals in a phase of \d"
 TWICE = r"Race: .* comes to barrier \d+ twice before the others have come"
 DEADLOCK = r"Deadlock: .* waits for "
+WAITS = r"Deadlock: .* waits for word \d+ of global memory, which is \d+"
+BITS = "AssertionError: other bits than in another order"
 UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_shared"
 LOADED = r"Race: a copy of .* overwrites {}\[\d\]: .* loaded it without fence_async_shared"
 GIVE_Q_BACK = "        mbarrier.arrive(mem.q_free.index(WG), count=1)\n"
@@ -348,6 +365,46 @@ MUTATIONS = [
          call="128 + 32"),
     wide("the second part of dQ is added where the first one is", "AssertionError",
          ("part * 64 * plan.left", "0 * plan.left"), call="128 + 32"),
+    turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", "")),
+    turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", ""), call="256, in order"),
+    turn("nobody waits", BITS, ("setp.lt.u32 q, t, $2; @q bra AGAIN; ", "")),
+    turn("nobody waits", BITS, ("setp.lt.u32 q, t, $2; @q bra AGAIN; ", ""), call="64 + 16, in order"),
+    turn("nobody counts", WAITS, ("setp.eq.b32 q, t, 0; @q red", "setp.eq.b32 q, t, 1; @q red")),
+    turn("one turn too late", WAITS, ("gl.where(wanted, turn, -1)", "gl.where(wanted, turn + 1, -1)")),
+    tiles("a program waits for one that comes later", WAITS,
+          ("gl.minimum(last, tile.S_k - 1) // plan.block_n - i_n", "i_n")),
+    tiles("a dense program waits for one that comes later", WAITS,
+          ("    else:\n        return i_n\n",
+           "    else:\n        return (tile.S_k - 1) // plan.block_n - i_n\n"),
+          call="256, in order"),
+    tiles("the first visitor without the right bound", WAITS,
+          ("        return gl.minimum(last, tile.S_k - 1) // plan.block_n - i_n\n",
+           "        return (tile.S_k - 1) // plan.block_n - i_n\n"), call="window, in order"),
+    tiles("the first visitor without the left bound", WAITS,
+          ("        return i_n - gl.maximum(place - work.left, 0) // plan.block_n\n", "        return i_n\n"),
+          call="no right bound, in order"),
+    tiles("a turn too early", BITS,
+          ("plan.block_n - i_n\n    elif", "plan.block_n - i_n - 1\n    elif")),
+    backward("a turn ends before its addition", BITS,
+             ("            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)\n",
+              "            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)\n"
+              "            _end_turn(tile, block, m, gap, j > 0, work, WG, plan)\n"),
+             ("        release(Q_FREE, j)\n        if plan.deterministic:\n"
+              "            _end_turn(tile, block, m, gap, j > 0, work, WG, plan)\n",
+              "        release(Q_FREE, j)\n"), call="in order"),
+    backward("the last turn does not end", WAITS,
+             without("    if plan.deterministic:\n"
+                     "        _end_turn(tile, block, m, gap, n > 0, work, WG, plan)\n"),
+             call="in order"),
+    backward("the consumers take no turns at what both add to", f"{BITS}|{WAITS}",
+             ("turn = 2 * turn + WG", "turn = 2 * turn"), call="64 + 16, in order"),
+    wide("a turn ends before its addition", BITS,
+         without("            end_turn(work.turns_ptr, block, j >= 0, 0, plan)\n"),
+         ("tiling.turn(tile, m, work, plan), j >= 0, 0, plan)\n",
+          "tiling.turn(tile, m, work, plan), j >= 0, 0, plan)\n"
+          "            end_turn(work.turns_ptr, block, j >= 0, 0, plan)\n"),
+         ("plan)\n        if plan.deterministic:\n        block += 1", "plan)\n        block += 1"),
+         call="256, in order"),
     wide("the second part of dK and dV stays in shared memory", "AssertionError",
          ("for i in gl.static_range(len(descs)):", "for i in gl.static_range(1):"), call="128 + 32"),
     wide("dK and dV of other widths are not fenced", UNFENCED.format(r"(dk|do)"),
@@ -361,8 +418,14 @@ def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, s
     """What is said of a run; empty if nothing."""
     of_forward = mutation.module in (forward_kernel, column_parts, ring_module, tile_scheduler)
     check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
+    call = calls[mutation.caught_by]
     try:
-        check(calls[mutation.caught_by], order, seed, mutants=mutants)
+        kernel = check(call, order, seed, mutants=mutants)
+        if call.deterministic:
+            found = [x.clone() for x in kernel.tensors]
+            kernel.repeat("eager", 0)
+            same = all(torch.equal(x, y) for x, y in zip(found, kernel.tensors, strict=True))
+            assert same, "other bits than in another order"
     except (Race, Deadlock, AssertionError, IndexError) as found:
         return f"{type(found).__name__}: {found}"
     return ""

@@ -4,18 +4,24 @@ The kernel itself runs in test_emulated_kernels, and on a GPU in tests/gpu."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from attnlib.emulator import run
+from attnlib.emulator.values import Int, Pointer
 from attnlib.kernels import hopper
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.launch_preprocess import preprocess
-from attnlib.kernels.common.launcher import Launches
+from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.kernels.common.signature import Signature
-from attnlib.kernels.hopper import launch_backward
+from attnlib.kernels.hopper import backward_tiles, launch_backward
 from attnlib.kernels.hopper.configs_backward import SPLIT, hopper_backward_config
 from attnlib.params import MaskWindow, Params
 
@@ -105,19 +111,79 @@ def test_a_consumers_half_of_the_columns_is_whole_swizzles_of_k(width: int, swiz
     assert keys == swizzles
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "deterministic", "reason"),
-    [
-        (64, True, "adds up dq in an order that changes; deterministic=True is asked for"),
-        (256, True, "adds up dq in an order that changes; deterministic=True is asked for"),
-        (256, False, None),
-    ],
-)
-def test_what_it_cannot_run(head_dim, deterministic, reason, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypatch) -> None:
+    """With a configuration that keeps the additions to dQ in order, and counters behind everything else."""
     monkeypatch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
-    q = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
+    q = torch.zeros(1, 2, 130, head_dim, dtype=torch.float16)
     params = Params(MaskWindow(None, None), SCALE, deterministic=deterministic)
-    assert hopper.unsupported(q, q, q, params, backward=True) == reason
+    assert hopper.unsupported(q, q, q, params, backward=True) is None
+    config = hopper.configuration(q, q, q, params, backward=True)
+    assert config == replace(hopper_backward_config(head_dim), deterministic=deterministic)
+    mask = {"causal": False, "shifted": False, "left": False, "tail": True}
+    width = config.width(head_dim)
+    assert launch_backward.make_plan(width, config, mask, varlen=False).deterministic.value is deterministic
+    shape, strides = tuple(q.shape), (q.stride(),) * 5
+    call = Signature(shape, shape, strides, q.dtype, -1, params.window, SCALE, None, False, config)
+    plan = launch_backward.prepare(call)
+    blocks = 2 * -(-130 // config.block_m)
+    elements = blocks * config.block_m * (width + 2)
+    words = blocks * config.block_m // 64 * 16
+    assert plan.elements == elements + (words if deterministic else 0)
+    before, launch, _ = plan.launches.launches
+    for one in (before, launch):
+        assert one.pointers["turns_ptr"] == (Part("buffer", elements) if deterministic else Part("none"))
+
+
+@pytest.mark.parametrize("block_n", [128, 64])
+@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
+def test_turns_count_the_programs_that_visit_a_block(block_n: int, varlen: bool) -> None:
+    """For each block of queries: as many as have come before in the order of programs, over windows of all
+    kinds, with the functions that the kernels use."""
+    width = 64 if block_n == 128 else 256
+    config = hopper_backward_config(width, deterministic=True)
+    windows = [(None, 0), (None, None), (None, 30), (100, 0), (100, 50), (70, None), (0, 0), (200, 300)]
+    lengths = [(300, 300), (130, 700), (700, 130), (1, 400), (500, 1)]
+    for (left, right), (S_q, S_k) in product(windows, lengths):
+        left, right = MaskWindow(left, right).clipped(S_q, S_k)
+        mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None, "tail": True}
+        plan = launch_backward.make_plan(width, config, mask, varlen)
+        visits = visits_of(plan, S_q, S_k, left, right or None)
+        seen: Counter[int] = Counter()
+        for m_start, m_end, turns in visits:
+            assert turns == [seen[m] for m in range(m_start, m_end)]
+            seen.update(range(m_start, m_end))
+
+
+@gluon.jit
+def _visits(found_ptr, work, plan: gl.constexpr):
+    for number in range(work.num_n):
+        i_b, any_keys = work.i_b, True
+        if plan.varlen:
+            i_b, any_keys = backward_tiles.sequence(
+                number, work.cu_k, work.H, work.num_n, work.HEADS_KV, work.SECTION, plan
+            )
+        tile = backward_tiles.locate(number, work, plan)
+        row = found_ptr + number * 64
+        gl.store(row, tile.m_start)
+        gl.store(row + 1, tile.m_end if any_keys else tile.m_start)
+        for m in range(tile.m_start, tile.m_end):
+            gl.store(row + 2 + m, backward_tiles.turn(tile, m, work, plan))
+
+
+def visits_of(plan, S_q: int, S_k: int, left, right) -> list[tuple[int, int, list[int]]]:
+    """(first block of queries, the one after the last, turn at each) of every program, in their order."""
+    block_m, block_n = plan.block_m.value, plan.block_n.value
+    num_n = S_k // block_n + 1 if plan.varlen.value else -(-S_k // block_n)
+    found = torch.zeros(num_n, 64, dtype=torch.int32)
+    cu = [torch.tensor([0, n], dtype=torch.int32) if plan.varlen.value else None for n in (S_q, S_k)]
+    numbers = [Int(x) for x in (S_q, S_k, 1, 1, 1, 1, -(-S_q // block_m), num_n)]
+    bounds = [None if x is None else Int(x) for x in (right, left)]
+    cu = [x if x is None else Pointer.to_tensor(x) for x in cu]
+    run(_visits, (1,), found, backward_tiles.Work(*numbers, *bounds, *cu, Int(0)), plan)
+    rows = [row.tolist() for row in found]
+    return [(row[0], row[1], row[2 + row[0] : 2 + row[1]]) for row in rows if row[0] < row[1]]
 
 
 @pytest.mark.parametrize("head_dim", [0, 264])
