@@ -1,7 +1,7 @@
 """Time head dimensions that are no powers of two on this GPU, in two parts, padded, and the peers; and values
 with a head dimension of their own.
 
-    python tests/gpu/time_head_dims.py                  some minutes; figures/data/<gpu>/head_dims.json
+    python tests/gpu/time_head_dims.py                  some 180 s; figures/data/<gpu>/head_dims.json
     python tests/gpu/time_head_dims.py --pass backward  one of the tables alone; the others stay as they are
     python tests/gpu/time_head_dims.py --pass values values_backward    values alone
     python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
@@ -298,9 +298,9 @@ def ratios(rows: list[dict[str, Any]], shape: Shape, header: dict[str, Any], fir
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time head dimensions that are no powers of two.")
     parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
-    parser.add_argument("--pass", dest="ways", choices=list(PASSES), nargs="+", default=list(PASSES),
-                        help="which passes (default: all)")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=400,
+    parser.add_argument("--pass", dest="ways", choices=list(PASSES), nargs="+",
+                        default=["forward", "backward"], help="which (default: the first two)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=240,
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/head_dims.json)")
     args, begin = parser.parse_args(argv), time.monotonic()
