@@ -1,7 +1,7 @@
 """Time head dimensions that are no powers of two on this GPU, in two parts, padded, and the peers; and values
 with a head dimension of their own.
 
-    python tests/gpu/time_head_dims.py                  some minutes; figures/data/<gpu>/head_dims.json
+    python tests/gpu/time_head_dims.py                  some 180 s; figures/data/<gpu>/head_dims.json
     python tests/gpu/time_head_dims.py --pass backward  one of the tables alone; the others stay as they are
     python tests/gpu/time_head_dims.py --pass values values_backward    values alone
     python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
