@@ -48,8 +48,8 @@ SPLIT_SPILLS = {
 }  # fmt: skip
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
 IN_ORDER = {
-    (64, "causal"): 18, (64, "dense"): 10, (64, "varlen window"): 32, (128, "causal"): 6, (128, "dense"): 2,
-    (128, "varlen window"): 22, (80, "causal"): 8, (96, "causal"): 10, (256, "causal"): 4, (256, "dense"): 2,
+    (64, "causal"): 16, (64, "dense"): 10, (64, "varlen window"): 28, (128, "causal"): 6, (128, "dense"): 2,
+    (128, "varlen window"): 20, (80, "causal"): 8, (96, "causal"): 10, (256, "causal"): 4, (256, "dense"): 2,
     (256, "varlen window"): 8, (160, "causal"): 4, (192, "causal"): 4,
 }  # fmt: skip
 """The kinds that are compiled with a deterministic plan, and words that may spill there. A place in a list of
