@@ -5,6 +5,7 @@
     python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
     python tests/gpu/time_head_dims.py --pass deterministic   some 240 s; gradients with the same bits
     python tests/gpu/time_head_dims.py --tune           configurations of attnlib side by side; no record
+    python tests/gpu/time_head_dims.py --pass deterministic --tune    likewise, some 120 s
 
 Table `deterministic`: the backward pass of powers of two, as a call gets it, with `deterministic=True`, the
 same by the portable kernels, and FlashAttention-3 both ways. Table `calls`, the forward pass, and table
@@ -191,6 +192,20 @@ def tuned_backward(shape: Shape) -> dict[str, harness.Attention | None]:
     return found | {"fa3": None}
 
 
+def tuned_in_order(shape: Shape) -> dict[str, harness.Attention | None]:
+    """Consumers that alternate, or do what they do; turns, with more heads side by side."""
+    default, ordered = hopper_backward_config(shape.head_dim), hopper_backward_config(shape.head_dim, True)
+    configs = {f"in order, {n} MB": replace(ordered, l2_bytes=n << 20) for n in (16, 32, 64)}
+    if default.block_n == 128:
+        configs |= {"alternate": replace(default, alternate=True), "no delay": replace(default, stagger=0)}
+        configs["in order, alternate"] = replace(ordered, alternate=True)
+    found = {
+        name: partial(with_backward_config, lambda shape, config=config: config)
+        for name, config in configs.items()
+    }
+    return {"as it is": ours} | found
+
+
 # ---------------------------------------------------------------- command
 
 
@@ -210,7 +225,7 @@ PASSES = {
     "forward": Pass("calls", everybody, tuned, harness.collect, {}, SHAPES),
     "backward": Pass("backward", everybody_backward, tuned_backward, backward.collect, _BACKWARD, SHAPES),
     "deterministic": Pass(
-        "deterministic", everybody_in_order, everybody_in_order, backward.collect, _BACKWARD, TOKENS
+        "deterministic", everybody_in_order, tuned_in_order, backward.collect, _BACKWARD, TOKENS
     ),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -23,6 +24,7 @@ from attnlib.kernels.hopper import (
     forward_kernel,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
+from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -55,6 +57,7 @@ BACKWARD = {
     "window, in order": Call(64, 1, 1, 400, 500, window=(200, -1), deterministic=True),
     "no right bound, in order": Call(64, 1, 1, 400, 500, False, window=(130, -1), deterministic=True),
     "64 + 16, in order": Call(72, 1, 1, 70, 300, deterministic=True),
+    "alternate": Call(128, 1, 1, 320, 100, config=replace(hopper_backward_config(128), alternate=True)),
     "64 + 16": Call(72, 1, 1, 70, 70), "64 + 32": Call(96, 1, 1, 70, 70), "128 + 32": Call(136, 1, 1, 70, 70),
 }  # fmt: skip
 RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(30))]
@@ -272,6 +275,10 @@ MUTATIONS = [
              without("    fence_async_shared()\n", "dtype))\n")),
     backward("dV has not left", READING,
              without("    tma.store_wait(0)\n", "", "    _store(desc_dk, _times(dk")),
+    backward("consumer 0 does not tell that it has started", DEADLOCK,
+             ("    if j + WG < n:  #", "    if j + WG < n * WG:  #"), call="alternate"),
+    backward("consumer 0 starts without being told", TWICE,
+             ("    if j + WG > 0:\n", "    if WG > 0:\n"), call="alternate"),
     backward("dK is not waited for at the end", "Race: .* ends and has not waited for its copies out",
              ("    tma.store_wait(0)\n\n\n# ----", "\n\n# ----")),
     backward("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
