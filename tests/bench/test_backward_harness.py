@@ -109,7 +109,7 @@ def test_fa3_gets_its_own_layout_and_gives_ours(deterministic, gpu, monkeypatch)
     operators = types.SimpleNamespace(fwd=fwd, bwd=bwd)
     fa3 = peers._FA3Operators.__new__(peers._FA3Operators)
     fa3.operators = operators
-    monkeypatch.setattr(peers, "_fa3_forward", lambda deterministic: fa3)
+    monkeypatch.setattr(peers, "_fa3_forward", lambda deterministic=False: fa3)
     gradient = peers.fa3_gradient(deterministic)
     monkeypatch.setitem(peers.PEERS, "fa3", dataclasses.replace(peers.PEERS["fa3"], gradient=gradient))
     row = rows_of({"fa3": None})["fa3"]

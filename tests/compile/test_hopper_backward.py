@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from types import ModuleType
 
@@ -54,20 +55,26 @@ SPLIT_SPILLS = {
     (96, "varlen window"): 6, (192, "varlen window"): 4, (PAIR, "causal"): 4, (PAIR, "varlen window"): 4,
 }  # fmt: skip
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
-IN_ORDER = {
-    (64, "causal"): 18, (64, "dense"): 10, (64, "varlen window"): 32, (128, "causal"): 6, (128, "dense"): 2,
-    (128, "varlen window"): 22, (80, "causal"): 8, (96, "causal"): 10, (256, "causal"): 4, (256, "dense"): 2,
-    (256, "varlen window"): 8, (160, "causal"): 4, (192, "causal"): 4, (PAIR, "causal"): 6,
+OPTION_SPILLS = {
+    (64, "deterministic causal"): 16, (64, "deterministic dense"): 10,
+    (64, "deterministic varlen window"): 28, (128, "deterministic causal"): 6,
+    (128, "deterministic dense"): 2, (128, "deterministic varlen window"): 20,
+    (80, "deterministic causal"): 8, (96, "deterministic causal"): 10, (256, "deterministic causal"): 4,
+    (256, "deterministic dense"): 2, (256, "deterministic varlen window"): 8,
+    (160, "deterministic causal"): 4, (192, "deterministic causal"): 4,
+    (PAIR, "deterministic causal"): 6,
+    (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
 }  # fmt: skip
-"""The kinds that are compiled with a deterministic plan, and words that may spill there. A place in a list of
-turns takes more numbers to keep."""
+"""The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
+numbers to keep."""
 CASES = with_more(
     [*product(WIDTHS, ("causal", "dense", "varlen window"), ["fp16"]), (128, "causal", "bf16")],
     [*product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16")],
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
-CASES += [(width, f"deterministic {kind}", "fp16") for width, kind in IN_ORDER]
-DETERMINISTIC = "deterministic "
+CASES += [(*case, "fp16") for case in OPTION_SPILLS]
+OPTIONS = "deterministic", "alternate"
+"""Words before a kind: of the configuration."""
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
@@ -115,6 +122,12 @@ def call_of(
     return call, preprocess(call, out, out, config.block_m, width, deterministic)
 
 
+def option_of(kind: str) -> tuple[str, str]:
+    """(option or nothing, the kind without it)."""
+    option, _, rest = kind.partition(" ")
+    return (option, rest) if option in OPTIONS else ("", kind)
+
+
 @gluon.jit
 def _one_block(block, m, m_start, gap):
     return m_start
@@ -128,9 +141,11 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
             patch.setattr(backward_kernel, "_before", _one_block)
             return compile_case((128, "causal", "fp16"))
     name, kind, dtype = case
-    deterministic = kind.startswith(DETERMINISTIC)
+    option, kind = option_of(kind)
+    deterministic = option == "deterministic"
     width, _, config = columns_of(name, deterministic)
-    causal, tail, *asked = KINDS[kind.removeprefix(DETERMINISTIC)]
+    config = replace(config, alternate=option == "alternate")
+    causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
     plan = launch_backward.make_plan(width, config, mask, varlen)
@@ -195,8 +210,9 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
-    deterministic, kind = kind.startswith(DETERMINISTIC), kind.removeprefix(DETERMINISTIC)
-    own = (IN_ORDER if deterministic else SPLIT_SPILLS).get((width, kind))
+    own = (SPLIT_SPILLS | OPTION_SPILLS).get((width, kind))
+    option, kind = option_of(kind)
+    deterministic = option == "deterministic"
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]

@@ -7,6 +7,7 @@ with a head dimension of their own.
     python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
     python tests/gpu/time_head_dims.py --pass deterministic   some 240 s; gradients with the same bits
     python tests/gpu/time_head_dims.py --tune           configurations of attnlib side by side; no record
+    python tests/gpu/time_head_dims.py --pass deterministic --tune    likewise, some 120 s
 
 Table `calls`, the forward pass, and table `backward`: a row for each shape and implementation, causal and
 dense, fp16, in eight shuffled rounds with cold L2: "attnlib" as a call gets it; "padded", its kernel at the
@@ -253,6 +254,20 @@ def tuned_values_backward(shape: Shape) -> dict[str, harness.Attention | None]:
     return found | {"fa3": None}
 
 
+def tuned_in_order(shape: Shape) -> dict[str, harness.Attention | None]:
+    """Consumers that alternate, or do what they do; turns, with more heads side by side."""
+    default, ordered = hopper_backward_config(shape.head_dim), hopper_backward_config(shape.head_dim, True)
+    configs = {f"in order, {n} MB": replace(ordered, l2_bytes=n << 20) for n in (16, 32, 64)}
+    if default.block_n == 128:
+        configs |= {"alternate": replace(default, alternate=True), "no delay": replace(default, stagger=0)}
+        configs["in order, alternate"] = replace(ordered, alternate=True)
+    found = {
+        name: partial(with_backward_config, lambda shape, config=config: config)
+        for name, config in configs.items()
+    }
+    return {"as it is": ours} | found
+
+
 # ---------------------------------------------------------------- command
 
 
@@ -282,7 +297,7 @@ PASSES = {
         {"timed": TIMED, "flops": "2*B*H*Sq*Sk*(3*D + 2*Dv), halved when causal"}, VALUES,
     ),
     "deterministic": Pass(
-        "deterministic", everybody_in_order, everybody_in_order, backward.collect, _BACKWARD, TOKENS
+        "deterministic", everybody_in_order, tuned_in_order, backward.collect, _BACKWARD, TOKENS
     ),
 }  # fmt: skip
 

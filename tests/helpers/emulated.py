@@ -27,6 +27,7 @@ from attnlib.kernels.hopper import (
     pooled,
 )
 from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.kernels.sparse import hopper_backward_kernel, hopper_kernel
@@ -139,7 +140,7 @@ class Call:
     window: tuple[int | None, int | None] | None = None
     varlen: tuple[tuple[int, int], ...] = ()
     return_lse: bool = True
-    config: HopperConfig | None = None
+    config: HopperConfig | HopperBackwardConfig | None = None
     deterministic: bool = False
     D_v: int | None = None
 
@@ -161,7 +162,9 @@ class Call:
 
     def params(self, backward: bool = False) -> Params:
         """What the call asks for besides its tensors."""
-        window, config = mask_window(self.causal, self.window), None if backward else self.config
+        window, config = mask_window(self.causal, self.window), self.config
+        if backward != isinstance(config, HopperBackwardConfig):
+            config = None
         return Params(window, self.scale, self._varlen(), self.return_lse, self.deterministic, config=config)
 
     def _varlen(self) -> Varlen | None:

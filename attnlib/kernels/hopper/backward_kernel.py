@@ -28,7 +28,9 @@ written its dS: the two need not march in step.
     S(j+1)                                         wait for S
 
 The two consumers do the same, and in step with each other they want the tensor cores at the same time and the
-exponential units at the same time. Where that lasts, the second one begins later (`_begin_later`).
+exponential units at the same time. Where that lasts, the second one begins later (`_begin_later`). A plan
+that says `alternate` has barriers instead: a consumer starts the products of a step, from dV to S, when the
+other one has started its own, consumer 0 first.
 
 Step 0 has no dQ to form, and the last step no S to start. Both compute it all the same, from whatever lies in
 shared memory, and the result is not used: that costs less than code of their own for these two steps.
@@ -42,9 +44,10 @@ shared memory, and the result is not used: that costs less than code of their ow
     Q_FREE + slot     both consumers have released Q of j      producer, to fill j+2
     DO_FREE + slot    both consumers have released dO of j     producer, to fill j+2
     DS_FULL + 2 w + buffer   consumer w has written dS of j    the other consumer
+    START + w         the other consumer has started products  consumer w, where they alternate
 
-The slot and the buffer of block j are j & 1. The last three are the hardware's named barriers, which have no
-parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
+The slot and the buffer of block j are j & 1. All from Q_FREE on are the hardware's named barriers, which have
+no parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
 barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1). Before the other
 arrived for that, it had waited for its own dQ(j-2), the last product that reads this buffer.
 
@@ -101,11 +104,14 @@ from attnlib.kernels.common.backward_ring import (
     slot_of,
 )
 from attnlib.kernels.common.memory import barriers, matrix
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
 from attnlib.kernels.hopper.column_parts import await_parts, matrices, start_update, together
+
+START = gl.constexpr(5)  # of the named barriers; Triton uses some below
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -238,6 +244,20 @@ def _begin_later(n, plan: gl.constexpr):
 
 
 @gluon.jit
+def _await_start(j, WG: gl.constexpr):
+    """The other consumer has started its products: of this step the first one, of the step before the
+    second."""
+    if j + WG > 0:
+        named_barrier("sync", START + WG, 256)
+
+
+@gluon.jit
+def _tell_start(j, n, WG: gl.constexpr):
+    if j + WG < n:  # nobody waits for the last one of consumer 1
+        named_barrier("arrive", START + 1 - WG, 256)
+
+
+@gluon.jit
 def _visit(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
 ):
@@ -279,6 +299,8 @@ def _visit(
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
+        if plan.alternate:
+            _await_start(j, WG)
         dv_token = start_update(p_half, do, dv)
         await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
@@ -291,6 +313,8 @@ def _visit(
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
         s_token = issue_scores(k, WG, matrices(mem.q, next_slot), j, plan)
+        if plan.alternate:
+            _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)
         write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.

@@ -134,17 +134,16 @@ def turn(tile, m, work, plan: gl.constexpr):
     which its keys end, where it is the first one, and visits the next block a step after the program before
     it. Without one all begin at the first block, and each is a step behind the one before it.
     """
-    i_n = tile.start // plan.block_n
     place = m * plan.block_m + tile.S_k - tile.S_q  # of the first query among the keys
     if plan.mask.causal:
-        last = place + plan.block_m - 1  # key that one of the queries sees
+        last = place - tile.start + plan.block_m - 1  # key that a query sees, from the first one here
         if plan.mask.shifted:
             last += work.right
-        return gl.minimum(last, tile.S_k - 1) // plan.block_n - i_n
+        return gl.minimum(last, tile.S_k - tile.start - 1) // plan.block_n
     elif plan.mask.left:
-        return i_n - gl.maximum(place - work.left, 0) // plan.block_n
+        return tile.start // plan.block_n - gl.maximum(place - work.left, 0) // plan.block_n
     else:
-        return i_n
+        return tile.start // plan.block_n
 
 
 # ---------------------------------------------------------------- places in memory

@@ -17,6 +17,8 @@ class HopperBackwardConfig:
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         deterministic: the sums of dQ are added up in a fixed order.
         stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
+        alternate: the two consumers start their products in turns, kept by barriers, instead of later. Not in
+            the wide kernel, whose warpgroups do different things.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -33,9 +35,14 @@ class HopperBackwardConfig:
     max_registers: int = 168
     l2_bytes: int = 16 << 20
     deterministic: bool = False
+    alternate: bool = False
 
     columns = ()
     """Of each part of a tile, where it has parts."""
+
+    def __post_init__(self) -> None:
+        if self.alternate and self.block_n != 128:
+            raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
 
     def width(self, head_dim: int) -> int:
         """Columns of a tile for a head dimension, in all its parts."""

@@ -115,7 +115,7 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
         how += WideRegisters(*kept, config.dq_registers), config.deterministic
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
-        how += BackwardMask(**mask), Registers(*kept), config.deterministic
+        how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate
     if config.columns:
         left, right = config.columns
         parts = {"right": right, "held": config.held}

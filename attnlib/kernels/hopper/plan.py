@@ -168,7 +168,7 @@ class BackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
-        block_m, half_p, stagger, deterministic: as in `HopperBackwardConfig`.
+        block_m, half_p, stagger, deterministic, alternate: as in `HopperBackwardConfig`.
     """
 
     d: int
@@ -179,6 +179,7 @@ class BackwardPlan(Constants):
     mask: BackwardMask
     registers: Registers
     deterministic: bool = False
+    alternate: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -188,8 +189,11 @@ class BackwardPlan(Constants):
 
     # Clocks by which the second consumer begins later.
     delay = property(
-        lambda self: gl.constexpr(0 if self.mask.causal.value or self.mask.left.value else self.stagger.value)
-    )
+        lambda self: gl.constexpr(
+            0 if any((self.mask.causal.value, self.mask.left.value, self.alternate.value))
+            else self.stagger.value
+        )
+    )  # fmt: skip
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))

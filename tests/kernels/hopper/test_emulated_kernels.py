@@ -11,6 +11,7 @@ from cases import INTERPRETER_REMARKS
 from emulated import ORDERS, Call, check_backward, check_forward
 
 from attnlib.kernels.hopper.configs import M128N128, M192N128, HopperConfig, SplitConfig
+from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -149,6 +150,27 @@ BACKWARD = {
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_calls(name: str) -> None:
     check_backward(BACKWARD[name], seed=1)
+
+
+# ---------------------------------------------------------------- consumers that alternate
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["64 columns", "72 of 80 columns", "128 columns", "a window"])
+def test_consumers_that_alternate(name: str, order: str, deterministic: bool) -> None:
+    call = ALTERNATING[name]
+    config = replace(hopper_backward_config(call.D, deterministic), alternate=True)
+    report = check_backward(replace(call, config=config, deterministic=deterministic), order).reports[-1]
+    assert report.unwaited == ()
+
+
+ALTERNATING = {
+    "64 columns": Call(64, 2, 1, 300, 400),
+    "72 of 80 columns": Call(72, 1, 1, 150, 170, causal=False),
+    "128 columns": Call(128, 2, 1, 150, 40, causal=False),
+    "a window": Call(128, 1, 1, 150, 400, window=(60, -1)),
+}
 
 
 # ---------------------------------------------------------------- the same bits

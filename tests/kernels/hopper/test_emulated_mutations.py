@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -23,6 +24,7 @@ from attnlib.kernels.hopper import (
     forward_kernel,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
+from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -55,6 +57,9 @@ BACKWARD = {
     "window, in order": Call(64, 1, 1, 400, 500, window=(200, -1), deterministic=True),
     "no right bound, in order": Call(64, 1, 1, 400, 500, False, window=(130, -1), deterministic=True),
     "64 + 16, in order": Call(72, 1, 1, 70, 300, deterministic=True),
+    "alternate": Call(
+        128, 1, 1, 320, 100, causal=False, config=replace(hopper_backward_config(128), alternate=True)
+    ),
     "64 + 16": Call(72, 1, 1, 70, 70), "64 + 32": Call(96, 1, 1, 70, 70), "128 + 32": Call(136, 1, 1, 70, 70),
     "values of 128": Call(192, 1, 1, 70, 70, D_v=128),
 }  # fmt: skip
@@ -273,6 +278,10 @@ MUTATIONS = [
              without("    fence_async_shared()\n", "dtype))\n")),
     backward("dV has not left", READING,
              without("    tma.store_wait(0)\n", "", "    _store(desc_dk, _times(dk")),
+    backward("consumer 0 does not tell that it has started", DEADLOCK,
+             ("    if j + WG < n:  #", "    if j + WG < n * WG:  #"), call="alternate"),
+    backward("consumer 0 starts without being told", TWICE,
+             ("    if j + WG > 0:\n", "    if WG > 0:\n"), call="alternate"),
     backward("dK is not waited for at the end", "Race: .* ends and has not waited for its copies out",
              ("    tma.store_wait(0)\n\n\n# ----", "\n\n# ----")),
     backward("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
@@ -372,19 +381,20 @@ MUTATIONS = [
     turn("nobody counts", WAITS, ("setp.eq.b32 q, t, 0; @q red", "setp.eq.b32 q, t, 1; @q red")),
     turn("one turn too late", WAITS, ("gl.where(wanted, turn, -1)", "gl.where(wanted, turn + 1, -1)")),
     tiles("a program waits for one that comes later", WAITS,
-          ("gl.minimum(last, tile.S_k - 1) // plan.block_n - i_n", "i_n")),
+          ("gl.minimum(last, tile.S_k - tile.start - 1)", "tile.start")),
     tiles("a dense program waits for one that comes later", WAITS,
-          ("    else:\n        return i_n\n",
-           "    else:\n        return (tile.S_k - 1) // plan.block_n - i_n\n"),
+          ("    else:\n        return tile.start //",
+           "    else:\n        return (tile.S_k - 1 - tile.start) //"),
           call="256, in order"),
     tiles("the first visitor without the right bound", WAITS,
-          ("        return gl.minimum(last, tile.S_k - 1) // plan.block_n - i_n\n",
-           "        return (tile.S_k - 1) // plan.block_n - i_n\n"), call="window, in order"),
+          ("gl.minimum(last, tile.S_k - tile.start - 1)", "(tile.S_k - tile.start - 1)"),
+          call="window, in order"),
     tiles("the first visitor without the left bound", WAITS,
-          ("        return i_n - gl.maximum(place - work.left, 0) // plan.block_n\n", "        return i_n\n"),
+          ("        return tile.start // plan.block_n - gl.maximum(place - work.left, 0) // plan.block_n\n",
+           "        return tile.start // plan.block_n\n"),
           call="no right bound, in order"),
     tiles("a turn too early", BITS,
-          ("plan.block_n - i_n\n    elif", "plan.block_n - i_n - 1\n    elif")),
+          ("plan.block_n\n    elif", "plan.block_n - 1\n    elif")),
     backward("a turn ends before its addition", BITS,
              ("            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)\n",
               "            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)\n"

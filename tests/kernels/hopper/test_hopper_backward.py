@@ -186,6 +186,13 @@ def visits_of(plan, S_q: int, S_k: int, left, right) -> list[tuple[int, int, lis
     return [(row[0], row[1], row[2 + row[0] : 2 + row[1]]) for row in rows if row[0] < row[1]]
 
 
+def test_only_two_equal_consumers_alternate() -> None:
+    assert replace(hopper_backward_config(80), alternate=True).alternate
+    expected = r"^alternate: expected False with block_n=64 \(wide kernel\), got True$"
+    with pytest.raises(ValueError, match=expected):
+        replace(hopper_backward_config(256), alternate=True)
+
+
 @pytest.mark.parametrize("head_dim", [0, 264])
 def test_a_head_dimension_out_of_range_has_no_configuration(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"^head_dim: expected 1 to 256, got {head_dim}$"):
