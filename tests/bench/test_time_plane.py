@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 import time_plane
@@ -138,3 +139,24 @@ def test_without_fa3_or_a_gpu_nothing_is_timed(gpu, monkeypatch, capsys):
     assert time_plane.main([]) == 2 and "no build" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert time_plane.main([]) == 2 and "compute capability 9.x" in capsys.readouterr().err
+
+
+def test_fa3s_operators_get_the_window(monkeypatch):
+    seen = []
+
+    def fwd(*call):
+        seen.append(call[25:27])
+        return call[0], None
+
+    def bwd(*call):
+        seen.append(call[17:19])
+
+    fa3 = peers._FA3Operators.__new__(peers._FA3Operators)
+    fa3.operators = types.SimpleNamespace(fwd=fwd, bwd=bwd)
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: fa3)
+    tensors = [torch.zeros(1, 2, 8, 16) for _ in range(4)]
+    for window in ((7, 0), None):
+        peer = peers.fa3(window)
+        peer.make(*tensors[1:], True, 1.0)()
+        peer.make_backward(*tensors, True, 1.0)()
+    assert seen == [(7, 0)] * 3 + [(-1, -1)] * 3
