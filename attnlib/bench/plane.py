@@ -49,7 +49,8 @@ class Cell(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.shape.label} {KINDS[self.kind].label}"
+        one = KINDS[self.kind]
+        return self.shape.label + (f", {one.label}" if one.window else "")
 
     @property
     def pairs(self) -> float:
