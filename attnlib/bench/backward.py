@@ -110,7 +110,7 @@ class BackwardRun(Run):
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             self.call = peers.through_autograd(function(q, k, v, causal, scale), d_out, q, k, v)
             return
-        peer = peers.PEERS[self.impl]
+        peer = self.peer()
         reason = peer.available()
         if reason:
             self.stop("not installed", reason)

@@ -80,6 +80,10 @@ class Run:
         """FLOPs that a call is credited with."""
         return roofline.flops(self.shape)
 
+    def peer(self) -> peers.Peer:
+        """Who computes it, where it has no function."""
+        return peers.PEERS[self.impl]
+
     def stop(self, status: str, reason: str | None = None) -> None:
         """Give up on this implementation: it keeps its errors and gets no speed."""
         self.row["status"] = status
@@ -108,7 +112,7 @@ class Run:
         if function is not None:
             self.call = lambda: function(q, k, v, causal, scale)
             return
-        peer = peers.PEERS[self.impl]
+        peer = self.peer()
         reason = peer.available()
         if reason:
             self.stop("not installed", reason)

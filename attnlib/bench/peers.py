@@ -12,6 +12,7 @@ S, D) as it is.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import importlib.util
@@ -123,11 +124,19 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Cal
 class _FA3Operators:
     """FA3's operators in a library, for (B, S, H, D) tensors."""
 
+    window, deterministic = (-1, -1), False
+
     def __init__(self, library: Path) -> None:
         for runtime in sorted(library.parent.glob("libcudart.so.12*")):
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)  # builds link to CUDA 12, PyTorch may bring 13
         torch.ops.load_library(str(library))
         self.operators = torch.ops.flash_attn_3
+
+    def asked(self, window: tuple[int, int], deterministic: bool) -> _FA3Operators:
+        """The same for queries that see (left, right) keys beside their own; -1: all."""
+        other = copy.copy(self)
+        other.window, other.deterministic = window, deterministic
+        return other
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> list[Tensor]:
         """[out, LSE]."""
@@ -136,7 +145,7 @@ class _FA3Operators:
         # mask: window (left, right), attention chunk, softcap, interleaved rotary, scheduler metadata, number
         # of splits, packed GQA, SMs left free.
         return self.operators.fwd(
-            q, k, v, *[None] * 20, sm_scale, causal, -1, -1, 0, 0.0, True, None, 1, None, 0
+            q, k, v, *[None] * 20, sm_scale, causal, *self.window, 0, 0.0, True, None, 1, None, 0
         )[:2]  # fmt: skip
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, lengths: Tensor | None) -> Tensor:
@@ -152,7 +161,7 @@ class _FA3Operators:
         return self.forward(q, k, v, causal, sm_scale)[0]
 
     def backward(
-        self, d_out: Tensor, saved: tuple[Tensor, ...], causal: bool, sm_scale: float, deterministic: bool
+        self, d_out: Tensor, saved: tuple[Tensor, ...], causal: bool, sm_scale: float
     ) -> GradientCall:
         """Runs the forward of saved, q, k and v; what it returns runs the backward alone."""
         q, k, v = saved
@@ -163,8 +172,8 @@ class _FA3Operators:
             # The 6 empty ones: variable lengths, used lengths, longest lengths. After the mask: window,
             # softcap, deterministic, SMs left free.
             self.operators.bwd(
-                d_out, q, k, v, out, lse, *gradients, *[None] * 6, sm_scale, causal, -1, -1, 0.0,
-                deterministic, 0,
+                d_out, q, k, v, out, lse, *gradients, *[None] * 6, sm_scale, causal, *self.window,
+                0.0, self.deterministic, 0,
             )  # fmt: skip
             return gradients
 
@@ -172,9 +181,8 @@ class _FA3Operators:
 
 
 @functools.cache
-def _fa3_forward(deterministic: bool = False) -> Callable[..., Tensor]:
-    """FA3 as f(q, k, v, causal, sm_scale) on (B, S, H, D); ImportError says why it is not there.
-    `deterministic`: how a gradient that autograd asks for is computed."""
+def _fa3_forward() -> Callable[..., Tensor]:
+    """FA3 as f(q, k, v, causal, sm_scale) on (B, S, H, D); ImportError says why it is not there."""
     named = os.environ.get("ATTNLIB_FA3")
     if named:
         path = Path(named)
@@ -185,10 +193,8 @@ def _fa3_forward(deterministic: bool = False) -> Callable[..., Tensor]:
     if importlib.util.find_spec("flash_attn_interface"):
         from flash_attn_interface import flash_attn_func
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
-            out = flash_attn_func(
-                q, k, v, softmax_scale=sm_scale, causal=causal, deterministic=deterministic
-            )
+        def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, **options) -> Tensor:
+            out = flash_attn_func(q, k, v, softmax_scale=sm_scale, causal=causal, **options)
             return out[0] if isinstance(out, tuple) else out
 
         return forward
@@ -224,26 +230,37 @@ def _no_fa3() -> str | None:
     return _no_gpu()
 
 
-def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Call:
+def _fa3_asked(window: tuple[int, int] | None, deterministic: bool) -> Callable[..., Tensor]:
+    """`_fa3_forward`, with what `fa3` was asked for."""
     forward = _fa3_forward()
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return lambda: forward(q, k, v, causal, sm_scale).transpose(1, 2)
+    if isinstance(forward, _FA3Operators):
+        return forward.asked(window or (-1, -1), deterministic)
+    options = {"window_size": window} if window else {}
+    return functools.partial(forward, **options | ({"deterministic": True} if deterministic else {}))
 
 
-def fa3_gradient(deterministic: bool) -> Callable[..., GradientCall]:
-    """FA3's backward pass as a peer's `gradient`; `deterministic`: the same bits in every run."""
+def fa3(window: tuple[int, int] | None = None, deterministic: bool = False) -> Peer:
+    """FlashAttention-3, for calls with this window (left, right) when one is given. `deterministic`: its
+    gradients have the same bits in every run."""
 
-    def make(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> GradientCall:
-        forward = _fa3_forward(deterministic)
+    def make(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Call:
+        forward = _fa3_asked(window, deterministic)
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        return lambda: forward(q, k, v, causal, sm_scale).transpose(1, 2)
+
+    def gradient(
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float
+    ) -> GradientCall:
+        forward = _fa3_asked(window, deterministic)
         d_out, q, k, v = (x.transpose(1, 2).contiguous() for x in (d_out, q, k, v))
         if isinstance(forward, _FA3Operators):
-            backward = forward.backward(d_out, (q, k, v), causal, sm_scale, deterministic)
+            backward = forward.backward(d_out, (q, k, v), causal, sm_scale)
         else:  # the package knows autograd
             q, k, v = (x.requires_grad_() for x in (q, k, v))
             backward = through_autograd(forward(q, k, v, causal, sm_scale), d_out, q, k, v)
         return lambda: tuple(x.transpose(1, 2) for x in backward())
 
-    return make
+    return Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, make, gradient)
 
 
 # Triton's own tutorial 06: $ATTNLIB_TUTORIAL is its file. No copy of it is kept here.
@@ -311,7 +328,7 @@ PEERS: dict[str, Peer] = {
         ),
         Peer("cudnn", "PyTorch SDPA, cuDNN backend", _no_cudnn, _sdpa(SDPBackend.CUDNN_ATTENTION)),
         Peer("flex", "PyTorch FlexAttention, compiled for each shape", _no_gpu, _flex),
-        Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, _fa3, fa3_gradient(False)),
+            fa3(),
         Peer("tutorial", "Triton's tutorial 06, autotuned", _no_tutorial, _tutorial),
     )
 }

@@ -1,6 +1,5 @@
 """The comparison of backward passes, with the GPU replaced: what is judged, timed and credited."""
 
-import dataclasses
 import json
 import math
 import types
@@ -109,9 +108,8 @@ def test_fa3_gets_its_own_layout_and_gives_ours(deterministic, gpu, monkeypatch)
     operators = types.SimpleNamespace(fwd=fwd, bwd=bwd)
     fa3 = peers._FA3Operators.__new__(peers._FA3Operators)
     fa3.operators = operators
-    monkeypatch.setattr(peers, "_fa3_forward", lambda deterministic=False: fa3)
-    gradient = peers.fa3_gradient(deterministic)
-    monkeypatch.setitem(peers.PEERS, "fa3", dataclasses.replace(peers.PEERS["fa3"], gradient=gradient))
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: fa3)
+    monkeypatch.setitem(peers.PEERS, "fa3", peers.fa3(deterministic=deterministic))
     row = rows_of({"fa3": None})["fa3"]
     assert row["status"] == "ok", row.get("reason")
     assert set(seen) == {(2, 40, 2, 16)}

@@ -156,9 +156,7 @@ def in_order(q, k, v, causal: bool, sm_scale: float, impl: str = "hopper"):
 
 
 def everybody_in_order(shape: Shape) -> dict[str, harness.Attention | None]:
-    peers.PEERS[FA3_IN_ORDER] = replace(
-        peers.PEERS["fa3"], name=FA3_IN_ORDER, gradient=peers.fa3_gradient(deterministic=True)
-    )
+    peers.PEERS[FA3_IN_ORDER] = replace(peers.fa3(deterministic=True), name=FA3_IN_ORDER)
     portable = partial(in_order, impl="triton")
     return {OURS: ours, IN_ORDER: in_order, "attnlib-triton": portable, "fa3": None, FA3_IN_ORDER: None}
 

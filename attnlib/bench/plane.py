@@ -1,0 +1,100 @@
+"""The plane of calls that attnlib and FlashAttention-3 are compared on: head dimension x length x kind.
+
+`tests/gpu/time_plane.py` measures it, a row of the record for each cell and pass; `book.plane_chart` shows
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from attnlib.bench.backward import FLOPS
+from attnlib.bench.shapes import Shape
+from attnlib.bench.verdict import Verdict
+
+RECORD, TABLE = "plane", "cells"
+OURS, PEER = "attnlib", "fa3"
+DIMS = 64, 72, 80, 96, 112, 128, 160, 192, 224, 256
+LENGTHS = 512, 1024, 2048, 4096, 16384
+TOKENS = 16384
+PASSES = "forward", "backward"
+
+
+class Kind(NamedTuple):
+    """Which keys a query sees, and how many query heads share a head of keys. window: as of `attention`."""
+
+    label: str
+    causal: bool = True
+    group: int = 1
+    window: tuple[int, int] | None = None
+
+
+KINDS = {
+    "causal": Kind("causal"),
+    "dense": Kind("dense", causal=False),
+    "gqa8": Kind("causal, GQA 8:1", group=8),
+    "gqa4": Kind("causal, GQA 4:1", group=4),
+    "window": Kind("window of 1024 keys", window=(1023, 0)),
+}
+FP16 = [(kind, 4096) for kind in ("causal", "dense")]
+"""What is measured in fp16, too: (kind, length)."""
+
+
+class Cell(NamedTuple):
+    """One call; its two passes are timed."""
+
+    kind: str
+    shape: Shape
+
+    @property
+    def label(self) -> str:
+        one = KINDS[self.kind]
+        return self.shape.label + (f", {one.label}" if one.window else "")
+
+    @property
+    def pairs(self) -> float:
+        """Queries and keys that see each other, of a head: an area, as the FLOPs of `roofline` are counted;
+        with a window, exactly."""
+        n, (_, causal, _, window) = self.shape.seqlen, KINDS[self.kind]
+        if window is None:
+            return n * n / 2 if causal else n * n
+        wide = min(n, window[0] + 1)
+        return wide * (wide + 1) / 2 + (n - wide) * wide
+
+    def flops(self, way: str) -> float:
+        """That a pass is credited with."""
+        forward = 4 * self.shape.batch * self.shape.heads * self.shape.head_dim * self.pairs
+        return forward * (FLOPS if way == "backward" else 1)
+
+
+def cell(kind: str, head_dim: int, length: int, dtype: str = "bfloat16") -> Cell:
+    """With about as many tokens and columns in all as every other."""
+    heads = 16 if head_dim <= 128 else 8
+    one = KINDS[kind]
+    return Cell(
+        kind, Shape(TOKENS // length, heads, length, head_dim, one.causal, dtype, heads // one.group)
+    )
+
+
+def groups() -> Iterator[list[Cell]]:
+    """All cells, those of one kind and length together, in the order of measuring: a run that is cut off
+    leaves whole columns, first one in the middle, then both ends. A window as wide as the sequence hides
+    nothing: those cells are those of the causal kind, and not here."""
+    for length in (4096, 16384, 1024, 512, 2048):
+        for kind, one in KINDS.items():
+            if one.window is None or one.window[0] + 1 < length:
+                yield [cell(kind, d, length) for d in DIMS]
+    for kind, length in FP16:
+        yield [cell(kind, d, length, "float16") for d in DIMS]
+
+
+def key(row: Mapping[str, Any]) -> tuple[Cell, str]:
+    """The cell and the pass that a row of the record has measured."""
+    return Cell(row["kind"], Shape.of_row(row)), row["pass"]
+
+
+def verdict_of(row: Mapping[str, Any]) -> Verdict:
+    """On attnlib against FlashAttention-3."""
+    numbers = [row.get(name) for name in ("ratio", "control", "spread")]
+    return Verdict(OURS, PEER, Shape.of_row(row), *numbers, reason=row.get("reason", ""))

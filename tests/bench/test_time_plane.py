@@ -1,0 +1,162 @@
+"""tests/gpu/time_plane.py without a GPU: its cells, its record, and no time for a wrong result."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+import time_plane
+import torch
+from timed_cpu import gpu  # noqa: F401  (a fixture)
+
+from attnlib.bench import backward, peers, plane
+from attnlib.bench.gradient_oracle import GradientOracle
+from attnlib.bench.oracle import make_inputs
+from attnlib.bench.plane import KINDS, Cell
+from attnlib.bench.setting import Setting
+from attnlib.bench.shapes import Shape
+from attnlib.kernels.reference.gradients import visible
+from attnlib.params import mask_window
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
+KIND = {
+    "causal": Shape(1, 2, 40, 16, dtype="bfloat16"),
+    "dense": Shape(2, 2, 40, 16, False),
+    "gqa4": Shape(1, 8, 40, 16, heads_kv=2),
+    "window": Shape(1, 2, 40, 16),
+}
+SMALL = [[Cell(kind, shape)] for kind, shape in KIND.items()]
+
+
+def plain(q, k, v, causal, sm_scale, window=None):
+    """Attention that knows windows, on (B, H, S, D)."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    seen = visible(q.shape[2], k.shape[2], mask_window(causal, window))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=sm_scale)
+
+
+def package(q, k, v, causal, sm_scale, window_size=None):
+    """FlashAttention-3 as its package has it: (B, S, H, D)."""
+    return plain(*(x.transpose(1, 2) for x in (q, k, v)), causal, sm_scale, window_size).transpose(1, 2)
+
+
+@pytest.fixture
+def small(gpu, monkeypatch):
+    monkeypatch.setitem(plane.KINDS, "window", KINDS["window"]._replace(window=(7, 0)))
+    monkeypatch.setattr(plane, "groups", lambda: iter(SMALL))
+    monkeypatch.setattr(plane, "DIMS", (16,))
+    monkeypatch.setattr(time_plane, "compile_all", lambda cells: None)
+    monkeypatch.setattr(time_plane, "ROUNDS", Setting("small", 2, 0, 0, 1))
+    monkeypatch.setattr(time_plane, "ours", lambda window, *call: plain(*call, window))
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: package)
+
+
+def rows_of(path):
+    return json.loads(path.read_text())["tables"]["cells"]["rows"]
+
+
+def test_the_cells():
+    cells = [cell for group in plane.groups() for cell in group]
+    assert len(set(cells)) == len(cells) == 10 * (5 * 4 + 3 + 2)
+    first = list(plane.groups())[: len(KINDS)]
+    assert {(cell.kind, cell.shape.seqlen) for group in first for cell in group} == {
+        (kind, 4096) for kind in KINDS
+    }
+    for kind, shape in cells:
+        assert shape.batch * shape.seqlen == plane.TOKENS
+        assert shape.heads == shape.kv_heads * KINDS[kind].group
+        assert 1024 <= shape.heads * shape.head_dim <= 2048
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flops_are_those_of_the_pairs_that_see_each_other(kind):
+    cell = plane.cell(kind, 64, 2048)
+    pairs = int(visible(2048, 2048, mask_window(cell.shape.causal, KINDS[kind].window)).sum())
+    assert cell.pairs == pytest.approx(pairs, rel=1e-3)
+    assert cell.flops("backward") == 2.5 * cell.flops("forward") == 2.5 * 4 * 8 * 16 * 64 * cell.pairs
+
+
+def test_the_record(small, tmp_path, capsys):
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--out", str(path)]) == 0, capsys.readouterr().out
+    rows = rows_of(path)
+    assert [plane.key(row) for row in rows] == [(cell, way) for cell, in SMALL for way in plane.PASSES]
+    for row in rows:
+        assert (row["attnlib_status"], row["fa3_status"]) == ("ok", "ok"), row
+        assert len(row["round_ratios"]) == 2 and row["attnlib_of_budget"] <= 1
+        found = plane.verdict_of(row)
+        assert found.noise is not None and found.word == row["verdict"]
+        cell, way = plane.key(row)
+        assert row["attnlib_tflops"] == pytest.approx(cell.flops(way) / row["attnlib_ms"] * 1e-9, rel=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["everywhere", "in another head", "without the window"])
+def test_a_wrong_result_has_no_ratio(small, tmp_path, monkeypatch, capsys, fault):
+    def wrong(window, *call):
+        out = plain(*call, None if fault == "without the window" else window)
+        if fault == "everywhere":
+            return out * 1.1
+        return torch.cat([out[:, :1] * 1.1, out[:, 1:]], 1) if fault == "in another head" else out
+
+    monkeypatch.setattr(time_plane, "ours", wrong)
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--out", str(path)]) == 1
+    for row in rows_of(path):
+        bad = row["kind"] == "window" or fault != "without the window"
+        assert (row["attnlib_status"] == "wrong") == bad == ("ratio" not in row), row
+    assert "attnlib: wrong" in capsys.readouterr().out
+
+
+def test_a_resumed_run_measures_the_others(small, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--seconds", "-1", "--out", str(path)]) == 0
+    assert rows_of(path) == [] and capsys.readouterr().out.count("\n  ") == 2 * len(SMALL)
+    monkeypatch.setattr(plane, "groups", lambda: iter(SMALL[:2]))
+    assert time_plane.main(["--out", str(path)]) == 0
+    before = rows_of(path)
+    monkeypatch.setattr(plane, "groups", lambda: iter(SMALL))
+    capsys.readouterr()
+    assert time_plane.main(["--resume", "--out", str(path)]) == 0
+    assert rows_of(path)[:4] == before and len(rows_of(path)) == 2 * len(SMALL)
+    assert "dense" not in capsys.readouterr().out
+
+
+def test_the_sampled_gradients_have_the_budget_of_the_group():
+    shape = Shape(1, 8, 96, 32, heads_kv=2, dtype="bfloat16")
+    tensors = backward.make_gradient(shape, device="cpu"), *make_inputs(shape, device="cpu")
+    sample = time_plane.GradientSample(KINDS["gqa4"], None, *tensors)
+    d_out, q, k, v = tensors
+    whole = GradientOracle(d_out[:, 4:], q[:, 4:], k[:, 1:], v[:, 1:], True)
+    for name in ("dk", "dv"):
+        assert torch.allclose(sample.oracle.truth[name], whole.truth[name])
+        assert 0.5 < sample.oracle.budget[name].rms / whole.budget[name].rms < 2
+    assert torch.allclose(sample.oracle.truth["dq"][:, 0], whole.truth["dq"][0])
+
+
+def test_without_fa3_or_a_gpu_nothing_is_timed(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: (_ for _ in ()).throw(ImportError("no build")))
+    assert time_plane.main([]) == 2 and "no build" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert time_plane.main([]) == 2 and "compute capability 9.x" in capsys.readouterr().err
+
+
+def test_fa3s_operators_get_the_window(monkeypatch):
+    seen = []
+
+    def fwd(*call):
+        seen.append(call[25:27])
+        return call[0], None
+
+    def bwd(*call):
+        seen.append(call[17:19])
+
+    fa3 = peers._FA3Operators.__new__(peers._FA3Operators)
+    fa3.operators = types.SimpleNamespace(fwd=fwd, bwd=bwd)
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: fa3)
+    tensors = [torch.zeros(1, 2, 8, 16) for _ in range(4)]
+    for window in ((7, 0), None):
+        peer = peers.fa3(window)
+        peer.make(*tensors[1:], True, 1.0)()
+        peer.make_backward(*tensors, True, 1.0)()
+    assert seen == [(7, 0)] * 3 + [(-1, -1)] * 3

@@ -1,0 +1,118 @@
+"""The heat maps of the plane: every cell shows its own row or that it has none, and the table of losses."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnlib.bench import plane, records
+from attnlib.book import plane_chart, plotting
+from attnlib.book.palette import luminance
+
+
+def row_of(cell, way, ratio=None, noise=1.005, **more):
+    known = {} if ratio is None else {"ratio": ratio, "control": noise, "spread": 1.001}
+    return {"kind": cell.kind, "pass": way, **cell.shape.to_dict(), **known, **more}
+
+
+def table(*rows):
+    return records.Table("cells", list(rows), "GPU", "2026-11-23", False)
+
+
+def every(way, ratio):
+    """A row for each cell; `ratio`: cell -> number."""
+    return [row_of(cell, way, ratio(cell)) for group in plane.groups() for cell in group]
+
+
+FIRST = plane.cell("causal", 64, 512)
+
+
+def panel(figure, title):
+    return next(ax for ax in figure.axes if ax.get_title(loc="left") == title)
+
+
+def numbers(ax):
+    """(column, row) -> text."""
+    return {
+        (int(t.get_position()[0]), int(t.get_position()[1])): t.get_text()
+        for t in ax.texts if t.get_text() and t.get_rotation() == 0
+    }  # fmt: skip
+
+
+def hatched(ax, hatch):
+    return {(int(p.get_x()), int(p.get_y())) for p in ax.patches if p.get_hatch() == hatch}
+
+
+def test_every_cell_shows_its_own_row():
+    def ratio(cell):
+        shape = cell.shape
+        place = plane.DIMS.index(shape.head_dim) * 10 + plane.LENGTHS.index(shape.seqlen)
+        return 1 + place / 1000 + 0.1 * list(plane.KINDS).index(cell.kind) + 0.5 * (shape.dtype == "float16")
+
+    figure = plane_chart.plane_chart(table(*every("backward", ratio)), "backward")
+    for one in plane_chart.panels():
+        shown = numbers(panel(figure, one.title))
+        wanted = {
+            (x, y): f"{ratio(plane.cell(kind, d, length, one.dtype)):.3f}"
+            for x, (kind, length) in enumerate(one.columns.values()) for y, d in enumerate(plane.DIMS)
+            if plane_chart.hides(kind, length)
+        }  # fmt: skip
+        assert shown == wanted, one.title
+        assert not hatched(panel(figure, one.title), "/////")
+
+
+def test_what_was_not_measured_stays_empty():
+    """A row of the other pass, dtype or kind fills no cell, and neighbors are not asked."""
+    rows = [row_of(FIRST, "forward", 1.2), row_of(FIRST, "backward", 0.8)]
+    rows.append(row_of(plane.cell("causal", 72, 512), "forward", reason="attnlib: wrong"))
+    figure = plane_chart.plane_chart(table(*rows), "forward")
+    causal = panel(figure, "causal")
+    assert numbers(causal) == {(0, 0): "1.200"}
+    assert hatched(causal, "xxxxx") == {(0, 1)}
+    assert len(hatched(causal, "/////")) == 50 - 2
+    assert len(hatched(panel(figure, "window of 1024 keys"), "/////")) == 30
+    assert numbers(panel(figure, "fp16")) == {}
+
+
+def test_ties_are_gray_and_colors_say_who_is_faster():
+    tie, _, text = plane_chart.look(row_of(FIRST, "forward", 1.004))
+    assert (tie, text) == (plane_chart.FAINT, "1.004")
+    ahead, behind, far = (plane_chart.look(row_of(FIRST, "forward", x))[0] for x in (1.1, 1 / 1.1, 9.0))
+    assert int(ahead[5:], 16) > int(ahead[1:3], 16) and int(behind[1:3], 16) > int(behind[5:], 16)
+    assert far == plane_chart.look(row_of(FIRST, "forward", plane_chart.FAR))[0]
+    assert luminance(far) < luminance(ahead) < 1
+    same = plane_chart.look(row_of(FIRST, "forward", 1.004, noise=1.001))[0]
+    assert same != plane_chart.FAINT
+
+
+def test_the_table_of_losses():
+    cells = [plane.cell("dense", 192, n) for n in (4096, 512)]
+    rows = [row_of(cell, "backward", ratio) for cell, ratio in zip(cells, (0.9, 0.97), strict=True)]
+    rows.append(row_of(plane.cell("dense", 192, 1024), "backward", 0.999))  # a tie
+    rows.append(row_of(plane.cell("causal", 224, 512), "forward", 0.95))
+    rows.append(row_of(FIRST, "forward", 1.3))
+    found = plane_chart.slower(table(*rows))
+    assert [line["pass"] for line in found] == ["forward", "backward"]
+    assert found[0]["columns"] == "256, FA3 256" and found[0]["known"] == "–"
+    assert found[1]["S: ratio"] == "512: 0.970, 4096: 0.900" and found[1]["least"] == 0.9
+    assert found[1]["known"] == plane_chart.KNOWN["backward", 192]
+    assert plane_chart.slower(table()) == []
+
+
+def test_what_is_known_is_of_widths_that_are_computed():
+    computed = {(way, plane_chart.columns_of(way, d)[0]) for way in plane.PASSES for d in plane.DIMS}
+    assert set(plane_chart.KNOWN) <= computed
+    assert plane_chart.columns_of("backward", 160) == (160, 192)
+
+
+def test_the_alt_text_counts():
+    rows = [row_of(FIRST, "forward", 1.2), row_of(FIRST, "backward", 0.8)]
+    text = plane_chart.alt_text(table(*rows), "forward")
+    assert "1 cells, from 1.20 to 1.20. faster: 1, slower: 0, tie: 0." in text
+    assert plane_chart.alt_text(table(), "forward").endswith(".")
+
+
+@pytest.mark.parametrize("rows", [[], every("forward", lambda cell: 1.1)])
+def test_it_can_be_published(rows):
+    figure = plane_chart.plane_chart(table(*rows), "forward")
+    content, _ = plotting.bundle(figure, "plane", plane_chart.alt_text(table(*rows), "forward"))
+    assert content["image/svg+xml"].startswith("<")

@@ -1,0 +1,308 @@
+"""Time the plane of calls, head dimension x length x kind, beside FlashAttention-3: forward and backward.
+
+    python tests/gpu/time_plane.py                some 400 s; figures/data/<gpu>/plane.json
+    python tests/gpu/time_plane.py --seconds 200  begin no cell after so many, and say what is left out
+    python tests/gpu/time_plane.py --resume       keep the cells that the record has, measure the others
+    python tests/gpu/time_plane.py --dims 64 96   these head dimensions alone
+
+Table `cells`: a row for each cell of `bench.plane` and pass, with both times, the ratio of each of eight
+shuffled rounds with cold L2, and what attnlib differs by from itself. ATTNLIB_FA3 names FlashAttention-3's
+library. First, processes side by side compile. The record is written after each length of a kind.
+
+Before and after it is timed, either result is judged: the last query head (forward) or the query heads of
+the last key head (gradients) of the last batch entry against fp64, with the budget of the oracle. And each
+head of the whole result of ours may be as far from FlashAttention-3's, in RMS, as two that just keep that
+budget may be. Nothing wrong is timed. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a
+Hopper GPU or FlashAttention-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from attnlib import attention, node  # noqa: E402
+from attnlib.bench import harness, peers, plane, records, timing, verdict  # noqa: E402
+from attnlib.bench.backward import GRADIENTS, BackwardRun, make_gradient  # noqa: E402
+from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
+from attnlib.bench.oracle import Budget, Oracle, Verdict, make_inputs  # noqa: E402
+from attnlib.bench.plane import KINDS, OURS, PEER, Cell, Kind  # noqa: E402
+from attnlib.bench.setting import Setting  # noqa: E402
+from attnlib.bench.shapes import Shape  # noqa: E402
+
+ROUNDS = Setting("plane, eight short rounds", rounds=8, pause_ms=5, warmup_ms=1, rep_ms=2)
+SHORT_MS = 0.5
+"""Of calls shorter than this the host's time is told, too."""
+PROCESSES = 14
+
+Tensor = torch.Tensor
+
+
+def ours(window: tuple[int, int] | None, q, k, v, causal: bool, sm_scale: float):
+    return attention(q, k, v, causal=causal, window=window, sm_scale=sm_scale)
+
+
+# ---------------------------------------------------------------- judging
+
+
+def apart(found: Tensor, other: Tensor, rms: float) -> str:
+    """Why two results can't both keep a budget, in a head; empty when they may."""
+    largest = (found.float() - other.float()).square_().mean((2, 3)).sqrt_().max().item()
+    return "" if largest <= 2 * rms else f"a head is {largest:.2e} from FlashAttention-3's, budget {rms:.2e}"
+
+
+class Sample:
+    """The truth of one head of an output; `other`: FlashAttention-3's output, or None."""
+
+    def __init__(self, kind: Kind, other: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+        last = (x[-1:, -1:] for x in (q, k, v))
+        self.oracle, self.other = Oracle(*last, kind.causal, window=kind.window), other
+
+    def judge(self, out: Tensor) -> Verdict:
+        found = self.oracle.judge(out[-1:, -1:])
+        if not found.ok or self.other is None:
+            return found
+        reason = apart(out, self.other, self.oracle.budget.rms)
+        return Verdict(found.max_error, found.rms_error, found.budget, not reason, reason)
+
+
+class GradientSample:
+    """The truth of the gradients of one key head and its query heads; `other`: FlashAttention-3's, or None.
+
+    The oracle computes one query head after the other, whose scores fit in memory. dK and dV are the sums of
+    theirs, and what errors of `group` heads add up to is sqrt(group) times that of one.
+    """
+
+    def __init__(self, kind: Kind, other: tuple[Tensor, ...] | None, *tensors: Tensor) -> None:
+        self.group, self.other = kind.group, other
+        d_out, q = (x[-1, -kind.group :, None] for x in tensors[:2])
+        k, v = (x[-1:, -1:].expand(kind.group, -1, -1, -1) for x in tensors[2:])
+        self.oracle = GradientOracle(d_out, q, k, v, kind.causal, kind.window)
+        for name in ("dk", "dv"):
+            self.oracle.truth[name] = self.oracle.truth[name].sum(0, keepdim=True)
+            budget = self.oracle.budget[name]
+            self.oracle.budget[name] = Budget(*(math.sqrt(kind.group) * x for x in (budget.max, budget.rms)))
+
+    def judge(self, *gradients: Tensor) -> dict[str, Verdict]:
+        dq, dk, dv = gradients
+        found = self.oracle.judge(dq[-1, -self.group :, None], dk[-1:, -1:], dv[-1:, -1:])
+        if self.other is None or not all(one.ok for one in found.values()):
+            return found
+        for name, mine, other in zip(GRADIENTS, gradients, self.other, strict=True):
+            one = found[name]
+            if reason := apart(mine, other, one.budget.rms):
+                found[name] = Verdict(one.max_error, one.rms_error, one.budget, False, f"{name}: {reason}")
+        return found
+
+
+# ---------------------------------------------------------------- timing
+
+
+class InPlane:
+    """A run of `harness` whose peer knows windows, and that tells the host's time of short calls."""
+
+    def __init__(self, kind: Kind, *args: Any) -> None:
+        super().__init__(*args)
+        self.kind = kind
+
+    def peer(self) -> peers.Peer:
+        return peers.fa3(self.kind.window)
+
+    def finish(self, oracle: Any) -> None:
+        super().finish(oracle)
+        if self.ok and self.estimate < SHORT_MS:
+            self.row["host_us"] = timing.host_us(self.call, 20)
+
+
+class ForwardPlane(InPlane, harness.Run):
+    pass
+
+
+class BackwardPlane(InPlane, BackwardRun):
+    pass
+
+
+def start(cell: Cell, way: str, shape: Shape) -> tuple[tuple[Tensor, ...], Sample | GradientSample]:
+    """Tensors of a call and what judges its result."""
+    kind = KINDS[cell.kind]
+    tensors = make_inputs(shape, device=harness.DEVICE)
+    options = shape.causal, shape.head_dim**-0.5
+    peer, other = peers.fa3(kind.window), None
+    with contextlib.suppress(RuntimeError):  # what it can't do is said where it is timed
+        if way == "forward":
+            other = peer.make(*tensors, *options)()
+        else:
+            tensors = make_gradient(shape, device=harness.DEVICE), *tensors
+            other = peer.make_backward(*tensors, *options)()
+    return tensors, (Sample if way == "forward" else GradientSample)(kind, other, *tensors)
+
+
+def measured(cell: Cell, way: str, header: dict[str, Any]) -> dict[str, Any]:
+    """The row of the record."""
+    kind = KINDS[cell.kind]
+    rows = harness.collect_runs(
+        partial(ForwardPlane if way == "forward" else BackwardPlane, kind), partial(start, cell, way),
+        {OURS: partial(ours, kind.window), PEER: None}, [cell.shape], ROUNDS, OURS,
+    )  # fmt: skip
+    table = records.Table.of(plane.TABLE, rows, header, False)
+    found = verdict.judge(table, cell.shape, OURS, PEER)
+    mine, theirs = (table.one(cell.shape, impl=impl) for impl in (OURS, PEER))
+    row = {"kind": cell.kind, "pass": way, **cell.shape.to_dict()}
+    row |= {name: header[name] for name in ("commit", "date")}
+    for name, one in ((f"{OURS}_", mine), (f"{PEER}_", theirs)):
+        row[f"{name}status"] = one["status"]
+        if one["status"] == "ok":
+            row |= {name + field: one[field] for field in ("ms", "sm_mhz", "host_us") if field in one}
+            row |= {f"{name}tflops": cell.flops(way) / one["ms"] * 1e-9, f"{name}of_budget": share(one)}
+    if found.ratio is None:
+        bad = [one for one in (mine, theirs) if one["status"] != "ok"]
+        row["reason"] = "; ".join(
+            f"{one['impl']}: {one['status']} {one.get('reason', '')}".strip() for one in bad
+        )
+    else:
+        rounds = zip(theirs["round_ms"], mine["round_ms"], strict=True)
+        row |= {"ratio": found.ratio, "control": found.control, "spread": found.spread}
+        row["round_ratios"] = [other / own for other, own in rounds]
+    row = records.rounded(row)
+    return row | {"verdict": plane.verdict_of(row).word}
+
+
+def share(row: dict[str, Any]) -> float:
+    """The largest error of a result, as a share of its budget."""
+    if "budget_max" in row:
+        return max(row["max_error"] / row["budget_max"], row["rms_error"] / row["budget_rms"])
+    return max(row[f"{name}_{size}"] / row[f"{name}_budget_{size}"]
+               for name in GRADIENTS for size in ("max", "rms"))  # fmt: skip
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def without_node() -> None:
+    """In a child, which calls each kind once: none compiles `node.cpp`, which this process does meanwhile."""
+    os.environ["CXX"] = "false"
+    warnings.filterwarnings("ignore", message="attnlib: calls take longer")
+
+
+def compile_cells(cells: Sequence[Cell]) -> None:
+    """In a child: what it compiles stays in Triton's cache."""
+    for cell in cells:
+        shape, window = cell.shape, KINDS[cell.kind].window
+        tensors = make_inputs(shape, device=harness.DEVICE)
+        try:
+            ours(window, *tensors, shape.causal, shape.head_dim**-0.5)
+            out = ours(window, *(x.requires_grad_() for x in tensors), shape.causal, shape.head_dim**-0.5)
+            out.backward(out.detach())
+            torch.cuda.synchronize()
+        except Exception as error:  # it comes again where it is timed, and is in the record then
+            print(f"{cell.label}: {peers.brief(error)}", flush=True)
+
+
+def compile_all(cells: Iterable[Cell]) -> None:
+    """Those of one kernel in one process; those that take longest first."""
+
+    def kernel(cell: Cell) -> tuple[Any, ...]:
+        return -cell.shape.head_dim, cell.shape.dtype, cell.shape.causal, KINDS[cell.kind].window or ()
+
+    jobs = [list(same) for _, same in groupby(sorted(cells, key=kernel), kernel)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(PROCESSES, spawn, initializer=without_node) as pool:
+        done = pool.map(compile_cells, jobs)
+        node.wait()
+        list(done)
+
+
+# ---------------------------------------------------------------- command
+
+
+def method() -> dict[str, Any]:
+    return harness.method(ROUNDS, OURS) | {
+        "gate": "before and after the timing: one head (backward: one key head and its query heads) against "
+        "fp64; all heads of attnlib's within twice that budget, in RMS, of FlashAttention-3's",
+        "timed": "the forward, and the backward alone",
+        "flops": "4*B*H*pairs*D, 2.5 times as many backward; pairs: S^2, S^2/2 when causal, with a window "
+        "those that see each other",
+        "host": "calls are queued while the GPU writes and computes, so that its time alone is timed; "
+        "host_us of short calls is what the host takes to queue one",
+        "ratio": "time of FlashAttention-3 over time of attnlib",
+    }
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time the plane of calls beside FlashAttention-3.")
+    parser.add_argument("--seconds", type=float, default=400,
+                        help="begin no cell after so many (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="keep the cells that the record has")
+    parser.add_argument("--dims", type=int, nargs="+", choices=plane.DIMS, default=plane.DIMS, metavar="D",
+                        help="head dimensions (default: all)")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/plane.json)")
+    return parser.parse_args(argv)
+
+
+def kept(path: Path) -> list[dict[str, Any]]:
+    """The rows of a record that have a ratio."""
+    if not path.exists():
+        return []
+    return [row for row in records.read(path)["tables"][plane.TABLE]["rows"] if "ratio" in row]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, begin = arguments(argv), time.monotonic()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+        return 2
+    if reason := peers.fa3().available():
+        print(f"needs FlashAttention-3: {reason}", file=sys.stderr)
+        return 2
+    header = records.provenance(method())
+    path = records.report_path(plane.RECORD, header, args.out)
+    found = {plane.key(row): row for row in (kept(path) if args.resume else [])}
+    calls = [
+        [(cell, way) for cell in group for way in plane.PASSES
+         if cell.shape.head_dim in args.dims and (cell, way) not in found]
+        for group in plane.groups()
+    ]  # fmt: skip
+    compile_all({cell for group in calls for cell, _ in group})
+    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    left_out, wrong = [], []
+    for group in filter(None, calls):
+        for cell, way in group:
+            if time.monotonic() - begin > args.seconds:
+                left_out.append(f"{cell.label}, {way}")
+                continue
+            try:
+                row = found[cell, way] = measured(cell, way, header)
+            except RuntimeError as error:  # no memory for the oracle, say
+                left_out.append(f"{cell.label}, {way}: {peers.brief(error)}")
+            else:
+                wrong += [row] if row[f"{OURS}_status"] != "ok" else []
+                print(f"{cell.label:44} {way:8} {plane.verdict_of(row).cell()}", flush=True)
+            torch.cuda.empty_cache()
+        records.add_table(path, header, plane.TABLE, list(found.values()))
+        print(f"{time.monotonic() - begin:.0f} s, {len(found)} rows", flush=True)
+    if left_out:
+        print(f"left out ({args.seconds:g} s were over, where no reason is told):", *left_out, sep="\n  ")
+    for row in wrong:
+        print(f"{plane.key(row)[0].label} {row['pass']}: {row['reason']}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
