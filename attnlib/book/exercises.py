@@ -9,17 +9,19 @@ from __future__ import annotations
 import random
 import statistics
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
+import attnlib
 from attnlib.bench import records, sources, timing
-from attnlib.bench.backward import make_gradient
+from attnlib.bench.backward import Judge, make_gradient
 from attnlib.bench.entmax_oracle import EntmaxOracle
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs, poisoned_empty
@@ -27,7 +29,7 @@ from attnlib.bench.setting import BOOK, WINDOW
 from attnlib.bench.shapes import TASK, Shape
 from attnlib.bench.verdict import FASTER, Verdict, spread
 from attnlib.emulator import Deadlock, Race, emulated
-from attnlib.emulator.barriers import Barrier
+from attnlib.emulator.barriers import Barrier, NamedBarrier
 from attnlib.emulator.machine import Machine
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import EntmaxParams
@@ -61,13 +63,8 @@ def judge_gluon(attention: Callable, shape: Shape) -> None:
     The kernels are those of the module, or notebook, in which `attention` was defined."""
     q, k, v = make_inputs(shape, device="cpu")
     oracle = Oracle(q, k, v, causal=shape.causal)
-    for order, seed in ORDERS:
-        case = f"{_named(shape)}, order {order} {seed}"
-        try:
-            with emulated(attention.__globals__, order, seed):
-                out = attention(q, k, v, shape.causal)
-        except (Race, Deadlock) as found:
-            raise AssertionError(f"{case}: {type(found).__name__}: {found}") from None
+    runs = in_each_order(attention.__globals__, _named(shape), lambda: attention(q, k, v, shape.causal))
+    for case, out in runs:
         verdict = oracle.judge(out)
         assert verdict.ok, f"{case}: {verdict.reason}"
 
@@ -82,15 +79,27 @@ def judge_gradients(gradients: Callable, shape: Shape) -> None:
     oracle = GradientOracle(d_out, q, k, v, causal=shape.causal)
     namespace = gradients.__globals__
     elsewhere = {name: _on_the_gpu(namespace[name]) for name in ("preprocess", "finish")}
-    for order, seed in ORDERS:
-        case = f"{_named(shape)}, order {order} {seed}"
-        try:
-            with emulated(namespace, order, seed), mock.patch.dict(namespace, elsewhere):
-                found = gradients(d_out, q, k, v, out.to(q.dtype), lse.float(), shape.causal, scale)
-        except (Race, Deadlock) as problem:
-            raise AssertionError(f"{case}: {type(problem).__name__}: {problem}") from None
+
+    def call() -> tuple:
+        with mock.patch.dict(namespace, elsewhere):
+            return gradients(d_out, q, k, v, out.to(q.dtype), lse.float(), shape.causal, scale)
+
+    for case, found in in_each_order(namespace, _named(shape), call):
         for verdict in oracle.judge(*found).values():
             assert verdict.ok, f"{case}: {verdict.reason}"
+
+
+def in_each_order(namespace: dict, case: str, call: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
+    """(case and order, result) of `call` in the emulator, in each of `ORDERS`; its kernels are those of
+    `namespace`. AssertionError if there is a race or a deadlock."""
+    for order, seed in ORDERS:
+        named = f"{case}, order {order} {seed}"
+        try:
+            with emulated(namespace, order, seed):
+                found = call()
+        except (Race, Deadlock) as problem:
+            raise AssertionError(f"{named}: {type(problem).__name__}: {problem}") from None
+        yield named, found
 
 
 def _on_the_gpu(function: Callable) -> Callable:
@@ -146,6 +155,41 @@ def watched() -> Iterator[list[list[str]]]:
     found += did.values()
 
 
+@dataclass
+class Pace:
+    """What `paced` saw of partitions that run the same code.
+
+    Attributes:
+        ahead: of each partition, by its name: by how many products it was ahead of the other at most.
+        named: numbers of the hardware's barriers that were used.
+    """
+
+    ahead: dict[str, int] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
+
+
+@contextmanager
+def paced() -> Iterator[Pace]:
+    """Watches the runs in the emulator of a kernel with two consumers, all of them together."""
+    pace, issue, arrive = Pace(), Machine.issue, NamedBarrier.arrive
+    started: dict[Any, Counter[str]] = defaultdict(Counter)  # of each program: products of each partition
+
+    def count(machine: Machine, queue: Any, work: Any) -> None:
+        if type(work).__name__ == "Product":
+            name, counts = machine.current.name, started[machine.current.program]
+            counts[name] += 1
+            others = [n for other, n in counts.items() if other != name]
+            pace.ahead[name] = max(pace.ahead.get(name, 0), counts[name] - max(others, default=0))
+        issue(machine, queue, work)
+
+    def note(barrier: NamedBarrier, *who: Any) -> None:
+        pace.named.add(barrier.number)
+        arrive(barrier, *who)
+
+    with mock.patch.object(Machine, "issue", count), mock.patch.object(NamedBarrier, "arrive", note):
+        yield pace
+
+
 # To beat a number: only a GPU can tell
 
 
@@ -181,11 +225,6 @@ def contest(step: str, head_dim: int, table: str = "ladder", impl: str | None = 
 
 def contest_of(rival: Callable, shape: Shape, measured: records.Table, impl: str) -> Contest:
     """To beat `rival`, exact attention as f(q, k, v, causal, sm_scale), which `measured` calls `impl`."""
-    row = measured.one(shape, impl=impl)
-    if row["status"] != "ok":
-        raise records.RecordError(
-            f"table {measured.name!r}: {impl!r} has no time at {shape.label}: {row['status']}"
-        )
 
     def start() -> tuple[tuple, Callable[[Any], None]]:
         q, k, v = make_inputs(shape, device="cuda")
@@ -197,7 +236,35 @@ def contest_of(rival: Callable, shape: Shape, measured: records.Table, impl: str
 
         return (q, k, v, shape.causal, shape.head_dim**-0.5), judge
 
-    return Contest(rival, shape, start, row["ms"], measured.label)
+    return Contest(rival, shape, start, _ms_of(measured, shape, impl), measured.label)
+
+
+def contest_of_gradients(rival: Callable, shape: Shape, measured: records.Table, impl: str) -> Contest:
+    """To beat `rival`, a backward pass as `judge_gradients` takes one, which `measured` calls `impl`."""
+
+    def start() -> tuple[tuple, Callable[[Any], None]]:
+        q, k, v = make_inputs(shape, device="cuda")
+        d_out = make_gradient(shape, device="cuda")
+        out, lse = attnlib.attention(q, k, v, causal=shape.causal, return_lse=True)
+        oracle = Judge(d_out, q, k, v, shape.causal)
+
+        def judge(found: Any) -> None:
+            for verdict in oracle.judge(*found).values():
+                assert verdict.ok, f"{_named(shape)}: {verdict.reason}"
+
+        return (d_out, q, k, v, out, lse, shape.causal, shape.head_dim**-0.5), judge
+
+    return Contest(rival, shape, start, _ms_of(measured, shape, impl), measured.label)
+
+
+def _ms_of(measured: records.Table, shape: Shape, impl: str) -> float:
+    """The recorded time of an implementation; RecordError if it has none."""
+    row = measured.one(shape, impl=impl)
+    if row["status"] != "ok":
+        raise records.RecordError(
+            f"table {measured.name!r}: {impl!r} has no time at {shape.label}: {row['status']}"
+        )
+    return row["ms"]
 
 
 def window_ms(call: Callable[[], Any]) -> float:

@@ -6,10 +6,14 @@ import torch
 
 from attnlib.bench.shapes import Shape
 from attnlib.book import changes
-from attnlib.book.exercises import judge_gradients
+from attnlib.book.exercises import judge_gradients, paced
 from attnlib.emulator.ptx import elements_of_threads
 
 STEP = "21_hopper_backward"
+OF_THE_KERNEL = set(range(8, 16))
+"""Numbers of the hardware's barriers that the teaching kernel uses."""
+OF_A_STEP = 6
+"""Products that a consumer starts in a step, the two of dQ among them."""
 
 
 def check_mended_exchange(functions):
@@ -17,6 +21,21 @@ def check_mended_exchange(functions):
     module = changes.with_functions(STEP, functions)
     for shape in (Shape(1, 1, 400, 64), Shape(1, 1, 300, 128, causal=False)):
         judge_gradients(module.gradients, shape)
+
+
+def check_in_turns(functions):
+    """Right in each order, with no barrier more, and one of the consumers is always the first."""
+    module = changes.with_functions(STEP, functions)
+    with paced() as pace:
+        for shape in (Shape(1, 1, 400, 64), Shape(1, 1, 300, 128, causal=False)):
+            judge_gradients(module.gradients, shape)
+    more = ", ".join(map(str, sorted(pace.named - OF_THE_KERNEL)))
+    assert not more, f"right, but with the hardware's barriers {more} besides the kernel's own, 8 to 15"
+    least = min(pace.ahead.values())
+    assert least <= OF_A_STEP // 2, (
+        f"right, but no consumer is always the first: in some run either is {least} products ahead of the "
+        f"other, or more. A step has {OF_A_STEP}"
+    )
 
 
 def check_rows_of_sums(rows_of_sums):

@@ -1,12 +1,26 @@
 """Checks of the exercises of chapter 22."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import numpy as np
 import torch
 
+import attnlib
 from attnlib.bench import sources
+from attnlib.bench.oracle import make_inputs
+from attnlib.bench.shapes import Shape
+from attnlib.book import changes
+from attnlib.book.exercises import in_each_order
+from attnlib.kernels.reference import fp8 as reference
+from attnlib.params import mask_window
 
+STEP = "22_fp8"
+FOURTEEN = 'twelve = load_step("12_overlap")\nfourteen = load_step("14_ring")'
+"""What the kernel of an answer has besides the chapter's: chapter 14's functions."""
+SHIFTS = reference.Rounding(8, lazy=0), reference.Rounding(6, lazy=2.8)
+"""Two ways to round P that are right: with the chapter's shift, which follows every maximum, and with the
+package's, which lags."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = 64
 
@@ -108,3 +122,45 @@ def check_centered(answer: Callable) -> None:
         assert mean < 1e-9, f"the values that attend gets have a mean of up to {mean:.2g} in a column"
         want = attend(q, k, v)
         assert np.allclose(got, want, rtol=1e-9, atol=1e-9), "the output is not that of the given values"
+
+
+def kernel_of(functions: Sequence) -> ModuleType:
+    """The chapter's kernel with these functions in the place of its own."""
+    return changes.with_functions(STEP, functions, FOURTEEN)
+
+
+def judge_output(out: torch.Tensor, operands: Sequence, causal: bool, case: str) -> None:
+    """`out`, of all rows of a call or of the last ones, against fp64 of the same eight-bit operands. Its RMS
+    error may be 1.1 times the worse of `SHIFTS`, and a rounding of the output."""
+    q, k, v = (torch.stack(list(reference.values_of(x))) for x in operands)
+    rows, scale = out.shape[2], q.shape[-1] ** -0.5
+    for b in range(len(q)):
+        call = q[b, :, -rows:], k[b], v[b], mask_window(causal, None), scale
+        exact, *models = (reference.attend(*call, how)[0] for how in (reference.Rounding(None), *SHIFTS))
+        due = max(_rms(model - exact) for model in models)
+        allowed, error = 1.1 * (due + _rms(exact.half() - exact)), _rms(out[b] - exact)
+        assert error <= allowed, (
+            f"{case}: RMS error {error:.1e}, {error / due:.1f} times what rounding P costs"
+        )
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def check_lagging(functions: Sequence) -> None:
+    """Right in the emulator, with maxima that stay and with maxima that grow from block to block."""
+    module = kernel_of(functions)
+    for shape, louder in ((Shape(1, 1, 300, 64), 1), (Shape(1, 1, 400, 128, causal=False), 6),
+                          (Shape(1, 1, 300, 256), 6)):  # fmt: skip
+        q, k, v = make_inputs(shape, device="cpu")
+        k = k * torch.linspace(louder**0.5, louder**-0.5, shape.seqlen)[:, None].to(k.dtype)
+        given = zip((q, k, v), "qkv", strict=True)
+        eight = [attnlib.quantize_fp8(x, role, center=False) for x, role in given]
+        case = f"S = {shape.seqlen}, D = {shape.head_dim}, first keys {louder} times as large as the last"
+
+        def call(eight=eight, shape=shape) -> torch.Tensor:
+            return module.forward(*eight, shape.causal, shape.head_dim**-0.5)
+
+        for named, out in in_each_order(vars(module), case, call):
+            judge_output(out, eight, shape.causal, named)

@@ -9,7 +9,8 @@ import torch
 from attnlib.bench import records
 from attnlib.bench.shapes import Shape
 from attnlib.book import exercises, lesson
-from attnlib.book.exercises import Contest, contest, contest_of, race
+from attnlib.book.exercises import Contest, contest, contest_of, contest_of_gradients, race
+from attnlib.kernels.reference.gradients import gradient_fp64
 
 ROUNDS = exercises.BOOK.rounds
 
@@ -24,6 +25,11 @@ def quick(x):
 
 def wrong(x):
     return x
+
+
+def gradients(d_out, q, k, v, out, lse, causal, sm_scale):
+    dq, dk, dv = gradient_fp64(d_out, q, k, v, causal=causal, sm_scale=sm_scale)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def unwritten(x):
@@ -136,3 +142,18 @@ def test_the_number_to_beat_is_the_record_s():
     gone = replace(measured, rows=[row | {"status": "wrong"} for row in measured.rows])
     with pytest.raises(records.RecordError, match="has no time at .*: wrong"):
         contest_of(rival, found.shape, gone, "03_online_softmax")
+
+
+def test_a_backward_pass_to_beat_is_judged_by_all_its_gradients(monkeypatch):
+    on_a_cpu = {name: getattr(exercises, name) for name in ("make_inputs", "make_gradient")}
+    for name, made in on_a_cpu.items():
+        monkeypatch.setattr(exercises, name, lambda shape, device, made=made: made(shape, device="cpu"))
+    measured = records.load("20_backward", "backward")
+    row = measured.one(impl="20_two_passes", head_dim=64)
+    small = Shape(1, 2, 70, 64)
+    table = replace(measured, rows=[row | small.to_dict()])
+    found = contest_of_gradients(gradients, small, table, "20_two_passes")
+    assert found.ms == row["ms"]
+    assert race(gradients, found, timer(0.9)).word == "faster"
+    with pytest.raises(AssertionError, match="S=70, D=64, causal=True: dk: max error"):
+        race(lambda *given: [x * (1 + (i == 1)) for i, x in enumerate(gradients(*given))], found, timer(0.9))

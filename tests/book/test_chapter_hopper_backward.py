@@ -10,10 +10,11 @@ from emulated import ORDERS
 
 from attnlib.bench import sources
 from attnlib.bench.backward import make_gradient
+from attnlib.bench.changes import changed
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.book import changes
+from attnlib.book import changes, lesson
 from attnlib.book.exercises import judge_gradients
 from attnlib.emulator import emulated
 from attnlib.kernels.reference.dense import attention_fp64
@@ -76,6 +77,17 @@ def test_autograd_and_an_unknown_head_dimension() -> None:
         assert verdict.ok, verdict.reason
     with pytest.raises(ValueError, match="q: expected a head dimension of 64 or 128, got 256"):
         module.attention(*(torch.zeros(1, 1, 64, 256) for _ in range(3)))
+
+
+def test_who_is_first_in_exercise_4() -> None:
+    """The teaching kernel has no order and `turns` has more barriers: neither is an answer."""
+    check = lesson.checks(STEP).check_in_turns
+    with pytest.raises(AssertionError, match="right, but no consumer is always the first: .* is 8 products"):
+        check([sources.load_step(STEP).consume])
+    turns = sources.load_source("21_turns", changed(sources.kernel_source(sources.notebook_of(STEP)),
+                                VARIANTS[0].replace("TURN +", "5 +")))  # fmt: skip
+    with pytest.raises(AssertionError, match="right, but with the hardware's barriers 5, 6 besides"):
+        check([turns.take_turn, turns.pass_turn, turns.consume])
 
 
 PLANTED = (

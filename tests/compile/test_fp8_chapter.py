@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
 from attnlib.bench import inspect_sm90, sources
+from attnlib.bench.changes import changed
+from attnlib.book import lesson
 
 STEP = "22_fp8"
 ROW_REDUCTIONS = 8
 """SHFL of a trip: maximum and sum, two rows of a thread, two steps each among four threads."""
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_kernel(head_dim: int, causal: bool) -> None:
-    module = sources.load_step(STEP)
+def job(module: ModuleType, head_dim: int, causal: bool) -> inspect_sm90.Job:
     n, stages = module.TILES[head_dim]
     tiles = {"q_desc": [1, 64, head_dim], "k_desc": [1, n, head_dim], "v_desc": [1, head_dim, n]}
     types = {name: inspect_sm90.gluon_descriptor(tile, "fp8e4nv") for name, tile in tiles.items()}
     types |= {"o_desc": inspect_sm90.gluon_descriptor([1, 64, head_dim]), "S": "i32", "qk_scale": "fp32"}
     types |= dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32:16")
     fixed = {"STAGES": stages, "CAUSAL": causal, "OFFSET": 8}
-    job = inspect_sm90.Job(module.__file__, "flash_forward", types, fixed, 4, max_registers=168)
-    (stats,) = inspect_sm90.compile_all([job])
+    return inspect_sm90.Job(module.__file__, "flash_forward", types, fixed, 4, max_registers=168)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernel(head_dim: int, causal: bool) -> None:
+    (stats,) = inspect_sm90.compile_all([job(sources.load_step(STEP), head_dim, causal)])
     assert stats.fits and stats.spills == 0 and stats.warnings == ()
     for loop in stats.loops:
         assert loop.get("QGMMA") and not loop.get("HGMMA") and not loop.get("HMMA")
         assert loop.get("SHFL") == ROW_REDUCTIONS and not loop.get("STS"), "P moves between threads"
+
+
+def test_exercise_4_and_its_solution() -> None:
+    """Both compile; a warp branches around D / 2 multiplications, and nothing spills."""
+    checks, notebook = lesson.checks(STEP), sources.notebook_of(STEP)
+    stub = sources.cells_tagged(notebook, "exercise")[3].split("\n\n\n", 1)[1].split("\n\n\nlagging = ")[0]
+    text = sources.kernel_source(notebook)
+    for change in (stub, checks.FOURTEEN):
+        text = changed(text, change)
+    kernels = sources.load_source("22_exercise", text), checks.kernel_of(lesson.solutions(STEP).lagging)
+    jobs = [job(module, d, True) for d in (64, 128, 256) for module in (sources.load_step(STEP), *kernels)]
+    found = inspect_sm90.compile_all(jobs)
+    for chapter, *both in zip(*[iter(found)] * 3, strict=True):
+        for stats in both:
+            assert stats.fits and stats.spills == 0 and stats.warnings == ()
+            assert stats.loops[-1].get("VOTE") == 1 and not chapter.loops[-1].get("VOTE")
 
 
 def moves(fp8: bool, permuted: bool, trivial: bool) -> inspect_sm90.Stats:

@@ -6,9 +6,12 @@ import pytest
 
 from attnlib.bench import changed_kernels, sources
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.book import lesson
 
 STEP, DIMS = "21_hopper_backward", (64, 128)
-SPILLS = {("queue", 128): 4, ("tall", 128): 4, ("tall", 64): 10, ("turns", 64): 10, ("turns", 128): 4}
+SPILLS = {("queue", 128): 4, ("tall", 128): 4, ("tall", 64): 10, ("turns", 64): 10, ("turns", 128): 4,
+          ("exercise 4", 64): 10, ("exercise 4", 128): 4,
+          ("its solution", 64): 12, ("its solution", 128): 8}  # fmt: skip
 """32-bit words of a thread that may spill, addresses: the package's kernel has 10 and 6."""
 
 
@@ -17,6 +20,10 @@ def compiled() -> dict[tuple[str, int], Stats]:
     kernels = changed_kernels.load(STEP)
     turns = sources.cells_tagged(sources.notebook_of(STEP), "variant")[0]
     kernels["turns"] = changed_kernels.beside(STEP, "tall", turns)
+    stub = sources.cells_tagged(sources.notebook_of(STEP), "exercise")[3].split("\n\n\nin_turns = ")[0]
+    kernels["exercise 4"] = changed_kernels.beside(STEP, "tall", stub)
+    answer = lesson.solutions(STEP).in_turns
+    kernels["its solution"] = changed_kernels.with_functions(STEP, answer)
     return changed_kernels.compiled(kernels, DIMS)
 
 
