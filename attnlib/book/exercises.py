@@ -193,6 +193,21 @@ def paced() -> Iterator[Pace]:
 # To beat a number: only a GPU can tell
 
 
+def window_ms(call: Callable[[], Any]) -> float:
+    """The time of a call in one window, as the book times everything."""
+    return timing.time_ms(call, setting=WINDOW).median
+
+
+def replayed_ms(call: Callable[[], Any]) -> float:
+    """The same of a CUDA graph of the call, which the host may take longer to launch than the GPU to run."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return window_ms(graph.replay)
+
+
 @dataclass(frozen=True)
 class Contest:
     """A call, and the kernel of the book that an answer has to beat on it.
@@ -204,6 +219,9 @@ class Contest:
             wrong.
         ms: the rival's time by the record, which is the number to beat.
         label: where the record is from.
+        small: judges an answer on small calls, which any machine can run; it raises AssertionError if one is
+            wrong. None where an answer is judged on the GPU alone.
+        clock: takes a call and gives milliseconds, as the record was measured.
     """
 
     rival: Callable
@@ -211,6 +229,8 @@ class Contest:
     start: Callable[[], tuple[tuple, Callable[[Any], None]]]
     ms: float
     label: str
+    small: Callable[[Callable], None] | None = None
+    clock: Callable[[Callable], float] = window_ms
 
     def __str__(self) -> str:
         return f"{self.ms:.3g} ms, {self.shape.label} ({self.label})"
@@ -267,15 +287,11 @@ def _ms_of(measured: records.Table, shape: Shape, impl: str) -> float:
     return row["ms"]
 
 
-def window_ms(call: Callable[[], Any]) -> float:
-    """The time of a call in one window, as the book times everything."""
-    return timing.time_ms(call, setting=WINDOW).median
-
-
-def race(answer: Callable, against: Contest, clock: Callable[[Callable], float] = window_ms) -> Verdict:
+def race(answer: Callable, against: Contest, clock: Callable[[Callable], float] | None = None) -> Verdict:
     """Time `answer` beside its rival in shuffled rounds, the rival twice, which tells the noise of this run.
     AssertionError unless the answer is right, before and after, and faster by more than the noise. `clock`
-    takes a call and gives milliseconds."""
+    stands for that of the contest."""
+    clock = clock or against.clock
     arguments, judge = against.start()
     calls = {"yours": answer, "the book's": against.rival, "the book's again": against.rival}
 

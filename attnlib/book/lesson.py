@@ -575,17 +575,27 @@ def beat(answer: Callable, step: str, head_dim: int, **where: str) -> None:
 
 
 def beat_contest(answer: Callable, contest: Contest) -> None:
-    """Print whether an answer is right and beats a kernel of the book. Where nothing can be timed it is not
-    counted as passed, and the line says what is to be beaten. Never raises for an answer, as `check`."""
+    """Print whether an answer is right and beats a kernel of the book. Small calls, if the contest has any,
+    are judged everywhere. Where nothing can be timed it is not counted as passed, and the line says what is
+    to be beaten. Never raises for an answer, as `check`."""
     from attnlib.bench.records import can_measure
     from attnlib.book.exercises import race
 
     if warming():
         return
-    if not can_measure():
-        print(f"✘ not yet: only a GPU can tell, and none measures here. To beat: {contest}")
-        return
     verdicts = []
-    check(lambda answer: verdicts.append(race(answer, contest)), answer)
+
+    def judge(answer: Callable) -> None:
+        small = ""
+        if contest.small is not None:
+            try:
+                contest.small(answer)
+            except AssertionError as problem:
+                raise AssertionError(f"{problem}. To beat: {contest}") from None
+            small = "; small calls are right"
+        assert can_measure(), f"only a GPU can tell, and none measures here{small}. To beat: {contest}"
+        verdicts.append(race(answer, contest))
+
+    check(judge, answer)
     for verdict in verdicts:
         print(f"{verdict.sentence()}. On record: {contest}")

@@ -27,3 +27,10 @@ def check_break_even(break_even: Callable) -> None:
         got = break_even(*case)
         assert isinstance(got, int | float), f"expected a number, got {type(got).__name__}"
         assert abs(got - want) < 2e-4, f"break_even{case}: expected {want:.3f}, got {got:.3f}"
+
+
+def judge_short(attention: Callable) -> None:
+    """Small causal calls with alpha = 1.5: a row with one key, whole tiles, a part of one, rows without any
+    difference and with large ones."""
+    for S, kind in ((1, "normal"), (64, "normal"), (100, "large"), (200, "normal"), (130, "constant")):
+        judge_entmax(attention, Shape(1, 2, S, 32, True), 1.5, kind)

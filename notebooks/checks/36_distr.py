@@ -6,6 +6,13 @@ import torch
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.book import lesson
+from attnlib.kernels.common.distr import Grouping
+from attnlib.kernels.common.launcher import Launches
+from attnlib.kernels.distr import launch_group
+from attnlib.kernels.reference import distr as model
+
+PUBLISHED = Grouping(2, "q", 128)
+"""Groups of two, of hashed queries, for each 128 of them."""
 
 
 def check_sum_columns(sum_columns):
@@ -51,3 +58,33 @@ def check_rows_that_pay(rows_that_pay):
             f"{flops:.3g} FLOP/s, {written:.3g} B/s, groups of {group}: with {rows:.4g} queries "
             f"the copy of a key takes {copy:.3g} s, the products save {saved:.3g} s"
         )
+
+
+def places_of_blocks(q, k):
+    """(B, H, blocks, D) int32: the place of each column in the order that each 128 queries have by their
+    hashes. The first two of the package's four launches, which copy nothing of Q and K."""
+    call = launch_group.Call(
+        q.shape, k.shape, (q.stride(), k.stride()), q.dtype, q.get_device(), PUBLISHED, True
+    )
+    plan = launch_group.prepare(call)
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=q.device)
+    places = torch.empty(plan.places, dtype=torch.int32, device=q.device)
+    first_two = Launches(plan.launches.launches[:2], q.get_device(), launch_group.TENSORS)
+    first_two(q, k, partial, places, None, None)
+    return places
+
+
+def oracle_of_blocks(q, k, v, heads=slice(None)):
+    """fp64 attention of the queries that hold a group's sum in one of its columns."""
+    same = model.scattered(q, places_of_blocks(q, k), PUBLISHED).to(q.dtype)
+    return Oracle(same[:, heads], k[:, heads], v[:, heads], causal=True)
+
+
+def judge_published(attention):
+    """Small causal calls: one block of queries, several, a part of one."""
+    for S, D in ((128, 64), (300, 32), (5, 64)):
+        q, k, v = make_inputs(Shape(1, 2, S, D), device=lesson.device())
+        with np.errstate(all="ignore"):
+            out = attention(q, k, v)
+        found = oracle_of_blocks(q, k, v).judge(out)
+        assert found.ok, f"S = {S}, D = {D}: {found.reason}"

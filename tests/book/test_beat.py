@@ -8,6 +8,7 @@ import torch
 
 from attnlib.bench import records
 from attnlib.bench.shapes import Shape
+from attnlib.bench.sources import cells_tagged, kernel_source, load_source
 from attnlib.book import exercises, lesson
 from attnlib.book.exercises import Contest, contest, contest_of, contest_of_gradients, race
 from attnlib.kernels.reference.gradients import gradient_fp64
@@ -129,6 +130,88 @@ def test_with_one_it_says_the_verdict(capsys, monkeypatch, yours, begins):
     lesson.beat_contest(quick, played())
     said = capsys.readouterr().out
     assert said.startswith(begins) and "1.5 ms" in said
+
+
+def test_the_clock_is_that_of_the_contest():
+    verdict = race(quick, replace(played(), clock=timer(0.9)))
+    assert verdict.word == "faster"
+
+
+def test_small_calls_are_judged_without_a_gpu(capsys, monkeypatch):
+    def small(answer):
+        if not torch.equal(answer(torch.zeros(2)), torch.ones(2)):
+            raise AssertionError("S = 2 is wrong")
+
+    monkeypatch.setattr(records, "can_measure", lambda: False)
+    against = replace(played(), small=small)
+    lesson.beat_contest(quick, against)
+    said = capsys.readouterr().out
+    assert said.startswith("✘ not yet: only a GPU can tell")
+    assert "small calls are right. To beat: 1.5 ms" in said
+    lesson.beat_contest(wrong, against)
+    assert capsys.readouterr().out.startswith("✘ not yet: S = 2 is wrong. To beat: 1.5 ms")
+
+
+def test_what_small_calls_refuse_is_not_timed(capsys, monkeypatch):
+    def small(answer):
+        raise AssertionError("S = 2 is wrong")
+
+    monkeypatch.setattr(records, "can_measure", lambda: True)
+    monkeypatch.setattr(exercises, "race", lambda *given: pytest.fail("timed"))
+    lesson.beat_contest(quick, replace(played(), small=small))
+    assert capsys.readouterr().out.startswith("✘ not yet: S = 2 is wrong")
+
+
+SMALL = {"34_entmax": "judge_short", "35_monarch": "judge_two_rounds", "36_distr": "judge_published"}
+"""Chapters whose contest has small calls, and what judges them. Each has a solution."""
+
+
+def judge_of(chapter: str):
+    return getattr(lesson.checks(chapter), SMALL[chapter])
+
+
+@pytest.mark.parametrize("chapter", SMALL)
+def test_the_solution_is_right_on_small_calls(chapter):
+    judge_of(chapter)(lesson.solutions(chapter).faster)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "message"),
+    [("34_entmax", ""), ("35_monarch", "max error"), ("36_distr", "")],  # 35's waits for exercise 2
+)
+def test_the_starter_is_the_chapter_s(chapter, message):
+    """It is right, or says what is missing; that it is not counted as passed, the replay's test holds."""
+    notebook = lesson.notebooks_dir() / f"{chapter}.ipynb"
+    texts = [text for text in cells_tagged(notebook, "exercise") if "raise NotImplementedError" not in text]
+    source = "import attnlib\n" + "\n\n".join([kernel_source(notebook), *texts])
+    starter = load_source(f"starter_{chapter}", source).faster
+    if not message:
+        judge_of(chapter)(starter)
+        return
+    with pytest.raises(AssertionError, match=message):
+        judge_of(chapter)(starter)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "old", "new", "message"),
+    [
+        ("34_entmax", "i_m * BLOCK_M // BLOCK_N * BLOCK_N, tl", "(i_m + 1) * BLOCK_M, tl", "error|finite"),
+        ("34_entmax", "tl.sum(b_ff, 1) - 1.0", "tl.sum(b_ff, 1) - 2.0", "max error"),
+        ("34_entmax", "end if edge else cut", "cut if edge else cut", "max error|not finite"),
+        ("35_monarch", "((False, q, center), (True, center, out))", "((True, q, out),)", "error"),
+        ("35_monarch", "if LAST:\n        b_v", "if not LAST:\n        b_v", "error"),
+        ("35_monarch", "/ tl.sum(b_w, 0)[:, None]", "/ tl.sum(b_w, 1)[:, None]", "error"),
+        ("36_distr", "(place // GROUP * GROUP)[:, None]", "place[:, None]", "max error"),
+        ("36_distr", "+ i_n) * D + o_d)", "+ 0 * i_n) * D + o_d)", "max error"),
+        ("36_distr", "attnlib.attention(same", "attnlib.attention(q", "max error"),
+    ],
+)
+def test_a_planted_mistake_is_refused(chapter, old, new, message):
+    source = (lesson.notebooks_dir() / "solutions" / f"{chapter}.py").read_text()
+    assert old in source
+    answer = load_source(f"planted_{chapter}", source.replace(old, new)).faster
+    with pytest.raises(AssertionError, match=message):
+        judge_of(chapter)(answer)
 
 
 def test_the_number_to_beat_is_the_record_s():
