@@ -8,8 +8,8 @@ a copy lands, a product is formed. Which one is drawn from a seed; `order` says 
     "eager"    copies and products at once: everything that is freed too early is lost
 
 Where programs wait for each other (`in_order`), additions to global memory take place some time after they
-were issued, too, as late as a fence of the GPU's scope lets them. Of a fence only the additions of its own
-partition are known: in the kernels no warp passes on what another partition added.
+were issued, too, as late as a fence of the GPU's scope lets them. Such a fence waits for those that its
+partition has issued or, by way of barriers, has been told of by another one of its program.
 """
 
 from __future__ import annotations
@@ -269,14 +269,19 @@ class Machine:
 
     def add_to_memory(self, work: Work) -> None:
         if self.in_order:
+            work.event = self.current.now
             self.issue(self.current.additions, work)
         else:
             work.do()
 
     def fence_additions(self) -> None:
-        """Until all additions of this partition are done."""
-        issued = list(self.current.additions)
-        self.wait(lambda: all(work.done for work in issued), lambda: "its additions to memory")
+        """Until all additions that this partition knows of are done."""
+        program, saw = self.current.program, self.current.clock.saw
+        known = [
+            work for partition in self.partitions if partition.program is program
+            for work in partition.additions if partition is self.current or saw(work.event)
+        ]  # fmt: skip
+        self.wait(lambda: all(work.done for work in known), lambda: "additions to memory")
 
     def wait_for(self, queue: deque[Work], outstanding: int, what: str) -> None:
         """All of a queue but the newest `outstanding`."""

@@ -180,16 +180,22 @@ class Threads:
         add = _Addition(address, int(constant or 0), values, self.active)
         self.partition.program.machine.add_to_memory(add)
 
+    def _words(self, operand: str) -> tuple[np.ndarray, np.ndarray]:
+        address = self.value(ADDRESS.search(operand).group(1))
+        if isinstance(address, Pointer):
+            address = _Address(address, np.zeros(self.threads, np.int64))
+        return address.words(self.active)
+
     def _count(self, operands: str) -> None:
         address, number = (part.strip() for part in operands.split(","))
-        words, places = self.value(ADDRESS.search(address).group(1)).words(self.active)
+        words, places = self._words(address)
         self.partition.program.machine.pause()
         np.add.at(words, places, int(number))
 
     def _poll(self, target: str, operand: str) -> None:
         """A load of what others count. One that comes again, in a loop, waits for something else; where
         nobody is left who could change it, that is a deadlock."""
-        words, places = self.value(ADDRESS.search(operand).group(1)).words(self.active)
+        words, places = self._words(operand)
         before = self.seen.get(operand)
 
         def changed() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ KERNELS = {
     "attention_sparse_forward_hopper": hopper_kernel,
     "attention_sparse_backward_hopper": hopper_backward_kernel,
 }
+
+IMPORT = re.compile(r"^from (attnlib\.kernels[\w.]*) import (\([^)]*\)|.+)", re.MULTILINE)
 
 
 class Recorded(Emulated):
@@ -104,20 +108,34 @@ def on_the_cpu(
 
 def mutate(mutation: Mutation) -> dict[str, ModuleType]:
     """The modules of kernels whose code changes with that of the mutation's module."""
-    module = mutation.module
-    source = mutation.of(inspect.getsource(module))
-    mutant = sources.load_source("mutant", source)
-    found = {name: mutant for name, owner in KERNELS.items() if owner is module}
-    package, _, short = module.__name__.rpartition(".")
-    whole = f"from {package} import {short}\n", f"import {mutant.__name__} as {short}\n"
-    renamed = f"from {package} import {short} as ", f"import {mutant.__name__} as "
-    parts = f"from {module.__name__} import", f"from {mutant.__name__} import"
-    for name, owner in KERNELS.items():
-        text = inspect.getsource(owner)
-        changed = text.replace(*whole).replace(*renamed).replace(*parts)
-        if changed != text:
-            found[name] = sources.load_source("mutant", changed)
-    return found
+    source = mutation.of(inspect.getsource(mutation.module))
+    mutants = {mutation.module.__name__: sources.load_source("mutant", source)}
+    for owner in KERNELS.values():
+        _renew(owner, mutants)
+    found = {name: mutants[owner.__name__] for name, owner in KERNELS.items()}
+    return {name: mutant for name, mutant in found.items() if mutant is not None}
+
+
+def _renew(module: ModuleType, mutants: dict[str, ModuleType | None]) -> None:
+    """Add `module` as it is with mutants for what it imports, itself or by way of others that it imports;
+    None if there is nothing of the kind."""
+    if module.__name__ in mutants:
+        return
+    mutants[module.__name__] = None
+    text = changed = inspect.getsource(module)
+    for package, names in IMPORT.findall(text):
+        names = names.strip("(),\n ").split(",")
+        for imported in package, *(f"{package}.{name.split()[0]}" for name in names):
+            if imported in sys.modules and hasattr(sys.modules[imported], "gluon"):
+                _renew(sys.modules[imported], mutants)
+    for name, mutant in mutants.items():
+        if mutant is not None:
+            package, _, short = name.rpartition(".")
+            whole, instead = f"from {package} import {short}", f"import {mutant.__name__} as "
+            changed = changed.replace(f"{whole}\n", f"{instead}{short}\n").replace(f"{whole} as ", instead)
+            changed = changed.replace(f"from {name} import", f"from {mutant.__name__} import")
+    if changed != text:
+        mutants[module.__name__] = sources.load_source("mutant", changed)
 
 
 # ---------------------------------------------------------------- calls

@@ -1,5 +1,11 @@
 """How many heads a Hopper kernel lets advance together, so that what they read again stays in the L2."""
 
+SMS = 132
+WAVES = 2
+"""Programs of a section of key heads, in numbers of SMs: at least about so many, where all are few."""
+FEW = 8
+"""Waves up to which programs are few: the last section, that others don't follow, counts."""
+
 
 def query_heads(heads: int, group: int, keys: int, width: int, l2_bytes: int) -> int:
     """Of a forward pass: a power of two times `group`, at most about `heads`.
@@ -10,13 +16,20 @@ def query_heads(heads: int, group: int, keys: int, width: int, l2_bytes: int) ->
     return _power_of_two(heads // group, 4 * keys * width, l2_bytes) * group
 
 
-def key_heads(heads: int, group: int, rows: int, width: int, l2_bytes: int) -> int:
-    """Of a backward pass: a power of two, at most about `heads`.
+def key_heads(heads: int, blocks: int, rows: int, width: int, l2_bytes: int) -> int:
+    """Of a backward pass, at most `heads`.
 
-    heads: B * H_kv; group: query heads of one of them; rows: S_q; width: columns of a tile. Q and dO have two
-    bytes for each element, the sums of dQ four.
+    heads: B * H_kv; blocks: programs of each; rows: S_q; width: columns of a tile. Q and dO have two bytes
+    for each element, the sums of dQ four. The query heads of a key head don't count: programs visit one after
+    the other.
+
+    A program is a block of keys, the longest ones first in each section. The longest ones of the last section
+    begin when most others have ended, so where there are few programs in all the sections are of equal size,
+    and so large that the short ones at a section's end fill the time.
     """
-    return _power_of_two(heads, 8 * rows * width * group, l2_bytes)
+    if heads * blocks <= FEW * SMS:
+        return -(-heads // max(heads * blocks // (WAVES * SMS), 1))
+    return _power_of_two(heads, 8 * rows * width, l2_bytes)
 
 
 def _power_of_two(heads: int, bytes_per_head: int, l2_bytes: int) -> int:

@@ -11,8 +11,7 @@ KERNEL = "attnlib.kernels.common.preprocess.attention_backward_preprocess"
 ROWS = 64
 """Rows of a block, at most."""
 TURNS = 16
-"""Counters of 32 bits for as many rows: one for each warp of up to two warpgroups that add to their sums, on
-cache lines of their own; see `turns`."""
+"""Words of 32 bits for as many rows: a counter, see `turns`, and what keeps it apart from the next one."""
 
 
 class Preprocess(NamedTuple):

@@ -45,6 +45,8 @@ shared memory, and the result is not used: that costs less than code of their ow
     DO_FREE + slot    both consumers have released dO of j     producer, to fill j+2
     DS_FULL + 2 w + buffer   consumer w has written dS of j    the other consumer
     START + w         the other consumer has started products  consumer w, where they alternate
+    granted           it is this program's turn to add dQ(j)   each consumer          j & 1
+    added             both consumers have added dQ(j)          who keeps the turns    j & 1
 
 The slot and the buffer of block j are j & 1. All from Q_FREE on are the hardware's named barriers, which have
 no parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
@@ -69,8 +71,8 @@ of queries.
     A fixed order of the additions to dQ
 
 With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
-their numbers (`turns`; who is first, `backward_tiles.turn`). A warp looks for its turn while dV and dQ are
-under way, and passes it on after dK, when its additions have had time to get done.
+their numbers (`turns`; who is first, `backward_tiles.turn`). A warp more waits for the turn of each step,
+says so at `granted`, waits at `added` until both consumers have added their halves, and counts that.
 
     A head dimension that is no power of two
 
@@ -105,10 +107,18 @@ from attnlib.kernels.common.backward_ring import (
 )
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
-from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
+from attnlib.kernels.hopper.backward_shared import (
+    NUMBERS,
+    Turns,
+    await_grant,
+    held,
+    issue_scores,
+    keep_turns,
+    produce,
+    tell_added,
+)
 from attnlib.kernels.hopper.column_parts import await_parts, matrices, start_update, together
 
 START = gl.constexpr(5)  # of the named barriers; Triton uses some below
@@ -130,6 +140,7 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
+    turns: Turns  # of a deterministic plan, else None
 
 
 # ---------------------------------------------------------------- consumer
@@ -172,23 +183,6 @@ def _place_of_dq(part, columns, WG, plan):
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     for i in gl.static_range(len(dq)):
         add_sums(dq_ptr, block, dq[i], wanted, _place_of_dq(i, dq[i].shape[1], WG, plan), plan)
-
-
-@gluon.jit
-def _await_turn(tile, block, m, gap, wanted, work, WG: gl.constexpr, plan: gl.constexpr):
-    """To add dQ of the step before that of block m. Where both consumers add to the same elements, they take
-    turns as programs do."""
-    turn = tiling.turn(tile, gl.where(m == tile.m_start, tile.m_end, m) - 1, work, plan)
-    if plan.own_right:
-        turn = 2 * turn + WG
-    before = _before(block, m, tile.m_start, gap)
-    await_turn(work.turns_ptr, before, turn, wanted, 0 if plan.own_right else WG, plan)
-
-
-@gluon.jit
-def _end_turn(tile, block, m, gap, wanted, work, WG: gl.constexpr, plan: gl.constexpr):
-    before = _before(block, m, tile.m_start, gap)
-    end_turn(work.turns_ptr, before, wanted, 0 if plan.own_right else WG, plan)
 
 
 @gluon.jit
@@ -304,8 +298,6 @@ def _visit(
         dv_token = start_update(p_half, do, dv)
         await_ds(j - 1, WG)
         dq_token = _issue_dq(mem, j - 1, WG, plan)
-        if plan.deterministic:
-            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)
         dv = await_parts(dv_token, plan.dq_products)
         release(DO_FREE, j)
         dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), q, dk)
@@ -317,12 +309,14 @@ def _visit(
             _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)
         write_ds(mem, ds_half, j, WG)
-        # Not before the fence in there, which might wait for it.
+        if plan.deterministic:
+            await_grant(mem.turns, j - 1)
+        # Not before the fence in write_ds, which might wait for it.
         _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
         dk = await_parts(dk_token, parts)
         release(Q_FREE, j)
         if plan.deterministic:
-            _end_turn(tile, block, m, gap, j > 0, work, WG, plan)
+            tell_added(mem.turns, j - 1)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
         block += 1
@@ -333,14 +327,14 @@ def _visit(
 
     await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, WG, plan)
-    if plan.deterministic:
-        _await_turn(tile, block, m, gap, n > 0, work, WG, plan)
     at = tiling.keys(tile, work, plan)
     _store(desc_dv, dv, mem.v, WG, at, row)
     dq = await_parts(dq_token, 0)
+    if plan.deterministic:
+        await_grant(mem.turns, n - 1)
     _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
     if plan.deterministic:
-        _end_turn(tile, block, m, gap, n > 0, work, WG, plan)
+        tell_added(mem.turns, n - 1)
     tma.store_wait(0)
     _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
     tma.store_wait(0)
@@ -384,6 +378,9 @@ def attention_backward_hopper(
     desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
     desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
     desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
+    turns = None
+    if plan.deterministic:
+        turns = Turns(barriers(1, 1).index(0), barriers(1, 2).index(0))
     mem = Memory(
         column_parts.buffers(desc_k, 2),
         column_parts.buffers(desc_v, 2),
@@ -399,14 +396,23 @@ def attention_backward_hopper(
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full
         barriers(STAGES, 1),  # do_full
+        turns,
     )
     fence_async_shared()
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
-    gl.warp_specialize([
-        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
-        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-    ], [4, 1], [plan.registers.consumer, plan.registers.producer])
+    if plan.deterministic:
+        gl.warp_specialize([
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (keep_turns, (turns, work, plan)),
+        ], [4, 1, 1], [plan.registers.consumer, plan.registers.producer, plan.registers.producer])
+    else:
+        gl.warp_specialize([
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+        ], [4, 1], [plan.registers.consumer, plan.registers.producer])

@@ -1,5 +1,5 @@
-"""What the two Hopper backward kernels have in common: the producer. Chapter 20 derives the backward pass;
-the protocol is in the docstrings of the kernels.
+"""What the two Hopper backward kernels have in common: the producer, and who keeps the turns of a fixed
+order. Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
 
 `mem` is the `Memory` of either kernel, `plan` its plan.
 """
@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, opaque_zero, slot_of
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
+from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.column_parts import nbytes
@@ -107,3 +108,52 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         if m == tile.m_end:
             m = tile.m_start
             g += 1
+
+
+# ---------------------------------------------------------------- a fixed order of the sums of dQ
+
+
+class Turns(NamedTuple):
+    """mbarriers of a deterministic plan; a phase is a step."""
+
+    granted: gl.shared_memory_descriptor  # by the warp that keeps the turns: dQ of this step may be added
+    added: gl.shared_memory_descriptor  # by the warpgroups that add it
+
+
+@gluon.jit
+def await_grant(turns, j):
+    """Before dQ of step j is added, from 0 on."""
+    if j >= 0:
+        mbarrier.wait(turns.granted, j & 1)
+
+
+@gluon.jit
+def tell_added(turns, j):
+    if j >= 0:
+        mbarrier.arrive(turns.added, count=1)
+
+
+@gluon.jit
+def keep_turns(turns, work, plan: gl.constexpr):
+    """A warp's work: for each step wait for the turn, say so, wait for the additions, and count them."""
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if tiling.seen(tile, plan):
+        _keep(turns, tile, work, plan)
+
+
+@gluon.jit
+def _keep(turns, tile, work, plan: gl.constexpr):
+    n = (tile.m_end - tile.m_start) * work.GROUP
+    block = tiling.first_sums(tile, work, plan)
+    gap = tiling.gap(tile, work, plan)
+    m = tile.m_start
+    for j in range(n):
+        await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)
+        mbarrier.arrive(turns.granted, count=1)
+        mbarrier.wait(turns.added, j & 1)
+        end_turn(work.turns_ptr, block, plan)
+        block += 1
+        m += 1
+        if m == tile.m_end:
+            m = tile.m_start
+            block += gap

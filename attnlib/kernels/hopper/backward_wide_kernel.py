@@ -40,7 +40,8 @@ Before the copies that overwrite LSE and delta there has to be a fence by who ha
 executes one for that alone, before it releases Q and while dV is under way.
 
 With a deterministic plan the programs of a head add to a block of sums one after the other (`turns`; who is
-first, `backward_tiles.turn`). Warpgroup 2 looks for its turn before it waits for dS.
+first, `backward_tiles.turn`). A warp more keeps the turns as in `backward_kernel`: warpgroup 2 waits for
+`granted` before it adds, and arrives at `added`.
 
 Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
 instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
@@ -75,13 +76,22 @@ from attnlib.kernels.common.backward_ring import (
 )
 from attnlib.kernels.common.memory import barriers
 from attnlib.kernels.common.named_barrier import named_barrier
-from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_shared import NUMBERS, held, issue_scores, produce
+from attnlib.kernels.hopper.backward_shared import (
+    NUMBERS,
+    Turns,
+    await_grant,
+    held,
+    issue_scores,
+    keep_turns,
+    produce,
+    tell_added,
+)
 from attnlib.kernels.hopper.column_parts import matrices, together
 
-# Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
+# Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A single warp,
+# as the one that keeps turns, has none.
 END = gl.constexpr(5)
 DS_FREE = gl.constexpr(6)
 P_FULL = gl.constexpr(12)
@@ -107,6 +117,7 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
+    turns: Turns  # of a deterministic plan, else None
 
 
 # ---------------------------------------------------------------- consumers
@@ -296,21 +307,22 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = slot_of(j)
-        if plan.deterministic:
-            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), j >= 0, 0, plan)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
         for part in gl.static_range(2):
             k = _part(matrices(mem.k, opaque_zero(j)), part, plan)
             dq = warpgroup_mma(ds, k, _zeros(part, plan), use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, columns]
+            if plan.deterministic:
+                if part == 0:
+                    await_grant(mem.turns, j)
             if part == 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
             add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan)
         if plan.deterministic:
-            end_turn(work.turns_ptr, block, j >= 0, 0, plan)
+            tell_added(mem.turns, j)
         block += 1
         m += 1
         if m == tile.m_end:
@@ -360,6 +372,9 @@ def attention_backward_hopper_wide(
     dk = ()
     if plan.own_values:
         dk = column_parts.buffers(desc_dk, 1)
+    turns = None
+    if plan.deterministic:
+        turns = Turns(barriers(1, 1).index(0), barriers(1, 1).index(0))
     mem = Memory(
         column_parts.buffers(desc_k, 1),
         column_parts.buffers(desc_v, 1),
@@ -374,14 +389,25 @@ def attention_backward_hopper_wide(
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full
         barriers(STAGES, 1),  # do_full
+        turns,
     )
     fence_async_shared()
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
     )  # fmt: skip
-    gl.warp_specialize([
-        (_values, (desc_dv, mem, qk_scale, work, plan)),
-        (_keys, (desc_dk, mem, sm_scale, work, plan)),
-        (_queries, (dq_ptr, mem, work, plan)),
-        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-    ], [4, 4, 1], [plan.registers.consumer, plan.registers.dq, plan.registers.producer])
+    registers: gl.constexpr = plan.registers
+    if plan.deterministic:
+        gl.warp_specialize([
+            (_values, (desc_dv, mem, qk_scale, work, plan)),
+            (_keys, (desc_dk, mem, sm_scale, work, plan)),
+            (_queries, (dq_ptr, mem, work, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (keep_turns, (turns, work, plan)),
+        ], [4, 4, 1, 1], [registers.consumer, registers.dq, registers.producer, registers.producer])
+    else:
+        gl.warp_specialize([
+            (_values, (desc_dv, mem, qk_scale, work, plan)),
+            (_keys, (desc_dk, mem, sm_scale, work, plan)),
+            (_queries, (dq_ptr, mem, work, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+        ], [4, 4, 1], [registers.consumer, registers.dq, registers.producer])

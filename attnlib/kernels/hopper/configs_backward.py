@@ -48,9 +48,9 @@ class HopperBackwardConfig:
         """Columns of a tile for a head dimension, in all its parts."""
         return tile_width(head_dim)
 
-    def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
+    def heads_per_section(self, heads: int, blocks: int, rows: int, width: int) -> int:
         """Key/value heads that advance together, see `l2_sections.key_heads`."""
-        return l2_sections.key_heads(heads, group, rows, width, self.l2_bytes)
+        return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,17 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
     columns: tuple[int, int] = field(kw_only=True)
     held: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.deterministic and self.both_add:
+            raise ValueError(f"deterministic: expected False with columns={self.columns}, got True")
+
+    @property
+    def both_add(self) -> bool:
+        """Both consumers add to the same elements of dQ, in no order: the part has too few columns for
+        halves."""
+        return self.columns[1] == 16 and self.block_m == 64
 
     def width(self, head_dim: int) -> int:
         return width_of_parts(self.columns, head_dim)
@@ -125,6 +136,7 @@ def hopper_backward_config(head_dim: int, deterministic: bool = False) -> Hopper
     width = tile_width(head_dim)
     if head_dim < 1 or width not in _CHOSEN:
         raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
-    split = smallest_split(SPLIT, head_dim)
+    splits = {width: config for width, config in SPLIT.items() if not (deterministic and config.both_add)}
+    split = smallest_split(splits, head_dim)
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     return replace(chosen, deterministic=True) if deterministic else chosen

@@ -96,9 +96,9 @@ class HopperSparseBackwardConfig:
     max_registers: int = 168
     l2_bytes: int = 16 << 20
 
-    def heads_per_section(self, heads: int, group: int, rows: int, width: int) -> int:
+    def heads_per_section(self, heads: int, blocks: int, rows: int, width: int) -> int:
         """Key/value heads that advance together, see `l2_sections.key_heads`."""
-        return l2_sections.key_heads(heads, group, rows, width, self.l2_bytes)
+        return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
 
 
 # Not compared with others: those of `kernels.hopper`.

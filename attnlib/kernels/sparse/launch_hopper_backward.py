@@ -79,7 +79,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "H": H,
             "GROUP": H // H_kv,
             "HEADS_KV": B * H_kv,
-            "SECTION": config.heads_per_section(B * H_kv, H // H_kv, S_q, width),
+            "SECTION": config.heads_per_section(B * H_kv, num_n, S_q, width),
             "num_m": first.padded // config.block_m,
             "num_n": num_n,
             **mask_strides(call),

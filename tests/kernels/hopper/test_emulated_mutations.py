@@ -56,7 +56,6 @@ BACKWARD = {
     "256, in order": Call(256, 1, 1, 150, 200, causal=False, deterministic=True),
     "window, in order": Call(64, 1, 1, 400, 500, window=(200, -1), deterministic=True),
     "no right bound, in order": Call(64, 1, 1, 400, 500, False, window=(130, -1), deterministic=True),
-    "64 + 16, in order": Call(72, 1, 1, 70, 300, deterministic=True),
     "alternate": Call(
         128, 1, 1, 320, 100, causal=False, config=replace(hopper_backward_config(128), alternate=True)
     ),
@@ -134,6 +133,7 @@ TWICE = r"Race: .* comes to barrier \d+ twice before the others have come"
 DEADLOCK = r"Deadlock: .* waits for "
 WAITS = r"Deadlock: .* waits for word \d+ of global memory, which is \d+"
 BITS = "AssertionError: other bits than in another order"
+PHASES = f"{BITS}|Deadlock: .* waits for (granted|added), parity"
 UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_shared"
 LOADED = r"Race: a copy of .* overwrites {}\[\d\]: .* loaded it without fence_async_shared"
 GIVE_Q_BACK = "        mbarrier.arrive(mem.q_free.index(WG), count=1)\n"
@@ -376,10 +376,10 @@ MUTATIONS = [
          ("part * 64 * plan.left", "0 * plan.left"), call="128 + 32"),
     turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", "")),
     turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", ""), call="256, in order"),
-    turn("nobody waits", BITS, ("setp.lt.u32 q, t, $2; @q bra AGAIN; ", "")),
-    turn("nobody waits", BITS, ("setp.lt.u32 q, t, $2; @q bra AGAIN; ", ""), call="64 + 16, in order"),
+    turn("nobody waits", BITS, ("@q bra AGAIN; ", "")),
+    turn("nobody waits", BITS, ("@q bra AGAIN; ", ""), call="256, in order"),
     turn("nobody counts", WAITS, ("setp.eq.b32 q, t, 0; @q red", "setp.eq.b32 q, t, 1; @q red")),
-    turn("one turn too late", WAITS, ("gl.where(wanted, turn, -1)", "gl.where(wanted, turn + 1, -1)")),
+    turn("one turn too late", WAITS, ("[address, turn]", "[address, turn + 1]")),
     tiles("a program waits for one that comes later", WAITS,
           ("gl.minimum(last, tile.S_k - tile.start - 1)", "tile.start")),
     tiles("a dense program waits for one that comes later", WAITS,
@@ -395,25 +395,34 @@ MUTATIONS = [
           call="no right bound, in order"),
     tiles("a turn too early", BITS,
           ("plan.block_n\n    elif", "plan.block_n - 1\n    elif")),
-    backward("a turn ends before its addition", BITS,
-             ("            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)\n",
-              "            _await_turn(tile, block, m, gap, j > 0, work, WG, plan)\n"
-              "            _end_turn(tile, block, m, gap, j > 0, work, WG, plan)\n"),
-             ("        release(Q_FREE, j)\n        if plan.deterministic:\n"
-              "            _end_turn(tile, block, m, gap, j > 0, work, WG, plan)\n",
-              "        release(Q_FREE, j)\n"), call="in order"),
-    backward("the last turn does not end", WAITS,
-             without("    if plan.deterministic:\n"
-                     "        _end_turn(tile, block, m, gap, n > 0, work, WG, plan)\n"),
+    backward("a consumer adds before its turn", PHASES,
+             without("        if plan.deterministic:\n            await_grant(mem.turns, j - 1)\n"),
              call="in order"),
-    backward("the consumers take no turns at what both add to", f"{BITS}|{WAITS}",
-             ("turn = 2 * turn + WG", "turn = 2 * turn"), call="64 + 16, in order"),
-    wide("a turn ends before its addition", BITS,
-         without("            end_turn(work.turns_ptr, block, j >= 0, 0, plan)\n"),
-         ("tiling.turn(tile, m, work, plan), j >= 0, 0, plan)\n",
-          "tiling.turn(tile, m, work, plan), j >= 0, 0, plan)\n"
-          "            end_turn(work.turns_ptr, block, j >= 0, 0, plan)\n"),
-         ("plan)\n        if plan.deterministic:\n        block += 1", "plan)\n        block += 1"),
+    backward("a consumer tells too early that it has added", PHASES,
+             ("            await_grant(mem.turns, j - 1)\n",
+              "            await_grant(mem.turns, j - 1)\n            tell_added(mem.turns, j - 1)\n"),
+             without("        if plan.deterministic:\n            tell_added(mem.turns, j - 1)\n"),
+             call="in order"),
+    backward("the last addition is not told", PHASES,
+             without("    if plan.deterministic:\n        tell_added(mem.turns, n - 1)\n"), call="in order"),
+    backward("one consumer's word is enough", PHASES,
+             ("barriers(1, 2).index(0))", "barriers(1, 1).index(0))"), call="in order"),
+    shared("the turn is granted before it has come", PHASES,
+           ("        await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"
+            "        mbarrier.arrive(turns.granted, count=1)\n",
+            "        mbarrier.arrive(turns.granted, count=1)\n"
+            "        await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"),
+           call="in order"),
+    shared("what is not yet added is counted", PHASES,
+           without("        mbarrier.wait(turns.added, j & 1)\n"), call="in order"),
+    shared("the additions of the head before are waited for", PHASES,
+           ("turns.granted, j & 1)", "turns.granted, j + 1 & 1)"), call="256, in order"),
+    wide("an addition before its turn", PHASES,
+         without("            if plan.deterministic:\n                if part == 0:\n"
+                 "                    await_grant(mem.turns, j)\n"),
+         call="256, in order"),
+    wide("the additions are not told", PHASES,
+         without("        if plan.deterministic:\n            tell_added(mem.turns, j)\n"),
          call="256, in order"),
     wide("the second part of dK and dV stays in shared memory", "AssertionError",
          ("for i in gl.static_range(len(descs)):", "for i in gl.static_range(1):"), call="128 + 32"),

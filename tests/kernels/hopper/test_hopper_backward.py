@@ -120,7 +120,8 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
     params = Params(MaskWindow(None, None), SCALE, deterministic=deterministic)
     assert hopper.unsupported(q, q, q, params, backward=True) is None
     config = hopper.configuration(q, q, q, params, backward=True)
-    assert config == replace(hopper_backward_config(head_dim), deterministic=deterministic)
+    assert config == hopper_backward_config(head_dim, deterministic)
+    assert config.deterministic is deterministic
     mask = {"causal": False, "shifted": False, "left": False, "tail": True}
     width = config.width(head_dim)
     assert launch_backward.make_plan(width, config, mask, varlen=False).deterministic.value is deterministic

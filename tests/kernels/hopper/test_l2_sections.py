@@ -1,0 +1,52 @@
+"""Sections of key heads: how evenly a backward pass is divided among SMs, in a model without a cache."""
+
+import heapq
+import random
+
+import pytest
+
+from attnlib.kernels.common import l2_sections
+from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+
+
+def busiest_over_mean(heads: int, group: int, length: int, section: int) -> float:
+    """Of causal programs of 128 keys that start in the order of `by_sections` on whichever SM is free; the
+    mean is no shorter than the longest program."""
+    blocks = -(-length // 128)
+    # A step is 64 queries; a program has about three more at its beginning and end.
+    work = [(-(-length // 64) - 2 * block) * group + 3 for block in range(blocks)]
+    sms = [0] * l2_sections.SMS
+    for first in range(0, heads, section):
+        for steps in work:
+            for _ in range(min(section, heads - first)):
+                heapq.heapreplace(sms, sms[0] + steps)
+    return max(sms) / max(sum(work) * heads / l2_sections.SMS, work[0])
+
+
+def shapes() -> list[tuple[int, int, int]]:
+    """(key heads of all batches, group, length)."""
+    draw = random.Random(0)
+    return [(draw.randint(1, 40), draw.choice((1, 1, 2, 4, 8)), draw.randint(300, 9000)) for _ in range(60)]
+
+
+def section_of(heads: int, length: int) -> int:
+    return hopper_backward_config(128).heads_per_section(heads, -(-length // 128), length, 128)
+
+
+@pytest.mark.parametrize(("heads", "group", "length"), shapes())
+def test_few_programs_end_together(heads: int, group: int, length: int) -> None:
+    section = section_of(heads, length)
+    assert 1 <= section <= heads
+    assert busiest_over_mean(heads, group, length, section) < 1.16
+
+
+def test_sections_by_the_cache_alone_do_not() -> None:
+    """So the test above can fail: eight key heads with 32 blocks each, one after the other."""
+    assert busiest_over_mean(8, 8, 4096, 1) > 1.5
+    assert section_of(8, 4096) == 8
+
+
+@pytest.mark.parametrize(("heads", "length"), [(64, 4096), (32, 8192), (16, 16384)])
+def test_of_many_programs_the_cache_decides(heads: int, length: int) -> None:
+    section = section_of(heads, length)
+    assert 8 * length * 128 * section <= hopper_backward_config(128).l2_bytes < 16 * length * 128 * section
