@@ -20,8 +20,8 @@ fence between proxies is needed.
     Why a warp of its own
 
 The fence and the look at the counter are two round trips to the L2, some 3000 clocks together on an H200,
-about as much as a step has. So neither the wait nor the count is in the warps that compute: a warp that does
-nothing else keeps the turns, one of its own for each block of sums, and tells the others through mbarriers.
+about as much as a step has. So neither is in the warps that compute: one warp of a program only waits for
+turns, another one only counts, and mbarriers tell the others.
 """
 
 from triton.experimental import gluon
@@ -57,6 +57,6 @@ def await_turn(turns_ptr, block, turn, plan: gl.constexpr):
 
 @gluon.jit
 def end_turn(turns_ptr, block, plan: gl.constexpr):
-    """For the same warp, which knows that its program has added to a block of sums: count that."""
+    """For another warp, which knows that its program has added to a block of sums: count that."""
     address = _counter(turns_ptr, block, plan)
     gl.inline_asm_elementwise(_END, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)

@@ -45,8 +45,9 @@ shared memory, and the result is not used: that costs less than code of their ow
     DO_FREE + slot    both consumers have released dO of j     producer, to fill j+2
     DS_FULL + 2 w + buffer   consumer w has written dS of j    the other consumer
     START + w         the other consumer has started products  consumer w, where they alternate
-    granted           it is this program's turn to add dQ(j)   each consumer          j & 1
-    added             both consumers have added dQ(j)          who keeps the turns    j & 1
+    granted           it is the turn of dQ(j), and dQ(j-1)     each consumer, who     j & 1
+                      has been added                           waits for turns
+    added             both consumers have added dQ(j)          who counts             j & 1
 
 The slot and the buffer of block j are j & 1. All from Q_FREE on are the hardware's named barriers, which have
 no parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
@@ -71,8 +72,9 @@ of queries.
     A fixed order of the additions to dQ
 
 With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
-their numbers (`turns`; who is first, `backward_tiles.turn`). A warp more waits for the turn of each step,
-says so at `granted`, waits at `added` until both consumers have added their halves, and counts that.
+their numbers (`turns`; who is first, `backward_tiles.turn`). A warp more waits for the turn of each step and
+says so at `granted`. Another one waits at `added` until both consumers have added their halves, says at
+`granted` that the next ones may come, and counts these when they are complete.
 
     A head dimension that is no power of two
 
@@ -113,9 +115,11 @@ from attnlib.kernels.hopper.backward_shared import (
     NUMBERS,
     Turns,
     await_grant,
+    await_turns,
+    count_turns,
     held,
     issue_scores,
-    keep_turns,
+    new_turns,
     produce,
     tell_added,
 )
@@ -380,7 +384,7 @@ def attention_backward_hopper(
     desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     turns = None
     if plan.deterministic:
-        turns = Turns(barriers(1, 1).index(0), barriers(1, 2).index(0))
+        turns = new_turns(2)
     mem = Memory(
         column_parts.buffers(desc_k, 2),
         column_parts.buffers(desc_v, 2),
@@ -403,16 +407,18 @@ def attention_backward_hopper(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
+    registers: gl.constexpr = plan.registers
     if plan.deterministic:
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-            (keep_turns, (turns, work, plan)),
-        ], [4, 1, 1], [plan.registers.consumer, plan.registers.producer, plan.registers.producer])
+            (await_turns, (turns, work, plan)),
+            (count_turns, (turns, work, plan)),
+        ], [4, 1, 1, 1], [registers.consumer, registers.producer, registers.producer, registers.producer])
     else:
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-        ], [4, 1], [plan.registers.consumer, plan.registers.producer])
+        ], [4, 1], [registers.consumer, registers.producer])

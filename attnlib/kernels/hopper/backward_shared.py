@@ -1,5 +1,5 @@
-"""What the two Hopper backward kernels have in common: the producer, and who keeps the turns of a fixed
-order. Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
+"""What the two Hopper backward kernels have in common: the producer, and who keeps the turns of a
+fixed order. Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
 
 `mem` is the `Memory` of either kernel, `plan` its plan.
 """
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, opaque_zero, slot_of
-from attnlib.kernels.common.memory import matrix
+from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
@@ -116,8 +116,14 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
 class Turns(NamedTuple):
     """mbarriers of a deterministic plan; a phase is a step."""
 
-    granted: gl.shared_memory_descriptor  # by the warp that keeps the turns: dQ of this step may be added
-    added: gl.shared_memory_descriptor  # by the warpgroups that add it
+    granted: gl.shared_memory_descriptor  # the turn has come, and what was added before is known to have been
+    added: gl.shared_memory_descriptor  # by the warpgroups that add dQ
+
+
+@gluon.jit
+def new_turns(WARPGROUPS: gl.constexpr):
+    """For so many warpgroups that add to dQ."""
+    return Turns(barriers(1, 2).index(0), barriers(1, WARPGROUPS).index(0))
 
 
 @gluon.jit
@@ -134,26 +140,44 @@ def tell_added(turns, j):
 
 
 @gluon.jit
-def keep_turns(turns, work, plan: gl.constexpr):
-    """A warp's work: for each step wait for the turn, say so, wait for the additions, and count them."""
+def await_turns(turns, work, plan: gl.constexpr):
+    """A warp's work: wait for the turn of each step."""
     tile = tiling.locate(gl.program_id(0), work, plan)
     if tiling.seen(tile, plan):
-        _keep(turns, tile, work, plan)
+        n = (tile.m_end - tile.m_start) * work.GROUP
+        block = tiling.first_sums(tile, work, plan)
+        gap = tiling.gap(tile, work, plan)
+        m = tile.m_start
+        for j in range(n):
+            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)
+            mbarrier.arrive(turns.granted, count=1)
+            mbarrier.wait(turns.granted, j & 1)
+            block += 1
+            m += 1
+            if m == tile.m_end:
+                m = tile.m_start
+                block += gap
 
 
 @gluon.jit
-def _keep(turns, tile, work, plan: gl.constexpr):
-    n = (tile.m_end - tile.m_start) * work.GROUP
-    block = tiling.first_sums(tile, work, plan)
-    gap = tiling.gap(tile, work, plan)
-    m = tile.m_start
-    for j in range(n):
-        await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)
-        mbarrier.arrive(turns.granted, count=1)
-        mbarrier.wait(turns.added, j & 1)
-        end_turn(work.turns_ptr, block, plan)
-        block += 1
-        m += 1
-        if m == tile.m_end:
-            m = tile.m_start
-            block += gap
+def count_turns(turns, work, plan: gl.constexpr):
+    """Another warp's: wait for the additions of each step, and count them when they are complete. Meanwhile
+    the next step may add."""
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if tiling.seen(tile, plan):
+        n = (tile.m_end - tile.m_start) * work.GROUP
+        block = tiling.first_sums(tile, work, plan)
+        gap = tiling.gap(tile, work, plan)
+        m = tile.m_start
+        if n > 0:
+            mbarrier.arrive(turns.granted, count=1)
+        for j in range(n):
+            mbarrier.wait(turns.added, j & 1)
+            if j + 1 < n:
+                mbarrier.arrive(turns.granted, count=1)
+            end_turn(work.turns_ptr, block, plan)
+            block += 1
+            m += 1
+            if m == tile.m_end:
+                m = tile.m_start
+                block += gap

@@ -40,7 +40,7 @@ Before the copies that overwrite LSE and delta there has to be a fence by who ha
 executes one for that alone, before it releases Q and while dV is under way.
 
 With a deterministic plan the programs of a head add to a block of sums one after the other (`turns`; who is
-first, `backward_tiles.turn`). A warp more keeps the turns as in `backward_kernel`: warpgroup 2 waits for
+first, `backward_tiles.turn`). Two warps more keep the turns as in `backward_kernel`: warpgroup 2 waits for
 `granted` before it adds, and arrives at `added`.
 
 Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
@@ -82,16 +82,18 @@ from attnlib.kernels.hopper.backward_shared import (
     NUMBERS,
     Turns,
     await_grant,
+    await_turns,
+    count_turns,
     held,
     issue_scores,
-    keep_turns,
+    new_turns,
     produce,
     tell_added,
 )
 from attnlib.kernels.hopper.column_parts import matrices, together
 
-# Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A single warp,
-# as the one that keeps turns, has none.
+# Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A partition
+# of one warp has none.
 END = gl.constexpr(5)
 DS_FREE = gl.constexpr(6)
 P_FULL = gl.constexpr(12)
@@ -374,7 +376,7 @@ def attention_backward_hopper_wide(
         dk = column_parts.buffers(desc_dk, 1)
     turns = None
     if plan.deterministic:
-        turns = Turns(barriers(1, 1).index(0), barriers(1, 1).index(0))
+        turns = new_turns(1)
     mem = Memory(
         column_parts.buffers(desc_k, 1),
         column_parts.buffers(desc_v, 1),
@@ -402,8 +404,11 @@ def attention_backward_hopper_wide(
             (_keys, (desc_dk, mem, sm_scale, work, plan)),
             (_queries, (dq_ptr, mem, work, plan)),
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-            (keep_turns, (turns, work, plan)),
-        ], [4, 4, 1, 1], [registers.consumer, registers.dq, registers.producer, registers.producer])
+            (await_turns, (turns, work, plan)),
+            (count_turns, (turns, work, plan)),
+        ], [4, 4, 1, 1, 1], [
+            registers.consumer, registers.dq, registers.producer, registers.producer, registers.producer
+        ])
     else:
         gl.warp_specialize([
             (_values, (desc_dv, mem, qk_scale, work, plan)),

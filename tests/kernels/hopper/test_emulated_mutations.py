@@ -405,18 +405,23 @@ MUTATIONS = [
              call="in order"),
     backward("the last addition is not told", PHASES,
              without("    if plan.deterministic:\n        tell_added(mem.turns, n - 1)\n"), call="in order"),
-    backward("one consumer's word is enough", PHASES,
-             ("barriers(1, 2).index(0))", "barriers(1, 1).index(0))"), call="in order"),
+    shared("one consumer's word is enough", PHASES,
+           ("barriers(1, WARPGROUPS).index(0))", "barriers(1, 1).index(0))"), call="in order"),
     shared("the turn is granted before it has come", PHASES,
-           ("        await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"
-            "        mbarrier.arrive(turns.granted, count=1)\n",
-            "        mbarrier.arrive(turns.granted, count=1)\n"
-            "        await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"),
+           ("            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"
+            "            mbarrier.arrive(turns.granted, count=1)\n",
+            "            mbarrier.arrive(turns.granted, count=1)\n"
+            "            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"),
            call="in order"),
+    shared("the next step may add before the counter knows of this one", PHASES,
+           ("            mbarrier.wait(turns.added, j & 1)\n            if j + 1 < n:\n"
+            "                mbarrier.arrive(turns.granted, count=1)\n",
+            "            if j + 1 < n:\n                mbarrier.arrive(turns.granted, count=1)\n"
+            "            mbarrier.wait(turns.added, j & 1)\n"), call="in order"),
     shared("what is not yet added is counted", PHASES,
-           without("        mbarrier.wait(turns.added, j & 1)\n"), call="in order"),
-    shared("the additions of the head before are waited for", PHASES,
-           ("turns.granted, j & 1)", "turns.granted, j + 1 & 1)"), call="256, in order"),
+           without("            mbarrier.wait(turns.added, j & 1)\n"), call="in order"),
+    shared("the wrong phase is waited for", PHASES,
+           ("turns.granted, j & 1)\n\n", "turns.granted, j + 1 & 1)\n\n"), call="256, in order"),
     wide("an addition before its turn", PHASES,
          without("            if plan.deterministic:\n                if part == 0:\n"
                  "                    await_grant(mem.turns, j)\n"),
