@@ -109,8 +109,8 @@ def _on_the_gpu(function: Callable) -> Callable:
     properties = torch.cuda.get_device_properties  # `emulated` makes PyTorch tell others
 
     def call(*given):
-        there = [x.cuda() if isinstance(x, torch.Tensor) else x for x in given]
         with mock.patch.object(torch.cuda, "get_device_properties", properties):
+            there = [x.cuda() if isinstance(x, torch.Tensor) else x for x in given]
             found = function(*there)
         for here, changed in zip(given, there, strict=True):
             if isinstance(here, torch.Tensor):
