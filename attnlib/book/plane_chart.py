@@ -66,8 +66,8 @@ def _short(length: int) -> str:
 
 
 def plane_chart(table: object, way: str) -> Figure:
-    """Time of FlashAttention-3 over that of attnlib for each cell, of one pass: a panel for each kind, a row
-    for each head dimension, a column for each length. Ties are gray; what was not measured is hatched."""
+    """Time of FlashAttention-3 over that of attnlib, in percent, of one pass: a panel for each kind, a row for
+    each head dimension, a column for each length. Ties are gray; what was not measured is hatched."""
     found = {cell: row for row in rows_of(table) for cell, own in [plane.key(row)] if own == way}
     figure, axes = new_figure(WIDE, 4.9, 2, 3)
     figure.get_layout_engine().set(wspace=0.02, hspace=0.05)
@@ -81,9 +81,9 @@ def plane_chart(table: object, way: str) -> Figure:
         ScalarMappable(SCALE, SHADES), ax=list(axes.flat), location="bottom", aspect=60, shrink=0.8, pad=0.02,
         extend="both", ticks=[math.log(x) for x in ticks],
     )  # fmt: skip
-    bar.ax.set_xticklabels([f"{x:g}" for x in ticks])
+    bar.ax.set_xticklabels([f"{x:.0%}" for x in ticks])
     bar.ax.minorticks_off()
-    bar.set_label(f"time of FA3 / time of attnlib, {way}: above 1 attnlib is faster", fontsize=7)
+    bar.set_label(f"time of FA3 / time of attnlib, {way}, percent: above 100 attnlib is faster", fontsize=7)
     edge = {"edgecolor": COLORS["muted"], "lw": 0.5}
     handles = [
         Patch(facecolor=FAINT, label="tie: inside the noise", **edge),
@@ -139,8 +139,8 @@ def look(row: dict[str, Any] | None) -> tuple[str, str, str]:
     if word == ABSENT:
         return "#FFFFFF", "xxxxx", ""
     if word == TIE:
-        return FAINT, "", f"{ratio:.3f}"
-    return to_hex(SHADES(SCALE(math.log(ratio)))), "", f"{ratio:.3f}"
+        return FAINT, "", f"{100 * ratio:.0f}"
+    return to_hex(SHADES(SCALE(math.log(ratio)))), "", f"{100 * ratio:.0f}"
 
 
 def words(rows: Sequence[dict[str, Any]]) -> str:

@@ -46,13 +46,13 @@ def test_every_cell_shows_its_own_row():
     def ratio(cell):
         shape = cell.shape
         place = plane.DIMS.index(shape.head_dim) * 10 + plane.LENGTHS.index(shape.seqlen)
-        return 1 + place / 1000 + 0.1 * list(plane.KINDS).index(cell.kind) + 0.5 * (shape.dtype == "float16")
+        return 1 + place / 100 + list(plane.KINDS).index(cell.kind) + 5 * (shape.dtype == "float16")
 
     figure = plane_chart.plane_chart(table(*every("backward", ratio)), "backward")
     for one in plane_chart.panels():
         shown = numbers(panel(figure, one.title))
         wanted = {
-            (x, y): f"{ratio(plane.cell(kind, d, length, one.dtype)):.3f}"
+            (x, y): f"{100 * ratio(plane.cell(kind, d, length, one.dtype)):.0f}"
             for x, (kind, length) in enumerate(one.columns.values()) for y, d in enumerate(plane.DIMS)
             if plane_chart.hides(kind, length)
         }  # fmt: skip
@@ -66,7 +66,7 @@ def test_what_was_not_measured_stays_empty():
     rows.append(row_of(plane.cell("causal", 72, 512), "forward", reason="attnlib: wrong"))
     figure = plane_chart.plane_chart(table(*rows), "forward")
     causal = panel(figure, "causal")
-    assert numbers(causal) == {(0, 0): "1.200"}
+    assert numbers(causal) == {(0, 0): "120"}
     assert hatched(causal, "xxxxx") == {(0, 1)}
     assert len(hatched(causal, "/////")) == 50 - 2
     assert len(hatched(panel(figure, "window of 1024 keys"), "/////")) == 30
@@ -75,7 +75,7 @@ def test_what_was_not_measured_stays_empty():
 
 def test_ties_are_gray_and_colors_say_who_is_faster():
     tie, _, text = plane_chart.look(row_of(FIRST, "forward", 1.004))
-    assert (tie, text) == (plane_chart.FAINT, "1.004")
+    assert (tie, text) == (plane_chart.FAINT, "100")
     ahead, behind, far = (plane_chart.look(row_of(FIRST, "forward", x))[0] for x in (1.1, 1 / 1.1, 9.0))
     assert int(ahead[5:], 16) > int(ahead[1:3], 16) and int(behind[1:3], 16) > int(behind[5:], 16)
     assert far == plane_chart.look(row_of(FIRST, "forward", plane_chart.FAR))[0]

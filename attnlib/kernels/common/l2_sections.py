@@ -19,9 +19,8 @@ def query_heads(heads: int, group: int, keys: int, width: int, l2_bytes: int) ->
 def key_heads(heads: int, blocks: int, rows: int, width: int, l2_bytes: int) -> int:
     """Of a backward pass, at most `heads`.
 
-    heads: B * H_kv; blocks: programs of each; rows: S_q; width: columns of a tile. Q and dO have two bytes
-    for each element, the sums of dQ four. The query heads of a key head don't count: programs visit one after
-    the other.
+    heads: B * H_kv; blocks: programs of each; rows: S_q, of all query heads that count; width: columns of a
+    tile. Q and dO have two bytes for each element, the sums of dQ four.
 
     A program is a block of keys, the longest ones first in each section. The longest ones of the last section
     begin when most others have ended, so where there are few programs in all the sections are of equal size,
@@ -29,6 +28,11 @@ def key_heads(heads: int, blocks: int, rows: int, width: int, l2_bytes: int) -> 
     """
     if heads * blocks <= FEW * SMS:
         return -(-heads // max(heads * blocks // (WAVES * SMS), 1))
+    return by_cache(heads, rows, width, l2_bytes)
+
+
+def by_cache(heads: int, rows: int, width: int, l2_bytes: int) -> int:
+    """The same where nothing but the cache counts: a power of two."""
     return _power_of_two(heads, 8 * rows * width, l2_bytes)
 
 

@@ -23,6 +23,8 @@ class HopperBackwardConfig:
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
+        whole_groups: that of all query heads of a group counts, not that of one. Programs visit one after the
+            other, but short ones are soon heads ahead of long ones.
     """
 
     block_m: int
@@ -34,6 +36,7 @@ class HopperBackwardConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+    whole_groups: bool = False
     deterministic: bool = False
     alternate: bool = False
 
@@ -48,8 +51,10 @@ class HopperBackwardConfig:
         """Columns of a tile for a head dimension, in all its parts."""
         return tile_width(head_dim)
 
-    def heads_per_section(self, heads: int, blocks: int, rows: int, width: int) -> int:
-        """Key/value heads that advance together, see `l2_sections.key_heads`."""
+    def heads_per_section(self, heads: int, group: int, blocks: int, rows: int, width: int) -> int:
+        """Key/value heads that advance together, see `l2_sections`."""
+        if self.whole_groups and group > 1:
+            return l2_sections.by_cache(heads, rows * group, width, self.l2_bytes)
         return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
 
 
@@ -96,7 +101,7 @@ _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
     256: HopperBackwardConfig(
-        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
+        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128, whole_groups=True
     ),
 }
 _WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}

@@ -82,7 +82,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "H": H,
             "GROUP": H // H_kv,
             "HEADS_KV": heads_kv,
-            "SECTION": config.heads_per_section(heads_kv, num_n, S_q, width),
+            "SECTION": config.heads_per_section(heads_kv, H // H_kv, num_n, S_q, width),
             "num_m": padded // config.block_m,
             "num_n": num_n,
             "right": right or None,

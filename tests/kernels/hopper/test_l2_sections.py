@@ -30,7 +30,7 @@ def shapes() -> list[tuple[int, int, int]]:
 
 
 def section_of(heads: int, length: int) -> int:
-    return hopper_backward_config(128).heads_per_section(heads, -(-length // 128), length, 128)
+    return hopper_backward_config(128).heads_per_section(heads, 8, -(-length // 128), length, 128)
 
 
 @pytest.mark.parametrize(("heads", "group", "length"), shapes())
@@ -50,3 +50,8 @@ def test_sections_by_the_cache_alone_do_not() -> None:
 def test_of_many_programs_the_cache_decides(heads: int, length: int) -> None:
     section = section_of(heads, length)
     assert 8 * length * 128 * section <= hopper_backward_config(128).l2_bytes < 16 * length * 128 * section
+
+
+@pytest.mark.parametrize(("group", "section"), [(1, 4), (4, 1), (8, 1)])
+def test_at_256_columns_all_query_heads_of_a_group_count(group: int, section: int) -> None:
+    assert hopper_backward_config(256).heads_per_section(64, group, 64, 2048, 256) == section
