@@ -66,8 +66,8 @@ def _short(length: int) -> str:
 
 
 def plane_chart(table: object, way: str) -> Figure:
-    """Time of FlashAttention-3 over that of attnlib, in percent, of one pass: a panel for each kind, a row for
-    each head dimension, a column for each length. Ties are gray; what was not measured is hatched."""
+    """Time of FlashAttention-3 over that of attnlib, in percent, of one pass: a panel for each kind, a row
+    for each head dimension, a column for each length. Ties are gray; what was not measured is hatched."""
     found = {cell: row for row in rows_of(table) for cell, own in [plane.key(row)] if own == way}
     figure, axes = new_figure(WIDE, 4.9, 2, 3)
     figure.get_layout_engine().set(wspace=0.02, hspace=0.05)
