@@ -280,9 +280,6 @@ def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Ta
     return records.table(current(), name, produce, **options)
 
 
-# Counters: one record for the whole book, made by `python -m attnlib.bench --profile --book`
-
-
 def recorded(record: str, name: str) -> Table | None:
     """A table that a script of tests/gpu wrote; None where it has not been run yet."""
     from attnlib.bench import records
@@ -294,7 +291,8 @@ def recorded(record: str, name: str) -> Table | None:
 
 
 def profile() -> Table:
-    """The counters of every step, the package and the peers. RecordError where none were recorded."""
+    """The counters of every step, the package and the peers, one record for the whole book, made by
+    `python -m attnlib.bench --profile --book`. RecordError where none were recorded."""
     from attnlib.bench import profiling, records
 
     return records.load(profiling.RECORD, profiling.TABLE)
