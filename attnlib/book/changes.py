@@ -25,7 +25,7 @@ from attnlib.bench.changes import parts
 from attnlib.bench.sass import opcode
 from attnlib.bench.setting import warming
 from attnlib.bench.shapes import Shape
-from attnlib.book import lesson, palette
+from attnlib.book import palette
 from attnlib.book.chapters import label
 from attnlib.book.charts import new_figure
 from attnlib.book.exercises import ORDERS, judge_gluon, judge_gradients
@@ -54,6 +54,8 @@ SMALL_BACKWARD = (Shape(1, 1, 300, 64), Shape(1, 1, 150, 128, causal=False))
 
 def show(step: str, name: str) -> None:
     """The diff of what a change replaces, without what it adds, which its cell shows."""
+    from attnlib.book import lesson  # switches the interpreter on
+
     texts = sources.kernel_sources(sources.notebook_of(step))
     before = dict(zip(list(texts)[1:], texts, strict=False))[name]
     old = {part.names: part.text for part in parts(texts[before]) if not part.is_import}
@@ -72,7 +74,10 @@ def show(step: str, name: str) -> None:
 def between(step: str, base: str, old: str, new: str) -> None:
     """Show the diff of two kernels on the way from one step, `base`, to the next: either of them by its name,
     or a variant of `base` that the notebook of `step` has."""
-    texts = sources.variant_sources(sources.notebook_of(step), base) | {step: lesson.kernel_source(step)}
+    from attnlib.book import lesson  # switches the interpreter on
+
+    notebook = sources.notebook_of(step)
+    texts = sources.variant_sources(notebook, base) | {step: sources.kernel_source(notebook)}
     for name in (old, new):
         if name not in texts:
             raise ValueError(f"{step}: expected one of {', '.join(texts)}, got {name!r}")
@@ -81,6 +86,8 @@ def between(step: str, base: str, old: str, new: str) -> None:
 
 def judge(module: ModuleType) -> None:
     """Run a kernel in the emulator, in several orders, and say so; AssertionError if it is wrong."""
+    from attnlib.book import lesson
+
     if warming():
         return
     is_backward = hasattr(module, "gradients")

@@ -12,7 +12,7 @@ import torch
 
 from attnlib.bench import ladder, names, records, sources, tables
 from attnlib.bench.paths import ROOT
-from attnlib.book import chapters, lesson
+from attnlib.book import answers, chapters, lesson
 
 KERNEL = """\
 import torch
@@ -53,7 +53,8 @@ def book(tmp_path, monkeypatch):
     """A folder with two steps in it, which lesson takes for the book's."""
     notebook(tmp_path / "03_online_softmax.ipynb", ("x = 1", []), (KERNEL, ["kernel"]))
     notebook(tmp_path / "04_exp2.ipynb", (KERNEL.replace("softmax(-1)", "softmax(dim=-1)"), ["kernel"]))
-    monkeypatch.setattr(lesson, "notebooks_dir", lambda: tmp_path)
+    for module in lesson, answers:
+        monkeypatch.setattr(module, "notebooks_dir", lambda: tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -8,7 +8,7 @@ import pytest
 
 from attnlib.bench import inspect_sm90, sources
 from attnlib.bench.changes import changed
-from attnlib.book import lesson
+from attnlib.book import answers
 
 STEP = "22_fp8"
 ROW_REDUCTIONS = 8
@@ -37,12 +37,12 @@ def test_kernel(head_dim: int, causal: bool) -> None:
 
 def test_exercise_4_and_its_solution() -> None:
     """Both compile; a warp branches around D / 2 multiplications, and nothing spills."""
-    checks, notebook = lesson.checks(STEP), sources.notebook_of(STEP)
+    checks, notebook = answers.checks(STEP), sources.notebook_of(STEP)
     stub = sources.cells_tagged(notebook, "exercise")[3].split("\n\n\n", 1)[1].split("\n\n\nlagging = ")[0]
     text = sources.kernel_source(notebook)
     for change in (stub, checks.FOURTEEN):
         text = changed(text, change)
-    kernels = sources.load_source("22_exercise", text), checks.kernel_of(lesson.solutions(STEP).lagging)
+    kernels = sources.load_source("22_exercise", text), checks.kernel_of(answers.solutions(STEP).lagging)
     jobs = [job(module, d, True) for d in (64, 128, 256) for module in (sources.load_step(STEP), *kernels)]
     found = inspect_sm90.compile_all(jobs)
     for chapter, *both in zip(*[iter(found)] * 3, strict=True):

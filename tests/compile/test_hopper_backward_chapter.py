@@ -6,7 +6,7 @@ import pytest
 
 from attnlib.bench import changed_kernels, sources
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
-from attnlib.book import lesson
+from attnlib.book import answers
 
 STEP, DIMS = "21_hopper_backward", (64, 128)
 SPILLS = {("queue", 128): 4, ("tall", 128): 4, ("tall", 64): 10, ("turns", 64): 10, ("turns", 128): 4,
@@ -22,7 +22,7 @@ def compiled() -> dict[tuple[str, int], Stats]:
     kernels["turns"] = changed_kernels.beside(STEP, "tall", turns)
     stub = sources.cells_tagged(sources.notebook_of(STEP), "exercise")[3].split("\n\n\nin_turns = ")[0]
     kernels["exercise 4"] = changed_kernels.beside(STEP, "tall", stub)
-    answer = lesson.solutions(STEP).in_turns
+    answer = answers.solutions(STEP).in_turns
     kernels["its solution"] = changed_kernels.with_functions(STEP, answer)
     return changed_kernels.compiled(kernels, DIMS)
 
