@@ -109,6 +109,8 @@ def _panel(ax: Axes, panel: Panel, found: Mapping[Cell, dict[str, Any]]) -> None
     ax.set_xticks([x + 0.5 for x in range(len(panel.columns))], list(panel.columns))
     ax.set_yticks([y + 0.5 for y in range(len(plane.DIMS))], [str(d) for d in plane.DIMS])
     ax.tick_params(length=0, pad=2, labelsize=6.5)
+    if panel.dtype != "bfloat16":  # labels of two lines, the first of which is a word
+        ax.tick_params("x", labelsize=5.2)
     ax.grid(False)
     ax.spines[:].set_visible(False)
 
