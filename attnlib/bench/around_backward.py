@@ -63,12 +63,14 @@ class _Attention(torch.autograd.Function):
 
 
 def differentiable(
-    gradients: Callable, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float | None
-) -> Tensor:
+    gradients: Callable, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float | None,
+    head_dims: tuple[int, ...] = (64, 128),
+) -> Tensor:  # fmt: skip
     """Attention, by the package, whose backward pass is `gradients(d_out, q, k, v, out, lse, causal,
-    sm_scale)`. ValueError for a head dimension that the chapter's kernels do not have."""
-    if q.shape[-1] not in (64, 128):
-        raise ValueError(f"q: expected a head dimension of 64 or 128, got {q.shape[-1]}")
+    sm_scale)`. ValueError for a head dimension that the kernel does not have."""
+    if q.shape[-1] not in head_dims:
+        known = " or ".join(str(d) for d in head_dims)
+        raise ValueError(f"q: expected a head dimension of {known}, got {q.shape[-1]}")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return _Attention.apply(
         gradients, q, k, v, causal, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale

@@ -3,7 +3,7 @@ and that it is right in the emulator. The kernels come from `bench.changed_kerne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from matplotlib.axes import Axes
@@ -50,6 +50,8 @@ SMALL = (Shape(1, 3, 300, 64), Shape(1, 2, 200, 64, causal=False))
 """Calls of several tiles for a program of the emulator, with rows that end inside of a block."""
 SMALL_BACKWARD = (Shape(1, 1, 300, 64), Shape(1, 1, 150, 128, causal=False))
 """The same of a backward pass."""
+SMALL_WIDE = (Shape(1, 1, 300, 256), Shape(1, 1, 150, 256, causal=False))
+"""The same of one for D = 256."""
 
 
 def show(step: str, name: str) -> None:
@@ -84,14 +86,15 @@ def between(step: str, base: str, old: str, new: str) -> None:
     lesson.show_texts(texts[old], texts[new], *(label(name) for name in (old, new)))
 
 
-def judge(module: ModuleType) -> None:
-    """Run a kernel in the emulator, in several orders, and say so; AssertionError if it is wrong."""
+def judge(module: ModuleType, shapes: Sequence[Shape] = ()) -> None:
+    """Run a kernel in the emulator, in several orders, and say so; AssertionError if it is wrong. shapes: of
+    the calls, by default of those at D = 64 and 128 that its pass has."""
     from attnlib.book import lesson
 
     if warming():
         return
     is_backward = hasattr(module, "gradients")
-    shapes = SMALL_BACKWARD if is_backward else SMALL
+    shapes = shapes or (SMALL_BACKWARD if is_backward else SMALL)
     for shape in shapes:
         if is_backward:
             judge_gradients(module.gradients, shape)

@@ -84,7 +84,7 @@ class Language:
         )  # fmt: skip
         self.mbarrier = SimpleNamespace(
             MBarrierLayout=_Layout, init=lambda barrier, count: barrier.init(count),
-            expect=lambda barrier, size: barrier.arrive(expected=int(size)),
+            expect=lambda barrier, size, pred=True: pred and barrier.arrive(expected=int(size)),
             arrive=lambda barrier, count=1: barrier.arrive(int(count)),
             wait=lambda barrier, parity: barrier.wait(int(parity)),
         )  # fmt: skip
@@ -105,8 +105,10 @@ class Language:
             return Barriers(self.program, int(shape[0]))
         return Shared.allocate(self.program, dtype, [int(n) for n in shape])
 
-    def _copy_in(self, desc: Descriptor, coordinates, barrier: Barrier, buffer: Shared) -> None:
+    def _copy_in(self, desc: Descriptor, coordinates, barrier: Barrier, buffer: Shared, pred=True) -> None:
         _check_block(desc, buffer)
+        if not pred:
+            return
         if not self.machine.current.clock.saw(barrier.fenced):
             raise Race(f"a copy finds {barrier.name} initialized without fence_async_shared")
         buffer.begin_writing()

@@ -149,6 +149,10 @@ class Threads:
         if operation == "pmevent":
             return None
         target, *sources = names
+        if operation == "elect.sync":  # all threads of a warp are here, and the first is chosen
+            lane, chosen = target.split("|")
+            self.set(lane, np.zeros(self.threads, np.int64))
+            return self.set(chosen, np.arange(self.threads) % 32 == 0)
         if operation == "mov.b32" and len(sources) == 2:  # of two halves
             low, high = (self.value(name.strip("{ }")) for name in sources)
             return self.set(target, high << 16 | low)

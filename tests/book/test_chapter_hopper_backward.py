@@ -46,11 +46,20 @@ def test_each_change(name: str) -> None:
     check(module, Shape(1, 1, 150, 128, causal=False), "random")
 
 
-@pytest.mark.parametrize("text", VARIANTS, ids=["turns", "delay"])
+@pytest.mark.parametrize("text", VARIANTS[:2], ids=["turns", "delay"])
 def test_variants(text: str) -> None:
     module = changes.beside(STEP, KERNELS[-1], text)
     for shape in (Shape(1, 1, 300, 64, causal=False), Shape(1, 1, 65, 128), Shape(1, 1, 17, 64)):
         judge_gradients(module.gradients, shape)
+
+
+def test_the_wide_form() -> None:
+    module = changes.beside(STEP, KERNELS[-1], VARIANTS[2])
+    for shape in (Shape(1, 1, 65, 256, causal=False), Shape(1, 2, 200, 256)):
+        judge_gradients(module.gradients, shape)
+    check(module, Shape(1, 1, 130, 256), "late", "sink", torch.bfloat16)
+    with pytest.raises(ValueError, match="q: expected a head dimension of 256, got 64"):
+        module.attention(*(torch.zeros(1, 1, 64, 64) for _ in range(3)))
 
 
 @pytest.mark.parametrize(("S", "D"), [(1, 64), (17, 128), (129, 128), (400, 64)])

@@ -35,6 +35,20 @@ def test_products_are_not_serialized_and_spills_are_few(compiled: dict[tuple[str
         assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA"), case
 
 
+def test_the_wide_form_and_who_comes_first() -> None:
+    text = sources.cells_tagged(sources.notebook_of(STEP), "variant")[2]
+    of_dq = "        (form_dq, (dq_ptr, mem, work, plan)),\n"
+    of_dk = "        (form_dk, (given, plan)),\n"
+    later = text.replace(of_dq, "").replace(of_dk, of_dk + of_dq).replace("[192, 192, 24]", "[192, 96, 24]")
+    orders = {name: changed_kernels.beside(STEP, "tall", x) for name, x in (("first", text), ("last", later))}
+    stats = changed_kernels.compiled(orders, (256,))
+    first, last = stats["first", 256], stats["last", 256]
+    assert first.spills == 0 and first.warnings == () and first.shared_bytes <= SMEM_LIMIT
+    assert sorted(loop["HGMMA"] for loop in first.loops) == [8, 24, 24]
+    moves = [sum("R2UR" in text for loop in found.loop_listings for text in loop) for found in (first, last)]
+    assert moves[0] <= 3 and moves[1] > 100
+
+
 @pytest.mark.parametrize("d", DIMS)
 def test_what_each_change_does_to_the_loop(d: int, compiled: dict[tuple[str, int], Stats]) -> None:
     additions = {name: compiled[name, d].loops[0]["REDG"] for name in (STEP, "sums", "producer", "pair")}

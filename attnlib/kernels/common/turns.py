@@ -35,9 +35,11 @@ _AWAIT = gl.constexpr(
     "{ .reg .pred q; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1]; setp.lt.u32 q, t, $2; "
     "@q bra AGAIN; bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
 )
+# `elect.sync`, not a comparison with the lane: with that, ptxas takes the loops of consumers, too, for
+# different in each thread, and moves the addresses of operands in every step.
 _END = gl.constexpr(
-    "{ .reg .pred q; .reg .b32 t; fence.acq_rel.gpu; mov.u32 t, %tid.x; and.b32 t, t, 31; "
-    "setp.eq.b32 q, t, 0; @q red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }"
+    "{ .reg .pred q; .reg .b32 t; fence.acq_rel.gpu; elect.sync t|q, 0xffffffff; "
+    "@q red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }"
 )
 
 

@@ -233,13 +233,6 @@ class SplitBackwardPlan(BackwardPlan):
 
 
 @dataclass(frozen=True)
-class WideRegisters(Registers):
-    """The wide backward kernel has a warpgroup for dQ."""
-
-    dq: int
-
-
-@dataclass(frozen=True)
 class WideBackwardPlan(Constants):
     """The same for the wide backward kernel.
 
@@ -252,7 +245,7 @@ class WideBackwardPlan(Constants):
     block_m: int
     varlen: bool
     mask: BackwardMask
-    registers: WideRegisters
+    registers: Registers
     deterministic: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program

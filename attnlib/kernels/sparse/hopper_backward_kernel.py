@@ -126,14 +126,16 @@ def _copy_q(desc_q, desc_rows, desc_words, mem, j, e, head, m, work, plan: gl.co
         mem.places.index(j & 3).store(gl.full([32], place, gl.int32, lanes))
         mem.slopes.index(j & 3).store(gl.full([32], slope, gl.float32, lanes))
     if plan.partial:
-        if bits >= 0:
-            if plan.block_m == 128:
-                bits = bits >> 1
-            mbarrier.expect(bar, size + 2 * desc_words.block_type.nbytes)
-            for w in gl.static_range(2):
-                tma.async_copy_global_to_shared(desc_words, [bits, w, 0], bar, mem.words.index(2 * slot + w))
-        else:
-            mbarrier.expect(bar, size)
+        # No branch: with one here, ptxas takes the loop of consumer 1, too, for different in each thread, and
+        # moves the addresses of operands in every step.
+        there = bits >= 0
+        if plan.block_m == 128:
+            bits = bits >> 1
+        mbarrier.expect(bar, size + 2 * desc_words.block_type.nbytes, pred=there)
+        mbarrier.expect(bar, size, pred=bits < 0)
+        for w in gl.static_range(2):
+            words = mem.words.index(2 * slot + w)
+            tma.async_copy_global_to_shared(desc_words, [bits, w, 0], bar, words, pred=there)
     else:
         mbarrier.expect(bar, size)
     at = work.i_b, head - work.i_b * work.H

@@ -378,7 +378,7 @@ MUTATIONS = [
     turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", ""), call="256, in order"),
     turn("nobody waits", BITS, ("@q bra AGAIN; ", "")),
     turn("nobody waits", BITS, ("@q bra AGAIN; ", ""), call="256, in order"),
-    turn("nobody counts", WAITS, ("setp.eq.b32 q, t, 0; @q red", "setp.eq.b32 q, t, 1; @q red")),
+    turn("nobody counts", WAITS, ("@q red.relaxed.gpu.global.add.u32 [$1], 1; ", "")),
     turn("one turn too late", WAITS, ("[address, turn]", "[address, turn + 1]")),
     tiles("a program waits for one that comes later", WAITS,
           ("gl.minimum(last, tile.S_k - tile.start - 1)", "tile.start")),

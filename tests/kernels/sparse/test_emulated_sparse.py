@@ -211,7 +211,7 @@ def backward(
 
 MUTATIONS += [
     backward("words are not waited for", "many steps", "Race|Deadlock|Assertion",
-             ("mbarrier.expect(bar, size + 2 * desc_words.block_type.nbytes)", "mbarrier.expect(bar, size)")),
+             ("size + 2 * desc_words.block_type.nbytes, pred", "size, pred")),
     backward("the second consumer reads the words of the first", "many steps", WRONG,
              ("mem.words.index(2 * slot + WG)", "mem.words.index(2 * slot)")),
     backward("no step has bits", "many steps", WRONG, ("word += (bits >= 0).to(gl.int32)", "word += 0")),
