@@ -51,18 +51,18 @@ WIDTHS = 64, 128, 256
 PAIR = "192/128"
 """Columns of queries and of values."""
 SPLIT_SPILLS = {
-    (80, "causal"): 6, (96, "causal"): 4, (160, "causal"): 0, (192, "causal"): 6,
-    (96, "varlen window"): 6, (192, "varlen window"): 0, (PAIR, "causal"): 4, (PAIR, "varlen window"): 0,
+    (80, "causal"): 6, (96, "causal"): 4, (160, "causal"): 0, (192, "causal"): 4,
+    (96, "varlen window"): 6, (192, "varlen window"): 0, (PAIR, "causal"): 0, (PAIR, "varlen window"): 0,
 }  # fmt: skip
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
 OPTION_SPILLS = {
     (64, "deterministic causal"): 16, (64, "deterministic dense"): 10,
     (64, "deterministic varlen window"): 28, (128, "deterministic causal"): 8,
     (128, "deterministic dense"): 2, (128, "deterministic varlen window"): 20,
-    (96, "deterministic causal"): 10, (256, "deterministic causal"): 0,
-    (256, "deterministic dense"): 0, (256, "deterministic varlen window"): 0,
-    (160, "deterministic causal"): 0, (192, "deterministic causal"): 6,
-    (PAIR, "deterministic causal"): 6,
+    (96, "deterministic causal"): 10, (256, "deterministic causal"): 2,
+    (256, "deterministic dense"): 2, (256, "deterministic varlen window"): 4,
+    (160, "deterministic causal"): 4, (192, "deterministic causal"): 2,
+    (PAIR, "deterministic causal"): 4,
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
@@ -92,11 +92,11 @@ ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32], PAIR: [0, 0, 24
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
     128: (6, 0, 0, 12, 4, 6, 4, 4),
-    256: (0, 0, 0, 0, 0, 0, 0, 0),
+    256: (0, 0, 0, 2, 2, 2, 2, 2),
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 0, 256: 0, PAIR: 0}
+LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 
 
@@ -222,7 +222,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
         assert deterministic or loop.get("LDL", 0) <= LOADS[width]
         assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop), "turns have their own warp"
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
-    assert max(moved) <= 6, "addresses are taken for different in each thread"
+    # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without.
+    assert width not in (64, 80, 96, 128) or max(moved) <= 6, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
     assert changes == [True, True] * two_parts, "two places add to dQ, or two for each part"
 
@@ -247,8 +248,8 @@ def test_the_program_fits_its_registers(compiled) -> None:
         config = hopper_backward_config(width)
         assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 4 * 128 * config.max_registers <= 65536
-        of_dq = 4 * config.max_registers - 2 * config.consumer_registers - config.producer_registers
-        assert of_dq >= 64 + 32, "sums of 64 registers, and addresses"
+        kept = 2 * config.consumer_registers + config.dq_registers + config.producer_registers
+        assert kept <= 4 * config.max_registers
 
 
 def test_the_passes_around_two_parts() -> None:

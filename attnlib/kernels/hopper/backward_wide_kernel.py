@@ -397,24 +397,24 @@ def attention_backward_hopper_wide(
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
     )  # fmt: skip
-    # Warpgroup 2 comes first: as a later one it has the effect that ptxas takes its own loop and that of 1
-    # for different in each thread, and moves addresses in every step, 57 and 80 times.
-    registers: gl.constexpr = plan.registers
+    # Warpgroup 1 comes first, of all orders the fastest. Not because of its code: that of 2 has the most of
+    # moves of addresses (R2UR) here, and an order without any was slower (docs/lab/hopper-backward.md).
+    consumer: gl.constexpr = plan.registers.consumer
+    dq: gl.constexpr = plan.registers.dq
+    producer: gl.constexpr = plan.registers.producer
     if plan.deterministic:
         gl.warp_specialize([
-            (_queries, (dq_ptr, mem, work, plan)),
-            (_values, (desc_dv, mem, qk_scale, work, plan)),
             (_keys, (desc_dk, mem, sm_scale, work, plan)),
+            (_values, (desc_dv, mem, qk_scale, work, plan)),
+            (_queries, (dq_ptr, mem, work, plan)),
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
             (await_turns, (turns, work, plan)),
             (count_turns, (turns, work, plan)),
-        ], [4, 4, 1, 1, 1], [
-            registers.consumer, registers.consumer, registers.producer, registers.producer, registers.producer
-        ])
+        ], [4, 4, 1, 1, 1], [consumer, dq, producer, producer, producer])
     else:
         gl.warp_specialize([
-            (_queries, (dq_ptr, mem, work, plan)),
-            (_values, (desc_dv, mem, qk_scale, work, plan)),
             (_keys, (desc_dk, mem, sm_scale, work, plan)),
+            (_values, (desc_dv, mem, qk_scale, work, plan)),
+            (_queries, (dq_ptr, mem, work, plan)),
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-        ], [4, 4, 1], [registers.consumer, registers.consumer, registers.producer])
+        ], [4, 4, 1], [consumer, dq, producer])

@@ -19,8 +19,8 @@ class HopperBackwardConfig:
         stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
         alternate: the two consumers start their products in turns, kept by barriers, instead of later. Not in
             the wide kernel, whose warpgroups do different things.
-        consumer_registers, producer_registers: of a thread, after the program has shared them out anew. The
-            first consumer, in the wide kernel the warpgroup for dQ, gets what the others leave.
+        consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
+            out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
         whole_groups: that of all query heads of a group counts, not that of one. Programs visit one after the
@@ -32,6 +32,7 @@ class HopperBackwardConfig:
     half_p: bool = False
     stagger: int = 0
     consumer_registers: int = 240
+    dq_registers: int = 0
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
@@ -100,10 +101,10 @@ _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
     256: HopperBackwardConfig(
-        64, block_n=64, consumer_registers=192, max_registers=128, whole_groups=True
+        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128, whole_groups=True
     ),
 }
-_WIDE = {"block_n": 64, "consumer_registers": 192, "max_registers": 128}
+_WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}
 # As many parts of K and V in registers as there is room for (docs/lab/hopper-backward.md has the budget).
 SPLIT = {
     80: SplitBackwardConfig(64, columns=(64, 16), held=2),

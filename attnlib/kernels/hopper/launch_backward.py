@@ -106,15 +106,16 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
         SplitWideBackwardPlan,
         ValuesBackwardPlan,
         WideBackwardPlan,
+        WideRegisters,
     )
 
-    registers = Registers(config.consumer_registers, config.producer_registers)
+    kept = config.consumer_registers, config.producer_registers
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
-        how += registers, config.deterministic
+        how += WideRegisters(*kept, config.dq_registers), config.deterministic
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
-        how += BackwardMask(**mask), registers, config.deterministic, config.alternate
+        how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate
     if config.columns:
         left, right = config.columns
         parts = {"right": right, "held": config.held}

@@ -233,6 +233,13 @@ class SplitBackwardPlan(BackwardPlan):
 
 
 @dataclass(frozen=True)
+class WideRegisters(Registers):
+    """The wide backward kernel has a warpgroup for dQ."""
+
+    dq: int
+
+
+@dataclass(frozen=True)
 class WideBackwardPlan(Constants):
     """The same for the wide backward kernel.
 
@@ -245,7 +252,7 @@ class WideBackwardPlan(Constants):
     block_m: int
     varlen: bool
     mask: BackwardMask
-    registers: Registers
+    registers: WideRegisters
     deterministic: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
