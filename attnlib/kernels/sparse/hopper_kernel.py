@@ -38,7 +38,7 @@ from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, biased, tanh
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, alibi, biased, exponentials, tanh, tops
 
 LN2 = gl.constexpr(0.6931471805599453)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
@@ -304,17 +304,45 @@ def _seen(s, mem, c, masked, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _scored(s, mem, c, score, own, plan: gl.constexpr):
-    """Scores of slot c as a score makes them, not yet flipped. own: an `OfTile`."""
-    if plan.soft_cap:
-        s = tanh(s * score.inner)
+def _first_key(mem, c, plan: gl.constexpr):
+    """Of slot c, whose keys are there; read before the scores are waited for."""
+    first = 0
     if plan.tells_steps:
         first = _lane(mem.steps.index(slot(c, plan))) * plan.block_n
-        if plan.alibi:
-            s = away(s, own.slope, own.place - first)
-        if plan.bias:
-            s = biased(s, own.bias, own.rows, first, score.S_k - first, own.unit, plan)
-    return s
+    return first
+
+
+@gluon.jit
+def _scored(s, first, score, own, plan: gl.constexpr):
+    """(scores of keys from `first` on as a score makes them, not yet flipped, and what else is to be added to
+    those that are, see `hopper_scores.alibi`). own: an `OfTile`."""
+    rest = 0.0
+    if plan.soft_cap:
+        s = tanh(s * score.inner)
+    if plan.alibi:
+        s, rest = alibi(s, own.slope, own.place - first)
+        if plan.flip:
+            rest = -rest
+    if plan.bias:
+        s = biased(s, own.bias, own.rows, first, score.S_k - first, own.unit, plan)
+    return s, rest
+
+
+@gluon.jit
+def _tops(s, rest, plan: gl.constexpr):
+    """The largest score of each row [64]."""
+    if plan.alibi:
+        return tops(s, rest, plan.row_layout)
+    else:
+        return softmax.row_max(s)
+
+
+@gluon.jit
+def _weights(s, rest, shift, qk_scale, plan: gl.constexpr):
+    if plan.alibi:
+        return exponentials(s, rest, shift, qk_scale, plan.hides)
+    else:
+        return softmax.weights(s, shift, qk_scale, plan.hides)
 
 
 @gluon.jit
@@ -353,26 +381,27 @@ def _step(
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
+    first = _first_key(mem, c, plan)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
-    s = _scored(s, mem, c, score, own, plan)
+    s, rest = _scored(s, first, score, own, plan)
     s = _seen(s, mem, c, masked, WG, plan)
-    shift, alpha, changed = softmax.new_shift(softmax.row_max(s), shift, qk_scale, plan.hides)
+    shift, alpha, changed = softmax.new_shift(_tops(s, rest, plan), shift, qk_scale, plan.hides)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, plan.hides)
+        left = _weights(left, rest, shift, qk_scale, plan)
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, plan.hides)
+        right = _weights(right, rest, shift, qk_scale, plan)
         sums = softmax.add_sums(sums, right)
         p = softmax.whole(left.to(dtype), right.to(dtype))
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, plan.hides)
+        weights = _weights(s, rest, shift, qk_scale, plan)
         sums = softmax.add_sums(sums, weights)
         p = weights.to(dtype)
     return gl.convert_layout(p, plan.p_layout), acc, shift, sums
@@ -453,14 +482,15 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 1. The first step. Its slot's values are of the tile before.
         wait_k(mem, c, plan)
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        first = _first_key(mem, c, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        s = _scored(s, mem, c, score, own, plan)
+        s, rest = _scored(s, first, score, own, plan)
         s = _seen(s, mem, c, c >= middle, WG, plan)
         release(mem, c, plan)
-        shift = softmax.row_max(s) * qk_scale  # [64]
+        shift = _tops(s, rest, plan) * qk_scale  # [64]
         if plan.sinks:
             shift = gl.maximum(shift, sink)
-        weights = softmax.weights(s, shift, qk_scale, plan.hides)
+        weights = _weights(s, rest, shift, qk_scale, plan)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)

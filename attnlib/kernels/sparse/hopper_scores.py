@@ -39,6 +39,52 @@ def biased(s, bias_ptr, rows, first_key, keys, unit, plan: gl.constexpr):
 
 
 @gluon.jit
+def alibi(s, slope, place):
+    """(s', rest), of which s' + rest are the scores s [64, N] less slope times the distance of query and key.
+    place: that of the first row, counted from the first column; rest: [64, 4], a number for each row and each
+    of the threads that share it.
+
+    Where all keys of the block are on one side of all rows, the distance is a difference of places, and its
+    part that belongs to the row and the thread is left to the maximum and the exponent. Then a score costs
+    one multiplication and addition with a number that the compiler knows. Only where rows and keys meet,
+    keys behind their query have gone the wrong way, and are taken back by twice their distance.
+    """
+    layout: gl.constexpr = s.type.layout
+    N: gl.constexpr = s.shape[1]
+    by_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, s.reshape([64, N // 8, 4, 2]).type.layout))
+    o_n = (gl.arange(0, N, layout=gl.SliceLayout(0, layout))[None, :] & -7).to(gl.float32)  # [1, N]
+    if (place > -63) & (place < N - 1):
+        o_m = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]  # [64, 1]
+        of_thread = gl.arange(0, N, layout=gl.SliceLayout(0, layout))[None, :] & 6
+        distance = (o_m - of_thread).to(gl.float32) - o_n  # [64, N]
+        s = s + 2 * slope * gl.minimum(distance, 0.0)
+    slope = gl.where(place > -63, slope, -slope)  # what a score grows by with each key
+    o_m = place + gl.arange(0, 64, layout=gl.SliceLayout(1, by_thread))[:, None]  # [64, 1]
+    pair = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, by_thread))[None, :]  # [1, 4]
+    return s + slope * o_n, slope * (pair - o_m).to(gl.float32)
+
+
+@gluon.jit
+def tops(s, rest, row_layout: gl.constexpr):
+    """The largest scores of rows [64], of what `alibi` returns."""
+    of_threads = gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(gl.max(of_threads + rest, 1), row_layout)
+
+
+@gluon.jit
+def exponentials(s, rest, shift, qk_scale, MASKED: gl.constexpr):
+    """`softmax.weights` of what `alibi` returns, all N columns or a part of them."""
+    if MASKED:
+        shift = gl.where(shift == float("-inf"), 0.0, shift)
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, rest.type.layout))  # [64]
+    shift = shift[:, None] - rest * qk_scale  # [64, 4]
+    parts = s.reshape([64, s.shape[1] // 8, 4, 2])
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout)))
+    weights = gl.exp2(parts * qk_scale - shift[:, None, :, None])
+    return gl.convert_layout(weights.reshape([64, s.shape[1]]), s.type.layout)
+
+
+@gluon.jit
 def away(s, slope, place):
     """s [64, N], of queries and keys or of keys and queries, less slope times their distance. place: that of
     the first row, counted from the first column."""

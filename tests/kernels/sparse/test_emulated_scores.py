@@ -27,6 +27,7 @@ pytestmark = INTERPRETER_REMARKS
 SLOPES, LOGITS = torch.tensor([0.05, -0.02, 0.01]), torch.tensor([1.0, -2.0, 300.0])
 SCORES = {
     "cap": Score(soft_cap=2.0), "alibi": Score(alibi=SLOPES), "sinks": Score(sinks=LOGITS),
+    "steep": Score(alibi=torch.tensor([2.0, -1.0, 0.5])),
     "all": Score(soft_cap=3.0, alibi=SLOPES, sinks=LOGITS),
     "no sinks": Score(sinks=torch.full((3,), -torch.inf)),
     "relative": Score(relative=torch.randn(3, 121, generator=torch.Generator().manual_seed(3))),
@@ -55,11 +56,14 @@ CALLS = {  # D, mask, S_q, S_k, sm_scale, config
     "128": (128, "dots", 70, 100, -0.1, None),
     "nothing": (64, "none", 70, 100, 0.1, None),
     "bfloat16": (64, "band by head", 70, 140, 0.2, None),
+    "both sides": (64, "dots", 330, 330, -0.1, None),  # keys all before their queries, all behind them
+    "both sides, 128": (128, "all", 200, 500, 0.1, None),
 }
 CASES = [*[("64", score) for score in SCORES], ("pairs", "all"), ("pairs", "alibi"), ("128", "all"),
          ("128", "alibi"), ("128", "sinks"), ("nothing", "all"), ("nothing", "no sinks"),
-         ("bfloat16", "all"), ("bfloat16", "batch"), ("64", "capped_bias"), ("64", "queries"),
-         ("pairs", "relative"), ("128", "relative"), ("128", "bias")]  # fmt: skip
+         ("bfloat16", "all"), ("bfloat16", "batch"), ("both sides", "alibi"), ("both sides, 128", "alibi"),
+         ("both sides", "all"), ("both sides", "steep"), ("nothing", "alibi"),
+         ("64", "capped_bias"), ("64", "queries"), ("pairs", "relative"), ("128", "relative"), ("128", "bias")]  # fmt: skip
 
 
 def check(call: str, score: str, order: str = "random", seed: int = 0, **where) -> None:
@@ -136,7 +140,22 @@ MUTATIONS = [
     planted("the place is that of the first row of all", "64 alibi",
             "place = row + score.place", "place = score.place"),
     planted("keys after a query count as those before", "pairs alibi",
+            "2 * slope * gl.minimum(distance, 0.0)", "0 * slope * distance", hopper_scores),
+    planted("and so in the backward pass", "pairs alibi",
             "gl.maximum(distance, -distance)", "distance", hopper_scores),
+    planted("rows and keys never meet", "both_sides alibi", "(place > -63) & (place < N - 1)",
+            "(place > -63) & (place < 0)", hopper_scores),
+    planted("keys far behind a query count as those before", "both_sides alibi",
+            "gl.where(place > -63, slope, -slope)", "gl.where(place > -630, slope, -slope)", hopper_scores),
+    planted("a key behind all rows, or not", "both_sides,_128 alibi",
+            "gl.where(place > -63, slope, -slope)", "gl.where(place >= 0, slope, -slope)", hopper_scores),
+    planted("all threads of a row have the first keys", "64 alibi", "pair = 2 * gl", "pair = 0 * gl",
+            hopper_scores),
+    planted("what is left of the distance is not in the maximum", "both_sides steep", "of_threads + rest, 1",
+            "of_threads + 0 * rest, 1", hopper_scores),
+    planted("nor in the exponents", "64 alibi", "[:, None] - rest * qk_scale", "[:, None] - 0 * rest",
+            hopper_scores),
+    planted("what is left of the distance is not flipped", "128 alibi", "rest = -rest", "rest = 1 * rest"),
     planted("a bias of the first head", "64 capped_bias", "h * score.bias_h", "0 * h"),
     planted("a bias of the first batch element", "bfloat16 batch", "b * score.bias_b", "0 * b"),
     planted("a bias that is not flipped", "128 bias", "unit = -unit\n", "unit = unit\n"),
@@ -147,8 +166,10 @@ MUTATIONS = [
             hopper_scores),
     planted("a bias of queries that there are not", "64 queries", ", work.S_q - 1)", ", work.S_q + 1000)"),
     planted("a row that sees nothing for its bias", "128 bias",
-            "softmax.weights(s, shift, qk_scale, plan.hides)\n        sums = softmax.row_sum",
-            "softmax.weights(s, shift, qk_scale, False)\n        sums = softmax.row_sum"),
+            "return softmax.weights(s, shift, qk_scale, plan.hides)",
+            "return softmax.weights(s, shift, qk_scale, False)"),
+    planted("a row that sees nothing under ALiBi", "nothing alibi",
+            "qk_scale, plan.hides)\n    else:\n        return", "qk_scale, False)\n    else:\n        return"),
     *(planted(*bug, hopper_backward_kernel) for bug in (
         ("dQ and dK do not know the cap", "64 all", "derivative = 1.0 - s * s", "derivative = 1.0 - 0 * s"),
         ("dV knows the cap's derivative", "128 all", "p_half = gl.convert_layout(p.to(",
@@ -174,7 +195,8 @@ def test_a_planted_bug_is_found(mutation):
     mutants = mutate(mutation)
     for order, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]:
         try:
-            check(*mutation.caught_by.split(), order, seed, mutants=mutants)
+            call, score = mutation.caught_by.split()
+            check(call.replace("_", " "), score, order, seed, mutants=mutants)
         except (Race, Deadlock, AssertionError, OverflowError, IndexError) as found:
             assert re.match(mutation.verdict, f"{type(found).__name__}: {found}")
             return
