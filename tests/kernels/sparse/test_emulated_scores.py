@@ -63,7 +63,8 @@ CASES = [*[("64", score) for score in SCORES], ("pairs", "all"), ("pairs", "alib
          ("128", "alibi"), ("128", "sinks"), ("nothing", "all"), ("nothing", "no sinks"),
          ("bfloat16", "all"), ("bfloat16", "batch"), ("both sides", "alibi"), ("both sides, 128", "alibi"),
          ("both sides", "all"), ("both sides", "steep"), ("nothing", "alibi"),
-         ("64", "capped_bias"), ("64", "queries"), ("pairs", "relative"), ("128", "relative"), ("128", "bias")]  # fmt: skip
+         ("64", "capped_bias"), ("64", "queries"), ("pairs", "relative"),
+         ("128", "relative"), ("128", "bias")]  # fmt: skip
 
 
 def check(call: str, score: str, order: str = "random", seed: int = 0, **where) -> None:
@@ -169,7 +170,8 @@ MUTATIONS = [
             "return softmax.weights(s, shift, qk_scale, plan.hides)",
             "return softmax.weights(s, shift, qk_scale, False)"),
     planted("a row that sees nothing under ALiBi", "nothing alibi",
-            "qk_scale, plan.hides)\n    else:\n        return", "qk_scale, False)\n    else:\n        return"),
+            "exponentials(s, rest, shift, qk_scale, plan.hides)",
+            "exponentials(s, rest, shift, qk_scale, False)"),
     *(planted(*bug, hopper_backward_kernel) for bug in (
         ("dQ and dK do not know the cap", "64 all", "derivative = 1.0 - s * s", "derivative = 1.0 - 0 * s"),
         ("dV knows the cap's derivative", "128 all", "p_half = gl.convert_layout(p.to(",
