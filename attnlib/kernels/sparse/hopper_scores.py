@@ -1,13 +1,98 @@
 """What becomes of a tile's scores before the softmax (`attnlib.Score`), in the registers of a warpgroup.
 
 Scores stay in units of which qk_scale makes the exponents of the softmax: with a soft cap
-s = tanh(inner * s), and qk_scale is the cap times log2(e).
+s = tanh(inner * s), and qk_scale is the cap times log2(e). `plan` is a `plan.SparsePlan`.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.kernels.common import softmax
+
 LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+class Score(NamedTuple):
+    """What a score has for all tiles; see the kernel's arguments."""
+
+    inner: gl.tensor
+    place: gl.tensor
+    alibi: gl.tensor
+    sinks: gl.tensor
+    bias: gl.tensor
+    bias_b: gl.tensor
+    bias_h: gl.tensor
+    bias_m: gl.tensor
+    S_k: gl.tensor
+
+
+class OfTile(NamedTuple):
+    """What a score has for the 64 rows of a tile that a consumer has; 0 for what it does not have."""
+
+    place: gl.tensor  # of the first among the keys
+    slope: gl.tensor
+    bias: gl.tensor  # of the head
+    rows: gl.tensor  # [64], from there
+    unit: gl.tensor  # what a bias is multiplied with
+
+
+@gluon.jit
+def of_tile(head, batch, row, score, qk_scale, S_q, plan: gl.constexpr):
+    """The `OfTile` of rows from `row` on."""
+    place, slope, bias, rows, unit = 0, 0.0, 0, 0, 0.0
+    if plan.alibi:
+        place = row + score.place
+        slope = gl.load(score.alibi + head) * (LOG2_E / qk_scale)
+        if plan.flip:
+            slope = -slope
+    if plan.bias:
+        unit = LOG2_E / qk_scale
+        if plan.flip:
+            unit = -unit
+    if plan.loads_bias:
+        bias = score.bias + (batch.to(gl.int64) * score.bias_b + head.to(gl.int64) * score.bias_h)
+        # Rows behind the last one have its bias.
+        o_m = gl.minimum(row + gl.arange(0, 64, layout=plan.row_layout), S_q - 1)
+        rows = o_m.to(gl.int64) * score.bias_m
+    return OfTile(place, slope, bias, rows, unit)
+
+
+@gluon.jit
+def scored(s, first, copied, score, own, plan: gl.constexpr):
+    """(scores of keys from `first` on as a score makes them, not yet flipped, and what else is to be added to
+    those that are, see `alibi`). copied: their bias, where the kernel copies one; own: an `OfTile`."""
+    rest = 0.0
+    if plan.soft_cap:
+        s = tanh(s * score.inner)
+    if plan.alibi:
+        s, rest = alibi(s, own.slope, own.place - first)
+        if plan.flip:
+            rest = -rest
+    if plan.copies_bias:
+        s = s + copied.to(gl.float32) * own.unit
+    elif plan.bias:
+        s = biased(s, own.bias, own.rows, first, score.S_k - first, own.unit, plan)
+    return s, rest
+
+
+@gluon.jit
+def top_of_rows(s, rest, plan: gl.constexpr):
+    """The largest score of each row [64]."""
+    if plan.alibi:
+        return tops(s, rest, plan.row_layout)
+    else:
+        return softmax.row_max(s)
+
+
+@gluon.jit
+def weights_of(s, rest, shift, qk_scale, plan: gl.constexpr):
+    """P of all N columns or a part of them."""
+    if plan.alibi:
+        return exponentials(s, rest, shift, qk_scale, plan.hides)
+    else:
+        return softmax.weights(s, shift, qk_scale, plan.hides)
 
 
 @gluon.jit
