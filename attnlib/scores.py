@@ -98,7 +98,8 @@ class Score:
 class ScoreForm(NamedTuple):
     """What launches depend on of a score: the cap; whether there are slopes and sinks; of a bias its dtype,
     its strides as (B, H, Sq, Sk), and its own sizes there, 1 where it broadcasts; whether its gradient is
-    asked for; whether it is of diagonals, see `ScoreParts`; the functions."""
+    asked for; whether it is of diagonals, see `ScoreParts`; whether it lies at a multiple of 16 bytes; the
+    functions."""
 
     soft_cap: float | None
     alibi: bool
@@ -108,6 +109,7 @@ class ScoreForm(NamedTuple):
     sizes: tuple[int, ...] | None
     bias_gradient: bool
     diagonal: bool
+    aligned: bool
     function: Any
     derivative: Any
 
@@ -134,7 +136,8 @@ class ScoreParts(NamedTuple):
     def form(self) -> ScoreForm:
         dtype = None if self.bias is None else self.bias.dtype
         parts = self.soft_cap, self.alibi is not None, self.sinks is not None
-        bias = dtype, self.strides, self.sizes, self.bias_gradient, self.diagonal
+        aligned = self.bias is not None and self.bias.data_ptr() % 16 == 0
+        bias = dtype, self.strides, self.sizes, self.bias_gradient, self.diagonal, aligned
         return ScoreForm(*parts, *bias, self.function, self.derivative)
 
     @property

@@ -260,12 +260,15 @@ class _Addition(Work):
 def elements_of_threads(shape: tuple[int, ...]) -> np.ndarray:
     """[128, elements of a thread], numbers of elements in a tile of a warpgroup.
 
-    [64, N]: an accumulator of wgmma, in the order of registers. [64]: a value for each of its rows.
+    [64, N]: an accumulator of wgmma, in the order of registers. [64]: a value for each of its rows. [64, 4]:
+    a value for each row and each of the threads that share it.
     """
     t = np.arange(128)[:, None]
     row = 16 * (t // 32) + t % 32 // 4
     if len(shape) == 1:
         return row + 8 * np.arange(2)[None, :]
+    if shape[1] == 4:
+        return (row + 8 * np.arange(2)[None, :]) * 4 + t % 4
     register = np.arange(shape[1] // 2)[None, :]
     column = 8 * (register // 4) + 2 * (t % 4) + register % 2
     return (row + 8 * (register // 2 % 2)) * shape[1] + column

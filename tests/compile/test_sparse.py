@@ -43,6 +43,12 @@ CONFIGS = {
     "128 fine": hopper_sparse_config(128, coarse=False),
     "256": hopper_sparse_config(256),
 }
+COPIES = {
+    "64 copied": hopper_sparse_config(64, True, True, True),
+    "128 copied": hopper_sparse_config(128, True, True, True),
+    "128 fine copied": hopper_sparse_config(128, False, True, True),
+}
+"""Under a bias that comes through shared memory."""
 # Whether steps carry bits, negative scale, LSE.
 KINDS = {
     "blocks": (False, False, False), "blocks, LSE": (False, False, True), "bits": (True, False, False),
@@ -52,6 +58,8 @@ SCORES = {
     "cap": Score(soft_cap=30.0), "alibi": Score(alibi=torch.zeros(2)),
     "all": Score(soft_cap=30.0, alibi=torch.zeros(2), sinks=torch.zeros(2)),
     "every part": Score(30.0, torch.zeros(2), torch.zeros(2), torch.zeros(1, 2, 256, 250)),
+    "half": Score(30.0, torch.zeros(2), torch.zeros(2), torch.zeros(1, 2, 256, 256).half()),
+    "bias": Score(bias=torch.zeros(256, 256).half()),
 }  # fmt: skip
 KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
 SCORED = [("64", "bits, LSE, alibi"), *product(("64", "128", "256"), ("bits, LSE, all",))]
@@ -59,6 +67,7 @@ SCORED += product(("64 wide", "128"), ("bits, LSE, every part",))
 """All parts of a score take the most registers."""
 CASES = [*product(CONFIGS, ("blocks", "bits"), ("fp16",)), ("128", "bits, negative, LSE", "bf16")]
 CASES += [("256", "bits, LSE, all", "fp16"), ("128", "bits, LSE, every part", "fp16")]
+CASES += [("128 copied", "bits, LSE, half", "fp16"), ("64 copied", "bits, LSE, half", "bf16")]
 CASES = with_more(
     CASES,
     [
@@ -66,6 +75,8 @@ CASES = with_more(
         ("64", "blocks, LSE", "fp16"),
         *product(("64", "256"), ("bits, negative, LSE",), ("bf16",)),
         *((*case, "fp16") for case in SCORED),
+        *product(COPIES, ("bits, LSE, bias",), ("fp16",)),
+        ("128 fine copied", "bits, LSE, half", "fp16"),
     ],
 )
 BACKWARD = [(64, False, "fp16"), (128, True, "bf16"), (128, True, "fp16", "all")]
@@ -73,11 +84,13 @@ BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"),
 """Head dimension, whether steps carry bits, dtype, and the score if there is one."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
-lists and are not uniform to the compiler, and up to two of a consumer in a step. The forward kernel has
-none."""
+lists and are not uniform to the compiler, and up to two of a consumer in a step."""
+FORWARD_SPILLS = {("128 copied", "bits, LSE, half"): 4}
+"""Bytes of the forward kernel: where the LSE goes, kept from a tile's begin to its end. Others have none."""
 MOST_SPILLS = 28
 """Of a soft cap with ALiBi at D = 128, where P and the derivative of its scores wait for the bits."""
 HGMMA = {"64": 64, "64 wide": 48, "128": 64, "128 fine": 48, "256": 80}
+HGMMA |= {name: HGMMA[name.replace("64 copied", "64 wide").removesuffix(" copied")] for name in COPIES}
 """Products in the code of all consumers: first step, loop, last values."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -87,7 +100,7 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     from attnlib.kernels.sparse.hopper_kernel import attention_sparse_forward_hopper as kernel
 
     name, kind, dtype = case
-    width, config = int(name.split()[0]), CONFIGS[name]
+    width, config = int(name.split()[0]), (CONFIGS | COPIES)[name]
     partial, flip, lse, *rest = KINDS[kind]
     score = None
     if rest:
@@ -95,18 +108,20 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
         q = torch.zeros(1, 2, 256, width)
         k = q if own.bias is None else q[:, :, : own.bias.shape[-1]]
         score = parts_of(own, q, k).form
-    plan = launch_hopper.make_plan(width, config, flip, lse, partial, score)
+    copied = config.copies_bias and launch_hopper.bias_window(score, 256, 256) is not None
+    plan = launch_hopper.make_plan(width, config, flip, lse, partial, score, copied)
     has = {
         "lse_ptr": lse, "inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value,
-        "sinks_ptr": plan.sinks.value, "bias_ptr": plan.bias.value,
+        "sinks_ptr": plan.sinks.value, "bias_ptr": plan.bias.value, "desc_bias": copied,
     }  # fmt: skip
     has |= dict.fromkeys(("bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
     absent = [name for name, there in has.items() if not there]
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
     types = dict.fromkeys(pointers, "*i32") | {"qk_scale": "fp32", "inner": "fp32"}
     types |= {name: "*fp32" for name, there in has.items() if there and name.endswith("_ptr")}
-    descriptors = launch_hopper.descriptors((None,) * 4, 1, width, config, DTYPES[dtype])
-    types |= tile_types(descriptors, dtype, desc_words="i32")
+    bias = (None, score.bias) if copied else None
+    descriptors = launch_hopper.descriptors((None,) * 4, 1, width, config, DTYPES[dtype], bias)
+    types |= tile_types(descriptors, dtype, desc_words="i32", desc_bias="fp16")
     return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
 
 
@@ -162,14 +177,14 @@ def test_hopper_backward(compiled: dict[tuple, Stats], case: tuple) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
 def test_hopper(compiled: dict[tuple, Stats], case: tuple) -> None:
-    stats, (name, _, _) = compiled[case], case
+    stats, (name, kind, _) = compiled[case], case
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.opcodes["HGMMA"] == HGMMA[name] and not stats.opcodes.get("HMMA")
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
-    assert stats.spills == 0
+    assert stats.spills <= FORWARD_SPILLS.get((name, kind), 0)
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.shared_bytes <= SMEM_LIMIT
-    assert stats.registers == CONFIGS[name].max_registers
+    assert stats.registers == (CONFIGS | COPIES)[name].max_registers
 
 
 def test_bits_take_two_instructions_for_each_score(compiled: dict[tuple, Stats]) -> None:

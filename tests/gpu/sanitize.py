@@ -109,15 +109,25 @@ class PooledCall(NamedTuple):
 
 
 class BsfaCall(NamedTuple):
-    """Queries and keys of different lengths, some blocks kept."""
+    """Queries and keys of different lengths, some blocks kept. turns: votes and turns, as in
+    `HopperBsfaConfig`; None for the usual configuration."""
 
     head_dim: int
     causal: bool
     heads: int
     impl: str
+    turns: str | None = None
 
 
-def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | PooledCall]:
+class ScoredCall(NamedTuple):
+    """The forward pass with a score, "ALiBi" or a "bias" that the Hopper kernel copies."""
+
+    head_dim: int
+    score: str
+    impl: str = "hopper"
+
+
+def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | PooledCall | ScoredCall]:
     """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences; caches, pages."""
     from attnlib.bench.shapes import Shape
 
@@ -172,6 +182,10 @@ def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | Po
     for head_dim, causal, impl in product((64, 128), (True, False), ("hopper", "triton")):
         yield BsfaCall(head_dim, causal, 2, impl)
     yield BsfaCall(128, True, 150, "hopper")  # more tiles than an H200 has SMs
+    for head_dim, turns in product((64, 128), ("issued", "done")):
+        yield BsfaCall(head_dim, True, 150, "hopper", turns)
+    for head_dim, score in product((64, 128), ("ALiBi", "bias")):
+        yield ScoredCall(head_dim, score)
 
 
 def run_calls(part: int, parts: int) -> None:
@@ -180,7 +194,7 @@ def run_calls(part: int, parts: int) -> None:
     for call in islice(calls(), part, None, parts):
         own = {
             BsfaCall: run_bsfa, DecodeCall: run_decoding, EntmaxCall: run_entmax, Fp8Call: run_fp8,
-            PooledCall: run_pooled,
+            PooledCall: run_pooled, ScoredCall: run_scored,
         }  # fmt: skip
         run = own.get(type(call), run_training)
         results = run(call)
@@ -309,14 +323,40 @@ def run_entmax(call: EntmaxCall) -> tuple:
 
 def run_bsfa(call: BsfaCall) -> tuple:
     """Output, LSE and what was kept."""
+    from dataclasses import replace
+
     import torch
 
     from attnlib import attention_bsfa
+    from attnlib.kernels.bsfa import hopper
+    from attnlib.kernels.bsfa.configs import hopper_bsfa_config
+    from attnlib.params import BsfaParams
 
     sizes = (call.heads, 200), (call.heads // 2, 530), (call.heads // 2, 530)
     q, k, v = (torch.randn(1, h, n, call.head_dim).half().cuda() for h, n in sizes)
     options = {"threshold": 3.9, "causal": call.causal, "impl": call.impl}
-    found = attention_bsfa(q, k, v, return_lse=True, return_kept=True, **options)
+    if call.turns is None:
+        found = attention_bsfa(q, k, v, return_lse=True, return_kept=True, **options)
+    else:
+        limits = torch.full((1, call.heads, 4), 3.9).cuda()
+        config = replace(hopper_bsfa_config(call.head_dim), vote=True, turns=call.turns)
+        params = BsfaParams(limits, call.causal, call.head_dim**-0.5, True, True, config)
+        found = hopper.forward(q, k, v, params)
+    torch.cuda.synchronize()
+    return found
+
+
+def run_scored(call: ScoredCall) -> tuple:
+    """Output and LSE of more tiles than an H200 has SMs."""
+    import torch
+
+    from attnlib import Score, attention
+
+    q, k, v = (torch.randn(1, 75, n, call.head_dim).half().cuda() for n in (260, 264, 264))
+    score = Score(alibi=torch.rand(75).cuda())
+    if call.score == "bias":
+        score = Score(bias=torch.randn(260, 264).half().cuda())
+    found = attention(q, k, v, causal=True, score=score, impl=call.impl, return_lse=True)
     torch.cuda.synchronize()
     return found
 

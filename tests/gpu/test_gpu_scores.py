@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from score_cases import BIASES, CASES, ScoreCase, bent, check_scored
 from sparse_cases import FUNCTIONS, SparseCase
 
-from attnlib import Score, attention, explain
+from attnlib import BlockMask, Score, attention, explain
 from attnlib.bench.shapes import Shape
+from attnlib.kernels.reference.dense import attention_fp64
+from attnlib.kernels.sparse import hopper
+from attnlib.params import MaskWindow, Params
+from attnlib.scores import parts_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DRAWS = 200
@@ -60,6 +65,36 @@ def test_drawn(seed):
     case = drawn(seed)
     check_scored(case, "cuda", None, backward=False)
     check_scored(case, "cuda", None)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.x")
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_a_copied_bias_gives_the_bits_of_a_loaded_one(head_dim):
+    rng = torch.Generator("cuda").manual_seed(0)
+    for B, S_q, S_k, sizes, dtype, mask, scale in (
+        (1, 1024, 1024, (1024, 1024), torch.float16, "causal", 0.1),
+        (2, 700, 1304, (2, 4, 700, 1304), torch.bfloat16, "dots", -0.1),
+        (2, 333, 264, (2, 1, 333, 264), torch.float16, "all", 0.1),
+        (1, 5000, 4096, (4, 5000, 4096), torch.float16, "causal", 0.1),
+    ):
+        q, k, v = (torch.randn(B, h, S, head_dim, generator=rng, device="cuda").half()
+                   for h, S in ((4, S_q), (2, S_k), (2, S_k)))  # fmt: skip
+        bias = torch.randn(sizes, generator=rng, device="cuda").to(dtype)
+        bias[..., :7, :] = -torch.inf
+        parts = parts_of(Score(bias=bias), q, k)
+        made = BlockMask.from_function(FUNCTIONS[mask], S_q, S_k, device="cuda")
+        params = Params(MaskWindow(None, None), scale, return_lse=True, block_mask=made, score=parts)
+        config = hopper.configuration(q, k, v, params)
+        assert config.copies_bias
+        found = [
+            hopper.forward(q, k, v, params._replace(config=replace(config, copies_bias=copied)))
+            for copied in (False, True, True, True)
+        ]
+        for other in found[1:]:
+            assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+        truth, truth_lse = attention_fp64(q, k, v, sm_scale=scale, mask=made.to_dense(), score=parts)
+        torch.testing.assert_close(found[1][0].double(), truth, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(found[1][1].double(), truth_lse, rtol=2e-5, atol=2e-5)
 
 
 def test_what_runs():

@@ -149,6 +149,21 @@ def bsfa_run(name: str, length: int, tensors: Sequence[torch.Tensor], threshold:
     return run
 
 
+def compare(runs: Sequence[Run], dense: torch.Tensor, setting: Setting) -> None:
+    """Judge all, and time those that are right; the first one is the dense kernel, `dense` its output."""
+    for run in runs:
+        if run.ok:
+            run.attempt(lambda run=run: run.difference(dense))
+            run.attempt(lambda run=run: run.gate(None))
+    harness.time_rounds(runs, None, setting, lambda text: None)
+    took = runs[0].row.get("ms", math.nan)
+    for run in runs:
+        if "ms" in run.row:
+            run.row["speedup"] = took / run.row["ms"]
+            if "ceiling" in run.row:
+                run.row["of_ceiling"] = run.row["speedup"] / run.row["ceiling"]
+
+
 def rows_of(kind: str, length: int, setting: Setting) -> Iterator[dict[str, Any]]:
     """Times of all implementations for one kind of inputs, in the same rounds."""
     limits, tensors = thresholds_of(kind, length, ASKED[kind]), inputs_of(kind, length, seed=0)
@@ -166,19 +181,8 @@ def rows_of(kind: str, length: int, setting: Setting) -> Iterator[dict[str, Any]
     for skip in SKIPS if kind == "structured" else ():
         name = "modelopt, dense" if skip is None else f"modelopt, skip-softmax {skip:g}"
         runs.append(Run(name, length, lambda skip=skip: bsfa_peers.skip_softmax(*tensors, skip), what))
-    dense = attention(*tensors, causal=True)
-    for run in runs:
-        if run.ok:
-            run.attempt(lambda run=run: run.difference(dense))
-            run.attempt(lambda run=run: run.gate(None))
-    harness.time_rounds(runs, None, setting, lambda text: None)
-    took = runs[0].row.get("ms", math.nan)
-    for run in runs:
-        if "ms" in run.row:
-            run.row["speedup"] = took / run.row["ms"]
-            if "ceiling" in run.row:
-                run.row["of_ceiling"] = run.row["speedup"] / run.row["ceiling"]
-        yield run.row
+    compare(runs, attention(*tensors, causal=True), setting)
+    yield from (run.row for run in runs)
 
 
 def variants() -> dict[str, HopperBsfaConfig]:
@@ -186,6 +190,9 @@ def variants() -> dict[str, HopperBsfaConfig]:
     own = hopper_bsfa_config(128)
     changes: list[dict[str, Any]] = [{"q_columns": n} for n in (0, 64, 128) if n != own.q_columns]
     changes += [{"named": not own.named}, {"stages": 2}, {"o_columns": 64}, {"l2_bytes": 16 << 20}]
+    decided = [{"vote": vote, "turns": turns} for vote in (False, True) for turns in ("", "issued", "done")]
+    changes += [change for change in decided if replace(own, **change) != own]
+    changes += [{"vote": True, "turns": "done", "q_columns": 128}]
     return {"as it is": own} | {
         ", ".join(f"{name} {value}" for name, value in change.items()): replace(own, **change)
         for change in changes
@@ -194,19 +201,25 @@ def variants() -> dict[str, HopperBsfaConfig]:
 
 def tune_rows(setting: Setting) -> Iterator[dict[str, Any]]:
     tensors = inputs_of("structured", TUNED, seed=0)
+    dense = attention(*tensors, causal=True)
     for count, limit in thresholds_of("structured", TUNED, TUNED_FOR).items():
-        runs = []
+        _, kept = attention_bsfa(*tensors, threshold=limit, return_kept=True, impl="hopper")
+        share, judge = kept_share(kept, TUNED, TUNED), Judge(tensors, kept)
+        runs = [Run(DENSE, TUNED, lambda: lambda: attention(*tensors, causal=True), {"kept": 1.0})]
+        runs[0].oracle = Judge(tensors, None)
         for name, config in variants().items():
             params = BsfaParams(limit[None], True, 128**-0.5, config=config)
             run = Run(f"{called('bsfa', count)}, {name}", TUNED,
-                      lambda params=params: lambda: hopper.forward(*tensors, params)[0], {})  # fmt: skip
+                      lambda params=params: lambda: hopper.forward(*tensors, params)[0],
+                      {"kept": share, "ceiling": ceiling(share)})  # fmt: skip
+            run.oracle = judge
             runs.append(run)
-        harness.time_rounds(runs, None, setting, lambda text: None)
+        compare(runs, dense, setting)
         yield from sorted((run.row for run in runs), key=lambda row: row.get("ms", 1e9))
 
 
 def show(row: dict[str, Any]) -> str:
-    where = f"N {row['seqlen']:6} {row.get('inputs', ''):10} {row['impl']:40}"
+    where = f"N {row['seqlen']:6} {row.get('inputs', ''):10} {row['impl']:56}"
     if "ms" not in row:
         return f"{where} {row['status']} {row.get('reason', '')}"
     text = f"{where} {row['ms']:8.3f} ms {row['tflops']:6.0f} TFLOP/s"

@@ -430,6 +430,32 @@ class Run:
             dense = found.pop("dense")
             row_of(f"{self.name} kept {100 * part:.1f}%", part, self.flops, found, dense * part)
         self.backward_configurations()
+        self.bias_configurations()
+
+    def bias_configurations(self) -> None:
+        """The Hopper kernel under a bias, causal: copied and loaded."""
+        from attnlib.kernels.sparse import hopper
+        from attnlib.kernels.sparse.configs_hopper import hopper_sparse_config
+
+        q, k, v = self.tensors[:3]
+        mask = BlockMask.from_function(causal, self.seqlen, self.seqlen, device="cuda")
+        score = scores_of(q.shape[1], self.seqlen)["bias"][0]
+        window, parts = MaskWindow(None, None), parts_of(score, q, k)
+        params = Params(window, self.head_dim**-0.5, block_mask=mask, score=parts)
+        chosen = hopper.configuration(q, k, v, params)
+        tried = {"chosen": chosen, "loaded": replace(chosen, copies_bias=False)}
+        tried |= {"small sections": replace(chosen, l2_bytes=8 << 20)}
+        tried |= {"one section": replace(chosen, l2_bytes=1 << 40)}
+        if self.head_dim == 128:
+            tried["steps of 64"] = hopper_sparse_config(128, coarse=False, bias=True, copied=True)
+        judge, calls = Judge(self.tensors, mask, score), {}
+        for name, config in tried.items():
+            own = params._replace(config=config)
+            call = lambda own=own: hopper.forward(q, k, v, own)[0]  # noqa: E731
+            self.right &= checked(f"attnlib {name}", call, judge.forward, calls)
+        calls["no score"] = lambda: attention(q, k, v, block_mask=mask)
+        part = (self.seqlen + 1) / (2 * self.seqlen)
+        row_of(f"{self.name} causal, bias", part, self.flops, times(calls, self.rounds), None)
 
     def backward_configurations(self) -> None:
         """The Hopper backward kernel in its configurations, at 25%; and the portable ones."""

@@ -1,6 +1,7 @@
 """Configurations of the BSFA kernels: frozen dataclasses, chosen by pure functions."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attnlib.kernels.common import l2_sections
 
@@ -38,6 +39,9 @@ class HopperBsfaConfig:
         o_columns: columns of the buffer through which the output leaves: all, or half of them in two goes.
         q_columns: leading columns of Q that stay in registers.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        vote: warps vote on a block through shared memory, in place of a maximum over the warpgroup.
+        turns: consumers take turns at the tensor cores, and pass the turn when their products are "issued",
+            or "done"; "": they do not.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -47,6 +51,8 @@ class HopperBsfaConfig:
     o_columns: int
     q_columns: int = 0
     named: bool = False
+    vote: bool = False
+    turns: Literal["", "issued", "done"] = ""
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168

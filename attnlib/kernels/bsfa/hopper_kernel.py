@@ -27,6 +27,14 @@ The buffer of the values is free when P V is done in all four warps. In the loop
 that: it is a reduction over the warpgroup, after the wait for P V. At the first block of a tile, which is
 always kept, a barrier does.
 
+    Turns
+
+With `turns` the consumers take turns at the tensor cores: each begins the products of a slot when the other
+one has passed the turn, either as soon as its own were issued or when they are done. So the decision and the
+exponentials of one lie beside the products of the other; by themselves both may march in step. A turn is a
+slot, whether its rows see it or not, so both have as many. Named barriers 14 and 15 hand it over, and the
+second consumer begins by passing the first turn of all. The last one that it passes nobody takes.
+
 How tiles are drawn and told of is in `kernels.hopper.forward_kernel`. A word of a tile may be read until its
 consumer arrives at q_free.
 """
@@ -53,6 +61,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 TOGETHER = gl.constexpr(12)  # and 13: named barriers of the warps of a consumer
+TURN = gl.constexpr(14)  # and 15: of both consumers; the turn of the first one, of the second one
 
 # What the producer tells of a tile, word by word.
 FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
@@ -73,6 +82,7 @@ class Memory(NamedTuple):
     v: gl.shared_memory_descriptor  # [2, 1, 1, block_n, d]: one of each consumer
     o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
     next_tile: gl.shared_memory_descriptor  # [2 * WORDS, 32]
+    votes: gl.shared_memory_descriptor  # [2, 4, 32]: of the warps of each consumer
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -245,22 +255,71 @@ def _mask(s, row, block, work, plan: gl.constexpr):
 
 
 @gluon.jit
+def _take_turn(WG: gl.constexpr, plan: gl.constexpr):
+    """Wait until the other consumer is through with its products."""
+    if plan.turns != "":
+        named_barrier("sync", TURN + WG, 256)
+
+
+@gluon.jit
+def _pass_turn(WHEN: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
+    """WHEN: what has become of the products, "issued" or "done"."""
+    if plan.turns != "":
+        if plan.turns == WHEN:
+            named_barrier("arrive", TURN + 1 - WG, 256)
+
+
+@gluon.jit
 def _products(q_registers, now, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     """(scores of slot c [64, BLOCK_N], O of all blocks kept so far), with P V of the last one of these if it
     is still to be done."""
     wait_k(mem, c, plan)
+    _take_turn(WG, plan)
     acc = now.acc
     if now.pending != 0:
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
         o_token = _issue_output(now.p, acc, now.asked, mem, WG)
+        _pass_turn("issued", WG, plan)
         s, acc = warpgroup_mma_wait(0, deps=(s_token, o_token))
     else:
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        _pass_turn("issued", WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
+    _pass_turn("done", WG, plan)
     release(mem, c, plan)
     if plan.flip:
         s = -s
     return s, acc
+
+
+@gluon.jit
+def _tops_of_threads(s):
+    """[64, BLOCK_N] -> [64, 4]: the largest score of a row that each of its four threads has."""
+    return gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _of_rows(tops, plan: gl.constexpr):
+    """[64] from what `_tops_of_threads` found, if that was it."""
+    if plan.vote:
+        return gl.convert_layout(gl.max(tops, 1), plan.row_layout)
+    else:
+        return tops
+
+
+@gluon.jit
+def _vote(tops, row, limit, votes, qk_scale, work):
+    """1 if a score of a block reaches the limit, in a row that there is; tops: [64, 4]. A maximum over the
+    warpgroup takes seven shuffles and two rounds through shared memory, one after the other. Here each warp
+    votes and writes what came of it, and each thread reads the four votes. votes: [4, 32]; Triton puts a
+    barrier between these steps, and one before the next vote."""
+    o_m = gl.arange(0, 64, layout=gl.SliceLayout(1, tops.type.layout))
+    low = (tops * qk_scale < limit) | (row + o_m >= work.S_q)[:, None]
+    vote = softmax.any_in_warp(gl.where(low, 0, 1))
+    vote, _ = gl.split(vote.reshape([4, 2, 8, 4]).permute((0, 2, 3, 1)))  # [4, 8, 4], one for each thread
+    votes.store(vote.reshape([4, 32]))
+    of_warps = votes.slice(0, 1, 1).load(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0]))
+    return gl.max(gl.max(of_warps, 1), 0)
 
 
 @gluon.jit
@@ -275,10 +334,14 @@ def _step(
     if plan.crosses:
         if always:
             s = _mask(s, row, block, work, plan)
-    tops = softmax.row_max(s)  # [64]
-    o_m = gl.arange(0, 64, layout=plan.row_layout)
-    top = gl.max(gl.where(row + o_m < work.S_q, tops, float("-inf")), 0) * qk_scale
-    keep = gl.where(top < limit, 0, 1)
+    if plan.vote:
+        tops = _tops_of_threads(s)  # [64, 4]
+        keep = _vote(tops, row, limit, mem.votes.index(WG), qk_scale, work)
+    else:
+        tops = softmax.row_max(s)  # [64]
+        o_m = gl.arange(0, 64, layout=plan.row_layout)
+        top = gl.max(gl.where(row + o_m < work.S_q, tops, float("-inf")), 0) * qk_scale
+        keep = gl.where(top < limit, 0, 1)
     if plan.crosses:
         keep = gl.where(always, 1, keep)
     p, shift, sums, asked = now.p, now.shift, now.sums, now.asked
@@ -287,7 +350,7 @@ def _step(
         asked += 1
         if plan.store_kept:
             gl.store(kept + block, 1)
-        shift, alpha, changed = softmax.new_shift(tops, shift, qk_scale, plan.crosses)
+        shift, alpha, changed = softmax.new_shift(_of_rows(tops, plan), shift, qk_scale, plan.crosses)
         acc = softmax.rescale(acc, alpha, changed)
         weights = softmax.weights(s, shift, qk_scale, plan.crosses)
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -337,6 +400,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     asked = 0
+    if WG == 1:
+        _pass_turn(plan.turns, WG, plan)  # the first turn of all
     first_row = _told(mem, 0)
     while first_row >= 0:
         row = first_row + WG * 64
@@ -361,6 +426,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
         for i in range(c, start):
             wait_k(mem, i, plan)
+            _take_turn(WG, plan)  # a slot is a turn, of both
+            _pass_turn(plan.turns, WG, plan)
             release(mem, i, plan)
 
         # 1. The last block that these rows see, always kept.
@@ -368,8 +435,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         _ask(desc_v, mem, at, own - 1, WG, plan)
         asked += 1
         wait_k(mem, start, plan)
+        _take_turn(WG, plan)
         s_token = _issue_scores(q_registers, mem, start, WG, plan)
+        _pass_turn("issued", WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
+        _pass_turn("done", WG, plan)
         release(mem, start, plan)
         if plan.flip:
             s = -s
@@ -447,12 +517,16 @@ def attention_bsfa_forward_hopper(
     plan: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(sm_scale * Q K^T) V over kept blocks; see the module docstring."""
+    votes = 0
+    if plan.vote:
+        votes = gl.allocate_shared_memory(gl.int32, [2, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     mem = Memory(
         buffers(desc_q, 2),
         buffers(desc_k, plan.pipeline.stages),
         buffers(desc_v, 2),
         buffers(desc_o, 2),
         gl.allocate_shared_memory(gl.int32, [2 * WORDS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        votes,
         barriers(2, 1),  # q_full
         barriers(2, 1),  # q_free
         barriers(plan.pipeline.stages, 1),  # k_full

@@ -51,8 +51,9 @@ def mask(s, row, first, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _any_in_warp(flag):
-    """1 in all rows of a warp where `flag` [64] is not 0 in one of them. A thread has two rows: pack=2."""
+def any_in_warp(flag):
+    """1 in all rows of a warp where `flag`, [64] or [64, 4], is not 0 in one of them. A thread has two rows:
+    pack=2."""
     asm: gl.constexpr = """{
         .reg .pred q;
         setp.ne.b32 q, $2, 0;
@@ -116,7 +117,7 @@ def new_shift(
     """
     grown = top * qk_scale - shift > room  # [64]; not where both are -inf
     new = gl.where(grown, top * qk_scale - offset, shift)
-    changed = _any_in_warp(grown.to(gl.int32))
+    changed = any_in_warp(grown.to(gl.int32))
     step = shift - new
     if MASKED:
         step = gl.where(new == float("-inf"), 0.0, step)

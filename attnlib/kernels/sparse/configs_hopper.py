@@ -1,6 +1,6 @@
 """Configurations of the Hopper kernel under a block mask: a frozen dataclass, chosen by a pure function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
@@ -21,6 +21,7 @@ class HopperSparseConfig:
         pin: keep the assembler from moving that wait up.
         joint: one barrier for the keys and the values of a slot, instead of one each.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        copies_bias: a bias that TMA can read comes through shared memory; with one pair only.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -35,6 +36,7 @@ class HopperSparseConfig:
     pin: bool = False
     joint: bool = False
     named: bool = False
+    copies_bias: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -62,9 +64,11 @@ _CHOSEN = {
 _FINE = {128: HopperSparseConfig(64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True)}
 
 
-def hopper_sparse_config(head_dim: int, coarse: bool = True, bias: bool = False) -> HopperSparseConfig:
+def hopper_sparse_config(
+    head_dim: int, coarse: bool = True, bias: bool = False, copied: bool = False
+) -> HopperSparseConfig:
     """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64. bias:
-    whether the score has one, which two pairs have no registers for.
+    whether the score has one, which two pairs have no registers for. copied: whether TMA can read it.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -72,9 +76,12 @@ def hopper_sparse_config(head_dim: int, coarse: bool = True, bias: bool = False)
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
+    chosen = _CHOSEN[width] if coarse else _FINE.get(width, _CHOSEN[width])
     if bias and width == 64:
-        return WIDE
-    return _CHOSEN[width] if coarse else _FINE.get(width, _CHOSEN[width])
+        chosen = WIDE
+    if copied and width <= 128:  # with half an output there is room for the bias of a step
+        return replace(chosen, copies_bias=True, o_columns=64)
+    return chosen
 
 
 @dataclass(frozen=True)

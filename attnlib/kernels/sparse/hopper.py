@@ -65,7 +65,8 @@ def configuration(
         capped = params.score is not None and params.score.soft_cap is not None
         return hopper_sparse_backward_config(q.shape[-1], capped)
     bias = params.score is not None and params.score.bias is not None
-    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias)
+    copied = bias and launch_hopper.bias_window(params.score.form, q.shape[2], k.shape[2]) is not None
+    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias, copied)
 
 
 def prepare(call: Signature, backward: bool = False) -> launch_hopper.Plan | BackwardPlan | None:

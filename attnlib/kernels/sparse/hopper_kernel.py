@@ -16,7 +16,10 @@ differs:
 - Tiles are numbered so that in each head the longest lists come first.
 - A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
   number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
-  loads its elements of a bias from global memory.
+  loads its elements of a bias from global memory; or, with `copies_bias`, the producer copies them behind the
+  values, 64 rows for each consumer. There is one buffer for each: a consumer has read that of slot c before
+  its scores are there, and gives it back at named barrier 12 or 13, with a fence as for bits. bias_full[w]
+  completes once for each slot, so the parity is c & 1.
 
 A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
 """
@@ -36,10 +39,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels.common import softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, biased, tanh
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, Score, of_tile, scored, top_of_rows, weights_of
 
+BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
 LN2 = gl.constexpr(0.6931471805599453)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 
@@ -62,6 +67,7 @@ class Memory(NamedTuple):
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
+    bias: gl.shared_memory_descriptor  # [2, 1, 1, 64, block_n], if it is copied
     words: gl.shared_memory_descriptor  # [2 * stages, 1, 1, 256]: of slot c for warpgroup w, 2 c + w
     steps: gl.shared_memory_descriptor  # [stages, 32]: whose keys are in a slot, for ALiBi and a bias
     next_tile: gl.shared_memory_descriptor  # [2 * plan.words, 32]
@@ -70,6 +76,7 @@ class Memory(NamedTuple):
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
+    bias_full: gl.shared_memory_descriptor
     drawn: gl.shared_memory_descriptor
 
 
@@ -90,30 +97,6 @@ class Work(NamedTuple):
     steps: gl.tensor
     bits: gl.tensor
     order: gl.tensor
-
-
-class Score(NamedTuple):
-    """What a score has for all tiles; see the kernel's arguments."""
-
-    inner: gl.tensor
-    place: gl.tensor
-    alibi: gl.tensor
-    sinks: gl.tensor
-    bias: gl.tensor
-    bias_b: gl.tensor
-    bias_h: gl.tensor
-    bias_m: gl.tensor
-    S_k: gl.tensor
-
-
-class OfTile(NamedTuple):
-    """What a score has for the 64 rows of a tile that a consumer has; 0 for what it does not have."""
-
-    place: gl.tensor  # of the first among the keys
-    slope: gl.tensor
-    bias: gl.tensor  # of the head
-    rows: gl.tensor  # [64], from there
-    unit: gl.tensor  # what a bias is multiplied with
 
 
 class Tile(NamedTuple):
@@ -182,7 +165,24 @@ def _copy_v(desc_v, mem, c, tile, step, EXPECT: gl.constexpr, plan: gl.constexpr
 
 
 @gluon.jit
-def _copy_steps(desc_k, desc_v, desc_words, mem, c, begin, end, tile, before, step, work, plan: gl.constexpr):
+def _copy_bias(desc_bias, mem, c, tile, step, plan: gl.constexpr):
+    """Start to copy the bias of slot c, when that of the slot before was read."""
+    if plan.copies_bias:
+        i_b = tile.i_b if plan.bias_batches else 0
+        i_h = tile.i_h if plan.bias_heads else 0
+        for w in gl.static_range(2):
+            if c > 0:
+                named_barrier("sync", BIAS_FREE + w, 160)
+            bar = mem.bias_full.index(w)
+            mbarrier.expect(bar, desc_bias.block_type.nbytes)
+            place = [i_b, i_h, tile.row + w * 64, step * plan.block_n]
+            tma.async_copy_global_to_shared(desc_bias, place, bar, mem.bias.index(w))
+
+
+@gluon.jit
+def _copy_steps(
+    desc_k, desc_v, desc_words, desc_bias, mem, c, begin, end, tile, before, step, work, plan: gl.constexpr
+):  # fmt: skip
     """Keys of steps `begin` to `end` of a tile, each with the values of the one before. `before` and `step`
     are the numbers of the step before `begin` and of `begin`; returns those of `end`."""
     for i in range(begin, end):
@@ -190,6 +190,7 @@ def _copy_steps(desc_k, desc_v, desc_words, mem, c, begin, end, tile, before, st
         acquire(mem, c + i, plan)
         _copy_k(desc_k, desc_words, mem, c + i, tile, tile.first + i, step, True, work, plan)
         _copy_v(desc_v, mem, c + i, tile, before, not plan.pipeline.joint, plan)
+        _copy_bias(desc_bias, mem, c + i, tile, step, plan)
         before = step
         step = after
     return before, step
@@ -210,12 +211,13 @@ def _tell(mem, number, last, tile, before, plan: gl.constexpr):
 
 @gluon.jit
 def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
-    desc_q, desc_k, desc_v, desc_words, counter_ptr, mem, work = given
+    desc_q, desc_k, desc_v, desc_words, desc_bias, counter_ptr, mem, work = given
     number = plan.pairs * gl.program_id(0) + PAIR  # of the tile among all
     tile = _locate(number, work)
     step = gl.load(work.steps + tile.first)
     if number < work.tiles:
         _copy_k(desc_k, desc_words, mem, 0, tile, tile.first, step, False, work, plan)
+        _copy_bias(desc_bias, mem, 0, tile, step, plan)
     _tell(mem, 0, number >= work.tiles, tile, (0, 0), plan)
     if not plan.pipeline.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
@@ -234,11 +236,11 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
         step = gl.load(work.steps + gl.minimum(tile.first + 1, tile.end - 1))
         early, late = gl.maximum(steps - 4, 1), gl.maximum(steps - 2, 1)
         before, step = _copy_steps(
-            desc_k, desc_v, desc_words, mem, c, 1, early, tile, before, step, work, plan
+            desc_k, desc_v, desc_words, desc_bias, mem, c, 1, early, tile, before, step, work, plan
         )
         asked = tiling.draw(counter_ptr)
         before, step = _copy_steps(
-            desc_k, desc_v, desc_words, mem, c, early, late, tile, before, step, work, plan
+            desc_k, desc_v, desc_words, desc_bias, mem, c, early, late, tile, before, step, work, plan
         )
         number = tiling.drawn(asked, counter_ptr, work.tiles, plan.pairs)
         next_tile = _locate(number, work)
@@ -246,13 +248,14 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
         turn += 1
         _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)
         before, step = _copy_steps(
-            desc_k, desc_v, desc_words, mem, c, late, steps, tile, before, step, work, plan
+            desc_k, desc_v, desc_words, desc_bias, mem, c, late, steps, tile, before, step, work, plan
         )
         c += steps
         acquire(mem, c, plan)
         if number < work.tiles:
             _copy_k(desc_k, desc_words, mem, c, next_tile, next_tile.first, first, True, work, plan)
             _copy_v(desc_v, mem, c, tile, before, not plan.pipeline.joint, plan)
+            _copy_bias(desc_bias, mem, c, next_tile, first, plan)
         else:
             _copy_v(desc_v, mem, c, tile, before, True, plan)
         tile = next_tile
@@ -304,38 +307,25 @@ def _seen(s, mem, c, masked, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _scored(s, mem, c, score, own, plan: gl.constexpr):
-    """Scores of slot c as a score makes them, not yet flipped. own: an `OfTile`."""
-    if plan.soft_cap:
-        s = tanh(s * score.inner)
+def _first_key(mem, c, plan: gl.constexpr):
+    """Of slot c, whose keys are there; read before the scores are waited for."""
+    first = 0
     if plan.tells_steps:
         first = _lane(mem.steps.index(slot(c, plan))) * plan.block_n
-        if plan.alibi:
-            s = away(s, own.slope, own.place - first)
-        if plan.bias:
-            s = biased(s, own.bias, own.rows, first, score.S_k - first, own.unit, plan)
-    return s
+    return first
 
 
 @gluon.jit
-def _of_tile(mem, turn, row, score, qk_scale, work, plan: gl.constexpr):
-    """The `OfTile` of rows from `row` on."""
-    place, slope, bias, rows, unit = 0, 0.0, 0, 0, 0.0
-    if plan.alibi:
-        place = row + score.place
-        slope = gl.load(score.alibi + _word(mem, turn, HEAD, plan)) * (LOG2_E / qk_scale)
-        if plan.flip:
-            slope = -slope
-    if plan.bias:
-        unit = LOG2_E / qk_scale
-        if plan.flip:
-            unit = -unit
-        b, h = _word(mem, turn, BATCH, plan).to(gl.int64), _word(mem, turn, HEAD, plan).to(gl.int64)
-        bias = score.bias + (b * score.bias_b + h * score.bias_h)
-        # Rows behind the last one have its bias.
-        o_m = gl.minimum(row + gl.arange(0, 64, layout=plan.row_layout), work.S_q - 1)
-        rows = o_m.to(gl.int64) * score.bias_m
-    return OfTile(place, slope, bias, rows, unit)
+def _copied_bias(mem, c, WG: gl.constexpr, plan: gl.constexpr):
+    """That of slot c [64, BLOCK_N], where it is copied; 0 else."""
+    if plan.copies_bias:
+        mbarrier.wait(mem.bias_full.index(WG), c & 1)
+        bias = matrix(mem.bias, WG).load(plan.s_layout)
+        fence_async_shared()  # between the load and the copy that overwrites it
+        named_barrier("arrive", BIAS_FREE + WG, 160)
+        return bias
+    else:
+        return 0
 
 
 @gluon.jit
@@ -353,26 +343,27 @@ def _step(
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
+    first, bias = _first_key(mem, c, plan), _copied_bias(mem, c, WG, plan)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
-    s = _scored(s, mem, c, score, own, plan)
+    s, rest = scored(s, first, bias, score, own, plan)
     s = _seen(s, mem, c, masked, WG, plan)
-    shift, alpha, changed = softmax.new_shift(softmax.row_max(s), shift, qk_scale, plan.hides)
+    shift, alpha, changed = softmax.new_shift(top_of_rows(s, rest, plan), shift, qk_scale, plan.hides)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     if plan.pipeline.late_wait:
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, plan.hides)
+        left = weights_of(left, rest, shift, qk_scale, plan)
         sums = softmax.add_sums(sums, left)
         if plan.pipeline.pin:
             sums = softmax.pin(sums)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, plan.hides)
+        right = weights_of(right, rest, shift, qk_scale, plan)
         sums = softmax.add_sums(sums, right)
         p = softmax.whole(left.to(dtype), right.to(dtype))
     else:
         if plan.pipeline.pin:
             shift = softmax.pin(shift)
         acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, plan.hides)
+        weights = weights_of(s, rest, shift, qk_scale, plan)
         sums = softmax.add_sums(sums, weights)
         p = weights.to(dtype)
     return gl.convert_layout(p, plan.p_layout), acc, shift, sums
@@ -439,10 +430,15 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         row = first_row + WG * 64
         end = c + _word(mem, turn, STEPS, plan)  # slot of the next tile's first keys, and of the last values
         middle = c + _word(mem, turn, WHOLE, plan)  # the first slot with bits
-        own = _of_tile(mem, turn, row, score, qk_scale, work, plan)
+        head, batch = 0, 0
+        if plan.words > HEAD:
+            head = _word(mem, turn, HEAD, plan)
+        if plan.words > BATCH:
+            batch = _word(mem, turn, BATCH, plan)
+        own = of_tile(head, batch, row, score, qk_scale, work.S_q, plan)
         sink = 0.0
         if plan.sinks:
-            sink = gl.load(score.sinks + _word(mem, turn, HEAD, plan)) * LOG2_E
+            sink = gl.load(score.sinks + head) * LOG2_E
 
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
         q_registers = 0
@@ -453,14 +449,15 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 1. The first step. Its slot's values are of the tile before.
         wait_k(mem, c, plan)
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        first, bias = _first_key(mem, c, plan), _copied_bias(mem, c, WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        s = _scored(s, mem, c, score, own, plan)
+        s, rest = scored(s, first, bias, score, own, plan)
         s = _seen(s, mem, c, c >= middle, WG, plan)
         release(mem, c, plan)
-        shift = softmax.row_max(s) * qk_scale  # [64]
+        shift = top_of_rows(s, rest, plan) * qk_scale  # [64]
         if plan.sinks:
             shift = gl.maximum(shift, sink)
-        weights = softmax.weights(s, shift, qk_scale, plan.hides)
+        weights = weights_of(s, rest, shift, qk_scale, plan)
         sums = softmax.row_sum(weights)  # [64, 4]
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
@@ -528,16 +525,17 @@ def attention_sparse_forward_hopper(
     tiles,  # num_m * HEADS
     mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
     plan: gl.constexpr,
+    desc_bias=None,  # (B or 1, H or 1, S_q, S_k), where it is copied
 ):  # fmt: skip
     """out = softmax(sm_scale * Q K^T) V where the mask has a bit; see the module docstring."""
-    mem = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan)
+    mem = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan)
     work = Work(
         S_q, H, GROUP, HEADS, SECTION, num_m, tiles, mask_b, mask_h, starts_ptr, middles_ptr, steps_ptr,
         bits_ptr, order_ptr,
     )  # fmt: skip
     score = Score(inner, place, alibi_ptr, sinks_ptr, bias_ptr, bias_b, bias_h, bias_m, S_k)
     given = desc_o, lse_ptr, mem, qk_scale, score, work
-    copied = desc_q, desc_k, desc_v, desc_words, counter_ptr, mem, work
+    copied = desc_q, desc_k, desc_v, desc_words, desc_bias, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer
     few: gl.constexpr = plan.registers.producer
     # A consumer's number is a constant, so each has code of its own.
@@ -547,9 +545,9 @@ def attention_sparse_forward_hopper(
             (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (copied, 0, plan)),
         ], [4, 1], [regs, few])
     else:
-        mem_1 = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan)
+        mem_1 = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan)
         given_1 = desc_o, lse_ptr, mem_1, qk_scale, score, work
-        copied_1 = desc_q, desc_k, desc_v, desc_words, counter_ptr, mem_1, work
+        copied_1 = desc_q, desc_k, desc_v, desc_words, desc_bias, counter_ptr, mem_1, work
         fence_async_shared()
         gl.warp_specialize([
             (_consume, (given, 0, plan)), (_consume, (given, 1, plan)),
@@ -559,7 +557,7 @@ def attention_sparse_forward_hopper(
 
 
 @gluon.jit
-def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan: gl.constexpr):
+def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.constexpr):
     """Of a pair of consumers and their producer."""
     stages: gl.constexpr = plan.pipeline.stages
     k_full = barriers(stages, 1)
@@ -567,11 +565,15 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan: gl.constexpr):
     if not plan.pipeline.joint:
         v_full = barriers(stages, 1)
     places: gl.constexpr = 2 * stages if plan.partial else 1
+    bias, bias_full = 0, 0
+    if plan.copies_bias:
+        bias, bias_full = buffers(desc_bias, 2), barriers(2, 1)
     return Memory(
         buffers(desc_q, 2),
         buffers(desc_k, stages),
         buffers(desc_v, stages),
         buffers(desc_o, 2),
+        bias,
         gl.allocate_shared_memory(gl.int32, [places, 1, 1, 256], desc_words.layout),
         gl.allocate_shared_memory(
             gl.int32, [stages if plan.tells_steps else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -582,5 +584,6 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, plan: gl.constexpr):
         k_full,
         v_full,
         barriers(stages, 2),  # kv_free
+        bias_full,
         barriers(2, 1),  # drawn
     )

@@ -1,13 +1,98 @@
 """What becomes of a tile's scores before the softmax (`attnlib.Score`), in the registers of a warpgroup.
 
 Scores stay in units of which qk_scale makes the exponents of the softmax: with a soft cap
-s = tanh(inner * s), and qk_scale is the cap times log2(e).
+s = tanh(inner * s), and qk_scale is the cap times log2(e). `plan` is a `plan.SparsePlan`.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.kernels.common import softmax
+
 LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+class Score(NamedTuple):
+    """What a score has for all tiles; see the kernel's arguments."""
+
+    inner: gl.tensor
+    place: gl.tensor
+    alibi: gl.tensor
+    sinks: gl.tensor
+    bias: gl.tensor
+    bias_b: gl.tensor
+    bias_h: gl.tensor
+    bias_m: gl.tensor
+    S_k: gl.tensor
+
+
+class OfTile(NamedTuple):
+    """What a score has for the 64 rows of a tile that a consumer has; 0 for what it does not have."""
+
+    place: gl.tensor  # of the first among the keys
+    slope: gl.tensor
+    bias: gl.tensor  # of the head
+    rows: gl.tensor  # [64], from there
+    unit: gl.tensor  # what a bias is multiplied with
+
+
+@gluon.jit
+def of_tile(head, batch, row, score, qk_scale, S_q, plan: gl.constexpr):
+    """The `OfTile` of rows from `row` on."""
+    place, slope, bias, rows, unit = 0, 0.0, 0, 0, 0.0
+    if plan.alibi:
+        place = row + score.place
+        slope = gl.load(score.alibi + head) * (LOG2_E / qk_scale)
+        if plan.flip:
+            slope = -slope
+    if plan.bias:
+        unit = LOG2_E / qk_scale
+        if plan.flip:
+            unit = -unit
+    if plan.loads_bias:
+        bias = score.bias + (batch.to(gl.int64) * score.bias_b + head.to(gl.int64) * score.bias_h)
+        # Rows behind the last one have its bias.
+        o_m = gl.minimum(row + gl.arange(0, 64, layout=plan.row_layout), S_q - 1)
+        rows = o_m.to(gl.int64) * score.bias_m
+    return OfTile(place, slope, bias, rows, unit)
+
+
+@gluon.jit
+def scored(s, first, copied, score, own, plan: gl.constexpr):
+    """(scores of keys from `first` on as a score makes them, not yet flipped, and what else is to be added to
+    those that are, see `alibi`). copied: their bias, where the kernel copies one; own: an `OfTile`."""
+    rest = 0.0
+    if plan.soft_cap:
+        s = tanh(s * score.inner)
+    if plan.alibi:
+        s, rest = alibi(s, own.slope, own.place - first)
+        if plan.flip:
+            rest = -rest
+    if plan.copies_bias:
+        s = s + copied.to(gl.float32) * own.unit
+    elif plan.bias:
+        s = biased(s, own.bias, own.rows, first, score.S_k - first, own.unit, plan)
+    return s, rest
+
+
+@gluon.jit
+def top_of_rows(s, rest, plan: gl.constexpr):
+    """The largest score of each row [64]."""
+    if plan.alibi:
+        return tops(s, rest, plan.row_layout)
+    else:
+        return softmax.row_max(s)
+
+
+@gluon.jit
+def weights_of(s, rest, shift, qk_scale, plan: gl.constexpr):
+    """P of all N columns or a part of them."""
+    if plan.alibi:
+        return exponentials(s, rest, shift, qk_scale, plan.hides)
+    else:
+        return softmax.weights(s, shift, qk_scale, plan.hides)
 
 
 @gluon.jit
@@ -36,6 +121,52 @@ def biased(s, bias_ptr, rows, first_key, keys, unit, plan: gl.constexpr):
         else:
             values = gl.load(places)
         return s + values.to(gl.float32) * unit
+
+
+@gluon.jit
+def alibi(s, slope, place):
+    """(s', rest), of which s' + rest are the scores s [64, N] less slope times the distance of query and key.
+    place: that of the first row, counted from the first column; rest: [64, 4], a number for each row and each
+    of the threads that share it.
+
+    Where all keys of the block are on one side of all rows, the distance is a difference of places, and its
+    part that belongs to the row and the thread is left to the maximum and the exponent. Then a score costs
+    one multiplication and addition with a number that the compiler knows. Only where rows and keys meet,
+    keys behind their query have gone the wrong way, and are taken back by twice their distance.
+    """
+    layout: gl.constexpr = s.type.layout
+    N: gl.constexpr = s.shape[1]
+    by_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, s.reshape([64, N // 8, 4, 2]).type.layout))
+    o_n = (gl.arange(0, N, layout=gl.SliceLayout(0, layout))[None, :] & -7).to(gl.float32)  # [1, N]
+    if (place > -63) & (place < N - 1):
+        o_m = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]  # [64, 1]
+        of_thread = gl.arange(0, N, layout=gl.SliceLayout(0, layout))[None, :] & 6
+        distance = (o_m - of_thread).to(gl.float32) - o_n  # [64, N]
+        s = s + 2 * slope * gl.minimum(distance, 0.0)
+    slope = gl.where(place > -63, slope, -slope)  # what a score grows by with each key
+    o_m = place + gl.arange(0, 64, layout=gl.SliceLayout(1, by_thread))[:, None]  # [64, 1]
+    pair = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, by_thread))[None, :]  # [1, 4]
+    return s + slope * o_n, slope * (pair - o_m).to(gl.float32)
+
+
+@gluon.jit
+def tops(s, rest, row_layout: gl.constexpr):
+    """The largest scores of rows [64], of what `alibi` returns."""
+    of_threads = gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(gl.max(of_threads + rest, 1), row_layout)
+
+
+@gluon.jit
+def exponentials(s, rest, shift, qk_scale, MASKED: gl.constexpr):
+    """`softmax.weights` of what `alibi` returns, all N columns or a part of them."""
+    if MASKED:
+        shift = gl.where(shift == float("-inf"), 0.0, shift)
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, rest.type.layout))  # [64]
+    shift = shift[:, None] - rest * qk_scale  # [64, 4]
+    parts = s.reshape([64, s.shape[1] // 8, 4, 2])
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout)))
+    weights = gl.exp2(parts * qk_scale - shift[:, None, :, None])
+    return gl.convert_layout(weights.reshape([64, s.shape[1]]), s.type.layout)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.kernels.common import counters, device
-from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like
+from attnlib.kernels.common.descriptors import Made, Window, given, legal, lse_for, made_like
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
@@ -66,6 +66,9 @@ def prepare(call: Signature) -> Plan:
     out = made_like(call, call.q, call.strides[0])
     windows = *given(call, call.q, call.k, call.k), out.window
     score = call.score
+    bias = None
+    if config.copies_bias and (window := bias_window(score, S_q, S_k)) is not None:
+        bias = window, score.bias
     cap = None if score is None else score.soft_cap
     scale, inner = exp2_scale(call.sm_scale), None
     if cap is not None:
@@ -73,7 +76,7 @@ def prepare(call: Signature) -> Plan:
     launch = Launch(
         KERNEL,
         (min(-(-tiles // config.pairs), device.num_sms(call.device)), 1, 1),
-        descriptors=descriptors(windows, call.mask.slots, width, config, call.dtype),
+        descriptors=descriptors(windows, call.mask.slots, width, config, call.dtype, bias),
         pointers={"lse_ptr": Part("lse"), "counter_ptr": Part("counter")}
         | {f"{name}_ptr": Part(name) for name in LISTS if name != "words"}
         | {"alibi_ptr": Part("alibi"), "sinks_ptr": Part("sinks"), "bias_ptr": bias_part(call)},
@@ -93,12 +96,24 @@ def prepare(call: Signature) -> Plan:
         },
         constants={
             "plan": make_plan(
-                width, config, call.sm_scale < 0 and cap is None, call.return_lse, call.mask.partial, score
+                width, config, call.sm_scale < 0 and cap is None, call.return_lse, call.mask.partial, score,
+                bias is not None,
             )
         },
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     return Plan(Launches([launch], call.device, TENSORS), out)
+
+
+def bias_window(score: ScoreForm | None, S_q: int, S_k: int) -> Window | None:
+    """Of a bias that TMA can read: of two bytes an element, with queries and keys of its own, that lies as a
+    descriptor can express it. None for others, and without one."""
+    if score is None or score.bias not in HALF or score.diagonal or not score.aligned:
+        return None
+    if tuple(score.sizes[2:]) != (S_q, S_k):
+        return None
+    strides = legal(torch.Size(score.sizes), score.strides, score.bias)
+    return None if strides is None else (tuple(score.sizes), strides)
 
 
 def bias_scalars(call: Signature) -> dict[str, int | None]:
@@ -110,7 +125,7 @@ def bias_scalars(call: Signature) -> dict[str, int | None]:
 
 def make_plan(
     width: int, config: HopperSparseConfig, flip: bool, store_lse: bool, partial: bool,
-    score: ScoreForm | None = None,
+    score: ScoreForm | None = None, copies_bias: bool = False,
 ):  # fmt: skip
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Pipeline, Registers
@@ -125,14 +140,17 @@ def make_plan(
         registers=Registers(config.consumer_registers, config.producer_registers),
         soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
         sinks=score is not None and score.sinks, bias=bias, bias_n=bias_n,
-        bias_edge=bias_n == 1 and score.sizes[3] % TILE != 0,
+        bias_edge=bias_n == 1 and score.sizes[3] % TILE != 0, copies_bias=copies_bias,
+        bias_batches=copies_bias and score.sizes[0] > 1, bias_heads=copies_bias and score.sizes[1] > 1,
     )  # fmt: skip
 
 
 def descriptors(
-    windows: tuple, slots: int, width: int, config: HopperSparseConfig, dtype: torch.dtype
-) -> dict[str, Descriptor]:
-    """Of Q, K, V, the output, and the words of steps: what one copy of each moves."""
+    windows: tuple, slots: int, width: int, config: HopperSparseConfig, dtype: torch.dtype,
+    bias: tuple[Window | None, torch.dtype] | None = None,
+) -> dict[str, Descriptor]:  # fmt: skip
+    """Of Q, K, V, the output, the words of steps, and a bias of this window and dtype: what one copy of each
+    moves."""
     from triton.experimental.gluon import language as gl
 
     keys = (1, 1, config.block_n, width)
@@ -144,6 +162,11 @@ def descriptors(
         )
         for letter, name, window, block in zip("qkvo", TENSORS, windows, blocks, strict=False)
     }
+    if bias is not None:
+        window, element = bias[0], getattr(gl, HALF[bias[1]])
+        block = 1, 1, 64, config.block_n
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+        found["desc_bias"] = Descriptor(Part("bias"), window, block, layout)
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     # Of a step of half a tile there are twice as many as slots.
     window = (slots * (TILE // config.block_n), 2, 256), (512, 256, 1)

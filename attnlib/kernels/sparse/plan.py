@@ -23,6 +23,7 @@ class SparsePlan(Constants):
         pairs: of consumer warpgroups in a program, 1 or 2.
         soft_cap, alibi, sinks: what the score has.
         bias: it has a bias; bias_n: its stride along keys, 0 or 1; bias_edge: steps go beyond its last key.
+        copies_bias: it comes through shared memory; bias_batches, bias_heads: each has one of its own.
     """
 
     d: int
@@ -41,12 +42,18 @@ class SparsePlan(Constants):
     bias: bool = False
     bias_n: int = 0
     bias_edge: bool = False
+    copies_bias: bool = False
+    bias_batches: bool = False
+    bias_heads: bool = False
 
-    # Told of a tile; a score needs its head, a bias its batch element, too.
+    loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
+    # Told of a tile; a score needs its head, a bias that is loaded its batch element, too.
     words = property(
-        lambda self: gl.constexpr(7 if self.bias.value else 6 if self.alibi.value or self.sinks.value else 5)
+        lambda self: gl.constexpr(
+            7 if self.loads_bias.value else 6 if self.alibi.value or self.sinks.value else 5
+        )
     )
-    tells_steps = property(lambda self: gl.constexpr(self.alibi.value or self.bias.value))
+    tells_steps = property(lambda self: gl.constexpr(self.alibi.value or self.loads_bias.value))
     # Whether a score may be -inf.
     hides = property(lambda self: gl.constexpr(self.partial.value or self.bias.value))
 

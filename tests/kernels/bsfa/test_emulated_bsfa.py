@@ -26,6 +26,9 @@ pytestmark = INTERPRETER_REMARKS
 
 APART = HopperBsfaConfig(2, 32)
 Q_KEPT = HopperBsfaConfig(3, 64, 32)
+VOTES = HopperBsfaConfig(3, 64, 64, named=True, vote=True)
+IN_TURNS = HopperBsfaConfig(4, 64, 64, named=True, turns="done")
+ISSUED = HopperBsfaConfig(2, 32, vote=True, turns="issued")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,12 @@ CALLS = {
     "two slots": Call(S_q=260, S_k=640, config=APART),
     "Q in registers": Call(S_q=260, S_k=640, config=Q_KEPT),
     "many tiles": Call(S_q=520, S_k=520, H=3),
+    "votes": Call(S_q=260, S_k=640, config=VOTES),
+    "votes, bfloat16": Call(S_q=130, S_k=600, dtype=torch.bfloat16, config=VOTES),
+    "turns": Call(S_q=520, S_k=520, H=3, config=IN_TURNS),
+    "turns, more queries": Call(S_k=130, config=IN_TURNS),
+    "turns, more keys": Call(config=ISSUED),
+    "turns, dense": Call(causal=False, S_q=330, S_k=330, config=ISSUED),
 }
 
 
@@ -93,7 +102,9 @@ def test_call(call: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("call", ["more keys", "two slots", "Q in registers", "many tiles"])
+@pytest.mark.parametrize(
+    "call", ["more keys", "two slots", "Q in registers", "many tiles", "turns", "turns, more keys"]
+)
 def test_orders(call: str, order: str) -> None:
     kernel = check(CALLS[call], order, 1)
     for seed in range(2, 4 if order == "random" else 3):
@@ -159,7 +170,27 @@ MUTATIONS = [
              "tops", "low", VALUES),
     Mutation("an old maximum is not rescaled", "        acc = softmax.rescale(acc, alpha, changed)\n",
              "", "steep", VALUES),
+    Mutation("nobody has the first turn", "if WG == 1:\n        _pass_turn(",
+             "if WG == 2:\n        _pass_turn(", "turns", DEADLOCK),
+    Mutation("a turn is not passed", *without(
+        '    _pass_turn("done", WG, plan)\n', after="    release(mem, c, plan)\n    if plan.flip"),
+             "turns", DEADLOCK),
+    Mutation("a slot that is not seen is no turn", *without(
+        "            _take_turn(WG, plan)  # a slot is a turn, of both\n"
+        "            _pass_turn(plan.turns, WG, plan)\n"), "turns", f"{DEADLOCK}|.*barrier.*"),
+    Mutation("the first block of a tile does not pass the turn", *without(
+        '        _pass_turn("issued", WG, plan)\n',
+        before="        s_token = _issue_scores(q_registers, mem, start, WG, plan)\n"),
+             "turns, more keys", DEADLOCK),
+    Mutation("rows that are not there vote", " | (row + o_m >= work.S_q)[:, None]", "", "low, votes", VALUES),
+    Mutation("the first warp alone votes", "gl.max(gl.max(of_warps, 1), 0)",
+             "gl.max(gl.where(gl.arange(0, 4)[:, None] < 1, of_warps, 0).reshape([4]), 0)", "votes", VALUES),
+    Mutation("both vote in one place", "mem.votes.index(WG)", "mem.votes.index(0)", "votes",
+             f"{TAKEN}|{VALUES}"),
+    Mutation("the limit of other units", "low = (tops * qk_scale < limit)", "low = (tops < limit)",
+             "votes", VALUES),
 ]  # fmt: skip
+CALLS["low, votes"] = Call(S_q=70, S_k=400, threshold=-0.01, sm_scale=-1e-3, positive=True, config=VOTES)
 CALLS["low"] = Call(S_q=70, S_k=400, threshold=-0.01, sm_scale=-1e-3, positive=True)
 CALLS["steep"] = Call(S_q=200, S_k=640, threshold=-math.inf, sm_scale=2.0)
 

@@ -18,7 +18,13 @@ from attnlib.block_mask import BlockMask
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
-from attnlib.kernels.sparse import hopper, hopper_backward_kernel, hopper_kernel, hopper_scores
+from attnlib.kernels.sparse import (
+    hopper,
+    hopper_backward_kernel,
+    hopper_kernel,
+    hopper_scores,
+    launch_hopper,
+)
 from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
 from attnlib.params import MaskWindow, Params
 from attnlib.scores import parts_of
@@ -27,11 +33,13 @@ pytestmark = INTERPRETER_REMARKS
 SLOPES, LOGITS = torch.tensor([0.05, -0.02, 0.01]), torch.tensor([1.0, -2.0, 300.0])
 SCORES = {
     "cap": Score(soft_cap=2.0), "alibi": Score(alibi=SLOPES), "sinks": Score(sinks=LOGITS),
+    "steep": Score(alibi=torch.tensor([2.0, -1.0, 0.5])),
     "all": Score(soft_cap=3.0, alibi=SLOPES, sinks=LOGITS),
     "no sinks": Score(sinks=torch.full((3,), -torch.inf)),
     "relative": Score(relative=torch.randn(3, 121, generator=torch.Generator().manual_seed(3))),
 }  # fmt: skip
-BIASES = {"bias": (3, 0, 0), "queries": (3, 0, 1), "batch": (2, 1, 0, 0)}
+BIASES = {"bias": (3, 0, 0), "queries": (3, 0, 1), "batch": (2, 1, 0, 0), "half": (3, 0, 0),
+          "each": (2, 3, 0, 0), "shared": (0, 0)}  # fmt: skip
 """Name -> sizes of a bias, 0 for that of the call."""
 
 
@@ -45,9 +53,12 @@ def score_of(name: str, S_q: int, S_k: int) -> Score:
     bias = torch.randn(sizes, generator=torch.Generator().manual_seed(4))
     bias[..., 5, :] = -torch.inf
     bias[..., 40:45] = bias[..., 40:45].masked_fill(bias[..., 40:45] > 0, -torch.inf)
+    if part == "half":
+        bias = bias.bfloat16()
     return Score(2.0, SLOPES, LOGITS, bias) if part != name else Score(bias=bias.half())
 
 
+MAKE_PLAN = launch_hopper.make_plan
 PAIRS = HopperSparseConfig(64, 2, 64, pairs=2, joint=True)
 CALLS = {  # D, mask, S_q, S_k, sm_scale, config
     "64": (64, "documents", 100, 130, 0.1, None),
@@ -55,11 +66,22 @@ CALLS = {  # D, mask, S_q, S_k, sm_scale, config
     "128": (128, "dots", 70, 100, -0.1, None),
     "nothing": (64, "none", 70, 100, 0.1, None),
     "bfloat16": (64, "band by head", 70, 140, 0.2, None),
+    "copied": (64, "documents", 200, 264, 0.1, None),
+    "copied, 128": (128, "dots", 330, 200, -0.1, None),
+    "copied, bfloat16": (64, "band by head", 70, 144, 0.2, None),
+    "both sides": (64, "dots", 330, 330, -0.1, None),  # keys all before their queries, all behind them
+    "both sides, 128": (128, "all", 200, 500, 0.1, None),
 }
 CASES = [*[("64", score) for score in SCORES], ("pairs", "all"), ("pairs", "alibi"), ("128", "all"),
          ("128", "alibi"), ("128", "sinks"), ("nothing", "all"), ("nothing", "no sinks"),
-         ("bfloat16", "all"), ("bfloat16", "batch"), ("64", "capped_bias"), ("64", "queries"),
-         ("pairs", "relative"), ("128", "relative"), ("128", "bias")]  # fmt: skip
+         ("bfloat16", "all"), ("bfloat16", "batch"), ("both sides", "alibi"), ("both sides, 128", "alibi"),
+         ("both sides", "all"), ("both sides", "steep"), ("nothing", "alibi"),
+         ("64", "capped_bias"), ("64", "queries"), ("pairs", "relative"),
+         ("128", "relative"), ("128", "bias")]  # fmt: skip
+COPIED = [("copied", "bias"), ("copied", "capped_half"), ("copied, 128", "bias"),
+          ("copied, 128", "capped_half"), ("copied, bfloat16", "each"),
+          ("copied, bfloat16", "shared")]  # fmt: skip
+"""TMA reads their bias."""
 
 
 def check(call: str, score: str, order: str = "random", seed: int = 0, **where) -> None:
@@ -68,10 +90,10 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
     heads = 3 if mask.endswith("by head") else None
     rng = torch.Generator().manual_seed(0)
     mask = BlockMask.from_function(FUNCTIONS[mask], S_q, S_k, H=heads)
-    B, dtype = (2, torch.bfloat16) if call == "bfloat16" else (1, torch.float16)
+    B, dtype = (2, torch.bfloat16) if call.endswith("bfloat16") else (1, torch.float16)
     shapes = (B, 3, S_q, D), *2 * [(B, 1, S_k, D)]
     q, k, v, d_out = (torch.randn(shape, generator=rng).to(dtype) for shape in (*shapes, shapes[0]))
-    close, close_gradient = (dict.fromkeys(("rtol", "atol"), e * (1 + 7 * (call == "bfloat16")))
+    close, close_gradient = (dict.fromkeys(("rtol", "atol"), e * (1 + 7 * (dtype == torch.bfloat16)))
                              for e in (1e-3, 5e-3))  # fmt: skip
     parts = parts_of(score_of(score, S_q, S_k), q, k)
     params = Params(
@@ -103,6 +125,36 @@ def test_call(call, score):
     check(call, score)
 
 
+@pytest.mark.parametrize(("call", "score"), COPIED)
+def test_a_bias_is_copied(call, score, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        launch_hopper, "make_plan", lambda *given: made.append(MAKE_PLAN(*given)) or made[-1]
+    )
+    check(call, score)
+    assert [plan.copies_bias.value for plan in made] == [True]
+
+
+@pytest.mark.parametrize("order", ["eager", "late"])
+@pytest.mark.parametrize("call", ["copied", "copied, 128"])
+def test_orders(call, order):
+    check(call, "bias", order)
+
+
+def test_a_bias_that_tma_does_not_read_is_loaded():
+    """At an odd place, of four bytes, in rows of an odd length, of one query."""
+    q, k = torch.zeros(1, 2, 64, 64), torch.zeros(1, 2, 136, 64)
+    half = torch.zeros(2, 64, 137).half()
+    for bias, copied in ((half[..., :136], False), (half[..., :136].contiguous(), True),
+                         (torch.zeros(2, 64, 136), False), (torch.zeros(1, 136).half(), False),
+                         (torch.zeros(64 * 136 + 1).half()[1:].view(64, 136), False),
+                         (torch.zeros(136, 64).half().T, False),
+                         (half[..., :136].bfloat16().contiguous(), True)):  # fmt: skip
+        form = parts_of(Score(bias=bias), q, k).form
+        assert (launch_hopper.bias_window(form, 64, 136) is not None) == copied
+    assert launch_hopper.bias_window(parts_of(Score(relative=torch.zeros(2, 9)), q, k).form, 64, 136) is None
+
+
 def test_what_is_left_to_the_portable_kernels_is_named():
     q = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
     with on_the_cpu():
@@ -126,29 +178,77 @@ MUTATIONS = [
     planted("the number of a step is stored too late", "pairs alibi",
             "_lane(mem.steps.index(slot(c, plan)))", "_lane(mem.steps.index(slot(c + 1, plan)))"),
     planted("all heads have the slope of the first", "64 alibi",
-            "score.alibi + _word(mem, turn, HEAD, plan)", "score.alibi + 0"),
+            "score.alibi + head", "score.alibi + 0 * head", hopper_scores),
     planted("all heads have the sink of the first", "64 sinks",
-            "score.sinks + _word(mem, turn, HEAD, plan)", "score.sinks + 0"),
+            "score.sinks + head", "score.sinks + 0 * head"),
     planted("a sink larger than all scores", "64 sinks",
             "            shift = gl.maximum(shift, sink)\n", "            shift = shift - 0 * sink\n"),
     planted("a sink does not count", "64 sinks", "row_sums += gl.exp2(sink", "row_sums += 0 * gl.exp2(sink"),
-    planted("a slope that is not flipped", "128 alibi", "slope = -slope\n", "slope = slope\n"),
+    planted("a slope that is not flipped", "128 alibi", "slope = -slope\n", "slope = slope\n",
+            hopper_scores),
     planted("the place is that of the first row of all", "64 alibi",
-            "place = row + score.place", "place = score.place"),
+            "place = row + score.place", "place = score.place", hopper_scores),
     planted("keys after a query count as those before", "pairs alibi",
+            "2 * slope * gl.minimum(distance, 0.0)", "0 * slope * distance", hopper_scores),
+    planted("and so in the backward pass", "pairs alibi",
             "gl.maximum(distance, -distance)", "distance", hopper_scores),
-    planted("a bias of the first head", "64 capped_bias", "h * score.bias_h", "0 * h"),
-    planted("a bias of the first batch element", "bfloat16 batch", "b * score.bias_b", "0 * b"),
-    planted("a bias that is not flipped", "128 bias", "unit = -unit\n", "unit = unit\n"),
-    planted("a bias of the first rows", "pairs relative", "gl.minimum(row + gl", "gl.minimum(0 * row + gl"),
+    planted("rows and keys never meet", "both_sides alibi", "(place > -63) & (place < N - 1)",
+            "(place > -63) & (place < 0)", hopper_scores),
+    planted("keys far behind a query count as those before", "both_sides alibi",
+            "gl.where(place > -63, slope, -slope)", "gl.where(place > -630, slope, -slope)", hopper_scores),
+    planted("a key behind all rows, or not", "both_sides,_128 alibi",
+            "gl.where(place > -63, slope, -slope)", "gl.where(place >= 0, slope, -slope)", hopper_scores),
+    planted("all threads of a row have the first keys", "64 alibi", "pair = 2 * gl", "pair = 0 * gl",
+            hopper_scores),
+    planted("what is left of the distance is not in the maximum", "both_sides steep", "of_threads + rest, 1",
+            "of_threads + 0 * rest, 1", hopper_scores),
+    planted("nor in the exponents", "64 alibi", "[:, None] - rest * qk_scale", "[:, None] - 0 * rest",
+            hopper_scores),
+    planted("what is left of the distance is not flipped", "128 alibi", "rest = -rest", "rest = 1 * rest",
+            hopper_scores),
+    planted("a bias of the first head", "64 capped_bias", "head.to(gl.int64) * score.bias_h",
+            "0 * head", hopper_scores),
+    planted("a bias of the first batch element", "bfloat16 batch",
+            "batch.to(gl.int64) * score.bias_b", "0 * batch", hopper_scores),
+    planted("a bias that is not flipped", "128 bias", "unit = -unit\n", "unit = unit\n", hopper_scores),
+    planted("a bias of the first rows", "pairs relative", "gl.minimum(row + gl", "gl.minimum(0 * row + gl",
+            hopper_scores),
     planted("a bias of the first keys", "pairs relative", "bias_ptr += first_key * plan.bias_n",
             "bias_ptr += 0 * first_key", hopper_scores),
     planted("a bias of keys that there are not", "128 bias", "mask=o_n < keys", "mask=o_n <= keys",
             hopper_scores),
-    planted("a bias of queries that there are not", "64 queries", ", work.S_q - 1)", ", work.S_q + 1000)"),
+    planted("a bias of queries that there are not", "64 queries", ", S_q - 1)", ", S_q + 1000)",
+            hopper_scores),
     planted("a row that sees nothing for its bias", "128 bias",
-            "softmax.weights(s, shift, qk_scale, plan.hides)\n        sums = softmax.row_sum",
-            "softmax.weights(s, shift, qk_scale, False)\n        sums = softmax.row_sum"),
+            "return softmax.weights(s, shift, qk_scale, plan.hides)",
+            "return softmax.weights(s, shift, qk_scale, False)", hopper_scores),
+    planted("a row that sees nothing under ALiBi", "nothing alibi",
+            "exponentials(s, rest, shift, qk_scale, plan.hides)",
+            "exponentials(s, rest, shift, qk_scale, False)", hopper_scores),
+    *(planted(*bug) for bug in (
+        ("a copied bias is not waited for", "copied bias",
+         "        mbarrier.wait(mem.bias_full.index(WG), c & 1)\n", ""),
+        ("the parity of a copied bias stays", "copied bias", "mem.bias_full.index(WG), c & 1",
+         "mem.bias_full.index(WG), 0 * c"),
+        ("a copied bias is not given back", "copied bias",
+         '        named_barrier("arrive", BIAS_FREE + WG, 160)\n', ""),
+        ("a copied bias is given back without a fence", "copied bias",
+         "fence_async_shared()  # between the load and the copy that", "pass  #"),
+        ("a bias is copied without asking", "copied bias",
+         '            if c > 0:\n                named_barrier("sync", BIAS_FREE + w, 160)\n', ""),
+        ("both consumers have one's bias", "copied bias", "tile.row + w * 64, step", "tile.row, step"),
+        ("a bias of the first keys, copied", "copied bias", "step * plan.block_n]", "0 * step]"),
+        ("a bias of the first head, copied", "copied bias", "tile.i_h if plan.bias_heads else 0", "0"),
+        ("a bias of the first batch element, copied", "copied,_bfloat16 each",
+         "tile.i_b if plan.bias_batches else 0", "0"),
+        ("a shared bias of each head", "copied,_bfloat16 shared", "tile.i_h if plan.bias_heads else 0",
+         "tile.i_h"),
+        ("a tile begins with the bias of the one before", "copied bias", "mem, c, next_tile, first, plan)",
+         "mem, c, tile, first, plan)"),
+        ("a step has the bias of the one before", "copied bias",
+         "_copy_bias(desc_bias, mem, c + i, tile, step, plan)",
+         "_copy_bias(desc_bias, mem, c + i, tile, before, plan)"),
+    )),
     *(planted(*bug, hopper_backward_kernel) for bug in (
         ("dQ and dK do not know the cap", "64 all", "derivative = 1.0 - s * s", "derivative = 1.0 - 0 * s"),
         ("dV knows the cap's derivative", "128 all", "p_half = gl.convert_layout(p.to(",
@@ -174,7 +274,8 @@ def test_a_planted_bug_is_found(mutation):
     mutants = mutate(mutation)
     for order, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]:
         try:
-            check(*mutation.caught_by.split(), order, seed, mutants=mutants)
+            call, score = mutation.caught_by.split()
+            check(call.replace("_", " "), score, order, seed, mutants=mutants)
         except (Race, Deadlock, AssertionError, OverflowError, IndexError) as found:
             assert re.match(mutation.verdict, f"{type(found).__name__}: {found}")
             return
