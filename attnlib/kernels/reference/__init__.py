@@ -4,7 +4,7 @@ import torch
 
 from attnlib.kernels.common.descriptors import output_like
 from attnlib.kernels.reference.dense import attention_fp64, attention_varlen_fp64, sequences
-from attnlib.params import MaskWindow, Params
+from attnlib.params import Existing, MaskWindow, Params
 
 FITS = "runs every call"
 
@@ -26,12 +26,25 @@ def prepare(call, backward: bool = False) -> None:
 
 
 def forward(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out in the dtype of q, LSE in float32)."""
+    """(out in the dtype of q, LSE in float32), or those of `params.into`."""
     if params.varlen is None:
         out, lse = attention_fp64(q, k, v, **_options(params))
     else:
         out, lse = attention_varlen_fp64(q, k, v, *params.varlen[:2], **_options(params))
+    if params.into is not None:
+        return _merged(params.into, out, lse)
     return output_like(q, v).copy_(out), lse.float()
+
+
+def _merged(into: Existing, out: torch.Tensor, lse: torch.Tensor) -> Existing:
+    """Into an existing result, in place, what is in fp64. A row whose weight is 0 is left out, whatever it is."""
+    before = into.lse.double()
+    total = torch.logaddexp(before, lse)
+    top = total.masked_fill(total == -torch.inf, 0)
+    old, new = (torch.exp(x - top)[..., None] for x in (before, lse))
+    into.out.copy_(torch.where(old == 0, 0, old * into.out.double()) + torch.where(new == 0, 0, new * out))
+    into.lse.copy_(total)
+    return into
 
 
 def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, ...]:
