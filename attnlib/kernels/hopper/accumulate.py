@@ -80,11 +80,11 @@ def _merge_columns(into, out, o, old, row, S_q, START: gl.constexpr, plan: gl.co
         layout: gl.constexpr = o.type.layout
         o_m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
         o_d = START + gl.arange(0, N, layout=gl.SliceLayout(0, layout))  # [N]
-        rows = out + o_m.to(gl.int64) * into.out_m * 8
+        rows = o_m.to(gl.int64) * into.out_m * 8  # [64]
         old = gl.convert_layout(old, gl.SliceLayout(1, layout))
         # The compiler reads two columns at once only where it knows a mask to be equal for both: so no
         # comparison in two dimensions.
         in_d = (o_d < plan.accumulate)[None, :]  # [1, N]
-        pointers = rows[:, None] + o_d[None, :]
+        pointers = out + (rows[:, None] + o_d[None, :])  # [64, N]
         before = gl.load(pointers, mask=((o_m < S_q) & (old > 0.0))[:, None] & in_d, other=0.0)
         gl.store(pointers, o + old[:, None] * before.to(gl.float32), mask=(o_m < S_q)[:, None] & in_d)

@@ -91,7 +91,8 @@ from attnlib.kernels.common import softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
-from attnlib.kernels.hopper import accumulate, column_parts
+from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.accumulate import Existing, load_lse, merge_lse, merge_output
 from attnlib.kernels.hopper.column_parts import as_parts, nbytes
 from attnlib.kernels.hopper.e4m3 import (
     OFFSET,
@@ -470,8 +471,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         if plan.accumulate:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
             here = shift + gl.log2(row_sums)  # -inf in a row with nothing to attend to
-            before = accumulate.load_lse(out, at, o_m, seq.S_q)
-            old, new = accumulate.merge_lse(out, at, o_m, seq.S_q, before, here)
+            old, new = merge_lse(out, at, o_m, seq.S_q, load_lse(out, at, o_m, seq.S_q), here)
         acc = as_parts(warpgroup_mma_wait(0, deps=o_token), len(o_token))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
@@ -496,7 +496,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             if plan.late_mean:
                 o = (with_mean(o[0], _mean(mem, turn, work, plan), row_sums),)
             if plan.accumulate:
-                accumulate.merge_output(out, o, old, at, row, seq.S_q, plan)
+                merge_output(out, o, old, at, row, seq.S_q, plan)
             else:
                 column_parts.store_output(out, o, mem, at, row, WG, plan)
     tma.store_wait(0)
@@ -544,7 +544,7 @@ def attention_forward_hopper(
     desc_k = column_parts.together(desc_k, desc_k_right)
     desc_v = column_parts.together(desc_v, desc_v_right)
     if plan.accumulate:
-        out = accumulate.Existing(into_ptr, into_lse_ptr, into_b, into_h, into_m, into_lse_b, into_lse_h)
+        out = Existing(into_ptr, into_lse_ptr, into_b, into_h, into_m, into_lse_b, into_lse_h)
     else:
         out = column_parts.together(desc_o, desc_o_right)
     k_full = barriers(plan.pipeline.stages, 1)
