@@ -4,7 +4,8 @@ import torch
 
 from attnlib.kernels.common.descriptors import output_like
 from attnlib.kernels.reference.dense import attention_fp64, attention_varlen_fp64, sequences
-from attnlib.params import Existing, MaskWindow, Params
+from attnlib.kernels.reference.merge import merge_into
+from attnlib.params import MaskWindow, Params
 
 FITS = "runs every call"
 
@@ -32,19 +33,8 @@ def forward(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         out, lse = attention_varlen_fp64(q, k, v, *params.varlen[:2], **_options(params))
     if params.into is not None:
-        return _merged(params.into, out, lse)
+        return merge_into(params.into, out, lse)
     return output_like(q, v).copy_(out), lse.float()
-
-
-def _merged(into: Existing, out: torch.Tensor, lse: torch.Tensor) -> Existing:
-    """Into an existing result, in place, what is in fp64. A row whose weight is 0 is left out, whatever it is."""
-    before = into.lse.double()
-    total = torch.logaddexp(before, lse)
-    top = total.masked_fill(total == -torch.inf, 0)
-    old, new = (torch.exp(x - top)[..., None] for x in (before, lse))
-    into.out.copy_(torch.where(old == 0, 0, old * into.out.double()) + torch.where(new == 0, 0, new * out))
-    into.lse.copy_(total)
-    return into
 
 
 def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, ...]:
