@@ -5,6 +5,7 @@ import torch
 from attnlib.arguments.common import check_forms
 from attnlib.params import UNIT, Existing, Params
 
+
 def check_existing(q: torch.Tensor, v: torch.Tensor, into: Existing, params: Params) -> None:
     """TypeError or ValueError unless attention of q to keys with the values v can be merged into it."""
     if params.varlen is not None or params.block_mask is not None:
@@ -25,8 +26,9 @@ def check_existing(q: torch.Tensor, v: torch.Tensor, into: Existing, params: Par
             raise ValueError(f"into.{name}: expected shape {shape}, got {tuple(tensor.shape)}")
     if out.data_ptr() % 16 or not _apart(out, UNIT):
         raise ValueError(
-            f"into.out: expected the last dimension contiguous, other strides positive multiples of {UNIT} and "
-            f"an address of 16 bytes, got strides {tuple(out.stride())} and address {out.data_ptr() % 16} mod 16"
+            f"into.out: expected the last dimension contiguous, other strides positive multiples of {UNIT} "
+            f"and an address of 16 bytes, got strides {tuple(out.stride())} and address "
+            f"{out.data_ptr() % 16} mod 16"
         )
     if not _apart(lse, 1):
         raise ValueError(

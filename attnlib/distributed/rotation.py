@@ -3,8 +3,8 @@ round by round as they come.
 
 The heads are computed in two groups, so that there is work of the rank's own at both ends: own keys, first
 heads, while keys come | keys of others, all heads | own keys, the other heads, which if causal end with short
-tiles. In the forward pass each group has a stream; in the backward pass own keys have one and keys of others the
-other one, and the gradients of keys go back under the last of the three.
+tiles. In the forward pass each group has a stream; in the backward pass own keys have one and keys of others
+the other one, and the gradients of keys go back under the last of the three.
 """
 
 from typing import NamedTuple
@@ -109,8 +109,8 @@ class _Heads:
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, LSE) of a rank's rows. q (B, H, S, D); k, v (B, Hkv, S, D).
 
-    Each call merges its result into that of the calls before, so those of one head follow each other. The first
-    heads begin with own keys, while keys come, the others end with them.
+    Each call merges its result into that of the calls before, so those of one head follow each other. The
+    first heads begin with own keys, while keys come, the others end with them.
     """
     plan = job.rounds(q)
     keys = KeyBuffers(job, plan, k, v)

@@ -1,5 +1,5 @@
-"""The streams of a rank: two that compute, so that one fills the multiprocessors that the other leaves idle at
-the end of a kernel, and one on which transfers wait for both."""
+"""The streams of a rank: two that compute, so that one fills the multiprocessors that the other leaves idle
+at the end of a kernel, and one on which transfers wait for both."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -23,8 +23,8 @@ class Streams:
         return torch.cuda.stream(self._side) if self._side else nullcontext()
 
     def transfers(self) -> AbstractContextManager:
-        """Transfers that are started in it wait for what is on the stream of transfers, which computes nothing,
-        instead of for what is on another one."""
+        """Transfers that are started in it wait for what is on the stream of transfers, which computes
+        nothing, instead of for what is on another one."""
         return torch.cuda.stream(self._transfers) if self._transfers else nullcontext()
 
     def mark(self) -> torch.cuda.Event | None:
@@ -45,6 +45,6 @@ class Streams:
 
 @cache
 def _others_of(device: int, main: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Two for each stream of a caller: what is allocated on the first is then used by it and the caller's alone,
-    and each call begins with a wait of one for the other."""
+    """Two for each stream of a caller: what is allocated on the first is then used by it and the caller's
+    alone, and each call begins with a wait of one for the other."""
     return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)

@@ -1,5 +1,5 @@
-"""Attention to keys in parts, each merged into the result of those before: `dispatch.accumulate` judged by fp64
-attention to all keys."""
+"""Attention to keys in parts, each merged into the result of those before: `dispatch.accumulate` judged by
+fp64 attention to all keys."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Parts:
     backwards: bool = False
 
     def rows_and_window(self, begin: int, end: int) -> tuple[int, MaskWindow] | None:
-        """The rows 0 .. that a call over these keys has, and its window: positions shift, and what lies beyond
-        a left bound sees none of them."""
+        """How many rows a call over these keys has, from the first one on, and its window: positions shift,
+        and rows beyond a left bound see none of them. None: no row does."""
         S_k, (left, right) = self.cuts[-1], self.window
         rows = self.S_q if left is None else min(self.S_q, end + left + self.S_q - S_k)
         shift = rows + S_k - self.S_q - end

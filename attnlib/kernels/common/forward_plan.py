@@ -23,8 +23,8 @@ def pointers_of_result(into: ExistingForm | None) -> dict[str, Part]:
 
 
 def numbers_of_result(into: ExistingForm | None) -> dict[str, int | None]:
-    """The strides of an existing result, those of the output in units of UNIT elements; None for parameters of
-    which this call has none."""
+    """The strides of an existing result, those of the output in units of UNIT elements; None for parameters
+    of which this call has none."""
     if into is None:
         return dict.fromkeys("into_ptr into_lse_ptr into_b into_h into_m into_lse_b into_lse_h".split())
     found = {f"into_{axis}": stride // UNIT for axis, stride in zip("bhm", into.out, strict=False)}
@@ -43,8 +43,8 @@ class ForwardPlan(NamedTuple):
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse), those of `params.into` if there are any; lse is None unless it was asked for. The current
-        device is that of the tensors."""
+        """(out, lse), those of `params.into` if there are any; lse is None unless it was asked for. The
+        current device is that of the tensors."""
         out, lse = params.into or (self.out.like(q), lse_for(q, params))
         cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
         drawn = counter(q.get_device()) if self.counted else None

@@ -44,8 +44,8 @@ def load_lse(into, at, o_m, S_q):
 
 @gluon.jit
 def merge_lse(into, at, o_m, S_q, before, here):
-    """Store the LSE over both sets of keys, `before` and `here` in units of log2; returns the weights of both,
-    which add up to 1, or 0 where there is no key. [64]"""
+    """Store the LSE over both sets of keys, `before` and `here` in units of log2; returns the weights of
+    both, which add up to 1, or 0 where there is no key. [64]"""
     top = gl.maximum(before, here)
     top = gl.where(top == float("-inf"), 0.0, top)
     old, new = gl.exp2(before - top), gl.exp2(here - top)

@@ -106,8 +106,8 @@ def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at, first
 
 @triton.jit
 def _merge_lse(lse_ptr, o_m, S_q, b_here):
-    """Merge the LSE of these keys [BLOCK_M] into the existing one; returns the weights of the existing output and
-    of this one, which add up to 1, or 0 where there is no key."""
+    """Merge the LSE of these keys [BLOCK_M] into the existing one; returns the weights of the existing output
+    and of this one, which add up to 1, or 0 where there is no key."""
     b_before = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
     b_max = tl.maximum(b_before, b_here)
     b_max = tl.where(b_max == float("-inf"), 0.0, b_max)  # no key at all: both weights are 0, not NaN
@@ -120,11 +120,11 @@ def _merge_lse(lse_ptr, o_m, S_q, b_here):
 
 @triton.jit
 def _merge_output(o_ptr, stride_m, o_m, S_q, b_old, b_o, COLUMNS: tl.constexpr):
-    """Add the existing output to this one [BLOCK_M, BLOCK_D], which is weighted, in place. What has weight 0 is
-    not read, whatever lies there."""
+    """Add the existing output to this one [BLOCK_M, BLOCK_D], which is weighted, in place. What has weight 0
+    is not read, whatever lies there."""
     o_d = tl.arange(0, b_o.shape[1])  # [BLOCK_D]
     pointers = (o_ptr + o_m.to(tl.int64) * (stride_m * 8))[:, None] + o_d[None, :]
-    # No comparison in two dimensions: a mask that is equal for neighbors is one that the compiler knows to be.
+    # No comparison in two dimensions, which the compiler would not know to be equal for neighbors.
     in_d = (o_d < COLUMNS)[None, :]
     b_before = tl.load(pointers, mask=((o_m < S_q) & (b_old > 0.0))[:, None] & in_d, other=0.0)
     tl.store(pointers, b_o + b_old[:, None] * b_before.to(tl.float32), mask=(o_m < S_q)[:, None] & in_d)

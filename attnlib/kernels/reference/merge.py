@@ -6,8 +6,8 @@ from attnlib.params import Existing
 
 
 def merge_into(into: Existing, out: torch.Tensor, lse: torch.Tensor) -> Existing:
-    """Write to `into` attention to its keys and to those of (out, LSE), both in fp64. What a part has where its
-    LSE is -inf does not count. Returns `into`."""
+    """Write to `into` attention to its keys and to those of (out, LSE), both in fp64. What a part has where
+    its LSE is -inf does not count. Returns `into`."""
     before = into.lse.double()
     total = torch.logaddexp(before, lse)
     finite = total.masked_fill(total == -torch.inf, 0)

@@ -1,5 +1,5 @@
-"""The Hopper forward kernel merges its result into an existing one, in the emulator; and bugs planted there are
-noticed."""
+"""The Hopper forward kernel merges its result into an existing one, in the emulator; and bugs planted there
+are noticed."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def bug(name: str, right: str, wrong: str, caught_by: str, verdict: str, module=
 MUTATIONS = [
     bug("no maximum is subtracted", "top = gl.maximum(before, here)", "top = gl.maximum(before, here) * 0.0",
         "large scores", NOT_FINITE),
-    bug("the smaller LSE is subtracted", "gl.maximum(before, here)", "gl.minimum(before, here)", "large scores",
-        NOT_FINITE),
+    bug("the smaller LSE is subtracted", "gl.maximum(before, here)", "gl.minimum(before, here)",
+        "large scores", NOT_FINITE),
     bug("-inf is subtracted from -inf", 'top = gl.where(top == float("-inf"), 0.0, top)', "top = top + 0.0",
         "rows without keys", NOT_FINITE),
     bug("the sign of an exponent", "gl.exp2(before - top)", "gl.exp2(top - before)", "two parts", NOT_FINITE),
     bug("0 / 0 in a row without keys", "1.0 / gl.where(total == 0.0, 1.0, total)", "1.0 / total",
         "rows without keys", NOT_FINITE),
-    bug("weights do not add up to 1", "return old * inverse, new", "return old, new", "two parts", WRONG_OUTPUT),
+    bug("weights do not add up to 1", "return old * inverse, new", "return old, new", "two parts",
+        WRONG_OUTPUT),
     bug("the LSE without its maximum", "(top + gl.log2(total)) * LN2", "gl.log2(total) * LN2", "one of one",
         WRONG_LSE),
     bug("an LSE in the wrong units", 'other=float("-inf")) * LOG2_E', 'other=float("-inf"))', "two parts",
