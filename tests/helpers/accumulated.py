@@ -67,18 +67,19 @@ CASES = {
 }
 
 
-def check(case: Parts, impl: str) -> None:
+def check(case: Parts, impl: str, device: str = "cpu") -> None:
     """AssertionError if the result is not attention to all keys, or memory beside it has changed."""
     torch.manual_seed(0)
     S_k = case.cuts[-1]
     q, k, v = (
-        torch.randn(case.B, heads, rows, case.D).to(case.dtype)
+        torch.randn(case.B, heads, rows, case.D).to(device, case.dtype)
         for heads, rows in ((case.H, case.S_q), (case.H_kv, S_k), (case.H_kv, S_k))
     )
     scale = case.D**-0.5 if case.sm_scale is None else case.sm_scale
     # A slice of the rows, in memory as (B, S, H, D), and of the heads; nothing there is a number yet.
-    outs = torch.full((case.B, case.S_q + 2 * PAD, case.H + 1, case.D), torch.nan, dtype=case.out)
-    lses = torch.full((case.B, case.H + 1, case.S_q + 2 * PAD), -torch.inf)
+    padded = case.S_q + 2 * PAD
+    outs = torch.full((case.B, padded, case.H + 1, case.D), torch.nan, dtype=case.out, device=device)
+    lses = torch.full((case.B, case.H + 1, padded), -torch.inf, device=device)
     rows = slice(PAD, PAD + case.S_q)
     into = Existing(outs.transpose(1, 2)[:, 1:, rows], lses[:, 1:, rows])
     parts = list(zip(case.cuts, case.cuts[1:], strict=False))
