@@ -30,7 +30,8 @@ def varlen():
 
 
 MISTAKES = {
-    "varlen": (existing(), varlen(), ValueError, "into: expected None beside varlen sequences, got an existing "
+    "varlen": (existing(), varlen(), ValueError,
+               "into: expected None beside varlen sequences, got an existing "
                "result"),
     "mask": (existing(), PARAMS._replace(block_mask=object()), ValueError,
              "into: expected None beside a block mask, got an existing result"),
