@@ -50,8 +50,9 @@ def attention(
     shapes and options, and to go backward through it if one does.
 
     A rank computes attention to its own keys while those of others come, then to those. Each call merges its
-    result into that of the calls before, in the kernel, by their LSE. The backward pass sends keys and values again, and gradients back to whose they are.
-    Rows lie so that all ranks have the same to do: see `positions`.
+    result into that of the calls before, in the kernel, by their LSE. The backward pass sends keys and values
+    again, and gradients back to whose they are. Rows lie so that all ranks have the same to do: see
+    `positions`.
 
     Args:
         q: (B, H, S / ranks, D), this rank's rows.

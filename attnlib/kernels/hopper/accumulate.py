@@ -43,16 +43,21 @@ def load_lse(into, at, o_m, S_q):
 
 
 @gluon.jit
-def merge_lse(into, at, o_m, S_q, before, here):
-    """Store the LSE over both sets of keys, `before` and `here` in units of log2; returns the weights of
-    both, which add up to 1, or 0 where there is no key. [64]"""
+def weigh(before, here):
+    """(weight of the existing output, that of this one, LSE over both), from LSEs in units of log2. The
+    weights add up to 1, or are 0 where there is no key. [64]"""
     top = gl.maximum(before, here)
     top = gl.where(top == float("-inf"), 0.0, top)
     old, new = gl.exp2(before - top), gl.exp2(here - top)
     total = old + new
-    gl.store(_lse(into, at) + o_m, (top + gl.log2(total)) * LN2, mask=o_m < S_q)
     inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
-    return old * inverse, new * inverse
+    return old * inverse, new * inverse, (top + gl.log2(total)) * LN2
+
+
+@gluon.jit
+def store_lse(into, at, o_m, S_q, lse):
+    """After a wait of the warpgroup: the four threads that share a row have all loaded what was there."""
+    gl.store(_lse(into, at) + o_m, lse, mask=o_m < S_q)
 
 
 @gluon.jit

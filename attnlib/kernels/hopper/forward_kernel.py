@@ -92,7 +92,7 @@ from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.accumulate import Existing, load_lse, merge_lse, merge_output
+from attnlib.kernels.hopper.accumulate import Existing, load_lse, merge_output, store_lse, weigh
 from attnlib.kernels.hopper.column_parts import as_parts, nbytes
 from attnlib.kernels.hopper.e4m3 import (
     OFFSET,
@@ -471,11 +471,13 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         if plan.accumulate:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
             here = shift + gl.log2(row_sums)  # -inf in a row with nothing to attend to
-            old, new = merge_lse(out, at, o_m, seq.S_q, load_lse(out, at, o_m, seq.S_q), here)
+            old, new, lse = weigh(load_lse(out, at, o_m, seq.S_q), here)
         acc = as_parts(warpgroup_mma_wait(0, deps=o_token), len(o_token))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
-        if plan.store_lse and not plan.accumulate:
+        if plan.accumulate:
+            store_lse(out, at, o_m, seq.S_q, lse)
+        elif plan.store_lse:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
             lse = (shift + gl.log2(row_sums)) * LN2
             lse = gl.where(empty, float("-inf"), lse)

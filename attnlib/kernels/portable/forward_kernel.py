@@ -113,6 +113,7 @@ def _merge_lse(lse_ptr, o_m, S_q, b_here):
     b_max = tl.where(b_max == float("-inf"), 0.0, b_max)  # no key at all: both weights are 0, not NaN
     b_old, b_new = tl.exp(b_before - b_max), tl.exp(b_here - b_max)
     b_sum = b_old + b_new
+    tl.debug_barrier()  # several threads may have loaded a row, of which one stores
     tl.store(lse_ptr + o_m, b_max + tl.log(b_sum), mask=o_m < S_q)
     b_inverse = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)
     return b_old * b_inverse, b_new * b_inverse

@@ -54,7 +54,7 @@ MUTATIONS = [
         "before.to(gl.float32), mask=(o_m < S_q + 1)[:, None]", "two parts", BESIDE),
     bug("columns beyond the last", "(o_d < plan.accumulate)", "(o_d < plan.accumulate + 1)", "narrow",
         f"{NOT_FINITE}|{WRONG_OUTPUT}|{BESIDE}"),
-    bug("an LSE beyond the last row", "LN2, mask=o_m < S_q", "LN2, mask=o_m <= S_q", "two parts",
+    bug("an LSE beyond the last row", "lse, mask=o_m < S_q", "lse, mask=o_m <= S_q", "two parts",
         f"{BESIDE}|{WRONG_LSE}"),
     bug("the other half of the columns", "START + N // 2, plan", "START, plan", "256", NOT_FINITE),
     bug("the second part of the columns", "o[i], old, row, S_q, plan.d, plan", "o[i], old, row, S_q, 0, plan",
