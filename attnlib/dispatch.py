@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from attnlib.arguments.existing import check_existing
 from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import BSFA, DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS, MASKED
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.bsfa import grid_of
 from attnlib.kernels.common.descriptors import output_like
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
-from attnlib.params import BsfaParams, DecodeParams, EntmaxParams, Implementation, MaskWindow, Params
+from attnlib.params import (
+    BsfaParams,
+    DecodeParams,
+    EntmaxParams,
+    Existing,
+    Implementation,
+    MaskWindow,
+    Params,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,19 @@ def forward(
             lse = params.score.sinks[:, None].expand(q.shape[:3]).clone()
         return output_like(q, v).zero_(), lse
     return road.family.forward(q, k, v, road.resolved(params))
+
+
+def accumulate(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, into: Existing, params: Params
+) -> None:
+    """Merge attention to these keys into the result of others, in place: afterwards `into` is attention to
+    both. A row without a key in either has output 0 and LSE -inf. TypeError, ValueError: see
+    `arguments.existing`."""
+    check_existing(q, v, into, params)
+    if nothing_to_do(q, k):
+        into.out.masked_fill_((into.lse == -math.inf)[..., None], 0)
+        return
+    forward(q, k, v, params._replace(return_lse=True, into=into))
 
 
 def decode(
@@ -243,11 +265,11 @@ class _Road:
         if call is not None:  # another thread may do the same meanwhile; the results are equal
             self.plan = self.family.prepare(call, self.backward)
             self._call = None
-        _, sm_scale, varlen, return_lse, deterministic, impl, _, _, mask, score = params
+        _, sm_scale, varlen, return_lse, deterministic, impl, _, _, mask, score, into = params
         choice = self.choice
         return Params(
             choice.window, sm_scale, varlen, return_lse, deterministic, impl, choice.configuration, self.plan,
-            mask, score,
+            mask, score, into,
         )  # fmt: skip
 
 

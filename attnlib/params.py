@@ -121,6 +121,34 @@ def default_block(tokens: int) -> int:
     return 1 << (max(1, math.isqrt(tokens)).bit_length() - 1)
 
 
+UNIT = 8
+"""Strides of an existing output are multiples of so many elements, as all are where the head dimension is
+one: rows are read and written 8 or 16 bytes at a time."""
+
+
+class Existing(NamedTuple):
+    """Attention to other keys, into which a call merges its own, in place.
+
+    out: (B, H, Sq, D) in the dtype of q or float32. lse: (B, H, Sq) float32, -inf in a row that has seen no
+    key so far, whatever `out` has there. Both may be slices: see `arguments.existing`.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def form(self) -> "ExistingForm":
+        return ExistingForm(self.out.stride(), self.lse.stride(), self.out.dtype)
+
+
+class ExistingForm(NamedTuple):
+    """What launches depend on of an `Existing`: strides, and the dtype of the output."""
+
+    out: tuple[int, ...]
+    lse: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Params(NamedTuple):
     """What a call asks for besides its tensors.
 
@@ -138,6 +166,7 @@ class Params(NamedTuple):
             With a mask the window is in the mask (`BlockMask.within`), and is empty here.
         score: what becomes of scores, an `attnlib.scores.ScoreParts`; None for nothing. A call with one has a
             block mask, too.
+        into: the `Existing` result that the call is merged into; None for a result of its own.
     """
 
     window: MaskWindow
@@ -150,6 +179,7 @@ class Params(NamedTuple):
     plan: Any = None
     block_mask: Any = None
     score: Any = None
+    into: Existing | None = None
 
 
 class EntmaxParams(NamedTuple):

@@ -96,7 +96,8 @@ def _rotated(
     keys = 2 * call.bytes_of(rows, kv_heads)
     step = 0.75 * keys / cluster.link(ranks * shares) / 1e9 * (2 if backward else 1)
     own, other = kernels / ranks, kernels / ranks  # zig-zag: a round is as much as what is one's own
-    # Two results in, one out, two bytes each; several rounds add to a float32 sum, in and out.
+    # Two results in, one out, two bytes each; several rounds add to a float32 sum, in and out: as if a kernel
+    # of its own did it, as it did when chapter 42's predictions were made. In the epilogue it takes less.
     merged = (6 if ranks == 2 or at_once else 10) * call.bytes_of(rows, call.heads / shares) / 2
     merge = merged / cluster.memory / 1e9 * (1 if at_once else ranks - 1)
     if at_once:  # half of one's own covers the way there, the other half the way back

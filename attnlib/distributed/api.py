@@ -49,9 +49,10 @@ def attention(
     is that of one process up to rounding, and so are the gradients. Every rank has to call it, with equal
     shapes and options, and to go backward through it if one does.
 
-    A rank computes attention to its own keys while those of others come, then to those, and merges the
-    results by their LSE. The backward pass sends keys and values again, and gradients back to whose they are.
-    Rows lie so that all ranks have the same to do: see `positions`.
+    A rank computes attention to its own keys while those of others come, then to those. Each call merges its
+    result into that of the calls before, in the kernel, by their LSE. The backward pass sends keys and values
+    again, and gradients back to whose they are. Rows lie so that all ranks have the same to do: see
+    `positions`.
 
     Args:
         q: (B, H, S / ranks, D), this rank's rows.

@@ -1,70 +1,37 @@
-"""Results over parts of the heads, rows or keys, and how they become one."""
+"""Attention to some keys after others, and gradients over parts of the heads, rows or keys: how they become
+one."""
 
 from itertools import pairwise
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
-from attnlib.kernels import MERGERS
+from attnlib.kernels import ADDERS
+from attnlib.params import Existing
 
 
-class Result(NamedTuple):
-    """Attention to some keys: out (B, H, S, D), LSE (B, H, S) float32."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-
-    def part(self, heads: slice, rows: slice) -> "Result":
-        return Result(self.out[:, heads, rows], self.lse[:, heads, rows])
-
-
-Heads = list[tuple[slice, Result]]
-"""A rank's attention to its own keys, by groups of heads."""
-
-
-def merger(device: torch.device) -> ModuleType:
-    """What joins two parts of a result there."""
-    for family in MERGERS.values():
+def adder(device: torch.device) -> ModuleType:
+    """What adds two parts of a gradient there."""
+    for family in ADDERS.values():
         if family.unsupported(device) is None:
             return family
     raise AssertionError("the last family runs every call")
 
 
-class Remote:
-    """Attention to the keys of other ranks, for rows as they come: kept apart while each row comes once, else
-    merged into float32."""
-
-    def __init__(self, q: torch.Tensor, several: bool) -> None:
-        self.parts: list[tuple[range, Result]] = []
-        self._sum = None
-        if several:
-            lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-            self._sum = Result(torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse)
-            self.parts.append((range(q.shape[2]), self._sum))
-
-    def add(self, rows: range, result: Result) -> None:
-        if self._sum is None:
-            self.parts.append((rows, result))
-        else:
-            here = self._sum.part(slice(None), as_slice(rows))
-            merger(here.out.device).merge(here, result, here)
+def nothing_seen(q: torch.Tensor, several: bool) -> Existing:
+    """The result of q (B, H, S, D) before the first key: memory that nobody has written, and LSEs of -inf.
+    Laid out like q. several: a row may be merged into more than twice, which float32 is for; else it has q's
+    dtype."""
+    dtype = torch.float32 if several else q.dtype
+    out = torch.empty_like(q, dtype=dtype)
+    if out.stride(-1) != 1:
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    return Existing(out, torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device))
 
 
-def joined(q: torch.Tensor, own: Heads, remote: Remote) -> Result:
-    """Attention to all keys."""
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    whole, merge = Result(out, lse), merger(q.device).merge
-    for heads, result in own:
-        for rows, other, start in _covering(remote.parts, q.shape[2]):
-            here, mine = whole.part(heads, rows), result.part(slice(None), rows)
-            if other is None:
-                here.out.copy_(mine.out)
-                here.lse.copy_(mine.lse)
-            else:
-                merge(mine, other.part(heads, slice(None)), here, start)
-    return whole
+def part_of(result: Existing, heads: slice, rows: slice = slice(None)) -> Existing:
+    """These heads and rows of it."""
+    return Existing(result.out[:, heads, rows], result.lse[:, heads, rows])
 
 
 def summed(
@@ -77,7 +44,7 @@ def summed(
     float32."""
     apart = not overlap([rows for rows, _ in others])
     found = torch.empty_like(like) if apart else torch.empty_like(like, dtype=torch.float32)
-    add = merger(like.device).add
+    add = adder(like.device).add
     for heads, part in own:
         for rows, other, start in _covering(others if apart else [], like.shape[2]):
             here, mine = found[:, heads, rows], part[:, :, rows]

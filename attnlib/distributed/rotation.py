@@ -3,7 +3,8 @@ round by round as they come.
 
 The heads are computed in two groups, so that there is work of the rank's own at both ends: own keys, first
 heads, while keys come | keys of others, all heads | own keys, the other heads, which if causal end with short
-tiles. In the backward pass the gradients of keys go back under the last of these.
+tiles. In the forward pass each group has a stream; in the backward pass own keys have one and keys of others
+the other one, and the gradients of keys go back under the last of the three.
 """
 
 from typing import NamedTuple
@@ -12,10 +13,10 @@ import torch
 
 from attnlib import dispatch
 from attnlib.distributed.links import Links, Sent, Transfer
-from attnlib.distributed.pieces import Heads, Remote, Result, as_slice, joined, overlap, summed
-from attnlib.distributed.schedule import Method, Round, rounds
+from attnlib.distributed.pieces import as_slice, nothing_seen, overlap, part_of, summed
+from attnlib.distributed.schedule import Call, Method, Round, rounds
 from attnlib.distributed.streams import Streams
-from attnlib.params import Params
+from attnlib.params import Existing, Params
 
 ALL = slice(None)
 
@@ -71,46 +72,75 @@ class KeyBuffers:
         return unpacked(k), unpacked(v)
 
 
-def head_groups(q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
-    """Two groups of query heads with their key heads; one where there is one key head."""
+def head_groups(q: torch.Tensor, k: torch.Tensor, shared: bool = False) -> list[tuple[slice, slice]]:
+    """Two groups of query heads with their key heads. Of one key head: one, or if shared two that both have
+    it."""
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    if kv_heads == 1:
+    if kv_heads == 1 and (group == 1 or not shared):
         return [(ALL, ALL)]
     half = -(-kv_heads // 2)
+    if kv_heads == 1:
+        return [(slice(0, group // 2), ALL), (slice(group // 2, None), ALL)]
     return [(slice(0, half * group), slice(0, half)), (slice(half * group, None), slice(half, None))]
 
 
+class _Heads:
+    """A group of heads on a stream of its own: q and the result so far, into which calls merge theirs, one
+    after the other."""
+
+    def __init__(self, q: torch.Tensor, whole: Existing, group: tuple[slice, slice], params: Params) -> None:
+        heads, self.kv_heads = group
+        self.q, self.result, self.params = q[:, heads], part_of(whole, heads), params
+
+    def own(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Attention to the rank's own keys."""
+        kv = self.kv_heads
+        dispatch.accumulate(self.q, k[:, kv], v[:, kv], self.result, self.params)
+
+    def others(self, keys: tuple[torch.Tensor, torch.Tensor], calls: tuple[Call, ...]) -> None:
+        """Attention to the keys of a round."""
+        for rows, seen, window in calls:
+            here, part = as_slice(rows), as_slice(seen)
+            k, v = (x[:, self.kv_heads, part] for x in keys)
+            asked = self.params._replace(window=window)
+            dispatch.accumulate(self.q[:, :, here], k, v, part_of(self.result, ALL, here), asked)
+
+
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, LSE) of a rank's rows. q (B, H, S, D); k, v (B, Hkv, S, D)."""
-    params = job.params._replace(return_lse=True)
+    """(out, LSE) of a rank's rows. q (B, H, S, D); k, v (B, Hkv, S, D).
+
+    Each call merges its result into that of the calls before, so those of one head follow each other. The
+    first heads begin with own keys, while keys come, the others end with them.
+    """
     plan = job.rounds(q)
-    streams, keys = Streams(q.device), KeyBuffers(job, plan, k, v)
+    keys = KeyBuffers(job, plan, k, v)
+    whole = nothing_seen(q, overlap([call.rows for each in plan for call in each.calls]))
+    groups = [_Heads(q, whole, group, job.params) for group in head_groups(q, k, shared=True)]
+    first, last = groups[0], groups[-1] if len(groups) > 1 else None
+    streams = Streams(q.device)
     keys.start(0)
-
-    def own(heads: slice, kv_heads: slice) -> tuple[slice, Result]:
-        found = dispatch.forward(q[:, heads], k[:, kv_heads], v[:, kv_heads], params)
-        return heads, Result(*found)
-
-    first, *rest = head_groups(q, k)
-    results: Heads = [own(*first)]
-    mark = None
     with streams.side():
-        remote = Remote(q, overlap([call.rows for each in plan for call in each.calls]))
-        for i, each in enumerate(plan):
+        first.own(k, v)
+    used = []  # ends of the calls that read the buffers which are filled next
+    for i, each in enumerate(plan):
+        with streams.transfers():
+            found = keys.wait(i)
+            there = streams.mark()
             if i + 1 < len(plan):
+                streams.wait(*used)
                 keys.start(i + 1)
-            else:
-                mark = streams.mark()
-            b_k, b_v = keys.wait(i)
-            for rows, seen, window in each.calls:
-                part = as_slice(seen)
-                asked = params._replace(window=window)
-                found = dispatch.forward(q[:, :, as_slice(rows)], b_k[:, :, part], b_v[:, :, part], asked)
-                remote.add(rows, Result(*found))
-    streams.wait(mark)  # before the last round, whose idle multiprocessors these fill
-    results += [own(*group) for group in rest]
+        streams.wait(there)
+        if last:
+            last.others(found, each.calls)
+        used = [streams.mark()]
+        with streams.side():
+            streams.wait(there)
+            first.others(found, each.calls)
+            used.append(streams.mark())
+    if last:
+        last.own(k, v)
     streams.join()
-    return joined(q, results, remote)
+    return whole.out.to(q.dtype), whole.lse
 
 
 def backward(

@@ -11,10 +11,12 @@ A family of exact attention is a module with
     FITS                                      why it runs a call, if it is the first that can
 
 on valid arguments, none of them empty. `params` is an `attnlib.params.Params`, whose `config` is what
-`configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None.
+`configuration` gave or a caller's own, and whose `plan` is what `prepare` gave or None. `forward` merges its
+result into `params.into`, where there is one.
 """
 
 from attnlib.kernels import (
+    add,
     bsfa,
     decode,
     distr,
@@ -22,7 +24,6 @@ from attnlib.kernels import (
     fp8,
     hopper,
     lists,
-    merge,
     monarch,
     pool,
     portable,
@@ -34,12 +35,12 @@ from attnlib.kernels.hopper import fp8 as hopper_fp8
 from attnlib.kernels.hopper import narrow as hopper_narrow
 from attnlib.kernels.hopper import pooled as hopper_pooled
 from attnlib.kernels.portable import narrow as portable_narrow
+from attnlib.kernels.reference import add as reference_add
 from attnlib.kernels.reference import bsfa as reference_bsfa
 from attnlib.kernels.reference import decode as reference_decode
 from attnlib.kernels.reference import distr as reference_distr
 from attnlib.kernels.reference import entmax as reference_entmax
 from attnlib.kernels.reference import fp8 as reference_fp8
-from attnlib.kernels.reference import merge as reference_merge
 from attnlib.kernels.reference import monarch as reference_monarch
 from attnlib.kernels.reference import pool as reference_pool
 
@@ -125,11 +126,10 @@ DISTR = {"hopper": hopper_narrow, "triton": portable_narrow, "reference": refere
 """What multiplies them, in the order of preference: modules with unsupported(q) and forward(grouped, v,
 params). The reference takes what its own grouper gives."""
 
-MERGERS = {"triton": merge, "reference": reference_merge}
-"""What joins two parts of a result, in the order of preference: modules with
+ADDERS = {"triton": add, "reference": reference_add}
+"""What adds two parts of a gradient, in the order of preference: modules with
 
     unsupported(device)                       what they need and a device does not have; None if it has all
-    merge(first, second, result, start)       attention to disjoint sets of keys, each an (out, LSE)
-    add(first, second, result, start)         parts of a gradient
+    add(first, second, result, start)         result = first + second
 
 `second` has the rows from `start` on that it has; the others are those of `first`."""

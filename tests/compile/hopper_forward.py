@@ -17,6 +17,7 @@ OPTIONS = {  # of what a call asks -> the arguments that it has then
     "fp8 batch": tuple(f"{name}_b" for name in SCALES),
     "centered": ("v_mean", "v_mean_b"),
     "pooled": ("maxima",),
+    "into": ("into_ptr", "into_lse_ptr", "into_b", "into_h", "into_m", "into_lse_b", "into_lse_h"),
 }
 
 
@@ -25,10 +26,10 @@ def compile_forward(plan, descriptors: dict[str, str], options: set[str], max_re
     from attnlib.kernels.hopper.forward_kernel import attention_forward_hopper
 
     types = {"counter_ptr": "*i32", "qk_scale": "fp32", "lse_ptr": "*fp32", "cu_q": "*i32", "cu_k": "*i32"}
-    types["maxima"] = "*fp32"
+    types |= {"maxima": "*fp32", "into_lse_ptr": "*fp32"}
     types |= dict.fromkeys((*SCALES, "v_mean"), "*fp32") | descriptors
     absent = [name for option, names in OPTIONS.items() if option not in options for name in names]
     names = attention_forward_hopper.arg_names
     absent += [name for name in names if name.startswith("desc_") and name not in descriptors]
-    aligned = ("counter_ptr",)
+    aligned = ("counter_ptr", *(["into_ptr"] if "into" in options else []))
     return compile_kernel(attention_forward_hopper, plan, types, absent, aligned, max_registers)[0]

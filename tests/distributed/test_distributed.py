@@ -38,8 +38,30 @@ def test_equal_to_one_process(two):
             assert all(error <= EXACT for error in errors), (case, errors)
 
 
+def test_every_call_merges_into_the_result(two):
+    """No kernel but attention makes the output: own keys of two groups of heads, and the other rank's."""
+    for errors, counts in two.run(jobs.errors_and_roads, Case(True, None, "ring", impl=None)):
+        assert all(error <= 2 * EXACT for error in errors)
+        assert counts == {True: 4, False: 0}
+
+
+def test_three_ranks():
+    """Rows that are merged into more than twice, and buffers that are filled again."""
+    ranks = Ranks(3)
+    try:
+        cases = [
+            Case(True, None, "ring", rows=48, impl=None), Case(False, None, "ring", rows=51),
+            Case(False, (20, 3), "ring", rows=51, kv_heads=1), Case(True, None, "all_gather", rows=48),
+        ]  # fmt: skip
+        for found in ranks.run(jobs.many_errors, cases):
+            for case, errors in zip(cases, found, strict=True):
+                assert all(error <= 2 * EXACT for error in errors), (case, errors)
+    finally:
+        ranks.close()
+
+
 def test_equal_with_kernels(two):
-    """The same in Triton's interpreter, the merging kernel among them."""
+    """The same in Triton's interpreter."""
     for found in two.run(jobs.many_errors, WITH_KERNELS):
         for case, errors in zip(WITH_KERNELS, found, strict=True):
             assert all(error <= 2 * EXACT for error in errors), (case, errors)

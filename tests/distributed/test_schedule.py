@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnlib import dispatch
 from attnlib.distributed.layout import divisor, local_rows, parts_of
-from attnlib.distributed.pieces import Remote, Result, joined, summed
+from attnlib.distributed.pieces import nothing_seen, part_of, summed
 from attnlib.distributed.schedule import rounds
-from attnlib.kernels import MERGERS
+from attnlib.kernels import ADDERS
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import visible
-from attnlib.params import MaskWindow
+from attnlib.params import MaskWindow, Params
 
 WINDOWS = [MaskWindow(None, 0), MaskWindow(None, None), MaskWindow(3, 0), MaskWindow(11, 2),
            MaskWindow(25, None), MaskWindow(None, 5), MaskWindow(0, 0), MaskWindow(100, 100)]  # fmt: skip
@@ -72,37 +73,31 @@ def test_all_ranks_have_the_same_to_do(ranks):
     assert sizes <= {ROWS // 2, ROWS}, "more than half a rank's keys that nobody needs"
 
 
+@pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("several", [False, True])
-def test_merging_is_attention_to_all_keys(several, device):
-    """Keys in parts, one of them seen by nobody and one by some rows."""
+def test_merging_is_attention_to_all_keys(several, impl, device):
+    """Keys in parts: some rows have seen none before, some see none of the second part."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 20, 8, device=device) for _ in range(3))
-
-    def part(rows: range, keys: range, window=(-1, -1)) -> Result:
-        seen = [x[:, :, keys.start : keys.stop] for x in (k, v)]
-        out, lse = attention_fp64(q[:, :, rows.start : rows.stop], *seen, window=window)
-        return Result(out.float(), lse.float())
-
-    own = [(slice(0, 2), part(range(20), range(0, 5)).part(slice(0, 2), slice(None))),
-           (slice(2, 4), part(range(20), range(0, 5)).part(slice(2, 4), slice(None)))]  # fmt: skip
-    remote = Remote(q, several)
-    remote.add(range(8, 20), part(range(8, 20), range(5, 20)))
-    found = joined(q, own, remote)
-    for rows, keys in ((range(0, 8), range(0, 5)), (range(8, 20), range(0, 20))):
-        out, lse = part(rows, keys)
-        assert (found.out[:, :, rows.start : rows.stop] - out).abs().max() < 1e-6
-        assert (found.lse[:, :, rows.start : rows.stop] - lse).abs().max() < 1e-6
+    params = Params(MaskWindow(None, None), 0.3, impl=impl)
+    whole = nothing_seen(q, several)
+    for heads, rows, keys in (
+        (slice(0, 2), slice(0, 20), slice(0, 5)), (slice(0, 4), slice(8, 20), slice(5, 20)),
+        (slice(2, 4), slice(0, 20), slice(0, 5)),
+    ):  # fmt: skip
+        seen = (x[:, heads, keys] for x in (k, v))
+        dispatch.accumulate(q[:, heads, rows], *seen, part_of(whole, heads, rows), params)
+    for rows, keys in ((slice(0, 8), slice(0, 5)), (slice(8, 20), slice(0, 20))):
+        out, lse = attention_fp64(q[:, :, rows], k[:, :, keys], v[:, :, keys], sm_scale=0.3)
+        assert (whole.out[:, :, rows] - out).abs().max() < 1e-6
+        assert (whole.lse[:, :, rows] - lse).abs().max() < 1e-6
 
 
-def test_a_row_without_keys_stays_empty(device):
-    q = torch.randn(1, 2, 3, 8, device=device)
-    none = Result(torch.full_like(q, float("nan")), torch.full(q.shape[:3], -torch.inf, device=device))
-    some = Result(torch.ones_like(q), torch.zeros(q.shape[:3], device=device))
-    for first, second, out, lse in ((none, none, 0, -torch.inf), (none, some, 1, 0), (some, none, 1, 0)):
-        remote = Remote(q, False)
-        remote.add(range(3), second)
-        found = joined(q, [(slice(None), first)], remote)
-        assert bool((found.out == out).all()) and bool((found.lse == lse).all())
+def test_a_result_lies_like_q():
+    q = torch.empty(2, 20, 4, 8, dtype=torch.float16).transpose(1, 2)
+    assert nothing_seen(q, False).out.stride() == nothing_seen(q, True).out.stride() == q.stride()
+    assert [nothing_seen(q, several).out.dtype for several in (False, True)] == [q.dtype, torch.float32]
+    assert nothing_seen(torch.empty(2, 4, 8, 20).transpose(2, 3), False).out.stride() == (640, 160, 8, 1)
 
 
 def test_sums_of_gradients(device):
@@ -118,12 +113,12 @@ def test_sums_of_gradients(device):
     assert torch.equal(found, exact.bfloat16()) and found.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("family", MERGERS)
+@pytest.mark.parametrize("family", ADDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_some_rows(family, dtype, device):
     sizes = [(2, rows, 3, 24) for rows in (20, 7, 20)]
     first, second, result = (torch.randn(n, device=device).to(dtype).transpose(1, 2) for n in sizes)
-    MERGERS[family].add(first, second, result, 9)
+    ADDERS[family].add(first, second, result, 9)
     expected = first.clone()
     expected[:, :, 9:16] += second
     assert torch.equal(result, expected)

@@ -108,6 +108,15 @@ class PooledCall(NamedTuple):
     impl: str = "pooled"
 
 
+class AccumulateCall(NamedTuple):
+    """Keys in two parts, the second merged into the result of the first. out: its dtype."""
+
+    head_dim: int
+    causal: bool
+    out: str
+    impl: str
+
+
 class BsfaCall(NamedTuple):
     """Queries and keys of different lengths, some blocks kept. turns: votes and turns, as in
     `HopperBsfaConfig`; None for the usual configuration."""
@@ -127,7 +136,9 @@ class ScoredCall(NamedTuple):
     impl: str = "hopper"
 
 
-def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | PooledCall | ScoredCall]:
+def calls() -> Iterator[
+    Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | PooledCall | ScoredCall | AccumulateCall
+]:
     """Whole blocks, tails, shifted diagonals, grouped heads, windows, varlen sequences; caches, pages."""
     from attnlib.bench.shapes import Shape
 
@@ -186,6 +197,9 @@ def calls() -> Iterator[Call | DecodeCall | Fp8Call | EntmaxCall | BsfaCall | Po
         yield BsfaCall(head_dim, True, 150, "hopper", turns)
     for head_dim, score in product((64, 128), ("ALiBi", "bias")):
         yield ScoredCall(head_dim, score)
+    for head_dim, impl in product((64, 80, 128, 256), ("hopper", "triton")):
+        yield AccumulateCall(head_dim, True, "float32", impl)
+        yield AccumulateCall(head_dim, False, "float16", impl)
 
 
 def run_calls(part: int, parts: int) -> None:
@@ -194,7 +208,7 @@ def run_calls(part: int, parts: int) -> None:
     for call in islice(calls(), part, None, parts):
         own = {
             BsfaCall: run_bsfa, DecodeCall: run_decoding, EntmaxCall: run_entmax, Fp8Call: run_fp8,
-            PooledCall: run_pooled, ScoredCall: run_scored,
+            PooledCall: run_pooled, ScoredCall: run_scored, AccumulateCall: run_accumulating,
         }  # fmt: skip
         run = own.get(type(call), run_training)
         results = run(call)
@@ -319,6 +333,27 @@ def run_entmax(call: EntmaxCall) -> tuple:
     out.backward(torch.randn(out.shape).half().cuda())
     torch.cuda.synchronize()
     return out, tau, q.grad, k.grad, v.grad
+
+
+def run_accumulating(call: AccumulateCall) -> tuple:
+    """Output and LSE, of which nothing is written before."""
+    import torch
+
+    from attnlib import dispatch
+    from attnlib.params import Existing, MaskWindow, Params
+
+    if call.impl == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        return ()
+    sizes = (4, 200), (2, 330), (2, 330)
+    q, k, v = (torch.randn(1, h, n, call.head_dim).half().cuda() for h, n in sizes)
+    out = torch.empty(q.shape, dtype=getattr(torch, call.out), device="cuda")
+    into = Existing(out, torch.full(q.shape[:3], -torch.inf).cuda())
+    params = Params(MaskWindow(None, None), 0.1, impl=call.impl)
+    dispatch.accumulate(q, k[:, :, :100], v[:, :, :100], into, params)
+    seen = MaskWindow(None, 0 if call.causal else None)
+    dispatch.accumulate(q, k[:, :, 100:], v[:, :, 100:], into, params._replace(window=seen))
+    torch.cuda.synchronize()
+    return tuple(into)
 
 
 def run_bsfa(call: BsfaCall) -> tuple:

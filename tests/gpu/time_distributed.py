@@ -290,7 +290,7 @@ def memory_rows(lengths: Sequence[int]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- what ran when
 
 KINDS = {"nccl": "transfer", "attention_forward": "attention", "attention_backward": "attention",
-         "merge_rows": "merge", "add_rows": "merge"}  # fmt: skip
+         "add_rows": "merge"}  # fmt: skip
 
 
 def timeline(case: Case) -> list[dict[str, Any]]:

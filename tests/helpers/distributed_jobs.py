@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnlib import attention
+from attnlib import attention, dispatch
 from attnlib import distributed as cp
 from attnlib.arguments.common import type_name
 
@@ -74,6 +74,23 @@ def errors(case: Case, device: str = "cpu") -> list[float]:
 
 def many_errors(cases: list[Case]) -> list[list[float]]:
     return [errors(case) for case in cases]
+
+
+def errors_and_roads(case: Case) -> tuple[list[float], dict[bool, int]]:
+    """The errors; and how many calls of a kernel merged into an existing result, and how many did not."""
+    own, counts = dispatch.forward, {True: 0, False: 0}
+
+    def counted(q, k, v, params):
+        counts[params.into is not None] += 1
+        return own(q, k, v, params)
+
+    dispatch.forward = counted
+    try:
+        found = over_ranks(case)
+    finally:
+        dispatch.forward = own
+    pairs = zip(found, one_process(case), strict=True)
+    return [((x - y).abs().max() / y.abs().max().clamp_min(1)).item() for x, y in pairs], counts
 
 
 def told(call) -> str:

@@ -9,11 +9,26 @@ import torch
 
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Made, lse_for
-from attnlib.kernels.common.launcher import Launches
-from attnlib.params import Params
+from attnlib.kernels.common.launcher import Launches, Part
+from attnlib.params import UNIT, ExistingForm, Params
 
 TENSORS = "q k v out lse counter cu_q cu_k".split()
 """What launches of a forward pass call their tensors."""
+
+
+def pointers_of_result(into: ExistingForm | None) -> dict[str, Part]:
+    """The parameters of a kernel that are its result, but for what it stores through descriptors."""
+    out, lse = Part("out"), Part("lse")
+    return {"lse_ptr": lse} if into is None else {"into_ptr": out, "into_lse_ptr": lse}
+
+
+def numbers_of_result(into: ExistingForm | None) -> dict[str, int | None]:
+    """The strides of an existing result, those of the output in units of UNIT elements; None for parameters
+    of which this call has none."""
+    if into is None:
+        return dict.fromkeys("into_ptr into_lse_ptr into_b into_h into_m into_lse_b into_lse_h".split())
+    found = {f"into_{axis}": stride // UNIT for axis, stride in zip("bhm", into.out, strict=False)}
+    return found | {"into_lse_b": into.lse[0], "into_lse_h": into.lse[1], "desc_o": None, "lse_ptr": None}
 
 
 class ForwardPlan(NamedTuple):
@@ -28,8 +43,9 @@ class ForwardPlan(NamedTuple):
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse); lse is None unless it was asked for. The current device is that of the tensors."""
-        out, lse = self.out.like(q), lse_for(q, params)
+        """(out, lse), those of `params.into` if there are any; lse is None unless it was asked for. The
+        current device is that of the tensors."""
+        out, lse = params.into or (self.out.like(q), lse_for(q, params))
         cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
         drawn = counter(q.get_device()) if self.counted else None
         self.launches(q, k, v, out, lse, drawn, cu_q, cu_k)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.params import MaskWindow, Params
+from attnlib.params import ExistingForm, MaskWindow, Params
 
 LOG2_E = 1.4426950408889634
 VARLEN_ROWS = 1 << 30  # rows of varlen sequences, at most; see `descriptors.varlen_window`
@@ -28,6 +28,7 @@ class Signature(NamedTuple):
     q, k and v; of the backward pass those of d_out and out as well. device: a CUDA device's index, -1 for a
     CPU. mask, score: what launches depend on of a block mask (`block_mask.mask.Form`) and of a score
     (`scores.ScoreForm`). own_value_dim: columns of v and of the output, None for as many as q and k have.
+    into: of the result that the call is merged into, None for one of its own.
     """
 
     q: tuple[int, ...]
@@ -43,6 +44,7 @@ class Signature(NamedTuple):
     mask: Any = None
     score: Any = None
     own_value_dim: int | None = None
+    into: ExistingForm | None = None
 
     @property
     def varlen(self) -> bool:
@@ -81,7 +83,7 @@ class Signature(NamedTuple):
 def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.Tensor) -> Signature:
     """The signature of a call; `strided` are the tensors whose strides it has, the last one v or the output,
     none where nobody asks for strides or columns of values."""
-    window, sm_scale, varlen, return_lse, _, _, config, _, mask, score = params
+    window, sm_scale, varlen, return_lse, _, _, config, _, mask, score, into = params
     lengths = None
     if varlen is not None:
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
@@ -90,7 +92,7 @@ def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.
     return Signature(
         q.shape, k.shape, strides, q.dtype, q.get_device(), window, sm_scale, lengths, return_lse, config,
         None if mask is None else mask.form, None if score is None else score.form,
-        None if own == q.shape[-1] else own,
+        None if own == q.shape[-1] else own, None if into is None else into.form,
     )  # fmt: skip
 
 

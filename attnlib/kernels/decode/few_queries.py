@@ -19,6 +19,8 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
     if params.varlen is not None:
         return "needs sequences in one batch; attention_decode takes lengths"
+    if params.into is not None:
+        return "merges into no existing result"
     if params.score is not None:
         return "takes no score"
     if params.block_mask is not None:

@@ -71,7 +71,8 @@ own, which lie like those of so many heads (chapter 36). The largest score of ea
 kept (`PooledPlan`, chapter 32); see `maxima`.
 
 Descriptors, buffers and accumulators of Q, K, V and the output are tuples: of one, or of two for a head
-dimension that is no power of two (`SplitPlan`). See `column_parts`.
+dimension that is no power of two (`SplitPlan`). See `column_parts`. With `plan.accumulate` the output has no
+descriptor and no buffer, but is merged into an existing one; see `accumulate`.
 """
 
 from typing import NamedTuple
@@ -91,6 +92,7 @@ from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.accumulate import Existing, load_lse, merge_output, store_lse, weigh
 from attnlib.kernels.hopper.column_parts import as_parts, nbytes
 from attnlib.kernels.hopper.e4m3 import (
     OFFSET,
@@ -350,7 +352,7 @@ def _mean(mem, turn, work, plan: gl.constexpr):
 
 @gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
-    desc_o, lse_ptr, mem, qk_scale, work = given
+    out, lse_ptr, mem, qk_scale, work = given  # out: descriptors, or an `Existing` output
     dtype: gl.constexpr = mem.v[0].dtype
     if not plan.pipeline.joint:
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
@@ -465,10 +467,17 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         mean = 0
         if plan.early_mean:
             mean = _mean(mem, turn, work, plan)
+        old = 0
+        if plan.accumulate:
+            o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+            here = shift + gl.log2(row_sums)  # -inf in a row with nothing to attend to
+            old, new, lse = weigh(load_lse(out, at, o_m, seq.S_q), here)
         acc = as_parts(warpgroup_mma_wait(0, deps=o_token), len(o_token))  # [64, D]
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
-        if plan.store_lse:
+        if plan.accumulate:
+            store_lse(out, at, o_m, seq.S_q, lse)
+        elif plan.store_lse:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
             lse = (shift + gl.log2(row_sums)) * LN2
             lse = gl.where(empty, float("-inf"), lse)
@@ -481,12 +490,17 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             factor = 1.0 / gl.where(empty, 1.0, row_sums)
             if plan.fp8:
                 factor *= v_scale
+            if plan.accumulate:
+                factor *= new
             o = column_parts.scaled(acc, factor)  # [64, D]
             if plan.early_mean:
                 o = (with_mean(o[0], mean, row_sums),)
             if plan.late_mean:
                 o = (with_mean(o[0], _mean(mem, turn, work, plan), row_sums),)
-            column_parts.store_output(desc_o, o, mem, at, row, WG, plan)
+            if plan.accumulate:
+                merge_output(out, o, old, at, row, seq.S_q, plan)
+            else:
+                column_parts.store_output(out, o, mem, at, row, WG, plan)
     tma.store_wait(0)
 
 
@@ -495,9 +509,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
 
 NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B shared_rows key_blocks".split()
 STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"] + ["v_mean_b"]
+STRIDES += "into_b into_h into_m into_lse_b into_lse_h".split()
+UNALIGNED = "cu_q cu_k into_lse_ptr".split()
 
 
-@gluon.jit(do_not_specialize=NUMBERS + STRIDES, do_not_specialize_on_alignment=["cu_q", "cu_k"])
+@gluon.jit(do_not_specialize=NUMBERS + STRIDES, do_not_specialize_on_alignment=UNALIGNED)
 def attention_forward_hopper(
     desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     lse_ptr,  # (B, H, S_q), varlen (H, T_q)
@@ -522,12 +538,17 @@ def attention_forward_hopper(
     shared_rows=None, key_blocks=None,  # query rows that share keys, and how many times these fit in S_q
     maxima=None,  # (B, H, 2 * ceil(S_k / 128), num_m * block_m), see `maxima`
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_o_right=None,  # of the second part
+    into_ptr=None, into_lse_ptr=None,  # an existing output and its LSE, instead of desc_o and lse_ptr
+    into_b=None, into_h=None, into_m=None, into_lse_b=None, into_lse_h=None,  # their strides
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     desc_q = column_parts.together(desc_q, desc_q_right)
     desc_k = column_parts.together(desc_k, desc_k_right)
     desc_v = column_parts.together(desc_v, desc_v_right)
-    desc_o = column_parts.together(desc_o, desc_o_right)
+    if plan.accumulate:
+        out = Existing(into_ptr, into_lse_ptr, into_b, into_h, into_m, into_lse_b, into_lse_h)
+    else:
+        out = column_parts.together(desc_o, desc_o_right)
     k_full = barriers(plan.pipeline.stages, 1)
     v_full = k_full
     if not plan.pipeline.joint:
@@ -536,7 +557,7 @@ def attention_forward_hopper(
         column_parts.buffers(desc_q, plan.pipeline.warpgroups),
         column_parts.buffers(desc_k, plan.pipeline.stages),
         column_parts.buffers(desc_v, plan.pipeline.stages),
-        column_parts.buffers(desc_o, plan.pipeline.warpgroups),
+        () if plan.accumulate else column_parts.buffers(out, plan.pipeline.warpgroups),
         gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(plan.pipeline.warpgroups, 1),  # q_full
         barriers(plan.pipeline.warpgroups, 1),  # q_free
@@ -554,7 +575,7 @@ def attention_forward_hopper(
         S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales,
         shared_rows, key_blocks, maxima,
     )
-    given = desc_o, lse_ptr, mem, qk_scale, work
+    given = out, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer
     few: gl.constexpr = plan.registers.producer

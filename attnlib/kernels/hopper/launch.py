@@ -1,5 +1,6 @@
 """Launch the Hopper forward kernel."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -8,7 +9,12 @@ import torch
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import columns_of, given, made_like
 from attnlib.kernels.common.distr import Narrow, contiguous, narrow_shapes
-from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
+from attnlib.kernels.common.forward_plan import (
+    TENSORS,
+    ForwardPlan,
+    numbers_of_result,
+    pointers_of_result,
+)
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
@@ -40,6 +46,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
     """narrow: q and k of the call have fewer columns than v, whose shape it names."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperConfig = call.config
+    into = call.into
     if bool(config.query_columns) != (call.own_value_dim is not None):
         raise ValueError(f"config: expected one for values of {call.value_dim} columns, got {config}")
     width = config.width(call.head_dim)
@@ -62,10 +69,11 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
     launch = Launch(
         KERNEL,
         (min(tiles, device.num_sms(call.device)), 1, 1),
-        descriptors=descriptors((*windows, out.window), width, config, call.dtype, call.varlen, narrow),
-        pointers={
-            "lse_ptr": Part("lse"), "counter_ptr": Part("counter"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")
-        },  # fmt: skip
+        descriptors=descriptors(
+            (*windows, *(() if into else (out.window,))), width, config, call.dtype, call.varlen, narrow
+        ),
+        pointers=pointers_of_result(into)
+        | {"counter_ptr": Part("counter"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")},
         scalars={
             "qk_scale": exp2_scale(call.sm_scale),
             "S_q": S_q,
@@ -81,6 +89,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
             "T_q": call.q[0] if call.varlen else None,
             "B": B if call.varlen else None,
             **own_keys,
+            **numbers_of_result(into),
         },
         constants={"plan": plan_of(call, narrow)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
@@ -93,7 +102,8 @@ def plan_of(call: Signature, narrow: Narrow | None = None):
     _, _, _, S_q, S_k = call.dimensions()
     mask = mask_of(call.window, S_q, S_k, call.config, call.varlen)
     options = {"flip": call.sm_scale < 0, "store_lse": call.return_lse, "varlen": call.varlen}
-    return make_plan(call.config.width(call.head_dim), call.config, mask, **options, narrow=narrow)
+    plan = make_plan(call.config.width(call.head_dim), call.config, mask, **options, narrow=narrow)
+    return replace(plan, accumulate=0 if call.into is None else call.value_dim)
 
 
 def mask_of(

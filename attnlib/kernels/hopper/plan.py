@@ -52,6 +52,7 @@ class ForwardPlan(Constants):
         store_lse: write the LSE.
         varlen: sequences of different lengths lie one after the other.
         block_n, q_columns, o_columns: as in `HopperConfig`.
+        accumulate: columns of an existing output that the call is merged into; 0 for an output of its own.
     """
 
     d: int
@@ -64,6 +65,7 @@ class ForwardPlan(Constants):
     mask: ForwardMask
     pipeline: Pipeline
     registers: Registers
+    accumulate: int = field(default=0, kw_only=True)
 
     fp8 = gl.constexpr(False)
     early_mean = late_mean = gl.constexpr(False)

@@ -16,6 +16,9 @@ loops", whose second loop visits the tiles of both edges, or "one loop".
 Varlen sequences lie one after the other in tensors (T, H, D). Their descriptors have two dimensions more,
 with which the hardware checks bounds at the end of any sequence: it loads zeros from beyond it, and stores
 nothing there. See `descriptors.varlen_window`.
+
+With ACCUMULATE rows have seen other keys before: the output and its LSE are merged into existing ones, in
+place (chapter 42).
 """
 
 import triton
@@ -101,9 +104,39 @@ def _tiles_downwards(b_acc, b_m, b_l, b_p, alpha, b_q, desc_k, desc_v, at, first
     return b_acc, b_m, b_l, b_p, alpha
 
 
+@triton.jit
+def _merge_lse(lse_ptr, o_m, S_q, b_here):
+    """Merge the LSE of these keys [BLOCK_M] into the existing one; returns the weights of the existing output
+    and of this one, which add up to 1, or 0 where there is no key."""
+    b_before = tl.load(lse_ptr + o_m, mask=o_m < S_q, other=float("-inf"))  # [BLOCK_M]
+    b_max = tl.maximum(b_before, b_here)
+    b_max = tl.where(b_max == float("-inf"), 0.0, b_max)  # no key at all: both weights are 0, not NaN
+    b_old, b_new = tl.exp(b_before - b_max), tl.exp(b_here - b_max)
+    b_sum = b_old + b_new
+    tl.debug_barrier()  # several threads may have loaded a row, of which one stores
+    tl.store(lse_ptr + o_m, b_max + tl.log(b_sum), mask=o_m < S_q)
+    b_inverse = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)
+    return b_old * b_inverse, b_new * b_inverse
+
+
+@triton.jit
+def _merge_output(o_ptr, stride_m, o_m, S_q, b_old, b_o, COLUMNS: tl.constexpr):
+    """Add the existing output to this one [BLOCK_M, BLOCK_D], which is weighted, in place. What has weight 0
+    is not read, whatever lies there."""
+    o_d = tl.arange(0, b_o.shape[1])  # [BLOCK_D]
+    pointers = (o_ptr + o_m.to(tl.int64) * (stride_m * 8))[:, None] + o_d[None, :]
+    # No comparison in two dimensions, which the compiler would not know to be equal for neighbors.
+    in_d = (o_d < COLUMNS)[None, :]
+    b_before = tl.load(pointers, mask=((o_m < S_q) & (b_old > 0.0))[:, None] & in_d, other=0.0)
+    tl.store(pointers, b_o + b_old[:, None] * b_before.to(tl.float32), mask=(o_m < S_q)[:, None] & in_d)
+
+
+UNSPECIALIZED = "S_q S_k T_q H left right shared_rows into_b into_h into_m into_lse_b into_lse_h".split()
+
+
 @triton.jit(
-    do_not_specialize=["S_q", "S_k", "T_q", "H", "left", "right", "shared_rows"],
-    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+    do_not_specialize=UNSPECIALIZED,
+    do_not_specialize_on_alignment=["cu_q", "cu_k", "into_lse_ptr"],
 )
 def attention_forward(
     desc_q, desc_k, desc_v, desc_o, lse_ptr,
@@ -129,6 +162,10 @@ def attention_forward(
     FLAT: tl.constexpr,  # a grid of one dimension
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    into_ptr=None, into_lse_ptr=None,  # an existing output and its LSE, instead of desc_o and lse_ptr
+    into_b=None, into_h=None, into_m=None,  # strides of the output in units of 8 elements: batch, head, row
+    into_lse_b=None, into_lse_h=None,
+    ACCUMULATE: tl.constexpr = 0,  # columns of the existing output; 0 for an output of its own
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of shape (B, H, S, D), or those of varlen sequences;
     see the module docstring.
@@ -246,11 +283,12 @@ def attention_forward(
                 PRECISION,
             )  # fmt: skip
 
-    if STORE_LSE:
+    if STORE_LSE or ACCUMULATE:
         LN2: tl.constexpr = 0.6931471805599453
         b_lse = (b_m + tl.math.log2(b_l)) * LN2  # [BLOCK_M]
         if EMPTY_ROWS:
             b_lse = tl.where(b_l == 0.0, float("-inf"), b_lse)
+    if STORE_LSE and not ACCUMULATE:
         if cu_q is None:
             lse_ptr += (i_b * H + i_h).to(tl.int64) * S_q
         else:
@@ -259,9 +297,15 @@ def attention_forward(
     if EMPTY_ROWS:  # they have l = 0: output 0, LSE -inf
         b_l = tl.where(b_l == 0.0, 1.0, b_l)
     b_o = b_acc / b_l[:, None]  # [BLOCK_M, BLOCK_D]
-    b_o = b_o.to(desc_o.dtype)
-    if cu_q is None:
-        desc_o.store([i_b, i_h, start, 0], b_o.reshape([1, 1, BLOCK_M, BLOCK_D]))
+    if ACCUMULATE:
+        into_lse_ptr += i_b.to(tl.int64) * into_lse_b + i_h.to(tl.int64) * into_lse_h
+        into_ptr += (i_b.to(tl.int64) * into_b + i_h.to(tl.int64) * into_h) * 8
+        b_old, b_new = _merge_lse(into_lse_ptr, o_m, S_q, b_lse)
+        _merge_output(into_ptr, into_m, o_m, S_q, b_old, b_o * b_new[:, None], ACCUMULATE)
     else:
-        b_o = b_o.reshape([1, 1, 1, BLOCK_M, BLOCK_D])
-        desc_o.store([VARLEN_ROWS, end_q, i_h, VARLEN_ROWS - S_q + start, 0], b_o)
+        b_o = b_o.to(desc_o.dtype)
+        if cu_q is None:
+            desc_o.store([i_b, i_h, start, 0], b_o.reshape([1, 1, BLOCK_M, BLOCK_D]))
+        else:
+            b_o = b_o.reshape([1, 1, 1, BLOCK_M, BLOCK_D])
+            desc_o.store([VARLEN_ROWS, end_q, i_h, VARLEN_ROWS - S_q + start, 0], b_o)

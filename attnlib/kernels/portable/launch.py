@@ -7,12 +7,17 @@ import torch
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import describable, given, made_like, readable
 from attnlib.kernels.common.distr import Narrow, contiguous, narrow_shapes
-from attnlib.kernels.common.forward_plan import TENSORS, ForwardPlan
+from attnlib.kernels.common.forward_plan import (
+    TENSORS,
+    ForwardPlan,
+    numbers_of_result,
+    pointers_of_result,
+)
 from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.portable.configs import upwards
-from attnlib.params import Params
+from attnlib.params import Existing, Params
 
 KERNEL = "attnlib.kernels.portable.forward_kernel.attention_forward"
 
@@ -28,9 +33,11 @@ def forward(
     ValueError if a length or the grid is beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
     if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
-        params = params._replace(plan=None)  # which has the strides of what is cast
+        into = params.into
+        wide = into if into is None else Existing(into.out.float(), into.lse)
+        params = params._replace(plan=None, into=wide)  # the plan has the strides of what is cast
         out, lse = forward(q.float(), k.float(), v.float(), params)
-        return out.bfloat16(), lse
+        return (out.bfloat16(), lse) if into is None else (into.out.copy_(out), lse)
     if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(q.get_device()):
             return forward(q, k, v, params)
@@ -79,9 +86,9 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
             "desc_q": Descriptor(Part("q"), windows[0], (*rows[:-1], qk_width)),
             "desc_k": Descriptor(Part("k"), windows[1], (*keys[:-1], qk_width)),
             "desc_v": Descriptor(Part("v"), windows[2], keys),
-            "desc_o": Descriptor(Part("out"), out.window, rows),
+            **({} if call.into else {"desc_o": Descriptor(Part("out"), out.window, rows)}),
         },
-        pointers={"lse_ptr": Part("lse"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")},
+        pointers=pointers_of_result(call.into) | {"cu_q": Part("cu_q"), "cu_k": Part("cu_k")},
         scalars={
             "qk_scale": exp2_scale(call.sm_scale),
             "S_q": S_q,
@@ -91,6 +98,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
             "left": left,
             "right": right or None,
             "shared_rows": None if narrow is None else narrow.rows,
+            **numbers_of_result(call.into),
         },
         constants={
             "GROUP": H // H_kv,
@@ -114,6 +122,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
             "FLAT": flat,
             "NUM_STAGES": config.num_stages,
             "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",
+            "ACCUMULATE": 0 if call.into is None else call.value_dim,
         },
         options=options,
     )

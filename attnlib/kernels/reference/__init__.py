@@ -4,6 +4,7 @@ import torch
 
 from attnlib.kernels.common.descriptors import output_like
 from attnlib.kernels.reference.dense import attention_fp64, attention_varlen_fp64, sequences
+from attnlib.kernels.reference.merge import merge_into
 from attnlib.params import MaskWindow, Params
 
 FITS = "runs every call"
@@ -26,11 +27,13 @@ def prepare(call, backward: bool = False) -> None:
 
 
 def forward(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out in the dtype of q, LSE in float32)."""
+    """(out in the dtype of q, LSE in float32), or those of `params.into`."""
     if params.varlen is None:
         out, lse = attention_fp64(q, k, v, **_options(params))
     else:
         out, lse = attention_varlen_fp64(q, k, v, *params.varlen[:2], **_options(params))
+    if params.into is not None:
+        return merge_into(params.into, out, lse)
     return output_like(q, v).copy_(out), lse.float()
 
 

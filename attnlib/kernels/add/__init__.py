@@ -1,12 +1,11 @@
-"""Join two parts of a result in one pass over the rows, in plain Triton: attention to disjoint sets of keys,
-and parts of a gradient."""
+"""Add two parts of a gradient in one pass over the rows, in plain Triton."""
 
 import torch
 
+from attnlib.kernels.add.launch import add
 from attnlib.kernels.common import device
-from attnlib.kernels.merge.launch import add, merge
 
-__all__ = ["add", "merge", "unsupported"]
+__all__ = ["add", "unsupported"]
 
 
 def unsupported(where: torch.device) -> str | None:
