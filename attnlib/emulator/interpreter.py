@@ -7,11 +7,12 @@ into a table of NumPy's types, made anew for each operation. Of what is left, a 
 differences and products of integers: whether they overflow is computed by ten more operations and then not
 looked at, since the assertion counts in debug mode only, in which the interpreter never is. Every tensor, and
 every type of one, makes an object of each of its lengths, and two operands of one shape are compared length
-by length.
+by length. Two of one type are cast to it, and so is a number of Python, which is made a tensor twice.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ def save_work() -> bool:
     if not triton.__version__.startswith(TRITON):
         return False
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    interpreter._patch_builtin = _found_once(interpreter._patch_attr)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
     if not interpreter.interpreter_builder.options.debug:
         unasked = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
@@ -42,6 +44,10 @@ def save_work() -> bool:
     _lengths_once_a_shape()
     semantic = interpreter.TritonSemantic
     semantic.broadcast_impl_value = _unless_alike(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = _unless_of_one_type(semantic.binary_op_type_checking_impl)
+    semantic.to_tensor = _unless_a_tensor(semantic.to_tensor)
+    core = triton.language.core
+    core._unwrap_if_constexpr = _at_once(core._unwrap_if_constexpr)
     interpreter.GridExecutor.__call__ = _in_one_piece(interpreter.GridExecutor.__call__)
     return True
 
@@ -83,6 +89,40 @@ def _once_a_launch(patch_lang: Callable) -> Callable:
     return patch
 
 
+def _found_once(patch_attr: Callable) -> Callable:
+    """The function that puts the interpreter's functions into one module or class. Which functions these are
+    is looked up once; each calls its member with one dictionary less, and without the question of the
+    wrapper around it, whether there is a semantic."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    wrapper = core.builtin(lambda: None).__code__
+    known: dict[object, list[tuple[str, Callable, Callable]]] = {}
+
+    def ours(member: Callable, semantic: object) -> Callable:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        return call
+
+    def patch_builtin(place: Any, builder: object, scope: Any) -> None:
+        if place not in known:
+            semantic = interpreter.TritonSemantic(builder)
+            members = inspect.getmembers(place, core.is_builtin)
+            known[place] = [(name, member, ours(member, semantic)) for name, member in members]
+        for name, member, replacement in known[place]:
+            found = getattr(place, name)
+            if found is member:
+                scope.set_attr(place, name, replacement)
+            elif core.is_builtin(found):  # somebody else put it there
+                patch_attr(place, name, found, builder, scope)
+
+    return patch_builtin
+
+
 def _once_a_name(numpy_type: Callable) -> Callable:
     """The function that finds NumPy's type for one of Triton's, whose name says which it is."""
     known: dict[str, object] = {}
@@ -114,20 +154,29 @@ def _lengths_once_a_shape() -> None:
             self.name = f"<{text}, {element_ty}>"
         else:
             make_type(self, element_ty, shape)
-            known[tuple(self.shape)] = self.shape, self.numel, str(self.shape)
+            if tuple(self.shape) not in known:
+                known[tuple(self.shape)] = self.shape, self.numel, str(self.shape)
+                shared[id(self.shape)] = lengths_of(tuple(self.shape))
 
     @cache
     def lengths_of(shape: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
         lengths = [core.constexpr(n) for n in shape]
         return core.tuple(lengths), core.constexpr(math.prod(shape))
 
+    shared: dict[int, tuple[core.tuple, core.constexpr]] = {}  # by the identity of a shape in `known`
     make_tensor = core.tensor.__init__
 
     @wraps(make_tensor)
     def tensor(self: core.tensor, handle: object, type: core.dtype) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = lengths_of(tuple(type.shape) if type.is_block() else ())
+        if not type.is_block():
+            self.shape, self.numel = scalar
+        elif (found := shared.get(id(type.shape))) is not None:
+            self.shape, self.numel = found
+        else:
+            self.shape, self.numel = lengths_of(tuple(type.shape))
 
+    scalar = lengths_of(())
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
@@ -140,3 +189,70 @@ def _unless_alike(broadcast: Callable) -> Callable:
         return (lhs, rhs) if alike else broadcast(semantic, lhs, rhs)
 
     return one_shape
+
+
+OF_ONE_TYPE = {"int1", "int8", "int32", "int64", "uint8", "uint32", "fp16", "bf16", "fp32", "fp64"}
+HALVES = {"fp16", "bf16"}
+NUMBERS = {"int32": "int32", "int64": "int64", "fp32": "float32"}
+"""Types of which a number of Python is, in NumPy's words: an int32 is of each, a float of the last one."""
+
+
+def _unless_of_one_type(check: Callable) -> Callable:
+    """The function that gives two operands one type and shape, for those that have not got one type. Two of
+    one type keep it, but a division of halves is one of float32. A number takes the type of a tensor."""
+    import numpy as np
+    from triton.language import core
+    from triton.runtime.interpreter import TensorHandle
+
+    def number(value: int | float, like: core.tensor) -> core.tensor | None:
+        """A number as a block of the other operand's type and shape, None where this is not for here."""
+        name = like.dtype.name
+        if name not in NUMBERS:
+            return None
+        if type(value) is int and -(2**31) <= value < 2**31 or type(value) is float and name == "fp32":
+            lengths = [n.value for n in like.shape] or 1
+            data = np.full(lengths, value or 0, NUMBERS[name])  # 0, not -0.0, as there
+            return core.tensor(TensorHandle(data, like.dtype), like.type)
+        return None
+
+    @wraps(check)
+    def operands(
+        semantic: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            name, other = lhs.dtype.name, rhs.dtype.name
+            if name == other and name in OF_ONE_TYPE and not (div_or_mod and name in HALVES):
+                return semantic.broadcast_impl_value(lhs, rhs)
+            if allow_lhs_ptr and type(lhs.dtype) is core.pointer_type and other in ("int32", "int64"):
+                return semantic.broadcast_impl_value(lhs, rhs)  # an address and places
+        elif arithmetic_check and type(lhs) is core.tensor:
+            if (block := number(rhs, lhs)) is not None:
+                return lhs, block
+        elif arithmetic_check and type(rhs) is core.tensor and (block := number(lhs, rhs)) is not None:
+            return block, rhs
+        return check(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return operands
+
+
+def _unless_a_tensor(to_tensor: Callable) -> Callable:
+    from triton.language import core
+
+    @wraps(to_tensor)
+    def tensor(semantic: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is core.tensor else to_tensor(semantic, x, check_type)
+
+    return tensor
+
+
+def _at_once(unwrap: Callable) -> Callable:
+    """The function that takes the value out of a constant, and out of those in lists and tuples."""
+    from triton.language import core
+
+    @wraps(unwrap)
+    def value(x: Any) -> Any:
+        kind = type(x)
+        return x if kind is core.tensor or kind is int else x.value if kind is core.constexpr else unwrap(x)
+
+    return value

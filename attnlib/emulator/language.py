@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -191,27 +193,24 @@ class Language:
     def _inline_asm(self, asm: str, constraints: str, args: list, dtype: gl.dtype, is_pure: bool, pack: int):
         if asm == "mov.b32 $0, $1;":  # may hold two halves; whatever it holds, it is the same afterwards
             return args[0]
-        outputs = sum(part.startswith("=") for part in constraints.split(","))
-        tiles = [x for x in args if isinstance(x, Tensor)]
-        shape = torch.broadcast_shapes(*(tuple(x.shape) for x in tiles))
-        if pack > 1:
-            places = elements_of_threads(shape)
-        else:
-            places = np.arange(int(np.prod(shape)))[:, None]
-        threads = len(places)
+        outputs = constraints.count("=")
+        shapes = {x.data.shape for x in args if isinstance(x, Tensor)}
+        shape = tuple(shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes))
+        places = _places(shape, pack)
+        elements, threads = places.shape
         registers = [_registers(x, shape, places) for x in args]
         collected = np.zeros(int(np.prod(shape)), np.float32 if dtype.is_floating() else np.int64)
         if dtype.primitive_bitwidth == 16 and pack == 2 * outputs:  # two in a register
             return _of_halves(self.machine.current, asm, registers, places, shape, dtype)
-        for start in range(0, places.shape[1], pack):
+        for start in range(0, elements, pack):
             operands = [np.zeros(threads)] * outputs
             for x in registers:
-                operands += [x if isinstance(x, Pointer) else x[:, i] for i in range(start, start + pack)]
+                operands.extend([x] * pack if isinstance(x, Pointer) else x[start : start + pack])
             run = Threads(self.machine.current, operands, threads)
             run.run(asm)
             if outputs == pack:
                 for i in range(pack):
-                    collected[places[:, start + i]] = run.registers[f"${i}"]
+                    collected[places[start + i]] = run.registers[f"${i}"]
         if not shape:
             if dtype.is_floating():
                 return float(collected[0])
@@ -225,8 +224,16 @@ def _check_block(desc: Descriptor, buffer: Shared) -> None:
         raise TypeError(f"{buffer.name}: {buffer.shape} of {buffer.dtype}, copies of {desc.block_shape}")
 
 
+@cache
+def _places(shape: tuple[int, ...], pack: int) -> np.ndarray:
+    """[elements of a thread, threads], numbers of elements in a tile; one at a time, a thread for each."""
+    if pack == 1:
+        return np.arange(math.prod(shape))[None, :]
+    return np.ascontiguousarray(elements_of_threads(shape).T)
+
+
 def _registers(x, shape: tuple[int, ...], places: np.ndarray):
-    """[threads, elements of a thread]."""
+    """[elements of a thread, threads]."""
     if isinstance(x, Pointer):
         return x
     if isinstance(x, Tensor):
@@ -239,12 +246,13 @@ def _of_halves(partition, asm: str, registers: list, places: np.ndarray, shape, 
     have the same type."""
     bits = [np.ascontiguousarray(x).view(np.uint16).astype(np.int64) for x in registers]
     collected = np.zeros(int(np.prod(shape)), np.uint16)
-    for start in range(0, places.shape[1], 2):
-        operands = [x[:, start + 1] << 16 | x[:, start] for x in bits]
-        run = Threads(partition, [np.zeros(len(places)), *operands], len(places))
+    elements, threads = places.shape
+    for start in range(0, elements, 2):
+        operands = [x[start + 1] << 16 | x[start] for x in bits]
+        run = Threads(partition, [np.zeros(threads), *operands], threads)
         run.run(asm)
         word = run.registers["$0"]
-        collected[places[:, start]], collected[places[:, start + 1]] = word & 0xFFFF, word >> 16
+        collected[places[start]], collected[places[start + 1]] = word & 0xFFFF, word >> 16
     return Tensor(torch.from_numpy(collected.view(np.int16).reshape(shape)).view(TORCH[dtype]), dtype)
 
 

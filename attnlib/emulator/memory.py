@@ -31,6 +31,7 @@ class Shared:
 
     def __init__(self, program: Program, values: torch.Tensor, history: History, name: str) -> None:
         self.program, self.values, self.history, self.name = program, values, history, name
+        self._lies: tuple | None = None  # shape, strides and start of `values`, as memory lies
 
     @classmethod
     def allocate(cls, program: Program, dtype: gl.dtype, shape: list[int]) -> Shared:
@@ -123,10 +124,12 @@ class Shared:
 
     def _of(self, history: torch.Tensor) -> torch.Tensor:
         """The part of a history that is this buffer's."""
-        values = self.values
-        by_stride = sorted(zip(values.stride(), values.shape, strict=True), reverse=True)  # as memory lies
-        strides, shape = zip(*by_stride, strict=True)
-        return history.as_strided(shape, strides, values.storage_offset())
+        if self._lies is None:
+            values = self.values
+            by_stride = sorted(zip(values.stride(), values.shape, strict=True), reverse=True)
+            strides, shape = zip(*by_stride, strict=True)
+            self._lies = shape, strides, values.storage_offset()
+        return history.as_strided(*self._lies)
 
     def _unseen(self, history: torch.Tensor) -> int | None:
         """An event of this buffer's history that the current partition has not seen."""
@@ -137,7 +140,10 @@ class Shared:
 
     def _events(self, history: dict[int, torch.Tensor]) -> torch.Tensor:
         """Those of the current partition."""
-        return history.setdefault(self.program.current.component, torch.zeros_like(self.history.written))
+        component = self.program.current.component
+        if component not in history:
+            history[component] = torch.zeros_like(self.history.written)
+        return history[component]
 
     def _note_read(self) -> None:
         self._of(self._events(self.history.read)).fill_(self.program.current.now)

@@ -50,6 +50,10 @@ def parsed(asm: str) -> tuple[Line, ...]:
     return tuple(lines)
 
 
+def _place(lines: tuple[Line, ...], label: str) -> int:
+    return next(i for i, line in enumerate(lines) if line.label == label)
+
+
 def _insert(low: np.ndarray, into: np.ndarray, first: int, bits: int) -> np.ndarray:
     """The lowest bits of one number into another."""
     hole = ((1 << bits) - 1) << first
@@ -119,18 +123,40 @@ class Threads:
         self.registers[name] = value
 
     def run(self, asm: str) -> None:
-        lines = parsed(asm)
-        at = np.zeros(self.threads, int)  # the line that each thread has come to
+        """As long as all threads are at the same line they have one number; see `_apart`."""
+        lines, number = parsed(asm), 0
+        everyone = np.ones(self.threads, bool)
+        while number < len(lines):
+            line = lines[number]
+            number += 1
+            self.active, self.all_active = everyone, True
+            if line.guard:
+                self.active = self._guarded(line)
+                self.all_active = bool(self.active.all())
+            if line.operation == "bra":
+                target = _place(lines, line.rest)
+                if not self.all_active and self.active.any():
+                    return self._apart(lines, np.where(self.active, target, number))
+                number = target if self.all_active else number
+            elif not line.label and (self.all_active or self.active.any()):
+                self._execute(line)
+
+    def _apart(self, lines: tuple[Line, ...], at: np.ndarray) -> None:
+        """To the end, from the line that each thread has come to."""
         while (number := int(at.min())) < len(lines):
             line, chosen = lines[number], at == number
             at[chosen] += 1
             if line.guard:
-                chosen &= self.value(line.guard.lstrip("!")).astype(bool) ^ line.guard.startswith("!")
+                chosen &= self._guarded(line)
             if line.operation == "bra":
-                at[chosen] = next(i for i, other in enumerate(lines) if other.label == line.rest)
+                at[chosen] = _place(lines, line.rest)
             elif not line.label and chosen.any():
                 self.active, self.all_active = chosen, bool(chosen.all())
                 self._execute(line)
+
+    def _guarded(self, line: Line) -> np.ndarray:
+        """Threads for which a line's guard holds."""
+        return self.value(line.guard.lstrip("!")).astype(bool) ^ line.guard.startswith("!")
 
     def _execute(self, line: Line) -> None:
         operation, names = line.operation, line.names

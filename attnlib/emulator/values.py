@@ -31,8 +31,9 @@ class Int(int):
 
     def __new__(cls, value: int, wide: bool = False) -> Int:
         self = super().__new__(cls, value)
-        self.wide = wide
-        bound = 1 << (63 if wide else 31)
+        if wide:
+            self.wide = True
+        bound = _END_64 if wide else _END_32
         if not -bound <= value < bound:
             raise OverflowError(f"int{64 if wide else 32} overflow: {value}")
         return self
@@ -41,40 +42,49 @@ class Int(int):
         return float(self) if dtype.is_floating() else Int(self, dtype == gl.int64)
 
 
+_END_32, _END_64 = 1 << 31, 1 << 63
+
+
 def _integer(function: Callable[[int, int], int], swapped: bool = False) -> Callable:
     def method(self: Int, other: object):
         if not isinstance(other, int):
             return NotImplemented
-        a, b = (other, self) if swapped else (self, other)
-        return Int(function(int(a), int(b)), self.wide or getattr(other, "wide", False))
+        value = function(other, self) if swapped else function(self, other)
+        return Int(value, self.wide or getattr(other, "wide", False))
+
+    return method
+
+
+def _comparison(function: Callable[[int, int], bool]) -> Callable:
+    def method(self: Int, other: object):
+        if not isinstance(other, int):
+            return NotImplemented
+        return _ONE if function(self, other) else _ZERO
 
     return method
 
 
 def truncated(a: int, b: int) -> int:
+    a, b = int(a), int(b)
     quotient = abs(a) // abs(b)
     return quotient if (a < 0) == (b < 0) else -quotient
 
 
-_OPERATORS = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "floordiv": truncated,
-    "mod": lambda a, b: a - b * truncated(a, b),
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
-}
-for _name, _function in _OPERATORS.items():
+def _remainder(a: int, b: int) -> int:
+    return int(a) - int(b) * truncated(a, b)
+
+
+# Those of Python's integers, which do not come back to these.
+_PLAIN = "add", "sub", "mul", "and", "or", "xor", "lshift", "rshift"
+_INTEGERS = {name: getattr(int, f"__{name}__") for name in _PLAIN}
+for _name, _function in (_INTEGERS | {"floordiv": truncated, "mod": _remainder}).items():
     setattr(Int, f"__{_name}__", _integer(_function))
     setattr(Int, f"__r{_name}__", _integer(_function, swapped=True))
-for _name in COMPARISONS:  # 0 or 1, which has its methods too
-    setattr(Int, f"__{_name}__", _integer(getattr(operator, _name)))
+_ZERO, _ONE = Int(0), Int(1)  # what a comparison gives has the methods too
+for _name in COMPARISONS:
+    setattr(Int, f"__{_name}__", _comparison(getattr(int, f"__{_name}__")))
 Int.__hash__ = int.__hash__
-Int.__neg__ = lambda self: Int(-int(self), self.wide)
+Int.__neg__ = lambda self: Int(int.__neg__(self), self.wide)
 
 
 class Tensor:
@@ -150,7 +160,7 @@ def result(data: torch.Tensor, *operands: object) -> Tensor:
     return Tensor(data)
 
 
-_TILES = _OPERATORS | {
+_TILES = {name: getattr(operator, f"__{name}__") for name in _PLAIN} | {
     "truediv": operator.truediv,
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     "mod": torch.fmod,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -148,3 +149,66 @@ def test_an_overflow_is_not_looked_at_either_way(sanitize, monkeypatch) -> None:
     _integers[(1,)](x, y, out, 4)
     assert out[:4].tolist() == (x * y + (x - y)).tolist()
     assert out[4:].tolist() == (x[:, None] + y).sum(1).int().tolist()
+
+
+KINDS = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32]
+NUMBERS = [0, 3, -5, 2**31, 2**40, 0.0, -0.0, 1.5, -2.5, True, float("inf")]
+
+
+def block(kind: tl.dtype, shape: list[int]) -> tl.tensor:
+    values = np.arange(1, 9).reshape(-1)[: int(np.prod(shape or [1]))].reshape(shape or [1])
+    if isinstance(kind, tl.pointer_type):
+        values = values.astype(np.uint64)
+    handle = interpreter.TensorHandle(values.astype(interpreter._get_np_dtype(kind)), kind)
+    return tl.tensor(handle, tl.block_type(kind, shape) if shape else kind)
+
+
+def outcome(check, lhs: object, rhs: object, options: dict) -> list | str:
+    """Types and contents of both operands, or the error."""
+    semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
+    try:
+        found = check(semantic, lhs, rhs, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return [
+        (str(x.type), str(x.dtype), x.shape.values, x.handle.data.dtype, x.handle.data.tobytes())
+        for x in found
+    ]
+
+
+@pytest.fixture
+def in_a_kernel():
+    """What the interpreter changes for a launch."""
+    scope = interpreter._patch_lang(_kernel.fn)
+    yield
+    scope.restore()
+
+
+POINTERS = {"allow_lhs_ptr": True, "allow_rhs_ptr": True}
+OPTIONS = [{}, {"div_or_mod": True}, POINTERS, POINTERS | {"arithmetic_check": False}]
+
+
+CASES = [(kind, options) for kind in KINDS for options in OPTIONS]
+CASES += [(tl.pointer_type(tl.float16), options) for options in OPTIONS[2:]]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+def test_operands_are_those_of_triton(kind, options, in_a_kernel) -> None:
+    """Of all types, shapes and numbers: the same types, contents and errors."""
+    check = interpreter.TritonSemantic.binary_op_type_checking_impl
+    others = [block(other, shape) for other in KINDS for shape in ([], [1, 4], [2, 4])]
+    computed = 0
+    for other in [*others, *NUMBERS]:
+        for x in (block(kind, []), block(kind, [2, 4])):
+            for pair in ((x, other), (other, x)):
+                expected = outcome(check.__wrapped__, *pair, options)
+                assert outcome(check, *pair, options) == expected, (pair, options)
+                computed += isinstance(expected, list)
+    assert computed > 50
+
+
+@pytest.mark.parametrize("x", [3, tl.constexpr(3), [tl.constexpr(3), 4], (tl.constexpr(3), 4), "a"], ids=str)
+def test_constants_are_unwrapped_as_in_triton(x) -> None:
+    unwrap = tl.core._unwrap_if_constexpr
+    assert unwrap(x) == unwrap.__wrapped__(x) and type(unwrap(x)) is type(unwrap.__wrapped__(x))

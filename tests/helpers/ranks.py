@@ -13,12 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from attnlib.emulator.interpreter import save_work
+
+IMPORTED = ["attnlib.distributed", "torch.distributed.device_mesh", "triton.runtime.interpreter"]
+"""Once for all ranks on CPUs, which are forks of a process that has done so."""
+
 
 class Ranks:
     """Processes that stay, and do one job after another. backend: "gloo", or "nccl" for a GPU each."""
 
     def __init__(self, count: int, timeout: float = 240.0, backend: str = "gloo") -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            context.set_forkserver_preload(IMPORTED)
         store = os.path.join(tempfile.mkdtemp(), "store")
         self.pipes, self.processes = [], []
         for rank in range(count):
@@ -65,6 +72,8 @@ def _serve(rank: int, count: int, store: str, pipe, timeout: float, backend: str
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        save_work()
     dist.init_process_group(
         backend, store=dist.FileStore(store, count), rank=rank, world_size=count,
         timeout=timedelta(seconds=timeout),
