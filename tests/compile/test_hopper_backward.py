@@ -159,6 +159,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     types |= tile_types(launch_backward.descriptors(windows, rows, width, call), dtype, desc_rows="fp32")
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
+    absent += ["dk_ptr", "dv_ptr", "SHARE"]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}

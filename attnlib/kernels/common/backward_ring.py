@@ -1,4 +1,4 @@
-"""The slots of Q and dO of the Hopper backward kernels, who releases and who fills them, and the sum of dQ.
+"""The slots of Q and dO of the Hopper backward kernels, who releases and who fills them, and sums in memory.
 Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
 
 `plan` is a kernel's plan.
@@ -43,7 +43,7 @@ def acquire(first: gl.constexpr, j):
         named_barrier("sync", first + slot_of(j), 288)
 
 
-# ---------------------------------------------------------------- dQ
+# ---------------------------------------------------------------- sums in memory
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def opaque_zero(j):
 #     DONE:
 #     mov.b32 $0, 0; }
 @gluon.constexpr_function
-def _add_asm(n):
+def _add_asm(n, operation="red.global.add.v4.f32"):
     """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     lines = [
@@ -78,7 +78,7 @@ def _add_asm(n):
     ]
     for i in range(0, n, 4):
         four = ", ".join(f"${values + i + k}" for k in range(4))
-        lines.append(f"red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
+        lines.append(f"{operation} [a + {i * 512}], {{{four}}};")
     lines.append("DONE:")
     lines += [f"mov.b32 ${outputs + i}, 0;" for i in range(n // 4)]
     return " ".join([*lines, "}"])
@@ -100,4 +100,17 @@ def add_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
     gl.inline_asm_elementwise(
         _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
         is_pure=False, pack=n,
+    )  # fmt: skip
+
+
+@gluon.jit
+def leave_sums(ptr, block, x, AT: gl.constexpr, WIDTH: gl.constexpr, ADD: gl.constexpr):
+    """Add [64, columns] to a block of sums, of [WIDTH / 8, 512] in memory, or store it there, from element AT
+    on: as it lies in registers, as `add_sums` does it."""
+    n: gl.constexpr = x.shape[1] // 2  # elements of x in a thread
+    address = (ptr + (block.to(gl.int64) * (64 * WIDTH) + AT)).to(gl.int64)
+    operation: gl.constexpr = "red.global.add.v4.f32" if ADD else "st.global.v4.f32"
+    gl.inline_asm_elementwise(
+        _add_asm(n, operation), _add_constraints(n), [x, address, (block >= 0).to(gl.int32)],
+        dtype=gl.int8, is_pure=False, pack=n,
     )  # fmt: skip

@@ -169,6 +169,8 @@ class BackwardPlan(Constants):
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
         block_m, half_p, stagger, deterministic, alternate: as in `HopperBackwardConfig`.
+        shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
+        added: where they do, in one place, else each in its own.
     """
 
     d: int
@@ -180,6 +182,8 @@ class BackwardPlan(Constants):
     registers: Registers
     deterministic: bool = False
     alternate: bool = False
+    shared: bool = False
+    added: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -245,7 +249,7 @@ class WideBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
-        varlen, block_m, deterministic: as in `BackwardPlan`.
+        varlen, block_m, deterministic, shared, added: as in `BackwardPlan`.
     """
 
     d: int
@@ -254,6 +258,8 @@ class WideBackwardPlan(Constants):
     mask: BackwardMask
     registers: WideRegisters
     deterministic: bool = False
+    shared: bool = False
+    added: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
     # They may be seen by no query.
