@@ -63,6 +63,9 @@ OPTION_SPILLS = {
     (256, "deterministic dense"): 8, (256, "deterministic varlen window"): 8,
     (160, "deterministic causal"): 4, (192, "deterministic causal"): 4,
     (PAIR, "deterministic causal"): 6,
+    (64, "shared causal"): 99, (64, "shared varlen window"): 99, (80, "shared causal"): 99, (96, "shared causal"): 99, (128, "shared causal"): 99, (128, "shared dense"): 99,
+    (128, "shared varlen window"): 99, (128, "apart causal"): 99, (160, "shared causal"): 99, (192, "shared causal"): 99, (PAIR, "shared causal"): 99,
+    (256, "shared causal"): 99, (256, "shared dense"): 99, (256, "apart causal"): 99, (256, "shared varlen window"): 99,
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
@@ -73,8 +76,10 @@ CASES = with_more(
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 CASES += [(*case, "fp16") for case in OPTION_SPILLS]
-OPTIONS = "deterministic", "alternate"
-"""Words before a kind: of the configuration."""
+OPTIONS = "deterministic", "alternate", "shared", "apart"
+"""Words before a kind: of the configuration; the last two, programs that share a key head."""
+SHARED = "keys_ptr", "SHARE"
+"""Arguments of a plan that is shared."""
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
@@ -148,23 +153,26 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
-    plan = launch_backward.make_plan(width, config, mask, varlen)
+    shared = option in ("shared", "apart")
+    config = replace(config, added=option != "apart")
+    plan = launch_backward.make_plan(width, config, mask, varlen, shared)
     kernel = backward_kernel.attention_backward_hopper
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
-    types = {"dq_ptr": "*fp32", "turns_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
+    types = dict.fromkeys(("dq_ptr", "turns_ptr", *SHARED[:1]), "*fp32")
+    types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(name, dtype, varlen, deterministic)
     own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
     windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
-    types |= tile_types(launch_backward.descriptors(windows, rows, width, call), dtype, desc_rows="fp32")
+    types |= tile_types(launch_backward.descriptors(windows[: 4 if shared else None], rows, width, call), dtype, desc_rows="fp32")
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
-    absent += ["dk_ptr", "dv_ptr", "SHARE"]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
+    wanted_by[SHARED] = shared
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else given
-    aligned = ("dq_ptr", "turns_ptr") if deterministic else ("dq_ptr",)
+    aligned = "dq_ptr", *(("turns_ptr",) if deterministic else ()), *(SHARED[:1] if shared else ())
     stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
     return stats, addresses_change(compiled.asm["ttgir"])
 
@@ -208,11 +216,13 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.opcodes["HGMMA"] == sum(IN_A_STEP[width]) + AROUND[width] and not stats.opcodes.get("HMMA")
-    assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
+    option, unmarked = option_of(kind)
+    shared = option in ("shared", "apart")
+    assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
     own = (SPLIT_SPILLS | OPTION_SPILLS).get((width, kind))
-    option, kind = option_of(kind)
+    kind = unmarked
     deterministic = option == "deterministic"
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
     loops = stats.loops  # one for each consumer

@@ -22,6 +22,7 @@ class Sums(NamedTuple):
     width: int
     scale: float
     parts: int = 1
+    others: int = 0  # columns of other sums that lie behind those of 64 rows
 
 
 def postprocess(call: Signature, dq: Window, rows: Preprocess, width: int) -> Launch:
@@ -47,6 +48,6 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
             "sums_ptr": Part("buffer", sums.start), "cu_q": Part("cu_q" if of_queries else "cu_k")
         },
         scalars={"sm_scale": sums.scale, "H": heads, "B": B, "num_m": blocks, "tiles": tiles},
-        constants={"BLOCK_D": sums.width, "PADDING": sums.padding, "PARTS": sums.parts},
+        constants={"BLOCK_D": sums.width, "PADDING": sums.padding, "COLUMNS_OF_ALL": sums.width + sums.others, "PARTS": sums.parts},
         options={"num_warps": max(4, columns // 16)},  # 32 sums a thread, eight loads of 16 bytes, or fewer
     )

@@ -222,11 +222,10 @@ def _copy_out(descs, buffers, WG: gl.constexpr, at, row):
 
 
 @gluon.jit
-def _leave(ptr, x, tile, work, WG: gl.constexpr, plan: gl.constexpr):
-    """Sums of this consumer's keys where other programs add to them."""
-    block = tiling.first_key_sums(tile, work, plan) + WG
+def _leave(sums, x, AT: gl.constexpr, plan: gl.constexpr):
+    """Sums of 64 keys where other programs add to them."""
     for i in gl.static_range(len(x)):
-        leave_sums(ptr, block, x[i], 64 * plan.d * i, plan.width, plan.added)
+        leave_sums(sums, x[i], AT + 64 * plan.d * i, plan.added)
 
 
 @gluon.jit
@@ -235,8 +234,9 @@ def _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG: gl.constexpr, plan: gl
     if plan.shared:
         if not plan.added:
             zeros = column_parts.zeros(plan.d_layout, plan)
-            _leave(desc_dv, zeros, tile, work, WG, plan)
-            _leave(desc_dk, zeros, tile, work, WG, plan)
+            sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
+            _leave(sums, zeros, 0, plan)
+            _leave(sums, zeros, 64 * plan.width, plan)
     else:
         zeros = column_parts.zeros(plan.d_layout, plan)
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
@@ -296,6 +296,8 @@ def _visit(
     block = tiling.first_sums(tile, work, plan)
     gap = tiling.gap(tile, work, plan)
     m = tile.m_start
+    if plan.shared:
+        sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
 
     mbarrier.wait(mem.k_full, 0)
     k = held(mem.k, WG, plan)
@@ -362,7 +364,7 @@ def _visit(
     dq_token = _issue_dq(mem, n - 1, WG, plan)
     at = tiling.keys(tile, work, plan)
     if plan.shared:
-        _leave(desc_dv, dv, tile, work, WG, plan)
+        _leave(sums, dv, 64 * plan.width, plan)
     else:
         _store(desc_dv, dv, mem.v, WG, at, row)
     dq = await_parts(dq_token, 0)
@@ -372,7 +374,7 @@ def _visit(
     if plan.deterministic:
         tell_added(mem.turns, n - 1)
     if plan.shared:
-        _leave(desc_dk, dk, tile, work, WG, plan)
+        _leave(sums, dk, 0, plan)
     else:
         tma.store_wait(0)
         _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
@@ -404,7 +406,7 @@ def attention_backward_hopper(
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
-    dk_ptr=None, dv_ptr=None, SHARE=None,  # of a shared plan instead of desc_dk and desc_dv: float32 sums
+    keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -418,7 +420,7 @@ def attention_backward_hopper(
     desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
     desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
     if plan.shared:
-        desc_dk, desc_dv = dk_ptr, dv_ptr
+        desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
         desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     turns = None

@@ -222,9 +222,9 @@ def first_sums(tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def first_key_sums(tile, work, plan: gl.constexpr):
-    """The block of 64 sums of dK and of dV, over all heads, that the first keys add to: of the key head, or
-    where programs do not add up, of their own."""
+def key_sums(ptr, WG: gl.constexpr, tile, work, plan: gl.constexpr):
+    """Where the sums of dK and then dV of 64 keys are, which `WG` of 64 keys are before: those of the key
+    head, or where programs do not add up, of their own."""
     i_b, head = _split(tile, work)
     heads = work.H // work.GROUP
     if plan.added:
@@ -235,7 +235,8 @@ def first_key_sums(tile, work, plan: gl.constexpr):
         block = first * heads + head * gl.cdiv(tile.S_k, plan.block_n)
     else:
         block = (i_b * heads + head) * work.num_n
-    return block * (plan.block_n // 64) + tile.start // 64
+    block = block * (plan.block_n // 64) + tile.start // 64 + WG
+    return ptr + block.to(gl.int64) * (64 * plan.sums_width)
 
 
 @gluon.jit

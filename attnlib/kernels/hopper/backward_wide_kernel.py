@@ -175,20 +175,19 @@ def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _leave(ptr, left, right, tile, work, plan: gl.constexpr):
-    """Sums where other programs add to them."""
-    block = tiling.first_key_sums(tile, work, plan)
-    columns: gl.constexpr = left.shape[1] + right.shape[1]
-    leave_sums(ptr, block, left, 0, columns, plan.added)
-    leave_sums(ptr, block, right, 64 * left.shape[1], columns, plan.added)
+def _leave(ptr, left, right, AT: gl.constexpr, tile, work, plan: gl.constexpr):
+    """Sums where other programs add to them, of dK from element AT = 0 on, of dV behind them."""
+    sums = tiling.key_sums(ptr, 0, tile, work, plan)
+    leave_sums(sums, left, AT, plan.added)
+    leave_sums(sums, right, AT + 64 * left.shape[1], plan.added)
 
 
 @gluon.jit
-def _store_zeros(descs, left, right, buffers, tile, work, plan: gl.constexpr):
+def _store_zeros(descs, left, right, buffers, AT: gl.constexpr, tile, work, plan: gl.constexpr):
     """Of keys that no query sees."""
     if plan.shared:
         if not plan.added:
-            _leave(descs, left, right, tile, work, plan)
+            _leave(descs, left, right, AT, tile, work, plan)
     else:
         dtype: gl.constexpr = buffers[0].dtype
         _store(descs, left.to(dtype), right.to(dtype), buffers, tile, work, plan)
@@ -202,7 +201,7 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
     else:
         left, right = _zeros_of_values(0, plan), _zeros_of_values(1, plan)
-        _store_zeros(desc_dv, left, right, mem.do, tile, work, plan)
+        _store_zeros(desc_dv, left, right, mem.do, 64 * plan.width, tile, work, plan)
 
 
 @gluon.jit
@@ -244,7 +243,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
             m = tile.m_start
 
     if plan.shared:
-        _leave(desc_dv, dv_left, dv_right, tile, work, plan)
+        _leave(desc_dv, dv_left, dv_right, 64 * plan.width, tile, work, plan)
     else:
         named_barrier("sync", END, 256)
         _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do, tile, work, plan)
@@ -266,7 +265,8 @@ def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dk, _zeros(0, plan), _zeros(1, plan), _keys_leave(mem, plan), tile, work, plan)
+        left, right = _zeros(0, plan), _zeros(1, plan)
+        _store_zeros(desc_dk, left, right, _keys_leave(mem, plan), 0, tile, work, plan)
 
 
 @gluon.jit
@@ -306,7 +306,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
     if plan.shared:
-        _leave(desc_dk, dk_left, dk_right, tile, work, plan)
+        _leave(desc_dk, dk_left, dk_right, 0, tile, work, plan)
     else:
         named_barrier("arrive", END, 256)
         dk_left = (dk_left * sm_scale).to(dtype)
@@ -379,7 +379,7 @@ def attention_backward_hopper_wide(
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
-    dk_ptr=None, dv_ptr=None, SHARE=None,  # of a shared plan instead of desc_dk and desc_dv: float32 sums
+    keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -394,7 +394,7 @@ def attention_backward_hopper_wide(
     desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
     desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
     if plan.shared:
-        desc_dk, desc_dv = dk_ptr, dv_ptr
+        desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
         desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     dk = ()

@@ -79,7 +79,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         descriptors=descriptors((q, k, v, d_out, *(() if shared else (dk.window, dv.window))), first, width, call),
         pointers={
             "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
-            **(keys.pointers(first) if shared else {}),
+            **({"keys_ptr": first.following} if shared else {}),
         },  # fmt: skip
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,
@@ -105,7 +105,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     if shared:
-        launches += keys.conversions(first, dk.window, dv.window)
+        launches += keys.conversions(first.following.start, dk.window, dv.window)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 

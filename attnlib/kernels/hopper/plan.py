@@ -204,6 +204,7 @@ class BackwardPlan(Constants):
 
     right = gl.constexpr(0)  # columns of a second part
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))  # of all
+    sums_width = property(lambda self: gl.constexpr(2 * self.width.value))  # of sums of dK and dV
     held = gl.constexpr(0)
     own_right = gl.constexpr(False)
     dq_products = gl.constexpr(2)  # that a consumer starts in a step
@@ -275,6 +276,9 @@ class WideBackwardPlan(Constants):
     own_values = gl.constexpr(False)
     value_left = property(lambda self: self.left)  # columns of the parts of dV
     value_rest = property(lambda self: self.rest)
+    sums_width = property(  # of sums of dK and dV
+        lambda self: gl.constexpr(self.width.value + self.value_left.value + self.value_rest.value)
+    )
 
     # Accumulators: of S^T and dP^T [64, block_m], of the parts of dK, dV and dQ.
     s_layout = property(lambda self: accumulator(self.block_m.value))

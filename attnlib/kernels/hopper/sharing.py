@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.launch_postprocess import Sums, conversion
-from attnlib.kernels.common.launch_preprocess import Preprocess
-from attnlib.kernels.common.launcher import Launch, Part
+from attnlib.kernels.common.launcher import Launch
 from attnlib.kernels.common.signature import Signature
 
 
@@ -28,9 +27,9 @@ def query_heads(call: Signature) -> int:
 
 
 class SharedKeys(NamedTuple):
-    """`share` programs for each block of keys of a key head, and the sums that they leave in the buffer:
-    float32 of dK, then of dV. heads: B * H_kv, varlen H_kv; padded: keys of one, with those that fill blocks
-    up."""
+    """`share` programs for each block of keys of a key head, and the float32 sums that they leave in the
+    buffer: for 64 keys those of dK, then those of dV. heads: B * H_kv, varlen H_kv; padded: keys of one, with
+    those that fill blocks up."""
 
     call: Signature
     share: int
@@ -42,31 +41,24 @@ class SharedKeys(NamedTuple):
         """Sums for each head."""
         return 1 if self.call.config.added else self.share
 
-    def _elements(self, width: int) -> int:
-        return self.heads * self._parts * self.padded * width
-
-    @property
-    def elements(self) -> int:
-        return sum(map(self._elements, self._widths))
-
     @property
     def _widths(self) -> tuple[int, int]:
         config, head_dim = self.call.config, self.call.head_dim
         return config.width(head_dim), config.value_width(head_dim)
 
-    def pointers(self, memory: Preprocess) -> dict[str, Part]:
-        """Of the kernel; `memory` is followed by the sums."""
-        start = memory.following.start
-        second = start + self._elements(self._widths[0])
-        return {"dk_ptr": Part("buffer", start), "dv_ptr": Part("buffer", second)}
+    @property
+    def elements(self) -> int:
+        return self.heads * self._parts * self.padded * sum(self._widths)
 
-    def conversions(self, memory: Preprocess, dk: Window, dv: Window) -> list[Launch]:
-        """What makes dK and dV of the sums."""
-        places, scales = self.pointers(memory), (self.call.sm_scale, 1.0)
-        found = []
-        for name, gradient, width, scale in zip(("dk", "dv"), (dk, dv), self._widths, scales, strict=True):
-            start = places[f"{name}_ptr"].start
-            block_n = self.call.config.block_n
-            sums = Sums(name, start, self.heads, self.padded, block_n, width, scale, self._parts)
-            found.append(conversion(self.call, gradient, sums))
-        return found
+    def conversions(self, start: int, dk: Window, dv: Window) -> list[Launch]:
+        """What makes dK and dV of the sums, which begin at element `start`."""
+        config, (width, values) = self.call.config, self._widths
+
+        def sums(name: str, start: int, width: int, others: int, scale: float) -> Sums:
+            more = width, scale, self._parts, others
+            return Sums(name, start, self.heads, self.padded, config.block_n, *more)
+
+        return [
+            conversion(self.call, dk, sums("dk", start, width, values, self.call.sm_scale)),
+            conversion(self.call, dv, sums("dv", start + 64 * width, values, width, 1.0)),
+        ]
