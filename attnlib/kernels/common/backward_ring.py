@@ -67,8 +67,8 @@ def opaque_zero(j):
 #     mov.b32 $0, 0; }
 @gluon.constexpr_function
 def _add_asm(n, operation="red.global.add.v4.f32", always=False):
-    """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used. `always`:
-    without $9 and what depends on it."""
+    """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used.
+    `always`: without $9 and what depends on it."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",

@@ -11,8 +11,9 @@ KERNEL = "attnlib.kernels.common.postprocess.attention_backward_postprocess"
 
 
 class Sums(NamedTuple):
-    """Those of a gradient, dq, dk or dv: where they begin in the buffer, `parts` for each of its heads, which
-    are B * H, varlen H. A head has `padded` rows in memory, whole tiles of `padding`, or has rows of `cu`."""
+    """Those of a gradient, dq, dk or dv: where they begin in the buffer, and `parts` of `width` columns for
+    each of its heads, which are B * H, varlen H. A head has `padded` rows in memory, whole tiles of
+    `padding`, of varlen sequences all together."""
 
     gradient: str
     start: int
@@ -44,10 +45,11 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
         KERNEL,
         (tiles * sums.heads, 1, 1),
         descriptors={"desc_dq": Descriptor(Part(sums.gradient), gradient, (*ones, 64, columns))},
-        pointers={
-            "sums_ptr": Part("buffer", sums.start), "cu_q": Part("cu_q" if of_queries else "cu_k")
-        },
+        pointers={"sums_ptr": Part("buffer", sums.start), "cu_q": Part("cu_q" if of_queries else "cu_k")},
         scalars={"sm_scale": sums.scale, "H": heads, "B": B, "num_m": blocks, "tiles": tiles},
-        constants={"BLOCK_D": sums.width, "PADDING": sums.padding, "COLUMNS_OF_ALL": sums.width + sums.others, "PARTS": sums.parts},
+        constants={
+            "BLOCK_D": sums.width, "PADDING": sums.padding, "COLUMNS_OF_ALL": sums.width + sums.others,
+            "PARTS": sums.parts,
+        },  # fmt: skip
         options={"num_warps": max(4, columns // 16)},  # 32 sums a thread, eight loads of 16 bytes, or fewer
     )

@@ -1,5 +1,5 @@
-"""What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q.
-Chapter 20 derives the backward pass.
+"""What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q,
+and dK and dV likewise where programs share a key head. Chapter 20 derives the backward pass.
 
 `backward_kernel` adds to dQ in float32 as an accumulator of wgmma lies in the registers of a warpgroup: of 64
 rows and 8 columns thread t has rows 16 (t / 32) + t % 32 / 4 and that plus 8, columns 2 (t % 4) and that plus
@@ -25,7 +25,7 @@ def attention_backward_postprocess(
     tiles,  # and those of them that have a row of S_q, varlen all
     BLOCK_D: tl.constexpr,
     PADDING: tl.constexpr,  # the rows of a varlen sequence are padded to a multiple of this
-    COLUMNS_OF_ALL: tl.constexpr,  # BLOCK_D, and those of other sums of the same 64 rows that lie behind these
+    COLUMNS_OF_ALL: tl.constexpr,  # with those of other sums that lie behind each 64 rows of these
     PARTS: tl.constexpr = 1,  # sums for each head to add up, which follow each other in memory
 ):  # fmt: skip
     """dq = sm_scale * sums. Grid: (tiles * heads,). dK and dV likewise, where programs share a key head."""

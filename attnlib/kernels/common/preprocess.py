@@ -12,7 +12,8 @@ DELTA = tl.constexpr(1)
 
 
 @triton.jit(
-    do_not_specialize=["S_q", "T_q", "H", "B", "padded", "more"], do_not_specialize_on_alignment=["lse_ptr", "cu_q"]
+    do_not_specialize=["S_q", "T_q", "H", "B", "padded", "more"],
+    do_not_specialize_on_alignment=["lse_ptr", "cu_q"],
 )
 def attention_backward_preprocess(
     desc_o, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D); D columns of values

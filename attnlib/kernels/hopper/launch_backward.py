@@ -71,12 +71,13 @@ def prepare(call: Signature) -> BackwardPlan | None:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
+    made = () if shared else (dk.window, dv.window)
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
     launch = Launch(
         WIDE_KERNEL if width > 128 else KERNEL,
         (programs, 1, 1),
-        descriptors=descriptors((q, k, v, d_out, *(() if shared else (dk.window, dv.window))), first, width, call),
+        descriptors=descriptors((q, k, v, d_out, *made), first, width, call),
         pointers={
             "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
             **({"keys_ptr": first.following} if shared else {}),

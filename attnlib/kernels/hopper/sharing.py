@@ -13,7 +13,6 @@ from attnlib.kernels.common.launcher import Launch
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
 
-
 # What the model of a launch takes for known. docs/lab/hopper-backward.md says where the numbers are from.
 FLOPS = 2450
 """Of products, that an SM does in a clock."""
