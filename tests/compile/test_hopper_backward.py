@@ -26,6 +26,7 @@ from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     launch_backward,
+    sharing,
 )
 from attnlib.kernels.hopper.configs_backward import (
     SPLIT,
@@ -305,6 +306,28 @@ def test_sums_of_dq_are_set_to_zero(width: int, varlen: bool) -> None:
     block_m = rows.launch.constants["BLOCK_M"]
     assert stores[True] == block_m * width // (4 * 128), "four columns of a row for each thread"
     assert stores[False] == 2 and stats.spills == 0, "lse2 and delta"
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+@pytest.mark.parametrize("width", [64, 192])
+def test_sums_of_shared_key_heads(width: int, added: bool) -> None:
+    """They are set to zero, and read, by 16 bytes; those that lie apart are added up."""
+    call, rows = call_of(width, "fp16", False)
+    call = call._replace(config=replace(call.config, added=added))
+    keys = sharing.SharedKeys(call, 2, 6, 256)
+    rows = rows.followed_by(keys.elements, zeros=added)
+    made = keys.conversions(rows.following.start, *[(call.k, call.strides[1])] * 2)
+    jobs = [job(preprocess_kernel, rows.launch, call), *(job(postprocess, one, call) for one in made)]
+    before, *after = inspect_sm90.compile_all(jobs)
+    stores = Counter("STG.E.128" in text for text in before.listing if "STG" in text)
+    block_m = rows.launch.constants["BLOCK_M"]
+    assert stores == {True: block_m * width // 512 + 2 * added, False: 2} and before.spills == 0
+    for stats in after:
+        loads = Counter("LDG.E.128" in text for text in stats.listing if "LDG" in text)
+        columns = width & -width
+        threads = 32 * max(4, columns // 16)
+        of_one = 64 * columns // (4 * threads) * (width // columns)
+        assert loads == {True: of_one * (1 if added else 2)} and stats.spills == 0
 
 
 def job(module: ModuleType, launch: Launch, call: Signature) -> Job:

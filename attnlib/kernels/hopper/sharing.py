@@ -30,6 +30,8 @@ fit into L2 together, a launch of programs of 128 keys takes so much longer with
 twice that: they read as much for half the products. Half as much where the heads of few groups, or of one,
 are visited at one time."""
 L2 = 50 << 20
+MANY = 16
+"""Programs for each SM from which on the last ones count for little, and are not followed."""
 GAIN = 1.05
 """Programs share a key head where a launch of theirs is that much shorter in the model."""
 
@@ -77,8 +79,7 @@ class Launched(NamedTuple):
 
 
 def finished(work: list[float], heads: int, section: int) -> float:
-    """When the last program ends, of `work` for each head in sections, on SMs that take one after the other.
-    Of very many programs the last ones don't matter."""
+    """When the last program ends, of `work` for each head, in sections, where SMs take one after the other."""
     if len(work) * heads > MANY * SMS:
         return sum(work) * heads / SMS + max(work) / 2
     ends = [0.0] * SMS
@@ -89,17 +90,15 @@ def finished(work: list[float], heads: int, section: int) -> float:
     return max(ends)
 
 
-MANY = 16
-"""Programs for each SM."""
-
-
 def chosen(call: Launched) -> int:
     """Query heads of a group that one program visits: all, or fewer where the model says that it pays."""
-    best = min(divisors(call.group), key=call.clocks)
-    return best if call.clocks(call.group) >= GAIN * call.clocks(best) else call.group
+    clocks = {visited: call.clocks(visited) for visited in divisors(call.group)}
+    best = min(clocks, key=clocks.__getitem__)
+    return best if clocks[call.group] >= GAIN * clocks[best] else call.group
 
 
 def divisors(group: int) -> list[int]:
+    """The group itself is the last one."""
     return [n for n in range(1, group + 1) if group % n == 0]
 
 
