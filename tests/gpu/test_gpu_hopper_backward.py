@@ -129,7 +129,7 @@ def sharing(call: tuple, visited: int, added: bool = True) -> tuple:
 
 @MASKS
 @pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
-@pytest.mark.parametrize("visited", [1, 2])
+@pytest.mark.parametrize("visited", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 def test_programs_share_a_key_head(head_dim, visited, added, causal):
     for shape in (Shape(2, 8, 700, head_dim, causal, "bfloat16", 2), Shape(1, 4, 300, head_dim, causal,

@@ -79,7 +79,7 @@ class Launched(NamedTuple):
 
 
 def finished(work: list[float], heads: int, section: int) -> float:
-    """When the last program ends, of `work` for each head, in sections, where SMs take one after the other."""
+    """When the last program ends, of `work` for each head in sections; an SM takes one after the other."""
     if len(work) * heads > MANY * SMS:
         return sum(work) * heads / SMS + max(work) / 2
     ends = [0.0] * SMS

@@ -50,7 +50,8 @@ FORWARD = {
 }
 # Five blocks of queries, or four heads of one each.
 BACKWARD = {
-    "64": Call(64, 4, 1, 70, 128), "128": Call(128, 1, 1, 320, 100, causal=False),
+    "64": Call(64, 4, 1, 70, 128, config=replace(hopper_backward_config(64), visited=4)),
+    "128": Call(128, 1, 1, 320, 100, causal=False),
     "256": Call(256, 1, 1, 320, 60, causal=False), "unseen": Call(64, 1, 1, 60, 300, window=(30, -1)),
     "in order": Call(64, 2, 1, 300, 400, deterministic=True),
     "256, in order": Call(256, 1, 1, 150, 200, causal=False, deterministic=True),

@@ -44,11 +44,14 @@ def config_of(call: Call, **changes) -> HopperBackwardConfig:
     return replace(config, **changes)
 
 
-@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+@pytest.mark.parametrize("form", ["added", "apart", "one program for a group"])
 @pytest.mark.parametrize("name", CALLS)
-def test_programs_share_a_key_head(name: str, added: bool) -> None:
+def test_programs_share_a_key_head_or_not(name: str, form: str) -> None:
     call = CALLS[name]
-    kernel = check_backward(replace(call, config=config_of(call, visited=1, added=added)), seed=1)
+    changes = {"visited": 1, "added": form == "added"}
+    if form == "one program for a group":
+        changes = {"visited": call.H // call.H_kv}
+    kernel = check_backward(replace(call, config=config_of(call, **changes)), seed=1)
     assert all(report.unwaited == () for report in kernel.reports)
 
 
