@@ -162,6 +162,8 @@ class Threads:
         operation, names = line.operation, line.names
         if operation == "red.global.add.v4.f32":
             return self._add(line.rest)
+        if operation == "st.global.v4.f32":
+            return self._store(line.rest)
         if operation == "red.relaxed.gpu.global.add.u32":
             return self._count(line.rest)
         if operation == "ld.acquire.gpu.global.b32":
@@ -203,12 +205,18 @@ class Threads:
             self.partition.program.machine.pause()
 
     def _add(self, operands: str) -> None:
+        self.partition.program.machine.add_to_memory(_Addition(*self._vectors(operands)))
+
+    def _store(self, operands: str) -> None:
+        address, *rest = self._vectors(operands)
+        address.write(*rest, added=False)
+
+    def _vectors(self, operands: str) -> tuple[_Address, int, np.ndarray, np.ndarray]:
+        """(address, bytes beyond it, [threads, 4] values, the threads that act)."""
         name, constant = ADDRESS.search(operands).groups()
-        address = self.value(name)
         sources = re.findall(r"\$\d+", operands[operands.index("{") :])
-        values = np.stack([self.value(source) for source in sources], 1)  # [threads, 4]
-        add = _Addition(address, int(constant or 0), values, self.active)
-        self.partition.program.machine.add_to_memory(add)
+        values = np.stack([self.value(source) for source in sources], 1)
+        return self.value(name), int(constant or 0), values, self.active
 
     def _words(self, operand: str) -> tuple[np.ndarray, np.ndarray]:
         address = self.value(ADDRESS.search(operand).group(1))
@@ -253,20 +261,27 @@ class _Address:
         check_inside(self.memory, int(places.min()), int(places.max()))
         return self.memory.view(torch.int32).numpy(), places
 
-    def add(self, constant: int, values: np.ndarray, active: np.ndarray) -> None:
-        """Add neighboring values, as many as a row of `values` has, for each active thread."""
+    def write(self, constant: int, values: np.ndarray, active: np.ndarray, added: bool = True) -> None:
+        """Add neighboring values, as many as a row of `values` has, or put them there, for each active
+        thread."""
         offset, size = self.offset + constant, self.memory.element_size()
         if ((self.start * size + offset) % (size * values.shape[1])).any():
-            raise IndexError("a vector addition at an address that is not a multiple of its size")
+            raise IndexError("a vector at an address that is not a multiple of its size")
         first, n = self.start + offset[active] // size, values.shape[1]
         values = values[active].astype(np.float32)
         if not len(first):
             return
         check_inside(self.memory, int(first.min()), int(first.max()) + n - 1)
         if (first == first[0] + n * np.arange(len(first))).all():  # threads follow each other
-            self.memory.numpy()[first[0] : first[0] + values.size] += values.ravel()
+            places = slice(first[0], first[0] + values.size)
         else:
-            np.add.at(self.memory.numpy(), (first[:, None] + np.arange(n)).ravel(), values.ravel())
+            places = (first[:, None] + np.arange(n)).ravel()
+        if not added:
+            self.memory.numpy()[places] = values.ravel()
+        elif isinstance(places, slice):
+            self.memory.numpy()[places] += values.ravel()
+        else:
+            np.add.at(self.memory.numpy(), places, values.ravel())
 
 
 class _Addition(Work):
@@ -276,7 +291,7 @@ class _Addition(Work):
 
     def do(self) -> None:
         address, *rest = self.given
-        address.add(*rest)
+        address.write(*rest)
 
 
 # ---------------------------------------------------------------- which thread has which element

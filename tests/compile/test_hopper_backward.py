@@ -26,6 +26,7 @@ from attnlib.kernels.hopper import (
     backward_kernel,
     backward_wide_kernel,
     launch_backward,
+    sharing,
 )
 from attnlib.kernels.hopper.configs_backward import (
     SPLIT,
@@ -63,6 +64,11 @@ OPTION_SPILLS = {
     (256, "deterministic dense"): 2, (256, "deterministic varlen window"): 4,
     (160, "deterministic causal"): 4, (192, "deterministic causal"): 2,
     (PAIR, "deterministic causal"): 4,
+    (64, "shared causal"): 18, (64, "shared varlen window"): 16, (80, "shared causal"): 8,
+    (96, "shared causal"): 16, (128, "shared causal"): 10, (128, "shared dense"): 8,
+    (128, "shared varlen window"): 10, (128, "apart causal"): 10, (160, "shared causal"): 0,
+    (192, "shared causal"): 2, (PAIR, "shared causal"): 0, (256, "shared causal"): 2,
+    (256, "shared dense"): 0, (256, "shared varlen window"): 2, (256, "apart causal"): 2,
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
@@ -73,8 +79,10 @@ CASES = with_more(
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 CASES += [(*case, "fp16") for case in OPTION_SPILLS]
-OPTIONS = "deterministic", "alternate"
-"""Words before a kind: of the configuration."""
+OPTIONS = "deterministic", "alternate", "shared", "apart"
+"""Words before a kind: of the configuration; the last two, programs that share a key head."""
+SHARED = "keys_ptr", "SHARE"
+"""Arguments of a plan that is shared."""
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
@@ -98,6 +106,8 @@ SPILLS = {
 accumulators."""
 LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
+SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
+"""The same where programs share a key head, which keep an address of sums more."""
 
 
 def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, HopperBackwardConfig]:
@@ -148,22 +158,27 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
-    plan = launch_backward.make_plan(width, config, mask, varlen)
+    shared = option in ("shared", "apart")
+    config = replace(config, added=option != "apart")
+    plan = launch_backward.make_plan(width, config, mask, varlen, shared)
     kernel = backward_kernel.attention_backward_hopper
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
-    types = {"dq_ptr": "*fp32", "turns_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
+    types = dict.fromkeys(("dq_ptr", "turns_ptr", *SHARED[:1]), "*fp32")
+    types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(name, dtype, varlen, deterministic)
     own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
     windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
-    types |= tile_types(launch_backward.descriptors(windows, rows, width, call), dtype, desc_rows="fp32")
+    found = launch_backward.descriptors(windows[: 4 if shared else 6], rows, width, call)
+    types |= tile_types(found, dtype, desc_rows="fp32")
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
+    wanted_by[SHARED] = shared
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else given
-    aligned = ("dq_ptr", "turns_ptr") if deterministic else ("dq_ptr",)
+    aligned = "dq_ptr", *(("turns_ptr",) if deterministic else ()), *(SHARED[:1] if shared else ())
     stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
     return stats, addresses_change(compiled.asm["ttgir"])
 
@@ -207,11 +222,13 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.opcodes["HGMMA"] == sum(IN_A_STEP[width]) + AROUND[width] and not stats.opcodes.get("HMMA")
-    assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
+    option, unmarked = option_of(kind)
+    shared = option in ("shared", "apart")
+    assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
     own = (SPLIT_SPILLS | OPTION_SPILLS).get((width, kind))
-    option, kind = option_of(kind)
+    kind = unmarked
     deterministic = option == "deterministic"
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
     loops = stats.loops  # one for each consumer
@@ -219,7 +236,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
     assert sorted(loop.get("REDG", 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
     for loop in loops:
-        assert deterministic or loop.get("LDL", 0) <= LOADS[width]
+        assert deterministic or loop.get("LDL", 0) <= (SHARED_LOADS if shared else LOADS)[width]
         assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop), "turns have their own warp"
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
     # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without.
@@ -293,6 +310,28 @@ def test_sums_of_dq_are_set_to_zero(width: int, varlen: bool) -> None:
     block_m = rows.launch.constants["BLOCK_M"]
     assert stores[True] == block_m * width // (4 * 128), "four columns of a row for each thread"
     assert stores[False] == 2 and stats.spills == 0, "lse2 and delta"
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+@pytest.mark.parametrize("width", [64, 192])
+def test_sums_of_shared_key_heads(width: int, added: bool) -> None:
+    """They are set to zero, and read, by 16 bytes; those that lie apart are added up."""
+    call, rows = call_of(width, "fp16", False)
+    call = call._replace(config=replace(call.config, added=added))
+    keys = sharing.SharedKeys(call, 2, 6, 256)
+    rows = rows.followed_by(keys.elements, zeros=added)
+    made = keys.conversions(rows.following.start, *[(call.k, call.strides[1])] * 2)
+    jobs = [job(preprocess_kernel, rows.launch, call), *(job(postprocess, one, call) for one in made)]
+    before, *after = inspect_sm90.compile_all(jobs)
+    stores = Counter("STG.E.128" in text for text in before.listing if "STG" in text)
+    block_m = rows.launch.constants["BLOCK_M"]
+    assert stores == {True: block_m * width // 512 + 2 * added, False: 2} and before.spills == 0
+    for stats in after:
+        loads = Counter("LDG.E.128" in text for text in stats.listing if "LDG" in text)
+        columns = width & -width
+        threads = 32 * max(4, columns // 16)
+        of_one = 64 * columns // (4 * threads) * (width // columns)
+        assert loads == {True: of_one * (1 if added else 2)} and stats.spills == 0
 
 
 def job(module: ModuleType, launch: Launch, call: Signature) -> Job:

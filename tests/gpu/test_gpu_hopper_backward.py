@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import draws
 import families
@@ -17,6 +18,7 @@ from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import hopper
+from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 from attnlib.params import Params, mask_window
 
 pytestmark = pytest.mark.skipif(
@@ -118,11 +120,40 @@ def test_two_hundred_launches():
     assert wrong.item() == 0
 
 
+def sharing(call: tuple, visited: int, added: bool = True) -> tuple:
+    """The call with programs that visit so many query heads of a group."""
+    *rest, params = call
+    config = hopper_backward_config(rest[1].shape[-1], params.deterministic)
+    return *rest, params._replace(config=replace(config, visited=visited, added=added))
+
+
+@MASKS
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+@pytest.mark.parametrize("visited", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_programs_share_a_key_head(head_dim, visited, added, causal):
+    for shape in (Shape(2, 8, 700, head_dim, causal, "bfloat16", 2), Shape(1, 4, 300, head_dim, causal,
+                  heads_kv=1, seqlen_k=555)):  # fmt: skip
+        check_backward(
+            BackwardCase(shape), "cuda", lambda *call: backward(*sharing(call, visited, added))
+        )
+
+
 @DIMS
-def test_cuda_graph(head_dim):
-    """Captured once, replayed on other numbers: the sums of dQ begin at 0 each time."""
-    shape = Shape(1, 4, 500, head_dim)
+def test_few_key_heads_are_shared_unasked(head_dim):
+    """Eight query heads, one key head: by the model of the launch, which takes fewer than all."""
+    check(Shape(1, 8, 3000, head_dim, False, "bfloat16", 1))
+    check(Shape(1, 8, 3000, head_dim, True, heads_kv=1))
+
+
+@pytest.mark.parametrize("visited", [None, 1], ids=["alone", "shared"])
+@DIMS
+def test_cuda_graph(head_dim, visited):
+    """Captured once, replayed on other numbers: the sums of dQ, and of dK and dV, begin at 0 each time."""
+    shape = Shape(1, 4, 500, head_dim, heads_kv=visited)
     call = arguments(shape)
+    if visited is not None:
+        call = sharing(call, visited)
     backward(*call)  # compiles, which a capture does not allow
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""The slots of Q and dO of the Hopper backward kernels, who releases and who fills them, and the sum of dQ.
+"""The slots of Q and dO of the Hopper backward kernels, who releases and who fills them, and sums in memory.
 Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
 
 `plan` is a kernel's plan.
@@ -43,7 +43,7 @@ def acquire(first: gl.constexpr, j):
         named_barrier("sync", first + slot_of(j), 288)
 
 
-# ---------------------------------------------------------------- dQ
+# ---------------------------------------------------------------- sums in memory
 
 
 @gluon.jit
@@ -66,27 +66,27 @@ def opaque_zero(j):
 #     DONE:
 #     mov.b32 $0, 0; }
 @gluon.constexpr_function
-def _add_asm(n):
-    """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used."""
+def _add_asm(n, operation="red.global.add.v4.f32", always=False):
+    """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used.
+    `always`: without $9 and what depends on it."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",
-        f"setp.eq.b32 q, ${wanted}, 0;",
-        "@q bra DONE;",
+        *([] if always else [f"setp.eq.b32 q, ${wanted}, 0;", "@q bra DONE;"]),
         "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;",
         f"add.s64 a, a, ${pointer};",
     ]
     for i in range(0, n, 4):
         four = ", ".join(f"${values + i + k}" for k in range(4))
-        lines.append(f"red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
-    lines.append("DONE:")
+        lines.append(f"{operation} [a + {i * 512}], {{{four}}};")
+    lines += [] if always else ["DONE:"]
     lines += [f"mov.b32 ${outputs + i}, 0;" for i in range(n // 4)]
     return " ".join([*lines, "}"])
 
 
 @gluon.constexpr_function
-def _add_constraints(n):
-    return ",".join(["=r"] * (n // 4) + ["f"] * n + ["l"] * n + ["r"] * n)
+def _add_constraints(n, always=False):
+    return ",".join(["=r"] * (n // 4) + ["f"] * n + ["l"] * n + ["r"] * (0 if always else n))
 
 
 @gluon.jit
@@ -99,5 +99,18 @@ def add_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
     address = (dq_ptr + offset).to(gl.int64)
     gl.inline_asm_elementwise(
         _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
+        is_pure=False, pack=n,
+    )  # fmt: skip
+
+
+@gluon.jit
+def leave_sums(ptr, x, AT: gl.constexpr, ADD: gl.constexpr):
+    """Add [64, columns] to float32 in memory, or store it there, from element AT on: as it lies in registers,
+    as `add_sums` does it."""
+    n: gl.constexpr = x.shape[1] // 2  # elements of x in a thread
+    address = (ptr + AT).to(gl.int64)
+    operation: gl.constexpr = "red.global.add.v4.f32" if ADD else "st.global.v4.f32"
+    gl.inline_asm_elementwise(
+        _add_asm(n, operation, True), _add_constraints(n, True), [x, address], dtype=gl.int8,
         is_pure=False, pack=n,
     )  # fmt: skip

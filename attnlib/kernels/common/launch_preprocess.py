@@ -1,5 +1,8 @@
 """Launch what every backward pass begins with, and the memory that it fills."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from typing import NamedTuple
 
 from attnlib.kernels.common.descriptors import Window
@@ -10,6 +13,8 @@ from attnlib.kernels.common.tiles import block_d
 KERNEL = "attnlib.kernels.common.preprocess.attention_backward_preprocess"
 ROWS = 64
 """Rows of a block, at most."""
+CHUNK = 1024
+"""Elements that a program sets to 0 at a time, where there are more."""
 TURNS = 16
 """Words of 32 bits for as many rows: a counter, see `turns`, and what keeps it apart from the next one."""
 
@@ -18,13 +23,15 @@ class Preprocess(NamedTuple):
     """The launch that computes the LSE in base 2 and delta of every row, and the memory that it fills: part
     of a buffer of float32 of so many `elements`, at the end of which are (2, heads, padded) for the two,
     `padded` being rows padded to whole tiles. Before them may be sums of dQ, as many rows of `sums_width`
-    columns; at the very end the counters of `turns`, where there are any."""
+    columns; then the counters of `turns`, where there are any, and at the very end what `followed_by`
+    adds."""
 
     launch: Launch
     heads: int
     padded: int
     sums_width: int
     counters: int = 0  # for 64 rows
+    more: int = 0
 
     @property
     def rows(self) -> Part:
@@ -32,7 +39,11 @@ class Preprocess(NamedTuple):
 
     @property
     def elements(self) -> int:
-        return self._counters_start + self.heads * self.padded // 64 * self.counters
+        return self.following.start + self.more
+
+    @property
+    def following(self) -> Part:
+        return Part("buffer", self._counters_start + self.heads * self.padded // 64 * self.counters)
 
     @property
     def _counters_start(self) -> int:
@@ -41,6 +52,18 @@ class Preprocess(NamedTuple):
     @property
     def turns(self) -> Part:
         return Part("buffer", self._counters_start) if self.counters else Part("none")
+
+    def followed_by(self, elements: int, zeros: bool) -> Preprocess:
+        """With so many more, a multiple of CHUNK, which the launch sets to 0 where they are to be `zeros`."""
+        launch = self.launch
+        if zeros:
+            launch = replace(
+                launch,
+                pointers={**launch.pointers, "more_ptr": self.following},
+                scalars={**launch.scalars, "more": elements // CHUNK},
+                constants={**launch.constants, "CHUNK": CHUNK},
+            )
+        return self._replace(launch=launch, more=elements)
 
     def descriptor(self, block_m: int, layout=None) -> Descriptor:
         """Of one of the two, for tiles of `block_m` rows."""
@@ -73,12 +96,16 @@ def preprocess(
             "rows_ptr": memory.rows,
             "sums_ptr": Part("buffer" if sums_width else "none"),
             "turns_ptr": memory.turns,
+            "more_ptr": Part("none"),
             "cu_q": Part("cu_q"),
         },
-        scalars={"S_q": S_q, "T_q": call.q[0] if call.varlen else None, "H": H, "B": B, "padded": padded},
+        scalars={
+            "S_q": S_q, "T_q": call.q[0] if call.varlen else None, "H": H, "B": B, "padded": padded,
+            "more": None,
+        },  # fmt: skip
         constants={
             "BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width,
-            "TURNS": memory.counters,
+            "TURNS": memory.counters, "CHUNK": 0,
         },  # fmt: skip
         options={"num_warps": 4},
     )

@@ -1,5 +1,5 @@
-"""What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q.
-Chapter 20 derives the backward pass.
+"""What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q,
+and dK and dV likewise where programs share a key head. Chapter 20 derives the backward pass.
 
 `backward_kernel` adds to dQ in float32 as an accumulator of wgmma lies in the registers of a warpgroup: of 64
 rows and 8 columns thread t has rows 16 (t / 32) + t % 32 / 4 and that plus 8, columns 2 (t % 4) and that plus
@@ -25,24 +25,31 @@ def attention_backward_postprocess(
     tiles,  # and those of them that have a row of S_q, varlen all
     BLOCK_D: tl.constexpr,
     PADDING: tl.constexpr,  # the rows of a varlen sequence are padded to a multiple of this
+    COLUMNS_OF_ALL: tl.constexpr,  # with those of other sums that lie behind each 64 rows of these
+    PARTS: tl.constexpr = 1,  # sums for each head to add up, which follow each other in memory
 ):  # fmt: skip
-    """dq = sm_scale * sums. Grid: (tiles * heads,)."""
+    """dq = sm_scale * sums. Grid: (tiles * heads,). dK and dV likewise, where programs share a key head."""
     i_bh = tl.program_id(0) // tiles
     i_m = tl.program_id(0) % tiles
     row = i_m * 64
     if cu_q is None:
-        place = (i_bh.to(tl.int64) * num_m + i_m) * 64
+        place = (i_bh.to(tl.int64) * PARTS * num_m + i_m) * 64
+        padded = num_m * 64
         at = (i_bh // H, i_bh % H)
     else:
         padded_row = row
         row, end, S_q = row_of(padded_row, cu_q, B, PADDING)
         if row >= S_q:
             return
-        place = first_sums(row, padded_row - row, S_q, i_bh, H, PADDING)
+        place = first_sums(row, padded_row - row, S_q, i_bh * PARTS, H * PARTS, PADDING)
+        padded = tl.cdiv(S_q, PADDING) * PADDING
         at = (end, i_bh, VARLEN_ROWS - S_q)
     COLUMNS: tl.constexpr = desc_dq.block_shape[-1]
     for i in tl.static_range(BLOCK_D // COLUMNS):
-        b_sums = tl.load(sums_ptr + place * BLOCK_D + i * 64 * COLUMNS + tl.arange(0, 64 * COLUMNS))
+        b_sums = tl.load(sums_ptr + place * COLUMNS_OF_ALL + i * 64 * COLUMNS + tl.arange(0, 64 * COLUMNS))
+        for part in tl.static_range(1, PARTS):
+            further = (place + part * padded) * COLUMNS_OF_ALL + i * 64 * COLUMNS
+            b_sums += tl.load(sums_ptr + further + tl.arange(0, 64 * COLUMNS))
         # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
         b_sums = tl.reshape(b_sums * sm_scale, (COLUMNS // 8, 4, 8, 4, 2, 2))
         b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, COLUMNS))  # [64, COLUMNS]

@@ -12,7 +12,8 @@ DELTA = tl.constexpr(1)
 
 
 @triton.jit(
-    do_not_specialize=["S_q", "T_q", "H", "B", "padded"], do_not_specialize_on_alignment=["lse_ptr", "cu_q"]
+    do_not_specialize=["S_q", "T_q", "H", "B", "padded", "more"],
+    do_not_specialize_on_alignment=["lse_ptr", "cu_q"],
 )
 def attention_backward_preprocess(
     desc_o, desc_do,  # (B, H, S_q, D), or varlen (T_q, H, D); D columns of values
@@ -29,10 +30,16 @@ def attention_backward_preprocess(
     SUMS_D: tl.constexpr,  # columns of sums_ptr
     TURNS: tl.constexpr = 0,  # counters of who adds to BLOCK_M rows of sums_ptr, which begin at 0, too
     turns_ptr=None,
+    more_ptr=None, more=None, CHUNK: tl.constexpr = 0,  # so many chunks of more sums, which begin at 0, too
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
     Grid: (blocks * heads,), B * H heads or, varlen, H."""
     LOG2_E: tl.constexpr = 1.4426950408889634
+    if CHUNK:
+        o_c = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
+        for _ in range(tl.program_id(0), more, tl.num_programs(0)):
+            tl.store(more_ptr + o_c, tl.zeros([CHUNK], tl.float32))
+            o_c += tl.num_programs(0).to(tl.int64) * CHUNK
     num_m = padded // BLOCK_M
     head = tl.program_id(0) // num_m
     start = tl.program_id(0) % num_m * BLOCK_M

@@ -76,6 +76,14 @@ their numbers (`turns`; who is first, `backward_tiles.turn`). A warp more waits 
 says so at `granted`. Another one waits at `added` until both consumers have added their halves, says at
 `granted` that the next ones may come, and counts these when they are complete.
 
+    Programs that share a key head
+
+With many query heads for a key head there are few programs, and long ones: those of a launch visit different
+query heads at one time, whose Q, dO and sums of dQ don't fit into L2 together. A `shared` plan has SHARE
+programs for a block of keys, each of which visits GROUP of the group's query heads. As dQ is, dK and dV are
+then float32 sums in memory in the order of registers, to which all of them add (`added`), or which each has
+for itself; `postprocess` makes dK and dV of them.
+
     A head dimension that is no power of two
 
 Descriptors, buffers and accumulators are tuples: of one, or of two parts of the columns (`SplitBackwardPlan`,
@@ -102,6 +110,7 @@ from attnlib.kernels.common.backward_ring import (
     Q_FREE,
     STAGES,
     add_sums,
+    leave_sums,
     opaque_zero,
     parity_of,
     release,
@@ -213,16 +222,36 @@ def _copy_out(descs, buffers, WG: gl.constexpr, at, row):
 
 
 @gluon.jit
-def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
-    tile = tiling.locate(gl.program_id(0), work, plan)
-    if tiling.seen(tile, plan):
-        _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
+def _leave(sums, x, AT: gl.constexpr, plan: gl.constexpr):
+    """Sums of 64 keys where other programs add to them."""
+    for i in gl.static_range(len(x)):
+        leave_sums(sums, x[i], AT + 64 * plan.d * i, plan.added)
+
+
+@gluon.jit
+def _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG: gl.constexpr, plan: gl.constexpr):
+    """Of keys that no query sees."""
+    if plan.shared:
+        if not plan.added:
+            zeros = column_parts.zeros(plan.d_layout, plan)
+            sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
+            _leave(sums, zeros, 0, plan)
+            _leave(sums, zeros, 64 * plan.width, plan)
     else:
         zeros = column_parts.zeros(plan.d_layout, plan)
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
         _store(desc_dv, zeros, mem.v, WG, at, row)
         _copy_out(desc_dk, mem.v, WG, at, row)
         tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+    tile = tiling.locate(gl.program_id(0), work, plan)
+    if tiling.seen(tile, plan):
+        _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
+    else:
+        _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG, plan)
 
 
 @gluon.constexpr_function
@@ -267,6 +296,8 @@ def _visit(
     block = tiling.first_sums(tile, work, plan)
     gap = tiling.gap(tile, work, plan)
     m = tile.m_start
+    if plan.shared:
+        sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
 
     mbarrier.wait(mem.k_full, 0)
     k = held(mem.k, WG, plan)
@@ -332,16 +363,22 @@ def _visit(
     await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, WG, plan)
     at = tiling.keys(tile, work, plan)
-    _store(desc_dv, dv, mem.v, WG, at, row)
+    if plan.shared:
+        _leave(sums, dv, 64 * plan.width, plan)
+    else:
+        _store(desc_dv, dv, mem.v, WG, at, row)
     dq = await_parts(dq_token, 0)
     if plan.deterministic:
         await_grant(mem.turns, n - 1)
     _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
     if plan.deterministic:
         tell_added(mem.turns, n - 1)
-    tma.store_wait(0)
-    _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
-    tma.store_wait(0)
+    if plan.shared:
+        _leave(sums, dk, 0, plan)
+    else:
+        tma.store_wait(0)
+        _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
+        tma.store_wait(0)
 
 
 # ---------------------------------------------------------------- kernel
@@ -369,6 +406,7 @@ def attention_backward_hopper(
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
+    keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -381,7 +419,10 @@ def attention_backward_hopper(
             return
     desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
     desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
-    desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
+    if plan.shared:
+        desc_dk, desc_dv = keys_ptr, keys_ptr
+    else:
+        desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     turns = None
     if plan.deterministic:
         turns = new_turns(2)
@@ -404,7 +445,7 @@ def attention_backward_hopper(
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr, SHARE
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     registers: gl.constexpr = plan.registers

@@ -31,12 +31,17 @@ class Work(NamedTuple):
     cu_k: gl.tensor
     i_b: gl.tensor  # varlen: the sequence of this program
     turns_ptr: gl.tensor = None  # see `turns`
+    SHARE: gl.tensor = None  # programs of a block of keys of a key head, where the plan says `shared`
 
 
 class Tile(NamedTuple):
-    """A block of keys, and the blocks of queries m_start .. m_end - 1 that see one of them."""
+    """A block of keys, and the blocks of queries m_start .. m_end - 1 that see one of them.
 
-    head: gl.tensor  # batch * H_kv + key head
+    A program visits GROUP query heads: all that share the keys, or, of a shared plan, every SHARE-th part of
+    them. Heads of keys are counted with SHARE copies then.
+    """
+
+    head: gl.tensor  # batch * H / GROUP + key head
     start: gl.tensor  # first key
     m_start: gl.tensor
     m_end: gl.tensor
@@ -168,8 +173,11 @@ def queries(tile, work, plan: gl.constexpr):
 
 @gluon.jit
 def keys(tile, work, plan: gl.constexpr):
-    """Where a descriptor finds the keys, the values, and their gradients."""
+    """Where a descriptor finds the keys, the values, and, where no other program adds to them, their
+    gradients."""
     i_b, i_kv = _split(tile, work)
+    if plan.shared:
+        i_kv //= work.SHARE
     if plan.varlen:
         return tile.end_k, i_kv, VARLEN_ROWS - tile.S_k
     else:
@@ -211,6 +219,24 @@ def first_sums(tile, work, plan: gl.constexpr):
         return _first_rows(i_b, tile, plan) * work.H + i_kv * work.GROUP * num_m + tile.m_start
     else:
         return (i_b * work.H + i_kv * work.GROUP) * work.num_m + tile.m_start
+
+
+@gluon.jit
+def key_sums(ptr, WG: gl.constexpr, tile, work, plan: gl.constexpr):
+    """Where the sums of dK and then dV of 64 keys are, which `WG` of 64 keys are before: those of the key
+    head, or where programs do not add up, of their own."""
+    i_b, head = _split(tile, work)
+    heads = work.H // work.GROUP
+    if plan.added:
+        head //= work.SHARE
+        heads //= work.SHARE
+    if plan.varlen:  # as those of dQ, see `varlen_rows.first_sums`
+        first = (tile.end_k - tile.S_k) // plan.block_n + i_b
+        block = first * heads + head * gl.cdiv(tile.S_k, plan.block_n)
+    else:
+        block = (i_b * heads + head) * work.num_n
+    block = block * (plan.block_n // 64) + tile.start // 64 + WG
+    return ptr + block.to(gl.int64) * (64 * plan.sums_width)
 
 
 @gluon.jit

@@ -43,6 +43,8 @@ With a deterministic plan the programs of a head add to a block of sums one afte
 first, `backward_tiles.turn`). Two warps more keep the turns as in `backward_kernel`: warpgroup 2 waits for
 `granted` before it adds, and arrives at `added`.
 
+Programs that share a key head leave float32 sums of dK and dV, as in `backward_kernel`; nobody waits at END.
+
 Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
 instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
 The registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1
@@ -69,6 +71,7 @@ from attnlib.kernels.common.backward_ring import (
     Q_FREE,
     STAGES,
     add_sums,
+    leave_sums,
     opaque_zero,
     parity_of,
     release,
@@ -172,10 +175,22 @@ def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _store_zeros(descs, left, right, buffers, tile, work, plan: gl.constexpr):
+def _leave(ptr, left, right, AT: gl.constexpr, tile, work, plan: gl.constexpr):
+    """Sums where other programs add to them, of dK from element AT = 0 on, of dV behind them."""
+    sums = tiling.key_sums(ptr, 0, tile, work, plan)
+    leave_sums(sums, left, AT, plan.added)
+    leave_sums(sums, right, AT + 64 * left.shape[1], plan.added)
+
+
+@gluon.jit
+def _store_zeros(descs, left, right, buffers, AT: gl.constexpr, tile, work, plan: gl.constexpr):
     """Of keys that no query sees."""
-    dtype: gl.constexpr = buffers[0].dtype
-    _store(descs, left.to(dtype), right.to(dtype), buffers, tile, work, plan)
+    if plan.shared:
+        if not plan.added:
+            _leave(descs, left, right, AT, tile, work, plan)
+    else:
+        dtype: gl.constexpr = buffers[0].dtype
+        _store(descs, left.to(dtype), right.to(dtype), buffers, tile, work, plan)
 
 
 @gluon.jit
@@ -186,7 +201,7 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
     else:
         left, right = _zeros_of_values(0, plan), _zeros_of_values(1, plan)
-        _store_zeros(desc_dv, left, right, mem.do, tile, work, plan)
+        _store_zeros(desc_dv, left, right, mem.do, 64 * plan.width, tile, work, plan)
 
 
 @gluon.jit
@@ -227,8 +242,11 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         if m == tile.m_end:
             m = tile.m_start
 
-    named_barrier("sync", END, 256)
-    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do, tile, work, plan)
+    if plan.shared:
+        _leave(desc_dv, dv_left, dv_right, 64 * plan.width, tile, work, plan)
+    else:
+        named_barrier("sync", END, 256)
+        _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do, tile, work, plan)
 
 
 @gluon.jit
@@ -247,7 +265,8 @@ def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dk, _zeros(0, plan), _zeros(1, plan), _keys_leave(mem, plan), tile, work, plan)
+        left, right = _zeros(0, plan), _zeros(1, plan)
+        _store_zeros(desc_dk, left, right, _keys_leave(mem, plan), 0, tile, work, plan)
 
 
 @gluon.jit
@@ -286,10 +305,13 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         release(Q_FREE, j)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
-    named_barrier("arrive", END, 256)
-    dk_left = (dk_left * sm_scale).to(dtype)
-    dk_right = (dk_right * sm_scale).to(dtype)
-    _store(desc_dk, dk_left, dk_right, _keys_leave(mem, plan), tile, work, plan)
+    if plan.shared:
+        _leave(desc_dk, dk_left, dk_right, 0, tile, work, plan)
+    else:
+        named_barrier("arrive", END, 256)
+        dk_left = (dk_left * sm_scale).to(dtype)
+        dk_right = (dk_right * sm_scale).to(dtype)
+        _store(desc_dk, dk_left, dk_right, _keys_leave(mem, plan), tile, work, plan)
 
 
 @gluon.jit
@@ -357,6 +379,7 @@ def attention_backward_hopper_wide(
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
+    keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -370,9 +393,12 @@ def attention_backward_hopper_wide(
             return
     desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
     desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
-    desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
+    if plan.shared:
+        desc_dk, desc_dv = keys_ptr, keys_ptr
+    else:
+        desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
     dk = ()
-    if plan.own_values:
+    if plan.own_values and not plan.shared:
         dk = column_parts.buffers(desc_dk, 1)
     turns = None
     if plan.deterministic:
@@ -395,7 +421,7 @@ def attention_backward_hopper_wide(
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr, SHARE
     )  # fmt: skip
     # Warpgroup 1 comes first, of all orders the fastest. Not because of its code: that of 2 has the most of
     # moves of addresses (R2UR) here, and an order without any was slower (docs/lab/hopper-backward.md).

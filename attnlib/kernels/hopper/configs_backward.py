@@ -17,6 +17,9 @@ class HopperBackwardConfig:
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         deterministic: the sums of dQ are added up in a fixed order.
         stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
+        visited: query heads of a group that a program visits, a divisor of the group; None: chosen by
+            `sharing.query_heads`.
+        added: programs that share a key head add to one sum of its dK and dV; else each has sums of its own.
         alternate: the two consumers start their products in turns, kept by barriers, instead of later. Not in
             the wide kernel, whose warpgroups do different things.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
@@ -39,6 +42,8 @@ class HopperBackwardConfig:
     whole_groups: bool = False
     deterministic: bool = False
     alternate: bool = False
+    visited: int | None = None
+    added: bool = True
 
     columns = ()
     """Of each part of a tile, where it has parts."""
@@ -46,10 +51,18 @@ class HopperBackwardConfig:
     def __post_init__(self) -> None:
         if self.alternate and self.block_n != 128:
             raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
+        if self.deterministic and self.visited is not None and self.added:
+            raise ValueError(
+                f"added: expected False with deterministic=True and visited={self.visited}, got True"
+            )
 
     def width(self, head_dim: int) -> int:
         """Columns of a tile for a head dimension, in all its parts."""
         return tile_width(head_dim)
+
+    def value_width(self, head_dim: int) -> int:
+        """The same for values."""
+        return self.width(head_dim)
 
     def heads_per_section(self, heads: int, group: int, blocks: int, rows: int, width: int) -> int:
         """Key/value heads that advance together, see `l2_sections`."""
@@ -95,6 +108,9 @@ class ValuesBackwardConfig(SplitBackwardConfig):
     """
 
     value_columns: int = field(kw_only=True)
+
+    def value_width(self, head_dim: int) -> int:
+        return 2 * self.value_columns
 
 
 _CHOSEN = {

@@ -11,6 +11,7 @@ from attnlib.kernels.common.launch_postprocess import postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
+from attnlib.kernels.hopper import sharing
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, ValuesBackwardConfig
 from attnlib.params import Params
 
@@ -55,48 +56,63 @@ def prepare(call: Signature) -> BackwardPlan | None:
     width = config.width(call.head_dim)
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
     heads, padded = first.heads, first.padded
+    left, right = call.window.clipped(S_q, S_k)
     if call.varlen:  # sequence b begins with block cu_seqlens_k[b] // block_n + b, whatever the lengths are
         heads_kv, num_n = H_kv, call.k[0] // config.block_n + B
     else:
         heads_kv, num_n = B * H_kv, -(-S_k // config.block_n)
+    visited = sharing.query_heads(call)
+    keys = sharing.SharedKeys(call, H // H_kv // visited, heads_kv, num_n * config.block_n)
+    shared = keys.share > 1
+    if shared:
+        first, heads_kv = first.followed_by(keys.elements, zeros=config.added), heads_kv * keys.share
     programs = num_n * heads_kv
     if max(programs, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
-    left, right = call.window.clipped(S_q, S_k)
+    made = () if shared else (dk.window, dv.window)
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
     launch = Launch(
         WIDE_KERNEL if width > 128 else KERNEL,
         (programs, 1, 1),
-        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), first, width, call),
+        descriptors=descriptors((q, k, v, d_out, *made), first, width, call),
         pointers={
-            "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns
-        },
+            "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
+            **({"keys_ptr": first.following} if shared else {}),
+        },  # fmt: skip
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,
             "sm_scale": call.sm_scale,
             "S_q": S_q,
             "S_k": S_k,
             "H": H,
-            "GROUP": H // H_kv,
+            "GROUP": visited,
             "HEADS_KV": heads_kv,
-            "SECTION": config.heads_per_section(heads_kv, H // H_kv, num_n, S_q, width),
+            "SECTION": config.heads_per_section(heads_kv, visited, num_n, S_q, width),
             "num_m": padded // config.block_m,
             "num_n": num_n,
             "right": right or None,
             "left": left,
             "B": B if call.varlen else None,
+            **({"SHARE": keys.share} if shared else {}),
         },
-        constants={"plan": make_plan(width, config, mask, call.varlen)},
+        constants={
+            "plan": make_plan(width, config, mask, call.varlen, shared),
+            **({"desc_dk": None, "desc_dv": None} if shared else {}),
+        },
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
+    if shared:
+        launches += keys.conversions(first.following.start, dk.window, dv.window)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
-def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], varlen: bool):
+def make_plan(
+    width: int, config: HopperBackwardConfig, mask: dict[str, bool], varlen: bool, shared: bool = False
+):
     """The kernel's constants; `mask` are those of `plan.BackwardMask`."""
     from attnlib.kernels.hopper.plan import (
         BackwardMask,
@@ -110,6 +126,7 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
     )
 
     kept = config.consumer_registers, config.producer_registers
+    parts = {"shared": shared, "added": shared and config.added}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
         how += WideRegisters(*kept, config.dq_registers), config.deterministic
@@ -118,24 +135,24 @@ def make_plan(width: int, config: HopperBackwardConfig, mask: dict[str, bool], v
         how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate
     if config.columns:
         left, right = config.columns
-        parts = {"right": right, "held": config.held}
+        parts |= {"right": right, "held": config.held}
         if isinstance(config, ValuesBackwardConfig):
             return ValuesBackwardPlan(left, *how, **parts, value_columns=config.value_columns)
         return plan[1](left, *how, **parts)
-    return plan[0](width, *how)
+    return plan[0](width, *how, **parts)
 
 
 def descriptors(
     windows: tuple[Window, ...], rows: Preprocess, width: int, call: Signature
 ) -> dict[str, Descriptor]:
-    """Of Q, K, V, dO, dK, dV, and of LSE and delta: what one copy of each moves."""
+    """Of Q, K, V, dO, and of dK and dV where they are given, and of LSE and delta: what one copy moves."""
     from triton.experimental.gluon import language as gl
 
     ones, config = (1, 1, 1) if call.varlen else (1, 1), call.config
     sizes = {"q": config.block_m, "k": 64, "v": 64, "do": config.block_m, "dk": 64, "dv": 64}
     element = getattr(gl, HALF[call.dtype])
     found, values = {}, isinstance(config, ValuesBackwardConfig)
-    for (name, size), whole in zip(sizes.items(), windows, strict=True):
+    for (name, size), whole in zip(sizes.items(), windows, strict=False):
         start, parts = 0, config.columns or (width,)
         if values and name in ("v", "do", "dv"):
             parts = (config.value_columns,) * 2

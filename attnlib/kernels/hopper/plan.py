@@ -171,6 +171,8 @@ class BackwardPlan(Constants):
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
         block_m, half_p, stagger, deterministic, alternate: as in `HopperBackwardConfig`.
+        shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
+        added: where they do, in one place, else each in its own.
     """
 
     d: int
@@ -182,6 +184,8 @@ class BackwardPlan(Constants):
     registers: Registers
     deterministic: bool = False
     alternate: bool = False
+    shared: bool = False
+    added: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -202,6 +206,7 @@ class BackwardPlan(Constants):
 
     right = gl.constexpr(0)  # columns of a second part
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))  # of all
+    sums_width = property(lambda self: gl.constexpr(2 * self.width.value))  # of sums of dK and dV
     held = gl.constexpr(0)
     own_right = gl.constexpr(False)
     dq_products = gl.constexpr(2)  # that a consumer starts in a step
@@ -247,7 +252,7 @@ class WideBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
-        varlen, block_m, deterministic: as in `BackwardPlan`.
+        varlen, block_m, deterministic, shared, added: as in `BackwardPlan`.
     """
 
     d: int
@@ -256,6 +261,8 @@ class WideBackwardPlan(Constants):
     mask: BackwardMask
     registers: WideRegisters
     deterministic: bool = False
+    shared: bool = False
+    added: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
     # They may be seen by no query.
@@ -271,6 +278,9 @@ class WideBackwardPlan(Constants):
     own_values = gl.constexpr(False)
     value_left = property(lambda self: self.left)  # columns of the parts of dV
     value_rest = property(lambda self: self.rest)
+    sums_width = property(  # of sums of dK and dV
+        lambda self: gl.constexpr(self.width.value + self.value_left.value + self.value_rest.value)
+    )
 
     # Accumulators: of S^T and dP^T [64, block_m], of the parts of dK, dV and dQ.
     s_layout = property(lambda self: accumulator(self.block_m.value))

@@ -244,7 +244,8 @@ TINY = {
     "two parts": Call(72, 2, 1, 70, 130, config=SplitConfig(64, 2, 2, 32, named=True, columns=(64, 16))),
     "varlen": Call(64, 1, 1, varlen=((20, 130), (0, 5), (70, 100)), config=PLAIN),
     "window": Call(64, 2, 1, 70, 150, window=(60, -1), config=PLAIN),
-    "backward, 64 columns": Call(64, 3, 1, 30, 40),
+    "backward, 64 columns": Call(64, 3, 1, 30, 40, config=replace(hopper_backward_config(64), visited=3)),
+    "backward, shared": Call(64, 2, 1, 150, 40, config=replace(hopper_backward_config(64), visited=1)),
     "backward, 128 columns": Call(128, 1, 1, 150, 40, causal=False),
     "backward, 256 columns": Call(256, 1, 1, 150, 40, causal=False),
     "backward, varlen": Call(64, 2, 1, varlen=((30, 40), (140, 20))),
@@ -256,7 +257,7 @@ TINY = {
 
 RUNS = dict.fromkeys(TINY, 40)
 RUNS |= {"backward, 256 columns": 60, "backward, varlen": 20, "backward, a window": 20}
-RUNS |= {"backward, 72 of 80 columns": 10, "backward, 136 of 160 columns": 10}
+RUNS |= {"backward, shared": 10, "backward, 72 of 80 columns": 10, "backward, 136 of 160 columns": 10}
 
 
 @pytest.mark.parametrize("kind", TINY)

@@ -1,0 +1,162 @@
+"""Grouped heads, backward: how many of a group's query heads a program visits, and where programs that share
+a key head leave dK and dV."""
+
+from __future__ import annotations
+
+from heapq import heapreplace
+from typing import NamedTuple
+
+from attnlib.kernels.common.descriptors import Window
+from attnlib.kernels.common.l2_sections import SMS
+from attnlib.kernels.common.launch_postprocess import Sums, conversion
+from attnlib.kernels.common.launcher import Launch
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
+
+# What the model of a launch takes for known. docs/lab/hopper-backward.md says where the numbers are from.
+FLOPS = 2450
+"""Of products, that an SM does in a clock."""
+BEGIN = 2
+"""Steps of 64 queries that a program takes at its beginning and end."""
+LEAVE_BYTES = 32
+"""Of sums that an SM adds to memory in a clock, at the end of a program that shares a key head."""
+MEMORY_BYTES = 17.8
+"""That memory moves in a clock for each SM."""
+LAUNCH = 5000
+"""Clocks of the launches that make dK and dV of sums."""
+SPREAD = 0.02
+"""Under a diagonal the programs of a launch drift apart along their lists of query heads. Where these don't
+fit into L2 together, a launch of programs of 128 keys takes so much longer with each head more, of 64 keys
+twice that: they read as much for half the products. Half as much where the heads of few groups, or of one,
+are visited at one time."""
+L2 = 50 << 20
+MANY = 16
+"""Programs for each SM from which on the last ones count for little, and are not followed."""
+GAIN = 1.05
+"""Programs share a key head where a launch of theirs is that much shorter in the model."""
+
+
+class Launched(NamedTuple):
+    """What the model knows of a call. heads: B * H_kv; values: columns of a tile of values."""
+
+    config: HopperBackwardConfig
+    heads: int
+    group: int
+    rows: int
+    keys: int
+    width: int
+    values: int
+    causal: bool
+
+    def clocks(self, visited: int) -> float:
+        """From the first program to the last gradient, where a program visits so many of the group's query
+        heads: programs start in their order on whichever SM is free."""
+        config, share = self.config, self.group // visited
+        blocks, heads = -(-self.keys // config.block_n), self.heads * share
+        step = 10 * 64 * config.block_n * (self.width + self.values) / 2 / FLOPS
+        sums = 4 * config.block_n * (self.width + self.values)  # bytes of a block of keys
+        leave = sums / LEAVE_BYTES if share > 1 else 0
+        work = [visited * self._steps(block) * step + BEGIN * step + leave for block in range(blocks)]
+        section = config.heads_per_section(heads, visited, blocks, self.rows, self.width)
+        together = min(heads, max(section, -(-SMS // blocks)))
+        spread = 1 + self._spread(together * visited) * (visited - 1) if self.causal else 1
+        total = finished(work, heads, section) * spread
+        if share > 1:  # set to 0, added to, read
+            total += 2 * sums * blocks * self.heads / (MEMORY_BYTES * SMS) + LAUNCH
+        return total
+
+    def _steps(self, block: int) -> float:
+        """Blocks of 64 queries that see a block of keys."""
+        hidden = block * self.config.block_n + self.rows - self.keys if self.causal else 0
+        return -(-(self.rows - max(hidden, 0)) // 64) if hidden < self.rows else 0
+
+    def _spread(self, heads: int) -> float:
+        """For each head more, where so many are visited at one time."""
+        if self.width < 96 or 8 * self.rows * self.width * heads <= L2:  # exponentials hold short rows up
+            return 0.0
+        few = self.config.whole_groups or self.keys >= SMS * self.config.block_n
+        return SPREAD * 128 / self.config.block_n / (2 if few else 1)
+
+
+def finished(work: list[float], heads: int, section: int) -> float:
+    """When the last program ends, of `work` for each head in sections; an SM takes one after the other."""
+    if len(work) * heads > MANY * SMS:
+        return sum(work) * heads / SMS + max(work) / 2
+    ends = [0.0] * SMS
+    for first in range(0, heads, section):
+        for one in work:
+            for _ in range(min(section, heads - first)):
+                heapreplace(ends, ends[0] + one)
+    return max(ends)
+
+
+def chosen(call: Launched) -> int:
+    """Query heads of a group that one program visits: all, or fewer where the model says that it pays."""
+    clocks = {visited: call.clocks(visited) for visited in divisors(call.group)}
+    best = min(clocks, key=clocks.__getitem__)
+    return best if clocks[call.group] >= GAIN * clocks[best] else call.group
+
+
+def divisors(group: int) -> list[int]:
+    """The group itself is the last one."""
+    return [n for n in range(1, group + 1) if group % n == 0]
+
+
+def query_heads(call: Signature) -> int:
+    """Of a group, that one program visits. Varlen sequences, windows with a left bound, and calls with the
+    same bits in every run visit all: the model knows nothing of their programs, and additions have no order.
+
+    Raises:
+        ValueError: the configuration says a number that does not divide the group.
+    """
+    B, H, H_kv, S_q, S_k = call.dimensions()
+    group, config = H // H_kv, call.config
+    if config.visited is not None:
+        if config.visited < 1 or group % config.visited:
+            raise ValueError(
+                f"visited: expected a divisor of the group of {group} query heads, got {config.visited}"
+            )
+        return config.visited
+    left, right = call.window.clipped(S_q, S_k)
+    if group == 1 or call.varlen or left is not None or config.deterministic:
+        return group
+    widths = config.width(call.head_dim), config.value_width(call.head_dim)
+    return chosen(Launched(config, B * H_kv, group, S_q, S_k, *widths, right is not None))
+
+
+class SharedKeys(NamedTuple):
+    """`share` programs for each block of keys of a key head, and the float32 sums that they leave in the
+    buffer: for 64 keys those of dK, then those of dV. heads: B * H_kv, varlen H_kv; padded: keys of one, with
+    those that fill blocks up."""
+
+    call: Signature
+    share: int
+    heads: int
+    padded: int
+
+    @property
+    def _parts(self) -> int:
+        """Sums for each head."""
+        return 1 if self.call.config.added else self.share
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        config, head_dim = self.call.config, self.call.head_dim
+        return config.width(head_dim), config.value_width(head_dim)
+
+    @property
+    def elements(self) -> int:
+        return self.heads * self._parts * self.padded * sum(self._widths)
+
+    def conversions(self, start: int, dk: Window, dv: Window) -> list[Launch]:
+        """What makes dK and dV of the sums, which begin at element `start`."""
+        config, (width, values) = self.call.config, self._widths
+
+        def sums(name: str, start: int, width: int, others: int, scale: float) -> Sums:
+            more = width, scale, self._parts, others
+            return Sums(name, start, self.heads, self.padded, config.block_n, *more)
+
+        return [
+            conversion(self.call, dk, sums("dk", start, width, values, self.call.sm_scale)),
+            conversion(self.call, dv, sums("dv", start + 64 * width, values, width, 1.0)),
+        ]
