@@ -68,7 +68,7 @@ OPTION_SPILLS = {
     (96, "shared causal"): 16, (128, "shared causal"): 10, (128, "shared dense"): 8,
     (128, "shared varlen window"): 10, (128, "apart causal"): 10, (160, "shared causal"): 0,
     (192, "shared causal"): 2, (PAIR, "shared causal"): 0, (256, "shared causal"): 2,
-    (256, "shared dense"): 0, (256, "shared varlen window"): 2, (256, "apart causal"): 2,
+    (256, "shared dense"): 0, (256, "shared varlen window"): 10, (256, "apart causal"): 2,
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
@@ -239,8 +239,9 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
         assert deterministic or loop.get("LDL", 0) <= (SHARED_LOADS if shared else LOADS)[width]
         assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop), "turns have their own warp"
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
-    # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without.
-    narrow = width in (64, 80, 96, 128)
+    # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
+    # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
+    narrow = width in (64, 80, 96, 128) and not shared
     assert not narrow or max(moved) <= 6, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
     assert changes == [True, True] * two_parts, "two places add to dQ, or two for each part"
