@@ -20,6 +20,7 @@ from attnlib.bench.inspect_sm90 import Job, gluon_descriptor
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8"}
+ABSENT = object()
 
 
 def jobs_of(modules: ModuleType | tuple[ModuleType, ...], call: Callable[[], object]) -> list[Job]:
@@ -54,7 +55,8 @@ class _Recorder:
         signature: dict[str, str] = {}
         constexprs: dict[str, object] = {}
         for parameter in self.kernel.params:
-            value = values.pop(parameter.name)
+            value = values.pop(parameter.name, parameter.default if parameter.has_default else ABSENT)
+            assert value is not ABSENT, f"{self.kernel.__name__}: no argument {parameter.name}"
             kind = None if parameter.is_constexpr else _type(value, parameter.do_not_specialize)
             if kind is None:
                 constexprs[parameter.name] = value

@@ -21,7 +21,7 @@ from attnlib import attention, node
 from attnlib.kernels import decode, hopper, portable
 from attnlib.kernels.common import device, direct, forward_plan, hopper_gpu
 from attnlib.kernels.common.launcher import Launch, Launches
-from attnlib.params import DecodeParams, MaskWindow, Params, Varlen
+from attnlib.params import DecodeParams, Existing, MaskWindow, Params, Varlen
 
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith(direct.TRITON), reason="the launcher of another Triton"
@@ -63,6 +63,13 @@ def batch(rows: int, keys: int, head_dim: int, dtype=torch.float16):
     return q, k, v, Params(CAUSAL, head_dim**-0.5, return_lse=True)
 
 
+def existing(rows: int, keys: int, head_dim: int):
+    """The same, merged into some rows of a result: its LSEs begin anywhere."""
+    q, k, v, params = batch(rows, keys, head_dim)
+    out, lse = torch.zeros(2, rows + 3, 4, head_dim).transpose(1, 2), torch.zeros(2, 4, rows + 3)
+    return q, k, v, params._replace(into=Existing(out[:, :, 3:], lse[:, :, 3:]))
+
+
 def varlen(rows: int, keys: int, head_dim: int):
     """The same of two sequences, one after the other."""
     q = torch.zeros(rows, 4, head_dim, dtype=torch.float16)
@@ -88,18 +95,20 @@ CALLS = {
     "float32": (batch, 64, {"dtype": torch.float32}),
     "varlen": (varlen, 128, {}),
     "two parts": (varlen, 72, {}),
+    "existing": (existing, 64, {}),
 }
 DECODE_CALLS = {"cache": (cache, 64, {}), "pages": (cache, 128, {"page": 16})}
 FAMILIES = {"portable": portable, "hopper": hopper}
 EVERY = FAMILIES | {"decode": decode}
 CASES = [("decode", "forward", call) for call in DECODE_CALLS]
 CASES += [("hopper", "forward", "two parts"), ("hopper", "backward", "two parts")]
+CASES += [("hopper", "forward", "existing"), ("portable", "forward", "existing")]
 CASES += [
     (family, direction, call)
     for family in FAMILIES
     for direction in ("forward", "backward")
     for call in CALLS
-    if call != "two parts" and (family, call) != ("hopper", "float32")
+    if call not in ("two parts", "existing") and (family, call) != ("hopper", "float32")
 ]
 
 
@@ -190,10 +199,11 @@ def test_no_number_is_compiled_in(case, sm_90, monkeypatch):
         assert all(params[name].has_default for name in set(params) - given)  # those of e4m3
         assert all(params[name].is_constexpr == (name in launch.constants) for name in params)
         for name, part in launch.pointers.items():  # those that a caller gives lie where he likes
-            anywhere = ("cu_q", "cu_k", "lengths", "page_table")
-            assert part.name not in anywhere or params[name].do_not_specialize_on_alignment, name
+            anywhere = part.name in ("cu_q", "cu_k", "lengths", "page_table") or name == "into_lse_ptr"
+            assert not anywhere or params[name].do_not_specialize_on_alignment, name
         for name, value in launch.scalars.items():
             general = params[name].do_not_specialize or isinstance(value, float)
+            general |= value is None and name in ("desc_o", "lse_ptr")  # of a result of its own
             assert general, f"{launch.kernel}: {name} is specialized"
             assert value is None or isinstance(value, float) or -(2**31) <= value < 2**31
 

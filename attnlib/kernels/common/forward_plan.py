@@ -23,10 +23,10 @@ def pointers_of_result(into: ExistingForm | None) -> dict[str, Part]:
 
 
 def numbers_of_result(into: ExistingForm | None) -> dict[str, int | None]:
-    """The strides of an existing result, those of the output in units of UNIT elements; None for parameters
-    of which this call has none."""
+    """The strides of an existing result, those of the output in units of UNIT elements; and that there is no
+    other result."""
     if into is None:
-        return dict.fromkeys("into_ptr into_lse_ptr into_b into_h into_m into_lse_b into_lse_h".split())
+        return {}
     found = {f"into_{axis}": stride // UNIT for axis, stride in zip("bhm", into.out, strict=False)}
     return found | {"into_lse_b": into.lse[0], "into_lse_h": into.lse[1], "desc_o": None, "lse_ptr": None}
 
