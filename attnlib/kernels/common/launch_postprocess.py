@@ -48,8 +48,7 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
         pointers={"sums_ptr": Part("buffer", sums.start), "cu_q": Part("cu_q" if of_queries else "cu_k")},
         scalars={"sm_scale": sums.scale, "H": heads, "B": B, "num_m": blocks, "tiles": tiles},
         constants={
-            "BLOCK_D": sums.width, "PADDING": sums.padding, "COLUMNS_OF_ALL": sums.width + sums.others,
-            "PARTS": sums.parts,
+            "BLOCK_D": sums.width, "PADDING": sums.padding, "OTHERS": sums.others, "PARTS": sums.parts,
         },  # fmt: skip
         options={"num_warps": max(4, columns // 16)},  # 32 sums a thread, eight loads of 16 bytes, or fewer
     )

@@ -25,7 +25,7 @@ def attention_backward_postprocess(
     tiles,  # and those of them that have a row of S_q, varlen all
     BLOCK_D: tl.constexpr,
     PADDING: tl.constexpr,  # the rows of a varlen sequence are padded to a multiple of this
-    COLUMNS_OF_ALL: tl.constexpr,  # with those of other sums that lie behind each 64 rows of these
+    OTHERS: tl.constexpr = 0,  # columns of other sums that lie behind each 64 rows of these
     PARTS: tl.constexpr = 1,  # sums for each head to add up, which follow each other in memory
 ):  # fmt: skip
     """dq = sm_scale * sums. Grid: (tiles * heads,). dK and dV likewise, where programs share a key head."""
@@ -45,10 +45,11 @@ def attention_backward_postprocess(
         padded = tl.cdiv(S_q, PADDING) * PADDING
         at = (end, i_bh, VARLEN_ROWS - S_q)
     COLUMNS: tl.constexpr = desc_dq.block_shape[-1]
+    WIDTH: tl.constexpr = BLOCK_D + OTHERS
     for i in tl.static_range(BLOCK_D // COLUMNS):
-        b_sums = tl.load(sums_ptr + place * COLUMNS_OF_ALL + i * 64 * COLUMNS + tl.arange(0, 64 * COLUMNS))
+        b_sums = tl.load(sums_ptr + place * WIDTH + i * 64 * COLUMNS + tl.arange(0, 64 * COLUMNS))
         for part in tl.static_range(1, PARTS):
-            further = (place + part * padded) * COLUMNS_OF_ALL + i * 64 * COLUMNS
+            further = (place + part * padded) * WIDTH + i * 64 * COLUMNS
             b_sums += tl.load(sums_ptr + further + tl.arange(0, 64 * COLUMNS))
         # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
         b_sums = tl.reshape(b_sums * sm_scale, (COLUMNS // 8, 4, 8, 4, 2, 2))
