@@ -52,6 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
     _header.append("attnlib: tests/compile runs in a process of its own: make compile")
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives to the end: the collector need not look through it again."""
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
     """As pytest runs a test, but its Python frames lie in one piece: see `attnlib.emulator.frames`."""

@@ -379,6 +379,7 @@ def _main() -> None:
         "JSON list of jobs, see `Job`.",
     )
     parser.parse_args()
+    compiler.collect_seldom()
     progress = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel's file prints is no progress
     for fields in json.load(sys.stdin):
