@@ -63,9 +63,13 @@ class HopperBsfaConfig:
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
-# Not compared with others. At D = 128 three slots and the other buffers fill the shared memory. Columns of Q
-# in registers spare the products of scores, of which there are more than of outputs, reads of shared memory.
-_HOPPER = {64: HopperBsfaConfig(4, 64, 64, named=True), 128: HopperBsfaConfig(3, 128, 64, named=True)}
+# At D = 128 three slots and the other buffers fill the shared memory. Columns of Q in registers spare the
+# products of scores, of which there are more than of outputs, reads of shared memory. Votes and turns were
+# compared at D = 128 alone: docs/lab/sparse.md.
+_HOPPER = {
+    64: HopperBsfaConfig(4, 64, 64, named=True),
+    128: HopperBsfaConfig(3, 128, 64, named=True, vote=True, turns="issued"),
+}
 
 
 def hopper_bsfa_config(head_dim: int) -> HopperBsfaConfig:
