@@ -248,6 +248,11 @@ class BlockMask:
         return self._lists[key]
 
     @property
+    def tiles(self) -> Tiles:
+        """The kinds of units, and where the words of a tile are."""
+        return self._tiles
+
+    @property
     def words(self) -> torch.Tensor:
         """int32 (slots, 128, 4); see `tiles`."""
         return self._tiles.words if self._chosen is None else self._chosen.words

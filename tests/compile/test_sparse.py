@@ -22,6 +22,7 @@ from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.sparse import (
     backward_kernels,
     forward_kernel,
+    hopper_bias,
     launch_hopper,
     launch_hopper_backward,
     portable,
@@ -60,6 +61,7 @@ SCORES = {
     "every part": Score(30.0, torch.zeros(2), torch.zeros(2), torch.zeros(1, 2, 256, 250)),
     "half": Score(30.0, torch.zeros(2), torch.zeros(2), torch.zeros(1, 2, 256, 256).half()),
     "bias": Score(bias=torch.zeros(256, 256).half()),
+    "single": Score(bias=torch.zeros(256, 250)), "relative": Score(relative=torch.zeros(2, 9)),
 }  # fmt: skip
 KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
 SCORED = [("64", "bits, LSE, alibi"), *product(("64", "128", "256"), ("bits, LSE, all",))]
@@ -108,7 +110,7 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
         q = torch.zeros(1, 2, 256, width)
         k = q if own.bias is None else q[:, :, : own.bias.shape[-1]]
         score = parts_of(own, q, k).form
-    copied = config.copies_bias and launch_hopper.bias_window(score, 256, 256) is not None
+    copied = config.copies_bias and hopper_bias.bias_window(score, 256, 256) is not None
     plan = launch_hopper.make_plan(width, config, flip, lse, partial, score, copied)
     has = {
         "lse_ptr": lse, "inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value,
@@ -130,28 +132,35 @@ def compile_backward(case: tuple) -> Stats:
     from attnlib.kernels.sparse.hopper_backward_kernel import attention_sparse_backward_hopper as kernel
 
     width, partial, dtype, *rest = case
-    config = hopper_sparse_backward_config(width, rest in (["cap"], ["all"]))
     shape = 1, 2, 256, width
     score = None
     if rest:
+        own = SCORES[rest[0]]
         q = torch.zeros(shape)
-        score = parts_of(SCORES[rest[0]], q, q).form
+        k = q if own.bias is None else q[:, :, : own.bias.shape[-1]]
+        score = parts_of(own, q, k).form
+    scored = score is not None and (score.soft_cap is not None or score.bias is not None)
+    config = hopper_sparse_backward_config(width, scored)
+    bias = hopper_bias.bias_window(score, 256, 256)
     strides = (torch.empty(shape, device="meta").stride(),) * 5
     call = Signature(
         shape, shape, strides, DTYPES[dtype], -1, MaskWindow(None, None), 0.1, None, True, config,
-        Form(1, 1, 1, partial, True),
+        Form(1, 1, 1, partial, True), score,
     )  # fmt: skip
     window = shape, strides[0]
     rows = preprocess_of(call, window, window, 128, width)
-    plan = launch_hopper_backward.make_plan(width, config, partial, score)
+    plan = launch_hopper_backward.make_plan(width, config, partial, score, bias is not None)
     has = {"inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value, "place": plan.alibi.value}
+    has |= dict.fromkeys(("bias_ptr", "bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
+    has["desc_bias"] = bias
     absent = [name for name, there in has.items() if not there]
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
     types = dict.fromkeys(pointers, "*i32") | {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
     types |= {"inner": "fp32"} if plan.soft_cap.value else {}
     types |= {"alibi_ptr": "*fp32"} if plan.alibi.value else {}
-    descriptors = launch_hopper_backward.descriptors((window,) * 6, 1, rows, call)
-    types |= tile_types(descriptors, dtype, desc_words="i32", desc_rows="fp32")
+    types |= {"bias_ptr": "*fp16" if bias else "*fp32"} if plan.bias.value else {}
+    descriptors = launch_hopper_backward.descriptors((window,) * 6, 1, rows, call, bias)
+    types |= tile_types(descriptors, dtype, desc_words="i32", desc_rows="fp32", desc_bias="fp16")
     return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
 
 

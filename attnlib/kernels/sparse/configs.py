@@ -52,6 +52,11 @@ _BACKWARD_SMALL = {
 _FLOAT32 = SparseBackwardConfig(SparseTile(32, 16, 8, 1), SparseTile(32, 16, 8, 1))
 
 
+_BIAS = {64: SparseTile(128, 64, 8, 1), 128: SparseTile(128, 64, 8, 1), 256: SparseTile(128, 64, 8, 1)}
+_BIAS_SMALL = {64: SparseTile(64, 64, 4, 1), 128: SparseTile(64, 64, 4, 1), 256: SparseTile(32, 32, 4, 1)}
+"""Of the kernel for the gradient of a bias: two programs fit on an SM at D = 64 and 128. Not measured."""
+
+
 def sparse_forward_config(head_dim: int, dtype: str, arch: tuple[int, int] | None) -> SparseTile:
     """For a head dimension, a dtype such as "float16", and a compute capability; None for the interpreter."""
     width = tile_width(head_dim)
@@ -67,3 +72,10 @@ def sparse_backward_config(
     if dtype == "float32":
         return _FLOAT32
     return (_BACKWARD if arch is None or arch[0] == 9 else _BACKWARD_SMALL)[tile_width(head_dim)]
+
+
+def sparse_bias_tile(head_dim: int, dtype: str, arch: tuple[int, int] | None) -> SparseTile:
+    """The same for the gradient of a bias."""
+    if dtype == "float32":
+        return _FLOAT32.keys
+    return (_BIAS if arch is None or arch[0] == 9 else _BIAS_SMALL)[tile_width(head_dim)]

@@ -91,6 +91,7 @@ class HopperSparseBackwardConfig:
     Attributes:
         block_m: queries of one step, 64 or 128.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
+        copies_bias: a bias that TMA can read comes through shared memory.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
@@ -98,6 +99,7 @@ class HopperSparseBackwardConfig:
 
     block_m: int
     half_p: bool = False
+    copies_bias: bool = True
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -112,13 +114,14 @@ class HopperSparseBackwardConfig:
 _BACKWARD = {64: HopperSparseBackwardConfig(128, half_p=True), 128: HopperSparseBackwardConfig(64)}
 WIDEST_BACKWARD = max(_BACKWARD)
 """Head dimensions beyond it have a backward pass in plain Triton."""
-_CAPPED = {64: HopperSparseBackwardConfig(64)}
-"""Under a soft cap, whose derivative takes registers that steps of 128 queries do not leave."""
+_SCORED = {64: HopperSparseBackwardConfig(64)}
+"""Under a soft cap, whose derivative takes registers that steps of 128 queries do not leave; under a bias,
+which has no room beside those in shared memory."""
 
 
-def hopper_sparse_backward_config(head_dim: int, soft_cap: bool = False) -> HopperSparseBackwardConfig:
-    """For a head dimension of at most `WIDEST_BACKWARD`; soft_cap: whether the score has one."""
+def hopper_sparse_backward_config(head_dim: int, scored: bool = False) -> HopperSparseBackwardConfig:
+    """For a head dimension of at most `WIDEST_BACKWARD`; scored: whether there is a soft cap, or a bias."""
     if not 1 <= head_dim <= WIDEST_BACKWARD:
         raise ValueError(f"head_dim: expected 1 to {WIDEST_BACKWARD}, got {head_dim}")
     width = tile_width(head_dim)
-    return _CAPPED.get(width, _BACKWARD[width]) if soft_cap else _BACKWARD[width]
+    return _SCORED.get(width, _BACKWARD[width]) if scored else _BACKWARD[width]

@@ -13,6 +13,7 @@ from attnlib.kernels.sparse.configs_hopper import (
     hopper_sparse_backward_config,
     hopper_sparse_config,
 )
+from attnlib.kernels.sparse.hopper_bias import bias_window
 from attnlib.kernels.sparse.launch_hopper import forward
 from attnlib.kernels.sparse.launch_hopper_backward import backward
 from attnlib.params import Params
@@ -33,8 +34,6 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     if score is not None:
         if score.function is not None:
             return "takes no score function of the caller's own"
-        if score.bias is not None and backward:
-            return "has no backward pass under a bias: a tile of it has no room beside three accumulators"
         if score.bias is not None and score.strides[3] not in (0, 1):
             return f"needs a bias whose keys follow each other in memory; their stride is {score.strides[3]}"
         added = score.alibi is not None or score.bias is not None
@@ -61,11 +60,12 @@ def configuration(
     q, k, v, params: Params, backward: bool = False
 ) -> HopperSparseConfig | HopperSparseBackwardConfig:
     """How the kernels are compiled and launched for queries and a mask like these."""
+    score = params.score
+    bias = score is not None and score.bias is not None
     if backward:
-        capped = params.score is not None and params.score.soft_cap is not None
-        return hopper_sparse_backward_config(q.shape[-1], capped)
-    bias = params.score is not None and params.score.bias is not None
-    copied = bias and launch_hopper.bias_window(params.score.form, q.shape[2], k.shape[2]) is not None
+        capped = score is not None and score.soft_cap is not None
+        return hopper_sparse_backward_config(q.shape[-1], bias or capped)
+    copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
     return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias, copied)
 
 

@@ -15,6 +15,10 @@ step, the barriers, and why there is one fence, and all of that holds here. What
 - A score (`hopper_scores`) is computed again. A soft cap's derivative goes into the copy of P that dS is made
   of, as soon as P is there for dV, so it has no registers of its own. For ALiBi the producer sends two more
   words with each step: where the first key stands among the queries, and the slope of the head.
+- A bias arrives with Q at q_full, where TMA can read it, as it lies in memory: block_m queries of 64 keys for
+  each consumer, who loads it transposed (`hopper_scores.bias_of_keys`). The fence of dS is behind that load
+  and before the release of Q. Other biases are loaded from where they are, and the producer sends two words
+  more: the head of the step, and its first query.
 
 A list has at least one step: keys that nobody sees have one whose bits are all 0.
 """
@@ -46,7 +50,7 @@ from attnlib.kernels.common.backward_ring import (
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, tanh
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, bias_of_keys, tanh
 
 BLOCK_N = gl.constexpr(128)  # keys of a program, 64 in a buffer
 
@@ -68,6 +72,9 @@ class Memory(NamedTuple):
     told: gl.shared_memory_descriptor  # [5, 32]: the last one has the number of the column of tiles
     places: gl.shared_memory_descriptor  # [4, 32], for ALiBi: of the first key, from a step's first query
     slopes: gl.shared_memory_descriptor  # [4, 32], for ALiBi: of a step's head, times log2(e)
+    bias: gl.shared_memory_descriptor  # copied, [2 * STAGES, 1, 1, block_m, 64]: numbered as words
+    heads: gl.shared_memory_descriptor  # [4, 32], for a bias that is loaded: of a step,
+    queries: gl.shared_memory_descriptor  # [4, 32]: and its first query
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -93,6 +100,12 @@ class Work(NamedTuple):
     inner: gl.tensor  # of a score; None without
     place: gl.tensor
     alibi: gl.tensor
+    bias: gl.tensor
+    bias_b: gl.tensor
+    bias_h: gl.tensor
+    bias_m: gl.tensor
+    S_q: gl.tensor
+    S_k: gl.tensor
 
 
 # ---------------------------------------------------------------- producer
@@ -108,23 +121,28 @@ def _copy_keys(desc, bar, buffers, work):
 
 
 @gluon.jit
-def _copy_q(desc_q, desc_rows, desc_words, mem, j, e, head, m, work, plan: gl.constexpr):
+def _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, plan: gl.constexpr):
     """Q and LSE2 of step j, entry e of the lists: block m of a head; and what consumers are told of it."""
     slot = slot_of(j)
     bar = mem.q_full.index(slot)
-    size: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes
+    biases: gl.constexpr = 2 * desc_bias.block_type.nbytes if plan.copies_bias else 0
+    size: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes + biases
+    i_h = head - work.i_b * work.H
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     word = 2 * (head * work.num_m + m)
     bits = 0
     if plan.partial:
         bits = gl.load(work.bits + e)
         word += (bits >= 0).to(gl.int32)
-    mem.told.index(j & 3).store(gl.full([32], word, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mem.told.index(j & 3).store(gl.full([32], word, gl.int32, lanes))
     if plan.alibi:
         place = work.i_n * BLOCK_N - (m * plan.block_m + work.place)
-        slope = gl.load(work.alibi + (head - work.i_b * work.H)) * LOG2_E
-        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        slope = gl.load(work.alibi + i_h) * LOG2_E
         mem.places.index(j & 3).store(gl.full([32], place, gl.int32, lanes))
         mem.slopes.index(j & 3).store(gl.full([32], slope, gl.float32, lanes))
+    if plan.loads_bias:
+        mem.heads.index(j & 3).store(gl.full([32], i_h, gl.int32, lanes))
+        mem.queries.index(j & 3).store(gl.full([32], m * plan.block_m, gl.int32, lanes))
     if plan.partial:
         # No branch: with one here, ptxas takes the loop of consumer 1, too, for different in each thread, and
         # moves the addresses of operands in every step.
@@ -138,10 +156,15 @@ def _copy_q(desc_q, desc_rows, desc_words, mem, j, e, head, m, work, plan: gl.co
             tma.async_copy_global_to_shared(desc_words, [bits, w, 0], bar, words, pred=there)
     else:
         mbarrier.expect(bar, size)
-    at = work.i_b, head - work.i_b * work.H
-    place = tiling.coordinates(at, m * plan.block_m, 0)
+    place = tiling.coordinates((work.i_b, i_h), m * plan.block_m, 0)
     tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
     tma.async_copy_global_to_shared(desc_rows, [LSE2, head, m * plan.block_m], bar, mem.lse.index(slot))
+    if plan.copies_bias:
+        own_b = work.i_b if plan.bias_batches else 0
+        own_h = i_h if plan.bias_heads else 0
+        for w in gl.static_range(2):
+            place = [own_b, own_h, m * plan.block_m, work.i_n * BLOCK_N + w * 64]
+            tma.async_copy_global_to_shared(desc_bias, place, bar, mem.bias.index(2 * slot + w))
 
 
 @gluon.jit
@@ -156,7 +179,9 @@ def _copy_do(desc_do, desc_rows, mem, j, head, m, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, mem, work, plan: gl.constexpr):
+def _produce(
+    desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan: gl.constexpr
+):  # fmt: skip
     # Consumers need the place of their keys at the end alone, and have no register for it until then.
     mem.told.index(4).store(gl.full([32], work.i_n, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     _copy_keys(desc_k, mem.k_full, mem.k, work)
@@ -168,7 +193,7 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, mem, work, 
         for e in range(first, end):
             m = gl.load(work.steps + e)  # a step takes microseconds: no need to load it earlier
             acquire(Q_FREE, j)
-            _copy_q(desc_q, desc_rows, desc_words, mem, j, e, head, m, work, plan)
+            _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, plan)
             if j == 0:
                 _copy_keys(desc_v, mem.v_full, mem.v, work)
             acquire(DO_FREE, j)
@@ -198,6 +223,8 @@ def _weights(s, lse, mem, j, qk_scale, work, WG: gl.constexpr, plan: gl.constexp
     if plan.soft_cap:
         s = tanh(s * work.inner)
         derivative = 1.0 - s * s
+    if plan.bias:
+        lse = lse - _bias(mem, j, work, WG, plan) * LOG2_E
     if plan.alibi:
         place = _lane(mem.places.index(j & 3)) + WG * 64
         s = away(s * qk_scale, _lane(mem.slopes.index(j & 3)), place)
@@ -205,6 +232,20 @@ def _weights(s, lse, mem, j, qk_scale, work, WG: gl.constexpr, plan: gl.constexp
     else:
         p = gl.exp2(s * qk_scale - lse)
     return p, derivative
+
+
+@gluon.jit
+def _bias(mem, j, work, WG: gl.constexpr, plan: gl.constexpr):
+    """That of step j for this consumer's keys [64, BLOCK_M]."""
+    if plan.copies_bias:
+        buffer = mem.bias.index(2 * slot_of(j) + WG).reshape([plan.block_m, 64])
+        return buffer.permute((1, 0)).load(plan.s_layout).to(gl.float32)
+    else:
+        i_h, query = _lane(mem.heads.index(j & 3)), _lane(mem.queries.index(j & 3))
+        key = _told(mem, 4) * BLOCK_N + WG * 64
+        place = work.i_b.to(gl.int64) * work.bias_b + i_h.to(gl.int64) * work.bias_h
+        place += query.to(gl.int64) * work.bias_m
+        return bias_of_keys(work.bias + place, key, work.S_q - query, work.S_k, work.bias_m, plan)
 
 
 @gluon.jit
@@ -283,7 +324,7 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h place".split()
+NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -295,10 +336,14 @@ def attention_sparse_backward_hopper(
     dq_ptr,  # float32, see common.postprocess
     starts_ptr, steps_ptr, bits_ptr, order_ptr,  # of columns, see `block_mask.lists.Lists`
     alibi_ptr,  # (H), None without
+    bias_ptr,  # of query 0 and key 0; this and the next four are None without
+    bias_b, bias_h, bias_m,  # its strides; that of keys is plan.bias_n
+    S_k,
     qk_scale,  # sm_scale * log2(e); of capped scores the cap times log2(e)
     inner,  # sm_scale over the soft cap, None without
     sm_scale,
     place,  # of query 0 among the keys, for ALiBi; None without
+    S_q,
     H,  # query heads
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv
@@ -307,6 +352,7 @@ def attention_sparse_backward_hopper(
     num_n,  # columns of tiles of a mask
     mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
     plan: gl.constexpr,
+    desc_bias=None,  # (B or 1, H or 1, S_q, S_k), where it is copied
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
     rank, head = tiling.by_sections(gl.program_id(0), num_n, HEADS_KV, SECTION)
@@ -323,8 +369,12 @@ def attention_sparse_backward_hopper(
     slots: gl.constexpr = 2 * STAGES if plan.partial else 1
     places, slopes = None, None
     if plan.alibi:
-        places = gl.allocate_shared_memory(gl.int32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        slopes = gl.allocate_shared_memory(gl.float32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        places, slopes = _words(gl.int32), _words(gl.float32)
+    bias, heads, queries = None, None, None
+    if plan.copies_bias:
+        bias = buffers(desc_bias, 2 * STAGES)
+    if plan.loads_bias:
+        heads, queries = _words(gl.int32), _words(gl.int32)
     mem = Memory(
         buffers(desc_k, 2),
         buffers(desc_v, 2),
@@ -340,6 +390,9 @@ def attention_sparse_backward_hopper(
         gl.allocate_shared_memory(gl.int32, [5, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         places,
         slopes,
+        bias,
+        heads,
+        queries,
         barriers(1, 1).index(0),  # k_full
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full
@@ -348,11 +401,17 @@ def attention_sparse_backward_hopper(
     fence_async_shared()
     work = Work(
         H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
-        inner, place, alibi_ptr,
+        inner, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k,
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, mem, work, plan)),
+        (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan)),
     ], [4, 1], [plan.registers.consumer, plan.registers.producer])
+
+
+@gluon.jit
+def _words(dtype: gl.constexpr):
+    """For a word of each of four steps, in all 32 places."""
+    return gl.allocate_shared_memory(dtype, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -6,7 +6,7 @@ import torch
 
 from attnlib.kernels.common import backward_plan
 from attnlib.kernels.common.backward_plan import BackwardPlan, gradients_like
-from attnlib.kernels.common.descriptors import given
+from attnlib.kernels.common.descriptors import Window, given
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_postprocess import postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
@@ -14,12 +14,21 @@ from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches,
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseBackwardConfig
-from attnlib.kernels.sparse.launch_backward import COLUMNS, sinks_gradient
-from attnlib.kernels.sparse.launch_forward import TILE, mask_strides, tensors_of
+from attnlib.kernels.sparse.hopper_bias import bias_descriptor, bias_plan, bias_scalars, bias_window
+from attnlib.kernels.sparse.launch_backward import (
+    COLUMNS,
+    GRADIENTS,
+    TILES,
+    score_tensors,
+    sinks_gradient,
+    tiles_of,
+)
+from attnlib.kernels.sparse.launch_bias import bias_gradient
+from attnlib.kernels.sparse.launch_forward import TILE, bias_part, mask_strides
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 
-TENSORS = (*backward_plan.TENSORS, *COLUMNS, "alibi", "sinks", "dsinks")
+TENSORS = (*backward_plan.TENSORS, *COLUMNS, *TILES, *GRADIENTS)
 KERNEL = "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper"
 
 
@@ -33,17 +42,17 @@ def backward(
     params: Params,
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
-    every run, dq up to the order of a sum. With a score also (dsinks, None)."""
+    every run, dq up to the order of a sum. With a score also (dsinks, dbias)."""
     index = q.get_device()
     if index != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(index):
             return backward(d_out, q, k, v, out, lse, params)
     mask, step = params.block_mask, params.config.block_m
     lists = *mask.lists(step, columns=True), mask.words_of(step, columns=True)
-    alibi, sinks, _ = tensors_of(params)
-    dsinks = None if sinks is None else torch.empty_like(sinks)
-    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, (*lists, alibi, sinks, dsinks))
-    return found if params.score is None else (*found, dsinks, None)
+    score = score_tensors(params)
+    more = *lists, *tiles_of(params), *score
+    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, more)
+    return found if params.score is None else (*found, *score[3:])
 
 
 @lru_cache(PREPARED)
@@ -64,18 +73,21 @@ def prepare(call: Signature) -> BackwardPlan | None:
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
     cap, alibi = (None, False) if call.score is None else call.score[:2]
+    bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
     launch = Launch(
         KERNEL,
         (num_n * B * H_kv, 1, 1),
-        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call),
+        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call, bias),
         pointers={"dq_ptr": Part("buffer")}
         | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")}
-        | {"alibi_ptr": Part("alibi")},
+        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call)},
         scalars={
             "qk_scale": (call.sm_scale if cap is None else cap) * LOG2_E,
             "inner": None if cap is None else call.sm_scale / cap,
             "sm_scale": call.sm_scale,
             "place": S_k - S_q if alibi else None,
+            **bias_scalars(call),
+            "S_q": S_q,
             "H": H,
             "GROUP": H // H_kv,
             "HEADS_KV": B * H_kv,
@@ -84,17 +96,19 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "num_n": num_n,
             **mask_strides(call),
         },
-        constants={"plan": make_plan(width, config, call.mask.partial, call.score)},
+        constants={"plan": make_plan(width, config, call.mask.partial, call.score, bias is not None)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     launches += sinks_gradient(call, first)
+    launches += bias_gradient(call, {"d_out": d_out, "q": q, "k": k, "v": v}, first)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
 def make_plan(
-    width: int, config: HopperSparseBackwardConfig, partial: bool, score: ScoreForm | None = None
-):
+    width: int, config: HopperSparseBackwardConfig, partial: bool, score: ScoreForm | None = None,
+    copies_bias: bool = False,
+):  # fmt: skip
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Registers
     from attnlib.kernels.sparse.plan import SparseBackwardPlan
@@ -102,11 +116,17 @@ def make_plan(
     registers = Registers(config.consumer_registers, config.producer_registers)
     cap, alibi = (None, False) if score is None else score[:2]
     half_p = config.half_p and cap is None
-    return SparseBackwardPlan(width, config.block_m, half_p, partial, registers, cap is not None, alibi)
+    return SparseBackwardPlan(
+        width, config.block_m, half_p, partial, registers, cap is not None, alibi,
+        diagonal=score is not None and score.diagonal, **bias_plan(score, copies_bias),
+    )  # fmt: skip
 
 
-def descriptors(windows: tuple, slots: int, rows: Preprocess, call: Signature) -> dict[str, Descriptor]:
-    """Of Q, K, V, dO, dK, dV, of LSE and delta, and of words: what one copy of each moves."""
+def descriptors(
+    windows: tuple, slots: int, rows: Preprocess, call: Signature, bias: Window | None = None
+) -> dict[str, Descriptor]:
+    """Of Q, K, V, dO, dK, dV, of LSE and delta, of words, and of a bias of this window: what one copy of each
+    moves."""
     from triton.experimental.gluon import language as gl
 
     block_m, width = call.config.block_m, tile_width(call.head_dim)
@@ -121,6 +141,8 @@ def descriptors(windows: tuple, slots: int, rows: Preprocess, call: Signature) -
         )
         for name, window, block in zip(names, windows, blocks, strict=True)
     }
+    if bias is not None:
+        found["desc_bias"] = bias_descriptor(bias, call.score.bias, block_m, 64)
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     window = (slots * (TILE // block_m), 2, 256), (512, 256, 1)
     return found | {

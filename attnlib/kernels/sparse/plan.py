@@ -77,6 +77,8 @@ class SparseBackwardPlan(Constants):
             made of P.
         partial: some steps carry bits.
         soft_cap, alibi: what the score has.
+        bias, bias_n, copies_bias, bias_batches, bias_heads: as in `SparsePlan`.
+        diagonal: the bias is of diagonals.
     """
 
     d: int
@@ -86,6 +88,14 @@ class SparseBackwardPlan(Constants):
     registers: Registers
     soft_cap: bool = False
     alibi: bool = False
+    bias: bool = False
+    bias_n: int = 0
+    diagonal: bool = False
+    copies_bias: bool = False
+    bias_batches: bool = False
+    bias_heads: bool = False
+
+    loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
 
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))

@@ -1,4 +1,4 @@
-"""Scores in the Hopper kernels in the emulator, their gradients too but under a bias; and bugs planted."""
+"""Scores in the Hopper kernels in the emulator, their gradients too; and bugs planted."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
     q, k, v, d_out = (torch.randn(shape, generator=rng).to(dtype) for shape in (*shapes, shapes[0]))
     close, close_gradient = (dict.fromkeys(("rtol", "atol"), e * (1 + 7 * (dtype == torch.bfloat16)))
                              for e in (1e-3, 5e-3))  # fmt: skip
+    # Plain Triton makes the gradient of a bias, and the interpreter's bfloat16 dot is wrong (triton 3.6).
     parts = parts_of(score_of(score, S_q, S_k), q, k)
+    parts = parts._replace(bias_gradient=parts.bias is not None and dtype == torch.float16)
     params = Params(
         MaskWindow(None, None), sm_scale, return_lse=True, config=config, block_mask=mask, score=parts
     )
@@ -105,17 +107,12 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
     truth, truth_lse = attention_fp64(q, k, v, **how)
     torch.testing.assert_close(out.double(), truth, **close)
     torch.testing.assert_close(lse.double(), truth_lse, rtol=2e-5, atol=2e-5)
-    with on_the_cpu(order, seed):
-        refused = hopper.unsupported(q, k, v, params, backward=True)
-    assert (refused is None) == (parts.bias is None)
-    if refused:
-        return
     with on_the_cpu(order, seed, **where):
         found = families.backward(
             hopper, d_out, q, k, v, truth.to(dtype), truth_lse.float(), params._replace(config=None)
         )
+    assert [x is None for x in found[3:]] == [parts.sinks is None, not parts.bias_gradient]
     for ours, theirs in zip(found, gradient_fp64(d_out, q, k, v, **how), strict=True):
-        assert (ours is None) == (theirs is None)
         if ours is not None:
             torch.testing.assert_close(ours.double(), theirs, **close_gradient)
 
