@@ -65,7 +65,8 @@ CHAPTER = "30_block_masks"
 SOFT_CAP = 30.0
 REACH = 128
 """Of the table by distance, as in T5."""
-SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own"
+SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own", "learned relative", "learned bias"
+"""The learned ones with gradients of their own; FlexAttention would add these up by atomics, and is not asked."""
 MADE = 65536
 """Length of the masks that are made of functions."""
 
@@ -130,6 +131,8 @@ def scores_of(heads: int, seqlen: int, device: str = "cuda") -> dict[str, tuple[
         ),
         "bias": (Score(bias=bias), lambda s, b, h, q, k: s + bias[q, k]),
         "own": (own, lambda s, b, h, q, k: s / (1 + torch.abs(s))),
+        "learned relative": (Score(relative=table.clone().requires_grad_()), None),
+        "learned bias": (Score(bias=bias.clone().requires_grad_()), None),
     }
 
 
@@ -148,8 +151,10 @@ class Judge:
         self.score = None
         if score is not None:
             parts = {name: getattr(score, name) for name in ("alibi", "sinks", "relative")}
-            parts = {name: None if x is None else x[-1:] for name, x in parts.items()}
-            own = replace(score, **parts)  # a bias is that of all heads, a function looks at no head
+            parts = {name: None if x is None else x[-1:].detach() for name, x in parts.items()}
+            if score.bias is not None:  # that of all heads
+                parts["bias"] = score.bias.detach()
+            own = replace(score, **parts)  # a function looks at no head
             self.score = parts_of(own, *self.inputs[:2])
         self.oracle = Oracle(*self.inputs[:3], mask=dense, score=self.score)
 
@@ -160,7 +165,7 @@ class Judge:
         q, k, v, d_out = self.inputs
         found = GradientOracle(d_out, q, k, v, mask=self.mask, score=self.score)
         # Of a score's own gradients nothing is timed, so nothing is judged: tests do that.
-        for wanted, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        for wanted, gradient in zip(("dq", "dk", "dv"), gradients[:3], strict=True):
             verdict = found.judge_one(wanted, gradient[-1:, -1:])
             verdict.raise_if_bad(name)
 
@@ -364,8 +369,8 @@ class Run:
         return rows
 
     def scores(self, names: Sequence[str]) -> list[dict]:
-        """Forward and, up to 16384 tokens, backward, causal, with scores of these names, all but sinks beside
-        FlexAttention. Of the gradients those of q, k and v."""
+        """Forward and, up to 16384 tokens, backward, causal, with scores of these names, most of them beside
+        FlexAttention. The gradients are those of q, k and v, and of what is learned."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         S, H, rows = self.seqlen, self.q.shape[1], []
@@ -376,6 +381,7 @@ class Run:
         for name in names:
             score, function = made[name]
             leaves = [x.clone().requires_grad_() for x in self.tensors[:3]]
+            leaves += [x for x in (score.bias, score.relative) if x is not None and x.requires_grad]
             ways = {"attnlib": lambda x, score=score: attention(*x, causal=True, score=score)}
             if function is not None:
                 ways["FlexAttention"] = lambda x, function=function: flex()(*x, function, block_mask=theirs)
@@ -386,7 +392,7 @@ class Run:
                     try:
                         call = lambda way=way: way(self.tensors[:3])  # noqa: E731
                         if backward:
-                            out = way(leaves)
+                            out = way(leaves[:3])
                             call = lambda out=out, leaves=leaves: torch.autograd.grad(  # noqa: E731
                                 out, leaves, self.d_out, retain_graph=True
                             )

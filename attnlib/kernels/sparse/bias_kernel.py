@@ -14,7 +14,7 @@ from attnlib.kernels.common.tile_access import load_tile
 from attnlib.kernels.sparse.scores import head_bias, head_slope, scored
 from attnlib.kernels.sparse.walk import TILE, seen
 
-NUMBERS = "S_q S_k B H down across mask_b mask_h bias_b bias_h bias_m".split()
+NUMBERS = "S_q S_k B H one down across mask_b mask_h bias_b bias_h bias_m".split()
 NUMBERS += ["dbias_b", "dbias_h", "dbias_m", "dbias_n"]
 
 
@@ -25,6 +25,62 @@ def _band(rank, rows, columns, RATIO: tl.constexpr):
     d = columns - 1 - rank
     first = tl.maximum(0, (RATIO - 1 - d) // RATIO)
     return first, tl.minimum(rows, (columns - d + RATIO - 1) // RATIO), d
+
+
+@triton.jit
+def _place(t, own, heads, RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(batch element, head, first query, first key) of visit t; own: those of visit 0, and the rows of blocks
+    that come one after the other."""
+    i_b, i_h, first, d, turns = own
+    i_m = first + t % turns
+    return i_b + t // turns // heads, i_h + t // turns % heads, i_m * BLOCK_M, (RATIO * i_m + d) * BLOCK_N
+
+
+@triton.jit
+def _tile(i_b, i_h, start, key, mask):
+    """(slot, whether anything is seen) of the tile that has query `start` and key `key`."""
+    kinds_ptr, slots_ptr, down, across, mask_b, mask_h = mask
+    tile = ((i_b * mask_b + i_h * mask_h).to(tl.int64) * down + start // TILE) * across + key // TILE
+    slot = tl.load(slots_ptr + tile)
+    kind = tl.load(kinds_ptr + tile // across * 4 * across + key // TILE * 2)  # of the tile's first unit
+    return slot, (slot >= 0) | (kind != 0)
+
+
+@triton.jit
+def _visits(b_sum, visits, own, heads, descriptors, mask, words_ptr, alibi_ptr, bias, qk_scale,
+            cap, after, S_q, S_k, H, GROUP: tl.constexpr, BIAS_N: tl.constexpr, FUNCTION: tl.constexpr,
+            DERIVATIVE: tl.constexpr, PARTIAL: tl.constexpr, NUM_STAGES: tl.constexpr, RATIO: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """Add dS of so many blocks of scores. There is no branch: with one the compiler copies nothing ahead."""
+    desc_q, desc_do, desc_k, desc_v, desc_rows = descriptors
+    bias_ptr, bias_b, bias_h, bias_m = bias
+    for t in tl.range(visits, num_stages=NUM_STAGES):
+        i_b, i_h, start, key = _place(t, own, heads, RATIO, BLOCK_M, BLOCK_N)
+        slot, some = _tile(i_b, i_h, start, key, mask)
+        slope, bias_of_head = alibi_ptr, head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
+        if alibi_ptr is not None:
+            slope = head_slope(alibi_ptr, i_h)
+        score = (cap, slope, bias_of_head, bias_m, BIAS_N, after, i_h, i_b)
+        at, at_k, head = (i_b, i_h), (i_b, i_h // GROUP), i_b * H + i_h
+        b_q = load_tile(desc_q, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_k = load_tile(desc_k, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        b_v = load_tile(desc_v, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_lse2 = desc_rows.load([LSE2, head, start]).reshape([BLOCK_M])  # [BLOCK_M]
+        b_delta = desc_rows.load([DELTA, head, start]).reshape([BLOCK_M])  # [BLOCK_M]
+        o_q, o_k = start + tl.arange(0, BLOCK_M)[:, None], key + tl.arange(0, BLOCK_N)[None, :]
+        EXACT: tl.constexpr = PRECISION == "ieee"
+        b_s, _ = scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION, DERIVATIVE, EXACT)
+        b_p = tl.math.exp2(b_s - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
+        there = (o_q < S_q) & (o_k < S_k) & some
+        if PARTIAL:  # a tile without words gets those of slot 0
+            b_seen = seen(words_ptr, 2 * tl.maximum(slot, 0), start % TILE, key % TILE, BLOCK_M, BLOCK_N)
+            there &= b_seen | (slot < 0)
+        b_sum += tl.where(there, b_p, 0.0) * (b_dp - b_delta[:, None])
+    return b_sum
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -40,6 +96,7 @@ def attention_sparse_bias_gradient(
     qk_scale, cap, after,  # as in the forward kernel
     S_q, S_k, B,
     H,  # query heads
+    one,  # 1, which the compiler does not know
     down, across,  # tiles of a mask
     mask_b, mask_h,
     bias_b, bias_h, bias_m,
@@ -52,67 +109,52 @@ def attention_sparse_bias_gradient(
     DIAGONAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTIAL: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks, or bands of blocks, of a bias * its batch elements * its heads,)."""
     RATIO: tl.constexpr = BLOCK_M // BLOCK_N
     rows, columns = down * (TILE // BLOCK_M), across * (TILE // BLOCK_N)
-    first, d, turns = 0, 0, 1
     if DIAGONAL:
         blocks = RATIO * (rows - 1) + columns
         first, end, d = _band(tl.program_id(0) % blocks, rows, columns, RATIO)
         turns = end - first
-    else:
-        blocks = rows * columns
-    own = tl.program_id(0) // blocks
-    i_m, i_n = tl.program_id(0) % blocks // columns, tl.program_id(0) % blocks % columns
+    else:  # a band of one block: if the compiler knew that, it would keep an address of the bias for each
+        blocks = rows * columns  # element in registers
+        first = tl.program_id(0) % blocks // columns
+        d = tl.program_id(0) % blocks % columns - RATIO * first
+        turns = one
+    own_b = tl.program_id(0) // blocks
+    own_h, heads = own_b * 0, H
     if HEADS:
-        heads = 1
-        own_b, own_h = own // H, own % H
-    else:
-        heads = H
-        own_b, own_h = own, own * 0
-    batches = 1 if BATCHES else B
+        own_b, own_h, heads = own_b // H, own_b % H, one
+    own = (own_b, own_h, first, d, turns)
+    mask = (kinds_ptr, slots_ptr, down, across, mask_b, mask_h)
+    visits = (one if BATCHES else B) * heads * turns
+    seen_by_some, mixed = 0, 0
+    for t in range(visits):
+        i_b, i_h, start, key = _place(t, own, heads, RATIO, BLOCK_M, BLOCK_N)
+        slot, some = _tile(i_b, i_h, start, key, mask)
+        seen_by_some |= some.to(tl.int32)
+        mixed |= (slot >= 0).to(tl.int32)
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for t in range(batches * heads * turns):
-        i_b, i_h = own_b + t // turns // heads, own_h + t // turns % heads
-        if DIAGONAL:
-            i_m = first + t % turns
-            i_n = RATIO * i_m + d
-        start, key = i_m * BLOCK_M, i_n * BLOCK_N
-        tile = ((i_b * mask_b + i_h * mask_h).to(tl.int64) * down + start // TILE) * across + key // TILE
-        slot = tl.load(slots_ptr + tile)
-        unit = tile // across * 4 * across + key // TILE * 2  # the first one of the tile
-        if (slot >= 0) | (tl.load(kinds_ptr + unit) != 0):
-            slope, bias = alibi_ptr, head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
-            if alibi_ptr is not None:
-                slope = head_slope(alibi_ptr, i_h)
-            score = (cap, slope, bias, bias_m, BIAS_N, after, i_h, i_b)
-            at, at_k, head = (i_b, i_h), (i_b, i_h // GROUP), i_b * H + i_h
-            b_q = load_tile(desc_q, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-            b_k = load_tile(desc_k, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-            b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-            b_v = load_tile(desc_v, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-            b_lse2 = desc_rows.load([LSE2, head, start]).reshape([BLOCK_M])  # [BLOCK_M]
-            b_delta = desc_rows.load([DELTA, head, start]).reshape([BLOCK_M])  # [BLOCK_M]
-            o_q, o_k = start + tl.arange(0, BLOCK_M)[:, None], key + tl.arange(0, BLOCK_N)[None, :]
-            EXACT: tl.constexpr = PRECISION == "ieee"
-            b_s, _ = scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION, DERIVATIVE, EXACT)
-            b_p = tl.math.exp2(b_s - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
-            b_p = tl.where((o_q < S_q) & (o_k < S_k), b_p, 0.0)
-            if PARTIAL:
-                if slot >= 0:
-                    b_seen = seen(words_ptr, 2 * slot, start % TILE, key % TILE, BLOCK_M, BLOCK_N)
-                    b_p = tl.where(b_seen, b_p, 0.0)
-            b_sum += b_p * (b_dp - b_delta[:, None])
+    descriptors = (desc_q, desc_do, desc_k, desc_v, desc_rows)
+    bias = (bias_ptr, bias_b, bias_h, bias_m)
+    b_sum = _visits(
+        b_sum, visits * (seen_by_some - mixed), own, heads, descriptors, mask, words_ptr, alibi_ptr, bias,
+        qk_scale, cap, after, S_q, S_k, H, GROUP, BIAS_N, FUNCTION, DERIVATIVE, False, NUM_STAGES, RATIO,
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+    )  # fmt: skip
+    if PARTIAL:
+        b_sum = _visits(
+            b_sum, visits * mixed, own, heads, descriptors, mask, words_ptr, alibi_ptr, bias, qk_scale, cap,
+            after, S_q, S_k, H, GROUP, BIAS_N, FUNCTION, DERIVATIVE, True, 1, RATIO, BLOCK_M, BLOCK_N,
+            BLOCK_D, PRECISION,
+        )  # fmt: skip
     dbias_ptr += own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h
-    if DIAGONAL:  # of the first block of the band, whose places have these distances
-        i_m = first
-        i_n = RATIO * first + d
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    # Of the first block of a band, whose places have the distances of all.
+    o_q = first * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    o_k = (RATIO * first + d) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     at_q, at_k = dbias_ptr + o_q.to(tl.int64) * dbias_m, o_k.to(tl.int64) * dbias_n
     if DIAGONAL:
         distance = o_k[None, :] - o_q[:, None]

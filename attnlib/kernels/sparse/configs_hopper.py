@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.sparse.configs import BIAS, SparseTile
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class HopperSparseBackwardConfig:
         block_m: queries of one step, 64 or 128.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         copies_bias: a bias that TMA can read comes through shared memory.
+        bias: tile of the kernel, in plain Triton, that makes the gradient of a bias.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
@@ -100,6 +102,7 @@ class HopperSparseBackwardConfig:
     block_m: int
     half_p: bool = False
     copies_bias: bool = True
+    bias: SparseTile = BIAS[128]
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from attnlib.kernels.common import device
 from attnlib.kernels.common.launch_preprocess import Preprocess
 from attnlib.kernels.common.launcher import Descriptor, Launch, Part
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.common.tiles import block_d
-from attnlib.kernels.sparse.configs import sparse_bias_tile
+from attnlib.kernels.sparse.configs import SparseTile
 from attnlib.kernels.sparse.launch_forward import (
     TILE,
     bias_part,
@@ -30,8 +29,7 @@ def bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preproces
     if score is None or not score.bias_gradient:
         return []
     B, H, H_kv, S_q, S_k = call.dimensions()
-    arch = None if device.interpreted() else device.capability(call.device)
-    tile = sparse_bias_tile(call.head_dim, str(call.dtype).removeprefix("torch."), arch)
+    tile = call.config.bias
     down, across, width = -(-S_q // TILE), -(-S_k // TILE), block_d(call.head_dim)
     rows_of, columns_of = down * (TILE // tile.block_m), across * (TILE // tile.block_n)
     blocks = rows_of * columns_of
@@ -63,8 +61,8 @@ def bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preproces
             "alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), "dbias_ptr": bias_part(call, "dbias"),
         },
         scalars={
-            "S_q": S_q, "S_k": S_k, "B": B, "H": H, "down": down, "across": across, **mask_strides(call),
-            **score_scalars(call), **strides,
+            "S_q": S_q, "S_k": S_k, "B": B, "H": H, "one": 1, "down": down, "across": across,
+            **mask_strides(call), **score_scalars(call), **strides,
         },
         constants={
             "GROUP": H // H_kv, "BATCHES": batches, "HEADS": heads, "ROWS": queries, "COLUMNS": keys,
@@ -74,7 +72,7 @@ def bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preproces
     )]  # fmt: skip
 
 
-def _constants(call: Signature, tile) -> dict[str, object]:
-    names = "BIAS_N FUNCTION DERIVATIVE BLOCK_M BLOCK_N BLOCK_D PARTIAL PRECISION".split()
+def _constants(call: Signature, tile: SparseTile) -> dict[str, object]:
+    names = "BIAS_N FUNCTION DERIVATIVE BLOCK_M BLOCK_N BLOCK_D PARTIAL NUM_STAGES PRECISION".split()
     found = constants_of(call, tile)
     return {name: found[name] for name in names}
