@@ -167,7 +167,8 @@ def compile_backward(case: tuple) -> Stats:
     types |= {"alibi_ptr": "*fp32"} if plan.alibi.value else {}
     types |= {"bias_ptr": "*fp16" if bias else "*fp32"} if plan.bias.value else {}
     descriptors = launch_hopper_backward.descriptors((window,) * 6, 1, rows, call, bias)
-    types |= tile_types(descriptors, dtype, desc_words="i32", desc_rows="fp32", desc_bias="fp16")
+    own = {"desc_words": f"i{config.word_bits}", "desc_rows": "fp32", "desc_bias": "fp16"}
+    types |= tile_types(descriptors, dtype, **own)
     return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
 
 

@@ -66,7 +66,7 @@ SOFT_CAP = 30.0
 REACH = 128
 """Of the table by distance, as in T5."""
 SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own", "learned relative", "learned bias"
-"""The learned ones with gradients of their own; FlexAttention would add these up by atomics, and is not asked."""
+"""The learned ones have gradients of their own, which FlexAttention adds up by atomics; not timed."""
 MADE = 65536
 """Length of the masks that are made of functions."""
 
@@ -466,7 +466,7 @@ class Run:
     def backward_configurations(self) -> None:
         """The Hopper backward kernel in its configurations, at 25%; and the portable ones."""
         from attnlib.kernels.sparse import hopper, portable
-        from attnlib.kernels.sparse.configs_hopper import WIDEST_BACKWARD, hopper_sparse_backward_config
+        from attnlib.kernels.sparse.configs_hopper import hopper_sparse_backward_config
 
         keep = kept_blocks(self.q.shape[1], self.seqlen, 1 / 4)
         mask = BlockMask.from_blocks(keep, self.seqlen, self.seqlen)
@@ -476,13 +476,14 @@ class Run:
         out, lse = dispatch.forward(self.q, self.k, self.v, params)
         given = self.d_out, self.q, self.k, self.v, out, lse
         tried = {"portable": (portable, portable.configuration(self.q, self.k, self.v, params, True))}
-        if self.head_dim <= WIDEST_BACKWARD:
-            chosen = hopper_sparse_backward_config(self.head_dim)
-            for name, config in {
-                "chosen": chosen, "rounded P": replace(chosen, half_p=not chosen.half_p),
-                "64 queries": replace(chosen, block_m=64), "one section": replace(chosen, l2_bytes=1 << 40),
-            }.items():  # fmt: skip
-                tried[name] = hopper, config
+        chosen = hopper_sparse_backward_config(self.head_dim)
+        configs = {"chosen": chosen, "one section": replace(chosen, l2_bytes=1 << 40)}
+        if self.head_dim <= 128:
+            configs |= {"rounded P": replace(chosen, half_p=not chosen.half_p)}
+            configs |= {"64 queries": replace(chosen, block_m=64)}
+        if self.head_dim == 128:
+            configs["64 keys"] = hopper_sparse_backward_config(128, narrow=True)
+        tried |= {name: (hopper, config) for name, config in configs.items()}
         for name, (family, config) in tried.items():
             own = params._replace(config=config)
             call = lambda own=own, family=family: family.backward(*given, own)  # noqa: E731

@@ -1,5 +1,4 @@
-"""The family for Hopper under a block mask, in Gluon: the forward pass, and for D up to 128 the backward
-pass."""
+"""The family for Hopper under a block mask, in Gluon, forward and backward."""
 
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.backward_plan import BackwardPlan
@@ -7,7 +6,6 @@ from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.sparse import launch_hopper, launch_hopper_backward
 from attnlib.kernels.sparse.configs_hopper import (
-    WIDEST_BACKWARD,
     HopperSparseBackwardConfig,
     HopperSparseConfig,
     hopper_sparse_backward_config,
@@ -42,9 +40,6 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"
-        if q.shape[-1] > WIDEST_BACKWARD:
-            limit = f"D up to {WIDEST_BACKWARD}"
-            return f"has a backward pass under a block mask for {limit}; q has {q.shape[-1]}"
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not describable(tensor):
@@ -64,7 +59,7 @@ def configuration(
     bias = score is not None and score.bias is not None
     if backward:
         capped = score is not None and score.soft_cap is not None
-        return hopper_sparse_backward_config(q.shape[-1], bias or capped)
+        return hopper_sparse_backward_config(q.shape[-1], bias or capped, params.block_mask.form.narrow)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
     return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias, copied)
 

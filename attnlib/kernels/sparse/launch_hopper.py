@@ -145,7 +145,14 @@ def descriptors(
     }
     if bias is not None:
         found["desc_bias"] = bias_descriptor(*bias, 64, config.block_n)
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    # Of a step of half a tile there are twice as many as slots.
-    window = (slots * (TILE // config.block_n), 2, 256), (512, 256, 1)
-    return found | {"desc_words": Descriptor(Part("words"), window, (1, 1, 256), as_it_is)}
+    return found | {"desc_words": words_descriptor("words", slots, config.block_n)}
+
+
+def words_descriptor(name: str, slots: int, step: int, bits: int = 32) -> Descriptor:
+    """Of the words of steps of 64 or 128, for 64 rows a copy. Of steps of half a tile there are twice as many
+    as slots."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=3)
+    window = (slots * (TILE // step), 2, 256), (512, 256, 1)
+    return Descriptor(Part(name), window, (1, 1, 256), layout)

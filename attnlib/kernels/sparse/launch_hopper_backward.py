@@ -25,11 +25,16 @@ from attnlib.kernels.sparse.launch_backward import (
 )
 from attnlib.kernels.sparse.launch_bias import bias_gradient
 from attnlib.kernels.sparse.launch_forward import TILE, bias_part, mask_strides
+from attnlib.kernels.sparse.launch_hopper import words_descriptor
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 
 TENSORS = (*backward_plan.TENSORS, *COLUMNS, *TILES, *GRADIENTS)
-KERNEL = "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper"
+KERNELS = {
+    128: "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper",
+    64: "attnlib.kernels.sparse.hopper_backward_wide_kernel.attention_sparse_backward_hopper_wide",
+}
+"""By keys of a program."""
 
 
 def backward(
@@ -47,10 +52,12 @@ def backward(
     if index != torch.cuda.current_device():  # Triton launches on the current device
         with torch.cuda.device(index):
             return backward(d_out, q, k, v, out, lse, params)
-    mask, step = params.block_mask, params.config.block_m
-    lists = *mask.lists(step, columns=True), mask.words_of(step, columns=True)
+    mask, config = params.block_mask, params.config
+    lists = mask.lists(config.block_m, columns=True, rows=config.block_n)
+    short = config.word_bits == 16
+    words = mask.short_words_of_columns if short else mask.words_of(config.block_m, columns=True)
     score = score_tensors(params)
-    more = *lists, *tiles_of(params), *score
+    more = *lists, words, *tiles_of(params), *score
     found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, more)
     return found if params.score is None else (*found, *score[3:])
 
@@ -67,7 +74,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     config: HopperSparseBackwardConfig = call.config
     width = tile_width(call.head_dim)
     first = preprocess(call, d_out, out, TILE, width)  # lists may name queries up to a whole tile
-    num_n = -(-S_k // TILE)
+    num_n = -(-S_k // TILE) * (TILE // config.block_n)
     if max(num_n * B * H_kv, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
@@ -75,7 +82,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     cap, alibi = (None, False) if call.score is None else call.score[:2]
     bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
     launch = Launch(
-        KERNEL,
+        KERNELS[config.block_n],
         (num_n * B * H_kv, 1, 1),
         descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call, bias),
         pointers={"dq_ptr": Part("buffer")}
@@ -111,12 +118,15 @@ def make_plan(
 ):  # fmt: skip
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Registers
-    from attnlib.kernels.sparse.plan import SparseBackwardPlan
+    from attnlib.kernels.sparse.plan import SparseBackwardPlan, WideRegisters, WideSparseBackwardPlan
 
-    registers = Registers(config.consumer_registers, config.producer_registers)
+    kind, registers = SparseBackwardPlan, Registers(config.consumer_registers, config.producer_registers)
+    if config.block_n == 64:
+        kind = WideSparseBackwardPlan
+        registers = WideRegisters(config.consumer_registers, config.producer_registers, config.dq_registers)
     cap, alibi = (None, False) if score is None else score[:2]
     half_p = config.half_p and cap is None
-    return SparseBackwardPlan(
+    return kind(
         width, config.block_m, half_p, partial, registers, cap is not None, alibi,
         diagonal=score is not None and score.diagonal, **bias_plan(score, copies_bias),
     )  # fmt: skip
@@ -144,8 +154,7 @@ def descriptors(
     if bias is not None:
         found["desc_bias"] = bias_descriptor(bias, call.score.bias, block_m, 64)
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    window = (slots * (TILE // block_m), 2, 256), (512, 256, 1)
     return found | {
         "desc_rows": rows.descriptor(block_m, as_it_is),
-        "desc_words": Descriptor(Part("column_words"), window, (1, 1, 256), as_it_is),
+        "desc_words": words_descriptor("column_words", slots, block_m, call.config.word_bits),
     }
