@@ -314,7 +314,8 @@ def _choose(q, k, v, params: Params, backward: bool) -> Choice:
             continue
         why_not = family.unsupported(q, k, v, params, backward)
         if asked is not None and why_not is not None:
-            rest = "; leave impl out, or call it without grad" if backward else ""
+            only_backward = backward and family.unsupported(q, k, v, params) is None
+            rest = "; leave impl out, or call it without grad" if only_backward else ""
             raise ValueError(f"impl: {name!r} {why_not}{rest}")
         if why_not is not None and name in FOR_FEW_CALLS:
             continue

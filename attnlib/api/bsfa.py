@@ -9,7 +9,7 @@ import torch
 
 from attnlib import dispatch, torch_ops
 from attnlib.api.exact import plain
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.bsfa import BsfaOptions, check_bsfa, check_bsfa_threshold
 from attnlib.kernels import BSFA
 from attnlib.kernels.common.bsfa import always_kept
@@ -141,7 +141,7 @@ def bsfa_threshold(
         TypeError, ValueError, RuntimeError, NotImplementedError: as `attention_bsfa`; nor does it run under
         torch.compile.
     """
-    refuse_onlookers("bsfa_threshold")
+    refuse_transformations("bsfa_threshold")
     check_bsfa_threshold(q, k, kept, causal, sm_scale)
     refuse_derivatives("bsfa_threshold", q=q, k=k)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)

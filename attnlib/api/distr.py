@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.distr import DistrOptions, check_distr
 from attnlib.dispatch import nothing_to_do
 from attnlib.kernels import DISTR, GROUPERS
@@ -74,7 +74,7 @@ def attention_distr(
         >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_distr(q, k, v, group=2, causal=True)
     """
-    refuse_onlookers("attention_distr")
+    refuse_transformations("attention_distr")
     check_distr(q, k, v, DistrOptions(group, causal, seed, sm_scale, hashed, rows, impl))
     refuse_derivatives("attention_distr", q=q, k=k, v=v)
     name = _implementation(q, impl)

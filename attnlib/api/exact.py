@@ -230,32 +230,38 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
         check_offsets(q, k, varlen)
         cu_seqlens_q, cu_seqlens_k = (x.resolve_neg().contiguous() for x in varlen[:2])
         lengths = varlen[2:]
-    causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    seen = mask_window(causal, window)
+    return_lse, impl, score = options.return_lse, options.impl, options.score
     if score is not None:
-        mask = masked(mask, seen, q, k)
-        everything = MaskWindow(None, None)
-        params = Params(everything, scale, None, return_lse, deterministic, impl, None, None, mask)
-        results = run(q, k, v, score, params)
+        results = run(q, k, v, score, _params(q, k, options, return_lse))
         return results if return_lse else results[0]
-    if mask is not None:
-        mask, seen = mask.within(seen), MaskWindow(None, None)
     differentiable = functorch or _differentiable(q, k, v)
-    lse_needed = return_lse or differentiable
-    params = Params(seen, scale, None, lse_needed, deterministic, impl, None, None, mask)
+    params = _params(q, k, options, return_lse or differentiable)
     asked = Asked(params, lengths)
     if not differentiable:
         results = dispatch.forward(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k))
     else:
-        if impl in ("decode", "hopper"):  # an error now rather than in the backward pass
+        if impl is not None:  # an error now rather than in the backward pass
             dispatch.resolve(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k), backward=True)
         # A mask's tensors are not among those that `node.cpp` launches with.
-        attend = Attention.apply if functorch or mask is not None else node.attend
+        attend = Attention.apply if functorch or params.block_mask is not None else node.attend
         results = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
-    if varlen is None and mask is None and not functorch:
+    if varlen is None and params.block_mask is None and not functorch:
         node.keep((q, k, v), options[:-2], asked, results[0])
     return results if return_lse else results[0]
+
+
+def _params(q, k, options: Options, return_lse: bool) -> Params:
+    """What a call asks for, but for its offsets and the parts of its score. A call with a score gets a block
+    mask if it has none, and where there is one the window is part of it."""
+    seen, mask = mask_window(options.causal, options.window), options.block_mask
+    if options.score is not None:
+        mask = masked(mask, seen, q, k)
+    elif mask is not None:
+        mask = mask.within(seen)
+    if mask is not None:
+        seen = MaskWindow(None, None)
+    sm_scale = q.shape[-1] ** -0.5 if options.sm_scale is None else float(options.sm_scale)
+    return Params(seen, sm_scale, None, return_lse, options.deterministic, options.impl, block_mask=mask)
 
 
 # ---------------------------------------------------------------- the ways of a call
@@ -346,13 +352,9 @@ def explain(
     """
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score)
     check(q, k, v, options, own_values=True)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    seen = mask_window(causal, window)
+    params = _params(q, k, options, return_lse)
     if score is not None:
-        score, block_mask = parts_of(score, q, k), masked(block_mask, MaskWindow(None, None), q, k)
-    if block_mask is not None:
-        block_mask, seen = block_mask.within(seen), MaskWindow(None, None)
-    params = Params(seen, scale, None, return_lse, deterministic, impl, None, None, block_mask, score)
+        params = params._replace(score=parts_of(score, q, k))
     choice = dispatch.resolve(q, k, v, params)
     if dispatch.nothing_to_do(q, k):
         choice = replace(choice, reason=f"{choice.reason}; nothing to compute, so nothing is launched")

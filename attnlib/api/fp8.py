@@ -8,7 +8,7 @@ from typing import Literal, overload
 
 import torch
 
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.fp8 import Options, check_fp8, check_quantize
 from attnlib.arguments.offsets import check_offsets_of
 from attnlib.kernels import FP8, QUANTIZERS
@@ -65,7 +65,7 @@ def quantize_fp8(
         >>> k8, v8 = quantize_fp8(k, "k"), quantize_fp8(v, "v")
         >>> outs = [attention_fp8(q, k8, v8) for q in queries]
     """
-    refuse_onlookers("quantize_fp8")
+    refuse_transformations("quantize_fp8")
     check_quantize(x, role, Recipe(scaling, rotate, center), cu_seqlens, max_seqlen)
     refuse_derivatives("quantize_fp8", x=x)
     if cu_seqlens is not None:
@@ -153,7 +153,7 @@ def attention_fp8(
         >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_fp8(q, k, v, causal=True)
     """
-    refuse_onlookers("attention_fp8")
+    refuse_transformations("attention_fp8")
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl)
     check_fp8(q, k, v, options)
     refuse_derivatives("attention_fp8", **_tensors(q=q, k=k, v=v))
@@ -225,7 +225,7 @@ def attention_fp8_varlen(
         >>> q, k, v = (torch.randn(1024, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_fp8_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
     """
-    refuse_onlookers("attention_fp8_varlen")
+    refuse_transformations("attention_fp8_varlen")
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_fp8(q, k, v, options, varlen)
@@ -238,7 +238,7 @@ def attention_fp8_varlen(
 def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Options):
     """A call with valid arguments."""
     causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl = options
-    family = FP8[impl or "hopper"]
+    family = FP8[impl or next(iter(FP8))]
     lacks = family.unsupported(q.device)
     if lacks is not None:
         what = "q: attention_fp8" if impl is None else f"impl: {impl!r}"

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.monarch import MonarchOptions, check_monarch
 from attnlib.kernels import MONARCH
 from attnlib.params import MonarchParams, default_block
@@ -74,7 +74,7 @@ def attention_monarch(
         >>> q, k, v = (torch.randn(1, 12, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
         >>> out = attention_monarch(q, k, v, block=64, steps=2)
     """
-    refuse_onlookers("attention_monarch")
+    refuse_transformations("attention_monarch")
     check_monarch(q, k, v, MonarchOptions(block, steps, pad, key_mask, sm_scale, impl))
     refuse_derivatives("attention_monarch", q=q, k=k, v=v)
     params = _params(q, block, steps, pad, key_mask, sm_scale)
@@ -111,7 +111,7 @@ def monarch_matrix(
     Raises:
         TypeError, ValueError, RuntimeError, NotImplementedError: as `attention_monarch`.
     """
-    refuse_onlookers("monarch_matrix")
+    refuse_transformations("monarch_matrix")
     check_monarch(q, k, k, MonarchOptions(block, steps, pad, key_mask, sm_scale))
     refuse_derivatives("monarch_matrix", q=q, k=k)
     if not q.numel():

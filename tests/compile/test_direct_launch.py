@@ -49,7 +49,6 @@ def sm_90(cuda, monkeypatch):
     knobs.runtime.kernel_load_start_hook.add(read)
     monkeypatch.setattr(device, "capability", lambda index: (9, 0))
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # where the tensors are
     monkeypatch.setattr(forward_plan, "counter", lambda index: torch.zeros(1, dtype=torch.int32))
     yield cuda
     knobs.runtime.kernel_load_start_hook.remove(read)

@@ -38,7 +38,7 @@ def counter(index: int, size: int = 1) -> torch.Tensor:
     set to 0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
     `own_counters`.
     """
-    if _thread.own_counters or torch.cuda.is_current_stream_capturing():
+    if _thread.own_counters or device.capturing(index):
         return torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}")
     key = index, device.current_stream(index)
     found = _counters.get(key)

@@ -43,8 +43,7 @@ class ForwardPlan(NamedTuple):
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse), those of `params.into` if there are any; lse is None unless it was asked for. The
-        current device is that of the tensors."""
+        """(out, lse), those of `params.into` if there are any; lse is None unless it was asked for."""
         out, lse = params.into or (self.out.like(q), lse_for(q, params))
         cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
         drawn = counter(q.get_device()) if self.counted else None

@@ -125,8 +125,11 @@ class Launches:
         self.packed: bytes | None = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Launch them on the current stream of the device, which is the current one. `tensors` in the order
-        of the names; None for what the kernels do without."""
+        """Launch them on the current stream of their device. `tensors` in the order of the names; None for
+        what the kernels do without."""
+        if self.device >= 0 and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):  # Triton and the driver launch on the current one
+                return self(*tensors)
         if self.packed is None or observed():
             self._first(dict(zip(self.tensors, tensors, strict=True)))
         else:

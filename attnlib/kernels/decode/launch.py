@@ -68,7 +68,7 @@ def forward(
     """Run `decode_kernels.attention_decode` on valid arguments, of which none is empty; see
     `attnlib.attention_decode`. Returns (out, lse); lse is None unless it was asked for. ValueError if the
     grid is beyond 2^31, or the GPU is too old for caches in FP8."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         k, v = (x.float() if x.dtype == torch.bfloat16 else x for x in (k, v))
         out, lse = forward(q.float(), k, v, params)
         return out.bfloat16(), lse
@@ -107,11 +107,8 @@ def run(
     v: torch.Tensor,
     others: tuple[torch.Tensor | None, ...] = (None,) * 5,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch what was prepared for such tensors, on their device. others: lengths, starts, page table,
+    """Launch what was prepared for such tensors. others: lengths, starts, page table,
     k_scale, v_scale."""
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return run(plan, q, k, v, others)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if plan.return_lse else None
     parts = torch.empty(plan.scratch, dtype=torch.float32, device=q.device) if plan.scratch else None

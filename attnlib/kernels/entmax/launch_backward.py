@@ -40,12 +40,9 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) from what `launch.forward` gave with `params.columns`, on valid arguments, none of them
     empty: equal bit by bit from run to run. Nothing waits for the GPU."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         found = backward(*(x.float() for x in (d_out, q, k, v)), tau, flags, params)
         return tuple(x.bfloat16() for x in found)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return backward(d_out, q, k, v, tau, flags, params)
     if not all(map(describable, (d_out, q, k, v))):
         d_out, q, k, v = map(readable, (d_out, q, k, v))
     plan = prepare(call_of(params, q, k, d_out, q, k, v))

@@ -66,11 +66,8 @@ def quantize(
 
     ValueError if a length or the grid is beyond 2^31.
     """
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(x.get_device()):
-            return quantize(x, role, recipe, cu_seqlens, max_seqlen)
     given = x
-    if x.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(x.dtype):
         x = x.float()
     if not describable(x):
         x = readable(x)

@@ -33,10 +33,6 @@ def forward(
     likewise, of which single sequences may be empty. Returns (out, lse); lse is None unless it was asked for.
     ValueError if a length or the tiles are beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(q, k, v, params)
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
     return plan.run(q, k, v, params)
 

@@ -36,10 +36,6 @@ def backward(
     Returns (dq, dk, dv). dk and dv are the same in every run, and with a deterministic configuration dq, else
     up to the order of a sum. ValueError if a length or the tiles are beyond 2^30.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return backward(d_out, q, k, v, out, lse, params)
     return run(prepare, (d_out, q, k, v, out), lse, params)
 
 

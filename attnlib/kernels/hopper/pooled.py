@@ -31,10 +31,6 @@ def forward(
 
     ValueError if a length, the tiles or the maxima of a head are beyond 2^31.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(q, k, v, params)
     params = params._replace(return_lse=True)
     if params.config is None:
         config = configuration(q, k, v, params)
@@ -44,7 +40,7 @@ def forward(
     plan = prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     maxima = torch.empty(plan.maxima, dtype=torch.float32, device=q.device)
-    plan.launches(q, k, v, out, lse, counter(index), None, None, maxima)
+    plan.launches(q, k, v, out, lse, counter(q.get_device()), None, None, maxima)
     return out, lse, maxima
 
 

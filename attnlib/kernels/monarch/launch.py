@@ -41,7 +41,7 @@ class Call(NamedTuple):
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: MonarchParams) -> torch.Tensor:
     """Run the kernels on valid arguments, of which none is empty; see `attnlib.attention_monarch`. ValueError
     if a grid is beyond 2^31."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         return forward(q.float(), k.float(), v.float(), params).bfloat16()
     q, k, v = (_readable(x) for x in (q, k, v))
     mask = params.key_mask
@@ -55,10 +55,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: MonarchPa
 
 
 def run(plan: "Plan", q, k, v, out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Launch what was prepared for such tensors, on their device. Returns `out`."""
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return run(plan, q, k, v, out, mask)
+    """Launch what was prepared for such tensors. Returns `out`."""
     rows = torch.empty(plan.rows, dtype=q.dtype, device=q.device)
     numbers = torch.empty(plan.numbers, dtype=torch.float32, device=q.device)
     plan.launches(q, k, v, out, rows, numbers, mask)

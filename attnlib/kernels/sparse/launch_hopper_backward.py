@@ -34,10 +34,6 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
     every run, dq up to the order of a sum. With a score also (dsinks, None)."""
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return backward(d_out, q, k, v, out, lse, params)
     mask, step = params.block_mask, params.config.block_m
     lists = *mask.lists(step, columns=True), mask.words_of(step, columns=True)
     alibi, sinks, _ = tensors_of(params)

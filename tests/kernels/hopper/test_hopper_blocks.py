@@ -134,7 +134,6 @@ def launched(monkeypatch, fresh_launches):  # noqa: F811
     monkeypatch.setattr(forward_kernel, "attention_forward_hopper", Kernel())
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
     monkeypatch.setattr(forward_plan, "counter", lambda index: counter)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a CPU tensor
     yield calls
     for call in calls:
         assert call["counter_ptr"] is counter
