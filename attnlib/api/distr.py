@@ -58,8 +58,8 @@ def attention_distr(
             published: 128); None for all of a head. Each part has its own copy of the keys' columns:
             B * H * ceil(Sq / rows) * Sk * D / group elements of memory.
         impl: "hopper" (half precision, compute capability 9.x, triton 3.6), "triton", "reference" (a model in
-            PyTorch, fp64, on any device), or None for the first of them that can run the call. Never another
-            than an explicit one.
+            PyTorch, fp64, on any device), or None for the first of them that can run the call. An explicit
+            choice never falls back to another.
 
     Returns:
         out, (B, H, Sq, D), contiguous. A row with nothing to attend to is 0.
@@ -68,7 +68,7 @@ def attention_distr(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or options do not fit, or `impl` can't run the call.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -35,8 +35,8 @@ def quantize_fp8(
     Hadamard matrix over sqrt(D). This leaves Q K^T as it is and spreads large entries over the row. Then each
     block of 64 queries or 128 keys, each head or the tensor is divided by a scale that makes its largest
     magnitude 448, and rounded to the nearest. Values are not rotated, and have a scale for each head or one
-    for all; they are transposed. All in one kernel, after one that finds the largest magnitude where that is
-    not a block's.
+    for all; they are transposed. One kernel does all of this; where a scale is not that of a block, another
+    one finds the largest magnitude first.
 
     Values are centered: their mean over the keys, of each head and column, is subtracted first. The tensor
     cores add up products of FP8 in few bits, which costs most where they have a common part; and what is left
@@ -49,7 +49,7 @@ def quantize_fp8(
         x: (B, H, S, D), or (T, H, D) with `cu_seqlens`; float16, bfloat16 or float32; D a multiple of 8 up to
             256, which is padded with zeros to 64, 128 or 256. An element that is not finite becomes NaN, with
             its row if that is rotated, and takes no part in a scale.
-        role: "q", "k" or "v": what it is to be.
+        role: "q", "k" or "v": the operand that it becomes.
         scaling: "block", "head" (of varlen sequences over all of them) or "tensor".
         rotate: whether queries and keys are rotated; both or neither.
         center: whether values are centered; of varlen sequences each by its own mean.
@@ -59,7 +59,7 @@ def quantize_fp8(
     Raises:
         TypeError, ValueError: an argument is wrong.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> k8, v8 = quantize_fp8(k, "k"), quantize_fp8(v, "v")
@@ -122,8 +122,8 @@ def attention_fp8(
     The tensor cores add the products of a sum with about 14 bits. That costs little where terms have both
     signs, and much where they do not: with values of mean 1 and standard deviation 1, 16384 keys and
     `center=False`, the error is 19% of the output (chapter 22, on an H200). Therefore values are centered.
-    What still costs is a mean that differs along the keys, also of those that a row sees under a causal
-    mask or a window, where the mean that is subtracted is that of all keys (docs/lab/fp8.md).
+    An error remains where the mean changes along the keys, and under a causal mask or a window, where the
+    values that a row sees have another mean than all values, which is the one subtracted (docs/lab/fp8.md).
 
     Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
 
@@ -137,7 +137,7 @@ def attention_fp8(
             prepared, the other is rotated or not as that one was, whatever `rotate` is.
         out_dtype: of the output; None for that of `q`, or of what `q` was quantized from.
         impl: "hopper" (compute capability 9.x, triton 3.6), "reference" (a model in PyTorch, float64 but for
-            the same roundings, on any device), or None for "hopper". Never another than this.
+            the same roundings, on any device), or None for "hopper". There is no fallback.
 
     Returns:
         out, (B, H, Sq, D); with `return_lse` the pair (out, lse), lse (B, H, Sq) float32, of the scores of
@@ -147,7 +147,7 @@ def attention_fp8(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, operands or options do not fit, or this device can't run it.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))

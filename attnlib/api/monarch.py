@@ -55,9 +55,9 @@ def attention_monarch(
         steps: rounds of the fit. Each raises its objective; the first is the cheapest.
         pad: which block is short where `block` does not divide N: "post" the last, "pre" the first. Nothing
             is copied or computed for what is missing.
-        key_mask: (B, N) bool: False for tokens that do not count. None attends to them, and the fit leaves
-            out their queries; so the rows of the others are as if they were missing, as long as the others
-            keep their places. Their own rows are computed like all.
+        key_mask: (B, N) bool: False for tokens that do not count. No query attends to them, and the fit
+            leaves out their queries. The rows of the other tokens are as if these were missing, as long as
+            the others keep their places. Rows of tokens that do not count are computed like all others.
         sm_scale: factor on the scores, default 1/sqrt(D), from -1e26 to 1e26.
         impl: "triton"; "reference", which is PyTorch in fp64; None for "triton".
 
@@ -68,7 +68,7 @@ def attention_monarch(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or a tensor is on a device that no kernel is for.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(1, 12, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))

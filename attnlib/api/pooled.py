@@ -44,8 +44,8 @@ def attention_pooled(
         block: queries and keys of a block.
         causal, sm_scale: as in `attention`.
         impl: "hopper" (half precision, compute capability 9.x, triton 3.6), "triton", "reference" (PyTorch in
-            float64, any device), or None for the first of them that can run the call. Never another than an
-            explicit one.
+            float64, any device), or None for the first of them that can run the call. An explicit choice
+            never falls back to another.
 
     Returns:
         out, (B, H, Sq, D), as `attention` gives it; and pooled, (B, H, ceil(Sq / block), ceil(Sk / block))
@@ -55,7 +55,7 @@ def attention_pooled(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or options do not fit, or `impl` can't run the call.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(1, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))

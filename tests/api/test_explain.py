@@ -57,7 +57,8 @@ def ran(monkeypatch):
 
 
 ZEROS = torch.from_numpy(np.zeros(1 << 31, np.uint8))
-"""Memory that all tensors here share. None of it is read or written, so that it costs nothing: only layouts count."""
+"""Memory that all tensors here share. None of it is read or written, so that it costs nothing: only layouts
+count."""
 
 
 def laid_out(layout, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -6,9 +6,8 @@ import torch
 
 from attnlib.kernels.bsfa.configs import HopperBsfaConfig, hopper_bsfa_config
 from attnlib.kernels.bsfa.launch import TENSORS, Limits, Plan, call_of, check_size, limits_of, made_for
-from attnlib.kernels.common import device
+from attnlib.kernels.common import counters, device
 from attnlib.kernels.common.bsfa import KEYS
-from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import given, made_like
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
@@ -30,7 +29,7 @@ def forward(
     params = params._replace(config=params.config or hopper_bsfa_config(q.shape[-1]))
     plan = prepare(call_of(q, k, params, q, k, v), params.return_kept, limits_of(params.threshold))
     out, (lse, kept) = plan.out.like(q), made_for(q, k, params)
-    plan.launches(q, k, v, out, lse, kept, params.threshold, counter(q.get_device()))
+    plan.launches(q, k, v, out, lse, kept, params.threshold, counters.counter(q.get_device()))
     return out, lse, None if kept is None else kept.view(torch.bool)
 
 

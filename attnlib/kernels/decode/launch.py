@@ -7,6 +7,7 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.counters import counter
+from attnlib.kernels.common.descriptors import strides_like
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, exp2_scale
 from attnlib.kernels.common.tiles import block_d
@@ -109,7 +110,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch what was prepared for such tensors. others: lengths, starts, page table,
     k_scale, v_scale."""
-    out = torch.empty_like(q)
+    out = q.new_empty_strided(q.shape, plan.out)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if plan.return_lse else None
     parts = torch.empty(plan.scratch, dtype=torch.float32, device=q.device) if plan.scratch else None
     arrived = None
@@ -138,9 +139,11 @@ def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 class Plan(NamedTuple):
-    """The launches of a call; float32 numbers of memory for partial results, pairs that count them."""
+    """The launches of a call; the strides of its output; float32 numbers of memory for partial results, pairs
+    that count them."""
 
     launches: Launches
+    out: Strides
     scratch: int
     pairs: int
     same_launch: bool
@@ -207,7 +210,7 @@ def prepare(call: Call) -> Plan:
     overlaps = slots > 0 and not same_launch and _overlaps(call.device)
     left, right = call.window.clipped(S_q, call.capacity)
     item = call.dtype.itemsize
-    out = torch.empty_like(torch.empty_strided(call.q, call.strides[0], device="meta")).stride()
+    out = strides_like(call.q, call.strides[0])
     q_strides, k_strides, v_strides = (
         _used(shape, strides)
         for shape, strides in zip((call.q, call.cache, call.cache), call.strides, strict=True)
@@ -299,7 +302,7 @@ def prepare(call: Call) -> Plan:
         )
         launches.append(merge)
     scratch = rows * (width + 2)
-    return Plan(Launches(launches, call.device, TENSORS), scratch, pairs, same_launch, call.return_lse)
+    return Plan(Launches(launches, call.device, TENSORS), out, scratch, pairs, same_launch, call.return_lse)
 
 
 def _used(shape: torch.Size, strides: Strides) -> Strides:

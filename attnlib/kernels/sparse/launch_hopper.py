@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnlib.kernels.common import device
-from attnlib.kernels.common.counters import counter
+from attnlib.kernels.common import counters, device
 from attnlib.kernels.common.descriptors import Made, Window, given, legal, lse_for, made_like
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
@@ -41,7 +40,7 @@ def forward(
     out, lse = plan.out.like(q), lse_for(q, params)
     mask, step = params.block_mask, params.config.block_n
     lists = *mask.lists(step), mask.words_of(step)
-    plan.launches(q, k, v, out, lse, counter(q.get_device()), *lists, *tensors_of(params))
+    plan.launches(q, k, v, out, lse, counters.counter(q.get_device()), *lists, *tensors_of(params))
     return out, lse
 
 
