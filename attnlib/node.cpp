@@ -4,9 +4,8 @@
 // Decisions stay in Python. The first call of a kind goes through `attnlib.api` and `attnlib.dispatch`, which
 // check it, choose a kernel and leave the bytes that `direct.c` launches, and the layouts of the results; so
 // does the first backward pass. Those after it only allocate and launch. What counts as the same kind is in
-// `Kind`: all that the checks, the choice and the launches depend on. Where something else than autograd,
-// autocast and inference mode looks on (`ordinary`), or a tensor is no plain one (`Kind::add`), Python does
-// it.
+// `Kind`: all that the checks, the choice and the launches depend on. Where anything but autograd, autocast and
+// inference mode is active (`ordinary`), or a tensor is no plain one (`Kind::add`), the call goes to Python.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -157,7 +156,7 @@ bool observed(PyObject *name) {
   return any;
 }
 
-// Whether a call at this moment is as any other: no mode, compiler, transformation or profiler looks on.
+// Whether no mode, compiler, transformation or profiler is active.
 bool ordinary() {
   auto included = c10::default_included_set, excluded = c10::default_excluded_set;
   if (c10::InferenceMode::is_enabled()) {

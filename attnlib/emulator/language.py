@@ -158,7 +158,7 @@ class Language:
     # ------------------------------------------------------------ the rest
 
     def _atomic_add(self, pointer: Pointer, value: int | Tensor, mask: Tensor | None = None, sem="acq_rel"):
-        """What it returns of a tile where the mask is not set is nobody's to use."""
+        """Elements that the mask hides are undefined."""
         if mask is None and isinstance(value, Tensor):
             mask = Tensor(torch.ones(tuple(value.shape), dtype=torch.bool))
         place = pointer.places(mask)

@@ -1,4 +1,4 @@
-"""attention() where a compiler, an exporter or a dispatch mode looks on: the same, by one operator."""
+"""attention() under a compiler, an exporter or a dispatch mode: the same, by one operator."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_files_are_short():
 def test_few_files_are_at_the_top():
     at_the_top = [path for path in committed() if path.parent == PACKAGE]
     assert len(at_the_top) <= 12, short(at_the_top)
+
+
+@functools.cache
+def chapters() -> set[str]:
+    return {path.name[:2] for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+
+
+GLUON = [path for path in sorted(KERNELS.rglob("*.py")) if "@gluon.jit" in path.read_text()]
+
+
+@pytest.mark.parametrize("file", GLUON, ids=lambda file: str(file.relative_to(KERNELS)))
+def test_a_hopper_kernel_names_the_chapter_that_teaches_it(file):
+    said = re.findall(r"[Cc]hapters?\s+(\d\d)", ast.get_docstring(ast.parse(file.read_text())))
+    assert said and set(said) <= chapters(), f"{short([file])}: chapters {said}"
 
 
 # ---------------------------------------------------------------- arrows

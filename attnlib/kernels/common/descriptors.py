@@ -125,7 +125,7 @@ def _window(call: Signature, shape: tuple[int, ...], strides: tuple[int, ...]) -
 
 
 def columns_of(window: Window, start: int, columns: int) -> Window:
-    """So many columns of a tensor, or those that it has, as a tensor of its own."""
+    """The window of `columns` columns from `start` on, or of as many as there are."""
     (*shape, width), strides = window
     return (*shape, min(columns, width - start)), strides
 

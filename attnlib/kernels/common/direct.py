@@ -2,7 +2,7 @@
 
 `compiled[grid](...)` of Triton binds and checks each argument at every call, some eighty of them for a kernel
 with seven descriptors. Here a launch is packed into bytes once, and `direct.c` does the rest. It is compiled
-by what Triton compiles its own launchers with, when the first kernel is.
+when the first kernel is, by the compiler that Triton uses for its own launchers.
 """
 
 import struct
@@ -27,8 +27,7 @@ _SCALARS = {"i1": "<?7x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q"
 
 
 class Place(NamedTuple):
-    """Where a tensor that a kernel gets will be: the number of one of those given, and bytes from its
-    start."""
+    """Where an argument of a kernel points: the number of a tensor of the call, and bytes from its start."""
 
     tensor: int
     offset: int = 0
@@ -37,13 +36,13 @@ class Place(NamedTuple):
 def pack(
     compiled: Any, grid: tuple[int, int, int], places: Mapping[str, Place], values: Mapping[str, Any]
 ) -> bytes | None:
-    """A launch as `direct.c` takes it; None where only Triton's own way will do.
+    """A launch as `direct.c` takes it; None for one that has to go through Triton.
 
-    compiled: a kernel of Triton; places: of its parameters that are tensors; values: of the others by name,
-    and of a descriptor its (shape, strides).
+    compiled: a kernel of Triton. places: of its parameters that are tensors, by name. values: the numbers
+    among its parameters, by name, and (shape, strides) of each descriptor.
     """
     metadata = compiled.metadata
-    # Before anything of `run` is asked for, the kernel is loaded.
+    # This property loads the kernel, which has to be done before the others are read.
     run = compiled.run
     forms = list(metadata.tensordesc_meta or [])
     if None in forms or metadata.num_ctas != 1:
@@ -79,7 +78,7 @@ def pack(
 
 
 def _map(place: Place, form: Mapping, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """A TMA descriptor but for its address; `form` is what Triton says of it."""
+    """A TMA descriptor without its address. form: Triton's metadata of it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     def inwards(numbers) -> list[int]:
@@ -96,7 +95,7 @@ def _map(place: Place, form: Mapping, shape: tuple[int, ...], strides: tuple[int
 
 @cache
 def launcher() -> ModuleType | None:
-    """The module of `direct.c`; None where it can't be had, and launches go Triton's way."""
+    """The module of `direct.c`; None where it can't be built, so that launches go through Triton."""
     import triton
 
     if not triton.__version__.startswith(TRITON):

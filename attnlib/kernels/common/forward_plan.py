@@ -13,18 +13,18 @@ from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.params import UNIT, ExistingForm, Params
 
 TENSORS = "q k v out lse counter cu_q cu_k".split()
-"""What launches of a forward pass call their tensors."""
+"""The names of tensors in launches of a forward pass."""
 
 
 def pointers_of_result(into: ExistingForm | None) -> dict[str, Part]:
-    """The parameters of a kernel that are its result, but for what it stores through descriptors."""
+    """The pointers to a kernel's result; what it stores through descriptors is not among them."""
     out, lse = Part("out"), Part("lse")
     return {"lse_ptr": lse} if into is None else {"into_ptr": out, "into_lse_ptr": lse}
 
 
 def numbers_of_result(into: ExistingForm | None) -> dict[str, int | None]:
-    """The strides of an existing result, those of the output in units of UNIT elements; and that there is no
-    other result."""
+    """The strides of an existing result, those of the output in units of UNIT elements; and None for the
+    parameters of a new result."""
     if into is None:
         return {}
     found = {f"into_{axis}": stride // UNIT for axis, stride in zip("bhm", into.out, strict=False)}

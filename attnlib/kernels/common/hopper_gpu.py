@@ -12,8 +12,8 @@ HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def unsupported_here(q: torch.Tensor) -> str | None:
-    """What such kernels need and `q` does not have, whatever its layout: where it is, and of what dtype.
-    None if it has all."""
+    """What such kernels need and `q` does not have, apart from its layout: a device and a dtype. None if it
+    has all."""
     lacks = unsupported_on(q.device)
     if lacks is None and q.dtype not in HALF:
         return f"needs float16 or bfloat16; q is {str(q.dtype).removeprefix('torch.')}"

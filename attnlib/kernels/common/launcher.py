@@ -114,8 +114,8 @@ class Launches:
     """Kernels that a call runs one after the other on one device.
 
     launches: in order. device: a CUDA device's index, -1 for a CPU. tensors: the names by which the launches
-    refer to what each call is given. packed: what `direct` launches; None before the first call, and where
-    only Triton's own way will do.
+    refer to what each call is given. packed: the bytes that `direct` launches; None before the first call,
+    and for launches that have to go through Triton.
     """
 
     def __init__(self, launches: list[Launch], device: int, tensors: tuple[str, ...]) -> None:
@@ -136,7 +136,7 @@ class Launches:
             self._launch_directly(self.packed, tensors)
 
     def _first(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        """Launch them, compile what is new, and prepare the short way."""
+        """Launch them, compile what is new, and pack them for `direct`."""
         packed, listened = [], observed()
         for launch in self.launches:
             kind = launch.kind(self.device, tensors)
@@ -191,7 +191,7 @@ def _tensor_descriptor(
 
 @contextmanager
 def through_triton() -> Iterator[None]:
-    """Launches take Triton's own way, as they do where a profiler listens: to compare the two."""
+    """Within it launches go through Triton, as they do where a profiler listens: to compare the two ways."""
 
     def listener(metadata) -> None:
         """Does nothing."""
@@ -206,8 +206,8 @@ def through_triton() -> Iterator[None]:
 
 @contextmanager
 def replaced(kernel: str, function: Any) -> Iterator[None]:
-    """What is prepared within it runs `function`, compiled apart, in the place of a kernel that a `Launch`
-    names: for ablations. What was prepared before stays as it is."""
+    """Launches that are prepared within it run `function`, compiled separately, instead of the kernel that
+    they name: for ablations. Those prepared before stay as they are."""
     global _compiled
     module, _, name = kernel.rpartition(".")
     owner, before = importlib.import_module(module), _compiled
@@ -229,7 +229,7 @@ def observed() -> bool:
 
 @cache
 def _triton_knobs():
-    """Imported when the first kernel is there: whoever wants Triton's interpreter says so before."""
+    """Imported as late as the first kernel, because Triton's interpreter has to be chosen before."""
     from triton import knobs
 
     return knobs

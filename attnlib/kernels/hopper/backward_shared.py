@@ -1,5 +1,5 @@
-"""What the two Hopper backward kernels have in common: the producer, and who keeps the turns of a
-fixed order. Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
+"""What the two Hopper backward kernels have in common: the producer, and the warps that keep additions in a
+fixed order. Chapter 21 builds the kernels; the protocol is in their docstrings.
 
 `mem` is the `Memory` of either kernel, `plan` its plan.
 """

@@ -128,8 +128,8 @@ FEW_KEYS = 2048
 """Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
 with 8192 there is no difference, and with still smaller sections long tiles come last."""
 _PACE = {M256N64: (525, 60), M192N128: (555, 170), M128N128: (474, 150)}
-"""TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 46
-measured shapes, of all of which `busiest` finds the fastest tile: the middle of the numbers that do."""
+"""TFLOP/s with many long rows, and the additional cost of the block on the diagonal, in keys. With any
+numbers from a range around these `busiest` finds the fastest tile for all 46 shapes that were measured."""
 
 
 # Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.

@@ -1,4 +1,4 @@
-"""Launch the Hopper backward kernel, what goes before it, and what makes dQ of its sums."""
+"""Launch the Hopper backward kernel, the pass before it, and the conversion of its sums to dQ."""
 
 from functools import lru_cache
 

@@ -1,5 +1,5 @@
-"""The product of DistrAttention on GPUs of compute capability 9.x: the forward kernel with fewer columns in
-queries and keys than in values."""
+"""The product of DistrAttention (chapter 36) on GPUs of compute capability 9.x: the forward kernel with fewer
+columns in queries and keys than in values."""
 
 from dataclasses import replace
 

@@ -25,8 +25,8 @@ POOL = 64
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, maxima) of a call without varlen sequences that `unsupported` has nothing against, no
-    argument empty. maxima: float32 (B, H, blocks of 64 keys, rows), both padded: of each row and 64 keys the
+    """(out, lse, maxima) of a call that `unsupported` accepts, without varlen sequences, no argument
+    empty. maxima: float32 (B, H, blocks of 64 keys, rows), both padded: of each row and 64 keys the
     largest score that the row sees, times sm_scale * log2(e); undefined where it sees none of these keys.
 
     ValueError if a length, the tiles or the maxima of a head are beyond 2^31.

@@ -69,7 +69,7 @@ def attention_sparse_backward_dq(
     desc_rows,  # (2, B * H, padded): lse2 and delta
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr, words_ptr,  # as in the forward kernel
     alibi_ptr, bias_ptr,  # likewise
-    dbias_ptr,  # float32, 0 before the launch; None if nobody asks for it
+    dbias_ptr,  # float32, 0 before the launch; None if it is not asked for
     qk_scale, cap, after,  # as in the forward kernel
     sm_scale,
     S_q, S_k,

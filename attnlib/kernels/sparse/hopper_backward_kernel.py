@@ -1,5 +1,5 @@
 """Exact attention under a block mask, backward, for Hopper (sm_90a) in Gluon: dK and dV of a column of tiles,
-dQ added up.
+dQ added up. Chapter 30 has block masks, chapter 21 the backward kernel.
 
 The kernel of `kernels.hopper.backward_kernel` for lists instead of windows; its docstring has the order of a
 step, the barriers, and why there is one fence, and all of that holds here. What differs:

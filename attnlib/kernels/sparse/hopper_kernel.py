@@ -1,4 +1,4 @@
-"""Exact attention under a block mask, forward, for Hopper (sm_90a) in Gluon.
+"""Exact attention under a block mask, forward, for Hopper (sm_90a) in Gluon. Chapter 30 explains it.
 
 The kernel of `kernels.hopper.forward_kernel` for lists instead of windows; its docstring has the protocol
 of the ring, of Q and of the tiles that the producer draws and tells of, and all of that holds here. What

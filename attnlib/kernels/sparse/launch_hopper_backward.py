@@ -1,4 +1,5 @@
-"""Launch the Hopper backward kernel under a block mask, what goes before it, and what makes dQ of sums."""
+"""Launch the Hopper backward kernel under a block mask, the pass before it, and the conversion of sums to
+dQ."""
 
 from functools import lru_cache
 

@@ -71,7 +71,7 @@ def add_bias_gradient(dbias_ptr, b_ds, start, key, S_q, S_k, dbias_m, dbias_n, R
                       COLUMNS: tl.constexpr, ALONE: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_N: tl.constexpr):  # fmt: skip
     """Add dS [BLOCK_M, BLOCK_N] of the tile from (start, key) on to the gradient of a bias that has `ROWS` or
-    one value for all queries, and `COLUMNS` or one for all keys. ALONE: nobody else adds to these."""
+    one value for all queries, and `COLUMNS` or one for all keys. ALONE: no other program adds to these."""
     o_q = start + tl.arange(0, BLOCK_M)
     o_k = key + tl.arange(0, BLOCK_N)
     at = o_q.to(tl.int64)[:, None] * dbias_m + o_k.to(tl.int64)[None, :] * dbias_n
