@@ -84,6 +84,15 @@ def test_a_hopper_kernel_names_the_chapter_that_teaches_it(file):
     assert said and set(said) <= chapters(), f"{short([file])}: chapters {said}"
 
 
+def test_the_map_has_every_place():
+    """CONTRIBUTING.md names each file and folder of attnlib, and each family of kernels."""
+    said = (ROOT / "CONTRIBUTING.md").read_text()
+    inside = {path.relative_to(PACKAGE).parts for path in committed() if path.is_relative_to(PACKAGE)}
+    places = {parts[0] if len(parts) == 1 else f"{parts[0]}/" for parts in inside} - {"__init__.py"}
+    places |= {family.name for family in [*FAMILIES, COMMON]}
+    assert not sorted(place for place in places if f"`{place}`" not in said)
+
+
 # ---------------------------------------------------------------- arrows
 
 
