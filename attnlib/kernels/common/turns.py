@@ -1,5 +1,5 @@
 """The order in which programs add to a sum in global memory: where it is fixed, the sum has the same bits in
-every run. Chapter 21 has what it costs.
+every run. Chapter 20 says what that is for, docs/lab/hopper-backward.md what it costs.
 
 Each block of sums has a counter of the programs that have added to it. A program with turn t waits until the
 counter is t, adds, and counts on.
