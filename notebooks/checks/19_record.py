@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _moves(scores):
-    """How often a shift that lags by up to 8 moves after the first 32 keys: (..., S) for scores (..., S, S)."""
+    """How often a shift that lags by up to 8 moves after the first 32 keys, from scores (..., S, S)."""
     shift, count = None, None
     for block in scores.split(32, -1):
         top = block.amax(-1)
@@ -30,7 +30,8 @@ def check_lazy_attention(lazy_attention: Callable) -> None:
         q, k, v = make_inputs(Shape(1, 2, S, 32, causal), device=DEVICE)
         sm_scale = 32**-0.5
         q[..., 0] = 1.0
-        k[..., 0] = (torch.arange(S, device=DEVICE) // 32) * (rise * math.log(2) / sm_scale)  # in base 2: rise
+        step = rise * math.log(2) / sm_scale  # in base 2: rise
+        k[..., 0] = (torch.arange(S, device=DEVICE) // 32) * step
         scores = q.double() @ k.double().mT * sm_scale
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)

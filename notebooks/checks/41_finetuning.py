@@ -79,7 +79,7 @@ def operators(
 
 def judge_adam(found: tuple, *given: torch.Tensor | float) -> None:
     """Against the operators in float64, a part of the elements at a time."""
-    assert isinstance(found, list | tuple) and len(found) == 4, "expected parameter, float32 copy and averages"
+    assert isinstance(found, list | tuple) and len(found) == 4, "expected the parameter and its state"
     size, names = 1 << 24, ("parameter", "float32 copy", "mean", "mean of squares")
     tensors, rest = given[:4], given[4:]
     for begin in range(0, tensors[0].numel(), size):

@@ -18,7 +18,8 @@ def lazy_kernel(q_ptr, k_ptr, v_ptr, o_ptr, moves_ptr, S, qk_scale, CAUSAL: tl.c
     b_moves = tl.full([BLOCK], -1, tl.int32)  # [BLOCK] the first block moves each shift
     for i in range(0, i_m + 1 if CAUSAL else tl.cdiv(S, BLOCK)):
         o_n = i * BLOCK + o_r  # [BLOCK]
-        o_nd, there = (i_h * S + o_n)[:, None] * D + o_d[None, :], (o_n < S)[:, None]  # [BLOCK, D], [BLOCK, 1]
+        o_nd = (i_h * S + o_n)[:, None] * D + o_d[None, :]  # [BLOCK, D]
+        there = (o_n < S)[:, None]  # [BLOCK, 1]
         b_k = tl.load(k_ptr + o_nd, mask=there, other=0.0)  # [BLOCK, D]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee") * qk_scale  # [BLOCK, BLOCK] in base 2
         seen = (o_n[None, :] < S) & ((o_n[None, :] <= o_m[:, None]) | (not CAUSAL))
