@@ -81,7 +81,7 @@ def _cells(lines: Lines, call: str, columns: Iterable[str]) -> dict[str, str | N
 
 
 def _shown(lines: Lines, columns: dict[str, str], table: records.Table) -> str:
-    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.source}*"
 
 
 def decode_table() -> str:
@@ -218,7 +218,7 @@ def distributed_table() -> str:
     columns = {"call": "Two GPUs, bf16 B1 H16 D128", "one": "one GPU, ms", **impls}
     lines: Lines = {}
     for which in ("forward", "backward"):
-        table = records.load(DISTRIBUTED, which, gpu=records.REFERENCE_GPU)
+        table = records.load_anywhere(DISTRIBUTED, which, records.REFERENCE_GPU)
         for row in (row for row in table.rows + table.controls if row["status"] == "ok"):
             cells = _cells(lines, f"{row['call']}, {which}", columns)
             if row["gpus"] == 1:
