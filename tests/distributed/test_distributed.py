@@ -79,6 +79,10 @@ def test_in_a_compiled_function(two):
     assert max(two.run(jobs.compiled)) <= EXACT
 
 
+def test_as_the_kernels_of_pytorchs_ring(two):
+    assert max(two.run(jobs.ring_of_pytorch)) <= 4 * EXACT
+
+
 def test_positions(two):
     found = two.run(jobs.where)
     assert found[0][0] == found[0][1] == [0, 1, 2, 3, 12, 13, 14, 15]

@@ -177,6 +177,33 @@ def compiled() -> float:
     return (torch.compile(layer, backend="eager")(q, k, v) - layer(q, k, v)).abs().max().item()
 
 
+def ring_of_pytorch() -> float:
+    """PyTorch's context_parallel with attnlib as its kernels: the largest difference of the output and the
+    gradients from attnlib's own, forward and backward. Its rows lie as those of `shard`."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import _attention
+
+    from attnlib import sdpa
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    *whole, d_out = inputs(Case(heads=2, kv_heads=2, rows=16))
+    plain = [cp.shard(x, causal=True).detach().requires_grad_() for x in whole]
+    expected = cp.attention(*plain, causal=True, timeout=200)
+    expected.backward(cp.shard(d_out, causal=True))
+    buffers = [x.detach().contiguous().clone() for x in whole]
+    active = sdpa._Active("CPU")
+    _attention._cp_options.enable_load_balance = True
+    with _attention.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3,
+                                     no_restore_buffers=set(buffers)):  # fmt: skip
+        given = [x.requires_grad_() for x in buffers]
+        spread = (DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in given)
+        out = torch.ops.aten._scaled_dot_product_flash_attention(*spread, is_causal=True)[0].to_local()
+        out.backward(cp.shard(d_out, causal=True).contiguous())
+    active.remove()
+    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(given, plain, strict=True))]
+    return max((x - y).abs().max().item() for x, y in pairs)
+
+
 def where() -> tuple[list[int], list[int]]:
     """A causal sequence's positions on this rank, by `positions` and by `shard`."""
     by_shard = cp.shard(torch.arange(8 * dist.get_world_size()), dim=0, causal=True)
