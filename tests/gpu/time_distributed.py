@@ -84,6 +84,7 @@ class Case(NamedTuple):
     causal: bool
     heads: int = 16
     head_dim: int = 128
+    impl: str | None = None
 
     def flops(self, which: str) -> float:
         whole = 4 * self.heads * self.head_dim * self.length**2 / (2 if self.causal else 1)
@@ -129,12 +130,15 @@ def own(x: torch.Tensor, case: Case) -> torch.Tensor:
 
 def one_gpu(case: Case, tensors: list[torch.Tensor], alone: bool = True) -> Timed:
     inputs = [x.detach().requires_grad_() for x in tensors[:3]]
-    return Timed(lambda: attention(*inputs, causal=case.causal), inputs, alone=alone, whole=True)
+    return Timed(
+        lambda: attention(*inputs, causal=case.causal, impl=case.impl), inputs, alone=alone, whole=True
+    )
 
 
 def ours(case: Case, tensors: list[torch.Tensor], method: str = "auto") -> Timed:
     inputs = [own(x, case).requires_grad_() for x in tensors[:3]]
-    return Timed(lambda: cp.attention(*inputs, causal=case.causal, method=method), inputs)
+    options = {"causal": case.causal, "method": method, "impl": case.impl}
+    return Timed(lambda: cp.attention(*inputs, **options), inputs)
 
 
 class NoLinks:
@@ -158,7 +162,8 @@ class NoLinks:
 def without_transfers(case: Case, tensors: list[torch.Tensor]) -> Timed:
     inputs = [own(x, case).requires_grad_() for x in tensors[:3]]
     window = MaskWindow(None, 0 if case.causal else None)
-    job = rotation.Job(NoLinks(), Params(window, case.head_dim**-0.5, return_lse=True), "all_gather")
+    params = Params(window, case.head_dim**-0.5, return_lse=True, impl=case.impl)
+    job = rotation.Job(NoLinks(), params, "all_gather")
     return Timed(lambda: api._Attention.apply(*inputs, job)[0], inputs)
 
 
@@ -519,7 +524,7 @@ def ordered(lengths: Sequence[int]) -> list[tuple[int, bool, str]]:
 def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
     ranks.join(rank, count, where)
     report, until = Report(args), time.monotonic() + args.seconds
-    case_of = (lambda n, causal: Case(n, causal, 2, 16)) if args.device == "cpu" else Case
+    case_of = (lambda n, causal: Case(n, causal, 2, 16, "reference")) if args.device == "cpu" else Case
     first = args.lengths[0]
     if args.tune:
         for which in ("forward", "backward"):
