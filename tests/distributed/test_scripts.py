@@ -54,3 +54,15 @@ def test_time_fastattention(two, tmp_path):
                      "row_parallel_output"):  # fmt: skip
             assert rows[length, name]["rms_from_one_gpu"] <= 4e-3
         assert "exposed_ms" in rows[length, "no AllReduce, 2 chunks"]
+
+
+def test_train_long(two, tmp_path):
+    """A model trained on one sequence over two ranks is that of one rank, selective checkpointing too."""
+    out = tmp_path / "record.json"
+    arguments = ["--device", "cpu", "--out", str(out), "--tokens", "44", "--steps", "3", "--checkpointing"]
+    exact = {"TOLERANCE": {"loss": 1e-5, "gradient norm": 1e-5, "gradients of the first step": 1e-5}}
+    assert two.run(jobs.run, "train_long", [*arguments, "selective"], exact) == [0, 0]
+    found = tables(out)
+    assert [(row["gpus"], row["step"]) for row in found["steps"]] == [(n, i) for n in (1, 2) for i in range(3)]
+    assert [row["status"] for row in found["agreement"]] == ["ok"] * 3
+    assert found["steps"][2]["loss"] < found["steps"][0]["loss"]
