@@ -1,5 +1,5 @@
-"""attnlib as the FlashAttention of PyTorch: what `scaled_dot_product_attention` runs by its flash backend, and
-what `torch.distributed.tensor.experimental.context_parallel` sends round its ring.
+"""attnlib as the FlashAttention of PyTorch: what `scaled_dot_product_attention` runs by its flash backend,
+and what `torch.distributed.tensor.experimental.context_parallel` calls in each round of its ring.
 
     import attnlib.sdpa
     attnlib.sdpa.register()
@@ -99,7 +99,8 @@ def _params(
         raise RuntimeError(f"attnlib.sdpa: dropout_p: expected 0, got {dropout_p}")
     if is_causal and query.shape[2] != key.shape[2]:
         raise RuntimeError(
-            f"attnlib.sdpa: is_causal: expected as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
+            f"attnlib.sdpa: is_causal: expected as many queries as keys, got {query.shape[2]} and "
+            f"{key.shape[2]}"
         )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()

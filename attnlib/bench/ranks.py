@@ -23,8 +23,8 @@ HEAD_START = 4_000_000
 
 
 class Window(NamedTuple):
-    """ms of a call, on the slowest rank; and each rank's SM clock in MHz meanwhile, None where it is unknown or
-    the rank had nothing to do."""
+    """ms of a call, on the slowest rank; and each rank's SM clock in MHz meanwhile, None where it is unknown
+    or the rank had nothing to do."""
 
     ms: float
     sm_mhz: list[float | None]

@@ -38,8 +38,8 @@ class RecordError(LookupError):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one measurement and where they come from. `gpu` is its name, `gpus` how many of them ran, `date`
-    is ISO (2026-11-21), `commit` the code's where the record says it.
+    """Rows of one measurement and where they come from. `gpu` is its name, `gpus` how many of them ran,
+    `date` is ISO (2026-11-21), `commit` the code's where the record says it.
 
     `controls` are the rows that time an implementation a second time, for the noise (see `bench.verdict`):
     they have its name as `control_of`, and are no part of `rows`, so that no ladder or chart shows them."""
@@ -64,8 +64,8 @@ class Table:
 
     @property
     def source(self) -> str:
-        """Where and when: "NVIDIA H200, 2026-11-21", or "2 x NVIDIA H200, 2026-11-21"."""
-        return f"{self.gpus} x {self.gpu}, {self.date}" if self.gpus > 1 else f"{self.gpu}, {self.date}"
+        """Where and when: "NVIDIA H200, 2026-11-21", or "2 NVIDIA H200, 2026-11-21"."""
+        return f"{self.gpus} {self.gpu}, {self.date}" if self.gpus > 1 else f"{self.gpu}, {self.date}"
 
     @property
     def label(self) -> str:

@@ -1,5 +1,5 @@
-"""A Llama-shaped model in plain PyTorch, randomly initialized, for chapters 41 and 42: its memory and its time
-are measured, what it says does not matter."""
+"""A Llama-shaped model in plain PyTorch, randomly initialized, for chapters 41 and 42: its memory and its
+time are measured, what it says does not matter."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ LAST = -100
 class Llama(nn.Module):
     """loss(tokens) of a model of this shape, with the attention and the checkpointing of `how`, before LoRA
     and without a spread over GPUs; of some tokens of a sequence with `rows`, and an `attend` that knows the
-    others. The loss goes through the rows `how.loss_rows` at a time, each time with its logits computed again,
-    so that they are never there for all rows."""
+    others. The loss goes through the rows `how.loss_rows` at a time, each time with its logits computed
+    again, so that they are never there for all rows."""
 
     def __init__(self, shape: LlamaShape, how: Training, attend: Attend | None = None) -> None:
         super().__init__()
@@ -147,25 +147,26 @@ class Llama(nn.Module):
         x = self.tokens(tokens)
         if not x.requires_grad:  # a frozen embedding: checkpoints need an input that a gradient flows to
             x = x.detach().requires_grad_()
-        positions = torch.arange(tokens.shape[1], device=x.device) if rows is None else rows.positions
-        turn = self.angles(positions, x)
+        turn = self.angles(None if rows is None else rows.positions, x)
         for layer in self.layers:
             x = layer(x, turn)
         x = self.norm(x)
         if rows is None:
-            x, wanted = x[:, :-1], tokens[:, 1:]
-            count = wanted.numel()
+            x, wanted = x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+            count = len(wanted)
         else:
-            _, wanted, count = rows
+            x, wanted, count = x.flatten(0, 1), rows.wanted.flatten(), rows.count
         size = self.how.loss_rows
-        parts = zip(x.flatten(0, 1).split(size), wanted.flatten().split(size), strict=True)
+        parts = zip(x.split(size), wanted.split(size), strict=True)
         return torch.stack([again(self.loss_of, *part) for part in parts]).sum() / count
 
     def loss_of(self, rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(rows).float(), right, reduction="sum")
 
-    def angles(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of these positions; None: of the first, and so on."""
         half = self.shape.head_dim // 2
         rates = 10000.0 ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
-        turns = positions.to(torch.float32)[:, None, None] * rates
+        first = partial(torch.arange, x.shape[1], device=x.device, dtype=torch.float32)
+        turns = (first() if positions is None else positions)[:, None, None] * rates
         return turns.cos().to(x.dtype), turns.sin().to(x.dtype)

@@ -1,5 +1,5 @@
-"""A model of chapters 41 and 42 with its optimizer, as a `Training` describes it: on one device, or spread over ranks
-of torch.distributed by FSDP2 (ZeRO 2 and 3) or by its optimizer (ZeRO 1)."""
+"""A model of chapters 41 and 42 with its optimizer, as a `Training` describes it: on one device, or spread
+over ranks of torch.distributed by FSDP2 (ZeRO 2 and 3) or by its optimizer (ZeRO 1)."""
 
 from __future__ import annotations
 

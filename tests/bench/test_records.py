@@ -135,7 +135,7 @@ def test_a_table_of_another_gpu_where_the_reference_has_none(data, monkeypatch):
     assert records.load_anywhere("00_test", "a").rows == [{"x": "reference"}]
     found = records.load_anywhere("00_test", "b")
     assert found.rows == [{"x": "NVIDIA H100 PCIe"}], "the latest"
-    assert found.label == "replayed from 2 x NVIDIA H100 PCIe, 2026-11-24"
+    assert found.label == "replayed from 2 NVIDIA H100 PCIe, 2026-11-24"
     with pytest.raises(RecordError, match="no table 'b'"):
         records.load("00_test", "b")
     with pytest.raises(RecordError, match="no table 'c'"):

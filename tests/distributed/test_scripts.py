@@ -28,7 +28,7 @@ def test_time_distributed(two, tmp_path):
             row = rows["S16 causal", name]
             assert row["status"] == "ok" and row["rounds"] == 2 and row["speedup"] > 0, row
         assert rows["S32 causal", "attnlib"]["status"] == "ok"
-        assert rows["S16 causal", "ring-flash-attn, FA3"]["status"] == "not installed"
+        assert rows["S16 causal", "ring-flash-attn, FA3, zigzag"]["status"] == "not installed"
 
 
 def test_time_distributed_out_of_time(two, tmp_path):
@@ -63,6 +63,7 @@ def test_train_long(two, tmp_path):
     exact = {"TOLERANCE": {"loss": 1e-5, "gradient norm": 1e-5, "gradients of the first step": 1e-5}}
     assert two.run(jobs.run, "train_long", [*arguments, "selective"], exact) == [0, 0]
     found = tables(out)
-    assert [(row["gpus"], row["step"]) for row in found["steps"]] == [(n, i) for n in (1, 2) for i in range(3)]
+    steps = [(row["gpus"], row["step"]) for row in found["steps"]]
+    assert steps == [(gpus, i) for gpus in (1, 2) for i in range(3)]
     assert [row["status"] for row in found["agreement"]] == ["ok"] * 3
     assert found["steps"][2]["loss"] < found["steps"][0]["loss"]

@@ -330,13 +330,15 @@ def show(row: dict[str, Any]) -> str:
     where = f"ZeRO {row['zero']}" + (", host" if row["offload"] else "")
     head = f"{row['model']:5} {row['context']:6} {row['attention']:8} {row['checkpointing']:9} {lora:8} "
     head += f"{where:12}"
-    row = {f"mended_{name}": row.get(f"predicted_{name}") for name in ("bytes", "ms")} | row  # an old record's
+    # A record from before has no mended predictions.
+    row = {f"mended_{name}": row.get(f"predicted_{name}") for name in ("bytes", "ms")} | row
     expected = f"predicted {row['mended_bytes'] / 1e9:7.2f} GB {row['mended_ms']:8.1f} ms"
     if "ms" not in row:
         return f"{head} {row['status']:30} {expected} {row.get('reason', '')}"
     memory_of, time_of = row["peak_bytes"] / row["mended_bytes"], row["ms"] / row["mended_ms"]
+    rated = row["ms"] / row.get("mended_rated_ms", row["rated_ms"])
     return (f"{head} {row['peak_bytes'] / 1e9:7.2f} GB {row['ms']:8.1f} ms, {expected}: {memory_of:.3f}, "
-            f"{time_of:.2f} ({row['ms'] / row.get('mended_rated_ms', row['rated_ms']):.2f} by this machine's rates); "
+            f"{time_of:.2f} ({rated:.2f} by this machine's rates); "
             f"loss {row['first_loss']:.4f}")  # fmt: skip
 
 

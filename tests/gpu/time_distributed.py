@@ -2,7 +2,7 @@
 
     python tests/gpu/time_distributed.py             --seconds 300; figures/data/<gpu>/distributed.json
     torchrun --nproc-per-node 2 tests/gpu/time_distributed.py        the same
-    python tests/gpu/time_distributed.py --tune      settings of NCCL, streams and heads, 40 s; table `settings`
+    python tests/gpu/time_distributed.py --tune      settings of NCCL, streams, heads, 60 s; table `settings`
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
 
 `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `timeline`: what
@@ -10,10 +10,10 @@ ran when in one of several calls, on each rank, by PyTorch's profiler. `checks`:
 before anything was timed. `memory`: what a forward and a backward pass need for each row. The record is
 written after each call, so a run that is cut off keeps what it has.
 
-A sample is a window of calls back to back that begins at the same time on all ranks. All windows of a call are
-as long as one call on one GPU at least, and begin with calls that do not count, so that every GPU is at the
-power limit that it can keep; the record has the clocks. A call's time is that of the slowest rank, the median
-of the rounds, in which all that is compared takes turns.
+A sample is a window of calls back to back that begins at the same time on all ranks. All windows of a call
+are as long as one call on one GPU at least, and begin with calls that do not count, so that every GPU is at
+the clock that it can keep at its power limit; the record has the clocks. A call's time is that of the slowest
+rank, the median of the rounds, in which all that is compared takes turns.
 
 Two rows say where time goes. "attnlib, one GPU, on each": the whole call on every GPU at the same time; it
 takes longer than on the first GPU alone where another GPU is slower, or all of them are when they are busy.
@@ -71,8 +71,9 @@ TFLOPS = 600
 ONE, EACH, OURS = "attnlib, one GPU", "attnlib, one GPU, on each", "attnlib"
 APART, ULYSSES = "attnlib, without transfers", "attnlib, ulysses"
 OF_TORCH, ON_OURS = "torch context_parallel, cuDNN, alltoall", "torch context_parallel, attnlib, alltoall"
-RING_FA3 = "ring-flash-attn, FA3"
-SEVERAL = ONE, OURS, OURS + CONTROL, OF_TORCH, RING_FA3
+RING_FA3 = {True: "ring-flash-attn, FA3, zigzag", False: "ring-flash-attn, FA3, ring"}
+"""By whether a call is causal."""
+SEVERAL = ONE, OURS, OURS + CONTROL
 LONG = 1e15
 """FLOPs of a call from which it takes longer than a second on one GPU."""
 TOLERANCE = 4e-3
@@ -96,7 +97,8 @@ class Case(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        return Shape(1, self.heads, self.length, self.head_dim, self.causal, str(DTYPE).removeprefix("torch."))
+        dtype = str(DTYPE).removeprefix("torch.")
+        return Shape(1, self.heads, self.length, self.head_dim, self.causal, dtype)
 
 
 class Timed(NamedTuple):
@@ -210,7 +212,7 @@ def on_attnlib(case: Case, tensors: list[torch.Tensor]) -> Timed:
 
 
 def ring_flash_attn(case: Case, tensors: list[torch.Tensor]) -> Timed:
-    """Causal its zigzag ring, dense its plain one."""
+    """Its zigzag ring where a call is causal, which that needs, else its plain one."""
     file = os.environ.get("ATTNLIB_PEERS_EXTRA")
     if not file:
         raise ImportError("ATTNLIB_PEERS_EXTRA names no file")
@@ -236,7 +238,8 @@ MAKERS: dict[str, Callable[[Case, list[torch.Tensor]], Timed]] = {
     ULYSSES: lambda case, tensors: ours(case, tensors, "ulysses"),
     OF_TORCH: of_torch,
     ON_OURS: on_attnlib,
-    RING_FA3: ring_flash_attn,
+    RING_FA3[True]: ring_flash_attn,
+    RING_FA3[False]: ring_flash_attn,
 }
 
 
@@ -332,10 +335,10 @@ def names_for(case: Case, which: str, shortest: int) -> list[str]:
     """Who is timed: all at the first length, later those that are compared, and of calls of seconds attnlib
     alone."""
     if case.length == shortest:
-        return list(MAKERS)
+        return [name for name in MAKERS if name != RING_FA3[not case.causal]]
     if case.flops(which) > LONG:
-        return list(SEVERAL[:3])
-    return list(SEVERAL) if case.causal else [*SEVERAL[:3], RING_FA3]
+        return list(SEVERAL)
+    return [*SEVERAL, *[OF_TORCH] * case.causal, RING_FA3[case.causal]]
 
 
 def fits(case: Case, which: str, names: Sequence[str], until: float) -> bool:
@@ -403,8 +406,8 @@ KINDS = {"nccl": "transfer", "attention_forward": "attention", "attention_backwa
 
 
 def timeline(case: Case) -> list[dict[str, Any]]:
-    """Kernels of the last of three forward passes, and of three backward passes, of each rank: ms from the end
-    of the call before."""
+    """Kernels of the last of three forward passes, and of three backward passes, of each rank: ms from the
+    end of the call before."""
     *tensors, d_out = whole(case)
     timed = ours(case, tensors)
     found = []
@@ -477,17 +480,18 @@ def show(row: dict[str, Any]) -> str:
     if "ms" not in row:
         return f"{head} {row['status']} {row.get('reason', '')}"
     clocks = "/".join("-" if mhz is None else f"{mhz:.0f}" for mhz in row["sm_mhz"])
-    return (f"{head} {row['ms']:9.3f} ms ({row['ms_low']:.3f} to {row['ms_high']:.3f}, {row['rounds']} rounds) "
-            f"{clocks:>9} MHz {row.get('speedup', 0):.3f}x")  # fmt: skip
+    times = f"{row['ms']:9.3f} ms ({row['ms_low']:.3f} to {row['ms_high']:.3f}, {row['rounds']} rounds)"
+    return f"{head} {times} {clocks:>9} MHz {row.get('speedup', 0):.3f}x"
 
 
 class Report:
     """The record, of which rank 0 writes what has come so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if args.device == "cuda" else None
         self.header = records.provenance({
             "gpus": dist.get_world_size(), "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE"),
-            "link": "NCCL " + ".".join(map(str, torch.cuda.nccl.version())) if args.device == "cuda" else "gloo",
+            "link": f"NCCL {nccl}" if nccl else "gloo",
             "nccl_programs": links.CTAS, "settle_ms": SETTLE_MS, "timed_ms": TIMED_MS,
             "timed": "windows of calls back to back, after some that do not count; slowest rank, median of "
             "rounds", "sm_mhz": "of each rank, NVML, the second half of a window, median of rounds",
@@ -508,8 +512,9 @@ class Report:
 
 
 def ordered(lengths: Sequence[int]) -> list[tuple[int, bool, str]]:
-    """The calls by importance: causal ones of the shortest length and of the third, dense ones of the shortest,
-    then all others, the quickest first; but the longest dense backward pass, and last of all the forward."""
+    """The calls by importance: causal ones of the shortest length and of the third, dense ones of the
+    shortest, then all others, the quickest first; without the longest dense backward pass, and last the
+    longest dense forward pass."""
     chosen = [(lengths[0], True), *((length, True) for length in lengths[2:3]), (lengths[0], False)]
     rest = [(length, causal) for length in lengths for causal in (True, False)]
     calls = [(*each, which) for each in rest for which in ("forward", "backward")]

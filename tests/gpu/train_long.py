@@ -1,14 +1,14 @@
 """Train a small Llama-shaped model on one long sequence, on one GPU and on all of this machine.
 
-    python tests/gpu/train_long.py        0.1B, 131072 tokens, 4 steps, 60 s; figures/data/<gpu>/train_long.json
+    python tests/gpu/train_long.py      0.1B, 131072 tokens, 4 steps, 60 s; figures/data/<gpu>/train_long.json
     --tokens 32768 --steps 3 --model 1B --checkpointing selective        others; --out FILE elsewhere
 
 On several GPUs parameters, gradients and Adam's states are spread by FSDP2 (ZeRO 3), and the sequence by
 `attnlib.distributed`: each rank has its rows of the tokens, knows their positions and the token after each,
 and all of the model but attention works on them alone. Table `steps`: loss, gradient norm and ms of each
-step. `runs`: bytes at the peak, tokens a second. `agreement`: how far the two runs are apart, and how far they
-may be: the loss and the gradient norm of each step, and of the first step each parameter's gradient. The
-difference is roundings to bfloat16, in another order.
+step. `runs`: bytes at the peak, tokens a second. `agreement`: how far the two runs are apart, and how far
+they may be: the loss and the gradient norm of each step, and of the first step each parameter's gradient.
+The difference is roundings to bfloat16, in another order.
 
 Status 0 when they agree, 1 otherwise, 2 with fewer than two Hopper GPUs. `--device cpu` is for the tests.
 """
@@ -36,7 +36,7 @@ from attnlib import attention  # noqa: E402
 from attnlib import distributed as cp  # noqa: E402
 from attnlib.bench import ranks, records  # noqa: E402
 from attnlib.book.adam import own  # noqa: E402
-from attnlib.book.llama import LAST, Rows  # noqa: E402
+from attnlib.book.long_sequence import rows_of  # noqa: E402
 from attnlib.book.trainer import Trainer  # noqa: E402
 from attnlib.book.training import SHAPES, LlamaShape, Training  # noqa: E402
 
@@ -65,17 +65,6 @@ def sequence(args: argparse.Namespace) -> tuple[LlamaShape, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, shape.vocab, (1, args.tokens), generator=generator)
     return shape, tokens.to(ranks.device())
-
-
-def rows_of(tokens: torch.Tensor) -> tuple[torch.Tensor, Rows]:
-    """This rank's tokens and what they need to know. The losses of all ranks are averaged, so this rank's sum
-    counts as often as there are ranks."""
-    after = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], LAST)], 1)
-    positions = cp.positions(tokens.shape[1] // dist.get_world_size(), causal=True).to(tokens.device)
-    wanted = cp.shard(after, dim=1, causal=True)
-    return cp.shard(tokens, dim=1, causal=True), Rows(
-        positions, wanted, (tokens.shape[1] - 1) / dist.get_world_size()
-    )
 
 
 def trained(args: argparse.Namespace, gpus: int) -> Run:
@@ -135,7 +124,8 @@ def apart(one: Run, several: Run) -> list[dict[str, Any]]:
     worst = max(off, key=lambda name: float("inf") if off[name] != off[name] else off[name])
     found["gradients of the first step"] = off[worst]
     return [
-        {"what": name, "apart": value, "tolerance": TOLERANCE[name], "parameter": worst if "first" in name else None,
+        {"what": name, "apart": value, "tolerance": TOLERANCE[name],
+         "parameter": worst if "first" in name else None,
          "status": "ok" if value <= TOLERANCE[name] else "wrong"}
         for name, value in found.items()
     ]  # fmt: skip
