@@ -9,6 +9,7 @@ PyTorch chooses the backend as before, and `torch.nn.attention.restore_flash_att
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +38,10 @@ class _Active:
     """The operators, for as long as it is kept. `key`: for tensors on which device."""
 
     def __init__(self, key: str = "CUDA") -> None:
-        self.library = torch.library.Library("aten", "IMPL", key)  # noqa: TOR901
-        for name, function in (
-            ("_scaled_dot_product_flash_attention", _forward),
-            ("_scaled_dot_product_flash_attention_backward", _backward),
-        ):
-            self.library.impl(name, function, key, allow_override=True)
+        self.library = torch.library.Library("aten", "IMPL", key)
+        impl = partial(self.library.impl, dispatch_key=key, allow_override=True)
+        impl("_scaled_dot_product_flash_attention", _forward)
+        impl("_scaled_dot_product_flash_attention_backward", _backward)
 
     def remove(self) -> None:
         self.library._destroy()
