@@ -64,8 +64,8 @@ SETTLE_MS, TIMED_MS = 100, 200
 """A window: for so long calls that do not count, and then those that do; without the first where one call of
 one GPU is longer than the second."""
 ROUNDS = range(4, 7)
-CALL_SECONDS = 14
-"""As many rounds as fit into that, of those numbers."""
+CALL_SECONDS = 8
+"""As many rounds as fit into that, of those numbers; fewer where time runs out."""
 TFLOPS = 600
 """Assumed, to say what still fits into the time."""
 ONE, EACH, OURS = "attnlib, one GPU", "attnlib, one GPU, on each", "attnlib"
@@ -310,7 +310,7 @@ def sampled(call: Callable[[], Any], alone: bool, longest: float) -> tuple[Sampl
     """A call with its numbers, and what one of them took; `longest`: ms of a call of one GPU, 0 if that is
     what is asked."""
     ms = max(ranks.window_ms(call, 1, alone), 1e-3)
-    if ms < 2 * TIMED_MS or not longest:  # the first call of all may compile
+    if longest < 1000:  # the first call may compile, or make plans; not that of a length that comes late
         ms = max(ranks.window_ms(call, 1, alone), 1e-3)
     span = max(TIMED_MS, longest or ms)
     settle = math.ceil(SETTLE_MS / ms) if span <= TIMED_MS else 0
@@ -342,10 +342,10 @@ def names_for(case: Case, which: str, shortest: int) -> list[str]:
 
 
 def fits(case: Case, which: str, names: Sequence[str], until: float) -> bool:
-    """Whether the fewest rounds of a call are likely to end in time."""
+    """Whether a call is likely to get its fewest rounds in time, two where one takes seconds."""
     one = case.flops(which) / TFLOPS / 1e9
-    window = max(TIMED_MS + SETTLE_MS, one)
-    return not ranks.late(until - len(names) * (ROUNDS.start * window + 2 * one) / 1e3)
+    window, least = max(TIMED_MS + SETTLE_MS, one), 2 if case.flops(which) > LONG else ROUNDS.start
+    return not ranks.late(until - len(names) * (least * window + 2 * one) / 1e3)
 
 
 def timed_rows(case: Case, which: str, names: Sequence[str], until: float) -> list[dict[str, Any]]:
