@@ -220,7 +220,8 @@ def distributed_table() -> str:
     lines: Lines = {}
     for which in ("forward", "backward"):
         table = records.load_anywhere(DISTRIBUTED, which, records.REFERENCE_GPU)
-        for row in (row for row in table.rows + table.controls if row["status"] == "ok"):
+        rows = [row for row in table.rows + table.controls if row["status"] == "ok"]
+        for row in sorted(rows, key=lambda row: (not row["causal"], row["seqlen"])):
             cells = _cells(lines, f"{row['call']}, {which}", columns)
             name = row["impl"] if row["impl"] in impls else row["impl"].rpartition(", ")[0]  # its variant
             if row["impl"] == "attnlib, one GPU":

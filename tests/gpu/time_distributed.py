@@ -2,7 +2,7 @@
 
     python tests/gpu/time_distributed.py             --seconds 300; figures/data/<gpu>/distributed.json
     torchrun --nproc-per-node 2 tests/gpu/time_distributed.py        the same
-    python tests/gpu/time_distributed.py --tune      settings of NCCL, streams, heads, 60 s; table `settings`
+    python tests/gpu/time_distributed.py --tune      settings of NCCL, streams, heads, 60 s: `settings_...`
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
 
 `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `timeline`: what
@@ -533,7 +533,7 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
     first = args.lengths[0]
     if args.tune:
         for which in ("forward", "backward"):
-            report.add("settings", settings_rows(case_of(first, True), which, until))
+            report.add(f"settings_{which}", settings_rows(case_of(first, True), which, until))
         return 0
     for causal in (True, False):
         for length in dict.fromkeys((min(8192, first), first)):
@@ -559,7 +559,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", default="65536,131072,262144,524288", help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300,
                         help="begin nothing that would end later (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--tune", action="store_true", help="settings beside each other, table `settings`")
+    parser.add_argument("--tune", action="store_true", help="settings beside each other, two tables")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/distributed.json)")
     args = parser.parse_args(argv)
