@@ -280,11 +280,12 @@ def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Ta
 
 
 def recorded(record: str, name: str) -> Table | None:
-    """A table that a script of tests/gpu wrote; None where it has not been run yet."""
+    """A table that a script of tests/gpu wrote, on this machine's GPU, the reference GPU or another one, see
+    `records.load_anywhere`; None where it has not been run yet."""
     from attnlib.bench import records
 
     try:
-        return records.load(record, name)
+        return records.load_anywhere(record, name)
     except records.RecordError:
         return None
 

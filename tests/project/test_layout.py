@@ -176,7 +176,9 @@ def prescribed(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             decorators = " ".join(map(ast.unparse, node.decorator_list))
             found |= {node.name} if "custom_op" in decorators or ".register" in decorators else set()
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith("register"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith(
+            ("register", "impl")
+        ):
             found |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
         elif isinstance(node, ast.ClassDef) and "Function" in " ".join(map(ast.unparse, node.bases)):
             found |= {method.name for method in node.body if isinstance(method, ast.FunctionDef)}
