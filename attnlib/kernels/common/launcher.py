@@ -26,6 +26,9 @@ GRID_YZ = 65535  # programs that a grid may have along y and z
 
 _compiled: dict[tuple, Any] = {}
 """The kind of a launch -> the kernel that Triton compiled for it."""
+_set_aside: list[dict[tuple, Any]] = []
+"""What `replaced` had compiled: from triton 3.8 on a kernel is unloaded with its object, and what was packed
+for `direct` may be launched again."""
 
 
 def compiled_kernels() -> dict[str, list[Any]]:
@@ -214,6 +217,7 @@ def replaced(kernel: str, function: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+        _set_aside.append(_compiled)
         _compiled = before
 
 

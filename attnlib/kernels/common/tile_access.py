@@ -7,6 +7,8 @@ import triton.language as tl
 from attnlib.kernels.common import signature
 
 VARLEN_ROWS = tl.constexpr(signature.VARLEN_ROWS)
+"""A length is subtracted from it by `tl.sub`: in the interpreter, a constant minus a tensor is a constant that
+holds a tensor, which the interpreter of triton 3.9 rejects as a coordinate."""
 
 
 @triton.jit
