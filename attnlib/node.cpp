@@ -157,6 +157,13 @@ bool observed(PyObject *name) {
   return any;
 }
 
+// What may be off in a call that is as any other: autocast, and in backward passes names of dimensions, which
+// no plain tensor has. Newer versions of torch have no names.
+template <class Key> c10::DispatchKeySet may_be_off() {
+  if constexpr (requires { Key::Named; }) return c10::autocast_dispatch_keyset.add(Key::Named);
+  return c10::autocast_dispatch_keyset;
+}
+
 // Whether a call at this moment is as any other: no mode, compiler, transformation or profiler looks on.
 bool ordinary() {
   auto included = c10::default_included_set, excluded = c10::default_excluded_set;
@@ -164,8 +171,7 @@ bool ordinary() {
     included = included.remove(c10::DispatchKey::ADInplaceOrView);
     excluded = excluded | c10::autograd_dispatch_keyset;
   }
-  // Names of dimensions, which no plain tensor has, are off in backward passes.
-  const auto any = c10::autocast_dispatch_keyset.add(c10::DispatchKey::Named);
+  const auto any = may_be_off<c10::DispatchKey>();
   const auto now = c10::impl::tls_local_dispatch_key_set();
   return now.included_ == included && ((now.excluded_ ^ excluded) - any).empty() &&
          !at::impl::PythonTorchFunctionTLS::stack_len() && !at::globalContext().deterministicAlgorithms() &&

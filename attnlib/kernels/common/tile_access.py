@@ -7,8 +7,8 @@ import triton.language as tl
 from attnlib.kernels.common import signature
 
 VARLEN_ROWS = tl.constexpr(signature.VARLEN_ROWS)
-"""A length is subtracted from it by `tl.sub`: in the interpreter, a constant minus a tensor is a constant that
-holds a tensor, which the interpreter of triton 3.9 rejects as a coordinate."""
+"""A length is subtracted from it by `tl.sub`: the interpreter makes a constant of a constant minus a tensor,
+and that of triton 3.9 takes no such constant for a coordinate."""
 
 
 @triton.jit
