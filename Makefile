@@ -179,7 +179,7 @@ browser: $(READY)  ## open every page of the built book in headless Chromium (ne
 	@$(PY) tests/browser/check_pages.py --screens
 
 # Each has a Triton of its own; all else is that of $(PY), which stands behind it on the path.
-COMPAT := 3.7.1 3.9.0
+COMPAT := 3.7.1 3.8.0 3.9.0
 purelib = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 
 .venv-compat-%/installed: | $(READY)
@@ -190,7 +190,7 @@ purelib = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 	@touch "$@"
 
 .PRECIOUS: .venv-compat-%/installed
-compat: $(COMPAT:%=.venv-compat-%/installed)  ## compile the production kernels with other versions of Triton
+compat: $(COMPAT:%=.venv-compat-%/installed)  ## compile kernels of every family with other versions of Triton
 	$(call say,compiling for sm_90 with triton $(COMPAT))
 	@status=0; for version in $(COMPAT); do \
 	    PYTHONWARNINGS=ignore ".venv-compat-$$version/bin/python" tests/compile/compat.py || status=1; \

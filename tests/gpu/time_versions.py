@@ -1,8 +1,8 @@
 """Time attnlib with two versions of Triton: forward and backward at the task's shapes, causal.
 
-    python tests/gpu/time_versions.py /tmp/triton39     some 150 s; a table, and lines of JSON with --out FILE
+    python tests/gpu/time_versions.py FOLDER    some 150 s; a table, and lines of JSON with --out FILE
 
-The folder holds the other Triton; the first one is that of this Python. No process can have both, so
+FOLDER holds the other Triton; the first one is that of this Python. No process can have both, so
 processes take turns: first, other, other, first. Before them, one of each compiles. The first process of each
 judges what it computes against fp64, before it is timed and after. What two processes of one version differ
 by is noise, as is what a call differs by from itself within a process. Status 0 when all was right and ran
