@@ -57,9 +57,9 @@ def attention_distr(
         rows: with hashed="q", queries that have an order of columns of their own, a multiple of 128 (as
             published: 128); None for all of a head. Each part has its own copy of the keys' columns:
             B * H * ceil(Sq / rows) * Sk * D / group elements of memory.
-        impl: "hopper" (half precision, compute capability 9.x, triton 3.6), "triton", "reference" (a model in
-            PyTorch, fp64, on any device), or None for the first of them that can run the call. An explicit
-            choice never falls back to another.
+        impl: "hopper" (half precision, compute capability 9.x, triton 3.6 to 3.9), "triton", "reference" (a
+            model in PyTorch, fp64, on any device), or None for the first of them that can run the call. An
+            explicit choice never falls back to another.
 
     Returns:
         out, (B, H, Sq, D), contiguous. A row with nothing to attend to is 0.

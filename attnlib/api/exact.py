@@ -98,7 +98,7 @@ def attention(
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
             whole GPU), "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA
-            can read; triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference"
+            can read; triton 3.6 to 3.9), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference"
             (PyTorch in float64, any device), or None: the first of these that can run the call, but "decode"
             only for so many keys that it is faster, and not "hopper" for the shortest sequences. An explicit
             choice never falls back to another. `explain` tells what a call would run.

@@ -136,8 +136,8 @@ def attention_fp8(
         scaling, rotate, center: how tensors are quantized, as in `quantize_fp8`. If one of q and k is
             prepared, the other is rotated or not as that one was, whatever `rotate` is.
         out_dtype: of the output; None for that of `q`, or of what `q` was quantized from.
-        impl: "hopper" (compute capability 9.x, triton 3.6), "reference" (a model in PyTorch, float64 but for
-            the same roundings, on any device), or None for "hopper". There is no fallback.
+        impl: "hopper" (compute capability 9.x, triton 3.6 to 3.9), "reference" (a model in PyTorch, float64
+            but for the same roundings, on any device), or None for "hopper". There is no fallback.
 
     Returns:
         out, (B, H, Sq, D); with `return_lse` the pair (out, lse), lse (B, H, Sq) float32, of the scores of

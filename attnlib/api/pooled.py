@@ -43,9 +43,9 @@ def attention_pooled(
         k, v: (B, Hkv, Sk, D). Hkv divides H: query heads h*H/Hkv ... share key head h.
         block: queries and keys of a block.
         causal, sm_scale: as in `attention`.
-        impl: "hopper" (half precision, compute capability 9.x, triton 3.6), "triton", "reference" (PyTorch in
-            float64, any device), or None for the first of them that can run the call. An explicit choice
-            never falls back to another.
+        impl: "hopper" (half precision, compute capability 9.x, triton 3.6 to 3.9), "triton", "reference"
+            (PyTorch in float64, any device), or None for the first of them that can run the call. An explicit
+            choice never falls back to another.
 
     Returns:
         out, (B, H, Sq, D), as `attention` gives it; and pooled, (B, H, ceil(Sq / block), ceil(Sk / block))

@@ -30,6 +30,7 @@ from typing import Any
 from attnlib.bench import compiler, imports, sass, sources
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
+from attnlib.kernels.common.launcher import FUSED
 
 # Limits of sm_90, from the tables "Technical Specifications per Compute Capability" and "Throughput of Native
 # Arithmetic Instructions" of the CUDA C++ Programming Guide.
@@ -321,7 +322,7 @@ def compile_source(source: Any, **options: Any) -> tuple[Any, str]:
     # A kernel from Triton's cache has no log of ptxas; our own cache is the one that counts.
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | FUSED)
     return compiled, log.getvalue()
 
 

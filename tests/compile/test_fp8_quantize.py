@@ -8,7 +8,7 @@ from chosen import with_more
 from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
-from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels import fp8
 from attnlib.kernels.common.fp8 import Recipe
 from attnlib.kernels.fp8 import mean_kernels, quantize_kernels
@@ -42,22 +42,18 @@ def name(case: tuple) -> str:
     return f"{role}-{recipe.scaling}-{how}-D{D}-{dtype}{'-varlen' * varlen}"
 
 
+def jobs(role: str, recipe: Recipe, D: int, dtype: str, varlen: bool) -> list[Job]:
+    x = torch.zeros(*((512, 2) if varlen else (1, 2, 512)), D, dtype=getattr(torch, dtype))
+    lengths = (torch.zeros(3, dtype=torch.int32), 512) if varlen else ()
+    return jobs_of((quantize_kernels, mean_kernels), lambda: fp8.quantize(x, role, recipe, *lengths))
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, list[Stats]]:
     """All at once: the compiler's start-up costs more than a kernel."""
-    jobs, owners = [], []
-    for case in CASES:
-        role, recipe, D, dtype, varlen = case
-        x = torch.zeros(*((512, 2) if varlen else (1, 2, 512)), D, dtype=getattr(torch, dtype))
-        lengths = (torch.zeros(3, dtype=torch.int32), 512) if varlen else ()
-        modules = quantize_kernels, mean_kernels
-        found = jobs_of(modules, lambda x=x, r=(role, recipe, *lengths): fp8.quantize(x, *r))
-        jobs += found
-        owners += [case] * len(found)
-    stats: dict[tuple, list[Stats]] = {}
-    for case, one in zip(owners, inspect_sm90.compile_all(jobs), strict=True):
-        stats.setdefault(case, []).append(one)
-    return stats
+    found = {case: jobs(*case) for case in CASES}
+    stats = iter(inspect_sm90.compile_all([job for of_case in found.values() for job in of_case]))
+    return {case: [next(stats) for _ in of_case] for case, of_case in found.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)

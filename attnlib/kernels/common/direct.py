@@ -13,15 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-TRITON = "3.6."
-"""The version whose way of passing parameters to a kernel is known here."""
+TRITON = "3.6.", "3.7.", "3.8.", "3.9."
+"""The versions whose way of passing parameters to a kernel is known here. All pass them alike; from 3.7 on
+descriptors of small tensors are mended (`direct.c` says how)."""
+UNMENDED = "3.6."
 DRIVER = "libcuda.so.1"
 LIMITS = {"MAX_PARAMS": 192, "MAX_MAPS": 16, "MAX_TENSORS": 64}
 """What `direct.c` has room for: parameters and TMA descriptors of a kernel, tensors of a call."""
 
-_HEADER, _PARAM, _MAP = struct.Struct("<Q8I8x"), struct.Struct("<II8s"), struct.Struct("<4I5I4x11Q")
+_HEADER, _PARAM, _MAP = struct.Struct("<Q8I8x"), struct.Struct("<II8s"), struct.Struct("<4I5II11Q")
 _IMMEDIATE, _ADDRESS, _TENSOR_MAP = range(3)
-_OVERLAPS = 1
+_OVERLAPS, _MENDED = 1, 2
 _SCALARS = {"i1": "<?7x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q", "fp32": "<f4x"}
 """Type of a scalar parameter -> how it lies in 8 bytes."""
 
@@ -49,6 +51,8 @@ def pack(
         return None
     if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid:
         return None
+    if getattr(run, "gsan_enabled", False):  # the sanitizer of triton 3.8, which adds parameters
+        return None
     params, maps = [], []
     for name, kind in compiled.src.signature.items():
         if kind == "constexpr":
@@ -70,7 +74,8 @@ def pack(
         raise ValueError(f"{len(params)} parameters and {len(maps)} descriptors: the limits are {LIMITS}")
     threads = 32 * metadata.num_warps
     sizes = threads, metadata.shared, len(params), len(maps)
-    header = _HEADER.pack(compiled.function, *grid, *sizes, _OVERLAPS if run.launch_pdl else 0)
+    flags = (_OVERLAPS if run.launch_pdl else 0) | (_MENDED if _mends() else 0)
+    header = _HEADER.pack(compiled.function, *grid, *sizes, flags)
     packed = [
         _PARAM.pack(kind, index, struct.pack(_SCALARS[form], value)) for kind, index, value, form in params
     ]
@@ -88,9 +93,16 @@ def _map(place: Place, form: Mapping, shape: tuple[int, ...], strides: tuple[int
     dtype = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]]
     steps = [stride * form["elem_size"] for stride in strides[:-1]]
     return _MAP.pack(
-        place.tensor, dtype, len(shape), form["swizzle"], *inwards(form["block_size"]),
+        place.tensor, dtype, len(shape), form["swizzle"], *inwards(form["block_size"]), form["elem_size"],
         place.offset, *inwards(shape), *inwards(steps),
     )  # fmt: skip
+
+
+@cache
+def _mends() -> bool:
+    import triton
+
+    return not triton.__version__.startswith(UNMENDED)
 
 
 @cache

@@ -23,9 +23,14 @@ from attnlib.kernels.common.direct import Place
 
 LIMIT = 2**31  # numbers of blocks, rows and keys are int32
 GRID_YZ = 65535  # programs that a grid may have along y and z
+FUSED = {"enable_fp_fusion": True}
+"""Option of the compiler: a product and a sum in one instruction. Triton 3.10 will do so only where asked."""
 
 _compiled: dict[tuple, Any] = {}
 """The kind of a launch -> the kernel that Triton compiled for it."""
+_set_aside: list[dict[tuple, Any]] = []
+"""What `replaced` had compiled: from triton 3.8 on a kernel is unloaded with its object, and what was packed
+for `direct` may be launched again."""
 
 
 def compiled_kernels() -> dict[str, list[Any]]:
@@ -92,7 +97,8 @@ class Launch:
         kernel = getattr(importlib.import_module(module), name)
         described = {name: _tensor_descriptor(tensors, *d) for name, d in self.descriptors.items()}
         pointers = {name: _from(tensors, part) for name, part in self.pointers.items()}
-        return kernel[self.grid](**described, **pointers, **self.scalars, **self.constants, **self.options)
+        options = self.options | FUSED
+        return kernel[self.grid](**described, **pointers, **self.scalars, **self.constants, **options)
 
     def pack(self, compiled: Any, tensors: Mapping[str, torch.Tensor | None]) -> bytes | None:
         """What `direct` launches; None where it can't."""
@@ -217,6 +223,7 @@ def replaced(kernel: str, function: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+        _set_aside.append(_compiled)
         _compiled = before
 
 

@@ -43,7 +43,7 @@ def attention_backward_postprocess(
             return
         place = first_sums(row, padded_row - row, S_q, i_bh * PARTS, H * PARTS, PADDING)
         padded = tl.cdiv(S_q, PADDING) * PADDING
-        at = (end, i_bh, VARLEN_ROWS - S_q)
+        at = (end, i_bh, tl.sub(VARLEN_ROWS, S_q))
     COLUMNS: tl.constexpr = desc_dq.block_shape[-1]
     WIDTH: tl.constexpr = BLOCK_D + OTHERS
     for i in tl.static_range(BLOCK_D // COLUMNS):

@@ -55,7 +55,7 @@ def attention_backward_preprocess(
         if start >= tl.cdiv(S_q, PADDING) * PADDING:
             return
         place_of_sums = first_sums(start, padded_row - start, S_q, head, H, PADDING)
-        at = (end, head, VARLEN_ROWS - S_q)
+        at = (end, head, tl.sub(VARLEN_ROWS, S_q))
         heads = H
         lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
     if SUMS_D:

@@ -38,8 +38,7 @@ SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
 
 @triton.jit
 def _span(lengths, starts, o_b, inside, S):
-    """(keys of a sequence, or of several, the first one that counts): never more than the cache has room
-    for."""
+    """(keys of a sequence, or of several, the first one that counts): at most what the cache has room for."""
     if lengths is None:
         length = S + o_b * 0
     else:
@@ -225,7 +224,8 @@ def _merge_and_store_row(
     there = o_r < GROUP * S_Q
     place = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s.to(tl.int64) * o_s) * UNIT_Q
     b_o = (b_acc / divisor).to(out_ptr.dtype.element_ty)  # [SLICE]
-    tl.store(out_ptr + place + o_d, b_o, mask=there & (o_d < D))
+    # Not `there & (o_d < D)`: triton 3.9's interpreter takes no scalar condition in a mask of columns.
+    tl.store(out_ptr + place + o_d, b_o, mask=o_d < tl.where(there, D, 0))
     if STORE_LSE:
         lse_row = lse_ptr + (i_b.to(tl.int64) * H_kv * GROUP + i_h) * S_Q + i_s
         tl.store(lse_row, b_lse, mask=there & (column == 0))

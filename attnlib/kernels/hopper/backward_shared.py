@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, opaque_zero, slot_of
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2

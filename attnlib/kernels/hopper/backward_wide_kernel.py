@@ -61,11 +61,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,

@@ -21,12 +21,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import memory, softmax
+from attnlib.kernels.common import memory, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import matrix
 

@@ -82,12 +82,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import softmax
+from attnlib.kernels.common import softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v

@@ -26,12 +26,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, issue_scores, write_ds
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
