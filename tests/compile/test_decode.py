@@ -81,6 +81,7 @@ def jobs(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "num_sms", lambda index: 132)
         patch.setattr(device, "capability", lambda index: (9, 0))
+        patch.setattr(device, "overlaps", lambda index: True)
         return jobs_of(decode_kernels, lambda: decode.forward(q, k, k, params))
 
 

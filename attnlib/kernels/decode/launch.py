@@ -156,11 +156,6 @@ def sms_of(index: int) -> int:
     return INTERPRETED_SMS if device.interpreted() else device.num_sms(index)
 
 
-def _overlaps(index: int) -> bool:
-    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
-    return not device.interpreted() and device.capability(index)[0] >= 9
-
-
 def _by_page(call: Call) -> bool:
     """Whether pages have scales of their own."""
     return call.table is not None and any(strides and strides[0] for strides in call.scales)
@@ -207,7 +202,7 @@ def prepare(call: Call) -> Plan:
         )
     slots = 0 if config.split == "none" else config.shares * (2 if stream_k else pairs)
     same_launch = config.same_launch and slots > 0
-    overlaps = slots > 0 and not same_launch and _overlaps(call.device)
+    overlaps = slots > 0 and not same_launch and device.overlaps(call.device)
     left, right = call.window.clipped(S_q, call.capacity)
     item = call.dtype.itemsize
     out = torch.empty_like(torch.empty_strided(call.q, call.strides[0], device="meta")).stride()
