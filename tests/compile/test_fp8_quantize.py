@@ -79,8 +79,8 @@ def test_compiles(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
 
 
 def test_passes_over_values_keep_memory_busy(compiled: dict[tuple, list[Stats]]) -> None:
-    """Of each pass over centered values four programs fit on an SM, and each asks for 64 bytes a thread before
-    it uses the first of them."""
+    """Of each pass over centered values four programs fit on an SM, and a thread of theirs asks for 64 bytes
+    before it uses the first of them."""
     for D in DIMS:
         summing, _, quantizing = compiled["v", Recipe(), D, "bfloat16", False]
         for stats in (summing, quantizing):

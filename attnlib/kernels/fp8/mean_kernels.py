@@ -92,7 +92,7 @@ def sum_values(
         seen = (o_n < length)[:, None] & inside  # [TALL, WIDTH]
         b_x = tl.load(x_ptr + i * TALL * row, mask=seen, other=INF).to(tl.float32)  # [TALL, WIDTH]
         counts = tl.abs(b_x) < INF
-        b_sum += tl.where(counts, b_x, 0.0) * share  # numbers as large as float32 has: their mean is no larger
+        b_sum += tl.where(counts, b_x, 0.0) * share  # their mean is no larger than the largest
         b_min = tl.minimum(b_min, tl.where(counts, b_x, INF))
         b_max = tl.maximum(b_max, tl.where(counts, b_x, -INF))
     columns = parts_ptr + (first + i_n) * 3 * WIDTH + o_c  # [WIDTH]
