@@ -121,6 +121,14 @@ def test_pages_cost_few_instructions(compiled: dict[tuple, list[Stats]]) -> None
     assert large < 1.15 * whole and small < 1.5 * whole
 
 
+def test_a_program_reaches_its_first_keys_without_barriers(compiled: dict[tuple, list[Stats]]) -> None:
+    """But for one, which the copies to shared memory have before them: each warp counts the tiles of few
+    sequences by itself."""
+    listing = compiled[WHOLE][0].listing
+    first = next(i for i, text in enumerate(listing) if "LDGSTS" in text)
+    assert sum("BAR.SYNC" in text for text in listing[:first]) <= 1
+
+
 @pytest.mark.parametrize("case", FP8, ids=name)
 def test_fp8_caches(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
     head_dim, dtype, rows, cache, split, *_ = case

@@ -6,11 +6,12 @@
     python tests/gpu/time_decode.py --tune           configurations of attnlib beside each other; no record
     python tests/gpu/time_decode.py --only ragged    calls whose label has this in it; no record
 
-Four tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with pages
-of 16 and 64 keys and with its merge in the same launch, of the peers, and of device copies: one of 1 GiB, and
-one that moves as many bytes as the call reads. `pairs`: numbers of sequences times key/value heads around the
-number of multiprocessors. `fp8`: caches in FP8, with a scale for each sequence or page and head, beside
-caches in 16 bits that hold the same numbers. `host`: what a call keeps the host busy.
+Four tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with lengths,
+which a call with pages has too, with pages of 16 and 64 keys and with its merge in the same launch, of the
+peers, and of device copies: one of 1 GiB, and one that moves as many bytes as the call reads. `pairs`:
+numbers of sequences times key/value heads around the number of multiprocessors. `fp8`: caches in FP8, with
+a scale for each sequence or page and head, beside caches in 16 bits that hold the same numbers. `host`: what
+a call keeps the host busy.
 Peers: cuDNN, FlashAttention-2 and 3, FlashInfer's decoding, persistent and XQA kernels. ATTNLIB_FA3 names
 FlashAttention-3's library, ATTNLIB_PEERS a folder with the packages flashinfer and cudnn (NVIDIA's frontend);
 what is missing is "not installed".
@@ -225,6 +226,7 @@ def implementations(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     }
     if inputs.lengths is None:
         found["attnlib.attention"] = lambda: dispatched(inputs)
+        found["attnlib, lengths"] = lambda: ours(inputs._replace(lengths=lengths_of(inputs)))
         found["cudnn"] = lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION)
         found["flash"] = lambda: sdpa(inputs, SDPBackend.FLASH_ATTENTION)
     return found

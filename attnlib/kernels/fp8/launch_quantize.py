@@ -20,9 +20,13 @@ BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
 """Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
+VALUES = 8
+"""Programs for each SM that quantize values: four of them run at a time."""
 SUMMED, TILES, SUMMING = 2048, 4, 4
 """Values of a tile that programs of 256 threads sum up, 16 bytes of 16-bit numbers a thread; tiles that are
 asked for together; and programs for each SM, which all run at a time. Each writes a part."""
+REGISTERS = 65536
+"""Of an SM, from Ada on."""
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 
@@ -128,8 +132,8 @@ def prepare(call: Call) -> Plan:
     heads = (H,) if varlen else (B, H)
     sms = 1 if call.device < 0 else device.num_sms(call.device)
 
-    def span(blocks: int, heads: int) -> int:
-        return max(1, min(blocks * heads // (PROGRAMS * sms), SPAN, blocks))
+    def span(blocks: int, heads: int, programs: int = PROGRAMS) -> int:
+        return max(1, min(blocks * heads // (programs * sms), SPAN, blocks))
 
     per_block, per_head = scaling == "block" and not is_v, scaling != "tensor"
     stored = (1,) if not per_head else (*heads, room) if per_block else heads
@@ -160,7 +164,7 @@ def prepare(call: Call) -> Plan:
         launches.append(amax)
     if not is_v:
         constants |= {**rotation, **staged, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
-    each = span(blocks, B * H)
+    each = span(blocks, B * H * (width // CHUNK), VALUES) if is_v else span(blocks, B * H)
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
         (-(-blocks // each) * H * B, width // CHUNK if is_v else 1, 1),
@@ -196,7 +200,7 @@ def _centering(
         pointers={"x_ptr": Part("x"), **pointers},
         scalars={**sizes, "parts": longest, "span": span, "room": room},
         constants={**constants, "ROWS": rows, "TALL": tall},
-        options={"num_warps": 8, "maxnreg": 65536 // (SUMMING * 256)},
+        options={"num_warps": 8, "maxnreg": REGISTERS // (SUMMING * 256)},
     )
     joining = Launch(
         f"{MEANS}.join_parts",
