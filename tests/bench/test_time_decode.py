@@ -113,6 +113,12 @@ def test_tables_of_their_own_go_into_the_record(small, tmp_path, monkeypatch):
     assert time_decode.main(["--host", "--out", str(path)]) == 0
     second = json.loads(path.read_text())["tables"]
     assert set(first) == {"fp8"} and set(second) == {"fp8", "host"} and second["fp8"] == first["fp8"]
+    monkeypatch.setattr(time_decode, "CLEAN", [SMALL["ragged"]])
+    assert time_decode.main(["--clean", "--out", str(path)]) == 0
+    third = json.loads(path.read_text())
+    assert set(third["tables"]) == {"fp8", "host", "clean"} and "256 MiB read" in third["method"]["timer"]
+    ours = [row["impl"] for row in third["tables"]["clean"]["rows"] if row["impl"].startswith("attnlib")]
+    assert ours == ["attnlib", "attnlib, pages of 64", "attnlib (control)"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")

@@ -155,9 +155,10 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
         block_n, stages = 2 * block_n, 3
     prefetch = row_bytes <= 256  # with more, its addresses are registers too many
     # Left alone, the compiler spills two words of some calls to fit one program more than there are.
-    free = split == "none" or (not work.page_scales and (num_warps > 4 or block_m > 16))
+    limited = work.fp8 or work.dtype == "float32" or programs_per_sm > 2
+    limited &= split != "none" and (work.page_scales or (num_warps == 4 and block_m == 16))
     spare = 0 if work.fp8 else MERGE_REGISTERS
-    registers = None if free else registers_for(programs_per_sm, num_warps, spare)
+    registers = registers_for(programs_per_sm, num_warps, spare) if limited else None
     return DecodeConfig(
         block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch, registers=registers
     )
