@@ -292,7 +292,7 @@ def variants(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     for keys, stages, per_sm, warps, more in plans:
         config = replace(own, block_n=own.block_n * keys, num_stages=stages, num_warps=warps,
                          split="stream_k", shares=sms * per_sm, same_launch=more == "same launch",
-                         prefetch=own.prefetch and more != "no prefetch")  # fmt: skip
+                         prefetch=own.prefetch and more != "no prefetch", registers=None)  # fmt: skip
         if more == "none":
             config = replace(config, split="none", shares=1)
         name = f"{OURS}, {config.block_n} keys, {stages} stages, {per_sm} per SM, {warps} warps"
