@@ -290,12 +290,14 @@ def recorded(record: str, name: str) -> Table | None:
         return None
 
 
-def profile() -> Table:
+def profile(direction: str = "forward") -> Table:
     """The counters of every step, the package and the peers, one record for the whole book, made by
-    `python -m attnlib.bench --profile --book`. RecordError where none were recorded."""
+    `python -m attnlib.bench --profile --book`; of the passes "fp8", "values" and "decode" those of FP8 and
+    decoding. RecordError where none were recorded."""
     from attnlib.bench import profiling, records
 
-    return records.load(profiling.RECORD, profiling.TABLE)
+    beyond = direction in profiling.BEYOND
+    return records.load(profiling.RECORD, profiling.BEYOND_TABLE if beyond else profiling.TABLE)
 
 
 def counters(step: str, head_dim: int, direction: str = "forward") -> dict:
@@ -304,7 +306,7 @@ def counters(step: str, head_dim: int, direction: str = "forward") -> dict:
     reason, if they were not read."""
     from attnlib.bench.records import RecordError
 
-    row = profile().one(impl=step, head_dim=head_dim, **{"pass": direction})
+    row = profile(direction).one(impl=step, head_dim=head_dim, **{"pass": direction})
     if row["status"] != "ok" or row.get("issue_pct") is None:
         reason = row.get("reason") or row.get("note") or row["status"]
         raise RecordError(f"counters of {step!r}, D = {head_dim}, {direction}: not read: {reason}")
@@ -328,7 +330,7 @@ def profile_card(
     figure's name, card_<chapter>_<step> unless it is given."""
     from attnlib.book import card, plotting
 
-    table = profile()
+    table = profile(direction)
     figure = card.profile_card(table, step, before, direction)
     name = filename or f"card_{current()[:2]}_{step.replace('-', '_')}"
     rows = [row for row in table.select(**{"pass": direction}) if row["impl"] in (step, before)]

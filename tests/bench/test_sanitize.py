@@ -136,7 +136,7 @@ def test_the_calls_cover_both_kernels():
     decoding = [call for call in found if call.impl == "decode"]
     assert {call.split for call in decoding} == {"none", "fixed", "stream_k"}
     caches = {(call.page, call.same_launch) for call in decoding if call.scales is None}
-    assert caches == set(product((None, 16), (False, True)))
+    assert caches == {*product((None, 16), (False, True)), (64, False)}
     fp8 = {(call.page, call.scales) for call in decoding if call.scales}
     assert fp8 == set(product((None, 16, 64), ("all", "pairs")))
     quantized = [call for call in found if call.impl == "fp8"]

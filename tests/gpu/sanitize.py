@@ -178,6 +178,8 @@ def calls() -> Iterator[
             yield DecodeCall(head_dim, page, split, same_launch)
     for head_dim, page, scales in product((64, 128, 256), (None, 16, 64), ("all", "pairs")):
         yield DecodeCall(head_dim, page, "stream_k", False, scales)
+    for head_dim in (128, 256):  # a page has all keys of a tile
+        yield DecodeCall(head_dim, 64, "stream_k", False)
     yield DecodeCall(128, None, "none", False, "pairs")
     yield DecodeCall(128, 16, "fixed", True, "pairs")
     for head_dim, causal in product((64, 128, 256), (True, False)):

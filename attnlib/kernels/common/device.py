@@ -46,6 +46,11 @@ def capturing(device: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def overlaps(device: int) -> bool:
+    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
+    return device >= 0 and not interpreted() and capability(device)[0] >= 9
+
+
 def current_stream(device: int) -> int:
     """The handle of PyTorch's current stream, without an object around it; Triton reads it so too."""
     return torch._C._cuda_getCurrentRawStream(device)

@@ -11,7 +11,16 @@ from attnlib.kernels.common.descriptors import strides_like
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, exp2_scale
 from attnlib.kernels.common.tiles import block_d
-from attnlib.kernels.decode.configs import DecodeConfig, Split, Work, decode_config, merge_config
+from attnlib.kernels.decode.configs import (
+    FEW,
+    MANY,
+    MOST_KEYS,
+    DecodeConfig,
+    Split,
+    Work,
+    decode_config,
+    merge_config,
+)
 from attnlib.params import DecodeParams, MaskWindow
 
 TENSORS = "q", "k", "v", "out", "lse", "parts", "lengths", "starts", "page_table"
@@ -156,11 +165,6 @@ def sms_of(index: int) -> int:
     return INTERPRETED_SMS if device.interpreted() else device.num_sms(index)
 
 
-def _overlaps(index: int) -> bool:
-    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
-    return not device.interpreted() and device.capability(index)[0] >= 9
-
-
 def _by_page(call: Call) -> bool:
     """Whether pages have scales of their own."""
     return call.table is not None and any(strides and strides[0] for strides in call.scales)
@@ -198,7 +202,8 @@ def prepare(call: Call) -> Plan:
     tiles = -(-call.capacity // config.block_n) + (config.idle_tiles if stream_k else 0)
     grid = config.shares * (1 if stream_k else pairs)
     merged_rows = pairs * min(config.block_m, call.rows)
-    merge = merge_config(merged_rows, width, min(config.shares, tiles), sms_of(call.device))
+    most = min(config.shares, tiles)
+    merge = merge_config(merged_rows, width, most, sms_of(call.device), config.merge_columns)
     merging = merged_rows * (width // merge.columns)
     if max(pairs * tiles, grid, merging) >= LIMIT:
         raise ValueError(
@@ -207,7 +212,7 @@ def prepare(call: Call) -> Plan:
         )
     slots = 0 if config.split == "none" else config.shares * (2 if stream_k else pairs)
     same_launch = config.same_launch and slots > 0
-    overlaps = slots > 0 and not same_launch and _overlaps(call.device)
+    overlaps = slots > 0 and not same_launch and device.overlaps(call.device)
     left, right = call.window.clipped(S_q, call.capacity)
     item = call.dtype.itemsize
     out = strides_like(call.q, call.strides[0])
@@ -241,6 +246,7 @@ def prepare(call: Call) -> Plan:
         "SLICE": merge.columns,
         "STREAM_K": stream_k,
         "IDLE": config.idle_tiles if stream_k else 0,
+        "AT_ONCE": FEW if B <= FEW else MANY,
         "OVERLAPS": overlaps,
         "UNIT_Q": unit_q,
         "STORE_LSE": call.return_lse,
@@ -278,6 +284,8 @@ def prepare(call: Call) -> Plan:
             "PAGE": None if call.table is None else call.cache[2],
             "ALIGNED": call.aligned,
             "UNIT_KV": unit_kv,
+            "WIDE": max(_reach(call, strides) for strides in (k_strides, v_strides)) >= LIMIT * unit_kv,
+            "ALIKE": k_strides == v_strides,
             "PREFETCH": prefetch,
             "PREFETCH_NEXT": prefetch and config.prefetch_next,
             "FLIP": call.sm_scale < 0,
@@ -308,6 +316,13 @@ def prepare(call: Call) -> Plan:
 def _used(shape: torch.Size, strides: Strides) -> Strides:
     """The strides; 0 where a dimension of size 1 may have any."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True))
+
+
+def _reach(call: Call, strides: Strides) -> int:
+    """Elements from the first key of a head to the last one that a tile may ask for."""
+    if call.table is None:
+        return (call.cache[2] + MOST_KEYS) * strides[2]
+    return call.cache[0] * strides[0] + call.cache[2] * strides[2]
 
 
 def _unit(unit: int, *tensors: Strides) -> int:

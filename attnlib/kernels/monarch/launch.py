@@ -80,11 +80,6 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _overlaps(index: int) -> bool:
-    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
-    return index >= 0 and not device.interpreted() and device.capability(index)[0] >= 9
-
-
 def configuration(call: Call) -> MonarchConfig:
     """How the kernels are compiled for a call."""
     return monarch_config(call.params.block, call.blocks, call.q[3], call.dtype.itemsize)
@@ -100,7 +95,7 @@ def prepare(call: Call) -> Plan:
     most = pairs * max(M * -(-block // config.r_step.rows), block * -(-M // config.l_step.rows))
     if most >= LIMIT:
         raise ValueError(f"q: expected fewer than 2^31 programs over all heads and blocks, got {most}")
-    overlaps = _overlaps(call.device)
+    overlaps = device.overlaps(call.device)
     unit = ALIGNED // call.dtype.itemsize
     q_strides, k_strides, v_strides, out_strides = (
         {f"{name}_{dim}": 0 if size == 1 else stride // unit
