@@ -13,6 +13,7 @@ from attnlib.kernels.entmax.list_kernels import newton
 from attnlib.kernels.entmax.walk import ROWS, THREE_HALVES, gather, last_visible, list_of, place, powers
 
 MOST_STEPS = tl.constexpr(24)
+NO_KEY = tl.constexpr(2**31 - 1)  # behind all keys
 
 
 @triton.jit
@@ -27,8 +28,8 @@ def excess(b_s, b_t, at, count, b_index, last_key, scale, MASKED: tl.constexpr, 
     """[s - t]_+ from products of queries and listed keys, 0 where a row does not see the key."""
     b_x = tl.maximum(b_s * scale - b_t[:, None], 0.0)
     if MASKED:
-        seen = b_index[None, :] <= last_key[:, None]
-        b_x = tl.where(seen & (at + tl.arange(0, BLOCK) < count)[None, :], b_x, 0.0)
+        b_key = tl.where(at + tl.arange(0, BLOCK) < count, b_index, NO_KEY)  # [BLOCK]
+        b_x = tl.where(b_key[None, :] <= last_key[:, None], b_x, 0.0)
     return b_x
 
 

@@ -58,7 +58,8 @@ def gather(x_ptr, b_index, stride, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, B
     """Rows of a tensor by number [BLOCK, BLOCK_D]. stride: of a row, in units of UNIT elements, from which
     the compiler knows that 16 bytes may be read at a time."""
     o_d = tl.arange(0, BLOCK_D)
-    at = b_index.to(tl.int64) * stride * UNIT  # [BLOCK]
+    # Neither is negative, and of unsigned numbers the product of 32 with 32 bits is one instruction.
+    at = b_index.to(tl.uint32).to(tl.uint64) * stride.to(tl.uint32).to(tl.uint64) * UNIT  # [BLOCK]
     if HEAD_DIM == BLOCK_D:
         return tl.load(x_ptr + at[:, None] + o_d[None, :])
     else:
