@@ -10,7 +10,16 @@ import triton.language as tl
 
 from attnlib.kernels.common.tile_access import load_tile, store_tile
 from attnlib.kernels.entmax.list_kernels import newton
-from attnlib.kernels.entmax.walk import ROWS, THREE_HALVES, gather, last_visible, list_of, place, powers
+from attnlib.kernels.entmax.walk import (
+    ROWS,
+    THREE_HALVES,
+    gather,
+    last_visible,
+    list_of,
+    place,
+    positive,
+    powers,
+)
 
 MOST_STEPS = tl.constexpr(24)
 NO_KEY = tl.constexpr(2**31 - 1)  # behind all keys
@@ -48,7 +57,7 @@ def _sums(b_0, b_1, b_2, b_q, b_t, k_ptr, list_ptr, stride_k, scale, exponent, f
         b_0 += tl.sum(b_p, 1)
         b_1 += tl.sum(b_u, 1)
         if HALLEY and KIND == THREE_HALVES:
-            b_2 += tl.sum(tl.where(b_x > 0.0, 1.0, 0.0), 1)
+            b_2 += tl.sum(positive(b_x), 1)
         elif HALLEY:
             b_2 += tl.sum(tl.math.exp2(tl.math.log2(b_x) * (exponent - 2.0)), 1)
     return b_0, b_1, b_2

@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common.tile_access import load_tile
-from attnlib.kernels.entmax.walk import ANY, ROWS, THREE_HALVES, last_visible, place, powers
+from attnlib.kernels.entmax.walk import ANY, ROWS, THREE_HALVES, last_visible, place, positive, powers
 
 NEWTON_STEPS = tl.constexpr(6)
-LARGE = tl.constexpr(2.0**126)  # a normal positive float times this is at least 1
-UNIT_IS_LAST = tl.constexpr(2.0**23)  # floats from here to 2^24 are whole, and their last bits are the number's
+WHOLE = tl.constexpr(2.0**23)  # from here to 2^24 floats are whole numbers, and their last bits the number's
 
 
 @triton.jit
@@ -109,14 +108,12 @@ def _either(a, b):
 
 @triton.jit
 def _bits(b_x):
-    """Which of 64 numbers a row are positive: [rows, 2, 4] int32, one bit for each of 32 numbers, of which each
-    of four threads has eight. Products that end at 1 and sums of powers of 2 take the place of comparisons and
-    selections, of which the GPU does half as many a clock. A float has room for 16 bits."""
-    b_x = tl.minimum(tl.maximum(b_x * LARGE, 0.0), 1.0)
-    b_x = b_x.reshape([b_x.shape[0], 2, 2, 2, 4, 2])  # words, halves, eights, threads, ones
+    """Which of 64 numbers a row are positive: [rows, 2, 4] int32, a bit for each of 32 numbers, eight of
+    which each of four threads has. They are sums of powers of 2; a float has room for 16 bits."""
+    b_x = positive(b_x).reshape([b_x.shape[0], 2, 2, 2, 4, 2])  # words, halves, eights, threads, ones
     b_x = tl.sum(b_x * (1 << tl.arange(0, 2)).to(tl.float32), 5)
     b_x = tl.sum(b_x * (1 << 8 * tl.arange(0, 2)).to(tl.float32)[:, None], 3)  # words, halves, threads
-    b_x = b_x * (1 << 2 * tl.arange(0, 4)).to(tl.float32) + UNIT_IS_LAST
+    b_x = b_x * (1 << 2 * tl.arange(0, 4)).to(tl.float32) + WHOLE
     b_half = b_x.to(tl.int32, bitcast=True) & 0xFFFF
     return tl.sum(b_half << (16 * tl.arange(0, 2)[:, None]), 2)
 
@@ -190,15 +187,15 @@ def entmax_flags(
     if COLUMNS:
         queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
     b_begun = tl.zeros([4], tl.int32)
-    b_begun = _flag(b_begun, b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full, last_key,
-                    False, COLUMNS, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    b_begun = _flag(b_begun, b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full,
+                    last_key, False, COLUMNS, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     _flag(b_begun, b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, full, end, last_key, True,
           COLUMNS, 1, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def bits_set(b_word):
-    """How many bits of each int32 are set. The compiler knows these steps, and makes one instruction of them."""
+    """How many bits of each int32 are set. The compiler makes one instruction of these steps."""
     b = b_word.to(tl.uint32, bitcast=True)
     b -= (b >> 1) & 0x55555555
     b = (b & 0x33333333) + ((b >> 2) & 0x33333333)
