@@ -132,6 +132,7 @@ class SavedEntmax(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    out: torch.Tensor
     tau: torch.Tensor
     flags: torch.Tensor
 
@@ -140,11 +141,11 @@ def entmax_backward(
     d_out: torch.Tensor, saved: SavedEntmax, params: EntmaxParams
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v from what `entmax` gave and the gradient of `out`."""
-    q, k, v, tau, flags = saved
-    d_out, q, k, v = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v))
+    q, k, v, out, tau, flags = saved
+    d_out, q, k, v, out = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v, out))
     if nothing_to_do(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return _entmax_family(q, params.impl).backward(d_out, q, k, v, tau, flags, params)
+    return _entmax_family(q, params.impl).backward(d_out, q, k, v, out, tau, flags, params)
 
 
 def entmax_flags(q: torch.Tensor, k: torch.Tensor, impl: str | None) -> int:

@@ -365,8 +365,8 @@ def _entmax_fake(q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=
 
 def _save_entmax(ctx, inputs, output) -> None:
     q, k, v, *ctx.asked, ctx.has_flags, ctx.impl = inputs
-    _, tau, flags = output
-    ctx.save_for_backward(q, k, v, tau, flags)
+    out, tau, flags = output
+    ctx.save_for_backward(q, k, v, out, tau, flags)
     ctx.mark_non_differentiable(tau, flags)
     ctx.set_materialize_grads(False)
 
@@ -374,10 +374,10 @@ def _save_entmax(ctx, inputs, output) -> None:
 def _differentiate_entmax(ctx, d_out, *_):
     if d_out is None:
         return (None,) * 8
-    q, k, v, tau, flags = ctx.saved_tensors
+    q, k, v, out, tau, flags = ctx.saved_tensors
     if not ctx.has_flags:  # a graph made where no gradient was wanted
         _, tau, flags = attention_entmax(q, k, v, *ctx.asked, True, ctx.impl)
-    gradients = attention_entmax_backward(d_out, q, k, v, tau, flags, *ctx.asked, ctx.impl)
+    gradients = attention_entmax_backward(d_out, q, k, v, out, tau, flags, *ctx.asked, ctx.impl)
     return *gradients, *(None,) * 5
 
 
@@ -387,13 +387,15 @@ attention_entmax.register_autograd(_differentiate_entmax, setup_context=_save_en
 @torch.library.custom_op(
     "attnlib::attention_entmax_backward",
     mutates_args=(),
-    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor tau, Tensor flags, {_ENTMAX}, "
-    "str? impl=None) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor tau, Tensor flags, "
+    f"{_ENTMAX}, str? impl=None) -> (Tensor, Tensor, Tensor)",
 )
-def attention_entmax_backward(d_out, q, k, v, tau, flags, alpha, causal=False, sm_scale=None, impl=None):
+def attention_entmax_backward(
+    d_out, q, k, v, out, tau, flags, alpha, causal=False, sm_scale=None, impl=None
+):  # fmt: skip
     """(dq, dk, dv)."""
     params = EntmaxParams(alpha, causal, _scale(q, sm_scale), True, impl)
-    gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, tau, flags), params)
+    gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, out, tau, flags), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
 
 

@@ -15,6 +15,7 @@ TORCH = {
     gl.float32: torch.float32,
     gl.float8e4nv: torch.float8_e4m3fn,
     gl.int8: torch.int8,
+    gl.int16: torch.int16,
     gl.int32: torch.int32,
     gl.int64: torch.int64,
     gl.uint32: torch.int64,  # torch computes with few operations in uint32

@@ -46,7 +46,7 @@ def forward(
         q, k, v = (readable(tensor) for tensor in (q, k, v))
     plan = prepare(call_of(params, q, k, q, k, v))
     out, tau = plan.out.like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    flags = torch.zeros(plan.flags, dtype=torch.int32, device=q.device)
+    flags = torch.empty(plan.flags, dtype=torch.int32, device=q.device)
     rows = torch.empty((2, *tau.shape), dtype=torch.float32, device=q.device)
     lists = torch.empty(plan.lists, dtype=torch.int32, device=q.device)
     records = torch.empty(plan.blocks * 4, dtype=torch.int32, device=q.device)

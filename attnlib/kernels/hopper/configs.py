@@ -22,6 +22,7 @@ class HopperConfig:
         pin: keep the assembler from moving that wait up.
         joint: one barrier for the keys and the values of a slot, instead of one each.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        keep_shift: take the largest scores of a block only where a weight came out large, see `kept_shift`.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -36,6 +37,7 @@ class HopperConfig:
     pin: bool = False
     joint: bool = False
     named: bool = False
+    keep_shift: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168

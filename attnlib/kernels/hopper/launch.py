@@ -140,7 +140,8 @@ def plan_fields(
         d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
         flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
-            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin
+            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin,
+            config.keep_shift,
         ),
         registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip
