@@ -51,8 +51,8 @@ def attention_entmax(
 
     Differentiable, in q, k and v, once; equal bits from run to run. `torch.compile(fullgraph=True)` sees it
     as the operator `torch.ops.attnlib.attention_entmax`. Sequences of different lengths in one tensor are not
-    supported. `torch.autocast` has no effect. For the backward pass `out` and S_q * S_k / 256 bytes a head are
-    kept.
+    supported. `torch.autocast` has no effect. For the backward pass `out` and S_q * S_k / 256 bytes a head
+    are kept.
 
     Args:
         q: (B, H, Sq, D), float16, bfloat16 or float32; D a multiple of 8 up to 256.
