@@ -13,8 +13,8 @@ from attnlib.params import Params, Varlen
 
 
 class Asked(NamedTuple):
-    """What a call asks for besides its tensors. PyTorch has to see those of a varlen call too, so they are
-    not in `params`; max_seqlens: None for a batch."""
+    """What a call asks for besides its tensors. The offsets of a varlen call are tensors that PyTorch has to
+    see, so `params` lacks them. max_seqlens: the longest lengths of queries and keys; None for a batch."""
 
     params: Params
     max_seqlens: tuple[int, int] | None = None
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 class Function(torch.autograd.Function):
-    """Whose `apply` takes arguments in order, all of them: then nobody has to inspect the signature of
+    """A function whose `apply` is given all arguments by position. PyTorch's own inspects the signature of
     `forward` at each call, which takes longer than everything else that autograd does."""
 
     @classmethod
@@ -100,12 +100,12 @@ class AttentionGradient(Gradient):
 
 def gradients(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) from the arguments of `AttentionGradient.forward`, within a backward pass."""
-    # Only someone who wants second derivatives needs to hear that there are none.
+    # With create_graph=True autograd has to see a function, whose derivative is the error.
     return (AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward)(*args)
 
 
 def no_second_derivative() -> None:
-    """What a second derivative gets."""
+    """Raise the error of a second derivative."""
     raise RuntimeError(
         "attnlib.attention has no second derivative: its gradient can't be differentiated. For one (gradient "
         "penalties, Hessians) use torch.nn.functional.scaled_dot_product_attention with the math backend"
@@ -113,7 +113,7 @@ def no_second_derivative() -> None:
 
 
 def _folded(size: int, in_dims: tuple, tensors: tuple, asked: Asked) -> tuple[int, list[torch.Tensor]]:
-    """The batch size, and tensors whose mapped dimension, of `torch.vmap`, became part of the batch."""
+    """Make the dimension that `torch.vmap` maps a part of the batch: (batch size, tensors)."""
     if asked.max_seqlens is not None:
         raise NotImplementedError(
             "attention_varlen under torch.vmap: not supported; pack the mapped sequences too, in one call"

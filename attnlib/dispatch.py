@@ -50,11 +50,11 @@ class Choice:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out, like q with the columns of v; and the LSE, (B, H, Sq) or (H, Tq) float32, which may be None unless
-    asked for."""
-    if forward_ad._current_level >= 0:  # no function of PyTorch says so in as little time
+    """(out, LSE): out has the rows of q and the columns of v; the LSE is (B, H, Sq) or (H, Tq) float32, and
+    may be None unless it is asked for."""
+    if forward_ad._current_level >= 0:  # the fastest way to ask PyTorch for it
         check_tangents(q, k, v)
-    if q.is_neg() or k.is_neg() or v.is_neg():  # a sign that is not in memory, where kernels read
+    if q.is_neg() or k.is_neg() or v.is_neg():  # a negation that PyTorch has not applied in memory yet
         q, k, v = (x.resolve_neg() for x in (q, k, v))
     road = _road(params, False, q, k, v, q, k, v)
     if nothing_to_do(q, k):  # no row, or none with anything to attend to
@@ -68,8 +68,8 @@ def forward(
 def accumulate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, into: Existing, params: Params
 ) -> None:
-    """Merge attention to these keys into the result of others, in place: afterwards `into` is attention to
-    both. A row without a key in either has output 0 and LSE -inf. TypeError, ValueError: see
+    """Merge attention to these keys into `into`, the result of other keys, in place: afterwards it is
+    attention to all of them. A row without any key has output 0 and LSE -inf. TypeError, ValueError: see
     `arguments.existing`."""
     check_existing(q, v, into, params)
     if nothing_to_do(q, k):
@@ -81,7 +81,7 @@ def accumulate(
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `forward` is for `attention`, for `attention_decode`."""
+    """Like `forward`, for `attention_decode`."""
     if forward_ad._current_level >= 0:
         check_tangents(q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():
@@ -96,7 +96,7 @@ def decode(
 
 
 def prepared_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams) -> Any:
-    """What `prepared_forward` is for `attention`, for `attention_decode`."""
+    """Like `prepared_forward`, for `attention_decode`."""
     if _nothing_to_decode(q, k, params) or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     return _decoder(q, params).prepared(q, k, v, params)
@@ -132,6 +132,7 @@ class SavedEntmax(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    out: torch.Tensor
     tau: torch.Tensor
     flags: torch.Tensor
 
@@ -140,15 +141,15 @@ def entmax_backward(
     d_out: torch.Tensor, saved: SavedEntmax, params: EntmaxParams
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v from what `entmax` gave and the gradient of `out`."""
-    q, k, v, tau, flags = saved
-    d_out, q, k, v = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v))
+    q, k, v, out, tau, flags = saved
+    d_out, q, k, v, out = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v, out))
     if nothing_to_do(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return _entmax_family(q, params.impl).backward(d_out, q, k, v, tau, flags, params)
+    return _entmax_family(q, params.impl).backward(d_out, q, k, v, out, tau, flags, params)
 
 
 def entmax_flags(q: torch.Tensor, k: torch.Tensor, impl: str | None) -> int:
-    """Words of the flags that `entmax` gives for the backward pass."""
+    """How many int32 words of flags `entmax` leaves for the backward pass."""
     return _entmax_family(q, impl).flags_size(q.shape, k.shape)
 
 
@@ -187,7 +188,7 @@ def bsfa(
 
 
 def bsfa_blocks(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
-    """The shape of what tells which blocks `bsfa` kept."""
+    """The shape of `kept` as `bsfa` returns it."""
     return *q.shape[:2], *grid_of(q.shape[2], k.shape[2])
 
 
@@ -212,8 +213,9 @@ class Saved(NamedTuple):
 
 
 def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k and v, in their dtype, from what `forward` gave and the gradient of `out`; with a
-    score those of its sinks (H) and its bias, in float32, too, None where it has none or nobody asks."""
+    """Gradients of q, k and v, in their dtype, from the result of `forward` and the gradient of `out`. With a
+    score also those of its sinks (H) and its bias, in float32: None where it has no such part, or the
+    gradient is not asked for."""
     if forward_ad._current_level >= 0:
         check_tangents(d_out, *saved[:3])
     if nothing_to_do(saved.q, saved.k):
@@ -237,8 +239,8 @@ def prepared_backward(d_out: torch.Tensor, saved: Saved, params: Params) -> Back
 
 
 def _as_kernels_take_it(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple:
-    """(d_out, q, k, v, out, lse, params) with signs in memory and one dtype, deterministic if PyTorch asks
-    for it: the very objects that were given, but for what has to change."""
+    """(d_out, q, k, v, out, lse, params) with negations applied, d_out in the dtype of q, and `deterministic`
+    set if PyTorch's own switch is on. What needs no change is the object that was given."""
     q, k, v, out, lse = saved
     if d_out.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
         d_out, q, k, v, out = (x.resolve_neg() for x in (d_out, q, k, v, out))
@@ -260,7 +262,8 @@ class _Road:
         self._call, self.plan = call, None
 
     def resolved(self, params: Params) -> Params:
-        """What a call asks for, with what was decided for it."""
+        """The params of a call with the window, the configuration and the launches that were chosen for
+        it."""
         call = self._call
         if call is not None:  # another thread may do the same meanwhile; the results are equal
             self.plan = self.family.prepare(call, self.backward)
@@ -274,7 +277,7 @@ class _Road:
 
 
 _roads: dict[tuple, _Road] = {}
-"""What a choice depends on -> where it leads."""
+"""All that a choice depends on -> the choice and its launches."""
 
 
 def resolve(
@@ -286,7 +289,7 @@ def resolve(
 
 
 def _road(params: Params, backward: bool, q, k, v, *strided: torch.Tensor) -> _Road:
-    """Decided here and nowhere else; `strided`: what the launches read."""
+    """The only place where the choice is made. strided: the tensors that the launches read."""
     call = signature(params, q, k, *strided)
     addresses = tuple([x.data_ptr() % 16 for x in strided])
     key = call, addresses, q.is_cuda, params.impl, params.deterministic, backward
@@ -314,7 +317,8 @@ def _choose(q, k, v, params: Params, backward: bool) -> Choice:
             continue
         why_not = family.unsupported(q, k, v, params, backward)
         if asked is not None and why_not is not None:
-            rest = "; leave impl out, or call it without grad" if backward else ""
+            only_backward = backward and family.unsupported(q, k, v, params) is None
+            rest = "; leave impl out, or call it without grad" if only_backward else ""
             raise ValueError(f"impl: {name!r} {why_not}{rest}")
         if why_not is not None and name in FOR_FEW_CALLS:
             continue
@@ -327,7 +331,7 @@ def _choose(q, k, v, params: Params, backward: bool) -> Choice:
 
 
 def _no_gradients(params: Params) -> tuple:
-    """Of the sinks and the bias of a score, where there is nothing to do."""
+    """Gradients of a score's sinks and bias where there is nothing to compute."""
     score = params.score
     if score is None:
         return ()
@@ -336,7 +340,7 @@ def _no_gradients(params: Params) -> tuple:
 
 
 def nothing_to_do(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether there is no query, or no key for any."""
+    """Whether there is no query, or no key at all."""
     return q.numel() == 0 or k.numel() == 0
 
 

@@ -74,17 +74,17 @@ def forward_flops(q, k, v, *options, **named) -> int:
 _OPTIONS = (
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "left", "right", "sm_scale", "block_mask",
 )  # fmt: skip
-"""Of the operators, in their order."""
+"""The options of the operators, in their order."""
 
 
 def backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
-    """Five products where the forward pass has two: three as Q K^T, two as P V."""
+    """Of five products where the forward pass has two: three as large as Q K^T, two as large as P V."""
     forward, own, values = forward_flops(q, k, v, *options, **named), q.shape[-1], v.shape[-1]
     return forward * (3 * own + 2 * values) // (own + values)
 
 
 def scored_flops(q, k, v, *options, **named) -> int:
-    """Those of the products alone, as without a score."""
+    """Of the products alone, as without a score."""
     given = dict(zip(_SCORED_OPTIONS, options, strict=False)) | named
     return forward_flops(q, k, v, **{name: given.get(name) for name in ("left", "right", "block_mask")})
 
@@ -99,12 +99,12 @@ def scored_backward_flops(d_out, q, k, v, out, lse, *options, **named) -> int:
 
 
 def bsfa_flops(q, k, v, *_, **__) -> int:
-    """As if every block were kept: nobody on the host knows which are not."""
+    """Of all blocks: the host does not know which ones are kept."""
     return forward_flops(q, k, v)
 
 
 def entmax_flops(q, k, v, *_, **__) -> int:
-    """As if every key had weight: nobody on the host knows which do not."""
+    """Of all keys: the host does not know which ones have weight."""
     return forward_flops(q, k, v)
 
 
@@ -113,8 +113,8 @@ def entmax_backward_flops(d_out, q, k, v, *_, **__) -> int:
 
 
 def decode_flops(q, k, v, *options, **named) -> int:
-    """4 * H * D * Sq * S of each sequence, S its length; where nobody knows that, what the cache has room
-    for. A window counts as in `forward_flops`."""
+    """4 * H * D * Sq * S of each sequence, S its length, or the size of the cache where lengths are not
+    known. A window counts as in `forward_flops`."""
     given = dict(zip(_DECODE_OPTIONS, options, strict=False)) | named
     lengths, page_table, left, right = map(given.get, _DECODE_OPTIONS)
     room = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
@@ -135,5 +135,5 @@ def _lengths(q, k, given: dict) -> Iterable[tuple[int, int]]:
         return [(q.shape[2], k.shape[2])] * q.shape[0]
     if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
         longest = given.get("max_seqlen_q", 0), given.get("max_seqlen_k", 0)
-        return [longest] * (len(cu_seqlens_q) - 1)  # lengths that nobody knows
+        return [longest] * (len(cu_seqlens_q) - 1)  # the lengths are not known
     return zip(*(x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)

@@ -4,9 +4,8 @@
 // Decisions stay in Python. The first call of a kind goes through `attnlib.api` and `attnlib.dispatch`, which
 // check it, choose a kernel and leave the bytes that `direct.c` launches, and the layouts of the results; so
 // does the first backward pass. Those after it only allocate and launch. What counts as the same kind is in
-// `Kind`: all that the checks, the choice and the launches depend on. Where something else than autograd,
-// autocast and inference mode looks on (`ordinary`), or a tensor is no plain one (`Kind::add`), Python does
-// it.
+// `Kind`: all that the checks, the choice and the launches depend on. Where anything but autograd, autocast and
+// inference mode is active (`ordinary`), or a tensor is no plain one (`Kind::add`), the call goes to Python.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -157,15 +156,21 @@ bool observed(PyObject *name) {
   return any;
 }
 
-// Whether a call at this moment is as any other: no mode, compiler, transformation or profiler looks on.
+// What may be off in a call that is as any other: autocast, and in backward passes names of dimensions, which
+// no plain tensor has. Newer versions of torch have no names.
+template <class Key> c10::DispatchKeySet may_be_off() {
+  if constexpr (requires { Key::Named; }) return c10::autocast_dispatch_keyset.add(Key::Named);
+  return c10::autocast_dispatch_keyset;
+}
+
+// Whether no mode, compiler, transformation or profiler is active.
 bool ordinary() {
   auto included = c10::default_included_set, excluded = c10::default_excluded_set;
   if (c10::InferenceMode::is_enabled()) {
     included = included.remove(c10::DispatchKey::ADInplaceOrView);
     excluded = excluded | c10::autograd_dispatch_keyset;
   }
-  // Names of dimensions, which no plain tensor has, are off in backward passes.
-  const auto any = c10::autocast_dispatch_keyset.add(c10::DispatchKey::Named);
+  const auto any = may_be_off<c10::DispatchKey>();
   const auto now = c10::impl::tls_local_dispatch_key_set();
   return now.included_ == included && ((now.excluded_ ^ excluded) - any).empty() &&
          !at::impl::PythonTorchFunctionTLS::stack_len() && !at::globalContext().deterministicAlgorithms() &&
@@ -234,6 +239,23 @@ variable_list through_python(const std::array<at::Tensor, READ> &tensors, const 
   return {THPVariable_Unpack(dq), THPVariable_Unpack(dk), THPVariable_Unpack(dv)};
 }
 
+// What owns a node of autograd: `std::shared_ptr` or, from torch 2.14 on, `c10::intrusive_ptr`.
+using Owner = decltype(torch::autograd::Edge::function);
+
+template <class Made> Owner owner_of_new(Made *node) {
+  if constexpr (requires { node->shared_from_this(); })
+    return Owner(node, [](Made *old) { deleteNode(old); });  // of torch::autograd
+  else
+    return c10::intrusive_ptr<Made>::unsafe_steal_from_new(node);
+}
+
+template <class Made> Owner owner_of(Made *node) {
+  if constexpr (requires { node->shared_from_this(); })
+    return node->shared_from_this();
+  else
+    return c10::intrusive_ptr<Made>::reclaim_copy(node);
+}
+
 struct AttentionBackward : torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, READ> saved;  // but D_OUT
   Asked asked;
@@ -259,7 +281,7 @@ struct AttentionBackward : torch::autograd::Node {
     tensors[D_OUT] = gradients[0];
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      for (int i = Q; i < READ; ++i) tensors[i] = saved[i].unpack(i == OUT ? shared_from_this() : nullptr);
+      for (int i = Q; i < READ; ++i) tensors[i] = saved[i].unpack(i == OUT ? owner_of(this) : nullptr);
     }
     PyGILState_STATE gil = PyGILState_Ensure();
     struct Release {
@@ -281,10 +303,9 @@ struct AttentionBackward : torch::autograd::Node {
 
 // `out` was computed from q, k and v; `read` is what its backward pass reads, but for d_out.
 void record(const std::array<at::Tensor, READ> &read, const Asked &asked) {
-  auto node = std::shared_ptr<AttentionBackward>(
-      new AttentionBackward(torch::autograd::collect_next_edges(read[Q], read[K], read[V]), asked),
-      torch::autograd::deleteNode);
-  torch::autograd::set_history(read[OUT], node);
+  auto *node = new AttentionBackward(torch::autograd::collect_next_edges(read[Q], read[K], read[V]), asked);
+  const Owner owner = owner_of_new(node);
+  torch::autograd::set_history(read[OUT], owner);
   for (int i = Q; i < READ; ++i) node->saved[i] = torch::autograd::SavedVariable(read[i], i == OUT);
 }
 

@@ -36,26 +36,28 @@ NAME = "attnlib_node"
 
 
 def shortcut(*arguments):
-    """What `attention` or `attention_decode` returns, where `node.cpp` knows how such calls are launched;
-    else None, and nothing is done. arguments: the tensors, (q, k, v), and of a decoding call lengths, starts,
-    page_table, k_scale and v_scale as well; and a tuple of the options as they were given: causal, window,
-    sm_scale, return_lse, deterministic (False of a decoding call), impl (its split). A call with a block mask
-    is not for `node.cpp`. Nothing has to be checked before.
+    """Run a call of `attention` or `attention_decode` in C++ and return its results, if `node.cpp` knows how
+    calls like it are launched; else return None and do nothing.
 
-    This one knows none. That of `node.cpp` takes its place, once it is there.
+    arguments: the tensors q, k and v, in a decoding call also lengths, starts, page_table, k_scale and
+    v_scale; then one tuple of options as the caller gave them: causal, window, sm_scale, return_lse,
+    deterministic (False in a decoding call) and impl (in a decoding call its split). They need not have been
+    checked. A call with a block mask or a score does not come here.
+
+    This function knows no calls. That of `node.cpp` replaces it when it has been compiled.
     """
 
 
 def keep(tensors: tuple, options: tuple, asked: Asked | DecodeParams, out: torch.Tensor) -> None:
-    """From now on `shortcut` runs calls like this one, which went through Python, not varlen, with this
-    output. tensors and options as there."""
+    """Let `shortcut` run calls like this one from now on. It is no varlen call, and went through Python, with
+    this output. tensors, options: the arguments of `shortcut`."""
     module = recorder() if tensors[0].is_cuda else None
     if module is not None:
         learn(module, tensors, options, asked, out)
 
 
 def learn(module: ModuleType, *args) -> None:
-    """`keep`, with its arguments, on any device."""
+    """The same as `keep`, with its arguments, for a given module of `node.cpp` and on any device."""
     tensors, options, asked, out = args
     tensors = tuple([x if x is None else _living(x) for x in tensors])
     if not module.lacks(*tensors, options):
@@ -78,7 +80,7 @@ def attend(
     cu_seqlens_k: torch.Tensor | None,
     asked: Asked,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, LSE) of a call that is to be differentiated, and that no transformation of `torch.func` sees."""
+    """(out, LSE) of a call that autograd differentiates, outside of all transformations of `torch.func`."""
     node = recorder() if q.is_cuda else None
     if node is None:
         return Attention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
@@ -86,7 +88,7 @@ def attend(
 
 
 def record(node: ModuleType, *args) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend`, with its arguments, through `node.cpp`, on any device."""
+    """The same as `attend`, with its arguments, through a given module of `node.cpp` and on any device."""
     q, k, v = map(_living, args[:3])
     cu_seqlens_q, cu_seqlens_k, asked = args[3:]
     torch._C._set_grad_enabled(False)
@@ -99,19 +101,19 @@ def record(node: ModuleType, *args) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _living = torch._C._functorch.unwrap_if_dead
-"""The tensor within one that a transformation of `torch.func` left behind when it ended."""
+"""A tensor without the wrapper of a transformation of `torch.func` that has ended."""
 
 
 @lru_cache(PREPARED)
 def _one_object(asked: Asked) -> Asked:
-    """The same for all that are equal: `node.cpp` compares addresses."""
+    """One object for all that are equal: `node.cpp` compares addresses."""
     return asked
 
 
 def slowly(*args) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], bytes | None, int]:
-    """A backward pass whose launches `node.cpp` does not know yet: its gradients, the bytes that `direct`
-    launches for all such passes, the elements of their buffer; None instead of bytes where each has to come
-    here. Arguments as of `AttentionGradient.forward`."""
+    """Compute a backward pass whose launches `node.cpp` does not know yet. Arguments: those of
+    `AttentionGradient.forward`. Returns the gradients; the bytes from which `direct` launches all such
+    passes, None if each of them has to come here; and the elements of their buffer."""
     gradients = autograd.gradients(*args)
     d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked = args
     plan = None
@@ -127,14 +129,14 @@ def recorder() -> ModuleType | None:
 
 
 def wait() -> ModuleType | None:
-    """`recorder()`, when it is known which of the two: for measurements and tests."""
+    """Wait until the module is compiled or can't be, then return `recorder()`. For measurements and tests."""
     _builder().join()
     return recorder()
 
 
 def forget() -> None:
-    """The next call of each kind, and its backward pass, go through Python again."""
-    if _builder.cache_info().currsize and (module := recorder()) is not None:  # one not built knows none
+    """Forget all kinds of calls: the next one of each, and its backward pass, go through Python."""
+    if _builder.cache_info().currsize and (module := recorder()) is not None:  # else it knows none
         module.forget()
 
 
@@ -143,7 +145,7 @@ class _Builder(threading.Thread):
 
     def run(self) -> None:
         launcher = direct.launcher()
-        if launcher is None:  # which has said why
+        if launcher is None:  # it has warned
             return
         try:
             module = build()
@@ -159,7 +161,7 @@ class _Builder(threading.Thread):
 
 
 def connect(module: ModuleType, launch_all) -> None:
-    """Give the module of `node.cpp` what it calls. launch_all: of `direct.c`."""
+    """Give the module of `node.cpp` the functions that it calls. launch_all: that of `direct.c`."""
     from triton import knobs
 
     module.connect(launch_all, slowly, counter, torch._C._cuda_isCurrentStreamCapturing, knobs.runtime)

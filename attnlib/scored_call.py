@@ -24,7 +24,8 @@ class Scored(NamedTuple):
     score: ScoreParts
 
     def of(self, q: torch.Tensor, k: torch.Tensor, sinks, bias, bias_gradient: bool = False) -> Params:
-        """With the tensors as kernels take them: under torch.func they are not those of `score`."""
+        """The params of a call with these tensors, as kernels take them: under torch.func the sinks and the
+        bias are not those of `score`."""
         own = self.score._replace(sinks=sinks, bias=bias, bias_gradient=bias_gradient)
         return self.params._replace(score=own.prepared(q, k))
 
@@ -78,7 +79,7 @@ class ScoredGradient(Gradient):
 
 
 def refuse_functions(score: Score) -> None:
-    """NotImplementedError for functions that an operator can't take: those without a number."""
+    """NotImplementedError for a function without a number: operators take numbers and tensors only."""
     if score.function is not None and score.functions is None:
         raise NotImplementedError(
             "score.function of a score that is made under torch.compile or torch.export: not supported; make "
@@ -87,7 +88,7 @@ def refuse_functions(score: Score) -> None:
 
 
 def masked(mask: BlockMask | None, window: MaskWindow, q: torch.Tensor, k: torch.Tensor) -> BlockMask:
-    """The block mask of a call with a score: its own, or that of its window."""
+    """The block mask of a call with a score: the given one, or one that shows all keys, within the window."""
     if mask is None:
         mask = _everything(max(1, q.shape[2]), max(1, k.shape[2]), q.device)
     return mask.within(window)
@@ -110,7 +111,7 @@ def run(q, k, v, score: Score, params: Params) -> tuple[torch.Tensor, torch.Tens
         return dispatch.forward(q, k, v, asked.of(q, k, sinks, bias))
     check_functions(score, True, params.impl)
     asked = asked._replace(params=params._replace(return_lse=True))
-    if params.impl in ("decode", "hopper"):  # an error now rather than in the backward pass
+    if params.impl is not None and not functorch:  # an error now rather than in the backward pass
         wanted = bias is not None and bias.requires_grad
         dispatch.resolve(q, k, v, asked.of(q, k, sinks, bias, wanted), backward=True)
     return ScoredAttention.apply(*args, asked)

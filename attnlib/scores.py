@@ -12,7 +12,7 @@ from attnlib.arguments import scores as checks
 
 
 class Functions(NamedTuple):
-    """What a score has of a user's own; see `Score`."""
+    """The functions of a score that its user wrote; see `Score`."""
 
     function: Any = None
     derivative: Any = None
@@ -85,7 +85,7 @@ class Score:
     function: Any = None
     derivative: Any = None
     reference: Callable | None = None
-    # Of `by_number`; None for a score that is made while a compiler looks on, which can't take functions.
+    # Of `by_number`; None for a score that is made inside of a compiled graph, which can't take functions.
     functions: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,9 +96,9 @@ class Score:
 
 
 class ScoreForm(NamedTuple):
-    """What launches depend on of a score: the cap; whether there are slopes and sinks; of a bias its dtype,
-    its strides as (B, H, Sq, Sk), and its own sizes there, 1 where it broadcasts; whether its gradient is
-    asked for; whether it is of diagonals, see `ScoreParts`; whether it lies at a multiple of 16 bytes; the
+    """All of a score that launches depend on: the cap; whether there are slopes and sinks; of a bias its
+    dtype, its strides as (B, H, Sq, Sk), and its own sizes there, 1 where it broadcasts; whether its gradient
+    is asked for; whether it is of diagonals, see `ScoreParts`; whether it lies at a multiple of 16 bytes; the
     functions."""
 
     soft_cap: float | None
@@ -166,7 +166,7 @@ class ScoreParts(NamedTuple):
         return self.bias[:, S_q - 1 - i + torch.arange(S_k, device=self.bias.device)][None]
 
     def prepared(self, q: torch.Tensor, k: torch.Tensor) -> ScoreParts:
-        """Of parts whose tensors are as a caller gave them: as kernels take them."""
+        """These parts as kernels take them, from tensors as a caller gave them."""
         alibi, sinks = (
             None if x is None else x.detach().resolve_neg().float().contiguous()
             for x in (self.alibi, self.sinks)
@@ -181,7 +181,7 @@ class ScoreParts(NamedTuple):
 
 
 def diagonals(relative: torch.Tensor, S_q: int, S_k: int) -> torch.Tensor:
-    """A table (H, 2L + 1) as `ScoreParts` has a bias of diagonals; differentiable."""
+    """The bias of diagonals, as in `ScoreParts`, of a table (H, 2L + 1); differentiable."""
     reach = relative.shape[1] // 2
     distance = torch.arange(max(0, S_q + S_k - 1), device=relative.device) - (S_k - 1)
     return relative.float()[:, distance.clamp(-reach, reach) + reach]
@@ -193,8 +193,8 @@ def parts_of(score: Score, q: torch.Tensor, k: torch.Tensor, bias_gradient: bool
 
 
 def given_parts(score: Score, q: torch.Tensor, k: torch.Tensor) -> ScoreParts:
-    """The same, its tensors as they were given: not `prepared`. A table is a bias of diagonals, made here;
-    differentiable."""
+    """The same with tensors as they were given, not `prepared`; differentiable. A table becomes a bias of
+    diagonals here."""
     bias, diagonal = score.bias, score.relative is not None
     if diagonal:
         bias = diagonals(score.relative, q.shape[2], k.shape[2])

@@ -1,6 +1,5 @@
 """Attention as operators of PyTorch: what `torch.compile`, `torch.export`, checkpointing policies, fake
-tensors and FLOP counters see. Calls that none of them looks at go past this file, but for those of
-`attention_entmax`.
+tensors and FLOP counters see. Plain eager calls do not come here, except those of `attention_entmax`.
 
     torch.ops.attnlib.attention_forward    -> out, lse
     torch.ops.attnlib.attention_backward   -> dq, dk, dv
@@ -42,7 +41,7 @@ _OPTIONS = (
 def _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Varlen | None:
     if cu_seqlens_q is None:
         return None
-    check_longest("max_seqlen_q", max_seqlen_q)  # which the graph itself may have computed
+    check_longest("max_seqlen_q", max_seqlen_q)  # the graph may have computed it
     check_longest("max_seqlen_k", max_seqlen_k)
     return Varlen(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
 
@@ -52,7 +51,7 @@ def _scale(q, sm_scale: float | None) -> float:
 
 
 def _masked(params: Params, handle: int | None) -> Params:
-    """With the block mask of a handle, in the window that the call asks for."""
+    """The params with the block mask that a handle names, within the window of the call."""
     if handle is None:
         return params
     mask = by_handle(handle).within(params.window)
@@ -60,7 +59,8 @@ def _masked(params: Params, handle: int | None) -> Params:
 
 
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """The result in the layout that was announced for it, `torch.empty_like(tensor)`. Nearly always it is."""
+    """The result in the layout that the fake operator has, that of `torch.empty_like(tensor)`; nearly always
+    it is in that layout already."""
     if result.stride() == tensor.stride() and tensor.is_contiguous():
         return result
     if result.stride() == torch.empty_like(tensor, device="meta").stride():
@@ -299,7 +299,7 @@ def _decode_fake(
 
 
 def _no_gradient(function: str):
-    """What stands for the backward pass of an operator that has none."""
+    """The backward pass of an operator that has none: an error."""
 
     def refuse(ctx, *_):
         raise RuntimeError(f"{function} has no gradient; attention has one")
@@ -365,8 +365,8 @@ def _entmax_fake(q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=
 
 def _save_entmax(ctx, inputs, output) -> None:
     q, k, v, *ctx.asked, ctx.has_flags, ctx.impl = inputs
-    _, tau, flags = output
-    ctx.save_for_backward(q, k, v, tau, flags)
+    out, tau, flags = output
+    ctx.save_for_backward(q, k, v, out, tau, flags)
     ctx.mark_non_differentiable(tau, flags)
     ctx.set_materialize_grads(False)
 
@@ -374,10 +374,10 @@ def _save_entmax(ctx, inputs, output) -> None:
 def _differentiate_entmax(ctx, d_out, *_):
     if d_out is None:
         return (None,) * 8
-    q, k, v, tau, flags = ctx.saved_tensors
+    q, k, v, out, tau, flags = ctx.saved_tensors
     if not ctx.has_flags:  # a graph made where no gradient was wanted
         _, tau, flags = attention_entmax(q, k, v, *ctx.asked, True, ctx.impl)
-    gradients = attention_entmax_backward(d_out, q, k, v, tau, flags, *ctx.asked, ctx.impl)
+    gradients = attention_entmax_backward(d_out, q, k, v, out, tau, flags, *ctx.asked, ctx.impl)
     return *gradients, *(None,) * 5
 
 
@@ -387,13 +387,15 @@ attention_entmax.register_autograd(_differentiate_entmax, setup_context=_save_en
 @torch.library.custom_op(
     "attnlib::attention_entmax_backward",
     mutates_args=(),
-    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor tau, Tensor flags, {_ENTMAX}, "
-    "str? impl=None) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor tau, Tensor flags, "
+    f"{_ENTMAX}, str? impl=None) -> (Tensor, Tensor, Tensor)",
 )
-def attention_entmax_backward(d_out, q, k, v, tau, flags, alpha, causal=False, sm_scale=None, impl=None):
+def attention_entmax_backward(
+    d_out, q, k, v, out, tau, flags, alpha, causal=False, sm_scale=None, impl=None
+):  # fmt: skip
     """(dq, dk, dv)."""
     params = EntmaxParams(alpha, causal, _scale(q, sm_scale), True, impl)
-    gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, tau, flags), params)
+    gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, out, tau, flags), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
 
 
@@ -412,8 +414,8 @@ _DEVICES = "CPU", "CUDA", "Meta", "XPU", "MPS", "HPU", "PrivateUse1"
 
 
 def _refuse_tangents(operator) -> None:
-    """PyTorch drops the tangents of a custom operator's arguments without a word. Here they are an error, in
-    front of what PyTorch has made of `register_autograd`."""
+    """Make tangents of the operator's arguments an error: PyTorch drops them silently. The check comes before
+    the function that PyTorch has made of `register_autograd`."""
     differentiable = make_autograd_impl(operator._opoverload, operator)
 
     def refuse(keys, *args, **options):

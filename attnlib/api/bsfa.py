@@ -9,7 +9,7 @@ import torch
 
 from attnlib import dispatch, torch_ops
 from attnlib.api.exact import plain
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.bsfa import BsfaOptions, check_bsfa, check_bsfa_threshold
 from attnlib.kernels import BSFA
 from attnlib.kernels.common.bsfa import always_kept
@@ -35,7 +35,7 @@ def attention_bsfa(
     All scores sm_scale * Q K^T are computed, in blocks of 64 queries and 128 keys. A block whose largest
     score is below the threshold is skipped: no exponential, no values, no second product. The softmax is that
     over the keys of kept blocks, so skipped keys are not in its sum either. The blocks that hold the last key
-    of one of their queries are always kept. What may be skipped is half of the products at most.
+    of one of their queries are always kept. At most half of the work of both products is saved.
 
     With a threshold of -inf it is `attention`, and with +inf each query sees its last block alone. Between
     the two the error depends on the inputs, and chapter 31 measures it: where few blocks have high scores it
@@ -72,7 +72,7 @@ def attention_bsfa(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or `impl` can't run the call.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a transformation of torch.func looks on.
+        NotImplementedError: it is called under a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -123,8 +123,8 @@ def bsfa_threshold(
 
     For each head and block of 64 queries: the mean, over the examples of the batch, of the number halfway
     between the largest score of the last block to be kept and that of the first to be skipped. Blocks that
-    are always kept do not count. Other inputs keep other numbers of blocks, as far as their scores are
-    others; `return_kept` of `attention_bsfa` tells.
+    are always kept do not count. Inputs with other scores keep other numbers of blocks; `return_kept` of
+    `attention_bsfa` tells how many.
 
     Args:
         q: (B, H, Sq, D), as in `attention_bsfa`.
@@ -138,10 +138,10 @@ def bsfa_threshold(
         (H, ceil(Sq / 64)) float32: -inf where all blocks are to be kept, +inf where none is.
 
     Raises:
-        TypeError, ValueError, RuntimeError, NotImplementedError: as `attention_bsfa`; nor does it run under
-        torch.compile.
+        TypeError, ValueError, RuntimeError: as `attention_bsfa`.
+        NotImplementedError: it is called under torch.compile, or under a transformation of torch.func.
     """
-    refuse_onlookers("bsfa_threshold")
+    refuse_transformations("bsfa_threshold")
     check_bsfa_threshold(q, k, kept, causal, sm_scale)
     refuse_derivatives("bsfa_threshold", q=q, k=k)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)

@@ -67,7 +67,7 @@ def attention_decode(
 
     A cache in float8_e4m3fn is half as many bytes to read. Its elements become numbers of the dtype of `q`
     without rounding, and are multiplied in it; the scales are applied in float32, to scores and to sums of
-    values. So nothing is lost but in the cache itself, where an element has 3 bits after the first one:
+    values. So the only error is that of the cache itself, whose elements have 3 bits after the leading one:
     `(k / k_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)` with k_scale = max|k| / 448 of
     a sequence and head is off by at most 1/16 of each element.
 
@@ -90,9 +90,9 @@ def attention_decode(
         lengths: (B) int32 on the device of `q`: how many keys each sequence has, the new ones among them,
             from 0 on; None where they fill the cache. Read on the device, where they count as at least 0 and
             at most what the cache has room for; those of CPU tensors are checked.
-        starts: (B) int32 on the device of `q`: how many keys at the beginning of each sequence nobody attends
-            to, as where batches are padded on the left; None for 0. They count in `lengths`, and are not
-            read. Taken as `lengths` are.
+        starts: (B) int32 on the device of `q`: how many keys at the beginning of each sequence are hidden, as
+            where batches are padded on the left; None for 0. They count in `lengths`, and are not read. Their
+            values are treated as those of `lengths`.
         page_table: (B, N) int32 on the device of `q`: the pages in which sequence b has its keys, in order;
             those beyond its length may be anything. A page may belong to several sequences. Wrong numbers
             are undefined behavior on a GPU; those of CPU tensors are checked.
@@ -110,8 +110,8 @@ def attention_decode(
             results over parts of the keys can be merged.
         split: how keys are shared out: "stream_k", each program the same number of tiles over all sequences
             and heads (LeanAttention, arXiv 2405.10480); "fixed", each sequence and head split alike into a
-            number that fills the GPU; an int, that number; "none"; or None for what is thought best. All give
-            the same result up to rounding; CPU tensors without Triton's interpreter are not split.
+            number that fills the GPU; an int, that number; "none"; or None: the library chooses. All give the
+            same result up to rounding; CPU tensors without Triton's interpreter are not split.
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.
@@ -122,7 +122,7 @@ def attention_decode(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a transformation of torch.func looks on.
+        NotImplementedError: it is called under a transformation of torch.func.
 
     Example:
         >>> q = torch.randn(2, 32, 1, 128, device="cuda", dtype=torch.float16)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.distr import DistrOptions, check_distr
 from attnlib.dispatch import nothing_to_do
 from attnlib.kernels import DISTR, GROUPERS
@@ -57,9 +57,9 @@ def attention_distr(
         rows: with hashed="q", queries that have an order of columns of their own, a multiple of 128 (as
             published: 128); None for all of a head. Each part has its own copy of the keys' columns:
             B * H * ceil(Sq / rows) * Sk * D / group elements of memory.
-        impl: "hopper" (half precision, compute capability 9.x, triton 3.6), "triton", "reference" (a model in
-            PyTorch, fp64, on any device), or None for the first of them that can run the call. Never another
-            than an explicit one.
+        impl: "hopper" (half precision, compute capability 9.x, triton 3.6 to 3.9), "triton", "reference" (a
+            model in PyTorch, fp64, on any device), or None for the first of them that can run the call. An
+            explicit choice never falls back to another.
 
     Returns:
         out, (B, H, Sq, D), contiguous. A row with nothing to attend to is 0.
@@ -68,13 +68,13 @@ def attention_distr(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or options do not fit, or `impl` can't run the call.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_distr(q, k, v, group=2, causal=True)
     """
-    refuse_onlookers("attention_distr")
+    refuse_transformations("attention_distr")
     check_distr(q, k, v, DistrOptions(group, causal, seed, sm_scale, hashed, rows, impl))
     refuse_derivatives("attention_distr", q=q, k=k, v=v)
     name = _implementation(q, impl)

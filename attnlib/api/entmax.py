@@ -51,7 +51,8 @@ def attention_entmax(
 
     Differentiable, in q, k and v, once; equal bits from run to run. `torch.compile(fullgraph=True)` sees it
     as the operator `torch.ops.attnlib.attention_entmax`. Sequences of different lengths in one tensor are not
-    supported. `torch.autocast` has no effect. The backward pass wants S_q * S_k / 256 bytes a head kept.
+    supported. `torch.autocast` has no effect. For the backward pass `out` and S_q * S_k / 256 bytes a head
+    are kept.
 
     Args:
         q: (B, H, Sq, D), float16, bfloat16 or float32; D a multiple of 8 up to 256.
@@ -73,7 +74,7 @@ def attention_entmax(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or `impl` can't run the call.
         RuntimeError: a second or a forward-mode derivative was asked for.
-        NotImplementedError: a transformation of torch.func looks on.
+        NotImplementedError: it is called under a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(1, 16, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))

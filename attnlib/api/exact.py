@@ -65,11 +65,11 @@ def attention(
     contiguous, another stride or the address not a multiple of 16 bytes, an expanded dimension) is copied
     once.
 
-    In PyTorch's world: gradients of q, k and v (first derivatives; the memory for them grows with S, not
-    S^2); `torch.compile(fullgraph=True)` and `torch.export`, with dynamic shapes, as the operator
+    It works with: gradients of q, k and v (first derivatives; the memory for them grows with S, not S^2);
+    `torch.compile(fullgraph=True)` and `torch.export`, with dynamic shapes, as the operator
     `torch.ops.attnlib.attention_forward`, with a score `attention_scored`; `torch.autocast`, which casts the
     inputs as it does for PyTorch's own attention; `torch.utils.checkpoint`, `torch.func.grad` and
-    `torch.vmap`; CUDA graphs; tensors on device "meta", of which shapes are computed.
+    `torch.vmap`; CUDA graphs; tensors on device "meta", for which it computes shapes.
 
     Args:
         q: (B, H, Sq, D); float16, bfloat16 or float32; D a multiple of 8 up to 256. Any Sq from 0 on.
@@ -88,17 +88,17 @@ def attention(
         return_lse: also return log(sum(exp(sm_scale * Q K^T))) of each row, natural logarithm. No gradient
             flows through it.
         block_mask: an `attnlib.BlockMask`: query i sees key j where the mask says so, and only if `causal`
-            and `window` allow it too. What work there is goes by its blocks. The first call with a mask and a
-            window makes the mask of both, which waits for the GPU and is kept.
+            and `window` allow it too. The work is proportional to the blocks that are seen. The first call
+            with a mask and a window makes the mask of both, which waits for the GPU and is kept.
         score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, a bias, a function of your own. Such a
             call runs in the kernels for block masks. It has gradients of sinks and bias, too, and no
             `torch.vmap`. A compiled graph takes a function of your own in a score that is made outside of it.
-            The LSE has the sink in it, and is that of the sink where a row sees nothing.
+            The LSE includes the sink; a row that sees nothing has the sink's alone.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
             `torch.use_deterministic_algorithms` is on. The forward pass always is.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
             whole GPU), "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA
-            can read; triton 3.6), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference"
+            can read; triton 3.6 to 3.9), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference"
             (PyTorch in float64, any device), or None: the first of these that can run the call, but "decode"
             only for so many keys that it is faster, and not "hopper" for the shortest sequences. An explicit
             choice never falls back to another. `explain` tells what a call would run.
@@ -106,15 +106,15 @@ def attention(
     Returns:
         out, (B, H, Sq, Dv) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq)
         float32. A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q
-        or k reaches the rows that see it and no others. In v it reaches its column, of the rows that see it,
-        and may make NaN there of rows that do not but are computed in one block with such rows (0 * inf is
+        or k reaches the rows that see it and no others. In v it reaches its column in the rows that see it,
+        and may put NaN into this column of other rows that are computed in one block with them (0 * inf is
         NaN; PyTorch's dense computation does that to every row).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, `window`, `block_mask`, `score`, `sm_scale` or `impl` do not fit.
         RuntimeError: a second or a forward-mode derivative was asked for.
-        NotImplementedError: `torch.jit.trace` looks on.
+        NotImplementedError: it is called under `torch.jit.trace`.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -181,10 +181,10 @@ def attention_varlen(
     cu_seqlens_k[b + 1] - 1 of k and v, and to no others. All that `attention` says holds for each sequence,
     with Sq and Sk its own lengths. Not under `torch.vmap`.
 
-    The values in `cu_seqlens_*` are checked. On a GPU that takes a look at them, which waits for the GPU, at
+    The values in `cu_seqlens_*` are checked. On a GPU that means to read them, and so to wait for the GPU, at
     the first call with a tensor and after each change of it (at every call, if it was made under
-    `torch.inference_mode`): keep a batch's two tensors for all layers. Inside of `torch.compile` and while a
-    CUDA graph is captured values can't be looked at, and wrong ones are undefined behavior.
+    `torch.inference_mode`): use a batch's two tensors for all layers. Inside of `torch.compile` and while a
+    CUDA graph is captured values can't be read, and wrong ones are undefined behavior.
 
     Args:
         q: (Tq, H, D), the queries of all sequences; dtypes and D as in `attention`.
@@ -230,32 +230,38 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
         check_offsets(q, k, varlen)
         cu_seqlens_q, cu_seqlens_k = (x.resolve_neg().contiguous() for x in varlen[:2])
         lengths = varlen[2:]
-    causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    seen = mask_window(causal, window)
+    return_lse, impl, score = options.return_lse, options.impl, options.score
     if score is not None:
-        mask = masked(mask, seen, q, k)
-        everything = MaskWindow(None, None)
-        params = Params(everything, scale, None, return_lse, deterministic, impl, None, None, mask)
-        results = run(q, k, v, score, params)
+        results = run(q, k, v, score, _params(q, k, options, return_lse))
         return results if return_lse else results[0]
-    if mask is not None:
-        mask, seen = mask.within(seen), MaskWindow(None, None)
     differentiable = functorch or _differentiable(q, k, v)
-    lse_needed = return_lse or differentiable
-    params = Params(seen, scale, None, lse_needed, deterministic, impl, None, None, mask)
+    params = _params(q, k, options, return_lse or differentiable)
     asked = Asked(params, lengths)
     if not differentiable:
         results = dispatch.forward(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k))
     else:
-        if impl in ("decode", "hopper"):  # an error now rather than in the backward pass
+        if impl is not None and not functorch:  # an error now rather than in the backward pass
             dispatch.resolve(q, k, v, asked.of(cu_seqlens_q, cu_seqlens_k), backward=True)
         # A mask's tensors are not among those that `node.cpp` launches with.
-        attend = Attention.apply if functorch or mask is not None else node.attend
+        attend = Attention.apply if functorch or params.block_mask is not None else node.attend
         results = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
-    if varlen is None and mask is None and not functorch:
+    if varlen is None and params.block_mask is None and not functorch:
         node.keep((q, k, v), options[:-2], asked, results[0])
     return results if return_lse else results[0]
+
+
+def _params(q, k, options: Options, return_lse: bool) -> Params:
+    """What a call asks for, but for its offsets and the parts of its score. A call with a score gets a block
+    mask if it has none, and where there is one the window is part of it."""
+    seen, mask = mask_window(options.causal, options.window), options.block_mask
+    if options.score is not None:
+        mask = masked(mask, seen, q, k)
+    elif mask is not None:
+        mask = mask.within(seen)
+    if mask is not None:
+        seen = MaskWindow(None, None)
+    sm_scale = q.shape[-1] ** -0.5 if options.sm_scale is None else float(options.sm_scale)
+    return Params(seen, sm_scale, None, return_lse, options.deterministic, options.impl, block_mask=mask)
 
 
 # ---------------------------------------------------------------- the ways of a call
@@ -264,7 +270,7 @@ def _call(q, k, v, varlen: Varlen | None, options: Options):
 def _autocast(q, k, v) -> tuple:
     """The tensors as PyTorch's own attention would get them under `torch.autocast`."""
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
-        return q, k, v  # an error, soon
+        return q, k, v  # `check` raises the error
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -273,7 +279,7 @@ def _autocast(q, k, v) -> tuple:
 
 
 def _symbolic() -> bool:
-    """Whether a compiler or a dispatch mode looks on: tensors may have no values, and sizes be no numbers."""
+    """Whether a compiler or a dispatch mode is on: tensors may have no values, and sizes may be symbols."""
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -292,12 +298,12 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def _differentiable(*tensors: torch.Tensor) -> bool:
-    """Whether autograd has to see a call with these."""
+    """Whether autograd has to record a call with these."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _functionalized() -> bool:
-    """Whether `torch.func.functionalize` is among the transformations that look on: it has a rule for
+    """Whether `torch.func.functionalize` is among the transformations that are on: it has a rule for
     operators and none for functions of autograd."""
     kinds, kind = {level.key() for level in torch._C._functorch.get_interpreter_stack()}, _TransformType
     if kind.Functionalize in kinds and not kinds.isdisjoint((kind.Grad, kind.Jvp)):
@@ -346,13 +352,9 @@ def explain(
     """
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score)
     check(q, k, v, options, own_values=True)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    seen = mask_window(causal, window)
+    params = _params(q, k, options, return_lse)
     if score is not None:
-        score, block_mask = parts_of(score, q, k), masked(block_mask, MaskWindow(None, None), q, k)
-    if block_mask is not None:
-        block_mask, seen = block_mask.within(seen), MaskWindow(None, None)
-    params = Params(seen, scale, None, return_lse, deterministic, impl, None, None, block_mask, score)
+        params = params._replace(score=parts_of(score, q, k))
     choice = dispatch.resolve(q, k, v, params)
     if dispatch.nothing_to_do(q, k):
         choice = replace(choice, reason=f"{choice.reason}; nothing to compute, so nothing is launched")

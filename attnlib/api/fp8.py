@@ -8,7 +8,7 @@ from typing import Literal, overload
 
 import torch
 
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.fp8 import Options, check_fp8, check_quantize
 from attnlib.arguments.offsets import check_offsets_of
 from attnlib.kernels import FP8, QUANTIZERS
@@ -35,8 +35,8 @@ def quantize_fp8(
     Hadamard matrix over sqrt(D). This leaves Q K^T as it is and spreads large entries over the row. Then each
     block of 64 queries or 128 keys, each head or the tensor is divided by a scale that makes its largest
     magnitude 448, and rounded to the nearest. Values are not rotated, and have a scale for each head or one
-    for all; they are transposed. All in one kernel, after one that finds the largest magnitude where that is
-    not a block's.
+    for all; they are transposed. One kernel does all of this; where a scale is not that of a block, another
+    one finds the largest magnitude first.
 
     Values are centered: their mean over the keys, of each head and column, is subtracted first. The tensor
     cores add up products of FP8 in few bits, which costs most where they have a common part; and what is left
@@ -49,7 +49,7 @@ def quantize_fp8(
         x: (B, H, S, D), or (T, H, D) with `cu_seqlens`; float16, bfloat16 or float32; D a multiple of 8 up to
             256, which is padded with zeros to 64, 128 or 256. An element that is not finite becomes NaN, with
             its row if that is rotated, and takes no part in a scale.
-        role: "q", "k" or "v": what it is to be.
+        role: "q", "k" or "v": the operand that it becomes.
         scaling: "block", "head" (of varlen sequences over all of them) or "tensor".
         rotate: whether queries and keys are rotated; both or neither.
         center: whether values are centered; of varlen sequences each by its own mean.
@@ -59,13 +59,13 @@ def quantize_fp8(
     Raises:
         TypeError, ValueError: an argument is wrong.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> k8, v8 = quantize_fp8(k, "k"), quantize_fp8(v, "v")
         >>> outs = [attention_fp8(q, k8, v8) for q in queries]
     """
-    refuse_onlookers("quantize_fp8")
+    refuse_transformations("quantize_fp8")
     check_quantize(x, role, Recipe(scaling, rotate, center), cu_seqlens, max_seqlen)
     refuse_derivatives("quantize_fp8", x=x)
     if cu_seqlens is not None:
@@ -122,8 +122,8 @@ def attention_fp8(
     The tensor cores add the products of a sum with about 14 bits. That costs little where terms have both
     signs, and much where they do not: with values of mean 1 and standard deviation 1, 16384 keys and
     `center=False`, the error is 19% of the output (chapter 22, on an H200). Therefore values are centered.
-    What still costs is a mean that differs along the keys, also of those that a row sees under a causal
-    mask or a window, where the mean that is subtracted is that of all keys (docs/lab/fp8.md).
+    An error remains where the mean changes along the keys, and under a causal mask or a window, where the
+    values that a row sees have another mean than all values, which is the one subtracted (docs/lab/fp8.md).
 
     Inference only: no gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
 
@@ -136,8 +136,8 @@ def attention_fp8(
         scaling, rotate, center: how tensors are quantized, as in `quantize_fp8`. If one of q and k is
             prepared, the other is rotated or not as that one was, whatever `rotate` is.
         out_dtype: of the output; None for that of `q`, or of what `q` was quantized from.
-        impl: "hopper" (compute capability 9.x, triton 3.6), "reference" (a model in PyTorch, float64 but for
-            the same roundings, on any device), or None for "hopper". Never another than this.
+        impl: "hopper" (compute capability 9.x, triton 3.6 to 3.9), "reference" (a model in PyTorch, float64
+            but for the same roundings, on any device), or None for "hopper". There is no fallback.
 
     Returns:
         out, (B, H, Sq, D); with `return_lse` the pair (out, lse), lse (B, H, Sq) float32, of the scores of
@@ -147,13 +147,13 @@ def attention_fp8(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, operands or options do not fit, or this device can't run it.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_fp8(q, k, v, causal=True)
     """
-    refuse_onlookers("attention_fp8")
+    refuse_transformations("attention_fp8")
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl)
     check_fp8(q, k, v, options)
     refuse_derivatives("attention_fp8", **_tensors(q=q, k=k, v=v))
@@ -225,7 +225,7 @@ def attention_fp8_varlen(
         >>> q, k, v = (torch.randn(1024, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_fp8_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
     """
-    refuse_onlookers("attention_fp8_varlen")
+    refuse_transformations("attention_fp8_varlen")
     options = Options(causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_fp8(q, k, v, options, varlen)
@@ -238,7 +238,7 @@ def attention_fp8_varlen(
 def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Options):
     """A call with valid arguments."""
     causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl = options
-    family = FP8[impl or "hopper"]
+    family = FP8[impl or next(iter(FP8))]
     lacks = family.unsupported(q.device)
     if lacks is not None:
         what = "q: attention_fp8" if impl is None else f"impl: {impl!r}"

@@ -1,4 +1,5 @@
-"""What functions without a gradient refuse: compilers and transformations that look on, and derivatives."""
+"""What functions without a gradient refuse: compilers, dispatch modes, transformations of torch.func, and
+derivatives."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from torch.autograd import forward_ad
 from attnlib.arguments.tangents import check_tangents
 
 
-def refuse_onlookers(function: str) -> None:
-    """NotImplementedError if a compiler, a dispatch mode or a transformation looks on."""
+def refuse_transformations(function: str) -> None:
+    """NotImplementedError under a compiler, a dispatch mode or a transformation of torch.func."""
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         _refuse(function, "torch.compile, torch.export or a dispatch mode")
     if torch._C._are_functorch_transforms_active():

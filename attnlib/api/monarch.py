@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.monarch import MonarchOptions, check_monarch
 from attnlib.kernels import MONARCH
 from attnlib.params import MonarchParams, default_block
@@ -55,9 +55,9 @@ def attention_monarch(
         steps: rounds of the fit. Each raises its objective; the first is the cheapest.
         pad: which block is short where `block` does not divide N: "post" the last, "pre" the first. Nothing
             is copied or computed for what is missing.
-        key_mask: (B, N) bool: False for tokens that do not count. None attends to them, and the fit leaves
-            out their queries; so the rows of the others are as if they were missing, as long as the others
-            keep their places. Their own rows are computed like all.
+        key_mask: (B, N) bool: False for tokens that do not count. No query attends to them, and the fit
+            leaves out their queries. The rows of the other tokens are as if these were missing, as long as
+            the others keep their places. Rows of tokens that do not count are computed like all others.
         sm_scale: factor on the scores, default 1/sqrt(D), from -1e26 to 1e26.
         impl: "triton"; "reference", which is PyTorch in fp64; None for "triton".
 
@@ -68,13 +68,13 @@ def attention_monarch(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or a tensor is on a device that no kernel is for.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(1, 12, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
         >>> out = attention_monarch(q, k, v, block=64, steps=2)
     """
-    refuse_onlookers("attention_monarch")
+    refuse_transformations("attention_monarch")
     check_monarch(q, k, v, MonarchOptions(block, steps, pad, key_mask, sm_scale, impl))
     refuse_derivatives("attention_monarch", q=q, k=k, v=v)
     params = _params(q, block, steps, pad, key_mask, sm_scale)
@@ -111,7 +111,7 @@ def monarch_matrix(
     Raises:
         TypeError, ValueError, RuntimeError, NotImplementedError: as `attention_monarch`.
     """
-    refuse_onlookers("monarch_matrix")
+    refuse_transformations("monarch_matrix")
     check_monarch(q, k, k, MonarchOptions(block, steps, pad, key_mask, sm_scale))
     refuse_derivatives("monarch_matrix", q=q, k=k)
     if not q.numel():

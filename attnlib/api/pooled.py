@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Literal
 
 import torch
 
 from attnlib import dispatch
-from attnlib.api.inference import refuse_derivatives, refuse_onlookers
+from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.pooled import PooledOptions, check_pooled
 from attnlib.kernels import KEEPS_MAXIMA, POOLERS
 from attnlib.kernels.common.coarser import coarser
@@ -15,7 +16,7 @@ from attnlib.params import Params, mask_window
 
 __all__ = ["attention_pooled"]
 MOST_BYTES = 2 << 30
-"""Of maxima that are held at once; calls with more go head by head."""
+"""Bytes of maxima that are held at once; a call with more is computed in parts."""
 
 
 def attention_pooled(
@@ -42,9 +43,9 @@ def attention_pooled(
         k, v: (B, Hkv, Sk, D). Hkv divides H: query heads h*H/Hkv ... share key head h.
         block: queries and keys of a block.
         causal, sm_scale: as in `attention`.
-        impl: "hopper" (half precision, compute capability 9.x, triton 3.6), "triton", "reference" (PyTorch in
-            float64, any device), or None for the first of them that can run the call. Never another than an
-            explicit one.
+        impl: "hopper" (half precision, compute capability 9.x, triton 3.6 to 3.9), "triton", "reference"
+            (PyTorch in float64, any device), or None for the first of them that can run the call. An explicit
+            choice never falls back to another.
 
     Returns:
         out, (B, H, Sq, D), as `attention` gives it; and pooled, (B, H, ceil(Sq / block), ceil(Sk / block))
@@ -54,13 +55,13 @@ def attention_pooled(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or options do not fit, or `impl` can't run the call.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: a compiler, a dispatch mode or a transformation of torch.func looks on.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(1, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out, pooled = attention_pooled(q, k, v, causal=True)
     """
-    refuse_onlookers("attention_pooled")
+    refuse_transformations("attention_pooled")
     check_pooled(q, k, v, PooledOptions(block, causal, sm_scale, impl))
     refuse_derivatives("attention_pooled", q=q, k=k, v=v)
     q, k, v = (x.detach().resolve_neg() for x in (q, k, v))
@@ -69,8 +70,8 @@ def attention_pooled(
     name = _implementation(q, k, v, params, impl)
     if dispatch.nothing_to_do(q, k):
         out, found = torch.zeros_like(q), q.new_zeros(*_units(q, k), dtype=torch.float32)
-    elif name == "hopper":
-        out, found = _by_maxima(q, k, v, params)
+    elif name in KEEPS_MAXIMA:
+        out, found = _by_maxima(KEEPS_MAXIMA[name], q, k, v, params)
     else:
         out, lse = dispatch.forward(q, k, v, params._replace(impl=impl))
         found = POOLERS[name].of_scores(q, k, lse, causal, scale)
@@ -79,7 +80,7 @@ def attention_pooled(
 
 def _implementation(q, k, v, params: Params, impl: str | None) -> str:
     """The first that can run a call, or the one that was asked for. ValueError if that can't."""
-    lacks = {"hopper": KEEPS_MAXIMA.unsupported(q, k, v, params)}
+    lacks = {name: family.unsupported(q, k, v, params) for name, family in KEEPS_MAXIMA.items()}
     lacks |= {name: pooler.unsupported(q.device) for name, pooler in POOLERS.items()}
     if impl is None:
         return next(name for name, missing in lacks.items() if missing is None)
@@ -92,7 +93,7 @@ def _units(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
     return q.shape[0], q.shape[1], -(-q.shape[2] // 64), -(-k.shape[2] // 64)
 
 
-def _by_maxima(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_maxima(family: ModuleType, q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, map of units of 64); in halves of the heads or batch elements where memory is short."""
     *_, down, across = _units(q, k)
     bytes_kept = 4 * 64 * q.shape[0] * q.shape[1] * down * across
@@ -101,8 +102,8 @@ def _by_maxima(q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
             middle = k.shape[dim] // 2
             at = middle * (q.shape[dim] // k.shape[dim])
             cut = [x.tensor_split((n,), dim) for x, n in ((q, at), (k, middle), (v, middle))]
-            parts = [_by_maxima(*one, params) for one in zip(*cut, strict=True)]
+            parts = [_by_maxima(family, *one, params) for one in zip(*cut, strict=True)]
             return tuple(torch.cat(both, dim) for both in zip(*parts, strict=True))
-    out, lse, maxima = KEEPS_MAXIMA.forward(q, k, v, params)
+    out, lse, maxima = family.forward(q, k, v, params)
     causal = params.window.right is not None
-    return out, POOLERS["triton"].of_maxima(maxima, lse, k.shape[2], causal)
+    return out, next(iter(POOLERS.values())).of_maxima(maxima, lse, k.shape[2], causal)

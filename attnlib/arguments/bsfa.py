@@ -49,7 +49,7 @@ def check_bsfa_threshold(q, k, kept, causal, sm_scale) -> None:
 
 
 def check_tensors_of_bsfa(q, k, v, symbols: bool) -> None:
-    """Those that all take, and what BSFA takes of them."""
+    """The checks of all functions, and then those of BSFA alone."""
     if isinstance(q, torch.Tensor) and not q.is_nested:
         if q.dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"q: expected dtype float16 or bfloat16, got {q.dtype}")

@@ -36,7 +36,7 @@ def check_tensors(q, k, v, rank: str, dims: int, names: tuple[str, str] = ("k", 
 
 
 def _find_what_is_wrong(q, k, v, rank: str, dims: int, names: tuple[str, str]) -> None:
-    """The same one by one, with an error for each. names: of k and v."""
+    """Check the same one by one, and raise the error of what is wrong. names: of k and v."""
     check_forms({"q": q, names[0]: k, names[1]: v}, rank, dims)
     if q.dtype not in DTYPES:
         raise TypeError(f"q: expected dtype float16, bfloat16 or float32, got {q.dtype}")
@@ -53,7 +53,8 @@ def check_forms(tensors: dict, rank: str, dims: int) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
         if tensor.is_nested:
-            raise TypeError(f"{name}: {NO_STRIDES} a nested tensor; attention_varlen takes packed sequences")
+            more = "attention_varlen takes sequences of different lengths"
+            raise TypeError(f"{name}: {NO_STRIDES} a nested tensor; {more}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: {NO_STRIDES} {tensor.layout}")
         if tensor.dim() != dims:
@@ -74,7 +75,7 @@ def check_int32(name: str, given, expected: str = "a torch.Tensor") -> None:
 
 
 def check_common(causal, window, sm_scale, return_lse, symbols: bool) -> None:
-    """What all functions may be asked for."""
+    """The options that all functions have."""
     if causal is not True and causal is not False:
         raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
     if window is not None:
@@ -107,7 +108,7 @@ def check_window(window, symbols: bool) -> None:
 
 
 def check_choice(name: str, value, choices: tuple[str, ...], more: str = "") -> None:
-    """One of some words. more: what else it may be, for the message."""
+    """That `value` is one of some words. more: what else it may be, for the message."""
     words = [repr(choice) for choice in choices]
     expected = ", ".join(words) + more if more else ", ".join(words[:-1]) + " or " + words[-1]
     if not isinstance(value, str):

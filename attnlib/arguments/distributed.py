@@ -3,7 +3,8 @@
 import torch
 
 from attnlib.arguments.common import check_common, type_name
-from attnlib.arguments.exact import Options, check
+from attnlib.arguments.exact import Options, check, check_varlen
+from attnlib.params import Varlen
 
 METHODS = "ring", "all_gather", "ulysses", "auto"
 _METHODS = "expected 'ring', 'all_gather', 'ulysses' or 'auto'"
@@ -19,6 +20,14 @@ def check_distributed(q, k, v, options: Options, divisor: int) -> None:
             f"q: expected a multiple of {divisor} rows on each rank, for a part of either half of the "
             f"sequence, got {q.shape[2]}"
         )
+
+
+def check_distributed_varlen(q, k, v, varlen: Varlen, options: Options, ranks: int) -> None:
+    """Tensors and options of one rank, except for the values in `cu_seqlens`."""
+    check_varlen(q, k, v, varlen, options)
+    if len(k) != len(q):
+        raise ValueError(f"k: expected {len(q)} tokens as q has on this rank, got {len(k)}")
+    check_heads(q.shape[1], k.shape[1], ranks)
 
 
 def check_method(method, q_heads: int, kv_heads: int, ranks: int) -> None:

@@ -60,7 +60,7 @@ def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = Fals
 
 
 def _check_own_values(own: int, values: int, options: Options) -> None:
-    """What there is for values of the head dimension of q and k alone."""
+    """Refuse options that need values with the head dimension of q and k."""
     for name in ("block_mask", "score"):
         given = getattr(options, name)
         if given is not None:

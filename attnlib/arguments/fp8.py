@@ -52,12 +52,12 @@ def check_quantize(x, role, recipe: Recipe, cu_seqlens, max_seqlen) -> None:
 def check_fp8(q, k, v, options: Options, varlen: Varlen | None = None) -> None:
     """Arguments of `attention_fp8`, with `varlen` of `attention_fp8_varlen`, except for the values in
     `cu_seqlens_*`. TypeError or ValueError if one is wrong."""
-    packed = varlen is not None
+    varlen_call = varlen is not None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Fp8):
-            _check_prepared(name, x, packed)
+            _check_prepared(name, x, varlen_call)
         else:
-            _check_tensor(name, x, packed, "a torch.Tensor or an Fp8")
+            _check_tensor(name, x, varlen_call, "a torch.Tensor or an Fp8")
         if x.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} as q has, got {x.device}")
     _check_dtypes(q, k, v)
@@ -65,23 +65,23 @@ def check_fp8(q, k, v, options: Options, varlen: Varlen | None = None) -> None:
         words = {True: "rotated", False: "not rotated"}
         raise ValueError(f"k: expected to be {words[q.rotated]} as q is, got it {words[k.rotated]}")
     _check_shapes(q.shape, k.shape, v.shape)
-    if packed:
+    if varlen_call:
         _check_varlen(q, k, v, varlen)
     _check_options(options)
 
 
-def _check_prepared(name: str, x: Fp8, packed: bool) -> None:
+def _check_prepared(name: str, x: Fp8, varlen_call: bool) -> None:
     if x.role != name:
         raise ValueError(f"{name}: expected an Fp8 of role {name!r}, got role {x.role!r}")
-    if x.varlen != packed:
-        other = "attention_fp8 takes batches" if packed else "attention_fp8_varlen takes them"
+    if x.varlen != varlen_call:
+        other = "attention_fp8 takes batches" if varlen_call else "attention_fp8_varlen takes them"
         kinds = {True: "varlen sequences", False: "a batch"}
-        raise ValueError(f"{name}: expected an Fp8 of {kinds[packed]}, got {kinds[x.varlen]}; {other}")
+        raise ValueError(f"{name}: expected an Fp8 of {kinds[varlen_call]}, got {kinds[x.varlen]}; {other}")
     _check_mean(name, x)
 
 
 def _check_mean(name: str, x: Fp8) -> None:
-    """An `Fp8` has the mean that it was made with, unless someone replaced it."""
+    """The mean of an `Fp8`, which its user may have replaced."""
     mean, name = x.mean, f"{name}.mean"
     if mean is None:
         return
@@ -100,13 +100,13 @@ def _check_mean(name: str, x: Fp8) -> None:
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {mean.stride()}")
 
 
-def _check_tensor(name: str, x, packed: bool, expected: str = "a torch.Tensor") -> None:
+def _check_tensor(name: str, x, varlen_call: bool, expected: str = "a torch.Tensor") -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{name}: {NO_STRIDES} {'a nested tensor' if x.is_nested else x.layout}")
-    if x.dim() != (3 if packed else 4):
-        dims = "3 dimensions (T, H, D)" if packed else "4 dimensions (B, H, S, D)"
+    if x.dim() != (3 if varlen_call else 4):
+        dims = "3 dimensions (T, H, D)" if varlen_call else "4 dimensions (B, H, S, D)"
         raise ValueError(f"{name}: expected {dims}, got shape {tuple(x.shape)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: expected dtype float16, bfloat16 or float32, got {x.dtype}")
@@ -118,7 +118,7 @@ def _check_tensor(name: str, x, packed: bool, expected: str = "a torch.Tensor") 
 
 
 def _check_dtypes(q, k, v) -> None:
-    """Those of tensors: what is prepared may come from any."""
+    """The dtypes of tensors; a prepared operand may have been quantized from any."""
     tensors = [(name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Fp8)]
     for name, x in tensors[1:]:
         first, other = tensors[0]

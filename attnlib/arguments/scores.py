@@ -13,7 +13,7 @@ NO_REFERENCE = "score.reference: expected a function of tensors, as this call ru
 
 
 def check_parts(score) -> None:
-    """What can be said of an `attnlib.Score` without queries."""
+    """The parts of an `attnlib.Score`, as far as they do not depend on queries and keys."""
     soft_cap, alibi, sinks, bias, relative = tensors_and_cap = (
         score.soft_cap, score.alibi, score.sinks, score.bias, score.relative
     )  # fmt: skip

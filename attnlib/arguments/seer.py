@@ -63,7 +63,7 @@ def check_density(blocks, density) -> None:
 
 
 def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
-    """What `attention_decode` does not check of it."""
+    """The arguments of `decode_chosen` that `attention_decode` does not check."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")

@@ -7,8 +7,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 
 
 def check_tangents(*tensors: torch.Tensor) -> None:
-    """RuntimeError if forward-mode differentiation looks at one of the tensors: nobody would compute the
-    result's tangent, and without one the result counts as a constant."""
+    """RuntimeError if one of the tensors has a tangent of forward-mode differentiation: the result would have
+    none, and count as a constant."""
     find = super(torch.autograd.Function, _Refusal).apply  # without the part that is for `torch.func`
     if not torch._C._are_functorch_transforms_active():
         find(*tensors)
@@ -30,7 +30,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def no_forward_derivative() -> NoReturn:
-    """What forward-mode differentiation gets."""
+    """Raise the error of forward-mode differentiation."""
     raise RuntimeError(
         "attnlib.attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, "
         "torch.autograd.forward_ad); it has a backward pass (torch.func.grad, vjp, jacrev)"

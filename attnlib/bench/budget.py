@@ -40,16 +40,26 @@ class Budget:
 def walked(stats: Stats, loop: int = 0) -> list[str]:
     """Instructions of a hot loop, without the multiplications of O, which warps jump over by a vote nearly
     always."""
+    return [stats.loop_listings[loop][number] for number in _walked(stats, loop)]
+
+
+def _walked(stats: Stats, loop: int) -> list[int]:
     found, voted, skipping = [], False, False
-    for text in stats.loop_listings[loop]:
+    for number, text in enumerate(stats.loop_listings[loop]):
         kind = opcode(text)
         skipping = skipping and kind == "FMUL"
         if not skipping:
-            found.append(text)
+            found.append(number)
         if voted and kind == "BRA":
             voted, skipping = False, True
         voted = voted or kind == "VOTE"
     return found
+
+
+def path(stats: Stats, loop: int = 0) -> int:
+    """Clocks from the first of these instructions to the last for a warp that has the SM for itself, as the
+    assembler has set them: without what it waits for at run time, products, memory, exchanges, barriers."""
+    return sum(stats.loop_stalls[loop][number] for number in _walked(stats, loop))
 
 
 def product(text: str) -> tuple[float, int]:

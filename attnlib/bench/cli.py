@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --profile: all steps, the package and the peers at the task's shapes, into figures/data",
     )
+    parser.add_argument(
+        "--beyond", action="store_true", help="with --profile: FP8, its pass over values, and decoding alone"
+    )
     parser.add_argument("--keep", type=Path, help="with --profile: a folder for the profiler's own table")
     parser.add_argument(
         "--list", action="store_true", help="list the peers and whether they can be used, and exit"
@@ -152,12 +155,14 @@ def _portable(
 
 def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """`--profile`: counters as a table; with `--json` also in a file, with `--book` in the book's record."""
-    if args.book and (args.impl or args.backward or args.shapes or args.batch is not None or not args.causal):
-        parser.error("--book profiles everything at the shapes of the task")
+    chosen = args.impl or args.backward or args.shapes or args.batch is not None or not args.causal
+    if (args.book or args.beyond) and chosen:
+        parser.error("--book and --beyond profile everything at shapes of their own")
     impls = (args.impl or (BACKWARD_IMPLS if args.backward else DEFAULT_IMPLS)).split(",")
     direction = "backward" if args.backward else "forward"
     try:
         jobs = profiling.jobs_of(impls, _shapes_of(args, parser), direction)
+        jobs = profiling.beyond_jobs() if args.beyond else jobs
     except ValueError as error:
         parser.error(f"--{error}")
     if not torch.cuda.is_available():
@@ -167,7 +172,7 @@ def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         )
         return 2
     try:
-        rows = profiling.record_book(args.keep).rows if args.book else profiling.profile(jobs, keep=args.keep)
+        rows = _recorded(args) if args.book else profiling.profile(jobs, keep=args.keep)
     except counters.NoCounters as error:
         print(f"{error} The book's record stays as it is.")
         return 0
@@ -177,6 +182,12 @@ def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
         print(f"\n{note}")
     return 1 if any(row["impl"] in OURS and row["status"] != "ok" for row in rows) else 0
+
+
+def _recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The book's rows, measured: all, or with `--beyond` those alone."""
+    rows = [] if args.beyond else profiling.record_book(args.keep).rows
+    return [*rows, *profiling.record_beyond(None if rows else args.keep).rows]
 
 
 def _write(path: Path, header: Mapping[str, Any], table: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -194,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.profile:
         return _profile(args, parser)
-    if args.backward or args.book or args.keep:
-        parser.error("--backward, --book and --keep go with --profile")
+    if args.backward or args.book or args.beyond or args.keep:
+        parser.error("--backward, --book, --beyond and --keep go with --profile")
     names = _names_of(args, parser)
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")

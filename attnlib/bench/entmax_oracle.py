@@ -46,7 +46,7 @@ class EntmaxOracle:
         out, self.tau, flags = reference.forward(*exact, params)
         truth, plain = [out], {"out": [plain_entmax(q, k, v, params)]}
         if d_out is not None:
-            truth += reference.backward(d_out.double(), *exact, self.tau, flags, params)
+            truth += reference.backward(d_out.double(), *exact, out, self.tau, flags, params)
             plain |= plain_gradients(d_out, q, k, v, params)
         self.truth = dict(zip(NAMES, truth, strict=False))
         cancelled = dict.fromkeys(NAMES, 0.0) if d_out is None else _cancelled(*exact, d_out.double(), params)

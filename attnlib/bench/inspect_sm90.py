@@ -30,6 +30,7 @@ from typing import Any
 from attnlib.bench import compiler, imports, sass, sources
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
+from attnlib.kernels.common.launcher import FUSED
 
 # Limits of sm_90, from the tables "Technical Specifications per Compute Capability" and "Throughput of Native
 # Arithmetic Instructions" of the CUDA C++ Programming Guide.
@@ -45,7 +46,7 @@ _ALU = "ISETP FSETP FSEL SEL FMNMX VIMNMX IADD3 VIADD LEA LOP3 PLOP3 SHF F2FP".s
 KERNEL_SECONDS = 600
 """How long one kernel may take to compile; usual are 0.5 to 2 s, tens of them on a busy machine."""
 
-_VERSION = 8  # part of the cache key: raise it when the meaning of Stats changes
+_VERSION = 9  # part of the cache key: raise it when the meaning of Stats changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Stats:
     loop that the compiler could prove to run once is no loop and is not listed. Opcodes are cut at the first
     dot, except MUFU, whose second part says which function (MUFU.EX2). The counts are per warp: one
     instruction works on 32 lanes. loop_listings: the instructions of each of `loops` as text, in program
-    order; listing: those of the whole kernel. warnings: what ptxas remarked, such as "(C7510) Potential
+    order; loop_stalls: the clocks after each, until its warp may issue the next, as the assembler has set
+    them; listing: those of the whole kernel. warnings: what ptxas remarked, such as "(C7510) Potential
     Performance Loss: wgmma.mma_async instructions are serialized ...".
     """
 
@@ -116,6 +118,7 @@ class Stats:
     opcodes: dict[str, int]
     loops: tuple[dict[str, int], ...]
     loop_listings: tuple[tuple[str, ...], ...]
+    loop_stalls: tuple[tuple[int, ...], ...]
     listing: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -321,7 +324,7 @@ def compile_source(source: Any, **options: Any) -> tuple[Any, str]:
     # A kernel from Triton's cache has no log of ptxas; our own cache is the one that counts.
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | FUSED)
     return compiled, log.getvalue()
 
 
@@ -365,7 +368,7 @@ def _read(path: Path) -> Stats | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         fields |= {name: tuple(fields[name]) for name in ("loops", "listing", "warnings")}
-        fields["loop_listings"] = tuple(tuple(texts) for texts in fields["loop_listings"])
+        fields |= {name: tuple(map(tuple, fields[name])) for name in ("loop_listings", "loop_stalls")}
         return Stats(**fields)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

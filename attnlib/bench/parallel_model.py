@@ -20,6 +20,7 @@ class Cluster:
         far: GB/s between nodes; 50 is one port of InfiniBand NDR as published (400 Gb/s).
         node: GPUs of a node.
         memory: GB/s of the GPU's memory, for what is merged; 4800 is an H200's as published.
+        held: the share of its multiprocessors that NCCL holds while it sends, 16 of 132 in the package.
     """
 
     tflops: tuple[float, float]
@@ -27,6 +28,7 @@ class Cluster:
     far: float = 50.0
     node: int = 8
     memory: float = 4800.0
+    held: float = 16 / 132
 
     def link(self, gpus: int) -> float:
         """What limits a step in which all of so many GPUs send to others: one pair between two nodes."""
@@ -96,12 +98,14 @@ def _rotated(
     keys = 2 * call.bytes_of(rows, kv_heads)
     step = 0.75 * keys / cluster.link(ranks * shares) / 1e9 * (2 if backward else 1)
     own, other = kernels / ranks, kernels / ranks  # zig-zag: a round is as much as what is one's own
-    # Two results in, one out, two bytes each; several rounds add to a float32 sum, in and out: as if a kernel
-    # of its own did it, as it did when chapter 42's predictions were made. In the epilogue it takes less.
-    merged = (6 if ranks == 2 or at_once else 10) * call.bytes_of(rows, call.heads / shares) / 2
+    # Forward, the epilogue reads an existing output and writes it again: 2 bytes a number both ways, or 4 in
+    # the float32 of several rounds. Backward, two parts of each gradient are read and their sum is written.
+    rows_q, rows_k = (call.bytes_of(rows, n / shares) / 2 for n in (call.heads, call.kv_heads))
+    merged = 6 * (rows_q + 2 * rows_k) if backward else (4 if ranks == 2 or at_once else 8) * rows_q
     merge = merged / cluster.memory / 1e9 * (1 if at_once else ranks - 1)
+    lost = merge + cluster.held * (ranks - 1) * step
     if at_once:  # half of one's own covers the way there, the other half the way back
         seconds = max(own, (ranks - 1) * step) + (ranks - 1) * other
-        return Estimate(seconds + merge, kernels, (ranks - 1) * keys * 0.75)
+        return Estimate(seconds + lost, kernels, (ranks - 1) * keys * 0.75)
     seconds = max(own, step) + (ranks - 2) * max(other, step) + other
-    return Estimate(seconds + merge, kernels, 2 * keys)
+    return Estimate(seconds + lost, kernels, 2 * keys)

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnlib.api import attention
+from attnlib.api import attention, attention_decode, attention_fp8, quantize_fp8
 from attnlib.bench import counters, harness, peers, sources, timing
 from attnlib.bench.backward import BackwardRun, make_gradient
 from attnlib.bench.harness import Attention, Run
@@ -36,6 +36,9 @@ from attnlib.bench.shapes import Shape
 
 BACKWARD = {"20_one_pass": "ONE_PASS", "20_two_passes": "PASSES"}
 """The two ways of chapter 20 -> the name of their tiles in its kernel cell."""
+
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], Any]
 
 
 @triton.jit
@@ -66,6 +69,24 @@ def variant_of(job: Mapping[str, Any]) -> Attention | None:
     return functools.partial(function, **options) if options else function
 
 
+def in_fp8(impl: str, tensors: Tensors, shape: Shape) -> Call:
+    """Attention of operands that are quantized beforehand, by the package or chapter 22, whose kernel takes
+    values as they are."""
+    center, scale = impl == "attnlib", shape.head_dim**-0.5
+    operands = [quantize_fp8(x, role, center=center) for x, role in zip(tensors, "qkv", strict=True)]
+    if impl == "attnlib":
+        return lambda: attention_fp8(*operands, causal=shape.causal, sm_scale=scale)
+    return lambda: sources.load_step(impl).forward(*operands, shape.causal, scale)
+
+
+BEYOND: dict[str, Callable[[str, Tensors, Shape], Call]] = {
+    "fp8": in_fp8,
+    "values": lambda impl, tensors, shape: lambda: quantize_fp8(tensors[2], "v"),
+    "decode": lambda impl, tensors, shape: lambda: attention_decode(*tensors),
+}
+"""Passes beside forward and backward: attention in FP8, quantizing its values, and decoding."""
+
+
 def prepared(job: Mapping[str, Any]) -> Run:
     """The run of a job, called once: compiled and warm, or with the status that says why not."""
     shape = Shape.from_dict(job["shape"])
@@ -73,7 +94,10 @@ def prepared(job: Mapping[str, Any]) -> Run:
     if job["pass"] == "backward":
         tensors = (make_gradient(shape, device=harness.DEVICE), *tensors)
     run = (BackwardRun if job["pass"] == "backward" else Run)(job["impl"], shape)
-    run.attempt(lambda: run.prepare(variant_of(job), *tensors))
+    if job["pass"] in BEYOND:
+        run.attempt(lambda: setattr(run, "call", BEYOND[job["pass"]](job["impl"], tensors, shape)))
+    else:
+        run.attempt(lambda: run.prepare(variant_of(job), *tensors))
     run.attempt(lambda: (run.call(), torch.cuda.synchronize()))
     return run
 

@@ -3,6 +3,7 @@
     python -m attnlib.bench --profile          # the package and its peers at the shapes of the task
     python -m attnlib.bench --profile --impl 03_online_softmax,attnlib --shapes d128
     python -m attnlib.bench --profile --book   # every step of the book: figures/data/<gpu>/profile.json
+    python -m attnlib.bench --profile --book --beyond   # only FP8 and decoding of it
 
 Nsight Compute (ncu) reads the counters, where it is found and the driver allows it. One child process (see
 `profile_target`) makes all calls; what it has to compile is compiled before, by several processes at a time.
@@ -29,12 +30,15 @@ from attnlib.bench import counters, names, peers, records, sources, tables, timi
 from attnlib.bench.backward import FLOPS as BACKWARD_FLOPS
 from attnlib.bench.counters import NoCounters
 from attnlib.bench.paths import ROOT
-from attnlib.bench.profile_target import BACKWARD
+from attnlib.bench.profile_target import BACKWARD, BEYOND
 from attnlib.bench.setting import warming
 from attnlib.bench.shapes import TASK, Shape
 
-RECORD, TABLE = "profile", "counters"
-"""Where the book's rows are: this table of figures/data/<gpu>/profile.json."""
+RECORD, TABLE, BEYOND_TABLE = "profile", "counters", "beyond"
+"""Where the book's rows are: tables of figures/data/<gpu>/profile.json. The second has FP8 and decoding."""
+
+DECODED = [Shape(1, 32, 1, d, False, heads_kv=8, seqlen_k=(1 << 23) // d) for d in (64, 128, 256)]
+"""One token of one sequence, whose keys and values have 268 MB."""
 
 LAST_STEP = 18
 """The highest number of a chapter whose step is a forward pass of the ladder."""
@@ -66,6 +70,8 @@ def implementations(direction: str) -> list[str]:
     """All that can be profiled: steps, package and peers."""
     if direction == "forward":
         return [*steps(), "attnlib-triton", "attnlib", *peers.PEERS]
+    if direction in BEYOND:
+        return ["22_fp8", "attnlib"] if direction == "fp8" else ["attnlib"]
     return [*BACKWARD, "20_portable", "21_hopper_backward", "attnlib", "flash", "cudnn", "fa3"]
 
 
@@ -273,6 +279,18 @@ def record_book(keep: Path | None = None) -> records.Table:
     return records.table(RECORD, TABLE, lambda: profile(book_jobs(), True, keep), method())
 
 
+def beyond_jobs() -> list[Job]:
+    """FP8 at the shapes of the task, and decoding."""
+    shapes = dict.fromkeys(BEYOND, TASK.values()) | {"decode": DECODED}
+    return [job for direction in BEYOND
+            for job in jobs_of(implementations(direction), shapes[direction], direction)]  # fmt: skip
+
+
+def record_beyond(keep: Path | None = None) -> records.Table:
+    """The same of `beyond_jobs`."""
+    return records.table(RECORD, BEYOND_TABLE, lambda: profile(beyond_jobs(), True, keep), method())
+
+
 # ---------------------------------------------------------------- as text
 
 
@@ -299,7 +317,7 @@ def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
             line["dram_mb"] = (row["dram_read_bytes"] + row["dram_write_bytes"]) / 1e6
         top = sorted((row.get("stalls") or {}).items(), key=lambda item: -item[1])[:3]
         line["waits"] = ", ".join(f"{reason} {100 * share:.0f}" for reason, share in top) or None
-        line["impl"] += " (backward)" if row["pass"] == "backward" else ""
+        line["impl"] += "" if row["pass"] == "forward" else f" ({row['pass']})"
         if row["status"] != "ok":
             line["remark"] = f"{row['status']}: {row.get('reason', '')}".rstrip(": ")
         shown.append(line)

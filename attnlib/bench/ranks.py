@@ -3,6 +3,7 @@ one rank over time. Scripts of tests/gpu use it."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -10,37 +11,85 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from attnlib.bench import power
 
 HEAD_START = 4_000_000
 """Clocks, some 2 ms, in which the host of a rank gets ahead of its GPU."""
 
 
-def window_ms(call: Callable[[], Any], count: int, alone: bool = False, clocks: int = HEAD_START) -> float:
-    """ms of a call, on the slowest rank; `alone`: rank 0 runs it and the others wait."""
-    torch.cuda.synchronize()
+class Window(NamedTuple):
+    """ms of a call, on the slowest rank; and each rank's SM clock in MHz meanwhile, None where it is unknown
+    or the rank had nothing to do."""
+
+    ms: float
+    sm_mhz: list[float | None]
+
+
+def device() -> torch.device:
+    """Where this rank computes: its GPU, or in the tests the CPU."""
+    return torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+
+
+def wait() -> None:
+    """Until this rank's GPU has nothing left to do."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def window(
+    call: Callable[[], Any], count: int, alone: bool = False, settle: int = 0, clocks: int = HEAD_START
+) -> Window:
+    """`count` calls back to back, after `settle` of them that do not count; `alone`: rank 0 runs them and the
+    others wait."""
+    wait()
     dist.barrier()
-    torch.cuda.synchronize()
-    taken = torch.zeros(1, device="cuda")
+    wait()
+    found = torch.tensor([0.0, math.nan], device=device())
     if not alone or dist.get_rank() == 0:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(clocks)
-        begin.record()
+        with power.Sampler() as sampler:
+            taken = _timed(call, count, settle, clocks)
+        mhz = sampler.medians(settled=True)[0] if device().type == "cuda" else None
+        found = torch.tensor([taken, math.nan if mhz is None else mhz], device=device())
+    every = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, found)
+    rows = [rank.tolist() for rank in every]
+    return Window(max(ms for ms, _ in rows), [None if math.isnan(mhz) else mhz for _, mhz in rows])
+
+
+def _timed(call: Callable[[], Any], count: int, settle: int, clocks: int) -> float:
+    """ms of a call of this rank."""
+    if device().type == "cpu":
+        for _ in range(settle):
+            call()
+        start = time.perf_counter()
         for _ in range(count):
             call()
-        end.record()
-        end.synchronize()
-        taken[0] = begin.elapsed_time(end) / count
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.item()
+        return (time.perf_counter() - start) / count * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(clocks)
+    for _ in range(settle):
+        call()
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def window_ms(call: Callable[[], Any], count: int, alone: bool = False, clocks: int = HEAD_START) -> float:
+    """ms of a call, as `window` has it."""
+    return window(call, count, alone, clocks=clocks).ms
 
 
 def late(until: float) -> bool:
     """Whether rank 0's clock is beyond it; all ranks answer alike."""
-    flag = torch.tensor([float(time.monotonic() > until)], device="cuda")
+    flag = torch.tensor([float(time.monotonic() > until)], device=device())
     dist.broadcast(flag, 0)
     return bool(flag.item())
 
@@ -53,25 +102,54 @@ def worst_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return worst.item()
 
 
-def kernel_events(call: Callable[[], Any], kinds: dict[str, str]) -> list[dict[str, Any]]:
-    """This rank's kernels in one call, by PyTorch's profiler: ms from the first one's begin. kinds: part of a
-    kernel's name -> its kind; "other" where none fits."""
+def kernel_events(
+    call: Callable[[], Any], kinds: dict[str, str], before: int = 2
+) -> list[dict[str, Any]]:
+    """This rank's kernels in one call, by PyTorch's profiler, after `before` calls that were queued with it:
+    ms from the end of the call before. So the host is ahead, as it is in a program that has more to do.
+    kinds: part of a kernel's name -> its kind; "other" where none fits. Nothing on a CPU."""
     from torch.profiler import ProfilerActivity, profile
 
+    if device().type == "cpu":
+        call()
+        return []
     dist.barrier()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        call()
+        torch.cuda._sleep(HEAD_START)
+        for _ in range(before + 1):
+            call()
         torch.cuda.synchronize()
     events = [e for e in seen.profiler.kineto_results.events() if e.device_type().name == "CUDA"]
-    # Without PyTorch's notes about what NCCL does.
-    events = sorted((e for e in events if not e.name().startswith("nccl:")), key=lambda e: e.start_ns())
+    # Without PyTorch's notes about what NCCL does, and the head start.
+    events = [e for e in events if not e.name().startswith("nccl:") and "spin_kernel" not in e.name()]
+    last, start = last_call(
+        [(e.device_resource_id(), e.start_ns(), e.duration_ns(), e.name()) for e in events], before + 1
+    )
     return [
-        {"kind": next((kind for part, kind in kinds.items() if part in e.name().lower()), "other"),
-         "kernel": e.name()[:60], "stream": e.device_resource_id(),
-         "begin_ms": (e.start_ns() - events[0].start_ns()) * 1e-6, "ms": e.duration_ns() * 1e-6}
-        for e in events
+        {"kind": next((kind for part, kind in kinds.items() if part in name.lower()), "other"),
+         "kernel": name[:60], "stream": stream, "begin_ms": (at - start) * 1e-6, "ms": taken * 1e-6}
+        for stream, at, taken, name in last
     ]  # fmt: skip
+
+
+Event = tuple[int, int, int, str]
+"""Of a kernel: stream, begin and length in ns, name."""
+
+
+def last_call(events: list[Event], calls: int) -> tuple[list[Event], int]:
+    """The kernels of the last of so many equal calls, by their begin; and when the call before ended, or the
+    first of them begins. ValueError where a stream's kernels can't be shared out evenly."""
+    last, before = [], []
+    for stream in dict.fromkeys(event[0] for event in events):
+        own = sorted((event for event in events if event[0] == stream), key=lambda event: event[1])
+        if len(own) % calls:
+            raise ValueError(f"events: expected a multiple of {calls} on stream {stream}, got {len(own)}")
+        cut = len(own) - len(own) // calls
+        before, last = before + own[:cut], last + own[cut:]
+    last.sort(key=lambda event: event[1])
+    ends = [at + taken for _, at, taken, _ in before]
+    return last, max(ends, default=last[0][1] if last else 0)
 
 
 Work = Callable[[int, int, Any, str], int]
@@ -79,7 +157,9 @@ Work = Callable[[int, int, Any, str], int]
 
 
 def join(rank: int, ranks: int, where: str) -> None:
-    """Take this rank's GPU and meet the others."""
+    """Take this rank's GPU and meet the others, unless the tests have done so, on CPUs."""
+    if dist.is_initialized():
+        return
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("nccl", init_method=where, rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=120))  # fmt: skip

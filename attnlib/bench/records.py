@@ -38,8 +38,8 @@ class RecordError(LookupError):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one measurement and where they come from. `gpu` is its name, `date` is ISO (2026-11-21),
-    `commit` the code's where the record says it.
+    """Rows of one measurement and where they come from. `gpu` is its name, `gpus` how many of them ran,
+    `date` is ISO (2026-11-21), `commit` the code's where the record says it.
 
     `controls` are the rows that time an implementation a second time, for the noise (see `bench.verdict`):
     they have its name as `control_of`, and are no part of `rows`, so that no ladder or chart shows them."""
@@ -51,24 +51,31 @@ class Table:
     replayed: bool
     controls: list[dict[str, Any]] = field(default_factory=list)
     commit: str | None = None
+    gpus: int = 1
 
     @classmethod
     def of(cls, name: str, rows: list[dict[str, Any]], origin: Mapping[str, Any], replayed: bool) -> Table:
         """The rows of a record, its control rows set apart; `origin` is the record's header."""
         shown = [row for row in rows if "control_of" not in row]
         controls = [row for row in rows if "control_of" in row]
-        return cls(
-            name, shown, origin["gpu"]["name"], origin["date"], replayed, controls, origin.get("commit")
-        )
+        gpus = (origin.get("method") or {}).get("gpus", 1)
+        where = origin["gpu"]["name"], origin["date"], replayed, controls, origin.get("commit"), gpus
+        return cls(name, shown, *where)
+
+    @property
+    def source(self) -> str:
+        """Where and when: "NVIDIA H200, 2026-11-21", or "2 NVIDIA H200, 2026-11-21"."""
+        return f"{self.gpus} {self.gpu}, {self.date}" if self.gpus > 1 else f"{self.gpu}, {self.date}"
 
     @property
     def label(self) -> str:
-        """Provenance for tables and charts: "NVIDIA H200, 2026-11-21", after "replayed from" in a replay.
+        """Provenance for tables and charts: `source`, after "replayed from" in a replay.
 
         With ATTNLIB_PAPER=1 a replay is labeled as when it was measured; the paper's figures are drawn so.
         """
-        source = f"{self.gpu}, {self.date}"
-        return f"replayed from {source}" if self.replayed and not _flag("ATTNLIB_PAPER") else source
+        return (
+            f"replayed from {self.source}" if self.replayed and not _flag("ATTNLIB_PAPER") else self.source
+        )
 
     def select(self, shape: Shape | None = None, **equal: Any) -> list[dict[str, Any]]:
         """Rows of this shape, when given, whose values equal `equal`. An unknown column is a RecordError."""
@@ -343,3 +350,18 @@ def load(notebook: str, name: str, gpu: str | None = None) -> Table:
         raise RecordError(f"{path} has no table {name!r}; tables: {', '.join(sorted(tables)) or 'none'}")
     entry = {**record, **tables[name]}
     return Table.of(name, entry["rows"], entry, replayed=True)
+
+
+def load_anywhere(notebook: str, name: str, gpu: str | None = None) -> Table:
+    """A stored table: as `load` finds it, else that of another GPU, the latest of several. Its label says
+    which. For tables that are shown as they are: nothing divides one GPU's numbers by another's."""
+    try:
+        return load(notebook, name, gpu)
+    except RecordError:
+        found = []
+        for path in sorted(data_dir().glob(f"*/{notebook}.json")):
+            if name in read(path)["tables"]:
+                found.append(load(notebook, name, path.parent.name))
+        if not found:
+            raise
+        return max(found, key=lambda table: table.date)

@@ -7,6 +7,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ _MAX_TIMED = 100  # calls of a window: a flush takes some 0.1 ms, so that window
 _HEAD_START = 400_000
 """Clocks, some 0.2 ms: more than the slowest host needs to queue an event, a call and another event. With
 30 µs the times of calls shorter than that were the host's."""
+
+
+_clean = ContextVar("clean", default=False)
+"""Whether the flush is followed by reading as much: see `clean_l2`."""
 
 
 class Timing(NamedTuple):
@@ -49,11 +54,14 @@ def _record_ms(fn: Callable[[], Any], calls: int, cold: bool) -> list[float]:
     While the host queues a call the GPU is busy, with the flush or with counting clocks: else a short call
     would be over before its second event is queued, and the time between the events would be the host's.
     """
+    read = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if cold and _clean.get() else None
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda") if cold else None
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
     for start, end in events:
         if flush is not None:
             flush.zero_()
+            if read is not None:
+                read.amax()
         else:
             torch.cuda._sleep(_HEAD_START)
         start.record()
@@ -61,6 +69,17 @@ def _record_ms(fn: Callable[[], Any], calls: int, cold: bool) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
+
+
+@contextlib.contextmanager
+def clean_l2() -> Iterator[None]:
+    """Cold calls find L2 full of what was read. Else it is full of what was written, which goes to memory
+    when a call needs the place: up to 60 MiB more than the call itself moves."""
+    token = _clean.set(True)
+    try:
+        yield
+    finally:
+        _clean.reset(token)
 
 
 def estimate_ms(fn: Callable[[], Any], cold: bool) -> float:

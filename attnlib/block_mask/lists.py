@@ -51,7 +51,7 @@ def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE) -> Lis
     starts = torch.cat([torch.zeros_like(ends[:1]), ends])
     middles = starts[:-1] + fulls.flatten()
     steps = torch.zeros(int(starts[-1]), dtype=torch.int32, device=kinds.device)
-    bits = torch.zeros_like(steps)  # the words that nobody sees, for rows that take no other step
+    bits = torch.zeros_like(steps)  # words without a bit, for rows that take no other step
     for chosen, first in ((full, starts[:-1]), (partial, middles)):
         m, row, column = chosen.nonzero(as_tuple=True)
         rank = chosen.cumsum(2, dtype=torch.int32)[m, row, column] - 1

@@ -47,6 +47,9 @@ ready while another warp is chosen, or waits for one of the others. A fixed late
 instruction before. Exponentials share a queue with shared memory. Warps that a warp-specialized kernel parks
 wait for a barrier, too."""
 
+WHAT = {"fp8": " in FP8", "values": ", quantizing values", "decode": ", decoding"}
+"""Pass -> what a card's title says of it."""
+
 NO_WAIT = ("issues", "is ready")
 """Those of `WAITS` in which a warp waits for nothing."""
 
@@ -116,7 +119,7 @@ def profile_card(table: object, step: str, before: str | None = None, direction:
     _names(axes[0], bool(earlier))
     tools = sorted({row["tool"] for row in rows.values()})
     source = ", ".join(filter(None, [source_of(table), *tools]))
-    _key(figure, step, before if earlier else None, source)
+    _key(figure, label_of(step) + WHAT.get(direction, ""), before if earlier else None, source)
     return figure
 
 
@@ -131,7 +134,8 @@ def alt_text(table: object, step: str, before: str | None = None, direction: str
         wait = f"; warps wait for {name} {100 * share:.0f}% of their cycles" if name else ""
         parts.append(f"D = {row['head_dim']}: {busy}{wait}")
     compared = f", compared with {label_of(before)}" if before else ""
-    return f"Profile card of {label_of(step)}{compared}. The busiest units at {'. '.join(parts)}."
+    what = label_of(step) + WHAT.get(direction, "")
+    return f"Profile card of {what}{compared}. The busiest units at {'. '.join(parts)}."
 
 
 def _rows(table: object, impl: str | None, direction: str) -> list[dict]:
@@ -190,9 +194,9 @@ def _names(axes: Sequence[Axes], compared: bool) -> None:
     axes[len(axes) // 2].set_xlabel("% of the unit's peak; of all cycles of the resident warps", fontsize=7)
 
 
-def _key(figure: Figure, step: str, before: str | None, source: str) -> None:
+def _key(figure: Figure, name: str, before: str | None, source: str) -> None:
     """Whose card it is, what the colors of the lower bar mean, and below it where the numbers come from."""
-    text = label_of(step) + (f" (bars) after {label_of(before)} (thin marks)" if before else "")
+    text = name + (f" (bars) after {label_of(before)} (thin marks)" if before else "")
     figure.suptitle(text, x=0.01, ha="left", fontsize=8, fontweight="bold")
     height = figure.get_figheight()
     figure.get_layout_engine().set(rect=(0, 0.56 / height, 1, 1 - 0.56 / height))

@@ -76,15 +76,14 @@ def unjudged(text: str) -> Iterator[str]:
 
 
 def tables_of(notebook: str, source: str = "") -> list[records.Table]:
-    """The tables of a notebook's record, and of those that its source loads by name, on the reference GPU."""
-    folder = records.data_dir() / records.REFERENCE_GPU
+    """The tables of a notebook's record, and of those that its source loads by name: of the reference GPU,
+    and of another one where that has none."""
     wanted = {notebook, *re.findall(r"\b(?:load|recorded)\(\s*[\"'](\w+)[\"']", source)}
     if "generation.tables(" in source:
         wanted.add(generation.RECORD)
     found = []
     for name in sorted(wanted):
-        path = folder / f"{name}.json"
-        if path.exists():
-            tables = records.read(path)["tables"]
-            found += [records.load(name, table, records.REFERENCE_GPU) for table in tables]
+        paths = sorted(records.data_dir().glob(f"*/{name}.json"))
+        tables = {table for path in paths for table in records.read(path)["tables"]}
+        found += [records.load_anywhere(name, table, records.REFERENCE_GPU) for table in sorted(tables)]
     return found

@@ -280,21 +280,24 @@ def table(name: str, produce: Callable[[], list[dict]], **options: object) -> Ta
 
 
 def recorded(record: str, name: str) -> Table | None:
-    """A table that a script of tests/gpu wrote; None where it has not been run yet."""
+    """A table that a script of tests/gpu wrote, on this machine's GPU, the reference GPU or another one, see
+    `records.load_anywhere`; None where it has not been run yet."""
     from attnlib.bench import records
 
     try:
-        return records.load(record, name)
+        return records.load_anywhere(record, name)
     except records.RecordError:
         return None
 
 
-def profile() -> Table:
+def profile(direction: str = "forward") -> Table:
     """The counters of every step, the package and the peers, one record for the whole book, made by
-    `python -m attnlib.bench --profile --book`. RecordError where none were recorded."""
+    `python -m attnlib.bench --profile --book`; of the passes "fp8", "values" and "decode" those of FP8 and
+    decoding. RecordError where none were recorded."""
     from attnlib.bench import profiling, records
 
-    return records.load(profiling.RECORD, profiling.TABLE)
+    beyond = direction in profiling.BEYOND
+    return records.load(profiling.RECORD, profiling.BEYOND_TABLE if beyond else profiling.TABLE)
 
 
 def counters(step: str, head_dim: int, direction: str = "forward") -> dict:
@@ -303,7 +306,7 @@ def counters(step: str, head_dim: int, direction: str = "forward") -> dict:
     reason, if they were not read."""
     from attnlib.bench.records import RecordError
 
-    row = profile().one(impl=step, head_dim=head_dim, **{"pass": direction})
+    row = profile(direction).one(impl=step, head_dim=head_dim, **{"pass": direction})
     if row["status"] != "ok" or row.get("issue_pct") is None:
         reason = row.get("reason") or row.get("note") or row["status"]
         raise RecordError(f"counters of {step!r}, D = {head_dim}, {direction}: not read: {reason}")
@@ -327,7 +330,7 @@ def profile_card(
     figure's name, card_<chapter>_<step> unless it is given."""
     from attnlib.book import card, plotting
 
-    table = profile()
+    table = profile(direction)
     figure = card.profile_card(table, step, before, direction)
     name = filename or f"card_{current()[:2]}_{step.replace('-', '_')}"
     rows = [row for row in table.select(**{"pass": direction}) if row["impl"] in (step, before)]

@@ -1,10 +1,11 @@
-"""A Llama-shaped model in plain PyTorch, randomly initialized, for chapter 41: its memory and its time are
-measured, what it says does not matter."""
+"""A Llama-shaped model in plain PyTorch, randomly initialized, for chapters 41 and 42: its memory and its
+time are measured, what it says does not matter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,17 +95,31 @@ def rotated(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.T
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+class Rows(NamedTuple):
+    """Which tokens of a longer sequence a rank has: their positions (S); the token after each, (B, S), `LAST`
+    after the last one; and the number by which the sum of their losses is divided."""
+
+    positions: torch.Tensor
+    wanted: torch.Tensor
+    count: float
+
+
+LAST = -100
+"""What cross_entropy leaves out."""
+
+
 class Llama(nn.Module):
     """loss(tokens) of a model of this shape, with the attention and the checkpointing of `how`, before LoRA
-    and without a spread over GPUs. The loss goes through the rows `how.loss_rows` at a time, each time with
-    its logits computed again, so that they are never there for all rows."""
+    and without a spread over GPUs; of some tokens of a sequence with `rows`, and an `attend` that knows the
+    others. The loss goes through the rows `how.loss_rows` at a time, each time with its logits computed
+    again, so that they are never there for all rows."""
 
-    def __init__(self, shape: LlamaShape, how: Training) -> None:
+    def __init__(self, shape: LlamaShape, how: Training, attend: Attend | None = None) -> None:
         super().__init__()
         self.shape, self.how = shape, how
         self.tokens = nn.Embedding(shape.vocab, shape.width)
         nn.init.normal_(self.tokens.weight, std=0.02)
-        attend = ATTEND[how.attention]
+        attend = attend or ATTEND[how.attention]
         self.layers = nn.ModuleList(Layer(shape, attend, how.checkpointing) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
@@ -128,23 +143,30 @@ class Llama(nn.Module):
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=names), self)
         self.to(dtype)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         x = self.tokens(tokens)
         if not x.requires_grad:  # a frozen embedding: checkpoints need an input that a gradient flows to
             x = x.detach().requires_grad_()
-        turn = self.angles(tokens.shape[1], x)
+        turn = self.angles(None if rows is None else rows.positions, x)
         for layer in self.layers:
             x = layer(x, turn)
-        x, wanted = self.norm(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        x = self.norm(x)
+        if rows is None:
+            x, wanted = x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+            count = len(wanted)
+        else:
+            x, wanted, count = x.flatten(0, 1), rows.wanted.flatten(), rows.count
         size = self.how.loss_rows
         parts = zip(x.split(size), wanted.split(size), strict=True)
-        return torch.stack([again(self.loss_of, *part) for part in parts]).sum() / len(wanted)
+        return torch.stack([again(self.loss_of, *part) for part in parts]).sum() / count
 
     def loss_of(self, rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(rows).float(), right, reduction="sum")
 
-    def angles(self, length: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of these positions; None: of the first, and so on."""
         half = self.shape.head_dim // 2
         rates = 10000.0 ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
-        turns = torch.arange(length, device=x.device, dtype=torch.float32)[:, None, None] * rates
+        first = partial(torch.arange, x.shape[1], device=x.device, dtype=torch.float32)
+        turns = (first() if positions is None else positions)[:, None, None] * rates
         return turns.cos().to(x.dtype), turns.sin().to(x.dtype)

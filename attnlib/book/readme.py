@@ -81,7 +81,7 @@ def _cells(lines: Lines, call: str, columns: Iterable[str]) -> dict[str, str | N
 
 
 def _shown(lines: Lines, columns: dict[str, str], table: records.Table) -> str:
-    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.gpu}, {table.date}*"
+    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.source}*"
 
 
 def decode_table() -> str:
@@ -212,19 +212,22 @@ def distributed_table() -> str:
     """README's table of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`."""
     impls = {
         "attnlib": "attnlib", "attnlib (control)": "the same again", "attnlib, ulysses": "its Ulysses",
-        "ring-flash-attn, FA3, zigzag": "ring-flash-attn, FA3",
-        "torch context_parallel, cuDNN, alltoall": "PyTorch, cuDNN",
+        "ring-flash-attn, FA3": "ring-flash-attn, FA3",
+        "torch context_parallel, cuDNN": "PyTorch, cuDNN",
+        "torch context_parallel, attnlib": "PyTorch's ring, attnlib's kernels",
     }  # fmt: skip
     columns = {"call": "Two GPUs, bf16 B1 H16 D128", "one": "one GPU, ms", **impls}
     lines: Lines = {}
     for which in ("forward", "backward"):
-        table = records.load(DISTRIBUTED, which, gpu=records.REFERENCE_GPU)
-        for row in (row for row in table.rows + table.controls if row["status"] == "ok"):
+        table = records.load_anywhere(DISTRIBUTED, which, records.REFERENCE_GPU)
+        rows = [row for row in table.rows + table.controls if row["status"] == "ok"]
+        for row in sorted(rows, key=lambda row: (not row["causal"], row["seqlen"])):
             cells = _cells(lines, f"{row['call']}, {which}", columns)
-            if row["gpus"] == 1:
+            name = row["impl"] if row["impl"] in impls else row["impl"].rpartition(", ")[0]  # its variant
+            if row["impl"] == "attnlib, one GPU":
                 cells["one"] = f"{row['ms']:.4g}"
-            elif row["impl"] in impls:
-                cells[row["impl"]] = f"{row['speedup']:.2f}x"
+            elif row["gpus"] > 1 and name in impls and row["impl"] != "attnlib, without transfers":
+                cells[name] = cells[name] or f"{row['speedup']:.2f}x"
     return _shown(lines, columns, table)
 
 

@@ -1,5 +1,5 @@
-"""A model of chapter 41 with its optimizer, as a `Training` describes it: on one device, or spread over ranks
-of torch.distributed by FSDP2 (ZeRO 2 and 3) or by its optimizer (ZeRO 1)."""
+"""A model of chapters 41 and 42 with its optimizer, as a `Training` describes it: on one device, or spread
+over ranks of torch.distributed by FSDP2 (ZeRO 2 and 3) or by its optimizer (ZeRO 1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from attnlib.book.adam import Home, MasterAdamW
-from attnlib.book.llama import Llama
+from attnlib.book.llama import Attend, Llama
 from attnlib.book.training import LlamaShape, Training
 
 if TYPE_CHECKING:
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """step(tokens) -> the loss of this rank. All ranks begin with the same parameters. peft: LoRA by that
-    library instead of the book's few lines. mesh: of all ranks, made here unless it is given."""
+    """step(tokens) -> the loss of this rank. All ranks begin with the same parameters; with `how.gpus` 1 this
+    rank is alone. peft: LoRA by that library instead of the book's few lines. mesh: of all ranks, made here
+    unless it is given. attend: attention instead of that of `how`."""
 
     def __init__(
         self, shape: LlamaShape, how: Training, device: str = "cpu", dtype: torch.dtype = torch.bfloat16,
-        peft: bool = False, mesh: DeviceMesh | None = None,
+        peft: bool = False, mesh: DeviceMesh | None = None, attend: Attend | None = None,
     ) -> None:  # fmt: skip
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = dist.get_world_size() if dist.is_initialized() and how.gpus > 1 else 1
         if ranks != how.gpus:
             raise ValueError(f"how.gpus: expected the number of ranks, {ranks}, got {how.gpus}")
         self.how = how
         torch.manual_seed(41)
         with default_dtype(dtype), torch.device(device):
-            self.model = Llama(shape, how)
+            self.model = Llama(shape, how, attend)
             if how.lora is not None:
                 adapt = self.model.adapt_by_peft if peft else self.model.adapt
                 adapt(how.lora)

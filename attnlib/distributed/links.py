@@ -94,6 +94,10 @@ class Links:
                         f"{here} on rank {rank}"
                     )
 
+    def room(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Memory that others' keys come to."""
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
     def start(self, sent: Sent, received: Sent) -> Transfer:
         """Start to send and to receive; between two ranks, in the order of these lists."""
         ops = [

@@ -19,7 +19,7 @@ def adder(device: torch.device) -> ModuleType:
 
 
 def nothing_seen(q: torch.Tensor, several: bool) -> Existing:
-    """The result of q (B, H, S, D) before the first key: memory that nobody has written, and LSEs of -inf.
+    """The result of q (B, H, S, D) before the first key: uninitialized memory, and LSEs of -inf.
     Laid out like q. several: a row may be merged into more than twice, which float32 is for; else it has q's
     dtype."""
     dtype = torch.float32 if several else q.dtype

@@ -51,7 +51,7 @@ class KeyBuffers:
         self.job, self.plan, self.own = job, plan, (packed(k), packed(v))
         keys = max((each.keys for each in plan), default=0)
         shape = min(2, len(plan)), 2, keys, *self.own[0].shape[1:]
-        self.buffers = torch.empty(shape, dtype=k.dtype, device=k.device)
+        self.buffers = job.links.room(shape, k)
         self.flights: list[Transfer] = []
 
     def start(self, i: int) -> None:

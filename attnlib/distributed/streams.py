@@ -6,6 +6,9 @@ from functools import cache
 
 import torch
 
+SIDE_PRIORITY = -1
+"""Of the side stream: above that of a caller's stream, which is 0, and below NCCL's."""
+
 
 class Streams:
     """Of one call. Without a GPU there is one stream, and nothing to do."""
@@ -14,7 +17,7 @@ class Streams:
         self._device = self._side = self._transfers = None
         if device.type == "cuda":
             self._device, main = device, torch.cuda.current_stream(device)
-            self._side, self._transfers = _others_of(device.index, main.cuda_stream)
+            self._side, self._transfers = _others_of(device.index, main.cuda_stream, SIDE_PRIORITY)
             self._side.wait_stream(main)
             self._transfers.wait_stream(main)
 
@@ -44,7 +47,7 @@ class Streams:
 
 
 @cache
-def _others_of(device: int, main: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def _others_of(device: int, main: int, priority: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Two for each stream of a caller: what is allocated on the first is then used by it and the caller's
     alone, and each call begins with a wait of one for the other."""
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=priority), torch.cuda.Stream(device)

@@ -79,6 +79,7 @@ class Language:
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
             exp2=_exp2, log2=_log2, ceil=_ceil, max=_max, sum=_sum, broadcast=_broadcast,
+            expand_dims=lambda x, axis: Tensor(x.data.unsqueeze(axis), x.dtype),
             convert_layout=lambda x, layout, assert_trivial=False: x, split=_split,
             join=_join, load=_load, store=_store,
             atomic_add=self._atomic_add, allocate_shared_memory=self._allocate,
@@ -158,7 +159,7 @@ class Language:
     # ------------------------------------------------------------ the rest
 
     def _atomic_add(self, pointer: Pointer, value: int | Tensor, mask: Tensor | None = None, sem="acq_rel"):
-        """What it returns of a tile where the mask is not set is nobody's to use."""
+        """Elements that the mask hides are undefined."""
         if mask is None and isinstance(value, Tensor):
             mask = Tensor(torch.ones(tuple(value.shape), dtype=torch.bool))
         place = pointer.places(mask)
@@ -199,6 +200,8 @@ class Language:
         places = _places(shape, pack)
         elements, threads = places.shape
         registers = [_registers(x, shape, places) for x in args]
+        if isinstance(dtype, tuple):  # all elements of a thread at once, and several tiles as results
+            return _several(self.machine.current, asm, registers, places, shape, dtype)
         collected = np.zeros(int(np.prod(shape)), np.float32 if dtype.is_floating() else np.int64)
         if dtype.primitive_bitwidth == 16 and pack == 2 * outputs:  # two in a register
             return _of_halves(self.machine.current, asm, registers, places, shape, dtype)
@@ -254,6 +257,22 @@ def _of_halves(partition, asm: str, registers: list, places: np.ndarray, shape, 
         word = run.registers["$0"]
         collected[places[start]], collected[places[start + 1]] = word & 0xFFFF, word >> 16
     return Tensor(torch.from_numpy(collected.view(np.int16).reshape(shape)).view(TORCH[dtype]), dtype)
+
+
+def _several(partition, asm: str, registers: list, places: np.ndarray, shape, dtypes: tuple) -> tuple:
+    """Assembly with a result of 32 bits for each element of each of these types."""
+    elements, threads = places.shape
+    operands = [np.zeros(threads) for _ in range(len(dtypes) * elements)]
+    run = Threads(partition, operands + [row for x in registers for row in x], threads)
+    run.run(asm)
+    found = []
+    for number, dtype in enumerate(dtypes):
+        collected = np.zeros(int(np.prod(shape)), np.float32 if dtype.is_floating() else np.int64)
+        for i in range(elements):
+            collected[places[i]] = run.registers[f"${number * elements + i}"]
+        data = torch.from_numpy(collected.reshape(shape))
+        found.append(Tensor(data if dtype.is_floating() else data.to(TORCH[dtype]), dtype))
+    return tuple(found)
 
 
 def named(function: Callable, first: int, warps: int) -> str:

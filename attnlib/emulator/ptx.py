@@ -68,6 +68,31 @@ def _e4m3x2(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return (high.view(torch.uint8).long() << 8 | low.view(torch.uint8)).numpy()
 
 
+def _halves(dtype: torch.dtype) -> Callable:
+    """Two numbers rounded to 16 bits, in a word."""
+
+    def pack(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+        words = (torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(dtype) for x in (high, low))
+        high, low = (word.view(torch.int16).long().numpy() & 0xFFFF for word in words)
+        return high << 16 | low
+
+    return pack
+
+
+def _exp2(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.exp2(x)
+
+
+def _unordered_above(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return ~(a <= b)
+
+
+def _butterfly(x: np.ndarray, lanes: np.ndarray, *_) -> np.ndarray:
+    """From the thread whose number differs in these bits."""
+    return x[np.arange(len(x)) ^ int(lanes)]
+
+
 def _exp2_f16x2(word: np.ndarray) -> np.ndarray:
     halves = np.stack([word & 0xFFFF, word >> 16]).astype(np.uint16).view(np.float16)
     with np.errstate(over="ignore"):
@@ -86,6 +111,16 @@ OPERATIONS: dict[str, Callable] = {
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,
+    "add.f32": operator.add,
+    "max.f32": np.fmax,
+    "neg.f32": operator.neg,
+    "fma.rn.f32": lambda a, b, c: a * b + c,
+    "ex2.approx.ftz.f32": _exp2,
+    "cvt.rn.f16x2.f32": _halves(torch.float16),
+    "cvt.rn.bf16x2.f32": _halves(torch.bfloat16),
+    "shfl.sync.bfly.b32": _butterfly,
+    "setp.gtu.f32": _unordered_above,
+    "setp.gtu.or.f32": lambda a, b, c: _unordered_above(a, b) | c,
     "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
     "sub.u32": lambda a, b: (a - b) & 0xFFFFFFFF,
     **dict.fromkeys(["setp.lt.u32", "setp.lt.s32"], operator.lt),
@@ -115,6 +150,8 @@ class Threads:
         if name in ("%globaltimer", "%clock"):
             now = time.perf_counter_ns()
             return np.full(self.threads, now if name == "%globaltimer" else now & 0xFFFFFFFF)
+        if name.startswith("0f"):  # the bits of a float
+            return np.uint32(int(name[2:], 16)).view(np.float32)
         return np.int64(int(name, 0))
 
     def set(self, name: str, value) -> None:
@@ -302,12 +339,15 @@ def elements_of_threads(shape: tuple[int, ...]) -> np.ndarray:
     """[128, elements of a thread], numbers of elements in a tile of a warpgroup.
 
     [64, N]: an accumulator of wgmma, in the order of registers. [64]: a value for each of its rows. [64, 4]:
-    a value for each row and each of the threads that share it.
+    a value for each row and each of the threads that share it. [64, n, 4]: n of these.
     """
     t = np.arange(128)[:, None]
     row = 16 * (t // 32) + t % 32 // 4
     if len(shape) == 1:
         return row + 8 * np.arange(2)[None, :]
+    if len(shape) == 3:
+        register = np.arange(2 * shape[1])[None, :]
+        return ((row + 8 * (register % 2)) * shape[1] + register // 2) * 4 + t % 4
     if shape[1] == 4:
         return (row + 8 * np.arange(2)[None, :]) * 4 + t % 4
     register = np.arange(shape[1] // 2)[None, :]

@@ -11,7 +11,8 @@ from types import FunctionType, ModuleType, SimpleNamespace
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import tma as gluon_tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 from triton.runtime.jit import ConstexprFunction
@@ -20,6 +21,7 @@ from attnlib.emulator.language import Language, named
 from attnlib.emulator.machine import Machine, Order, Program
 from attnlib.emulator.memory import Descriptor
 from attnlib.emulator.values import Int, Pointer
+from attnlib.kernels.common import tma
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class _Translation:
     def value(self, name: str, value):
         if value is gl:
             return self.language.gl
-        if value is tma:
+        if value is tma or value is gluon_tma:
             return self.language.tma
         if value is mbarrier:
             return self.language.mbarrier

@@ -16,7 +16,7 @@ class Asked(NamedTuple):
 
     Attributes:
         function: the function of indices, which are counted from the first token on.
-        padding: (B, tokens), 0 for tokens that nobody sees; None for none.
+        padding: (B, tokens), 0 for hidden tokens; None if there are none.
         q_offset, kv_offset: the places of the first query and of the first key.
         batch_size: B; None where it is the same for all.
     """

@@ -111,7 +111,7 @@ def attention_mask(
 
 
 def _is_fixed(q_length: int, kv_length: int, q_offset, kv_offset: int) -> bool:
-    """Whether the cache has a fixed size: the last query is not at the last key, or nobody can say."""
+    """Whether the cache has a fixed size: the last query is not at the last key, or that is unknown."""
     if isinstance(q_offset, torch.Tensor):
         return True
     if q_offset + q_length > kv_offset + kv_length:

@@ -56,7 +56,8 @@ MASKED = {
 """The same as `FAMILIES` for calls with a block mask."""
 
 FP8 = {"hopper": hopper_fp8, "reference": reference_fp8}
-"""The same for `attention_fp8`, which only an explicit `impl` leads to the reference: modules with
+"""The same for `attention_fp8`. The first one runs every call without an `impl`; there is no fallback.
+Modules with
 
     unsupported(device)                       what they need and a device does not have; None if it has all
     forward(q, k, v, params, out_dtype)       (out, lse), of operands that are `common.fp8.Fp8`
@@ -84,7 +85,7 @@ ENTMAX = {"triton": entmax, "reference": reference_entmax}
     unsupported(q)                            what they need and a call does not have; None if it has all
     flags_size(q, k)                          int32 words of flags for the backward pass, from the shapes
     forward(q, k, v, params)                  (out, tau, flags), params an `attnlib.params.EntmaxParams`
-    backward(d_out, q, k, v, tau, flags, params)     (dq, dk, dv)
+    backward(d_out, q, k, v, out, tau, flags, params)     (dq, dk, dv)
 """
 
 BSFA = {"hopper": bsfa.hopper, "triton": bsfa.portable, "reference": reference_bsfa}
@@ -112,10 +113,10 @@ POOLERS = {"triton": pool, "reference": reference_pool}
     unsupported(device)                       what they need and a device does not have; None if it has all
     of_scores(q, k, lse, causal, sm_scale)    the map of units of 64 queries by 64 keys, (B, H, units, units)
 
-The first one has of_maxima(maxima, lse, S_k, causal), too, for what `KEEPS_MAXIMA` gives."""
+The first one also has of_maxima(maxima, lse, S_k, causal), for the maxima of a family of `KEEPS_MAXIMA`."""
 
-KEEPS_MAXIMA = hopper_pooled
-"""The forward pass that keeps the largest score of each row and 64 keys: a module with unsupported(q, k, v,
+KEEPS_MAXIMA = {"hopper": hopper_pooled}
+"""Forward passes that keep the largest score of each row and 64 keys: modules with unsupported(q, k, v,
 params) and forward(q, k, v, params), which gives (out, lse, maxima)."""
 
 GROUPERS = {"triton": distr, "reference": reference_distr}

@@ -1,62 +1,52 @@
 """Checks of the exercises of chapter 19."""
 
+import math
+from collections.abc import Callable
+
 import numpy as np
+import torch
+
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.bench.shapes import Shape
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _tiles(scores, values, block):
-    starts = range(0, scores.shape[1], block)
-    return [(scores[:, n : n + block], values[n : n + block]) for n in starts]
-
-
-def _truth(scores, values):
-    weights = np.exp2(scores - scores.max(1, keepdims=True))
-    return weights @ values / weights.sum(1, keepdims=True)
-
-
-def _rescalings(scores, block, threshold):
-    """Counted row by row, from the definition."""
-    count = 0
-    for row in scores:
-        shift = -np.inf
-        for n in range(0, len(row), block):
-            top = row[n : n + block].max()
-            if shift == -np.inf:
-                shift = top
-            elif top > shift + threshold:
-                shift, count = top, count + 1
+def _moves(scores):
+    """How often a shift that lags by up to 8 moves after the first 32 keys, from scores (..., S, S)."""
+    shift, count = None, None
+    for block in scores.split(32, -1):
+        top = block.amax(-1)
+        grown = torch.zeros_like(top, dtype=torch.bool) if shift is None else top > shift + 8
+        shift = top if shift is None else torch.where(grown, top, shift)
+        count = grown.int() if count is None else count + grown.int()
     return count
 
 
-def _cases():
-    rng = np.random.default_rng(12)
-    values = rng.standard_normal((128, 4))
-    normal = 2 * rng.standard_normal((8, 128))
-    steep = np.repeat(np.arange(16), 8)[None, :]
-    late = normal.copy()
-    late[:4, :20] = -np.inf  # these rows see nothing in the first two tiles
-    yield "N(0, 4) scores", normal, values
-    yield "scores that rise by 3 a tile", normal + 3.0 * steep, values
-    yield "scores that fall by 30 a tile", normal - 30.0 * steep, values
-    yield "scores up to 30000", 300.0 * normal + 2000.0 * steep, values
-    yield "rows that see nothing in the first tiles", late, values
-
-
-def check_lazy_attention(lazy_attention):
-    """Exact for every threshold, with just the rescalings that the threshold asks for."""
-    for name, scores, values in _cases():
-        for threshold in (0, 3, 8):
-            case = f"{name}, threshold {threshold}"
-            with np.errstate(invalid="ignore", over="ignore"):
-                answer = lazy_attention(_tiles(scores, values, 8), threshold)
-            assert isinstance(answer, tuple) and len(answer) == 2, (
-                f"{case}: expected (output, rescalings), got {type(answer).__name__}"
-            )
-            out, count = np.asarray(answer[0]), answer[1]
-            assert out.shape == (8, 4), f"{case}: expected an output of shape (8, 4), got {out.shape}"
-            error = np.abs(out - _truth(scores, values)).max()
-            assert error < 1e-10, f"{case}: the output is off by {error:.1e}; does alpha use both shifts?"
-            want = _rescalings(scores, 8, threshold)
-            assert count == want, f"{case}: expected {want} rescalings, got {count}"
+def check_lazy_attention(lazy_attention: Callable) -> None:
+    """Right for scores that rise by more or by less than the threshold from block to block, and with just the
+    moves that it asks for."""
+    for S, causal, rise in ((150, True, 0.0), (96, False, 3.0), (100, True, 12.0), (70, False, 200.0)):
+        q, k, v = make_inputs(Shape(1, 2, S, 32, causal), device=DEVICE)
+        sm_scale = 32**-0.5
+        q[..., 0] = 1.0
+        step = rise * math.log(2) / sm_scale  # in base 2: rise
+        k[..., 0] = (torch.arange(S, device=DEVICE) // 32) * step
+        scores = q.double() @ k.double().mT * sm_scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        found = lazy_attention(q, k, v, causal, sm_scale)
+        case = f"S = {S}, {'causal' if causal else 'dense'}, scores that rise by {rise:g} a block"
+        assert isinstance(found, tuple) and len(found) == 2, (
+            f"{case}: expected (output, moves), got {type(found).__name__}"
+        )
+        verdict = Oracle(q, k, v, causal=causal).judge(found[0])
+        assert verdict.ok, f"{case}: {verdict.reason}"
+        off = (found[1] != _moves(scores / math.log(2))).nonzero()
+        assert not len(off), (
+            f"{case}: the moves of {len(off)} rows are wrong, the first is row {off[0, -1].item()}: "
+            f"{found[1][tuple(off[0])].item()}"
+        )
 
 
 def check_power_account(power_account):

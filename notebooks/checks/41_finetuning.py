@@ -63,3 +63,45 @@ def check_longest(answer: Callable) -> None:
         assert got % 1024 == 0 and got >= 0, f"{case}: expected a multiple of 1024, got {got}"
         assert not got or fits(got), f"{case}: {got} tokens do not fit"
         assert not fits(got + 1024), f"{case}: more than {got} tokens fit"
+
+
+def operators(
+    grad: torch.Tensor, master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int,
+    rate: float = 1e-4,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """A step of `attnlib/book/adam.py`, operator by operator; what it is given stays."""
+    one, two, grad = 1 - 0.9**step, 1 - 0.95**step, grad.to(master.dtype)
+    mean, square = torch.lerp(mean, grad, 0.1), (square * 0.95).addcmul_(grad, grad, value=0.05)
+    scale = grad.copy_(square).div_(two).sqrt_().add_(1e-8)
+    master = (master * (1 - 0.01 * rate)).addcdiv_(mean, scale, value=-rate / one)
+    return master.bfloat16(), master, mean, square
+
+
+def judge_adam(found: tuple, *given: torch.Tensor | float) -> None:
+    """Against the operators in float64, a part of the elements at a time."""
+    assert isinstance(found, list | tuple) and len(found) == 4, "expected the parameter and its state"
+    size, names = 1 << 24, ("parameter", "float32 copy", "mean", "mean of squares")
+    tensors, rest = given[:4], given[4:]
+    for begin in range(0, tensors[0].numel(), size):
+        part = slice(begin, begin + size)
+        _, *exact = operators(tensors[0][part], *(x[part].double() for x in tensors[1:]), *rest)
+        exact = exact[0], *exact
+        for name, mine, true in zip(names, found, exact, strict=True):
+            assert mine.shape == tensors[0].shape, f"{name}: expected the shape of the gradient"
+            kind = torch.bfloat16 if name == "parameter" else torch.float32
+            assert mine.dtype == kind, f"{name}: expected {kind}, got {mine.dtype}"
+            bound = 2.0**-7 if name == "parameter" else 1e-6  # the interpreter cuts where a GPU rounds
+            off = ((mine[part].double() - true.double()).abs() - bound * true.double().abs()).max().item()
+            assert off <= 1e-7, f"{name}: off by {off:.1e} beyond its rounding"
+
+
+def check_adam(answer: Callable) -> None:
+    generator = torch.Generator().manual_seed(6)
+    for numbers, step, rate in ((16, 1, 1e-4), (1000, 3, 0.1), (3000, 200, 1e-3)):
+        grad, master, mean, square = (torch.randn(numbers, generator=generator).to(DEVICE) for _ in range(4))
+        given = grad.bfloat16(), master, 0.1 * mean, 0.01 * square**2
+        found = answer(*(x.clone() for x in given), step, rate)
+        try:
+            judge_adam(found, *given, step, rate)
+        except AssertionError as problem:
+            raise AssertionError(f"{numbers} numbers, step {step}, rate {rate}: {problem}") from None

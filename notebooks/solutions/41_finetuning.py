@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from attnlib.book.training import memory
 
@@ -45,3 +47,27 @@ def longest(shape, how, room):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return 1024 * low
+
+
+@triton.jit
+def adam_kernel(grad_ptr, master_ptr, mean_ptr, square_ptr, new_param, new_master, new_mean, new_square, n,
+                rate, one, two, BLOCK: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = at < n
+    b_g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    b_m = 0.9 * tl.load(mean_ptr + at, mask=inside, other=0.0) + 0.1 * b_g  # [BLOCK]
+    b_u = 0.95 * tl.load(square_ptr + at, mask=inside, other=0.0) + 0.05 * b_g * b_g  # [BLOCK]
+    b_w = tl.load(master_ptr + at, mask=inside, other=0.0) * (1 - 0.01 * rate)  # [BLOCK]
+    b_w -= rate * (b_m / one) / (tl.sqrt(b_u / two) + 1e-8)
+    tl.store(new_mean + at, b_m, mask=inside)
+    tl.store(new_square + at, b_u, mask=inside)
+    tl.store(new_master + at, b_w, mask=inside)
+    tl.store(new_param + at, b_w.to(new_param.dtype.element_ty), mask=inside)
+
+
+def adam(grad, master, mean, square, step, rate=1e-4):
+    param, *state = (torch.empty_like(x) for x in (grad, master, mean, square))
+    adam_kernel[(triton.cdiv(grad.numel(), 1024),)](
+        grad, master, mean, square, param, *state, grad.numel(), rate, 1 - 0.9**step, 1 - 0.95**step, 1024
+    )
+    return param, *state

@@ -54,7 +54,7 @@ GOOD_VARLEN = {
 DENSE = "expected a dense tensor (layout torch.strided), got"
 NUMPY_BOOL = f"numpy.{numpy.bool_.__name__}"  # "bool" from NumPy 2 on
 IMPL = "impl: expected 'decode', 'hopper', 'triton', 'reference' or None"
-NESTED = f"{DENSE} a nested tensor; attention_varlen takes packed sequences"
+NESTED = f"{DENSE} a nested tensor; attention_varlen takes sequences of different lengths"
 
 
 def nested(layout):

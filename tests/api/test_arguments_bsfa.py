@@ -3,11 +3,10 @@ gradients are refused, and compilers see an operator."""
 
 from __future__ import annotations
 
-import inspect
-
 import numpy
 import pytest
 import torch
+from argument_rows import check_every_argument_has_a_row, check_mistake, mistakes
 from cases import INTERPRETER_REMARKS
 
 from attnlib import attention_bsfa, bsfa_threshold
@@ -79,21 +78,15 @@ COUNTS = [
     ({"kept": float("nan")}, ValueError, f"kept: {KEPT} nan"),
 ]
 TABLES = [(attention_bsfa, GOOD, TENSORS + OPTIONS), (bsfa_threshold, GOOD_THRESHOLD, TENSORS + COUNTS)]
-ROWS = [(function, good, *row) for function, good, rows in TABLES for row in rows]
 
 
-@pytest.mark.parametrize("function, good, change, error, message", ROWS,
-                         ids=[f"{row[0].__name__}-{row[-1]}" for row in ROWS])  # fmt: skip
-def test_wrong_arguments(function, good: dict, change: dict, error, message: str) -> None:
-    with pytest.raises(error) as raised:
-        function(**(good | change))
-    assert str(raised.value) == message
+@mistakes(TABLES)
+def test_wrong_arguments(mistake) -> None:
+    check_mistake(mistake)
 
 
 def test_every_argument_has_a_row() -> None:
-    for function, good, rows in TABLES:
-        function(**good)
-        assert {name for row in rows for name in row[0]} == set(inspect.signature(function).parameters)
+    check_every_argument_has_a_row(TABLES)
 
 
 @pytest.mark.parametrize("function, good", [(attention_bsfa, GOOD), (bsfa_threshold, GOOD_THRESHOLD)])

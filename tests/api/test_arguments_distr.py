@@ -111,7 +111,7 @@ def test_a_tangent_is_refused() -> None:
             attention_distr(**(GOOD | {"q": q, "k": GOOD["k"].float(), "v": GOOD["v"].float()}))
 
 
-def test_onlookers_are_refused() -> None:
+def test_transformations_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"^attention_distr under torch\.func: not supported"):
         torch.func.vmap(lambda q: attention_distr(**(GOOD | {"q": q})))(GOOD["q"][None])
     with pytest.raises(NotImplementedError, match=r"^attention_distr under torch\.compile"), FakeTensorMode():

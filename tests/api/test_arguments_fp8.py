@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
 import torch
+from argument_rows import check_mistake, mistakes
 from cases import INTERPRETER_REMARKS
 
 from attnlib import attention_fp8, attention_fp8_varlen, quantize_fp8
@@ -190,15 +190,11 @@ TABLES = (
     (quantize_fp8, GOOD_QUANTIZE, QUANTIZE),
     (quantize_fp8, GOOD_QUANTIZE_VARLEN, QUANTIZE_VARLEN),
 )
-ROWS = [(function, good, *row) for function, good, rows in TABLES for row in rows]
 
 
-@pytest.mark.parametrize("function, good, change, error, message", ROWS,
-                         ids=[f"{row[0].__name__}-{row[-1]}" for row in ROWS])  # fmt: skip
-def test_wrong_arguments(function, good: dict[str, Any], change, error, message: str) -> None:
-    with pytest.raises(error) as raised:
-        function(**(good | change))
-    assert str(raised.value) == message
+@mistakes(TABLES)
+def test_wrong_arguments(mistake) -> None:
+    check_mistake(mistake)
 
 
 def test_good_arguments() -> None:
@@ -213,6 +209,7 @@ def test_good_arguments() -> None:
 
 def test_every_argument_has_a_row() -> None:
     for function in (attention_fp8, attention_fp8_varlen, quantize_fp8):
-        changed = {name for row in ROWS if row[0] is function for name in row[2]}
+        rows = [row for owner, _, rows in TABLES if owner is function for row in rows]
+        changed = {name for change, *_ in rows for name in change}
         missing = set(inspect.signature(function).parameters) - changed
         assert missing <= ({"v"} if function is attention_fp8_varlen else set()), missing

@@ -3,11 +3,10 @@ came."""
 
 from __future__ import annotations
 
-import inspect
-
 import numpy
 import pytest
 import torch
+from argument_rows import check_every_argument_has_a_row, check_mistake, mistakes
 from cases import INTERPRETER_REMARKS
 
 from attnlib import attention_monarch, monarch_matrix
@@ -81,21 +80,15 @@ OPTIONS = [
 ]  # fmt: skip
 TABLES = [(attention_monarch, GOOD, TENSORS + VALUES + OPTIONS)]
 TABLES += [(monarch_matrix, GOOD_MATRIX, TENSORS + OPTIONS)]
-ROWS = [(function, good, *row) for function, good, rows in TABLES for row in rows]
 
 
-@pytest.mark.parametrize("function, good, change, error, message", ROWS,
-                         ids=[f"{row[0].__name__}-{row[-1]}" for row in ROWS])  # fmt: skip
-def test_wrong_arguments(function, good: dict, change: dict, error, message: str) -> None:
-    with pytest.raises(error) as raised:
-        function(**(good | change))
-    assert str(raised.value) == message
+@mistakes(TABLES)
+def test_wrong_arguments(mistake) -> None:
+    check_mistake(mistake)
 
 
 def test_every_argument_has_a_row() -> None:
-    for function, good, rows in TABLES:
-        function(**good)
-        assert {name for row in rows for name in row[0]} == set(inspect.signature(function).parameters)
+    check_every_argument_has_a_row(TABLES)
 
 
 @pytest.mark.parametrize("function, good", [(attention_monarch, GOOD), (monarch_matrix, GOOD_MATRIX)])
@@ -109,7 +102,7 @@ def test_gradients_are_refused(function, good: dict) -> None:
             function(**(good | change))
 
 
-def test_onlookers_are_refused() -> None:
+def test_transformations_are_refused() -> None:
     q, k, v = (GOOD[name] for name in "qkv")
     told = "attention_monarch under torch.func: not supported; call it outside"
     with pytest.raises(NotImplementedError, match=told):

@@ -3,10 +3,9 @@ expected and what came."""
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
+from argument_rows import check_every_argument_has_a_row, check_mistake, mistakes
 from cases import INTERPRETER_REMARKS
 
 from attnlib import BlockMask, attention_pooled
@@ -118,23 +117,16 @@ TABLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "function, arguments, error, message",
-    [(f, good | row[0], *row[1:]) for f, good, rows in [*TABLES, (SeerGate, MADE, GATE)] for row in rows],
-)
-def test_message(function, arguments, error, message):
-    with pytest.raises(error) as raised:
-        function(**arguments)
-    assert str(raised.value) == message
+@mistakes([*TABLES, (SeerGate, MADE, GATE)])
+def test_wrong_arguments(mistake):
+    check_mistake(mistake)
 
 
 def test_every_argument_has_a_row():
-    for function, good, rows in TABLES:
-        function(**good)
-        assert {name for row in rows for name in row[0]} == set(inspect.signature(function).parameters)
+    check_every_argument_has_a_row(TABLES)
 
 
-def test_derivatives_and_onlookers_are_refused():
+def test_derivatives_and_transformations_are_refused():
     told = "does: attention_pooled has no gradient; attention has one"
     with pytest.raises(RuntimeError, match=f"^k: expected a tensor that does not .* {told}$"):
         attention_pooled(**(GOOD | {"k": GOOD["k"].clone().requires_grad_()}))

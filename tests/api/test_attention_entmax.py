@@ -39,7 +39,7 @@ def test_opcheck(impl, device):
     with torch.no_grad():
         out, tau, flags = FORWARD(q, k, v, 1.5, True, 0.3, True, impl)
         torch.library.opcheck(
-            BACKWARD.default, (out, q, k, v, tau, flags, 1.5, True, 0.3, impl),
+            BACKWARD.default, (out, q, k, v, out, tau, flags, 1.5, True, 0.3, impl),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from draws import LAYOUTS, as_it_is, columns_apart, misaligned, part_of_more, rows_before_heads
 from fake_gpu import OnGpu, gpu  # noqa: F401  (a fixture)
 from families import fresh_launches  # noqa: F401  (a fixture)
 
-from attnlib import attention, explain
-from attnlib.kernels import FAMILIES, decode
+from attnlib import BlockMask, Score, attention, explain
+from attnlib.kernels import FAMILIES, MASKED, decode
 from attnlib.kernels.common import device as devices
 from attnlib.kernels.common.descriptors import readable
 from attnlib.kernels.common.signature import signature
@@ -24,6 +25,7 @@ MANY = 2048, 3000, 5000
 WINDOWS = (None, None, (4095, 0), (127, 0), (126, 0), (-1, 7), (30, -1), (5000, 5000), (0, 0), (64, 64))
 MACHINES = {"hopper": (9, 0), "ampere": (8, 0), "blackwell": (10, 0), "interpreter": None}
 DRAWS = {"hopper": 500, "ampere": 150, "blackwell": 150, "interpreter": 500}
+MASKED_DRAWS = {"hopper": 200, "interpreter": 100}
 
 
 @pytest.fixture(params=MACHINES)
@@ -49,14 +51,25 @@ def ran(monkeypatch):
 
         return forward
 
-    for name, family in FAMILIES.items():
+    for name, family in (*FAMILIES.items(), *MASKED.items()):
         monkeypatch.setattr(family, "forward", stand_in(name))
     return calls
 
 
+ZEROS = torch.from_numpy(np.zeros(1 << 31, np.uint8))
+"""Memory that all tensors here share. None of it is read or written, so that it costs nothing: only layouts
+count."""
+
+
+def laid_out(layout, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    like = layout(torch.empty(shape, dtype=dtype, device="meta"))
+    return ZEROS.view(dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
 def draw(rng: random.Random, on_gpu: bool) -> tuple[tuple[torch.Tensor, ...], dict]:
     """(q, k, v) and the options of a call."""
-    kv_heads, head_dim = rng.choice((1, 2)), rng.choice((8, 64, 64, 72, 128, 128, 256))
+    kv_heads, head_dim = rng.choice((1, 2)), rng.choice((8, 64, 64, 72, 96, 128, 128, 192, 256))
+    value_dim = rng.choice((64, 128)) if rng.random() < 0.2 else head_dim
     rows = rng.choice(LENGTHS)
     keys = rows if rng.random() < 0.6 else rng.choice(LENGTHS)
     if rng.random() < 0.25:
@@ -65,8 +78,9 @@ def draw(rng: random.Random, on_gpu: bool) -> tuple[tuple[torch.Tensor, ...], di
     layouts = (as_it_is, as_it_is, as_it_is, rows_before_heads, part_of_more, misaligned, columns_apart)
     assert set(layouts) <= set(LAYOUTS)
     batch, group = rng.choice((1, 2)), rng.choice((1, 3))
-    shapes = [(batch, heads, n, head_dim) for heads, n in ((kv_heads * group, rows), *[(kv_heads, keys)] * 2)]
-    tensors = (rng.choice(layouts)(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+    shapes = [(batch, kv_heads * group, rows, head_dim)]
+    shapes += [(batch, kv_heads, keys, columns) for columns in (head_dim, value_dim)]
+    tensors = (laid_out(rng.choice(layouts), shape, dtype) for shape in shapes)
     tensors = tuple(x.as_subclass(OnGpu) if on_gpu else x for x in tensors)
     return tensors, {
         "causal": rng.random() < 0.5,
@@ -76,6 +90,30 @@ def draw(rng: random.Random, on_gpu: bool) -> tuple[tuple[torch.Tensor, ...], di
         "deterministic": rng.random() < 0.2,
         "impl": rng.choice((None, None, None, "decode", "hopper", "triton", "reference")),
     }
+
+
+MASK = BlockMask.from_blocks(torch.rand(3, 3, generator=torch.Generator().manual_seed(0)) < 0.5, 300, 290)
+ON_GPU = BlockMask.from_blocks(torch.ones(3, 3, dtype=torch.bool), 300, 290)
+ON_GPU.device = torch.device("cuda", 0)  # as `OnGpu`
+
+
+def draw_masked(rng: random.Random, on_gpu: bool) -> tuple[tuple[torch.Tensor, ...], dict]:
+    """The same with a block mask, a score or both."""
+    head_dim, dtype = rng.choice((64, 128, 256)), rng.choice((torch.float16, torch.float16, torch.float32))
+    layouts = rng.choices((as_it_is, as_it_is, rows_before_heads, misaligned), k=3)
+    shapes = (2, 4, 300, head_dim), *[(2, 2, 290, head_dim)] * 2
+    tensors = [laid_out(layout, shape, dtype) for layout, shape in zip(layouts, shapes, strict=True)]
+    parts = {"soft_cap": 30.0, "alibi": torch.ones(4), "sinks": torch.zeros(4), "bias": torch.zeros(300, 290)}
+    parts = {name: part for name, part in parts.items() if rng.random() < 0.3}
+    options = {
+        "causal": rng.random() < 0.5, "window": rng.choice((None, None, (100, 0), (4095, -1))),
+        "impl": rng.choice((None, None, "hopper", "triton", "reference")),
+        "block_mask": ON_GPU if on_gpu else MASK if rng.random() < 0.7 or not parts else None,
+    }  # fmt: skip
+    if on_gpu:
+        tensors = [x.as_subclass(OnGpu) for x in tensors]
+        parts = {name: x if name == "soft_cap" else x.as_subclass(OnGpu) for name, x in parts.items()}
+    return tuple(tensors), options | ({"score": Score(**parts)} if parts else {})
 
 
 def launched(name: str, tensors: tuple[torch.Tensor, ...], params):
@@ -91,7 +129,8 @@ def launched(name: str, tensors: tuple[torch.Tensor, ...], params):
         plan = decode.launch.prepare(decode.launch.call_of(q, k, v, None, asked))
     elif plan is None:  # an input is copied first
         q, k, v = map(readable, tensors)
-        plan = FAMILIES[name].prepare(signature(params, q, k, q, k, v))
+        family = (FAMILIES if params.block_mask is None else MASKED)[name]
+        plan = family.prepare(signature(params, q, k, q, k, v))
     launch, *merge = plan.launches.launches
     assert len(merge) == (name == "decode" and params.config.split != "none")
     return launch
@@ -116,6 +155,10 @@ def agrees(choice, name: str, launch) -> bool:
     if name == "hopper":
         return (64, config.block_n) == (rows, keys) and launch.options["maxnreg"] == config.max_registers
     constants, options = launch.constants, launch.options
+    if "starts_ptr" in launch.pointers:  # the lists of a block mask
+        return (rows, keys, options["num_warps"], options["num_stages"]) == (
+            config.block_m, config.block_n, config.num_warps, config.num_stages
+        )  # fmt: skip
     return (rows, keys) == (config.block_m, config.block_n) and all(
         (
             constants["ORDER"] == config.order,
@@ -129,11 +172,10 @@ def agrees(choice, name: str, launch) -> bool:
     )
 
 
-def test_what_explain_says_is_what_runs(machine, ran):
-    name, on_gpu = machine
-    rng, seen = random.Random(f"explain {name}"), Counter()
-    for _ in range(DRAWS[name]):
-        tensors, options = draw(rng, on_gpu)
+def compare(calls, ran) -> Counter:
+    """How many calls each kernel ran, or refused. AssertionError if `explain` says otherwise of one."""
+    seen = Counter()
+    for tensors, options in calls:
         call = f"{[(tuple(x.shape), x.stride(), x.dtype) for x in tensors]} {options}"
         try:
             choice = explain(*tensors, **options)
@@ -150,10 +192,29 @@ def test_what_explain_says_is_what_runs(machine, ran):
         assert (kernel, params.config, params.window) == (choice.kernel, choice.configuration, choice.window)
         assert agrees(choice, kernel, launch), f"{call}: {choice}, but {launch}"
         seen[kernel] += 1
-        if kernel == "triton":
+        if kernel == "triton" and params.block_mask is None:
             seen[params.config.order] += 1
+        if tensors[2].shape[3] != tensors[0].shape[3]:
+            seen[f"{kernel}, values of their own width"] += 1
+    return seen
+
+
+def test_what_explain_says_is_what_runs(machine, ran):
+    name, on_gpu = machine
+    rng = random.Random(f"explain {name}")
+    seen = compare((draw(rng, on_gpu) for _ in range(DRAWS[name])), ran)
     expected = {"triton", "reference", "decode", "decode refused", "late", "two loops"}
     expected |= {"hopper", "hopper refused"} if name == "hopper" else {"hopper refused"}
+    expected.add(f"{'hopper' if name == 'hopper' else 'triton'}, values of their own width")
+    assert all(seen[what] >= 5 for what in expected), seen
+
+
+@pytest.mark.parametrize("machine", MASKED_DRAWS, indirect=True)
+def test_what_explain_says_runs_under_a_block_mask(machine, ran):
+    name, on_gpu = machine
+    rng = random.Random(f"explain {name}, masked")
+    seen = compare((draw_masked(rng, on_gpu) for _ in range(MASKED_DRAWS[name])), ran)
+    expected = {"triton", "reference", "hopper refused"} | ({"hopper"} if name == "hopper" else set())
     assert all(seen[what] >= 5 for what in expected), seen
 
 

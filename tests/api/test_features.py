@@ -556,6 +556,25 @@ def several_gpus(device) -> str:
     return "yes, `attnlib.distributed`: ring, all-gather, Ulysses, hybrid"
 
 
+@row("varlen sequences over several GPUs")
+def varlen_over_ranks(device) -> str:
+    """Two processes, forward and backward: tests/distributed/test_distributed.py. Here one rank."""
+    import torch.distributed as dist
+
+    from attnlib import attention_varlen
+    from attnlib.distributed import attention_varlen as over_ranks
+
+    q, k, v = (x[0].transpose(0, 1) for x in make_inputs(Shape(1, 2, 24, 8), device=device))
+    ends = torch.tensor([0, 5, 24], dtype=torch.int32, device=device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = over_ranks(q, k, v, ends, 19, causal=True)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(found, attention_varlen(q, k, v, ends, ends, 19, 19, causal=True))
+    return "yes, `attnlib.distributed.attention_varlen`: Ulysses"
+
+
 @row("heads over several GPUs, the projection's AllReduce under the next rows' work")
 def tensor_parallel(device) -> str:
     """Two processes, forward and backward: tests/distributed/test_output.py. Here one rank."""
@@ -594,6 +613,18 @@ def compiled(device) -> str:
     torch.compiler.reset()
     assert len(graphs) == 1 and "attnlib.attention_forward" in str(graphs[0].graph)
     return "yes"
+
+
+@row("under PyTorch's SDPA and `context_parallel`, in the place of its FlashAttention")
+def as_pytorchs_kernels(device) -> str:
+    """Right: tests/api/test_sdpa.py; the ring: tests/distributed/test_distributed.py."""
+    from torch.nn import attention as backends
+
+    from attnlib import sdpa
+
+    sdpa.register()
+    assert sdpa.NAME in backends.list_flash_attention_impls()
+    return "yes, `attnlib.sdpa`"
 
 
 class Layer(torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
+import triton.language as tl  # noqa: F401  (the interpreter asks for it)
 from cases import INTERPRETER_REMARKS
 from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode

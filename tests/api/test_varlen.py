@@ -196,8 +196,8 @@ MUTATIONS = [
              "end_k - tl.load(cu_k + tl.maximum(i_b - 1, 0))", "", WRONG_VALUES),
     Mutation("the diagonal is that of the longest sequence",
              "shift = S_k - S_q", "shift = tl.load(cu_k + 1) - tl.load(cu_q + 1)", "", WRONG_VALUES),
-    Mutation("rows are stored one too far", "VARLEN_ROWS - S_q + start, 0]",
-             "VARLEN_ROWS - S_q + start + 1, 0]", "", NOT_FINITE),
+    Mutation("rows are stored one too far", "tl.sub(VARLEN_ROWS, S_q) + start, 0]",
+             "tl.sub(VARLEN_ROWS, S_q) + start + 1, 0]", "", NOT_FINITE),
     Mutation("the LSE of every sequence is that of the first", "T_q + (end_q - S_q)", "T_q", "", "LSE: "),
 ]  # fmt: skip
 THREE = [(70, 70), (33, 100), (140, 150)]
@@ -215,8 +215,8 @@ def test_a_planted_bug_is_caught(mutation, use_source, device):
 
 def test_keys_of_the_next_sequence_would_be_seen(use_source, device):
     """The mask hides their scores, and their weights are 0; but 0 times NaN is NaN."""
-    source, right = inspect.getsource(forward_kernel), "end_k, i_kv, VARLEN_ROWS - S_k"
-    wrong = "tl.load(cu_k + 5), i_kv, VARLEN_ROWS - (tl.load(cu_k + 5) - end_k + S_k)"
+    source, right = inspect.getsource(forward_kernel), "end_k, i_kv, tl.sub(VARLEN_ROWS, S_k)"
+    wrong = "tl.load(cu_k + 5), i_kv, tl.sub(VARLEN_ROWS, tl.load(cu_k + 5) - end_k + S_k)"
     assert source.count(right) == 1
     use_source(source.replace(right, wrong))
     check_varlen(LENGTHS["many"][1:6], True, device=device)

@@ -1,5 +1,6 @@
 """The benchmark's judgment and bookkeeping, with the GPU replaced: what gets a speed, and what does not."""
 
+import contextlib
 import functools
 import importlib
 import json
@@ -203,8 +204,8 @@ def test_quantiles_interpolate():
     assert timing.summarize([4.0, 1.0, 3.0, 2.0, 5.0]) == pytest.approx((3.0, 1.8, 4.2))
 
 
-@pytest.mark.parametrize("cold", [True, False])
-def test_what_comes_before_a_call_is_outside_of_the_timed_span(monkeypatch, cold):
+@pytest.mark.parametrize(("cold", "clean"), [(True, False), (True, True), (False, False), (False, True)])
+def test_what_comes_before_a_call_is_outside_of_the_timed_span(monkeypatch, cold, clean):
     log = []
 
     class Event:
@@ -224,11 +225,15 @@ def test_what_comes_before_a_call_is_outside_of_the_timed_span(monkeypatch, cold
 
     buffer = types.SimpleNamespace(zero_=lambda: log.append("flush"))
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: buffer)
+    whole = types.SimpleNamespace(amax=lambda: log.append("read"))
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: whole)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: log.append("head start"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-    assert timing._record_ms(lambda: log.append("fn"), 2, cold) == [7.0, 7.0]
-    assert log == ["flush" if cold else "head start", "start", "fn", "end"] * 2 + ["wait"]
+    with timing.clean_l2() if clean else contextlib.nullcontext():
+        assert timing._record_ms(lambda: log.append("fn"), 2, cold) == [7.0, 7.0]
+    before = ["flush", *["read"] * clean] if cold else ["head start"]
+    assert log == [*before, "start", "fn", "end"] * 2 + ["wait"]
 
 
 @pytest.mark.parametrize(

@@ -162,3 +162,22 @@ def test_loops_of_sass():
     assert found.loops == ({"BRA": 1, "HGMMA": 1, "MUFU.EX2": 1}, {"BRA": 1, "HMMA": 1})
     assert found.opcodes["HGMMA"] == 2 and "NOP" not in found.opcodes and len(found.listing) == 11
     assert [len(listing) for listing in found.loop_listings] == [3, 2]
+    assert found.loop_stalls == ((), ())
+
+
+def test_stalls_of_sass():
+    """Bits 41 to 44 of the upper half of an instruction."""
+    text = """
+.L_x_1:
+    /*0020*/      HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;      /* 0x00e00000041879f0 */
+                                                                 /* 0x000fe6000ff00818 */
+    /*0030*/      NOP ;                                          /* 0x0000000000007918 */
+                                                                 /* 0x000fd00000000000 */
+    /*0040*/      MUFU.EX2 R3, R3 ;                              /* 0x0000000300037308 */
+                                                                 /* 0x000ff00000000800 */
+    /*0050*/ @!P0 BRA `(.L_x_1) ;                                /* 0x000000c4005c8947 */
+                                                                 /* 0x002fea0003800000 */
+    /*0060*/      EXIT ;                                         /* 0x000000000000794d */
+                                                                 /* 0x000fea0003800000 */
+"""
+    assert sass.read_sass(text).loop_stalls == ((3, 8, 5),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import pytest
@@ -78,6 +79,52 @@ def test_what_can_not_run_is_a_row(models, monkeypatch):
 
     monkeypatch.setattr(script, "measured", fails)
     assert {row["reason"] for row in script.rows(models, settings, 2, math.inf)} == {"RuntimeError: planted"}
+
+
+class Thread(threading.Thread):
+    """A process that is none. It can't be ended, so it has to end by itself."""
+
+    def terminate(self) -> None:
+        pass
+
+
+def test_processes_prepare_side_by_side_and_measure_one_after_the_other(monkeypatch):
+    settings = [script.Setting(cache, 1, 5, 3) for cache in ("static", "dynamic", "compiled")]
+    settings.append(script.Setting("compiled", 2, 5, 3))
+    assert script.groups(settings) == [[settings[2]], [settings[3]], settings[:2]]
+    asked = script.Asked(TINY, torch.float32, "cpu", 1, math.inf)
+    prepared, prepare = [], script.prepare
+
+    def noted(models, setting):
+        if setting.batch == 2:
+            raise RuntimeError("planted")
+        prepared.append(setting.cache)
+        prepare(models, setting)
+
+    monkeypatch.setattr(script, "prepare", noted)
+    found = list(script.side_by_side(asked, settings, time.monotonic() + 600, Thread))
+    told = [(row["cache"], row["impl"], row["status"]) for row in found]
+    impls = "attnlib", "sdpa", "sdpa (control)"
+    assert told[:4] == [*(("compiled", impl, "ok") for impl in impls), ("compiled", "attnlib", "failed")]
+    assert told[4:] == [(cache, impl, "ok") for cache in ("static", "dynamic") for impl in impls]
+    assert prepared == ["compiled", "static", "dynamic"] and found[3]["reason"] == "RuntimeError: planted"
+
+
+def test_what_is_not_ready_in_time_is_a_row(monkeypatch):
+    def work(asked, settings, pipe):
+        if settings[0].batch == 1:
+            pipe.send("ready")  # and ends
+        else:
+            time.sleep(5)
+
+    monkeypatch.setattr(script, "work", work)
+    asked = script.Asked(TINY, torch.float32, "cpu", 2, math.inf)
+    settings = [script.Setting("compiled", batch, 5, 3) for batch in (1, 2)]
+    begin = time.monotonic()
+    found = list(script.side_by_side(asked, settings, begin + 3, Thread))
+    status = {row["batch"]: row["status"] for row in found}
+    assert status == {1: "failed: its process ended", 2: "not run: not compiled in time"}
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

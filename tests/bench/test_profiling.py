@@ -371,6 +371,9 @@ def test_names_are_steps_package_and_peers():
     assert profile_target.function_of("fa3", 64) is None
     for name in profiling.implementations("backward"):
         profile_target.function_of(name, 64)
+    assert callable(sources.load_step("22_fp8").forward)
+    for job in profiling.beyond_jobs():
+        assert job["pass"] in profile_target.BEYOND and Shape.from_dict(job["shape"]).dtype == "float16"
     with pytest.raises(ValueError, match="impl: unknown 20_backward; expected of 01_naive"):
         profiling.jobs_of(["20_backward"], [SHAPE])
 
@@ -400,11 +403,41 @@ def test_the_books_record(monkeypatch, tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("direction", ["values", "decode"])
+def test_a_call_beyond_forward_and_backward(monkeypatch, direction):
+    """On a CPU, small: the kernels of Triton's interpreter."""
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    shapes = {"values": Shape(1, 2, 70, 64), "decode": Shape(1, 4, 1, 64, False, heads_kv=2, seqlen_k=100)}
+    shape = shapes[direction]
+    run = profile_target.prepared({"impl": "attnlib", "shape": shape.to_dict(), "pass": direction})
+    assert run.row["status"] == "ok", run.row
+    found = run.call()
+    assert found.shape == (1, 4, 1, 64) if direction == "decode" else found.role == "v"
+
+
+def test_beyond_has_a_table_of_its_own(monkeypatch, tmp_path):
+    jobs = profiling.beyond_jobs()
+    assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(jobs) == 12
+    Machine(monkeypatch, {impl: [("k", {})] for impl in {job["impl"] for job in jobs}})
+    monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
+    monkeypatch.setattr(records, "can_measure", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    header = records.provenance(profiling.method()) | {"gpu": {"name": "NVIDIA H200"}}
+    monkeypatch.setattr(records, "provenance", lambda method: header)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.main(["--profile", "--book", "--beyond"]) == 0
+    stored = records.read(tmp_path / "nvidia-h200" / "profile.json")["tables"]
+    assert set(stored) == {"beyond"} and len(stored["beyond"]["rows"]) == 12
+
+
 def test_command_line(monkeypatch, tmp_path, capsys):
     assert cli.main(["--profile"]) == 2 and "needs a CUDA GPU" in capsys.readouterr().err
     for wrong in (
         ["--profile", "--impl", "99_none"],
         ["--book"],
+        ["--beyond"],
+        ["--profile", "--beyond", "--impl", "attnlib"],
         ["--profile", "--book", "--impl", "attnlib"],
     ):
         with pytest.raises(SystemExit):

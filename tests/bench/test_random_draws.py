@@ -101,6 +101,30 @@ def test_processes_take_whole_pieces():
     assert list(random_draws.numbers(5, 4, 1)) == [5, 6, 7, 8]
 
 
+@pytest.mark.parametrize(("family", "kinds"), [("entmax", 13), ("distr", 14), ("monarch", 20)])
+def test_draws_of_what_is_not_softmax_attention(family, kinds):
+    of = random_draws.FAMILIES[family]
+    drawn = [of.draw(n) for n in range(1200)]
+    assert drawn == [of.draw(n) for n in range(1200)]
+    assert kinds <= len({of.kind(each) for each in drawn}) <= 30
+    for start in range(0, 1200, of.together):
+        piece = drawn[start : start + of.together]
+        assert len({of.kind(each).removesuffix(", masked") for each in piece}) == 1
+        assert len({each.case for each in piece}) == of.together
+
+
+@pytest.mark.parametrize("family", ["entmax", "monarch", "distr"])
+def test_a_draw_of_what_is_not_softmax_attention_is_checked(family, device):
+    def small(drawn) -> bool:
+        case = drawn.case
+        sizes = {"entmax": ("queries", "keys"), "monarch": ("tokens",), "distr": ("S",)}[family]
+        few = max(getattr(case, name) for name in sizes) < 70
+        return few and case.kind == "normal" and drawn.how != "hopper"
+
+    of = random_draws.FAMILIES[family]
+    of.check(next(filter(small, map(of.draw, range(10**5)))), device)
+
+
 SMALL = next(
     draw for draw in map(decode_draws.draw, range(0, 10**6, 16), [True] * 9999)
     if draw.page == 16 and draw.scales == "pairs" and draw.starts and len(draw.counts) == 2

@@ -124,6 +124,24 @@ def test_own_gpu_first_then_the_reference_gpu(data, monkeypatch):
     assert records.load("00_test", "a").rows == [{"x": "reference"}]
 
 
+def test_a_table_of_another_gpu_where_the_reference_has_none(data, monkeypatch):
+    pretend_gpu(monkeypatch)
+    records.table("00_test", "a", lambda: [{"x": "reference"}])
+    for name, date in (("NVIDIA H100 PCIe", "2026-11-24"), ("NVIDIA H100 80GB HBM3", "2026-11-23")):
+        pretend_gpu(monkeypatch, name, date)
+        for table in ("a", "b"):
+            records.table("00_test", table, lambda name=name: [{"x": name}], method={"gpus": 2})
+    pretend_no_gpu(monkeypatch)
+    assert records.load_anywhere("00_test", "a").rows == [{"x": "reference"}]
+    found = records.load_anywhere("00_test", "b")
+    assert found.rows == [{"x": "NVIDIA H100 PCIe"}], "the latest"
+    assert found.label == "replayed from 2 NVIDIA H100 PCIe, 2026-11-24"
+    with pytest.raises(RecordError, match="no table 'b'"):
+        records.load("00_test", "b")
+    with pytest.raises(RecordError, match="no table 'c'"):
+        records.load_anywhere("00_test", "c")
+
+
 def test_what_was_not_recorded_is_an_error(data, monkeypatch):
     with pytest.raises(RecordError, match="no record .*nvidia-h200.*00_test.json"):
         records.table("00_test", "speed", never)

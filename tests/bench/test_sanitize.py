@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 
 import pytest
+import sanitized
 import torch
 
 import attnlib
@@ -125,7 +126,7 @@ def test_what_did_not_run_to_its_end_does_not_pass(output, status, said):
 def test_the_calls_cover_both_kernels():
     found = list(sanitize.calls())
     for impl in ("hopper", "triton"):
-        mine = [call for call in found if isinstance(call, sanitize.Call) and call.impl == impl]
+        mine = [call for call in found if isinstance(call, sanitized.Call) and call.impl == impl]
         shapes = [call.shape for call in mine]
         assert {64, 128, 256} <= {s.head_dim for s in shapes}
         assert {True, False} == {s.causal for s in shapes} == {call.varlen for call in mine}
@@ -136,13 +137,24 @@ def test_the_calls_cover_both_kernels():
     decoding = [call for call in found if call.impl == "decode"]
     assert {call.split for call in decoding} == {"none", "fixed", "stream_k"}
     caches = {(call.page, call.same_launch) for call in decoding if call.scales is None}
-    assert caches == set(product((None, 16), (False, True)))
+    assert caches == {*product((None, 16), (False, True)), (64, False)}
     fp8 = {(call.page, call.scales) for call in decoding if call.scales}
     assert fp8 == set(product((None, 16, 64), ("all", "pairs")))
     quantized = [call for call in found if call.impl == "fp8"]
     assert {call.head_dim for call in quantized} == {64, 72, 128, 256}
     assert {(call.causal, call.varlen) for call in quantized} == set(product((True, False), repeat=2))
     assert {call.scaling for call in quantized} == {"block", "head", "tensor"}
+
+
+def test_the_calls_of_what_is_not_softmax_attention():
+    found = list(sanitize.calls())
+    assert {"entmax", "monarch", "kept"} <= {call.impl for call in found}
+    grouped = [call for call in found if isinstance(call, sanitized.DistrCall)]
+    assert {(call.impl, call.rows is None) for call in grouped} == set(
+        product(("hopper", "triton"), (True, False))
+    )
+    assert {call.masked for call in found if call.impl == "monarch"} == {True, False}
+    assert {call.head_dim for call in found if call.impl == "kept"} == {64, 128, 256}
 
 
 def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
@@ -160,7 +172,7 @@ def test_the_decoding_calls_run(device):
         if device == "cpu":
             on_a_cpu(patch)
         for call in small:
-            [out] = sanitize.run_decoding(call)
+            [out] = sanitize.run(call)
             assert out.isfinite().all() and not out[0].any()
 
 
@@ -171,7 +183,18 @@ def test_the_fp8_calls_run(monkeypatch):
         for name in ("attention_fp8", "attention_fp8_varlen"):
             monkeypatch.setattr(attnlib, name, partial(getattr(attnlib, name), impl="reference"))
     for call in (call for call in sanitize.calls() if call.impl == "fp8" and call.head_dim <= 72):
-        [out] = sanitize.run_fp8(call)
+        [out] = sanitize.run(call)
+        assert out.isfinite().all() and out.any()
+
+
+def test_calls_of_what_is_not_softmax_attention_run(monkeypatch):
+    """The smallest ones, in the interpreter where there is no GPU."""
+    if not torch.cuda.is_available():
+        on_a_cpu(monkeypatch)
+    chosen = [sanitized.MonarchCall(64, 45, 2, True), sanitized.DistrCall(64, 2, None, True, "triton")]
+    assert set(chosen) <= set(sanitize.calls())
+    for call in chosen:
+        [out] = sanitize.run(call)
         assert out.isfinite().all() and out.any()
 
 

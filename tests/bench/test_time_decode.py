@@ -42,7 +42,7 @@ def test_right_outputs_pass_and_wrong_ones_do_not(name, device):
     judge = time_decode.Judge(call, inputs)
     made = time_decode.implementations(inputs)
     ours = [impl for impl in made if impl.startswith("attnlib")]
-    assert len(ours) == 6 + (name == "batch")
+    assert len(ours) == 6 + 2 * (name == "batch")
     assert ("cudnn" in made) == ("flash" in made) == (name == "batch")
     for impl in ours:
         out = made[impl]()()
@@ -113,6 +113,12 @@ def test_tables_of_their_own_go_into_the_record(small, tmp_path, monkeypatch):
     assert time_decode.main(["--host", "--out", str(path)]) == 0
     second = json.loads(path.read_text())["tables"]
     assert set(first) == {"fp8"} and set(second) == {"fp8", "host"} and second["fp8"] == first["fp8"]
+    monkeypatch.setattr(time_decode, "CLEAN", [SMALL["ragged"]])
+    assert time_decode.main(["--clean", "--out", str(path)]) == 0
+    third = json.loads(path.read_text())
+    assert set(third["tables"]) == {"fp8", "host", "clean"} and "256 MiB read" in third["method"]["timer"]
+    ours = [row["impl"] for row in third["tables"]["clean"]["rows"] if row["impl"].startswith("attnlib")]
+    assert ours == ["attnlib", "attnlib, pages of 64", "attnlib (control)"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
@@ -125,18 +131,19 @@ def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
 def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
-    calls = {"ragged": [Call((40, 7), 4, 2, 16)], "fp8": [Call((40, 7), 4, 2, 16)]}
-    monkeypatch.setattr(tune_decode, "TUNED", calls)
+    monkeypatch.setattr(tune_decode, "TUNED", dict.fromkeys(tune_decode.PARTS, [Call((40, 7), 4, 2, 16)]))
     monkeypatch.setattr(tune_decode, "SWEEP", SHORT)
-    assert tune_decode.main() == 0
+    assert tune_decode.main([]) == 0
     shown = capsys.readouterr().out
     rows = [f"attnlib, {name}" for name in tune_decode.NEXT]
     rows += [f"attnlib fp8, {name}" for name in tune_decode.TILES]
-    controls_and_copies = 4 + 6
+    rows += [f"attnlib, pages of {page}{more}" for page in (16, 64) for more in ("", ", 3 stages")]
+    rows += [f"attnlib fp8, pages of {page}" for page in (16, 64)]
+    controls_and_copies = 4 + 4 + 5
     assert all(row in shown for row in rows) and shown.count("GB/s") == len(rows) + controls_and_copies
-    wrong = tune_decode.with_config
-    monkeypatch.setattr(tune_decode, "with_config", lambda *args: lambda: 2 * wrong(*args)())
-    assert tune_decode.main() == 1
+    right = tune_decode.with_config
+    monkeypatch.setattr(tune_decode, "with_config", lambda *args, **rest: lambda: 2 * right(*args, **rest)())
+    assert tune_decode.main(["--only", "pages"]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

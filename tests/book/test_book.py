@@ -498,7 +498,8 @@ def record(tmp_path, monkeypatch):
     gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
     gains.append(("attnlib (control)", 2, 25.3, 1.939))
     read = [
-        {"call": "S65536 dense", "status": "ok", "impl": w, "gpus": x, "ms": y, "speedup": z}
+        {"call": "S65536 dense", "causal": False, "seqlen": 65536, "status": "ok", "impl": w, "gpus": x,
+         "ms": y, "speedup": z}
         for w, x, y, z in gains
     ]
     read[-1]["control_of"] = "attnlib"

@@ -62,6 +62,11 @@ PLANTED = {
         ("in_four_goes", "third, mem, i_h, row, 2 *", "third, mem, i_h, row, 1 *", "not finite"),
         ("fits", "d // 2 + block_n // 2", "d // 2", "expected"),
     ),
+    "19_record": (
+        ("lazy_attention", "b_top > b_c + 8.0", "b_top > b_c", "the moves of"),
+        ("lazy_attention", "b_l * b_alpha, b_o", "b_l, b_o", "max error"),
+        ("lazy_attention", "tl.exp2(b_c - b_new)", "tl.exp2(b_c - b_top)", "max error|not finite"),
+    ),
     "20_backward": (
         ("grouped_dv", "i_h = i_kv * group + g", "i_h = i_kv * group + g * 0", "max error"),
         ("grouped_dv", "o_n[:, None] <= o_m[None, :]", "o_n[:, None] < o_m[None, :]", "max error"),
@@ -154,6 +159,13 @@ PLANTED = {
         ("LeanMLP", "(1 - sigma)", "sigma", "the gradient of x is off"),
         ("LeanMLP", "d_out.T @ (silu * b)", "d_out.T @ silu", "the gradient of down is off"),
         ("longest", "(middle, high) if", "(low, middle) if", "more than"),
+        ("adam", "b_m / one", "b_m", "off by"),
+        ("adam", "0.05 * b_g * b_g", "0.05 * b_g", "off by"),
+        ("adam", "(1 - 0.01 * rate)", "1.0", "rate 0.1: .* off by"),
+    ),
+    "42_context_parallel": (
+        ("merge_two", "(b_wb / b_sum)", "b_wb", "the output is off"),
+        ("merge_two", "b_max + tl.log(b_sum)", "tl.log(b_sum)", "the LSE is off"),
     ),
     "40_fastattention": (
         ("window_tile", "row - key - window, -M)", "row - key - window + 1, -M)", "scores are wrong"),

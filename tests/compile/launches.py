@@ -49,6 +49,7 @@ class _Recorder:
         num_stages: int = 3,
         maxnreg: int | None = None,
         launch_pdl: bool = False,  # says how to launch, not what
+        enable_fp_fusion: bool = True,  # as `inspect_sm90` compiles
         **kwargs: object,
     ) -> None:
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs

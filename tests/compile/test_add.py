@@ -18,8 +18,7 @@ ROW = "i64", "i32", "i32", "constexpr"
 CASES = [("bf16", 64), ("bf16", 128), ("fp16", 256), ("bf16", 40), ("fp32", 128)]
 
 
-@pytest.mark.parametrize("parts, D", CASES)
-def test_rows_are_vectors(parts, D):
+def source(parts: str, D: int) -> ASTSource:
     numbers = {"D": D, "BLOCK_M": BLOCK_M, "BLOCK_D": block_d(D)}
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(add_rows.arg_names):
@@ -33,7 +32,12 @@ def test_rows_are_vectors(parts, D):
         else:
             signature[name] = "constexpr" if name in numbers else "i32"  # H, S, start, count
             constants |= {(i,): numbers[name]} if name in numbers else {}
-    source = ASTSource(add_rows, signature, constants, attributes)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return ASTSource(add_rows, signature, constants, attributes)
+
+
+@pytest.mark.parametrize("parts, D", CASES)
+def test_rows_are_vectors(parts, D):
+    made = triton.compile(source(parts, D), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    ptx = made.asm["ptx"]
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx and ".local" not in ptx
     assert "ld.global.b16" not in ptx and "st.global.b16" not in ptx

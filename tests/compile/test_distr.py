@@ -12,7 +12,7 @@ from hopper_forward import compile_forward
 from launches import jobs_of
 
 from attnlib.bench import inspect_sm90
-from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels import distr
 from attnlib.kernels.common.distr import Grouping, Narrow
 from attnlib.kernels.distr import group_kernels
@@ -74,24 +74,17 @@ CASES = [
 ]  # fmt: skip
 
 
-def tensors(D: int, dtype: str) -> list[torch.Tensor]:
-    return [torch.zeros(1, heads, 512, D, dtype=getattr(torch, dtype)) for heads in (4, 2, 2)]
+def jobs(name: str, D: int, dtype: str, causal: bool) -> list[Job]:
+    q, k = (torch.zeros(1, heads, 512, D, dtype=getattr(torch, dtype)) for heads in (4, 2))
+    return jobs_of(group_kernels, lambda: distr.group(q, k, GROUPINGS[name], causal))
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, list[Stats]]:
     """All at once: the compiler's start-up costs more than a kernel."""
-    jobs, owners = [], []
-    for case in CASES:
-        name, D, dtype, causal = case
-        q, k, v = tensors(D, dtype)
-        found = jobs_of(group_kernels, lambda q=q, k=k, c=case: distr.group(q, k, GROUPINGS[c[0]], c[3]))
-        jobs += found
-        owners += [case] * len(found)
-    stats: dict[tuple, list[Stats]] = {}
-    for case, one in zip(owners, inspect_sm90.compile_all(jobs), strict=True):
-        stats.setdefault(case, []).append(one)
-    return stats
+    found = {case: jobs(*case) for case in CASES}
+    stats = iter(inspect_sm90.compile_all([job for of_case in found.values() for job in of_case]))
+    return {case: [next(stats) for _ in of_case] for case, of_case in found.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

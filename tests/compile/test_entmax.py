@@ -27,8 +27,8 @@ def jobs(head_dim: int, dtype: str, alpha: float, causal: bool) -> list[Job]:
     params = EntmaxParams(alpha, causal, 0.1, True)
 
     def call() -> None:
-        _, tau, flags = launch.forward(q, q, q, params)
-        launch_backward.backward(q, q, q, q, tau, flags, params)
+        out, tau, flags = launch.forward(q, q, q, params)
+        launch_backward.backward(q, q, q, q, out, tau, flags, params)
 
     launch.prepare.cache_clear()
     launch_backward.prepare.cache_clear()

@@ -19,7 +19,7 @@ SPANS = [timeline.Span("loop", timeline.before(LOOP, tile="end"), timeline.after
 def compiled() -> dict[str, Stats]:
     kernels = changed_kernels.variants(STEP, BASE)
     # A step on the way; loops that are the kernel's own, or poly3's and a multiply-add; plans for chapter 15.
-    for name in ("whole", "no_copies", "no_mask", "poly2", "poly4", "two", "two_q"):
+    for name in ("whole", "no_copies", "no_mask", "poly2", "poly4", "two", "two_q", "vexp_three"):
         del kernels[name]
     text = sources.kernel_source(sources.notebook_of(BASE))
     copy = timeline.of_text("37_stamped", text, kernels[BASE].attention, SPANS, range(65))

@@ -7,11 +7,12 @@ import torch
 from chosen import with_more
 from launches import jobs_of
 
-from attnlib.bench import inspect_sm90
-from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.bench import inspect_sm90, sass
+from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels import fp8
+from attnlib.kernels.common import device
 from attnlib.kernels.common.fp8 import Recipe
-from attnlib.kernels.fp8 import mean_kernels, quantize_kernels
+from attnlib.kernels.fp8 import launch_quantize, mean_kernels, quantize_kernels
 
 DIMS = (64, 128, 256)
 CASES = [
@@ -42,22 +43,20 @@ def name(case: tuple) -> str:
     return f"{role}-{recipe.scaling}-{how}-D{D}-{dtype}{'-varlen' * varlen}"
 
 
+def jobs(role: str, recipe: Recipe, D: int, dtype: str, varlen: bool) -> list[Job]:
+    x = torch.zeros(*((512, 2) if varlen else (1, 2, 512)), D, dtype=getattr(torch, dtype))
+    lengths = (torch.zeros(3, dtype=torch.int32), 512) if varlen else ()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "overlaps", lambda index: True)
+        return jobs_of((quantize_kernels, mean_kernels), lambda: fp8.quantize(x, role, recipe, *lengths))
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, list[Stats]]:
     """All at once: the compiler's start-up costs more than a kernel."""
-    jobs, owners = [], []
-    for case in CASES:
-        role, recipe, D, dtype, varlen = case
-        x = torch.zeros(*((512, 2) if varlen else (1, 2, 512)), D, dtype=getattr(torch, dtype))
-        lengths = (torch.zeros(3, dtype=torch.int32), 512) if varlen else ()
-        modules = quantize_kernels, mean_kernels
-        found = jobs_of(modules, lambda x=x, r=(role, recipe, *lengths): fp8.quantize(x, *r))
-        jobs += found
-        owners += [case] * len(found)
-    stats: dict[tuple, list[Stats]] = {}
-    for case, one in zip(owners, inspect_sm90.compile_all(jobs), strict=True):
-        stats.setdefault(case, []).append(one)
-    return stats
+    found = {case: jobs(*case) for case in CASES}
+    stats = iter(inspect_sm90.compile_all([job for of_case in found.values() for job in of_case]))
+    return {case: [next(stats) for _ in of_case] for case, of_case in found.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -73,6 +72,18 @@ def test_compiles(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
         assert bool(stats.opcodes.get("HGMMA")) == rotated, "the rotation is a product on tensor cores"
         if dtype != "float32":
             assert not stats.opcodes.get("HMMA")
+
+
+def test_passes_over_values_keep_memory_busy(compiled: dict[tuple, list[Stats]]) -> None:
+    """Of each pass over centered values four programs fit on an SM, and a thread of theirs asks for 64 bytes
+    before it uses the first of them."""
+    for D in DIMS:
+        summing, _, quantizing = compiled["v", Recipe(), D, "bfloat16", False]
+        for stats in (summing, quantizing):
+            assert stats.ctas_per_sm >= launch_quantize.SUMMING and stats.num_warps == 8
+            loads = [i for i, text in enumerate(stats.listing) if "LDG.E.128" in text]
+            between = {sass.opcode(text) for text in stats.listing[loads[0] : loads[3]]}
+            assert not between & {"PRMT", "FMNMX", "FADD", "STS", "BAR"}
 
 
 def test_loads_feed_the_tensor_core(compiled: dict[tuple, list[Stats]]) -> None:

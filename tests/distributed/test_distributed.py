@@ -79,6 +79,29 @@ def test_in_a_compiled_function(two):
     assert max(two.run(jobs.compiled)) <= EXACT
 
 
+def test_as_the_kernels_of_pytorchs_ring(two):
+    assert max(two.run(jobs.ring_of_pytorch)) <= 4 * EXACT
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (False, (6, 2))])
+def test_varlen(two, causal, window):
+    assert all(error <= EXACT for found in two.run(jobs.varlen, causal, window) for error in found)
+
+
+BAD_VARLEN = {
+    "heads": "ValueError: q: expected a multiple of 2 heads, which the ranks share, got 3",
+    "keys": "ValueError: k: expected 20 tokens as q has on this rank, got 10",
+    "unlike": "ValueError: max_seqlen: expected the same on all ranks of the group, got 20 on rank 0 and 30 "
+    "on rank 1",
+    "values": "ValueError: cu_seqlens_q: expected values that never go down, got 20 after 30 at index 2",
+}
+
+
+@pytest.mark.parametrize("what", BAD_VARLEN)
+def test_a_mistake_with_varlen(two, what):
+    assert two.run(jobs.bad_varlen, what) == [BAD_VARLEN[what]] * 2
+
+
 def test_positions(two):
     found = two.run(jobs.where)
     assert found[0][0] == found[0][1] == [0, 1, 2, 3, 12, 13, 14, 15]

@@ -55,6 +55,30 @@ def test_instructions_of_floats() -> None:
     asm = "{ .reg .pred q; setp.nan.f32 q, $1, $1; @q pmevent 0; mov.b32 $0, $1; @q mov.b32 $0, 0; }"
     run(elementwise, (1,), x, y, asm, "=f,f", gl.float32)
     assert y.tolist() == x.nan_to_num(0.0, math.inf).tolist()
+    for asm, expected in (
+        ("add.f32 $0, $1, 0f3F800000;", x + 1),
+        ("max.f32 $0, $1, 0f3F800000;", torch.fmax(x, torch.ones(8))),
+        ("neg.f32 $0, $1;", -x),
+        ("fma.rn.f32 $0, $1, $1, $1;", x * x + x),
+        ("ex2.approx.ftz.f32 $0, $1;", x.exp2()),
+    ):
+        run(elementwise, (1,), x, y, asm, "=f,f", gl.float32)
+        torch.testing.assert_close(y, expected, equal_nan=True)
+    above = "{ .reg .pred q; setp.gtu.f32 q, $1, 0f40000000; mov.b32 $0, 0; @q mov.b32 $0, 0f3F800000; }"
+    run(elementwise, (1,), x, y, above, "=f,f", gl.float32)
+    assert y.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]  # also where there is no number
+    either = above.replace("; mov", "; setp.gtu.or.f32 q, 0f00000000, $1, q; mov", 1)
+    run(elementwise, (1,), x, y, either, "=f,f", gl.float32)
+    assert y.tolist() == [0, 0, 1, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_two_numbers_in_a_word(half: torch.dtype) -> None:
+    x, y = torch.tensor([0.1, 1, -2, 0.5, 70, 3, -0.0, 8]), torch.zeros(8, dtype=torch.int32)
+    name = "f16" if half == torch.float16 else "bf16"
+    run(elementwise, (1,), x, y, f"cvt.rn.{name}x2.f32 $0, 0f40000000, $1;", "=r,f", gl.int32)
+    low, high = y.view(half).view(8, 2).T
+    assert torch.equal(low, x.to(half)) and bool((high == 2).all())
 
 
 def test_clocks_go_on_and_an_unknown_instruction_is_refused() -> None:
@@ -83,6 +107,58 @@ def test_a_vote_is_of_the_16_rows_of_a_warp(row: int) -> None:
     y = torch.zeros(64, dtype=torch.int32)
     run(vote, (1,), torch.tensor([row], dtype=torch.int32), y)
     assert y.nonzero().ravel().tolist() == list(range(row // 16 * 16, row // 16 * 16 + 16))
+
+
+@gluon.jit
+def exchange(y_ptr, LANES: gl.constexpr):
+    rows = gl.arange(0, 64)
+    asm: gl.constexpr = swap(LANES)
+    found = gl.inline_asm_elementwise(asm, "=r,=r,r,r", [rows], dtype=gl.int32, is_pure=False, pack=2)
+    gl.store(y_ptr + rows, found)
+
+
+@gluon.constexpr_function
+def swap(lanes):
+    return "".join(f"shfl.sync.bfly.b32 ${i}, ${i + 2}, {lanes}, 31, 0xffffffff;" for i in (0, 1))
+
+
+@pytest.mark.parametrize(("lanes", "expected"), [(1, 0), (2, 0), (4, 1), (16, 4)])
+def test_an_exchange_is_of_threads(lanes: int, expected: int) -> None:
+    """Four threads have a row."""
+    y = torch.zeros(64, dtype=torch.int32)
+    run(exchange, (1,), y, lanes)
+    assert y.tolist() == [row ^ expected for row in range(64)]
+
+
+@gluon.constexpr_function
+def two_types():
+    return gl.int32, gl.float32
+
+
+@gluon.constexpr_function
+def first_of_a_thread():
+    """Its first register, and its number."""
+    return "".join(f"mov.b32 ${i}, $16; mov.b32 ${i + 8}, ${i + 16};" for i in range(8))
+
+
+@gluon.jit
+def several(x_ptr, y_ptr, z_ptr):
+    o = gl.arange(0, 1024).reshape([64, 4, 4])
+    asm: gl.constexpr = first_of_a_thread()
+    form: gl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f"
+    x = gl.load(x_ptr + o)
+    y, z = gl.inline_asm_elementwise(asm, form, [x], dtype=two_types(), is_pure=False, pack=8)
+    gl.store(y_ptr + o, y)
+    gl.store(z_ptr + o, z)
+
+
+def test_several_results_of_all_elements_of_a_thread() -> None:
+    x, y, z = torch.arange(1024.0), torch.zeros(1024, dtype=torch.int32), torch.zeros(1024)
+    run(several, (1,), x, y, z)
+    assert torch.equal(x, z)
+    rows, columns = torch.arange(64)[:, None, None], torch.arange(4)[None, None, :]
+    first = (rows - rows % 16 + rows % 8) * 16 + columns  # 8 rows further up, of the first four columns
+    assert torch.equal(y.view(64, 4, 4), first.expand(64, 4, 4).int())
 
 
 @gluon.constexpr_function

@@ -1,14 +1,18 @@
 """Tokens per second of transformers' `generate()` on this GPU, with attention by attnlib and by SDPA.
 
-    python tests/gpu/measure_generate.py             about 5 minutes; figures/data/<gpu>/generate.json
-    python tests/gpu/measure_generate.py --caches dynamic --prompts 512         less, no record
+    python tests/gpu/measure_generate.py                   about 150 seconds; figures/data/<gpu>/generate.json
+    python tests/gpu/measure_generate.py --caches static,compiled  these tables, beside those in it
+    python tests/gpu/measure_generate.py --prompts 512     less, no record
 
 A Llama of 1.2 billion parameters (the shape of `book.training`'s "1B"), random weights, bfloat16 or, with
 --dtype, float16; greedy search, so that every step is one token for each sequence. One table for each cache:
 "dynamic" grows, "static" has a fixed size, "compiled" is static with the steps after the prompt compiled, as
-generate() does unless it is told otherwise. Compiling takes most of the time, so that table comes last, and
-what is not begun after --seconds is a row that says so.
-`ms` is that of a step, the mean over all tokens but the first, and `prompt_ms` the time to the first token;
+generate() does unless it is told otherwise.
+Compiling is most of the time, so each compiled call has a process of its own, all of them prepare side by
+side, and what is not ready after two thirds of --seconds is ended. Then one process after the other measures,
+while the others wait: compiled calls first, long prompts first. Tables are written as they come; what is not
+begun after --seconds is a row that says so.
+`ms` is that of a step, the median over all tokens but the first, and `prompt_ms` the time to the first token;
 both are medians over rounds, in which attnlib, SDPA and SDPA again, the control, take turns in shuffled
 order. Each is told by the host's clock when the GPU is done with a token, for which generate() waits anyway.
 Before, the logits of one step from the cache are held against those of the same weights in float32: attnlib's
@@ -22,12 +26,15 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import multiprocessing
+import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +58,12 @@ CACHES: dict[str, dict[str, Any]] = {
     "compiled": {"cache_implementation": "static"},
 }
 """Options of generate()."""
-BATCHES, PROMPTS = (1, 16), (512, 8192)
-ROUNDS, TOKENS = 5, 33
+BATCHES, PROMPTS = (1, 16), (8192, 512)
+ROUNDS, TOKENS = 4, 33
+READY = 2 / 3
+"""Of the time: what has not compiled by then is ended."""
+THREADS = "4"
+"""Of each process's compiler."""
 ALLOWED = 1.25
 """Of the error that SDPA's logits have."""
 SUMS = 1e-6
@@ -69,7 +80,7 @@ class Setting(NamedTuple):
 
 
 def build(shape: LlamaShape, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Implementation -> a model; both have the same weights."""
+    """Implementation -> a model; both have the same weights, in the same memory."""
     attnlib.hf.register()
     config = transformers.LlamaConfig(
         vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.hidden,
@@ -84,6 +95,9 @@ def build(shape: LlamaShape, dtype: torch.dtype, device: str) -> dict[str, Any]:
         settings._attn_implementation = impl
         with torch.device(device):
             models[impl] = transformers.LlamaForCausalLM(settings).to(dtype).eval()
+        if impl != OURS:
+            models[impl].load_state_dict(models[OURS].state_dict(), assign=True)
+            models[impl].tie_weights()
         assert models[impl].config._attn_implementation == impl
     return models
 
@@ -142,7 +156,7 @@ class Clock(transformers.StoppingCriteria):
 
 
 class Run(NamedTuple):
-    """Of one call of generate(): ms to the first token, mean ms of the others, and the tokens."""
+    """Of one call of generate(): ms to the first token, median ms of the others, and the tokens."""
 
     prompt_ms: float
     step_ms: float
@@ -161,18 +175,24 @@ def generate(model, ids: torch.Tensor, setting: Setting) -> Run:
     times = clock.times
     if len(times) != new or out.shape[1] != ids.shape[1] + new:
         raise RuntimeError(f"expected {new} tokens, got {len(times)} steps and {tuple(out.shape)}")
-    steps = (times[-1] - times[0]) / (new - 1)
-    return Run(1e3 * (times[0] - begin), 1e3 * steps, out[:, ids.shape[1] :])
+    step = statistics.median(after - before for before, after in pairwise(times))
+    return Run(1e3 * (times[0] - begin), 1e3 * step, out[:, ids.shape[1] :])
+
+
+def prepare(models: Mapping[str, Any], setting: Setting) -> None:
+    """What compiles does so now; a compiled step records its graph the second time."""
+    ids = prompts(models[OURS], setting.batch, setting.prompt)
+    for impl in (OURS, THEIRS):
+        vars(models[impl]).pop("_previous_max_cache_length", None)  # or short prompts get a long one's cache
+        for _ in range(2):
+            generate(models[impl], ids, setting)
 
 
 def measured(models: Mapping[str, Any], setting: Setting, rounds: int) -> list[dict[str, Any]]:
-    """A row for each implementation, and the control; what compiles does so before the rounds."""
+    """A row for each implementation, and the control, after `prepare`."""
     shape = shape_of(models[OURS], setting)
     ids = prompts(models[OURS], setting.batch, setting.prompt)
     parts = {(OURS, False): OURS, (THEIRS, False): THEIRS, (THEIRS, True): THEIRS}
-    for impl in (OURS, THEIRS):
-        for _ in range(2):  # a compiled step records its graph the second time
-            generate(models[impl], ids, setting)
     runs: dict[tuple[str, bool], list[Run]] = {part: [] for part in parts}
     for number in range(rounds):
         for part in random.Random(number).sample(list(parts), len(parts)):
@@ -210,8 +230,18 @@ def summary(times: Sequence[float]) -> dict[str, Any]:
     return {"ms": statistics.median(times), **ends, "round_ms": list(times)}
 
 
+def attempt(setting: Setting, missing: dict[str, Any], step: Callable[[], list | None]) -> list:
+    """The rows that a step makes; what fails is a row that says why."""
+    try:
+        return step() or []
+    except torch.OutOfMemoryError:
+        return [missing | {"status": "out of memory"}]
+    except Exception as error:  # of transformers or a compiler: the other settings go on
+        return [missing | {"status": "failed", "reason": f"{type(error).__name__}: {brief(error)}"}]
+
+
 def rows(
-    models: Mapping[str, Any], settings: Sequence[Setting], rounds: int, until: float
+    models: Mapping[str, Any], settings: Sequence[Setting], rounds: int, until: float, prepared: bool = False
 ) -> Iterator[dict[str, Any]]:
     """All rows; what fails or has no time left is a row that says why."""
     checked: dict[tuple[str, int], str] = {}
@@ -220,22 +250,113 @@ def rows(
         if time.monotonic() > until:
             yield missing | {"status": "not run: no time was left"}
             continue
-        try:
+
+        def judged_and_measured(setting=setting, missing=missing) -> list[dict[str, Any]]:
             place = setting.cache, setting.batch
             if place not in checked:
-                ids = prompts(models[OURS], setting.batch, min(setting.prompt, PROMPTS[0]))
+                ids = prompts(models[OURS], setting.batch, min(setting.prompt, *PROMPTS))
                 checked[place] = wrong(errors(models, ids, setting.cache))
             if checked[place]:
-                yield missing | {"status": "wrong", "reason": checked[place]}
-            else:
-                yield from measured(models, setting, rounds)
-        except torch.OutOfMemoryError:
-            yield missing | {"status": "out of memory"}
-        except Exception as error:  # of transformers or a compiler: the other settings go on
-            yield missing | {"status": "failed", "reason": f"{type(error).__name__}: {brief(error)}"}
+                return [missing | {"status": "wrong", "reason": checked[place]}]
+            if not prepared:
+                prepare(models, setting)
+            return measured(models, setting, rounds)
+
+        yield from attempt(setting, missing, judged_and_measured)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- processes
+
+
+class Asked(NamedTuple):
+    """What all processes do. until: by `time.monotonic`, which they share."""
+
+    shape: LlamaShape
+    dtype: torch.dtype
+    device: str
+    rounds: int
+    until: float
+
+
+def work(asked: Asked, settings: list[Setting], pipe: Connection) -> None:
+    """One process: prepares what compiles, says so, and when it is told to measures and sends rows, and None
+    at the end."""
+    models = build(asked.shape, asked.dtype, asked.device)
+    compiled = settings[0].cache == "compiled"
+    failed = []
+    if compiled:
+        missing = about(OURS, settings[0], shape_of(models[OURS], settings[0]))
+        failed = attempt(settings[0], missing, lambda: prepare(models, settings[0]))
+    pipe.send("ready")
+    pipe.recv()
+    for row in failed or rows(models, settings, asked.rounds, asked.until, compiled):
+        pipe.send(row)
+    pipe.send(None)
+
+
+def groups(settings: Sequence[Setting]) -> list[list[Setting]]:
+    """The settings of each process: compiled ones alone, and first."""
+    compiled = [[setting] for setting in settings if setting.cache == "compiled"]
+    others = [setting for setting in settings if setting.cache != "compiled"]
+    return [*compiled, *([others] if others else [])]
+
+
+def side_by_side(
+    asked: Asked, settings: Sequence[Setting], ready_by: float, start: Callable = None
+) -> Iterator[dict[str, Any]]:
+    """Rows of all processes, as they come. start: what makes a process of (target, args)."""
+    start = start or multiprocessing.get_context("spawn").Process
+    processes = []
+    for group in groups(settings):
+        here, there = multiprocessing.Pipe()
+        process = start(target=work, args=(asked, group, there), daemon=True)
+        process.start()
+        processes.append((process, here, group))
+    waiting = {here: process for process, here, _ in processes}
+    while waiting and time.monotonic() < ready_by:
+        ready = wait(list(waiting), timeout=min(1.0, max(0.0, ready_by - time.monotonic())))
+        ended = [pipe for pipe, process in waiting.items() if not process.is_alive()]
+        for pipe in {*ready, *ended}:
+            del waiting[pipe]
+    for process, pipe, group in processes:
+        if pipe in waiting:
+            process.terminate()
+            yield from (lost(asked, setting, "not run: not compiled in time") for setting in group)
+    for process, pipe, group in processes:
+        if pipe in waiting:
+            continue
+        done = set()
+        try:
+            received(pipe, process)
+            pipe.send("go")
+            while (row := received(pipe, process)) is not None:
+                done.add((row["cache"], row["call"]))
+                yield row
+        except (EOFError, OSError):
+            pass
+        told = (lost(asked, setting, "failed: its process ended") for setting in group)
+        yield from (row for row in told if (row["cache"], row["call"]) not in done)
+        process.join(10)
+
+
+def received(pipe: Connection, process: Any) -> Any:
+    """What a process sends next. EOFError if it has ended."""
+    while not pipe.poll(1):
+        if not process.is_alive() and not pipe.poll():
+            raise EOFError
+    return pipe.recv()
+
+
+def lost(asked: Asked, setting: Setting, status: str) -> dict[str, Any]:
+    """The row of a setting whose process is not there any more."""
+    shape, dtype = asked.shape, str(asked.dtype).removeprefix("torch.")
+    heads = Shape(
+        setting.batch, shape.heads, 1, shape.head_dim, False, dtype, shape.kv_heads, setting.prompt + 1
+    )
+    return about(OURS, setting, heads) | {"status": status}
 
 
 def show(row: Mapping[str, Any]) -> str:
@@ -254,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="(default: %(default)s)")
     parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)), help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=240, help="begin nothing after them (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=150, help="begin nothing after them (%(default)s)")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/generate.json)")
     args = parser.parse_args(argv)
     caches, sides = args.caches.split(","), (args.batches, args.prompts)
@@ -264,27 +385,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    until = time.monotonic() + args.seconds
+    begin = time.monotonic()
     settings = [Setting(*x) for x in product(caches, batches, lengths)]
-    models = build(SHAPES["1B"], getattr(torch, args.dtype), "cuda")
-    tables: dict[str, dict[str, list]] = {name: {"rows": []} for name in caches}
-    for row in rows(models, settings, ROUNDS, until):
-        print(show(row), flush=True)
-        tables[row["cache"]]["rows"].append(row)
-    found = [row for table in tables.values() for row in table["rows"]]
-    bad = [row for row in found if row["status"] in ("wrong", "failed")]
-    whole = (caches, batches, lengths) == (list(CACHES), list(BATCHES), list(PROMPTS))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = THREADS
+    asked = Asked(SHAPES["1B"], getattr(torch, args.dtype), "cuda", ROUNDS, begin + args.seconds)
+    whole = (set(batches), set(lengths)) == (set(BATCHES), set(PROMPTS))
+    path = None
     if args.out or whole:
-        parameters = sum(p.numel() for p in models[THEIRS].parameters())
         header = records.provenance({
             "timed": "wall time between tokens of generate(); medians of rounds in shuffled order",
-            "rounds": ROUNDS, "new_tokens": TOKENS, "parameters": parameters, "dtype": args.dtype,
-            "transformers": transformers.__version__,
+            "rounds": ROUNDS, "new_tokens": TOKENS, "parameters": SHAPES["1B"].parameters,
+            "dtype": args.dtype, "transformers": transformers.__version__,
         })  # fmt: skip
         path = records.report_path("generate", header, args.out)
-        records.write_report(path, {"notebook": "generate", **header}, tables)
+    tables: dict[str, list] = {name: [] for name in caches}
+    for row in side_by_side(asked, settings, begin + READY * args.seconds):
+        print(show(row), flush=True)
+        tables[row["cache"]].append(row)
+        if path:
+            records.add_table(path, {"notebook": "generate", **header}, row["cache"], tables[row["cache"]])
+    if path:
         print(path)
-    return int(bool(bad))
+    found = [row for table in tables.values() for row in table]
+    return int(any(row["status"] != "ok" and not row["status"].startswith("not run") for row in found))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ host memory. `peak_bytes` is what PyTorch allocated at most in a step, `reserved
 took, `ms` the median of the steps after one that warms up. `predicted_bytes` and `predicted_ms` are
 `attnlib.book.training`'s and `training_time`'s, with rates that were set before; `rated_ms` is the same
 formula with the rates of this machine, which the tables `rates_1`, ... have: they are measured first.
+`mended_bytes`, `mended_ms` and `mended_rated_ms` are the formulas as they were mended after the first run,
+the times with the rates of `machine_of` this card and with those measured.
 
 The most telling settings come first, and the record is written after each. So a run that is cut off, or whose
 --seconds are over, is taken up by the next one: it measures what is not there. A setting in which the process
@@ -49,10 +51,16 @@ from attnlib.book.live_bytes import LiveBytes  # noqa: E402
 from attnlib.book.llama import ATTEND  # noqa: E402
 from attnlib.book.trainer import Trainer  # noqa: E402
 from attnlib.book.training import SHAPES, LlamaShape, Training, memory  # noqa: E402
-from attnlib.book.training_time import Machine, offloaded, step_ms  # noqa: E402
+from attnlib.book.training_time import (  # noqa: E402
+    Machine,
+    machine_of,
+    mended_ms,
+    offloaded,
+    step_ms,
+)
 
 RECORD, RANK, STEPS, LONG_MS = "training_memory", 16, 3, 1500
-"""A step that is predicted to take longer than LONG_MS is timed once."""
+"""A step that is predicted to take longer than LONG_MS is timed once, by the formula that says more."""
 LOSS_TOLERANCE = 2e-3
 """Relative difference of the losses of the first step: bfloat16, the same initial values."""
 TINY = LlamaShape(2, 32, 4, 2, 8, 96, 64)
@@ -95,13 +103,17 @@ def several(count: int) -> Iterator[tuple[str, Training]]:
                 yield model, Training(context, 1, "attnlib", checkpointing, lora, zero, count)
 
     yield from spread("1B", 4096)
-    yield from spread("8B", 4096, "layer", (3, 2, 1))
-    yield from spread("1B", 16384, "layer")
+    yield from spread("0.1B", 4096)
+    for zero in (3, 1):
+        yield "1B", Training(4096, zero=zero, gpus=count, offload=True)
+    yield from spread("8B", 4096, "layer", (3,))
+    yield from spread("1B", 16384, "layer", (3, 2))
+    yield from spread("1B", 65536, "selective", (3, 2))
+    yield from spread("8B", 4096, "layer", (2, 1))
     yield from spread("8B", 16384, "layer", (3, 2))
+    yield from spread("1B", 16384, "layer", (1, 0))
     yield "1B", Training(4096, zero=2, gpus=count, offload=True)
     yield from spread("8B", 4096, "none", (3,))
-    yield from spread("1B", 65536, "selective", (3, 2))
-    yield from spread("0.1B", 4096)
     yield from spread("8B", 65536, "layer", (3,))
 
 
@@ -185,12 +197,15 @@ def mean_of(loss: torch.Tensor) -> float:
     return loss.item()
 
 
-def predicted(name: str, how: Training, machine: Machine) -> dict[str, Any]:
+def predicted(name: str, how: Training, machine: Machine, card: Machine) -> dict[str, Any]:
+    """machine: rates that were measured; card: those that were written before."""
     shape = SHAPES.get(name, TINY)
     return {
         "model": name, "parameters": shape.parameters, **{key: asdict(how)[key] for key in HOW},
         "predicted_bytes": memory(shape, how, inside=False).peak,
         "predicted_ms": step_ms(shape, how, Machine()), "rated_ms": step_ms(shape, how, machine),
+        "mended_bytes": memory(shape, how).peak,
+        "mended_ms": mended_ms(shape, how, card), "mended_rated_ms": mended_ms(shape, how, machine),
         "host_bytes": offloaded(shape, how),
     }  # fmt: skip
 
@@ -200,7 +215,8 @@ def row_of(name: str, how: Training, row: dict[str, Any], device: str) -> dict[s
     if how.lora is not None:
         row |= {"adapters": "peft" if by_peft else "attnlib.book"}
     try:
-        row |= measured(shape, how, device, row["predicted_ms"] > LONG_MS, by_peft)
+        long = max(row["predicted_ms"], row["mended_ms"]) > LONG_MS
+        row |= measured(shape, how, device, long, by_peft)
     except torch.OutOfMemoryError as error:
         row |= {"status": "out of memory", "reason": brief(error)}
         if how.gpus > 1:  # the other ranks may be waiting for this one
@@ -268,12 +284,12 @@ def attention_rates(kind: str, dim: int) -> tuple[float, float]:
     return flops / ahead / 1e12, 2.5 * flops / back / 1e12
 
 
-def rate_rows(machine: Machine) -> list[dict[str, Any]]:
-    rows = [{"rate": name, "measured": getattr(machine, name), "before": getattr(Machine(), name)}
+def rate_rows(machine: Machine, card: Machine) -> list[dict[str, Any]]:
+    rows = [{"rate": name, "measured": getattr(machine, name), "before": getattr(card, name)}
             for name in ("products", "memory", "link", "bus", "cpu", "host")]  # fmt: skip
     for kind, by_dim in machine.attention.items():
         for dim, found in by_dim.items():
-            expected = Machine().attends(kind, dim)
+            expected = card.attends(kind, dim)
             rows += [{"rate": f"{kind}, D = {dim}, {name}", "measured": found[i], "before": expected[i]}
                      for i, name in enumerate(("forward", "backward"))]  # fmt: skip
     return rows
@@ -314,12 +330,15 @@ def show(row: dict[str, Any]) -> str:
     where = f"ZeRO {row['zero']}" + (", host" if row["offload"] else "")
     head = f"{row['model']:5} {row['context']:6} {row['attention']:8} {row['checkpointing']:9} {lora:8} "
     head += f"{where:12}"
-    expected = f"predicted {row['predicted_bytes'] / 1e9:7.2f} GB {row['predicted_ms']:8.1f} ms"
+    # A record from before has no mended predictions.
+    row = {f"mended_{name}": row.get(f"predicted_{name}") for name in ("bytes", "ms")} | row
+    expected = f"predicted {row['mended_bytes'] / 1e9:7.2f} GB {row['mended_ms']:8.1f} ms"
     if "ms" not in row:
         return f"{head} {row['status']:30} {expected} {row.get('reason', '')}"
-    memory_of, time_of = row["peak_bytes"] / row["predicted_bytes"], row["ms"] / row["predicted_ms"]
+    memory_of, time_of = row["peak_bytes"] / row["mended_bytes"], row["ms"] / row["mended_ms"]
+    rated = row["ms"] / row.get("mended_rated_ms", row["rated_ms"])
     return (f"{head} {row['peak_bytes'] / 1e9:7.2f} GB {row['ms']:8.1f} ms, {expected}: {memory_of:.3f}, "
-            f"{time_of:.2f} ({row['ms'] / row['rated_ms']:.2f} by this machine's rates); "
+            f"{time_of:.2f} ({rated:.2f} by this machine's rates); "
             f"loss {row['first_loss']:.4f}")  # fmt: skip
 
 
@@ -353,7 +372,7 @@ def fits(row: dict[str, Any], device: str) -> bool:
     if device == "cpu":
         return True
     room = torch.cuda.get_device_properties(0).total_memory
-    return row["predicted_bytes"] < (1.1 if row["gpus"] == 1 else 0.93) * room
+    return row["mended_bytes"] < (1.1 if row["gpus"] == 1 else 0.93) * room
 
 
 def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
@@ -363,11 +382,12 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
     elif count > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=count)
     machine = measured_machine() if args.device == "cuda" else Machine()
+    card = machine_of(torch.cuda.get_device_name() if args.device == "cuda" else None)
     book = Book(args, count) if rank == 0 else None
     if book:
-        book.write(f"rates_{count}", rate_rows(machine))
+        book.write(f"rates_{count}", rate_rows(machine, card))
     for name, how in chosen(args, count):
-        row = predicted(name, how, machine)
+        row = predicted(name, how, machine, card)
         todo = shared(not book.known(row) and time.monotonic() < begin + args.seconds if book else None)
         if not todo:
             continue
@@ -382,7 +402,7 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
             print(show(row), flush=True)
     if not book:
         return 0
-    keys = [key_of(predicted(name, how, machine)) for name, how in chosen(args, count)]
+    keys = [key_of({"model": name, **asdict(how)}) for name, how in chosen(args, count)]
     left = [key for key in keys if key not in book.rows]
     bad = disagreeing(list(book.rows.values()))
     print("\n".join([f"{len(left)} settings are left for another run", *bad, str(book.path)]), flush=True)
@@ -397,7 +417,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1, help="without torchrun; 1 or all (default: 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--again", action="store_true", help="measure what the record has, too")
-    parser.add_argument("--list", action="store_true", help="what would be measured")
+    parser.add_argument("--list", metavar="GPU", nargs="?", const="",
+                        help="what would be measured, with predictions for a GPU of this name")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/training_memory.json)")
     args = parser.parse_args(argv)
     if not set(args.models.split(",")) <= set(SHAPES):
@@ -408,8 +429,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     count = int(os.environ.get("WORLD_SIZE", args.gpus))
-    if args.list:
-        rows = [predicted(name, how, Machine()) | {"status": ""} for name, how in chosen(args, count)]
+    if args.list is not None:
+        card = machine_of(args.list)
+        rows = [predicted(name, how, card, card) | {"status": ""} for name, how in chosen(args, count)]
         print("\n".join(map(show, rows)))
         return 0
     if args.device == "cuda":

@@ -7,10 +7,11 @@
     python tests/gpu/random_draws.py --family decode --family decode_fp8 --family fp8 --seconds 90 --jobs 14
 
 Families: "attention", batches and varlen sequences; "decode", attention_decode with caches in the dtype of q;
-"decode_fp8", with caches in FP8; "fp8", quantize_fp8 and attention_fp8. Several run one after the other, each
-for --seconds, and each writes figures/data/<gpu>/random_draws_<family>.json; "attention" random_draws.json.
+"decode_fp8", with caches in FP8; "fp8", quantize_fp8 and attention_fp8; "entmax", forward and backward,
+"monarch" and "distr", each against its own model. Several run one after the other, each for --seconds, and
+each writes figures/data/<gpu>/random_draws_<family>.json; "attention" random_draws.json.
 Which calls are drawn follows from the seed alone, how many from the time. Kinds of call that are new take
-seconds to compile, so the first minutes see fewer; of decoding and FP8 several calls in a row share what is
+seconds to compile, so the first minutes see fewer; but for attention's several calls in a row share what is
 compiled, and one process has them all. The first call that fails is told as a command that repeats it.
 Status 0 when every call was within the error budget, 1 otherwise, 2 without a GPU.
 """
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
+import beyond_draws  # noqa: E402
 import decode_cases  # noqa: E402
 import decode_draws  # noqa: E402
 import fp8_draws  # noqa: E402
@@ -119,11 +121,15 @@ class Family(NamedTuple):
 
 
 _decode = decode_cases.check, decode_draws.kind, decode_draws.TOGETHER
+_beyond = beyond_draws.kind, beyond_draws.TOGETHER
 FAMILIES = {
     "attention": Family(draw, check_attention, kind),
     "decode": Family(decode_draws.draw, *_decode),
     "decode_fp8": Family(partial(decode_draws.draw, fp8=True), *_decode),
     "fp8": Family(fp8_draws.draw, fp8_draws.check, fp8_draws.kind, fp8_draws.TOGETHER),
+    "entmax": Family(beyond_draws.draw_entmax, beyond_draws.check_entmax, *_beyond),
+    "monarch": Family(beyond_draws.draw_monarch, beyond_draws.check_monarch, *_beyond),
+    "distr": Family(beyond_draws.draw_distr, beyond_draws.check_distr, *_beyond),
 }
 
 

@@ -1,16 +1,15 @@
 """attention_distr() on a GPU: random calls against the model, both products; equal bits in every run,
 streams, CUDA graphs, tensors of more than 2^31 elements.
 
-Each draw belongs to one of `KINDS`, so that a worker compiles few kernels: 14 kinds of 40 draws, about 20
+Each draw belongs to one of `DISTR`, so that a worker compiles few kernels: 14 kinds of 40 draws, about 20
 seconds with 12 workers.
 """
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
+from beyond_draws import DISTR, DistrForm, distr_of
 from distr_cases import DistrCase, check, check_product
 
 from attnlib import attention, attention_distr
@@ -25,40 +24,13 @@ pytestmark = pytest.mark.skipif(
 )
 DEVICE = "cuda"
 DRAWS = 40
-KINDS = [  # implementation, D, group, dtype, causal, query heads of a key head
-    ("hopper", 64, 2, "float16", True, 1), ("hopper", 64, 2, "bfloat16", False, 2),
-    ("hopper", 64, 4, "bfloat16", True, 2), ("hopper", 64, 1, "float16", False, 1),
-    ("hopper", 128, 2, "bfloat16", True, 1), ("hopper", 128, 2, "float16", False, 2),
-    ("hopper", 128, 4, "float16", True, 2), ("hopper", 128, 8, "bfloat16", False, 1),
-    ("hopper", 128, 1, "bfloat16", True, 3), ("hopper", 40, 5, "float16", True, 1),
-    ("hopper", 72, 3, "bfloat16", False, 2), ("triton", 64, 2, "float16", True, 2),
-    ("triton", 128, 4, "bfloat16", False, 1), ("triton", 64, 4, "float32", True, 1),
-]  # fmt: skip
 
 
-def drawn(number: int, kind: tuple) -> DistrCase:
-    """A call of this kind."""
-    impl, D, group, dtype, causal, share = kind
-    rng = random.Random(f"{number} {kind}")
-    S, keys = (rng.choice((rng.randint(1, 40), rng.randint(1, 1500), 256, 1024)) for _ in "qk")
-    if rng.random() < 0.5:
-        keys = S
-    hashed = rng.choice("kkqq")
-    rows = rng.choice((None, 128, 256, 384, 1024)) if hashed == "q" else None
-    heads = rng.randint(1, 3)
-    return DistrCase(
-        S, Grouping(group, hashed, rows, rng.randint(0, 2**31 - 1)), D, heads * share, heads, keys,
-        rng.randint(1, 2), causal, dtype, rng.choice((None, None, 0.3, -0.1)),
-        rng.choice(("normal", "normal", "outlier", "sink")), strided=rng.random() < 0.3,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
-def test_draws(kind: tuple) -> None:
+@pytest.mark.parametrize("form", DISTR, ids=lambda form: "-".join(map(str, form)))
+def test_draws(form: DistrForm) -> None:
     for number in range(DRAWS):
-        case = drawn(number, kind)
         with poisoned_empty():
-            check(case, DEVICE, impl=kind[0])
+            check(distr_of(form, number), DEVICE, impl=form.impl)
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -58,6 +58,66 @@ def repeated(case: Case) -> bool:
     return all(torch.equal(found[0], x) for x in found)
 
 
+def apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest relative RMS difference; NaN is infinite."""
+    off = [(x.float() - y.float()).square().mean() / y.float().square().mean()
+           for x, y in zip(found, expected, strict=True)]  # fmt: skip
+    return max(x.sqrt().nan_to_num(nan=float("inf")).item() for x in off)
+
+
+def results(call, inputs: list[torch.Tensor], d_out: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients."""
+    given = [x.detach().requires_grad_() for x in inputs]
+    out = call(*given)
+    out.backward(d_out)
+    return [out.detach(), *(x.grad for x in given)]
+
+
+def varlen() -> float:
+    """Packed sequences over ranks beside one GPU."""
+    from attnlib import attention_varlen
+    from attnlib import distributed as cp
+
+    offsets = torch.tensor([0, 1000, 1000, 1700, 4096], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    *whole, d_out = (torch.randn(4096, h, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+                     for h in (8, 4, 4, 8))  # fmt: skip
+    expected = results(
+        lambda *x: attention_varlen(*x, offsets, offsets, 2396, 2396, causal=True), whole, d_out
+    )
+    own = [cp.shard(x, dim=0) for x in (*whole, d_out)]
+    found = results(lambda *x: cp.attention_varlen(*x, offsets, 2396, causal=True), own[:3], own[3])
+    return apart(found, [cp.shard(x, dim=0) for x in expected])
+
+
+def ring_of_pytorch() -> float:
+    """PyTorch's context_parallel with attnlib as its FlashAttention, beside attnlib's own ranks."""
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn import attention as backends
+
+    from attnlib import distributed as cp
+    from attnlib import sdpa
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    *whole, d_out = (torch.randn(1, 8, 4096, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+                     for _ in range(4))  # fmt: skip
+    own = [cp.shard(x, causal=True) for x in (*whole, d_out)]
+    expected = results(lambda *x: cp.attention(*x, causal=True), own[:3], own[3])
+    sdpa.register()
+    backends.activate_flash_attention_impl(sdpa.NAME)
+    buffers = [x.clone() for x in whole]
+    mesh = init_device_mesh("cuda", (torch.distributed.get_world_size(),))
+    with (
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3, no_restore_buffers=set(buffers)),
+        backends.sdpa_kernel(backends.SDPBackend.FLASH_ATTENTION),
+    ):
+        found = results(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), buffers, own[3])
+    backends.restore_flash_attention_impl()
+    return apart(found, expected)
+
+
 @pytest.fixture(scope="module")
 def two():
     ranks = Ranks(2, backend="nccl")
@@ -68,6 +128,11 @@ def two():
 def test_within_the_budgets(two):
     for found in two.run(judged, CASES, timeout=240):
         assert not any(found), [(case, wrong) for case, wrong in zip(CASES, found, strict=True) if wrong]
+
+
+@pytest.mark.parametrize("job", [varlen, ring_of_pytorch])
+def test_beside_another_way(two, job):
+    assert max(two.run(job, timeout=120)) < 8e-3
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])

@@ -2,69 +2,27 @@
 
 from __future__ import annotations
 
-import random
-from typing import NamedTuple
-
 import pytest
 import torch
+from beyond_draws import ENTMAX, entmax_of
 from entmax_cases import CASES, EntmaxCase, check, make
 
 from attnlib import attention_entmax
 from attnlib.bench.entmax_oracle import EntmaxOracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-class Form(NamedTuple):
-    """What kernels are compiled for; all draws of a form share them."""
-
-    dtype: str
-    head_dim: int
-    alpha: float
-    causal: bool
-    group: int = 1
-    sm_scale: float | None = None
-
-
-FORMS = [
-    Form("bfloat16", 64, 1.5, True),
-    Form("bfloat16", 64, 1.5, False, 2),
-    Form("float16", 64, 1.5, True, 4),
-    Form("float16", 64, 2.0, True),
-    Form("bfloat16", 64, 1.25, True),
-    Form("float16", 64, 1.8, False),
-    Form("bfloat16", 128, 1.5, True, 2),
-    Form("float16", 128, 1.5, False, 1, -0.2),
-    Form("float16", 80, 1.5, True),
-    Form("bfloat16", 256, 1.5, True),
-    Form("float16", 32, 1.05, True, 3),
-    Form("float32", 64, 1.5, True),
-    Form("float32", 32, 2.0, False, 2),
-]
 EACH = 40
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_case(name, device):
     check(CASES[name], device)
 
 
-def drawn(form: Form, seed: int) -> EntmaxCase:
-    """A call of this form with up to some 700 queries and keys."""
-    draw = random.Random(seed)
-    kv_heads = draw.choice([1, 2, 3])
-    queries, keys = (draw.choice([1, 63, 64, 65, 128, draw.randrange(1, 700)]) for _ in range(2))
-    return EntmaxCase(
-        f"draw {seed} of {form}", queries, draw.choice([keys, queries]), form.alpha, form.causal,
-        kv_heads * form.group, kv_heads, form.head_dim, form.dtype, draw.choice([1, 2]), form.sm_scale,
-        kind=draw.choice(["normal", "normal", "outlier", "constant", "sink", "large"]),
-        spread=draw.choice([1.0, 1.0, 0.2, 4.0]), room=draw.choice([None, None, None, 64, 128]),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form)))
+@pytest.mark.parametrize("form", ENTMAX, ids=lambda form: "-".join(map(str, form)))
 def test_draws(form, device):
     for seed in range(EACH):
-        check(drawn(form, seed), device, seed)
+        check(entmax_of(form, seed), device, seed)
 
 
 @pytest.mark.parametrize("spread", [1.0, 4.0])

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
-import os
 import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from cases import Case, check_forward, judge_forward
+from compiled_ahead import compile_ahead
 from layouts import LAYOUTS
 
 from attnlib import attention, dispatch, explain
@@ -90,14 +88,7 @@ def _compile(kind: tuple[Shape, float | None, bool]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Every process of pytest-xdist compiles its share: a pool in each would be more contexts than memory."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    if worker:
-        for kind in _kinds()[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
-            _compile(kind)
-        return
-    with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, _kinds()))
+    compile_ahead(_compile, _kinds())
 
 
 # ---------------------------------------------------------------- right results

@@ -3,14 +3,17 @@
     python tests/gpu/time_decode.py                  about 150 seconds; figures/data/<gpu>/decode.json
     python tests/gpu/time_decode.py --fp8            the table `fp8` alone, into the record that is there
     python tests/gpu/time_decode.py --host           the table `host` alone, likewise
+    python tests/gpu/time_decode.py --clean          the table `clean`, likewise: about 40 seconds
     python tests/gpu/time_decode.py --tune           configurations of attnlib beside each other; no record
     python tests/gpu/time_decode.py --only ragged    calls whose label has this in it; no record
 
-Four tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with pages
-of 16 and 64 keys and with its merge in the same launch, of the peers, and of device copies: one of 1 GiB, and
-one that moves as many bytes as the call reads. `pairs`: numbers of sequences times key/value heads around the
-number of multiprocessors. `fp8`: caches in FP8, with a scale for each sequence or page and head, beside
-caches in 16 bits that hold the same numbers. `host`: what a call keeps the host busy.
+Four tables. `calls`: one new token for caches of different lengths, of attnlib with each split, with lengths,
+which a call with pages has too, with pages of 16 and 64 keys and with its merge in the same launch, of the
+peers, and of device copies: one of 1 GiB, and one that moves as many bytes as the call reads. `pairs`:
+numbers of sequences times key/value heads around the number of multiprocessors. `fp8`: caches in FP8, with
+a scale for each sequence or page and head, beside caches in 16 bits that hold the same numbers. `host`: what
+a call keeps the host busy. And a fifth that is measured when it is asked for, `clean`: some of `calls` with
+nothing in L2 that has to be written back.
 Peers: cuDNN, FlashAttention-2 and 3, FlashInfer's decoding, persistent and XQA kernels. ATTNLIB_FA3 names
 FlashAttention-3's library, ATTNLIB_PEERS a folder with the packages flashinfer and cudnn (NVIDIA's frontend);
 what is missing is "not installed".
@@ -26,6 +29,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +106,10 @@ TUNED_SIZES = [(1, 2, 2), (1, 2, 3), (1, 3, 1), (1, 3, 2), (1, 3, 3), (1, 4, 2)]
 TUNED_SIZES += [(2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1)]
 """Times as many keys as usual, stages, programs of an SM."""
 PAIRS = [Call((16384,) * pairs, 4, 1) for pairs in (1, 8, 56, 132, 133, 200)]
+
+
+CLEAN_TIMER = "CUDA events around each call, 256 MiB written and then 256 MiB read before it to flush L2"
+CLEAN = [CALLS[1], CALLS[-1], CALLS[2], CALLS[0]]
 
 
 class Inputs(NamedTuple):
@@ -225,6 +233,7 @@ def implementations(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     }
     if inputs.lengths is None:
         found["attnlib.attention"] = lambda: dispatched(inputs)
+        found["attnlib, lengths"] = lambda: ours(inputs._replace(lengths=lengths_of(inputs)))
         found["cudnn"] = lambda: sdpa(inputs, SDPBackend.CUDNN_ATTENTION)
         found["flash"] = lambda: sdpa(inputs, SDPBackend.FLASH_ATTENTION)
     return found
@@ -258,6 +267,12 @@ def in_fp8(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     }
 
 
+def readers(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    every = implementations(inputs)
+    names = OURS, "attnlib, pages of 64", "fa3", "cudnn", "flashinfer", "flashinfer, xqa"
+    return {name: every[name] for name in names if name in every}
+
+
 def splits(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     every = implementations(inputs)
     return {name: every[name] for name in (OURS, "attnlib, fixed", "cudnn", "fa3", "flashinfer")}
@@ -277,7 +292,7 @@ def variants(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     for keys, stages, per_sm, warps, more in plans:
         config = replace(own, block_n=own.block_n * keys, num_stages=stages, num_warps=warps,
                          split="stream_k", shares=sms * per_sm, same_launch=more == "same launch",
-                         prefetch=own.prefetch and more != "no prefetch")  # fmt: skip
+                         prefetch=own.prefetch and more != "no prefetch", registers=None)  # fmt: skip
         if more == "none":
             config = replace(config, split="none", shares=1)
         name = f"{OURS}, {config.block_n} keys, {stages} stages, {per_sm} per SM, {warps} warps"
@@ -371,6 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tune", action="store_true", help="time configurations of attnlib; write no record")
     parser.add_argument("--fp8", action="store_true", help="time the table `fp8` alone")
     parser.add_argument("--host", action="store_true", help="time the table `host` alone")
+    parser.add_argument("--clean", action="store_true", help="time the table `clean` alone")
     parser.add_argument("--only", default="", help="calls whose label has this in it; write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/decode.json)")
     args = parser.parse_args(argv)
@@ -379,15 +395,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     fp8 = ("fp8", CALLS, in_fp8, SWEEP)
     plan = [("calls", CALLS, implementations, BOOK), ("pairs", PAIRS, splits, SWEEP), fp8]
-    if args.fp8 or args.host:
-        plan = [fp8] * args.fp8
+    part = args.fp8 or args.host or args.clean
+    if part:
+        plan = [fp8] * args.fp8 + [("clean", CLEAN, readers, BOOK)] * args.clean
     if args.tune:
         plan = [("tune", TUNED, variants, SWEEP)]
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, calls, make, setting in plan:
         found = tables.setdefault(name, {"rows": []})["rows"]
         for call in [call for call in calls if args.only in call.label]:
-            some = list(rows(call, make, setting, make is in_fp8))
+            with timing.clean_l2() if name == "clean" else nullcontext():
+                some = list(rows(call, make, setting, make is in_fp8))
             shown = sorted(some, key=lambda row: row.get("ms", 1e9)) if args.tune else some
             print(*map(show, shown), "", sep="\n", flush=True)
             found += some
@@ -397,15 +415,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [row for row in own if row["status"] != "ok"]
     if args.tune or args.only:
         return int(bool(wrong))
-    if not args.fp8 or args.host:
+    if not part or args.host:
         tables["host"] = {"rows": list(host_rows())}
         print(*map(show, tables["host"]["rows"]), sep="\n")
     counted = {"bytes": "keys and values read; of the copy read and written"}
     header = records.provenance(harness.method(BOOK, OURS) | counted)
     path = records.report_path("decode", header, args.out)
-    if args.fp8 or args.host:
+    if part:
         for name, table in tables.items():
-            records.add_table(path, {"notebook": "decode", **header}, name, table["rows"])
+            read = {"method": header["method"] | {"timer": CLEAN_TIMER}} if name == "clean" else {}
+            records.add_table(path, {"notebook": "decode", **header, **read}, name, table["rows"])
     else:
         records.write_report(path, {"notebook": "decode", **header}, tables)
     print(path)

@@ -1,32 +1,44 @@
 """Time attention of one sequence over the GPUs of this machine, beside one GPU and the peers.
 
-    python tests/gpu/time_distributed.py             some 100 s; figures/data/<gpu>/distributed.json
+    python tests/gpu/time_distributed.py             --seconds 300; figures/data/<gpu>/distributed.json
     torchrun --nproc-per-node 2 tests/gpu/time_distributed.py        the same
-    python tests/gpu/time_distributed.py --tune      NCCL's programs; no record
-    python tests/gpu/time_distributed.py --lengths 65536 --seconds 40          less; --out FILE elsewhere
+    python tests/gpu/time_distributed.py --tune      settings of NCCL, streams, heads, 60 s: `settings_...`
+    python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
 
-Five tables. `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense. `timeline`:
-what ran when in one forward and one backward pass of rank 0, by PyTorch's profiler. `checks`: the errors that
-were found before anything was timed. `memory`: what a forward and a backward pass need for each row.
-Peers: PyTorch's context_parallel with cuDNN; ring-flash-attn on FlashAttention-3 where ATTNLIB_PEERS_EXTRA
-names a file with `make_ring_flash_attn`; a peer that is missing or fails is a row with the reason.
-A sample is a window of calls back to back that begins at the same time on all ranks; a call's time is that
-of the slowest rank, the median of the rounds, in which all that is compared takes turns. Tensors lie as
-(B, S, H, D), each larger than the L2. Status 0 when all of attnlib's results were right, 1 otherwise, 2 with
-fewer than two Hopper GPUs.
+`forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `timeline`: what
+ran when in one of several calls, on each rank, by PyTorch's profiler. `checks`: the errors that were found
+before anything was timed. `memory`: what a forward and a backward pass need for each row. The record is
+written after each call, so a run that is cut off keeps what it has.
+
+A sample is a window of calls back to back that begins at the same time on all ranks. All windows of a call
+are as long as one call on one GPU at least, and begin with calls that do not count, so that every GPU is at
+the clock that it can keep at its power limit; the record has the clocks. A call's time is that of the slowest
+rank, the median of the rounds, in which all that is compared takes turns.
+
+Two rows say where time goes. "attnlib, one GPU, on each": the whole call on every GPU at the same time; it
+takes longer than on the first GPU alone where another GPU is slower, or all of them are when they are busy.
+"attnlib, without transfers": the same calls of kernels, on keys that are there already.
+
+Peers: PyTorch's context_parallel, with cuDNN and with attnlib as its kernels; ring-flash-attn on
+FlashAttention-3 where ATTNLIB_PEERS_EXTRA names a file with `make_ring_flash_attn`. A peer that is missing or
+fails is a row with the reason. Tensors lie as (B, S, H, D), each larger than the L2. Status 0 when all of
+attnlib's results were right, 1 otherwise, 2 with fewer than two Hopper GPUs. `--device cpu` is for the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import importlib.util
 import inspect
+import math
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,28 +51,31 @@ sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention  # noqa: E402
 from attnlib import distributed as cp  # noqa: E402
-from attnlib.bench import records  # noqa: E402
+from attnlib.bench import ranks, records  # noqa: E402
 from attnlib.bench.names import CONTROL  # noqa: E402
 from attnlib.bench.peers import brief  # noqa: E402
-from attnlib.bench.ranks import (  # noqa: E402
-    join,
-    kernel_events,
-    late,
-    on_all_gpus,
-    window_ms,
-    worst_error,
-)
 from attnlib.bench.shapes import Shape  # noqa: E402
-from attnlib.distributed import links  # noqa: E402
+from attnlib.distributed import api, links, rotation, streams  # noqa: E402
+from attnlib.params import MaskWindow, Params  # noqa: E402
 
-HEADS, HEAD_DIM, DTYPE = 16, 128, torch.bfloat16
-LENGTHS = 65536, 131072, 262144, 524288
-WINDOW_MS, ROUNDS_MS, MOST_ROUNDS = 60, 300, 5
-"""A window is as many calls as take so long; rounds of an implementation take so long, two at least."""
-ONE, OURS, ULYSSES = "attnlib, one GPU", "attnlib", "attnlib, ulysses"
-ALL_UP_TO = 131072
-LONGEST = ONE, OURS, "torch context_parallel, cuDNN, alltoall", "ring-flash-attn, FA3, zigzag"
-"""Who is timed beyond that length."""
+RECORD = "distributed"
+DTYPE = torch.bfloat16
+SETTLE_MS, TIMED_MS = 100, 200
+"""A window: for so long calls that do not count, and then those that do; without the first where one call of
+one GPU is longer than the second."""
+ROUNDS = range(4, 7)
+CALL_SECONDS = 8
+"""As many rounds as fit into that, of those numbers; fewer where time runs out."""
+TFLOPS = 600
+"""Assumed, to say what still fits into the time."""
+ONE, EACH, OURS = "attnlib, one GPU", "attnlib, one GPU, on each", "attnlib"
+APART, ULYSSES = "attnlib, without transfers", "attnlib, ulysses"
+OF_TORCH, ON_OURS = "torch context_parallel, cuDNN, alltoall", "torch context_parallel, attnlib, alltoall"
+RING_FA3 = {True: "ring-flash-attn, FA3, zigzag", False: "ring-flash-attn, FA3, ring"}
+"""By whether a call is causal."""
+SEVERAL = ONE, OURS, OURS + CONTROL
+LONG = 1e15
+"""FLOPs of a call from which it takes longer than a second on one GPU."""
 TOLERANCE = 4e-3
 """Relative RMS difference from one GPU: some three roundings to bfloat16."""
 
@@ -68,10 +83,13 @@ TOLERANCE = 4e-3
 class Case(NamedTuple):
     length: int
     causal: bool
+    heads: int = 16
+    head_dim: int = 128
+    impl: str | None = None
 
-    @property
-    def flops(self) -> float:
-        return 4 * HEADS * HEAD_DIM * self.length**2 / (2 if self.causal else 1)
+    def flops(self, which: str) -> float:
+        whole = 4 * self.heads * self.head_dim * self.length**2 / (2 if self.causal else 1)
+        return whole * (2.5 if which == "backward" else 1)
 
     @property
     def label(self) -> str:
@@ -79,25 +97,28 @@ class Case(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        return Shape(1, HEADS, self.length, HEAD_DIM, self.causal, str(DTYPE).removeprefix("torch."))
+        dtype = str(DTYPE).removeprefix("torch.")
+        return Shape(1, self.heads, self.length, self.head_dim, self.causal, dtype)
 
 
 class Timed(NamedTuple):
     """forward() -> this rank's output; inputs: of which the backward pass gives gradients; leave(): undo what
-    making it did."""
+    making it did; alone: on the first rank only; whole: its rows are those of the whole sequence."""
 
     forward: Callable[[], torch.Tensor]
     inputs: Sequence[torch.Tensor]
     leave: Callable[[], None] = lambda: None
     alone: bool = False
+    whole: bool = False
 
 
 def whole(case: Case) -> list[torch.Tensor]:
     """q, k, v and d_out of the whole sequence, equal on all ranks."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = 1, case.length, HEADS, HEAD_DIM
+    where = ranks.device()
+    generator = torch.Generator(where).manual_seed(0)
+    shape = 1, case.length, case.heads, case.head_dim
     return [
-        torch.randn(shape, generator=generator, device="cuda", dtype=DTYPE).transpose(1, 2) for _ in range(4)
+        torch.randn(shape, generator=generator, device=where, dtype=DTYPE).transpose(1, 2) for _ in range(4)
     ]
 
 
@@ -109,42 +130,92 @@ def own(x: torch.Tensor, case: Case) -> torch.Tensor:
 # ---------------------------------------------------------------- who is timed
 
 
-def one_gpu(case: Case, tensors: list[torch.Tensor]) -> Timed:
+def one_gpu(case: Case, tensors: list[torch.Tensor], alone: bool = True) -> Timed:
     inputs = [x.detach().requires_grad_() for x in tensors[:3]]
-    return Timed(lambda: attention(*inputs, causal=case.causal), inputs, alone=True)
+    return Timed(
+        lambda: attention(*inputs, causal=case.causal, impl=case.impl), inputs, alone=alone, whole=True
+    )
 
 
 def ours(case: Case, tensors: list[torch.Tensor], method: str = "auto") -> Timed:
     inputs = [own(x, case).requires_grad_() for x in tensors[:3]]
-    return Timed(lambda: cp.attention(*inputs, causal=case.causal, method=method), inputs)
+    options = {"causal": case.causal, "method": method, "impl": case.impl}
+    return Timed(lambda: cp.attention(*inputs, **options), inputs)
 
 
-def of_torch(case: Case, tensors: list[torch.Tensor], rotate: str) -> Timed:
-    """PyTorch's context_parallel, whose `is_causal` wants head and tail balanced, as it does by itself."""
-    from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+class NoLinks:
+    """In the place of links: others' keys are there already, random ones, and nothing is sent."""
 
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    def __init__(self) -> None:
+        self.rank, self.ranks, self.kept = dist.get_rank(), dist.get_world_size(), {}
+
+    def room(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        if shape not in self.kept:
+            self.kept[shape] = torch.randn(shape, dtype=like.dtype, device=like.device)
+        return self.kept[shape]
+
+    def start(self, sent: links.Sent, received: links.Sent) -> links.Transfer:
+        return links.Transfer([], [], self)
+
+    def agree(self, options, error=None) -> None:
+        pass
+
+
+def without_transfers(case: Case, tensors: list[torch.Tensor]) -> Timed:
+    inputs = [own(x, case).requires_grad_() for x in tensors[:3]]
+    window = MaskWindow(None, 0 if case.causal else None)
+    params = Params(window, case.head_dim**-0.5, return_lse=True, impl=case.impl)
+    job = rotation.Job(NoLinks(), params, "all_gather")
+    return Timed(lambda: api._Attention.apply(*inputs, job)[0], inputs)
+
+
+def of_torch(case: Case, tensors: list[torch.Tensor], ours: bool = False) -> Timed:
+    """PyTorch's context_parallel, which balances head and tail of causal calls, and of no others."""
+    from torch.distributed.tensor.experimental import _attention
+    from torch.nn import attention as backends
+
+    mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
     inputs = [x.detach().contiguous().clone() for x in tensors[:3]]
-    inside = context_parallel(mesh, buffers=inputs, buffer_seq_dims=[2] * 3, no_restore_buffers=set(inputs))
+    _attention._cp_options.enable_load_balance = case.causal
+    _attention.set_rotate_method("alltoall")
+    inside = _attention.context_parallel(
+        mesh, buffers=inputs, buffer_seq_dims=[2] * 3, no_restore_buffers=set(inputs)
+    )
     inside.__enter__()
     for x in inputs:
         x.requires_grad_()
+    kernels = backends.SDPBackend.FLASH_ATTENTION if ours else backends.SDPBackend.CUDNN_ATTENTION
 
     def forward() -> torch.Tensor:
-        set_rotate_method(rotate)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        _attention._cp_options.enable_load_balance = case.causal
+        with backends.sdpa_kernel(kernels):
             return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case.causal)
 
     return Timed(forward, inputs, lambda: inside.__exit__(None, None, None))
 
 
+def on_attnlib(case: Case, tensors: list[torch.Tensor]) -> Timed:
+    """The same with attnlib's kernels in the place of PyTorch's FlashAttention."""
+    from torch.nn import attention as backends
+
+    from attnlib import sdpa
+
+    sdpa.register()
+    backends.activate_flash_attention_impl(sdpa.NAME)
+    timed = of_torch(case, tensors, ours=True)
+
+    def leave() -> None:
+        timed.leave()
+        backends.restore_flash_attention_impl()
+
+    return timed._replace(leave=leave)
+
+
 def ring_flash_attn(case: Case, tensors: list[torch.Tensor]) -> Timed:
+    """Its zigzag ring where a call is causal, which that needs, else its plain one."""
     file = os.environ.get("ATTNLIB_PEERS_EXTRA")
     if not file:
         raise ImportError("ATTNLIB_PEERS_EXTRA names no file")
-    if not case.causal:
-        raise ValueError("its zigzag ring is causal")
     spec = importlib.util.spec_from_file_location("peers_extra", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -152,17 +223,23 @@ def ring_flash_attn(case: Case, tensors: list[torch.Tensor]) -> Timed:
     call = module.make_ring_flash_attn(*(own(x, case) for x in tensors[:3]))
     inside = inspect.getclosurevars(call).nonlocals
     inputs = [inside[name].requires_grad_() for name in ("qq", "kk", "vv")]
+    if not case.causal:
+        plain = importlib.import_module("ring_flash_attn.ring_flash_attn").ring_flash_attn_func
+        return Timed(lambda: plain(*inputs, causal=False).transpose(1, 2), inputs)
     return Timed(call, inputs)
 
 
 MAKERS: dict[str, Callable[[Case, list[torch.Tensor]], Timed]] = {
     ONE: one_gpu,
+    EACH: lambda case, tensors: one_gpu(case, tensors, alone=False),
     OURS: ours,
     OURS + CONTROL: ours,
+    APART: without_transfers,
     ULYSSES: lambda case, tensors: ours(case, tensors, "ulysses"),
-    "torch context_parallel, cuDNN, alltoall": lambda case, tensors: of_torch(case, tensors, "alltoall"),
-    "torch context_parallel, cuDNN, allgather": lambda case, tensors: of_torch(case, tensors, "allgather"),
-    "ring-flash-attn, FA3, zigzag": ring_flash_attn,
+    OF_TORCH: of_torch,
+    ON_OURS: on_attnlib,
+    RING_FA3[True]: ring_flash_attn,
+    RING_FA3[False]: ring_flash_attn,
 }
 
 
@@ -181,7 +258,7 @@ def checked(case: Case) -> list[dict[str, Any]]:
         out = timed.forward()
         results = [out.detach(), *torch.autograd.grad(out, timed.inputs, own(d_out, case))]
         for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-            off = worst_error(x, own(y, case))
+            off = ranks.worst_error(x, own(y, case))
             row = {"call": case.label, "method": method, "result": name, "rms_from_one_gpu": off}
             found.append({**row, "status": "ok" if off <= TOLERANCE else "wrong"})  # NaN is wrong
     return found
@@ -208,71 +285,108 @@ def passes(timed: Timed, d_out: torch.Tensor) -> dict[str, Callable[[], Any]]:
     return {"forward": forward, "backward": backward}
 
 
-def timed_rows(case: Case, until: float, backward: bool) -> list[dict[str, Any]]:
-    *tensors, d_out = whole(case)
-    made, rows = {}, {}
-    for name, make in MAKERS.items():
-        if case.length > ALL_UP_TO and name not in LONGEST:
-            continue
-        row = {"call": case.label, **case.shape.to_dict(), "impl": name}
+class Sampled(NamedTuple):
+    """A call in its windows: how many calls settle and count in each, and what came."""
+
+    call: Callable[[], Any]
+    alone: bool
+    settle: int
+    count: int
+    windows: list[ranks.Window]
+
+    def take(self) -> None:
+        self.windows.append(ranks.window(self.call, self.count, self.alone, self.settle))
+
+    def row(self) -> dict[str, Any]:
+        taken = [window.ms for window in self.windows]
+        clocks = [[mhz for mhz in each if mhz is not None]
+                  for each in zip(*(window.sm_mhz for window in self.windows), strict=True)]  # fmt: skip
+        return {"status": "ok", "ms": statistics.median(taken), "ms_low": min(taken), "ms_high": max(taken),
+                "round_ms": taken, "rounds": len(taken),
+                "sm_mhz": [statistics.median(each) if each else None for each in clocks]}  # fmt: skip
+
+
+def sampled(call: Callable[[], Any], alone: bool, longest: float) -> tuple[Sampled, float]:
+    """A call with its numbers, and what one of them took; `longest`: ms of a call of one GPU, 0 if that is
+    what is asked."""
+    ms = max(ranks.window_ms(call, 1, alone), 1e-3)
+    if longest < 1000:  # the first call may compile, or make plans; not that of a length that comes late
+        ms = max(ranks.window_ms(call, 1, alone), 1e-3)
+    span = max(TIMED_MS, longest or ms)
+    settle = math.ceil(SETTLE_MS / ms) if span <= TIMED_MS else 0
+    return Sampled(call, alone, settle, max(1, round(span / ms)), []), ms
+
+
+def in_rounds(calls: dict[Any, Sampled], until: float) -> None:
+    """All of them in each round, in a new order, for as long as a whole round fits."""
+    begin, taken, order = time.monotonic(), 0.0, list(calls)
+    for i in range(ROUNDS.stop - 1):
+        spent = time.monotonic() - begin
+        enough = i >= ROUNDS.start and spent + taken > CALL_SECONDS
+        if i and ranks.late(until - taken if not enough else 0.0):
+            return
+        random.Random(i).shuffle(order)  # the same on all ranks
+        for key in order:
+            calls[key].take()
+        taken = (time.monotonic() - begin) / (i + 1)
+
+
+def names_for(case: Case, which: str, shortest: int) -> list[str]:
+    """Who is timed: all at the first length, later those that are compared, and of calls of seconds attnlib
+    alone."""
+    if case.length == shortest:
+        return [name for name in MAKERS if name != RING_FA3[not case.causal]]
+    if case.flops(which) > LONG:
+        return list(SEVERAL)
+    return [*SEVERAL, *[OF_TORCH] * case.causal, RING_FA3[case.causal]]
+
+
+def fits(case: Case, which: str, names: Sequence[str], until: float) -> bool:
+    """Whether a call is likely to get its fewest rounds in time, two where one takes seconds."""
+    one = case.flops(which) / TFLOPS / 1e9
+    window, least = max(TIMED_MS + SETTLE_MS, one), 2 if case.flops(which) > LONG else ROUNDS.start
+    return not ranks.late(until - len(names) * (least * window + 2 * one) / 1e3)
+
+
+def timed_rows(case: Case, which: str, names: Sequence[str], until: float) -> list[dict[str, Any]]:
+    rows, made, calls, longest = {}, {}, {}, 0.0
+    count = dist.get_world_size()
+    for name in names:
+        rows[name] = {"call": case.label, **case.shape.to_dict(), "impl": name, "pass": which}
+        rows[name] |= {"gpus": 1 if name in (ONE, EACH) else count, "status": "not timed: no time was left"}
         if name.endswith(CONTROL):
-            row["control_of"] = name.removesuffix(CONTROL)
-        for which in ("forward", "backward")[: 1 + backward]:
-            rows[name, which] = {**row, "pass": which, "gpus": 1 if name == ONE else dist.get_world_size()}
-        try:
-            made[name] = make(case, tensors)
-        except Exception as failure:
-            for which in ("forward", "backward")[: 1 + backward]:
+            rows[name]["control_of"] = name.removesuffix(CONTROL)
+    if fits(case, which, names, until):
+        *tensors, d_out = whole(case)
+        for name in names:
+            try:
+                made[name] = MAKERS[name](case, tensors)
+            except Exception as failure:
                 missing = isinstance(failure, ImportError | OSError)
-                rows[name, which] |= {"status": "not installed" if missing else "refused",
-                                      "reason": brief(failure)}  # fmt: skip
-    calls, samples, counts = {}, {}, {}
-    for name, timed in made.items():
-        shard = d_out if timed.alone else own(d_out, case)
-        for which, call in passes(timed, shard).items():
-            if (name, which) not in rows or late(until):
+                rows[name] |= {"status": "not installed" if missing else "refused", "reason": brief(failure)}
                 continue
             try:
-                for _ in range(2 if case.length <= ALL_UP_TO else 1):
-                    first = window_ms(call, 1, timed.alone)
-                calls[name, which], samples[name, which] = (call, timed.alone), []
-                counts[name, which] = max(1, min(5, round(WINDOW_MS / first)))
+                grad = d_out if made[name].whole else own(d_out, case)
+                call = passes(made[name], grad)[which]
+                calls[name], ms = sampled(call, made[name].alone, longest)
+                longest = longest or ms
             except Exception as failure:
-                rows[name, which] |= {"status": "failed", "reason": brief(failure)}
-    if samples:
-        slowest = max(window_ms(*_with(calls[key], 1)) for key in list(calls)[:1])
-        rounds = max(2, min(MOST_ROUNDS, round(ROUNDS_MS / max(slowest, WINDOW_MS))))
-        order = list(calls)
-        for i in range(rounds):
-            if i and late(until):
-                break
-            random.Random(i).shuffle(order)  # the same on all ranks
-            for key in order:
-                samples[key].append(window_ms(*_with(calls[key], counts[key])))
-    for timed in reversed(made.values()):  # contexts end in the reverse of their order
-        timed.leave()
-    for key, taken in samples.items():
-        flops = case.flops * (2.5 if key[1] == "backward" else 1)
-        ms = statistics.median(taken)
-        rows[key] |= {"status": "ok", "ms": ms, "ms_low": min(taken), "ms_high": max(taken)}
-        rows[key] |= {"round_ms": taken, "rounds": len(taken)}
-        rows[key]["tflops_per_gpu"] = flops / ms / 1e9 / rows[key]["gpus"]
-    for (_, which), row in rows.items():
-        single = rows[ONE, which].get("ms")
-        if "ms" in row and single:
-            row["speedup"] = single / row["ms"]
-    return [{"status": "not timed: no time was left", **row} for row in rows.values()]
+                rows[name] |= {"status": "failed", "reason": brief(failure)}
+        in_rounds(calls, until)
+        for timed in reversed(made.values()):  # contexts end in the reverse of their order
+            timed.leave()
+    for name, each in calls.items():
+        rows[name] |= each.row()
+        rows[name]["tflops_per_gpu"] = case.flops(which) / rows[name]["ms"] / 1e9 / rows[name]["gpus"]
+    for row in rows.values():
+        if "ms" in row and "ms" in rows[ONE]:
+            row["speedup"] = rows[ONE]["ms"] / row["ms"]
+    return list(rows.values())
 
 
-def _with(call: tuple[Callable[[], Any], bool], count: int) -> tuple[Callable[[], Any], int, bool]:
-    return call[0], count, call[1]
-
-
-def memory_rows(lengths: Sequence[int]) -> list[dict[str, Any]]:
+def memory_rows(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Peak memory of a forward and backward pass beyond its inputs, of this rank."""
-    found = []
-    for length in lengths:
-        case = Case(length, True)
+    for case in cases:
         *tensors, d_out = whole(case)
         timed, grad = ours(case, tensors), own(d_out, case)
         del tensors, d_out
@@ -281,10 +395,8 @@ def memory_rows(lengths: Sequence[int]) -> list[dict[str, Any]]:
         torch.cuda.reset_peak_memory_stats()
         torch.autograd.grad(timed.forward(), timed.inputs, grad)
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        found.append({"call": case.label, "rows": length // dist.get_world_size(), "bytes": peak,
-                      "bytes_per_row": peak / (length // dist.get_world_size())})  # fmt: skip
-    return found
+        peak, rows = torch.cuda.max_memory_allocated() - before, case.length // dist.get_world_size()
+        yield {"call": case.label, "rows": rows, "bytes": peak, "bytes_per_row": peak / rows}
 
 
 # ---------------------------------------------------------------- what ran when
@@ -294,111 +406,173 @@ KINDS = {"nccl": "transfer", "attention_forward": "attention", "attention_backwa
 
 
 def timeline(case: Case) -> list[dict[str, Any]]:
-    """Kernels of one forward and one backward pass, ms from the first one's begin."""
+    """Kernels of the last of three forward passes, and of three backward passes, of each rank: ms from the
+    end of the call before."""
     *tensors, d_out = whole(case)
     timed = ours(case, tensors)
     found = []
     for which, call in passes(timed, own(d_out, case)).items():
         for _ in range(2):
-            window_ms(call, 1)
-        found += [{"pass": which, "call": case.label, **event} for event in kernel_events(call, KINDS)]
+            ranks.window_ms(call, 1)
+        try:
+            events = ranks.kernel_events(call, KINDS)
+        except Exception as failure:  # a profile is no reason to lose what is timed
+            print(f"timeline, {which}: {brief(failure)}", flush=True)
+            events = []
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, events)
+        found += [{"pass": which, "call": case.label, "rank": rank, **event}
+                  for rank, own_events in enumerate(every) for event in own_events]  # fmt: skip
     return found
 
 
-def tune(case: Case) -> None:
-    """Numbers of NCCL's programs beside each other."""
+# ---------------------------------------------------------------- settings beside each other
+
+
+@contextlib.contextmanager
+def changed(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+SETTINGS: dict[str, tuple[Any, str, Any]] = {
+    f"{links.CTAS} programs of NCCL, as it is": (links, "CTAS", links.CTAS),
+    "as it is" + CONTROL: (links, "CTAS", links.CTAS),
+    "8 programs of NCCL": (links, "CTAS", 8),
+    "4 programs of NCCL": (links, "CTAS", 4),
+    "side stream without priority": (streams, "SIDE_PRIORITY", 0),
+    "one group of heads": (rotation, "head_groups", lambda *_, **__: [(slice(None), slice(None))]),
+}
+"""What is set instead of what is there."""
+
+
+def settings_rows(case: Case, which: str, until: float) -> list[dict[str, Any]]:
     *tensors, d_out = whole(case)
-    calls = {}
-    for ctas in (4, 8, 16, 32):
-        for which, call in passes(ours(case, tensors), own(d_out, case)).items():
-            def with_programs(call=call, ctas=ctas):
-                links.CTAS = ctas
+    grad, calls = own(d_out, case), {}
+    calls[ONE], longest = sampled(passes(one_gpu(case, tensors), d_out)[which], True, 0.0)
+    for name, setting in SETTINGS.items():
+        call = passes(ours(case, tensors), grad)[which]
+
+        def with_it(call=call, setting=setting) -> None:
+            with changed(*setting):
                 call()
 
-            calls[f"{ctas:2} programs", which] = with_programs
-    single = one_gpu(case, tensors)
-    calls |= {(ONE, which): call for which, call in passes(single, d_out).items()}
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    for i in range(6):
-        for key, call in calls.items():
-            taken = window_ms(call, 1 if i == 0 else 3, key[0] == ONE)
-            if i:
-                samples[key].append(taken)
-    medians = {key: statistics.median(taken) for key, taken in samples.items()}
-    for (name, which), ms in medians.items():
-        gain = medians[ONE, which] / ms
-        print(f"{case.label:16} {which:9} {name:36} {ms:9.3f} ms  {gain:.3f}x", flush=True)
+        calls[name], _ = sampled(with_it, False, longest)
+    in_rounds(calls, until)
+    first, rows = next(iter(SETTINGS)), []
+    for name, each in calls.items():
+        row = {"call": case.label, **case.shape.to_dict(), "impl": name, "pass": which}
+        row |= {"gpus": 1 if name == ONE else dist.get_world_size(), **each.row()}
+        row["speedup"] = statistics.median(window.ms for window in calls[ONE].windows) / row["ms"]
+        rows.append(row | ({"control_of": first} if name.endswith(CONTROL) else {}))
+    return rows
 
 
 # ---------------------------------------------------------------- the ranks
 
 
 def show(row: dict[str, Any]) -> str:
-    head = f"{row['call']:16} {row['pass']:9} {row['impl']:42}"
+    head = f"{row['call']:14} {row['pass']:8} {row['impl']:42}"
     if "ms" not in row:
         return f"{head} {row['status']} {row.get('reason', '')}"
-    times = f"{row['ms']:9.3f} ms ({row['ms_low']:.3f} to {row['ms_high']:.3f})"
-    return f"{head} {times}  {row['tflops_per_gpu']:5.0f} TFLOP/s each  {row.get('speedup', 0):.3f}x"
+    clocks = "/".join("-" if mhz is None else f"{mhz:.0f}" for mhz in row["sm_mhz"])
+    times = f"{row['ms']:9.3f} ms ({row['ms_low']:.3f} to {row['ms_high']:.3f}, {row['rounds']} rounds)"
+    return f"{head} {times} {clocks:>9} MHz {row.get('speedup', 0):.3f}x"
 
 
-def work(rank: int, ranks: int, args: argparse.Namespace, where: str) -> int:
-    join(rank, ranks, where)
-    begin = time.monotonic()
-    if args.tune:
-        if rank:
-            sys.stdout = open(os.devnull, "w")
-        for causal in (True, False):
-            tune(Case(args.lengths[0], causal))
-        return 0
-    names = "checks", "forward", "backward", "timeline", "memory"
-    tables: dict[str, dict[str, list]] = {name: {"rows": []} for name in names}
-    for causal in (True, False):
-        tables["checks"]["rows"] += checked(Case(min(8192, args.lengths[0]), causal))
-        tables["checks"]["rows"] += checked(Case(args.lengths[0], causal))
-    wrong = sum(row["status"] != "ok" for row in tables["checks"]["rows"])
-    if rank == 0:
-        for row in tables["checks"]["rows"]:
-            print(*row.values(), flush=True)
-    tables["timeline"]["rows"] = timeline(Case(args.lengths[0], True))
-    tables["memory"]["rows"] = memory_rows(args.lengths[:2])
-    until = begin + args.seconds
-    for length in args.lengths:
-        for causal in (True, False):
-            torch.cuda.empty_cache()
-            if wrong or late(until):
-                continue
-            backward = length < LENGTHS[-1] or causal
-            rows = timed_rows(Case(length, causal), until, backward)
-            for row in rows:
-                tables[row["pass"]]["rows"].append(row)
-            if rank == 0:
-                print(*map(show, rows), f"{time.monotonic() - begin:.0f} s", sep="\n", flush=True)
-    if rank == 0:
-        header = records.provenance({
-            "gpus": ranks, "link": "NCCL " + ".".join(map(str, torch.cuda.nccl.version())),
-            "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE"), "nccl_programs": links.CTAS,
-            "timed": "windows of calls back to back, slowest rank, median of rounds",
+class Report:
+    """The record, of which rank 0 writes what has come so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if args.device == "cuda" else None
+        self.header = records.provenance({
+            "gpus": dist.get_world_size(), "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE"),
+            "link": f"NCCL {nccl}" if nccl else "gloo",
+            "nccl_programs": links.CTAS, "settle_ms": SETTLE_MS, "timed_ms": TIMED_MS,
+            "timed": "windows of calls back to back, after some that do not count; slowest rank, median of "
+            "rounds", "sm_mhz": "of each rank, NVML, the second half of a window, median of rounds",
         })  # fmt: skip
-        path = records.report_path("distributed", header, args.out)
-        records.write_report(path, header, tables)
-        print(path, flush=True)
+        self.header["gpu"]["name"] = self.header["gpu"]["name"] or "cpu"
+        self.path = records.report_path(RECORD, self.header, args.out)
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.begin, self.first = time.monotonic(), dist.get_rank() == 0
+
+    def add(self, name: str, rows: Sequence[dict[str, Any]], shown: bool = True) -> None:
+        self.tables.setdefault(name, []).extend(rows)
+        if not self.first:
+            return
+        records.add_table(self.path, self.header, name, self.tables[name])
+        for row in rows if shown else ():
+            print(show(row) if "pass" in row else " ".join(map(str, row.values())), flush=True)
+        print(f"{name}: {len(rows)} rows, {time.monotonic() - self.begin:.0f} s", flush=True)
+
+
+def ordered(lengths: Sequence[int]) -> list[tuple[int, bool, str]]:
+    """The calls by importance: causal ones of the shortest length and of the third, dense ones of the
+    shortest, then all others, the quickest first; without the longest dense backward pass, and last the
+    longest dense forward pass."""
+    chosen = [(lengths[0], True), *((length, True) for length in lengths[2:3]), (lengths[0], False)]
+    rest = [(length, causal) for length in lengths for causal in (True, False)]
+    calls = [(*each, which) for each in rest for which in ("forward", "backward")]
+    calls.sort(key=lambda call: Case(*call[:2]).flops(call[2]))
+    last = (lengths[-1], False, "forward"), (lengths[-1], False, "backward")
+    if len(lengths) > 1:
+        calls = [call for call in calls if call not in last] + [last[0]]
+    found = [(*each, which) for each in chosen for which in ("forward", "backward")]
+    return list(dict.fromkeys(found + calls))
+
+
+def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
+    ranks.join(rank, count, where)
+    report, until = Report(args), time.monotonic() + args.seconds
+    case_of = (lambda n, causal: Case(n, causal, 2, 16, "reference")) if args.device == "cpu" else Case
+    first = args.lengths[0]
+    if args.tune:
+        for which in ("forward", "backward"):
+            report.add(f"settings_{which}", settings_rows(case_of(first, True), which, until))
+        return 0
+    for causal in (True, False):
+        for length in dict.fromkeys((min(8192, first), first)):
+            report.add("checks", checked(case_of(length, causal)))
+    wrong = sum(row["status"] != "ok" for row in report.tables["checks"])
+    for i, (length, causal, which) in enumerate([] if wrong else ordered(args.lengths)):
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+            if i == 2:  # after the two calls that matter most
+                report.add("timeline", timeline(case_of(first, True)), shown=False)
+                some = [case_of(length, True) for length in dict.fromkeys((first, args.lengths[-1] // 2))]
+                report.add("memory", list(memory_rows(some)))
+        case = case_of(length, causal)
+        report.add(which, timed_rows(case, which, names_for(case, which, first), until))
+    if report.first:
+        print(report.path, flush=True)
     dist.barrier()
     return int(wrong > 0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time attention over the GPUs of this machine.")
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=100,
-                        help="begin no length after so many (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--tune", action="store_true", help="settings beside each other; write no record")
+    parser.add_argument("--lengths", default="65536,131072,262144,524288", help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=300,
+                        help="begin nothing that would end later (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--tune", action="store_true", help="settings beside each other, two tables")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/distributed.json)")
     args = parser.parse_args(argv)
-    args.lengths = [int(length) for length in args.lengths.split(",")]
+    args.lengths = sorted(int(length) for length in args.lengths.split(","))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
     if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
         print("needs two GPUs of compute capability 9.x", file=sys.stderr)
         return 2
-    return on_all_gpus(work, args)
+    return ranks.on_all_gpus(work, args)
 
 
 if __name__ == "__main__":

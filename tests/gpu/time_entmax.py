@@ -63,6 +63,7 @@ WAITS = "adasplash 1, forward"
 SHARES = 13
 """Processes that compile AdaSplash 2."""
 ALONE = 4096, 16384  # lengths at which each kernel is timed alone
+TUNED = 4096, 16384, 1024
 JUDGED = 256  # queries
 SCALE = 0.125
 PARAMS = EntmaxParams(1.5, True, SCALE, True)
@@ -253,6 +254,7 @@ def listed(length: int, codes: int | None) -> dict[str, Any]:
     flags = launch.forward(q, k, v, PARAMS)[2][: call.key_flags].view(call.heads, call.query_blocks, -1)
     bits = (flags[..., None] >> torch.arange(32, device=DEVICE, dtype=torch.int32)) & 1
     keys = bits.flatten(2).unflatten(2, (-1, LIST)).sum(3)  # (heads, blocks, blocks of keys)
+    keys = keys.tril()  # flags of blocks that are not seen are not written
     seen = call.heads * call.query_blocks * (call.query_blocks + 1) // 2
     most = int(keys.sum(2).max())
     return {
@@ -270,11 +272,13 @@ def kernels(length: int, setting: Setting) -> Iterator[dict[str, Any]]:
     plan = launch.prepare(call_of(PARAMS, q, k, q, k, v))
     flags, rows = torch.zeros(plan.flags, **blocks), torch.empty(2, *tau.shape, device=DEVICE)
     lists, records_ = torch.empty(plan.lists, **blocks), torch.empty(4 * plan.blocks, **blocks)
-    given = q, k, v, torch.empty_like(q), tau, rows, flags, lists, records_, None
-    back = launch_backward.prepare(call_of(PARAMS, q, k, d_out, q, k, v))
+    out = torch.empty_like(q)
+    given = q, k, v, out, tau, rows, flags, lists, records_, None
+    back = launch_backward.prepare(call_of(PARAMS, q, k, d_out, q, k, v, out))
     lists_, others = torch.empty(back.lists, **blocks), torch.empty(4 * back.blocks, **blocks)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
-    after = d_out, q, k, v, tau, flags, torch.empty_like(tau), lists_, others, *gradients
+    pairs = torch.empty(*tau.shape, 2, device=DEVICE)
+    after = d_out, q, k, v, out, tau, flags, pairs, lists_, others, *gradients
     for names, chosen, tensors in (
         (launch.TENSORS, plan.launches, given), (launch_backward.TENSORS, back.launches, after)
     ):  # fmt: skip
@@ -290,13 +294,13 @@ def kernels(length: int, setting: Setting) -> Iterator[dict[str, Any]]:
 
 T = EntmaxTile
 FORWARD_TILES = {
-    "bound": [T(64, 128, 8, 3), T(64, 128, 4, 3), T(64, 64, 4, 4)],
-    "flags": [T(64, 128, 8, 3), T(64, 128, 4, 2), T(64, 64, 4, 2)],
-    "walk": [T(64, 32, 4, 3), T(64, 64, 4, 2), T(64, 128, 8, 2)],
+    "walk": [T(64, 64, 4, 3), T(64, 64, 8, 5), T(64, 32, 4, 5), T(64, 64, 4, 7)],
+    "bound": [T(64, 128, 4, 3), T(128, 64, 4, 3), T(128, 64, 8, 3), T(64, 64, 4, 4)],
+    "flags": [T(64, 64, 8, 3), T(64, 64, 4, 4)],
 }
 BACKWARD_TILES = {
-    "queries": [T(64, 32, 4, 3), T(64, 64, 4, 2)],
-    "keys": [T(32, 64, 4, 3), T(64, 64, 4, 2), T(64, 64, 8, 3)],
+    "queries": [T(64, 64, 4, 3), T(64, 32, 4, 5), T(64, 64, 8, 5)],
+    "keys": [T(64, 64, 4, 3), T(32, 64, 4, 5), T(64, 64, 8, 5)],
 }
 
 
@@ -313,8 +317,8 @@ def tuned(inputs: Inputs) -> Makers:
         params = PARAMS._replace(config=config)
 
         def make() -> Function:
-            _, tau, flags = launch.forward(q, k, v, PARAMS)
-            return lambda: launch_backward.backward(d_out, q, k, v, tau, flags, params)
+            out, tau, flags = launch.forward(q, k, v, PARAMS)
+            return lambda: launch_backward.backward(d_out, q, k, v, out, tau, flags, params)
 
         found[f"{OURS}, backward, {name}"] = make
 
@@ -390,7 +394,8 @@ class Part(NamedTuple):
 def parts(tune: bool) -> list[Part]:
     """Of a run, the most important first."""
     if tune:
-        return [Part("tune", n, None, lambda n=n: rows(n, None, tuned, SWEEP)) for n in ALONE]
+        calls = [(n, None) for n in TUNED] + [(LENGTH_OF_BLOCKS, CODES[0])]
+        return [Part("tune", *of, lambda of=of: rows(*of, tuned, SWEEP)) for of in calls]
     found = [Part("calls", n, None, lambda n=n: rows(n, None, everybody, BOOK)) for n in LENGTHS[:-1]]
     found += [Part("kernels", n, None, lambda n=n: kernels(n, SWEEP)) for n in ALONE]
     for codes in CODES:

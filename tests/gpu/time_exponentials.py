@@ -1,6 +1,7 @@
 """Chapter 37's kernels on this Hopper GPU: errors, times, and clocks of a trip through the hot loop.
 
-    python tests/gpu/time_exponentials.py     about 70 seconds; figures/data/<gpu>/exponentials.json
+    python tests/gpu/time_exponentials.py                  some 70 s; figures/data/<gpu>/exponentials.json
+    python tests/gpu/time_exponentials.py --tables clocks  one table alone, some 50 s
 
 All at D = 64, causal. `powers`: what each way to compute 2^x makes of every number of bfloat16 and float16 up
 to 0, beside its NumPy model, which it has to agree with bit for bit. `errors`: of the output, for some kinds
@@ -253,6 +254,10 @@ def show(row: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Chapter 37's kernels: errors, times, clocks.")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
+    tables = {"clocks": clock_rows, "calls": call_rows, "powers": power_rows, "errors": error_rows,
+              "beside": beside.rows}  # fmt: skip
+    parser.add_argument("--tables", choices=list(tables), nargs="+", default=list(tables),
+                        help="(default: all)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/exponentials.json)")
     args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -270,9 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = records.provenance(harness.method(SETTING, BASE, gate=False) | said)
     path = records.report_path("exponentials", header, args.out)
     good = True
-    for table, make in (("clocks", clock_rows), ("calls", call_rows), ("powers", power_rows),
-                        ("errors", error_rows), ("beside", beside.rows)):  # fmt: skip
-        rows = list(make())
+    for table in args.tables:
+        rows = list(tables[table]())
         print(*map(show, rows), f"{time.monotonic() - begin:.0f} s", sep="\n", flush=True)
         records.add_table(path, {"notebook": "exponentials", **header}, table, rows)
         good &= all(row.get("status", "ok") == "ok" for row in rows)

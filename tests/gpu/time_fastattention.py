@@ -12,7 +12,7 @@ heads of 128 columns: cache on the GPU, cache uploaded from pinned memory, cache
 there; and rates of the bus and of host memory. `step`: eight such layers one after the other, some of them
 on the host. `all_reduce`: `attnlib.distributed.row_parallel_output` of a layer with 64 query and 8 key heads
 over all GPUs, by number and size of chunks, its parts alone beside it; `timeline`: rank 0's kernels of one
-call.
+of three calls.
 
 All that is compared takes turns, in an order that changes from round to round; a time is the median of the
 rounds, and one implementation runs twice, as a control. Status 0 when all results were right, 1 otherwise, 2
@@ -288,6 +288,8 @@ UNEVEN = {"4 chunks, first large": (10, 2, 2, 2), "4 chunks, last small": (6, 5,
           "4 chunks, first small": (1, 5, 5, 5)}  # fmt: skip
 """Sixteenths of the rows."""
 COMPUTE, ALONE = "no AllReduce", "AllReduce alone"
+IMPL = None
+"""The kernels' choice; the tests have theirs."""
 MOST_CALLS = 6
 """Of a window: the driver's queue has room for some thousand launches."""
 PAUSE = 20_000
@@ -314,16 +316,18 @@ class Paused:
 
     def sum(self, x: torch.Tensor) -> Any:
         flight = self.links.sum(x)
-        torch.cuda._sleep(PAUSE)
+        if x.is_cuda:
+            torch.cuda._sleep(PAUSE)
         return flight
 
 
 def layer_inputs(length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """q, k, v and weight of all heads, equal on all ranks, and of this rank's."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    where = ranks.device()
+    generator = torch.Generator(where).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=where, dtype=torch.bfloat16)
 
     heads = LAYER_HEADS, LAYER_KV_HEADS, LAYER_KV_HEADS
     whole = [drawn(1, length, h, HEAD_DIM).transpose(1, 2) for h in heads]
@@ -336,7 +340,7 @@ def layer_inputs(length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def layer_calls(length: int, own: list[torch.Tensor], short: bool) -> dict[str, Call]:
     links = links_of(dist.group.WORLD, own[0].device, 120.0)
-    params = Params(MaskWindow(None, 0), HEAD_DIM**-0.5, None, True, False, None)
+    params = Params(MaskWindow(None, 0), HEAD_DIM**-0.5, return_lse=True, impl=IMPL)
 
     def call(chunks: int | Sequence[int], through: Any = links) -> Call:
         layer = output.Layer(through, params, output.spans_of(chunks, length))
@@ -345,7 +349,7 @@ def layer_calls(length: int, own: list[torch.Tensor], short: bool) -> dict[str, 
     def name(count: int) -> str:
         return f"{count} chunk" + "s" * (count > 1)
 
-    result = torch.zeros(length, 1, OUTPUTS, device="cuda", dtype=torch.bfloat16)
+    result = torch.zeros(length, 1, OUTPUTS, device=ranks.device(), dtype=torch.bfloat16)
     calls = {COMPUTE: call(1, NoSum()), ALONE: lambda: links.sum(result).wait()}
     for count in CHUNKS[: 3 if short else None]:
         calls[name(count)] = call(count)
@@ -353,14 +357,14 @@ def layer_calls(length: int, own: list[torch.Tensor], short: bool) -> dict[str, 
             calls[f"{COMPUTE}, {name(count)}"] = call(count, NoSum())
     calls |= {key: call([length * part // 16 for part in parts]) for key, parts in UNEVEN.items()}
     calls |= {f"{name(4)}, a pause": call(4, Paused(links)), name(4) + CONTROL: call(4)}
-    calls["row_parallel_output"] = lambda: row_parallel_output(*own, causal=True, chunks=4)
+    calls["row_parallel_output"] = lambda: row_parallel_output(*own, causal=True, chunks=4, impl=IMPL)
     return calls
 
 
 def layer_errors(length: int, whole: list[torch.Tensor], calls: Mapping[str, Call]) -> dict[str, float]:
     """Of the results, from all heads on one GPU."""
     q, k, v, weight = whole
-    expected = attention(q, k, v, causal=True).transpose(1, 2).flatten(2) @ weight.t()
+    expected = attention(q, k, v, causal=True, impl=IMPL).transpose(1, 2).flatten(2) @ weight.t()
     expected = expected.view(length, 1, OUTPUTS)
     found = {}
     for name, call in calls.items():
@@ -372,10 +376,10 @@ def layer_errors(length: int, whole: list[torch.Tensor], calls: Mapping[str, Cal
 
 def queued(call: Call, count: int) -> float:
     """ms of a call on the slowest rank, all calls of the window queued before the GPU begins."""
-    torch.cuda.synchronize()
+    ranks.wait()
     begin = time.perf_counter()
     call()
-    host = torch.tensor([time.perf_counter() - begin], device="cuda")
+    host = torch.tensor([time.perf_counter() - begin], device=ranks.device())
     dist.all_reduce(host, op=dist.ReduceOp.MAX)
     clocks = int(2e9 * (1.5 * host.item() * count + 1e-3))  # at some 2 GHz
     return ranks.window_ms(call, count, clocks=clocks)
@@ -385,11 +389,11 @@ def host_ms(call: Call) -> float:
     """ms for which a call keeps the host busy: the median of five, the queue empty."""
     taken = []
     for _ in range(5):
-        torch.cuda.synchronize()
+        ranks.wait()
         begin = time.perf_counter()
         call()
         taken.append((time.perf_counter() - begin) * 1e3)
-    torch.cuda.synchronize()
+    ranks.wait()
     return statistics.median(taken)
 
 
@@ -398,7 +402,7 @@ def layer_rows(length: int, short: bool) -> Rows:
     calls = layer_calls(length, own, short)
     errors = layer_errors(length, whole, calls)
     del whole
-    torch.cuda.empty_cache()
+    empty_cache()
     shape = Shape(1, LAYER_HEADS, length, HEAD_DIM, True, "bfloat16", LAYER_KV_HEADS)
     times = in_rounds(calls, queued, 3 if short else 5, MOST_CALLS)
     found = []
@@ -417,31 +421,48 @@ KINDS = {"nccl": "AllReduce", "attention_forward": "attention", "gemm": "project
          "nvjet": "projection", "cutlass": "projection"}  # fmt: skip
 
 
-def on_ranks(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
-    ranks.join(rank, count, where)
-    rows: Rows = []
-    for length in LAYER_LENGTHS[: 2 if args.short else None]:
-        rows += layer_rows(length, args.short)
-        if rank == 0:
-            print(*(show("all_reduce", row) for row in rows if row["seqlen"] == length), sep="\n", flush=True)
+def empty_cache() -> None:
+    if ranks.device().type == "cuda":
         torch.cuda.empty_cache()
-    call = layer_calls(LAYER_LENGTHS[1], layer_inputs(LAYER_LENGTHS[1])[1], True)["4 chunks"]
-    for _ in range(3):
-        ranks.window_ms(call, 1)
-    events = [{"seqlen": LAYER_LENGTHS[1], "impl": "4 chunks", **event}
-              for event in ranks.kernel_events(call, KINDS)]  # fmt: skip
-    if rank == 0 and not args.short:
-        header = records.provenance({
-            "gpus": count, "link": "NCCL " + ".".join(map(str, torch.cuda.nccl.version())),
-            "nccl_programs": CTAS, "timed": "windows of calls that were queued before, slowest rank, median "
-            "of rounds",
-        })  # fmt: skip
-        path = records.report_path(RECORD, header, args.out)
-        records.add_table(path, header, "all_reduce", rows)
-        records.add_table(path, header, "timeline", events)
-        print(path, flush=True)
+
+
+def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
+    """The tables of several GPUs. Each length is written when it is there, the middle one first."""
+    ranks.join(rank, count, where)
+    header = records.provenance({
+        "gpus": count, "nccl_programs": CTAS, "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE"),
+        "link": "NCCL " + ".".join(map(str, torch.cuda.nccl.version())) if args.device == "cuda" else "gloo",
+        "timed": "windows of calls that were queued before, slowest rank, median of rounds",
+    })  # fmt: skip
+    header["gpu"]["name"] = header["gpu"]["name"] or "cpu"
+    path, rows = records.report_path(RECORD, header, args.out), []
+
+    def write(table: str, found: Rows) -> None:
+        if rank == 0 and not args.short:
+            records.add_table(path, header, table, found)
+            print(path, flush=True)
+
+    first = LAYER_LENGTHS[len(LAYER_LENGTHS) // 2]
+    for length in sorted(LAYER_LENGTHS[: 2 if args.short else None], key=lambda length: length != first):
+        found = layer_rows(length, args.short)
+        rows += found
+        if rank == 0:
+            print(*(show("all_reduce", row) for row in found), sep="\n", flush=True)
+        write("all_reduce", rows)
+        if length == first:
+            write("timeline", timeline(length))
+        empty_cache()
     dist.barrier()
     return int(any(row["status"] != "ok" for row in rows))
+
+
+def timeline(length: int) -> Rows:
+    """Kernels of the last of three calls with four chunks, of this rank."""
+    call = layer_calls(length, layer_inputs(length)[1], True)["4 chunks"]
+    for _ in range(3):
+        ranks.window_ms(call, 1)
+    events = ranks.kernel_events(call, KINDS)
+    return [{"seqlen": length, "impl": "4 chunks", **event} for event in events]
 
 
 # ---------------------------------------------------------------- the run
@@ -462,21 +483,27 @@ def show(table: str, row: dict[str, Any]) -> str:
 ON_ONE_GPU = {"mask": mask_rows, "cooperative": cooperative_rows, "step": step_rows}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time FastAttention's ideas.")
-    several = torch.cuda.device_count() > 1
-    everything = "mask,cooperative" + (",all_reduce" if several else "")
+    everything = "mask,cooperative" + (",all_reduce" if torch.cuda.device_count() > 1 else "")
     parser.add_argument("--tables", default=everything, help="(default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="fewer sizes; write no record")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for the tests")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/fastattention.json)")
     args = parser.parse_args(argv)
-    asked = args.tables.split(",")
-    if not set(asked) <= {*ON_ONE_GPU, "all_reduce"}:
+    args.tables = args.tables.split(",")
+    if not set(args.tables) <= {*ON_ONE_GPU, "all_reduce"}:
         parser.error(f"--tables: expected some of {', '.join(ON_ONE_GPU)}, all_reduce, got {args.tables}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    asked = args.tables
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    if "all_reduce" in asked and not several:
+    if "all_reduce" in asked and torch.cuda.device_count() < 2:
         print("all_reduce needs two GPUs", file=sys.stderr)
         return 2
     if "cooperative" in asked and "step" not in asked:
@@ -499,7 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = records.report_path(RECORD, header, args.out)
             records.add_table(path, header, name, rows)
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
-    status = ranks.on_all_gpus(on_ranks, args) if "all_reduce" in asked else 0
+    status = ranks.on_all_gpus(work, args) if "all_reduce" in asked else 0
     return max(int(not good), status)
 
 

@@ -1,7 +1,9 @@
 """FP8 attention on this Hopper GPU, timed beside 16 bits and the peers.
 
     python tests/gpu/time_fp8.py            about 100 seconds; figures/data/<gpu>/fp8.json
-    python tests/gpu/time_fp8.py --tune     the quantizing kernels with other numbers of programs
+    python tests/gpu/time_fp8.py --values   about 80 seconds: the pass over values beside the one before, and
+                                            whole calls with either beside bfloat16; no record
+    python tests/gpu/time_fp8.py --tune     the quantizing kernels with other numbers of programs; no record
 
 Three tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and
 the peers of `attnlib.bench.fp8_peers`; TFLOP/s. `quantizing`: each role with each scaling; GB/s of what has
@@ -24,7 +26,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+
+import fp8_before  # noqa: E402
 
 from attnlib import attention, attention_fp8, quantize_fp8  # noqa: E402
 from attnlib.bench import fp8_peers, harness, records  # noqa: E402
@@ -40,6 +44,13 @@ OURS = "attnlib fp8"
 SIZES = (4, 32, 4096, 64), (2, 16, 8192, 128), (1, 8, 16384, 256), (1, 16, 32768, 128)
 SHAPES = [Shape(*size, causal, "bfloat16") for size in SIZES for causal in (True, False)]
 QUANTIZED = [Shape(*size, False, "bfloat16") for size in SIZES[:3]]
+WHOLE = [
+    Shape(*size, causal, "bfloat16")
+    for size, causal in [
+        ((2, 16, 8192, 128), True), ((1, 8, 16384, 256), True), ((2, 16, 8192, 128), False),
+        ((1, 16, 16384, 128), True), ((2, 8, 8192, 256), True),
+    ]
+]  # fmt: skip
 RECIPES = {
     ("q", "block"): Recipe(), ("k", "block"): Recipe(), ("k", "block, not rotated"): Recipe("block", False),
     ("k", "head"): Recipe("head"), ("v", "head"): Recipe(), ("v", "head, not centered"): Recipe(center=False),
@@ -175,11 +186,68 @@ def mean_rows(head_dim: int) -> Iterator[dict[str, Any]]:
             yield {"impl": name, **shape.to_dict(), **found}
 
 
+def values_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
+    """The pass over values; what it makes is compared with what the one before makes."""
+    x = make_inputs(shape, device=DEVICE)[2]
+    now, before = quantize_fp8(x, "v"), fp8_before.quantize(x)
+    torch.testing.assert_close(now.mean, before.mean, rtol=0, atol=1e-6)  # sums in another order
+    torch.testing.assert_close(now.scale, before.scale, rtol=1e-5, atol=0)
+    differs = (now.data.view(torch.uint8) != before.data.view(torch.uint8)).float().mean().item()
+    assert differs < 1e-3, f"{shape.label}: {differs:.2%} of the values are not those of the pass before"
+    calls = {
+        "attnlib v": lambda: quantize_fp8(x, "v").data,
+        "attnlib v, before": lambda: fp8_before.quantize(x).data,
+        "attnlib v, not centered": lambda: quantize_fp8(x, "v", center=False).data,
+    }
+    moved = x.numel() * (x.element_size() + 1)
+    runs = [Run(name, shape, lambda call=call: call, None, moved=moved) for name, call in calls.items()]
+    runs.append(Run("attnlib v", shape, lambda: calls["attnlib v"], None, True, moved))
+    runs.append(Run("copy", shape, lambda: copying(moved), None, moved=moved))
+    harness.time_rounds(runs, None, setting, lambda text: None)
+    for run in runs:
+        if "gb_per_s" in run.row:
+            run.row["percent_of_copy"] = 100 * run.row["gb_per_s"] / runs[-1].row["gb_per_s"]
+        yield run.row
+
+
+def whole_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
+    """Calls that quantize their tensors, with either pass over values, beside bfloat16."""
+    q, k, v = tensors = make_inputs(shape, device=DEVICE)
+    causal, judge = shape.causal, Judge(tensors, shape.causal)
+
+    def with_the_one_before() -> torch.Tensor:
+        operands = quantize_fp8(q, "q"), quantize_fp8(k, "k"), fp8_before.quantize(v)
+        return attention_fp8(*operands, causal=causal)
+
+    makes = {
+        f"{OURS}, with the pass": lambda: lambda: attention_fp8(q, k, v, causal=causal),
+        f"{OURS}, with the pass before": lambda: with_the_one_before,
+        "attnlib bf16": lambda: lambda: attention(q, k, v, causal=causal),
+    }
+    runs = [Run(name, shape, make, judge) for name, make in makes.items()]
+    runs.append(Run("attnlib bf16", shape, makes["attnlib bf16"], judge, control=True))
+    harness.time_rounds(runs, None, setting, lambda text: None)
+    yield from (run.row for run in runs)
+
+
+def values(setting: Setting) -> bool:
+    """Whether all were right; the most important first."""
+    right = True
+    for shapes, rows in ((QUANTIZED, values_rows), (WHOLE, whole_rows)):
+        for shape in shapes:
+            for row in rows(shape, setting):
+                print(show(row), flush=True)
+                right &= row["status"] == "ok"
+            torch.cuda.empty_cache()
+    return right
+
+
 def tune(setting: Setting) -> None:
     """The quantizing kernels with other numbers of programs and blocks."""
-    before = launch_quantize.PROGRAMS, launch_quantize.SPAN
-    for programs, span in [before, *product((4, 8, 16, 32), (1, 4, 16))]:
-        launch_quantize.PROGRAMS, launch_quantize.SPAN = programs, span
+    before = launch_quantize.PROGRAMS, launch_quantize.VALUES, launch_quantize.SPAN
+    for programs, span in product((4, 8, 16, 32), (1, 4, 16)):
+        launch_quantize.PROGRAMS = launch_quantize.VALUES = programs
+        launch_quantize.SPAN = span
         launch_quantize.prepare.cache_clear()
         for shape in QUANTIZED:
             found = {row["impl"]: row.get("percent_of_copy", 0) for row in quantizing_rows(shape, setting)}
@@ -188,7 +256,7 @@ def tune(setting: Setting) -> None:
                 for name, share in found.items()
             )
             print(f"programs {programs:2} span {span:2} D{shape.head_dim:3}: {shares}", flush=True)
-    launch_quantize.PROGRAMS, launch_quantize.SPAN = before
+    launch_quantize.PROGRAMS, launch_quantize.VALUES, launch_quantize.SPAN = before
 
 
 def show(row: dict[str, Any]) -> str:
@@ -206,12 +274,15 @@ def show(row: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time FP8 attention on this GPU.")
+    parser.add_argument("--values", action="store_true", help="time the pass over values; no record")
     parser.add_argument("--tune", action="store_true", help="time the quantizing kernels alone, no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/fp8.json)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
+    if args.values:
+        return int(not values(SWEEP))
     if args.tune:
         tune(SWEEP)
         return 0

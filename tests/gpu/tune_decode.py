@@ -1,12 +1,15 @@
 """Candidates for the decoding kernels' configurations on this GPU, beside those that are chosen now.
 
-    python tests/gpu/tune_decode.py     about a minute; prints a table at the end and writes no record
+    python tests/gpu/tune_decode.py                 about 100 seconds; prints tables, writes no record
+    python tests/gpu/tune_decode.py --only ragged   one of the parts `ragged`, `pages`, `fp8`
 
-`ragged`: how a stream-K program begins its next pair. The shares are of equal tiles, but those of short
-sequences have more pairs to begin, so they should end last. idle: a pair counts as so many tiles more. next:
-the first keys of the next pair are asked for ahead. One sequence and the batch of equal lengths are there to
-see what it costs where it can't help. `fp8`: tiles and programs for caches in FP8; "free registers" is as it
-was before there was a limit.
+`ragged`: how a stream-K program begins its next pair, and how partial results are merged. The shares are of
+equal tiles, but those of short sequences have more pairs to begin, so they should end last. idle: a pair
+counts as so many tiles more. next: the first keys of the next pair are asked for ahead. whole rows: a program
+that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the registers
+that those of the merge would need to begin early. One sequence and the batch of equal lengths are there to
+see what it costs where it can't help. `pages`: pages of 16 and 64 keys beside a cache in one piece that has
+lengths, too, and pages with three stages. `fp8`: tiles and programs for caches in FP8.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
 A ratio is the time of what is chosen over the candidate's: above 1 the candidate is faster. What is inside of
 the control's is a tie. Status 0 when all outputs were right, 1 otherwise, 2 without a Hopper GPU.
@@ -14,8 +17,9 @@ the control's is a tie. Status 0 when all outputs were right, 1 otherwise, 2 wit
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +28,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 2)]
 
 import time_decode as timed  # noqa: E402
-from time_decode import CALLS, OURS, OURS_FP8, Function, Inputs  # noqa: E402
+from time_decode import CALLS, OURS, OURS_FP8, PAGES, Function, Inputs  # noqa: E402
 
 from attnlib.bench.setting import SWEEP  # noqa: E402
 from attnlib.kernels import DECODERS  # noqa: E402
@@ -37,25 +41,34 @@ NEXT = {
     "idle 1": {"idle_tiles": 1},
     "idle 2": {"idle_tiles": 2},
     "next": {"prefetch_next": True},
-    "idle 2, next": {"idle_tiles": 2, "prefetch_next": True},
+    "whole rows": {"merge_columns": 128},
+    "no room": {"registers": 168},
+    "3 stages": {"num_stages": 3},
+    "idle 1, next, whole rows": {"idle_tiles": 1, "prefetch_next": True, "merge_columns": 128},
 }
 # Keys of a tile over what is chosen, stages, programs of a multiprocessor, warps.
 TILES = {"4 per SM": (1, 3, 4, 4), "4 stages": (1, 4, 3, 4), "2 x keys": (2, 3, 2, 4)}
 TILES["8 warps"] = 2, 3, 2, 8
-TUNED = {"ragged": [CALLS[-1], CALLS[2], CALLS[5]], "fp8": [CALLS[2], CALLS[4], CALLS[6], CALLS[-1]]}
+TUNED = {
+    "ragged": [CALLS[-1], CALLS[2], CALLS[4]],
+    "pages": [CALLS[0], CALLS[1], CALLS[4], CALLS[-1]],
+    "fp8": [CALLS[2], CALLS[4], CALLS[6], CALLS[-1]],
+}
 
 
-def with_config(inputs: Inputs, fp8: bool, changes: dict) -> Function:
-    """attnlib with changes of its configuration. per_sm: programs of a multiprocessor; keys: of a tile, over
-    what is chosen."""
-    q, k, v, lengths = inputs
+def with_config(inputs: Inputs, changes: dict, fp8: bool = False, page: int | None = None) -> Function:
+    """attnlib with changes of its configuration, a cache in one piece with its lengths too. per_sm: programs
+    of a multiprocessor; keys: of a tile, over what is chosen."""
+    q, k, v, table, lengths = inputs.q, inputs.k, inputs.v, None, timed.lengths_of(inputs)
     scales = (None, None)
+    if page is not None:
+        k, v, table, lengths = timed.paged_caches(inputs, page)
     if fp8:
         k, v = ((x / scale).to(timed.FP8) for x, scale in zip((k, v), timed.SCALES, strict=True))
         scales = tuple(torch.full(k.shape[:2], scale, device=k.device) for scale in timed.SCALES)
-    params = DecodeParams(mask_window(True, None), q.shape[-1] ** -0.5, lengths, None, False, "stream_k")
+    params = DecodeParams(mask_window(True, None), q.shape[-1] ** -0.5, lengths, table, False, "stream_k")
     params = params._replace(k_scale=scales[0], v_scale=scales[1])
-    config = configuration(call_of(q, k, v, None, params))
+    config = configuration(call_of(q, k, v, table, params))
     changes = dict(changes)
     if "per_sm" in changes:
         per_sm = changes.pop("per_sm")
@@ -67,42 +80,59 @@ def with_config(inputs: Inputs, fp8: bool, changes: dict) -> Function:
 
 
 def next_pairs(inputs: Inputs) -> dict[str, Callable[[], Function]]:
-    made = {OURS: lambda: with_config(inputs, False, {})}
+    made = {OURS: lambda: with_config(inputs, {})}
     for name, changes in NEXT.items():
-        made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, False, changes)
+        made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, changes)
     every = timed.implementations(inputs)
     return made | {name: every[name] for name in ("fa3", "flashinfer")}
+
+
+def pages(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    made = {OURS: lambda: with_config(inputs, {})}
+    for page in PAGES:
+        made[f"{OURS}, pages of {page}"] = lambda page=page: with_config(inputs, {}, page=page)
+        made[f"{OURS}, pages of {page}, 3 stages"] = lambda page=page: with_config(
+            inputs, {"num_stages": 3}, page=page
+        )
+    return made
 
 
 def tiles(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     def change(keys: int, stages: int, per_sm: int, warps: int) -> dict:
         return {"keys": keys, "num_stages": stages, "per_sm": per_sm, "num_warps": warps}
 
-    made = {OURS: lambda: timed.ours(inputs, "stream_k"), OURS_FP8: lambda: with_config(inputs, True, {})}
-    made[f"{OURS_FP8}, free registers"] = lambda: with_config(inputs, True, {"registers": None})
+    made = {OURS: lambda: timed.ours(inputs, "stream_k"), OURS_FP8: lambda: with_config(inputs, {}, True)}
     for name, sizes in TILES.items():
         changes = change(*sizes)
-        made[f"{OURS_FP8}, {name}"] = lambda changes=changes: with_config(inputs, True, changes)
+        made[f"{OURS_FP8}, {name}"] = lambda changes=changes: with_config(inputs, changes, True)
+    for page in PAGES:
+        made[f"{OURS_FP8}, pages of {page}"] = lambda page=page: with_config(inputs, {}, True, page)
     return made
 
 
-def main() -> int:
+PARTS = {"ragged": next_pairs, "pages": pages, "fp8": tiles}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time candidates for decoding's configurations.")
+    parser.add_argument("--only", choices=PARTS, action="append", help="(default: all)")
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     wrong, lines = 0, []
-    for title, make in (("ragged", next_pairs), ("fp8", tiles)):
+    for title in args.only or PARTS:
+        fp8 = title == "fp8"
         for call in TUNED[title]:
-            fp8 = make is tiles
-            found = list(timed.rows(call, make, SWEEP, fp8))
+            found = list(timed.rows(call, PARTS[title], SWEEP, fp8))
             own = next(row for row in found if row["impl"] == (OURS_FP8 if fp8 else OURS))
             lines.append(f"\n{title}")
             for row in found:
                 ratio = f"{own['ms'] / row['ms']:.3f}" if "ms" in row and "ms" in own else "    -"
                 lines.append(f"{ratio}  {timed.show(row)}")
                 wrong += row["impl"].startswith(OURS) and row["status"] != "ok"
+            print(*lines[-len(found) - 1 :], sep="\n", flush=True)
             torch.cuda.empty_cache()
-    print(*lines, sep="\n")
     return int(bool(wrong))
 
 

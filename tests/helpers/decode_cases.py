@@ -24,7 +24,8 @@ TOGETHER = 1 << 26
 class DecodeCase:
     """One call. lengths: of the keys; None for caches that are full, of `room` keys for `batch` sequences.
     page: keys of a page. scales: caches are in FP8, and what has a scale: "nothing", "all", "heads", or
-    "pairs": a sequence, or a page, and a head. same_launch, idle_tiles: of the `DecodeConfig`.
+    "pairs": a sequence, or a page, and a head. same_launch, idle_tiles, merge_columns: of the `DecodeConfig`.
+    unlike: values have other strides than keys.
     """
 
     name: str
@@ -46,6 +47,8 @@ class DecodeCase:
     starts: tuple[int, ...] | None = None
     scales: str | None = None
     idle_tiles: int = 0
+    merge_columns: int | None = None
+    unlike: bool = False
     seed: int = 0
 
     @property
@@ -95,7 +98,10 @@ def make(case: DecodeCase, device: str) -> Inputs:
             plain.append(x.float().mul_(of_key).to(q.dtype).nan_to_num_())
         else:
             plain.append(x.nan_to_num())
-        caches.append(x if page is None else in_pages(x, order, page))
+        x = x if page is None else in_pages(x, order, page)
+        if case.unlike and shift:
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        caches.append(x)
         scales.append(scale)
     if table is not None and lengths is not None:
         beyond = torch.arange(pages, device=device) >= (lengths[:, None] + page - 1) // page
@@ -140,10 +146,10 @@ def scales_of(case: DecodeCase, table, room: int, device: str, shift: int):
 
 
 def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the call; in the family's configuration with the merge in the same launch where the case
-    asks for that."""
+    """(out, lse) of the call; in the family's configuration with what the case changes of it."""
     q, k, v, lengths, table, starts, _, k_scale, v_scale = inputs
-    if not case.same_launch and not case.idle_tiles:
+    changes = {name: getattr(case, name) for name in ("same_launch", "idle_tiles", "merge_columns")}
+    if not any(changes.values()):
         return attention_decode(
             q, k, v, lengths=lengths, page_table=table, causal=case.causal, window=case.window,
             sm_scale=case.sm_scale, return_lse=True, split=case.split, starts=starts, k_scale=k_scale,
@@ -153,8 +159,7 @@ def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     seen = mask_window(case.causal, case.window)
     params = DecodeParams(seen, scale, lengths, table, True, case.split, None, starts, k_scale, v_scale)
     config = configuration(call_of(q, k, v, table, params))
-    config = replace(config, same_launch=case.same_launch, idle_tiles=case.idle_tiles)
-    return decode.forward(q, k, v, params._replace(config=config))
+    return decode.forward(q, k, v, params._replace(config=replace(config, **changes)))
 
 
 def judge(case: DecodeCase, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -247,6 +252,11 @@ def _cases() -> list[DecodeCase]:
     for scale in (0.0, -0.5, 30.0):
         add(f"scale {scale}", (40, 300), sm_scale=scale, split="stream_k")
     add("pages of 64", (1, 64, 65, 300), page=64, split="fixed")
+    for page, starts in ((128, None), (256, (0, 17, 130, 250))):
+        add(f"tiles in pages of {page}", (0, 128, 129, 300), page=page, starts=starts, split="stream_k")
+        add(f"tiles in pages of {page}, FP8", (0, 128, 129, 300), page=page, starts=starts, scales="pairs",
+            split="stream_k")  # fmt: skip
+    add("tiles in pages, window", (60, 400), queries=3, window=(100, 0), page=128, split="fixed")
     for split in SPLITS:
         add(f"starts, {split}", (0, 50, 60, 400, 300), starts=(0, 3, 60, 333, 0), queries=3, split=split)
     add("starts paged", (0, 50, 60, 400), starts=(0, 17, 60, 333), page=16, split="stream_k")
@@ -268,6 +278,9 @@ def _cases() -> list[DecodeCase]:
     add("FP8, starts and a window", (400, 400, 60), starts=(350, 9, 50), window=(99, 0), queries=4,
         scales="pairs", split="stream_k")  # fmt: skip
     add("FP8, a negative scale", (40, 300), sm_scale=-0.5, scales="pairs", split="stream_k")
+    add("merges of whole rows", ODD, head_dim=128, split="stream_k", merge_columns=128)
+    for page in (None, 16, 128):
+        add(f"values laid out unlike keys, pages {page}", (17, 290), page=page, unlike=True, split="stream_k")
     add("full pages", None, room=96, batch=2, page=32, split="stream_k")
     add("the default", ODD)
     return cases

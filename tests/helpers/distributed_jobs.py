@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnlib import attention, dispatch
+from attnlib import attention, attention_varlen, dispatch
 from attnlib import distributed as cp
 from attnlib.arguments.common import type_name
 
@@ -175,6 +175,63 @@ def compiled() -> float:
         return cp.attention(q * 2, k, v, causal=True, impl="reference", timeout=200) + 1
 
     return (torch.compile(layer, backend="eager")(q, k, v) - layer(q, k, v)).abs().max().item()
+
+
+def ring_of_pytorch() -> float:
+    """PyTorch's context_parallel with attnlib as its kernels: the largest difference of the output and the
+    gradients from attnlib's own, forward and backward. Its rows lie as those of `shard`."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import _attention
+
+    from attnlib import sdpa
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    *whole, d_out = inputs(Case(heads=2, kv_heads=2, rows=16))
+    plain = [cp.shard(x, causal=True).detach().requires_grad_() for x in whole]
+    expected = cp.attention(*plain, causal=True, timeout=200)
+    expected.backward(cp.shard(d_out, causal=True))
+    buffers = [x.detach().contiguous().clone() for x in whole]
+    active = sdpa._Active("CPU")
+    _attention._cp_options.enable_load_balance = True
+    with _attention.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3,
+                                     no_restore_buffers=set(buffers)):  # fmt: skip
+        given = [x.requires_grad_() for x in buffers]
+        spread = (DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in given)
+        out = torch.ops.aten._scaled_dot_product_flash_attention(*spread, is_causal=True)[0].to_local()
+        out.backward(cp.shard(d_out, causal=True).contiguous())
+    active.remove()
+    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(given, plain, strict=True))]
+    return max((x - y).abs().max().item() for x, y in pairs)
+
+
+LENGTHS = [0, 7, 7, 20, 21, 40]
+"""Sequences of varlen calls, one of them empty: where each begins, and the number of tokens."""
+
+
+def varlen(causal: bool, window: tuple[int, int] | None) -> list[float]:
+    """Packed sequences over ranks: the largest difference of output, LSE and gradients from one process."""
+    generator = torch.Generator().manual_seed(3)
+    offsets = torch.tensor(LENGTHS, dtype=torch.int32)
+    whole = [torch.randn(LENGTHS[-1], h, 16, generator=generator) for h in (4, 2, 2, 4)]
+    options = {"causal": causal, "window": window, "return_lse": True, "impl": "reference", "sm_scale": 0.4}
+    *same, d_out = [x.clone().requires_grad_() for x in whole]
+    out, lse = attention_varlen(*same, offsets, offsets, 20, 20, **options)
+    out.backward(d_out)
+    *given, d_out = [cp.shard(x, dim=0).clone().requires_grad_() for x in whole]
+    found, found_lse = cp.attention_varlen(*given, offsets, 20, timeout=200, **options)
+    found.backward(d_out)
+    pairs = [(found, cp.shard(out, dim=0)), (found_lse, cp.shard(lse, dim=1))]
+    pairs += [(x.grad, cp.shard(y.grad, dim=0)) for x, y in zip(given, same, strict=True)]
+    return [(x - y).abs().max().item() for x, y in pairs]
+
+
+def bad_varlen(what: str) -> str:
+    """All ranks make the same mistake, or rank 1 has another length than the others."""
+    longest = 20 if what != "unlike" or dist.get_rank() == 0 else 30
+    q, k, v = (torch.randn(20, 3 if what == "heads" else 4, 16) for _ in range(3))
+    offsets = torch.tensor([0, 30, 20, 40] if what == "values" else [0, 20, 40], dtype=torch.int32)
+    keys = k[:10] if what == "keys" else k
+    return told(lambda: cp.attention_varlen(q, keys, v[: len(keys)], offsets, longest, impl="reference"))
 
 
 def where() -> tuple[list[int], list[int]]:

@@ -99,7 +99,6 @@ def on_the_cpu(
             kernels[name] = Recorded(kernel, order, seed, sms, in_order)
             patch.setattr(module, name, kernels[name])
         patch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
-        patch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says of itself
         patch.setattr(device, "num_sms", lambda index: sms)
         for module in counters, forward_plan, launch_fp8, narrow, pooled:
             patch.setattr(module, "counter", lambda index: counter)

@@ -10,7 +10,7 @@ enum { MAX_KERNELS = 64, MAX_LAUNCHES = 64, MAX_PARAMS = 192 };
 /* A tensor map is its own record: what was encoded, in the 128 bytes that the driver would fill. */
 typedef struct {
   uint64_t address;
-  uint8_t dtype, rank, interleave, swizzle, promotion, fill, padding[2];
+  uint8_t dtype, rank, small, interleave, swizzle, promotion, fill, padding;
   uint64_t shape[5], strides[4];
   uint32_t box[5];
   uint8_t steps[8];
@@ -34,6 +34,7 @@ static int kernel_count;
 Launched fake_launches[MAX_LAUNCHES];
 int fake_launch_count;
 int fake_retained = -1; /* device whose context was asked for last */
+int fake_version = 13000;
 static int encode_result, launch_result;
 static __thread CUcontext current;
 
@@ -72,6 +73,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType dtype, cuu
   made.swizzle = swizzle, made.promotion = promotion, made.fill = fill;
   for (unsigned i = 0; i < rank; ++i) made.shape[i] = shape[i], made.box[i] = box[i], made.steps[i] = steps[i];
   for (unsigned i = 0; i + 1 < rank; ++i) made.strides[i] = strides[i];
+  made.small = 0x20; /* bit 21 of the second 8 bytes, which Triton 3.7 clears where a tensor is small */
   memset(map, 0, sizeof *map);
   memcpy(map, &made, sizeof made);
   return CUDA_SUCCESS;
@@ -126,6 +128,11 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
   fake_retained = device;
   *context = (CUcontext)(uintptr_t)(0xC0 + device);
   return device < 8 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUresult cuDriverGetVersion(int *version) {
+  *version = fake_version;
+  return CUDA_SUCCESS;
 }
 
 CUresult cuDeviceGet(CUdevice *device, int number) {

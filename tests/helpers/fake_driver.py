@@ -31,8 +31,8 @@ class Encoded(ctypes.Structure):
 
     _fields_ = [
         ("address", ctypes.c_uint64),
-        *((name, ctypes.c_uint8) for name in "dtype rank interleave swizzle promotion fill".split()),
-        ("padding", ctypes.c_uint8 * 2),
+        *((name, ctypes.c_uint8) for name in "dtype rank small interleave swizzle promotion fill".split()),
+        ("padding", ctypes.c_uint8),
         ("shape", ctypes.c_uint64 * 5),
         ("strides", ctypes.c_uint64 * 4),
         ("box", ctypes.c_uint32 * 5),
@@ -100,6 +100,15 @@ class FakeDriver:
         return found
 
     @property
+    def version(self) -> int:
+        """The CUDA version that the driver says it is for."""
+        return ctypes.c_int.in_dll(self.library, "fake_version").value
+
+    @version.setter
+    def version(self, number: int) -> None:
+        ctypes.c_int.in_dll(self.library, "fake_version").value = number
+
+    @property
     def retained(self) -> int:
         """The device whose context was asked for last, -1 for none."""
         return ctypes.c_int.in_dll(self.library, "fake_retained").value
@@ -112,11 +121,12 @@ class FakeCuda:
 
     def __init__(self, driver: FakeDriver, utils: ModuleType) -> None:
         self.driver, self.sizes = driver, []
-        self.utils = SimpleNamespace(
-            fill_tma_descriptor=utils.fill_tma_descriptor,
-            get_device_properties=lambda device: {"max_shared_mem": 232448},
-            load_binary=lambda *_: (1, driver.kernel(self.sizes), 0, 0, 1024),
-        )
+        own = {
+            "get_device_properties": lambda device: {"max_shared_mem": 232448},
+            "load_binary": lambda *_: (1, driver.kernel(self.sizes), 0, 0, 1024),
+            "unload_module": lambda module: None,
+        }
+        self.utils = SimpleNamespace(**vars(utils) | own)
 
     def get_current_device(self) -> int:
         return 0
@@ -160,11 +170,15 @@ def cuda(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", f"{_folder.name}/cache")
     driver, utils, module = _built()
     driver.forget()
+    module.load(str(driver.path))
     fake = FakeCuda(driver, utils)
     fake.direct = module
-    monkeypatch.setattr(nvidia, "compile_module_from_src", partial(_compile_for, driver))
     monkeypatch.setattr(nvidia, "library_dirs", list)  # where the real driver is
-    monkeypatch.setattr(nvidia, "PyCUtensorMap", utils.PyCUtensorMap, raising=False)
+    if hasattr(nvidia, "compile_module_from_src"):  # of triton 3.6, for each kernel's own launcher
+        monkeypatch.setattr(nvidia, "compile_module_from_src", partial(_compile_for, driver))
+    for name in {*vars(utils)} & {*vars(nvidia)}:  # types that Triton's driver takes from there
+        if not name.startswith("__"):
+            monkeypatch.setattr(nvidia, name, getattr(utils, name))
     monkeypatch.setattr(triton.runtime.driver, "_active", fake)
     monkeypatch.setattr(direct, "launcher", lambda: module)
     monkeypatch.setattr(launcher, "current_stream", lambda device: STREAM)

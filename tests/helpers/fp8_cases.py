@@ -15,7 +15,7 @@ from attnlib.kernels.reference import fp8 as model
 @dataclass(frozen=True)
 class QuantizeCase:
     """A call of `quantize`. lengths: of varlen sequences, in place of B and S. mean: added to every other
-    column, in each head and sequence another multiple of it."""
+    column, in each head and sequence another multiple of it. infinite: so is a number of each head."""
 
     role: str = "q"
     recipe: Recipe = Recipe()
@@ -27,12 +27,14 @@ class QuantizeCase:
     lengths: tuple[int, ...] = ()
     transposed: bool = False
     mean: float = 0.0
+    infinite: bool = False
 
     def __str__(self) -> str:
         where = f"varlen {self.lengths}" if self.lengths else f"B{self.B} S{self.S}"
         how = f"{self.recipe.scaling}{' rotated' if self.recipe.rotate else ''}"
         name = f"{self.role} {where} H{self.H} D{self.D} {how} {str(self.dtype).removeprefix('torch.')}"
         name += f" mean {self.mean:g}" if self.mean else ""
+        name += " infinite" * self.infinite
         return name + " transposed" * self.transposed + " not centered" * (not self.recipe.center)
 
     def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
@@ -52,6 +54,8 @@ class QuantizeCase:
                 x += (1 + each)[:, None, None] * one
             else:
                 x += torch.arange(1, self.B + 1).view(-1, 1, 1, 1) * one[:, None]
+        if self.infinite:
+            x[..., 17, 5] = float("inf")
         x = x.to(self.dtype).to(device)
         if not self.lengths:
             return x, None, None
@@ -67,7 +71,8 @@ CASES = {
         *(QuantizeCase(role, Recipe("tensor", False), lengths=LENGTHS) for role in "qkv"),
         *(QuantizeCase(role, lengths=LENGTHS) for role in "qkv"),
         QuantizeCase("v"), QuantizeCase("v", Recipe("tensor")),
-        QuantizeCase("v", mean=100.0), QuantizeCase("v", Recipe("tensor"), lengths=LENGTHS, mean=9.0),
+        QuantizeCase("v", infinite=True), QuantizeCase("v", mean=100.0),
+        QuantizeCase("v", Recipe("tensor"), lengths=LENGTHS, mean=9.0),
         QuantizeCase("v", Recipe(), 40, 700, 1, 1, torch.bfloat16, mean=-3.0),
         QuantizeCase("v", Recipe(center=False), lengths=LENGTHS), QuantizeCase("v", Recipe(center=False)),
         QuantizeCase("k", Recipe("head", False), lengths=LENGTHS),

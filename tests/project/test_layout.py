@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -67,6 +68,29 @@ def test_files_are_short():
 def test_few_files_are_at_the_top():
     at_the_top = [path for path in committed() if path.parent == PACKAGE]
     assert len(at_the_top) <= 12, short(at_the_top)
+
+
+@functools.cache
+def chapters() -> set[str]:
+    return {path.name[:2] for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+
+
+GLUON = [path for path in sorted(KERNELS.rglob("*.py")) if "@gluon.jit" in path.read_text()]
+
+
+@pytest.mark.parametrize("file", GLUON, ids=lambda file: str(file.relative_to(KERNELS)))
+def test_a_hopper_kernel_names_the_chapter_that_teaches_it(file):
+    said = re.findall(r"[Cc]hapters?\s+(\d\d)", ast.get_docstring(ast.parse(file.read_text())))
+    assert said and set(said) <= chapters(), f"{short([file])}: chapters {said}"
+
+
+def test_the_map_has_every_place():
+    """CONTRIBUTING.md names each file and folder of attnlib, and each family of kernels."""
+    said = (ROOT / "CONTRIBUTING.md").read_text()
+    inside = {path.relative_to(PACKAGE).parts for path in committed() if path.is_relative_to(PACKAGE)}
+    places = {parts[0] if len(parts) == 1 else f"{parts[0]}/" for parts in inside} - {"__init__.py"}
+    places |= {family.name for family in [*FAMILIES, COMMON]}
+    assert not sorted(place for place in places if f"`{place}`" not in said)
 
 
 # ---------------------------------------------------------------- arrows
@@ -152,7 +176,9 @@ def prescribed(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             decorators = " ".join(map(ast.unparse, node.decorator_list))
             found |= {node.name} if "custom_op" in decorators or ".register" in decorators else set()
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith("register"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith(
+            ("register", "impl")
+        ):
             found |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
         elif isinstance(node, ast.ClassDef) and "Function" in " ".join(map(ast.unparse, node.bases)):
             found |= {method.name for method in node.body if isinstance(method, ast.FunctionDef)}

@@ -63,6 +63,15 @@ def test_every_requirement_has_one_tested_version_that_it_accepts(requirements, 
         assert requirement.specifier.contains(version), f"{requirement} does not accept the tested {version}"
 
 
+def test_the_second_set_is_the_tested_one_but_for_torch(tested):
+    """`make next` takes all else from constraints.txt."""
+    other = pins((ROOT / "constraints-next.txt").read_text().splitlines())
+    assert set(other) == {"torch", "triton"} and not other.items() & tested.items()
+    texts = [(ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")]
+    assert all(f"torch {other['torch']}" in text for text in texts)
+    assert f"triton {other['triton']}" in texts[0] and f"| {other['triton']} | {other['torch']} |" in texts[1]
+
+
 def test_environment_has_the_tested_versions_of_what_pyproject_asks_for(environment, requirements, tested):
     from packaging.requirements import Requirement
 

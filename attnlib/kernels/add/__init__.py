@@ -10,6 +10,4 @@ __all__ = ["add", "unsupported"]
 
 def unsupported(where: torch.device) -> str | None:
     """What the kernels need and a device does not have; None if it has all."""
-    if where.type == "cuda" or device.interpreted():
-        return None
-    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {where}"
+    return device.unsupported_on(where)

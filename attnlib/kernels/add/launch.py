@@ -16,7 +16,7 @@ def add(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor, start: 
     B, H, S, D = result.shape
     if not result.numel():
         return
-    if result.dtype == torch.bfloat16 and device.interpreted():  # it rounds toward zero there (triton 3.6)
+    if device.widened(result.dtype):
         wide = torch.empty_strided(result.shape, result.stride(), dtype=torch.float32)
         add(first, second, wide, start)
         result.copy_(wide)

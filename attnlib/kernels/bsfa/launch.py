@@ -65,12 +65,9 @@ def forward(
     Returns (out, lse, kept), lse and kept None unless they were asked for. ValueError if a length or the grid
     is beyond 2^31.
     """
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         out, lse, kept = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), lse, kept
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return forward(q, k, v, params)
     if not (describable(q) and describable(k) and describable(v)):
         q, k, v = (readable(x) for x in (q, k, v))
     plan = prepare(call_of(q, k, params, q, k, v), params.return_kept, limits_of(params.threshold))
@@ -82,11 +79,8 @@ def forward(
 def maxima(q: torch.Tensor, k: torch.Tensor, params: BsfaParams) -> torch.Tensor:
     """(B, H, blocks of queries, blocks of keys) float32: the largest score of each block that is decided on,
     elsewhere -inf. Of arguments as `forward` takes them."""
-    if q.dtype == torch.bfloat16 and device.interpreted():
+    if device.widened(q.dtype):
         return maxima(q.float(), k.float(), params)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(q.get_device()):
-            return maxima(q, k, params)
     q, k = (readable(x) for x in (q, k))
     shape = *q.shape[:2], *grid_of(q.shape[2], k.shape[2])
     found = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)

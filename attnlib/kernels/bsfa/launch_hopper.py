@@ -26,14 +26,10 @@ def forward(
     Returns (out, lse, kept), lse and kept None unless they were asked for. ValueError if a length or the
     tiles are beyond 2^31.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(q, k, v, params)
     params = params._replace(config=params.config or hopper_bsfa_config(q.shape[-1]))
     plan = prepare(call_of(q, k, params, q, k, v), params.return_kept, limits_of(params.threshold))
     out, (lse, kept) = plan.out.like(q), made_for(q, k, params)
-    plan.launches(q, k, v, out, lse, kept, params.threshold, counters.counter(index))
+    plan.launches(q, k, v, out, lse, kept, params.threshold, counters.counter(q.get_device()))
     return out, lse, None if kept is None else kept.view(torch.bool)
 
 

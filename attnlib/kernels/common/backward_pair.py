@@ -1,5 +1,5 @@
-"""What the two consumers of a Hopper backward kernel, 64 keys each, have in common where they share dS: its
-exchange, and their products. `kernels.hopper.backward_kernel` has the order of a step and the protocol.
+"""Consumers of a Hopper backward kernel, 64 keys each, that share dS: how they exchange it, and their
+products. `kernels.hopper.backward_kernel` has the order of a step and the protocol; chapter 21 builds it.
 
 `mem` is a kernel's `Memory`, `plan` its plan.
 """
@@ -22,7 +22,7 @@ def tell_ds(j, WG: gl.constexpr):
 
 @gluon.jit
 def await_ds(j, WG: gl.constexpr):
-    """The other consumer has written its dS of block j; there is none of block -1."""
+    """Wait until the other consumer has written its dS of block j; there is none of block -1."""
     if j >= 0:
         named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
 
@@ -62,7 +62,7 @@ def write_ds(mem, ds_half, j, WG: gl.constexpr):
 
 @gluon.jit
 def here(x):
-    """x, of 16 bits; what is computed from it is computed after this, not as soon as x is there."""
+    """x, of 16 bits. The compiler moves nothing that is computed from it ahead of this instruction."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
     )

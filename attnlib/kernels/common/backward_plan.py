@@ -14,7 +14,7 @@ from attnlib.kernels.common.signature import Signature, signature
 from attnlib.params import Params
 
 TENSORS = tuple("d_out q k v out lse buffer none dq dk dv cu_q cu_k".split())
-"""What launches of a backward pass call their tensors; `none` is the absent one."""
+"""The names of tensors in launches of a backward pass; `none` stands for one that a kernel does without."""
 
 
 class BackwardPlan(NamedTuple):

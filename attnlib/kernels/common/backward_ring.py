@@ -1,5 +1,5 @@
-"""The slots of Q and dO of the Hopper backward kernels, who releases and who fills them, and sums in memory.
-Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
+"""The slots of Q and dO of the Hopper backward kernels, their release and reuse, and sums in memory. Chapter
+21 builds the backward kernels; the protocol is in their docstrings.
 
 `plan` is a kernel's plan.
 """
@@ -32,13 +32,13 @@ def parity_of(j):
 
 @gluon.jit
 def release(first: gl.constexpr, j):
-    """This consumer needs Q, or dO, of block j no more."""
+    """This consumer no longer needs Q, or dO, of block j."""
     named_barrier("arrive", first + slot_of(j), 288)
 
 
 @gluon.jit
 def acquire(first: gl.constexpr, j):
-    """Both consumers have released what lies where block j goes."""
+    """Wait until both consumers have released what lies where block j goes."""
     if j >= STAGES:
         named_barrier("sync", first + slot_of(j), 288)
 

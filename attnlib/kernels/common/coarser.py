@@ -4,7 +4,7 @@ import torch
 
 
 def coarser(found: torch.Tensor, times: int) -> torch.Tensor:
-    """The map of blocks that are so many times as large: of each the largest weight."""
+    """The same map for blocks `times` as large: the largest weight of each."""
     if times == 1:
         return found
     down, across = (-(-size // times) for size in found.shape[2:])

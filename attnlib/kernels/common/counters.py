@@ -22,8 +22,8 @@ _thread = _Thread()
 
 @contextmanager
 def own_counters() -> Iterator[None]:
-    """Launches leave no tensor behind. For code that a compiler may run to prepare a CUDA graph: it counts
-    what is allocated meanwhile, and takes what stays for a leak."""
+    """Within it each launch allocates counters of its own and keeps none. For code that a compiler may run to
+    prepare a CUDA graph: it takes memory that stays allocated for a leak."""
     before, _thread.own_counters = _thread.own_counters, True
     try:
         yield
@@ -34,11 +34,11 @@ def own_counters() -> Iterator[None]:
 def counter(index: int, size: int = 1) -> torch.Tensor:
     """At least `size` int32 that are 0, for one launch after another on a device.
 
-    Launches on one stream share them, because each leaves them at 0. A captured launch has some of its own,
-    set to 0 by the graph: a graph may be replayed on any stream, beside any launches. And so has one within
-    `own_counters`.
+    Launches on one stream share them, because each leaves them at 0. A captured launch has counters of its
+    own, which the graph sets to 0, because a graph may be replayed on any stream, beside any launches. A
+    launch within `own_counters` has its own, too.
     """
-    if _thread.own_counters or torch.cuda.is_current_stream_capturing():
+    if _thread.own_counters or device.capturing(index):
         return torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}")
     key = index, device.current_stream(index)
     found = _counters.get(key)

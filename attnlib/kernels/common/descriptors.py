@@ -43,8 +43,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Made(NamedTuple):
-    """A tensor that a launch makes: its window and shape, and the strides to allocate it with; None if it is
-    laid out as `torch.empty_like` lays it out."""
+    """A tensor that a launch makes: its window and shape, and the strides to allocate it with; None if they
+    are those of the tensor that it is made after."""
 
     window: Window
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Made(NamedTuple):
         """Memory for it, on the device of `tensor`, whose rows it has."""
         if self.strides is None:
             return torch.empty_like(tensor)
-        return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device)
+        return tensor.new_empty_strided(self.shape, self.strides)
 
 
 def given(call: Signature, *shapes: tuple[int, ...]) -> list[Window] | None:
@@ -67,13 +67,41 @@ def given(call: Signature, *shapes: tuple[int, ...]) -> list[Window] | None:
 
 
 def made_like(call: Signature, shape: tuple[int, ...], strides: tuple[int, ...]) -> Made:
-    """What a launch makes beside a tensor of the call with these strides, in this shape, which may have other
-    columns: laid out as `torch.empty_like` does it where a descriptor can express that, else contiguously."""
-    like = torch.empty_like(torch.empty_strided(shape, strides, dtype=call.dtype, device="meta")).stride()
-    own = None if shape == call.q or shape == call.k else like
+    """What a launch makes after a tensor of the call with these strides, in this shape, which may have other
+    columns: in the layout of `torch.empty_like` where a descriptor can express that, else contiguous."""
+    like = strides_like(shape, strides)
+    own = None if like == strides and shape in (call.q, call.k) else like
     if legal(shape, like, call.dtype) is None:  # a copy of an odd layout
         own = like = torch.empty(shape, dtype=call.dtype, device="meta").stride()
     return Made(_window(call, shape, legal(shape, like, call.dtype)), shape, own)
+
+
+def strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of `torch.empty_like` of a tensor with these: the same if its elements fill their memory,
+    else without gaps, in the same order. PyTorch would tell for a tensor on device "meta", but imports sympy
+    for that, which takes seconds."""
+    step = 1
+    for dim in sorted((dim for dim, size in enumerate(shape) if size > 1), key=strides.__getitem__):
+        if strides[dim] != step:
+            break
+        step *= shape[dim]
+    else:
+        return tuple(strides)
+    order = [*reversed(range(len(shape)))]  # from the innermost dimension on; sorted as PyTorch does it
+    for number in range(1, len(order)):
+        at = number
+        for before in reversed(range(number)):
+            inner, outer = order[before], order[at]
+            if 0 in (strides[inner], strides[outer]):  # neither has to come first
+                continue
+            if strides[inner] < strides[outer]:
+                break
+            if strides[inner] > strides[outer] or shape[inner] > shape[outer]:
+                order[before], order[at], at = outer, inner, before
+    found, step = [0] * len(shape), 1
+    for dim in order:
+        found[dim], step = step, step * max(1, shape[dim])
+    return tuple(found)
 
 
 def output_like(q: torch.Tensor, v: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
@@ -97,7 +125,7 @@ def _window(call: Signature, shape: tuple[int, ...], strides: tuple[int, ...]) -
 
 
 def columns_of(window: Window, start: int, columns: int) -> Window:
-    """So many columns of a tensor, or those that it has, as a tensor of its own."""
+    """The window of `columns` columns from `start` on, or of as many as there are."""
     (*shape, width), strides = window
     return (*shape, min(columns, width - start)), strides
 

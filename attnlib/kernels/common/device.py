@@ -25,6 +25,32 @@ def num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def unsupported_on(where: torch.device, name: str = "q") -> str | None:
+    """What kernels in plain Triton need and the device of a tensor does not have; None if it has all."""
+    if where.type == "cuda" or interpreted():
+        return None
+    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; {name} is on {where}"
+
+
+def widened(dtype: torch.dtype) -> bool:
+    """Whether kernels are given float32 instead: bfloat16 in the interpreter of triton 3.6, whose dot product
+    is wrong there and whose conversion rounds toward zero."""
+    return dtype == torch.bfloat16 and interpreted()
+
+
+def capturing(device: int) -> bool:
+    """Whether a CUDA graph is being captured on the device's current stream."""
+    if device == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def overlaps(device: int) -> bool:
+    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
+    return device >= 0 and not interpreted() and capability(device)[0] >= 9
+
+
 def current_stream(device: int) -> int:
     """The handle of PyTorch's current stream, without an object around it; Triton reads it so too."""
     return torch._C._cuda_getCurrentRawStream(device)

@@ -14,7 +14,7 @@
 #include "cuda.h"
 
 /* direct.py puts MAX_PARAMS, MAX_MAPS and MAX_TENSORS ahead of this file. */
-enum { OVERLAPS = 1 }; /* a flag of a launch */
+enum { OVERLAPS = 1, MENDED = 2 }; /* flags of a launch */
 enum { IMMEDIATE = 0, ADDRESS = 1, TENSOR_MAP = 2 };
 
 typedef struct {
@@ -37,7 +37,7 @@ typedef struct {
 typedef struct {
   uint32_t tensor, dtype, rank, swizzle;
   uint32_t box[5];
-  uint32_t padding;
+  uint32_t element; /* its size in bytes */
   uint64_t offset;     /* in bytes from the tensor's address */
   uint64_t shape[5];   /* innermost first, in elements */
   uint64_t strides[5]; /* of all but the innermost, in bytes */
@@ -53,6 +53,7 @@ static CUresult (*error_string)(CUresult, const char **);
 static CUresult (*current_context)(CUcontext *);
 static CUresult (*set_context)(CUcontext);
 static CUresult (*retain_context)(CUcontext *, CUdevice);
+static int driver_version;
 static PyObject *data_ptr; /* the name of the method */
 
 static PyObject *failed(const char *what, CUresult result) {
@@ -81,6 +82,10 @@ static PyObject *load(PyObject *self, PyObject *path) {
   if (!(current_context = symbol(library, "cuCtxGetCurrent"))) return NULL;
   if (!(set_context = symbol(library, "cuCtxSetCurrent"))) return NULL;
   if (!(retain_context = symbol(library, "cuDevicePrimaryCtxRetain"))) return NULL;
+  CUresult (*ask_version)(int *) = symbol(library, "cuDriverGetVersion");
+  if (!ask_version) return NULL;
+  CUresult result = ask_version(&driver_version);
+  if (result != CUDA_SUCCESS) return failed("cuDriverGetVersion", result);
   Py_RETURN_NONE;
 }
 
@@ -115,6 +120,18 @@ static Py_ssize_t addresses_of(PyObject *tensors, uint64_t *addresses) {
     if (PyErr_Occurred()) return -1;
   }
   return count;
+}
+
+/* Drivers up to CUDA 13.1 set a bit of descriptors of tensors below 128 KiB that can make Blackwell GPUs fail
+   (known issues in the notes of NVIDIA's driver 595.71.05). Hopper GPUs ignore it. It is cleared as Triton does
+   it, which counts in 32 bits: so the windows of varlen calls, which go around 2^64 bytes, count as what
+   they reach. */
+static void mend(CUtensorMap *made, const Map *map) {
+  uint32_t reach = 1;
+  if (driver_version > 13010) return;
+  for (uint32_t i = 0; i < map->rank; ++i)
+    reach += (uint32_t)(map->shape[i] - 1) * (i ? (uint32_t)map->strides[i - 1] : map->element);
+  if ((int32_t)reach < 128 * 1024) ((uint64_t *)made)[1] &= ~(1ull << 21);
 }
 
 /* Launch one kernel. With OVERLAPS it may begin before the kernel ahead of it in the stream is done: it waits
@@ -167,6 +184,7 @@ static size_t launch_one(const char *bytes, size_t left, CUstream stream, const 
       failed("cuTensorMapEncodeTiled", result);
       return 0;
     }
+    if (header.flags & MENDED) mend(&maps[i], map);
   }
   for (uint32_t i = 0; i < header.params; ++i) {
     const Param *param = params + i;

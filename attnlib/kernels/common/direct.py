@@ -2,7 +2,7 @@
 
 `compiled[grid](...)` of Triton binds and checks each argument at every call, some eighty of them for a kernel
 with seven descriptors. Here a launch is packed into bytes once, and `direct.c` does the rest. It is compiled
-by what Triton compiles its own launchers with, when the first kernel is.
+when the first kernel is, by the compiler that Triton uses for its own launchers.
 """
 
 import struct
@@ -13,22 +13,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-TRITON = "3.6."
-"""The version whose way of passing parameters to a kernel is known here."""
+TRITON = "3.6.", "3.7.", "3.8.", "3.9."
+"""The versions whose way of passing parameters to a kernel is known here. All pass them alike; from 3.7 on
+descriptors of small tensors are mended (`direct.c` says how)."""
+UNMENDED = "3.6."
 DRIVER = "libcuda.so.1"
 LIMITS = {"MAX_PARAMS": 192, "MAX_MAPS": 16, "MAX_TENSORS": 64}
 """What `direct.c` has room for: parameters and TMA descriptors of a kernel, tensors of a call."""
 
-_HEADER, _PARAM, _MAP = struct.Struct("<Q8I8x"), struct.Struct("<II8s"), struct.Struct("<4I5I4x11Q")
+_HEADER, _PARAM, _MAP = struct.Struct("<Q8I8x"), struct.Struct("<II8s"), struct.Struct("<4I5II11Q")
 _IMMEDIATE, _ADDRESS, _TENSOR_MAP = range(3)
-_OVERLAPS = 1
+_OVERLAPS, _MENDED = 1, 2
 _SCALARS = {"i1": "<?7x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q", "fp32": "<f4x"}
 """Type of a scalar parameter -> how it lies in 8 bytes."""
 
 
 class Place(NamedTuple):
-    """Where a tensor that a kernel gets will be: the number of one of those given, and bytes from its
-    start."""
+    """Where an argument of a kernel points: the number of a tensor of the call, and bytes from its start."""
 
     tensor: int
     offset: int = 0
@@ -37,18 +38,20 @@ class Place(NamedTuple):
 def pack(
     compiled: Any, grid: tuple[int, int, int], places: Mapping[str, Place], values: Mapping[str, Any]
 ) -> bytes | None:
-    """A launch as `direct.c` takes it; None where only Triton's own way will do.
+    """A launch as `direct.c` takes it; None for one that has to go through Triton.
 
-    compiled: a kernel of Triton; places: of its parameters that are tensors; values: of the others by name,
-    and of a descriptor its (shape, strides).
+    compiled: a kernel of Triton. places: of its parameters that are tensors, by name. values: the numbers
+    among its parameters, by name, and (shape, strides) of each descriptor.
     """
     metadata = compiled.metadata
-    # Before anything of `run` is asked for, the kernel is loaded.
+    # This property loads the kernel, which has to be done before the others are read.
     run = compiled.run
     forms = list(metadata.tensordesc_meta or [])
     if None in forms or metadata.num_ctas != 1:
         return None
     if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid:
+        return None
+    if getattr(run, "gsan_enabled", False):  # the sanitizer of triton 3.8, which adds parameters
         return None
     params, maps = [], []
     for name, kind in compiled.src.signature.items():
@@ -71,7 +74,8 @@ def pack(
         raise ValueError(f"{len(params)} parameters and {len(maps)} descriptors: the limits are {LIMITS}")
     threads = 32 * metadata.num_warps
     sizes = threads, metadata.shared, len(params), len(maps)
-    header = _HEADER.pack(compiled.function, *grid, *sizes, _OVERLAPS if run.launch_pdl else 0)
+    flags = (_OVERLAPS if run.launch_pdl else 0) | (_MENDED if _mends() else 0)
+    header = _HEADER.pack(compiled.function, *grid, *sizes, flags)
     packed = [
         _PARAM.pack(kind, index, struct.pack(_SCALARS[form], value)) for kind, index, value, form in params
     ]
@@ -79,7 +83,7 @@ def pack(
 
 
 def _map(place: Place, form: Mapping, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """A TMA descriptor but for its address; `form` is what Triton says of it."""
+    """A TMA descriptor without its address. form: Triton's metadata of it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     def inwards(numbers) -> list[int]:
@@ -89,14 +93,21 @@ def _map(place: Place, form: Mapping, shape: tuple[int, ...], strides: tuple[int
     dtype = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]]
     steps = [stride * form["elem_size"] for stride in strides[:-1]]
     return _MAP.pack(
-        place.tensor, dtype, len(shape), form["swizzle"], *inwards(form["block_size"]),
+        place.tensor, dtype, len(shape), form["swizzle"], *inwards(form["block_size"]), form["elem_size"],
         place.offset, *inwards(shape), *inwards(steps),
     )  # fmt: skip
 
 
 @cache
+def _mends() -> bool:
+    import triton
+
+    return not triton.__version__.startswith(UNMENDED)
+
+
+@cache
 def launcher() -> ModuleType | None:
-    """The module of `direct.c`; None where it can't be had, and launches go Triton's way."""
+    """The module of `direct.c`; None where it can't be built, so that launches go through Triton."""
     import triton
 
     if not triton.__version__.startswith(TRITON):

@@ -13,18 +13,18 @@ from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.params import UNIT, ExistingForm, Params
 
 TENSORS = "q k v out lse counter cu_q cu_k".split()
-"""What launches of a forward pass call their tensors."""
+"""The names of tensors in launches of a forward pass."""
 
 
 def pointers_of_result(into: ExistingForm | None) -> dict[str, Part]:
-    """The parameters of a kernel that are its result, but for what it stores through descriptors."""
+    """The pointers to a kernel's result; what it stores through descriptors is not among them."""
     out, lse = Part("out"), Part("lse")
     return {"lse_ptr": lse} if into is None else {"into_ptr": out, "into_lse_ptr": lse}
 
 
 def numbers_of_result(into: ExistingForm | None) -> dict[str, int | None]:
-    """The strides of an existing result, those of the output in units of UNIT elements; and that there is no
-    other result."""
+    """The strides of an existing result, those of the output in units of UNIT elements; and None for the
+    parameters of a new result."""
     if into is None:
         return {}
     found = {f"into_{axis}": stride // UNIT for axis, stride in zip("bhm", into.out, strict=False)}
@@ -43,8 +43,7 @@ class ForwardPlan(NamedTuple):
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse), those of `params.into` if there are any; lse is None unless it was asked for. The
-        current device is that of the tensors."""
+        """(out, lse), those of `params.into` if there are any; lse is None unless it was asked for."""
         out, lse = params.into or (self.out.like(q), lse_for(q, params))
         cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
         drawn = counter(q.get_device()) if self.counted else None

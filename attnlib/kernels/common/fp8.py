@@ -63,7 +63,7 @@ class Fp8:
         cu_seqlens: (B + 1) int32, where varlen sequences begin and end; None for a batch.
         max_seqlen: the length of the longest of them.
         mean: float32 (B, H, width), contiguous: what was subtracted from the values of each head, of varlen
-            sequences of each head of each sequence, before they were quantized. None: nothing was.
+            sequences of each head of each sequence, before they were quantized. None if nothing was.
     """
 
     data: torch.Tensor

@@ -6,14 +6,14 @@ import torch
 
 from attnlib.kernels.common import device
 
-TRITON = "3.6."
-"""The version whose Gluon the kernels are written in."""
+TRITON = "3.6.", "3.7.", "3.8.", "3.9."
+"""The versions whose Gluon the kernels are written for; CONTRIBUTING.md says what was tested with which."""
 HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def unsupported_here(q: torch.Tensor) -> str | None:
-    """What such kernels need and `q` does not have, whatever its layout: where it is, and of what dtype.
-    None if it has all."""
+    """What such kernels need and `q` does not have, apart from its layout: a device and a dtype. None if it
+    has all."""
     lacks = unsupported_on(q.device)
     if lacks is None and q.dtype not in HALF:
         return f"needs float16 or bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
@@ -38,5 +38,6 @@ def _gluon_amiss() -> str | None:
     import triton
 
     if not triton.__version__.startswith(TRITON):
-        return f"needs the Gluon of triton {TRITON}x; this is triton {triton.__version__}"
+        known = f"{TRITON[0]}x to {TRITON[-1]}x"
+        return f"needs the Gluon of triton {known}; this is triton {triton.__version__}"
     return None

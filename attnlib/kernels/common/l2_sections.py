@@ -2,9 +2,10 @@
 
 SMS = 132
 WAVES = 2
-"""Programs of a section of key heads, in numbers of SMs: at least about so many, where all are few."""
+"""Where a launch has few programs, a section of key heads has at least about this many for each SM."""
 FEW = 8
-"""Waves up to which programs are few: the last section, that others don't follow, counts."""
+"""A launch with at most this many programs for each SM has few: the idle time after its last section
+counts."""
 
 
 def query_heads(heads: int, group: int, keys: int, width: int, l2_bytes: int) -> int:
@@ -32,7 +33,7 @@ def key_heads(heads: int, blocks: int, rows: int, width: int, l2_bytes: int) -> 
 
 
 def by_cache(heads: int, rows: int, width: int, l2_bytes: int) -> int:
-    """The same where nothing but the cache counts: a power of two."""
+    """The same by the size of the cache alone: a power of two."""
     return _power_of_two(heads, 8 * rows * width, l2_bytes)
 
 

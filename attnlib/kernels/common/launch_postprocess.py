@@ -1,4 +1,4 @@
-"""Launch what makes gradients of their sums, after a Hopper backward kernel."""
+"""Launch the kernel that converts float32 sums to gradients, after a Hopper backward kernel."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,19 @@ KERNEL = "attnlib.kernels.common.postprocess.attention_backward_postprocess"
 
 
 class Sums(NamedTuple):
-    """Those of a gradient, dq, dk or dv: where they begin in the buffer, and `parts` of `width` columns for
-    each of its heads, which are B * H, varlen H. A head has `padded` rows in memory, whole tiles of
-    `padding`, of varlen sequences all together."""
+    """Where the float32 sums of a gradient lie in the buffer, and what is done with them.
+
+    Attributes:
+        gradient: "dq", "dk" or "dv".
+        start: the first element.
+        heads: B * H, varlen H; of dk and dv with H_kv.
+        padded: rows of a head in memory, whole tiles; of varlen sequences the rows of all.
+        padding: rows of a tile.
+        width: columns.
+        scale: what the sums are multiplied with.
+        parts: sums of each head, one after the other, which are added up.
+        others: columns of other sums that lie behind each 64 rows of these.
+    """
 
     gradient: str
     start: int
@@ -23,17 +33,17 @@ class Sums(NamedTuple):
     width: int
     scale: float
     parts: int = 1
-    others: int = 0  # columns of other sums that lie behind those of 64 rows
+    others: int = 0
 
 
 def postprocess(call: Signature, dq: Window, rows: Preprocess, width: int) -> Launch:
-    """What makes dQ of its sums."""
+    """The launch that converts the sums of dQ."""
     sums = Sums("dq", 0, rows.heads, rows.padded, call.config.block_m, width, call.sm_scale)
     return conversion(call, dq, sums)
 
 
 def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
-    """What makes a gradient of its sums, 64 rows a program."""
+    """The launch that converts the sums of a gradient, 64 rows a program."""
     B, H, H_kv, S_q, S_k = call.dimensions()
     of_queries = sums.gradient == "dq"
     blocks = sums.padded // 64  # of a head

@@ -1,4 +1,4 @@
-"""Launch what every backward pass begins with, and the memory that it fills."""
+"""Launch the kernel that every backward pass begins with, and lay out the memory that it fills."""
 
 from __future__ import annotations
 
@@ -16,33 +16,43 @@ ROWS = 64
 CHUNK = 1024
 """Elements that a program sets to 0 at a time, where there are more."""
 TURNS = 16
-"""Words of 32 bits for as many rows: a counter, see `turns`, and what keeps it apart from the next one."""
+"""Words of 32 bits for each 64 rows: a counter, see `turns`, and padding up to the next one."""
 
 
 class Preprocess(NamedTuple):
-    """The launch that computes the LSE in base 2 and delta of every row, and the memory that it fills: part
-    of a buffer of float32 of so many `elements`, at the end of which are (2, heads, padded) for the two,
-    `padded` being rows padded to whole tiles. Before them may be sums of dQ, as many rows of `sums_width`
-    columns; then the counters of `turns`, where there are any, and at the very end what `followed_by`
-    adds."""
+    """The launch that computes the LSE in base 2 and delta of every row, and the float32 buffer that it
+    fills.
+
+    The buffer holds, in this order: the sums of dQ (heads, padded, sums_width), if there are any; LSE and
+    delta (2, heads, padded); counters for `turns`, if there are any; and what `followed_by` adds.
+
+    Attributes:
+        padded: rows of a head, padded to whole tiles.
+        sums_width: columns of the sums of dQ, 0 for none.
+        counters: words of counters for each 64 rows, 0 for none.
+        more: elements that `followed_by` has added.
+    """
 
     launch: Launch
     heads: int
     padded: int
     sums_width: int
-    counters: int = 0  # for 64 rows
+    counters: int = 0
     more: int = 0
 
     @property
     def rows(self) -> Part:
+        """LSE and delta."""
         return Part("buffer", self.heads * self.padded * self.sums_width)
 
     @property
     def elements(self) -> int:
+        """Of the whole buffer."""
         return self.following.start + self.more
 
     @property
     def following(self) -> Part:
+        """What `followed_by` adds."""
         return Part("buffer", self._counters_start + self.heads * self.padded // 64 * self.counters)
 
     @property
@@ -54,7 +64,7 @@ class Preprocess(NamedTuple):
         return Part("buffer", self._counters_start) if self.counters else Part("none")
 
     def followed_by(self, elements: int, zeros: bool) -> Preprocess:
-        """With so many more, a multiple of CHUNK, which the launch sets to 0 where they are to be `zeros`."""
+        """The same with more elements at the end, a multiple of CHUNK. zeros: the launch sets them to 0."""
         launch = self.launch
         if zeros:
             launch = replace(
@@ -66,7 +76,7 @@ class Preprocess(NamedTuple):
         return self._replace(launch=launch, more=elements)
 
     def descriptor(self, block_m: int, layout=None) -> Descriptor:
-        """Of one of the two, for tiles of `block_m` rows."""
+        """Of LSE or delta, for tiles of `block_m` rows."""
         window = (2, self.heads, self.padded), (self.heads * self.padded, self.padded, 1)
         return Descriptor(self.rows, window, (1, 1, block_m), layout)
 
@@ -74,9 +84,9 @@ class Preprocess(NamedTuple):
 def preprocess(
     call: Signature, d_out: Window, out: Window, padding: int, sums_width: int = 0, turns: bool = False
 ) -> Preprocess:
-    """Rows are kept padded to a multiple of `padding`, so that tiles of that many read them without a mask.
-    With a `sums_width` the launch also sets so many float32 for each of these rows to 0, and with `turns` the
-    counters of who adds to them."""
+    """The launch for a call. Rows are padded to a multiple of `padding`, so that tiles of that many read them
+    without a mask. sums_width: columns of the sums of dQ that the launch sets to 0. turns: whether it sets
+    the counters of `turns` to 0, too."""
     B, H, _, S_q, _ = call.dimensions()
     rows, width = min(ROWS, padding), block_d(call.value_dim)
     # Varlen sequence b begins with tile cu_seqlens_q[b] // padding + b, whatever the lengths are.

@@ -23,9 +23,14 @@ from attnlib.kernels.common.direct import Place
 
 LIMIT = 2**31  # numbers of blocks, rows and keys are int32
 GRID_YZ = 65535  # programs that a grid may have along y and z
+FUSED = {"enable_fp_fusion": True}
+"""Option of the compiler: a product and a sum in one instruction. Triton 3.10 will do so only where asked."""
 
 _compiled: dict[tuple, Any] = {}
 """The kind of a launch -> the kernel that Triton compiled for it."""
+_set_aside: list[dict[tuple, Any]] = []
+"""What `replaced` had compiled: from triton 3.8 on a kernel is unloaded with its object, and what was packed
+for `direct` may be launched again."""
 
 
 def compiled_kernels() -> dict[str, list[Any]]:
@@ -92,7 +97,8 @@ class Launch:
         kernel = getattr(importlib.import_module(module), name)
         described = {name: _tensor_descriptor(tensors, *d) for name, d in self.descriptors.items()}
         pointers = {name: _from(tensors, part) for name, part in self.pointers.items()}
-        return kernel[self.grid](**described, **pointers, **self.scalars, **self.constants, **self.options)
+        options = self.options | FUSED
+        return kernel[self.grid](**described, **pointers, **self.scalars, **self.constants, **options)
 
     def pack(self, compiled: Any, tensors: Mapping[str, torch.Tensor | None]) -> bytes | None:
         """What `direct` launches; None where it can't."""
@@ -114,8 +120,8 @@ class Launches:
     """Kernels that a call runs one after the other on one device.
 
     launches: in order. device: a CUDA device's index, -1 for a CPU. tensors: the names by which the launches
-    refer to what each call is given. packed: what `direct` launches; None before the first call, and where
-    only Triton's own way will do.
+    refer to what each call is given. packed: the bytes that `direct` launches; None before the first call,
+    and for launches that have to go through Triton.
     """
 
     def __init__(self, launches: list[Launch], device: int, tensors: tuple[str, ...]) -> None:
@@ -125,15 +131,18 @@ class Launches:
         self.packed: bytes | None = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Launch them on the current stream of the device, which is the current one. `tensors` in the order
-        of the names; None for what the kernels do without."""
+        """Launch them on the current stream of their device. `tensors` in the order of the names; None for
+        what the kernels do without."""
+        if self.device >= 0 and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):  # Triton and the driver launch on the current one
+                return self(*tensors)
         if self.packed is None or observed():
             self._first(dict(zip(self.tensors, tensors, strict=True)))
         else:
             self._launch_directly(self.packed, tensors)
 
     def _first(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        """Launch them, compile what is new, and prepare the short way."""
+        """Launch them, compile what is new, and pack them for `direct`."""
         packed, listened = [], observed()
         for launch in self.launches:
             kind = launch.kind(self.device, tensors)
@@ -188,7 +197,7 @@ def _tensor_descriptor(
 
 @contextmanager
 def through_triton() -> Iterator[None]:
-    """Launches take Triton's own way, as they do where a profiler listens: to compare the two."""
+    """Within it launches go through Triton, as they do where a profiler listens: to compare the two ways."""
 
     def listener(metadata) -> None:
         """Does nothing."""
@@ -203,8 +212,8 @@ def through_triton() -> Iterator[None]:
 
 @contextmanager
 def replaced(kernel: str, function: Any) -> Iterator[None]:
-    """What is prepared within it runs `function`, compiled apart, in the place of a kernel that a `Launch`
-    names: for ablations. What was prepared before stays as it is."""
+    """Launches that are prepared within it run `function`, compiled separately, instead of the kernel that
+    they name: for ablations. Those prepared before stay as they are."""
     global _compiled
     module, _, name = kernel.rpartition(".")
     owner, before = importlib.import_module(module), _compiled
@@ -214,6 +223,7 @@ def replaced(kernel: str, function: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+        _set_aside.append(_compiled)
         _compiled = before
 
 
@@ -226,7 +236,7 @@ def observed() -> bool:
 
 @cache
 def _triton_knobs():
-    """Imported when the first kernel is there: whoever wants Triton's interpreter says so before."""
+    """Imported as late as the first kernel, because Triton's interpreter has to be chosen before."""
     from triton import knobs
 
     return knobs

@@ -1,4 +1,4 @@
-"""Buffers and mbarriers in shared memory, as all Hopper kernels lay them out."""
+"""Buffers and mbarriers in shared memory, as all Hopper kernels lay them out. Chapter 10 introduces both."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
-    """N mbarriers, each of which completes a phase with so many arrivals."""
+    """N mbarriers, each of which completes a phase after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(bars.index(i), count=ARRIVALS)

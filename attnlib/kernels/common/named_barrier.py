@@ -1,5 +1,6 @@
 """The hardware's 16 named barriers. An arrival at one does not synchronize the warpgroup first, as Gluon's
-arrival at an mbarrier does; in return a named barrier has no parity to wait for."""
+arrival at an mbarrier does; in return a named barrier has no parity to wait for. Chapter 14 has what they
+gain."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,7 +14,7 @@ def _barrier_asm(operation, threads):
 
 @gluon.jit
 def named_barrier(operation: gl.constexpr, number, threads: gl.constexpr):
-    """Come to a barrier, which opens when so many threads have come.
+    """Arrive at a barrier, which opens when `threads` threads have arrived.
 
     operation: "arrive" goes on at once, "sync" waits until it opens. threads: those of both kinds.
     """

@@ -15,6 +15,7 @@ class Pipeline(Constants):
     named: bool
     late_wait: bool
     pin: bool
+    keep_shift: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""What the backward pass for Hopper leaves to plain Triton: dQ from the order of registers to that of q,
-and dK and dV likewise where programs share a key head. Chapter 20 derives the backward pass.
+"""The end of the backward pass for Hopper, in plain Triton: it reorders the sums of dQ, which lie in memory
+as they lay in registers, and those of dK and dV where programs share a key head. Chapter 21 explains it.
 
 `backward_kernel` adds to dQ in float32 as an accumulator of wgmma lies in the registers of a warpgroup: of 64
 rows and 8 columns thread t has rows 16 (t / 32) + t % 32 / 4 and that plus 8, columns 2 (t % 4) and that plus
@@ -43,7 +43,7 @@ def attention_backward_postprocess(
             return
         place = first_sums(row, padded_row - row, S_q, i_bh * PARTS, H * PARTS, PADDING)
         padded = tl.cdiv(S_q, PADDING) * PADDING
-        at = (end, i_bh, VARLEN_ROWS - S_q)
+        at = (end, i_bh, tl.sub(VARLEN_ROWS, S_q))
     COLUMNS: tl.constexpr = desc_dq.block_shape[-1]
     WIDTH: tl.constexpr = BLOCK_D + OTHERS
     for i in tl.static_range(BLOCK_D // COLUMNS):

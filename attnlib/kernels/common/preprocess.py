@@ -1,4 +1,4 @@
-"""What every backward pass begins with: delta = rowsum(dO * O), and the LSE in base 2, for rows padded to
+"""The beginning of every backward pass: delta = rowsum(dO * O), and the LSE in base 2, for rows padded to
 whole tiles. Chapter 20 derives both."""
 
 import triton
@@ -28,9 +28,9 @@ def attention_backward_preprocess(
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     PADDING: tl.constexpr,  # the rows of a sequence are padded to a multiple of this
     SUMS_D: tl.constexpr,  # columns of sums_ptr
-    TURNS: tl.constexpr = 0,  # counters of who adds to BLOCK_M rows of sums_ptr, which begin at 0, too
+    TURNS: tl.constexpr = 0,  # words of the counters of BLOCK_M rows, which begin at 0, see `turns`
     turns_ptr=None,
-    more_ptr=None, more=None, CHUNK: tl.constexpr = 0,  # so many chunks of more sums, which begin at 0, too
+    more_ptr=None, more=None, CHUNK: tl.constexpr = 0,  # `more` chunks of other sums, which begin at 0
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
     Grid: (blocks * heads,), B * H heads or, varlen, H."""
@@ -55,7 +55,7 @@ def attention_backward_preprocess(
         if start >= tl.cdiv(S_q, PADDING) * PADDING:
             return
         place_of_sums = first_sums(start, padded_row - start, S_q, head, H, PADDING)
-        at = (end, head, VARLEN_ROWS - S_q)
+        at = (end, head, tl.sub(VARLEN_ROWS, S_q))
         heads = H
         lse_ptr += head.to(tl.int64) * T_q + (end - S_q)
     if SUMS_D:

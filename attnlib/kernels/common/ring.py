@@ -1,4 +1,4 @@
-"""The ring of key and value blocks of the forward Hopper kernel: who waits for a slot, and who releases it.
+"""The ring of key and value blocks of the forward Hopper kernel: waiting for a slot, and releasing it.
 Chapter 11 teaches it.
 
 `mem` is `forward_kernel.Memory`, `plan` a `plan.ForwardPlan`; the protocol is in the docstring of
@@ -49,13 +49,13 @@ def _kv_free(operation: gl.constexpr, c, plan: gl.constexpr):
 
 @gluon.jit
 def wait_k(mem, c, plan: gl.constexpr):
-    """Until the keys of slot c are there."""
+    """Wait until the keys of slot c are there."""
     mbarrier.wait(mem.k_full.index(slot(c, plan)), _parity(c, plan))
 
 
 @gluon.jit
 def wait_v(mem, c, plan: gl.constexpr):
-    """Until its values, those of block c-1, are there."""
+    """Wait until the values of slot c, those of block c-1, are there."""
     mbarrier.wait(mem.v_full.index(slot(c, plan)), _parity(c, plan))
 
 

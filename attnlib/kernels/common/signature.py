@@ -10,11 +10,11 @@ from attnlib.params import ExistingForm, MaskWindow, Params
 LOG2_E = 1.4426950408889634
 VARLEN_ROWS = 1 << 30  # rows of varlen sequences, at most; see `descriptors.varlen_window`
 PREPARED = 1024
-"""Signatures whose launches stay prepared: lengths may change from call to call without an end."""
+"""How many signatures have launches that stay prepared: lengths may change from call to call without end."""
 
 
 class Lengths(NamedTuple):
-    """What of varlen sequences a launch depends on: their number, and the longest lengths."""
+    """All of varlen sequences that a launch depends on: their number, and the longest lengths."""
 
     sequences: int
     max_q: int
@@ -81,8 +81,8 @@ class Signature(NamedTuple):
 
 
 def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.Tensor) -> Signature:
-    """The signature of a call; `strided` are the tensors whose strides it has, the last one v or the output,
-    none where nobody asks for strides or columns of values."""
+    """The signature of a call. strided: the tensors whose strides it has, of which the last one is v or the
+    output; none where strides and columns of values do not matter."""
     window, sm_scale, varlen, return_lse, _, _, config, _, mask, score, into = params
     lengths = None
     if varlen is not None:

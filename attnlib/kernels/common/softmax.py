@@ -93,14 +93,28 @@ def rows_of_o(x, acc):
 
 
 @gluon.jit
+def quads_of_o(x, acc):
+    """The same for a value for each row and each of the four threads that share it [64, 4]."""
+    parts = acc.reshape([64, acc.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+    x = gl.expand_dims(gl.expand_dims(gl.convert_layout(x, layout, assert_trivial=True), 1), 3)
+    x, _ = gl.broadcast(x, parts)
+    return gl.convert_layout(x.reshape(acc.shape), acc.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def rescale(acc, alpha, changed):
-    """acc * alpha [64, D]; each warp branches around the products where none of its rows changed."""
+    """acc * alpha [64, D]; each warp branches around the products where none of its rows changed. alpha and
+    changed: [64] or [64, 4]."""
     n: gl.constexpr = acc.shape[1] // 2  # elements of acc in a thread
+    if len(alpha.shape) == 1:
+        factors, flags = rows_of_o(alpha, acc), rows_of_o(changed, acc)
+    else:
+        factors, flags = quads_of_o(alpha, acc), quads_of_o(changed, acc)
     return gl.inline_asm_elementwise(
-        _branch_asm(n), _branch_constraints(n),
-        [acc, rows_of_o(alpha, acc), rows_of_o(changed, acc)], dtype=gl.float32,
+        _branch_asm(n), _branch_constraints(n), [acc, factors, flags], dtype=gl.float32,
         is_pure=False, pack=n,
-    )
+    )  # fmt: skip
 
 
 @gluon.jit

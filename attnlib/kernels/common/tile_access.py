@@ -7,6 +7,8 @@ import triton.language as tl
 from attnlib.kernels.common import signature
 
 VARLEN_ROWS = tl.constexpr(signature.VARLEN_ROWS)
+"""A length is subtracted from it by `tl.sub`: the interpreter makes a constant of a constant minus a tensor,
+and that of triton 3.9 takes no such constant for a coordinate."""
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Whose turn it is to add to a sum in global memory: where programs add in a fixed order, the sum has the
-same bits in every run.
+"""The order in which programs add to a sum in global memory: where it is fixed, the sum has the same bits in
+every run. Chapter 20 says what that is for, docs/lab/hopper-backward.md what it costs.
 
 Each block of sums has a counter of the programs that have added to it. A program with turn t waits until the
 counter is t, adds, and counts on.
@@ -19,7 +19,7 @@ fence between proxies is needed.
 
     Why a warp of its own
 
-The fence and the look at the counter are two round trips to the L2, some 3000 clocks together on an H200,
+The fence and the load of the counter are two round trips to the L2, some 3000 clocks together on an H200,
 about as much as a step has. So neither is in the warps that compute: one warp of a program only waits for
 turns, another one only counts, and mbarriers tell the others.
 """

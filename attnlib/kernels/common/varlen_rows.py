@@ -28,7 +28,8 @@ def row_of(row, cu, B, PADDING: tl.constexpr):
     `hopper.backward_tiles.owner` has the same search in Gluon: neither language can call the other's
     functions.
     """
-    # A search with many arms: among up to WIDTH sequences it waits for one load, a bisection for many.
+    # A search with WIDTH branches: among that many sequences it waits for one load, where a bisection waits
+    # for many, one after the other.
     stride = 1
     while stride * WIDTH < B:
         stride *= WIDTH

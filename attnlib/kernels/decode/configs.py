@@ -55,6 +55,7 @@ class DecodeConfig:
         prefetch_next: with `prefetch`, also for the first keys of its next pair before it has done the last.
         idle_tiles: of "stream_k": beginning a pair takes as long as so many tiles, which shares allow for.
         registers: most that a thread may have; None for what the compiler thinks best.
+        merge_columns: of a row, which a program that merges takes; None for what `merge_config` chooses.
     """
 
     block_m: int
@@ -68,6 +69,7 @@ class DecodeConfig:
     prefetch_next: bool = False
     idle_tiles: int = 0
     registers: int | None = None
+    merge_columns: int | None = None
 
 
 TILE_BYTES = 16 << 10
@@ -81,6 +83,10 @@ takes 196 registers instead of 128, and two programs fit on a multiprocessor ins
 yet."""
 REGISTERS, MOST_REGISTERS = 1 << 16, 255
 """Of a multiprocessor, and of a thread."""
+MERGE_REGISTERS = 128 * 64
+"""Of a program that merges. It may begin early only where programs that read keys leave it room."""
+FEW, MANY = 32, 128
+"""Sequences that programs look at together, where there are no more, and where there are."""
 MOST_KEYS, FEWEST_KEYS = 128, 16
 MOST_ROWS = 64
 """Of a tile; further rows make further tiles, which read the keys again, from L2."""
@@ -149,16 +155,18 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
         block_n, stages = 2 * block_n, 3
     prefetch = row_bytes <= 256  # with more, its addresses are registers too many
     # Left alone, the compiler spills two words of some calls to fit one program more than there are.
-    free = not work.fp8 or work.page_scales or block_m > 16 or split == "none"
-    registers = None if free else registers_for(programs_per_sm, num_warps)
+    limited = work.fp8 or work.dtype == "float32" or programs_per_sm > 2
+    limited &= split != "none" and (work.page_scales or (num_warps == 4 and block_m == 16))
+    spare = 0 if work.fp8 else MERGE_REGISTERS
+    registers = registers_for(programs_per_sm, num_warps, spare) if limited else None
     return DecodeConfig(
         block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch, registers=registers
     )
 
 
-def registers_for(programs: int, num_warps: int) -> int:
-    """Of a thread, where so many programs run on a multiprocessor at a time."""
-    return min(MOST_REGISTERS, REGISTERS // (32 * programs * num_warps) // 8 * 8)
+def registers_for(programs: int, num_warps: int, spare: int = 0) -> int:
+    """Of a thread, where so many programs run on a multiprocessor at a time and leave `spare` registers."""
+    return min(MOST_REGISTERS, (REGISTERS - spare) // (32 * programs * num_warps) // 8 * 8)
 
 
 class MergeConfig(NamedTuple):
@@ -174,12 +182,12 @@ NARROW = 32
 """Columns: 128 bytes of float32, what memory moves at a time."""
 
 
-def merge_config(rows: int, width: int, most: int, sms: int) -> MergeConfig:
+def merge_config(rows: int, width: int, most: int, sms: int, columns: int | None = None) -> MergeConfig:
     """How partial results are merged: `rows` of all pairs, `width` columns, at most `most` results of each.
 
     A merge takes as long as memory takes to answer, once for each step. So few rows are cut into narrow
     slices, of which many results are taken at once; many rows fill the GPU whole."""
-    columns = min(width, NARROW if rows * (width // NARROW) <= 16 * sms else 128)
+    columns = columns or min(width, NARROW if rows * (width // NARROW) <= 16 * sms else 128)
     return MergeConfig(min(1 << max(0, most - 1).bit_length(), MERGED // columns), columns)
 
 

@@ -26,108 +26,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnlib.kernels.decode.keys import ask_for_first_tile, of_fp8
+from attnlib.kernels.decode.keys import ask_for_first_tile, of_fp8, page_of, row_of, scale_of
+from attnlib.kernels.decode.line import parts_of, sequence_at, share_of, span, tiles_before, tiles_of
 
-WIDTH = tl.constexpr(128)  # sequences whose tiles are counted in one step
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
-
-
-# ---------------------------------------------------------------- which tiles there are
-
-
-@triton.jit
-def _span(lengths, starts, o_b, inside, S):
-    """(keys of a sequence, or of several, the first one that counts): never more than the cache has room
-    for."""
-    if lengths is None:
-        length = S + o_b * 0
-    else:
-        length = tl.minimum(tl.maximum(tl.load(lengths + o_b, mask=inside, other=0), 0), S)
-    if starts is None:
-        start = o_b * 0
-    else:
-        start = tl.minimum(tl.maximum(tl.load(starts + o_b, mask=inside, other=0), 0), S)
-    return length, start
-
-
-@triton.jit
-def _tiles_of(length, start, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr):
-    """(the first tile in sight, how many there are): at least one, so that a program writes each row; and
-    IDLE more at the end, which have no keys and take no time: they stand for what beginning a pair takes."""
-    first = (tl.maximum(start, length - S_Q - left) if left is not None else start) // BLOCK_N
-    return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1) + IDLE
-
-
-@triton.jit
-def _tiles_before(
-    i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr
-):
-    """(tiles of the sequences before i_b, tiles of all), of one head."""
-    if lengths is None and starts is None:
-        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N, IDLE)
-        return i_b * tiles, B * tiles
-    else:
-        before, total = 0, 0
-        for begin in tl.range(0, B, WIDTH):
-            o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
-            length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
-            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)  # [WIDTH]
-            tiles = tl.where(o_b < B, tiles, 0)
-            before += tl.sum(tl.where(o_b < i_b, tiles, 0), 0)
-            total += tl.sum(tiles, 0)
-        return before, total
-
-
-@triton.jit
-def _sequence_at(
-    tile, pairs, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr
-):
-    """(the sequence that has this tile of the line, tiles of one head before it). `pairs` of a sequence."""
-    if lengths is None and starts is None:
-        _, tiles = _tiles_of(S, 0, left, S_Q, BLOCK_N, IDLE)
-        i_b = tile // (tiles * pairs)
-        return i_b, i_b * tiles
-    else:
-        i_b, before, counted = 0, 0, 0
-        for begin in tl.range(0, B, WIDTH):
-            o_b = begin + tl.arange(0, WIDTH)  # [WIDTH]
-            length, start = _span(lengths, starts, o_b, o_b < B, S)  # [WIDTH]
-            _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)  # [WIDTH]
-            first = counted + tl.cumsum(tiles, 0) - tiles  # [WIDTH]
-            begun = (o_b < B) & (first * pairs <= tile)
-            i_b = tl.maximum(i_b, tl.max(tl.where(begun, o_b, 0), 0))
-            before = tl.maximum(before, tl.max(tl.where(begun, first, 0), 0))
-            counted += tl.sum(tiles, 0)
-        return i_b, before
-
-
-@triton.jit
-def _share(program, total, programs):
-    """The first tile of a program's share of the line: the first `total % programs` have one more."""
-    return program * (total // programs) + tl.minimum(program, total % programs)
-
-
-@triton.jit
-def _owner(tile, total, programs):
-    """The program that has a tile of the line: the inverse of `_share`. Programs without a tile come last."""
-    fewer, longer = total // programs, total % programs
-    ahead = longer * (fewer + 1)  # tiles of the programs that have one more
-    return tl.where(tile < ahead, tile // (fewer + 1), longer + (tile - ahead) // tl.maximum(fewer, 1))
-
-
-@triton.jit
-def _parts_of(pair, begin, tiles, total, shares, STREAM_K: tl.constexpr):
-    """(slot of a pair's first partial result, how many it has). `begin`: its first tile in the line.
-
-    With stream-K a program has two slots: one for a pair that it does not begin, which it has at most once,
-    and one for a pair that it begins and does not end.
-    """
-    if STREAM_K:
-        first = _owner(begin, total, shares)
-        return 2 * first + 1, _owner(begin + tiles - 1, total, shares) - first + 1
-    else:
-        return pair * shares, tl.cdiv(tiles, tl.cdiv(tiles, shares))
 
 
 # ---------------------------------------------------------------- results
@@ -225,19 +128,14 @@ def _merge_and_store_row(
     there = o_r < GROUP * S_Q
     place = (i_b.to(tl.int64) * o_b + i_h.to(tl.int64) * o_h + i_s.to(tl.int64) * o_s) * UNIT_Q
     b_o = (b_acc / divisor).to(out_ptr.dtype.element_ty)  # [SLICE]
-    tl.store(out_ptr + place + o_d, b_o, mask=there & (o_d < D))
+    # Not `there & (o_d < D)`: triton 3.9's interpreter takes no scalar condition in a mask of columns.
+    tl.store(out_ptr + place + o_d, b_o, mask=o_d < tl.where(there, D, 0))
     if STORE_LSE:
         lse_row = lse_ptr + (i_b.to(tl.int64) * H_kv * GROUP + i_h) * S_Q + i_s
         tl.store(lse_row, b_lse, mask=there & (column == 0))
 
 
 # ---------------------------------------------------------------- the tiles of one pair
-
-
-@triton.jit
-def _pages(table, key, begin, end, PAGE: tl.constexpr):
-    """The pages of keys [BLOCK_N]; 0 for those that are not read."""
-    return tl.load(table + key // PAGE, mask=(key >= begin) & (key < end), other=0)
 
 
 @triton.jit
@@ -266,6 +164,8 @@ def _attend(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT_KV: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIKE: tl.constexpr,
     FLIP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -289,26 +189,27 @@ def _attend(
     if k_scale is not None and k_scale_page is None:
         b_ks = tl.load(k_scale)
     if table is not None:  # the pages of a tile are known one tile ahead: its loads need not wait for them
-        next_page = _pages(table, first * BLOCK_N + o_n, begin, end, PAGE)  # [BLOCK_N]
+        next_page = page_of(table, first, o_n, begin, end, PAGE, BLOCK_N)  # [BLOCK_N], or one for all
     for j in tl.range(first, first + count, num_stages=NUM_STAGES):
         key = j * BLOCK_N + o_n  # [BLOCK_N]
         there = (key >= begin) & (key < end)  # [BLOCK_N]
-        if table is None:
-            k_row = key.to(tl.int64) * k_s  # [BLOCK_N]
-            v_row = key.to(tl.int64) * v_s  # [BLOCK_N]
-        else:
-            page = next_page.to(tl.int64)  # [BLOCK_N]
-            next_page = _pages(table, key + BLOCK_N, begin, end, PAGE)  # [BLOCK_N]
-            k_row = page * k_page + key % PAGE * k_s.to(tl.int64)  # [BLOCK_N]
-            v_row = page * v_page + key % PAGE * v_s.to(tl.int64)  # [BLOCK_N]
+        page = None
+        if table is not None:
+            page = next_page
+            next_page = page_of(table, j + 1, o_n, begin, end, PAGE, BLOCK_N)
+        k_row = row_of(key, page, k_page, k_s, PAGE, WIDE)  # [BLOCK_N]
+        v_row = k_row if ALIKE else row_of(key, page, v_page, v_s, PAGE, WIDE)  # [BLOCK_N]
         mask = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
-        b_k = tl.load(k_ptr + (k_row * UNIT_KV)[:, None] + k_column[None, :], mask=mask, other=0.0)
-        b_v = tl.load(v_ptr + (v_row * UNIT_KV)[:, None] + v_column[None, :], mask=mask, other=0.0)
+        # Rows, then columns: another order of these sums costs 50 instructions a tile.
+        k_rows = k_ptr + (k_row.to(tl.int64) * UNIT_KV)[:, None]  # [BLOCK_N, 1]
+        v_rows = v_ptr + (v_row.to(tl.int64) * UNIT_KV)[:, None]  # [BLOCK_N, 1]
+        b_k = tl.load(k_rows + k_column[None, :], mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+        b_v = tl.load(v_rows + v_column[None, :], mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
         if b_k.dtype != b_q.dtype:
             b_k, b_v = of_fp8(b_k, b_q.dtype, True, WIDEN), of_fp8(b_v, b_q.dtype, False, WIDEN)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if k_scale_page is not None:
-            b_ks = tl.load(k_scale + page * k_scale_page, mask=there, other=0.0)[None, :]  # [1, BLOCK_N]
+            b_ks = scale_of(k_scale, page, k_scale_page, there, PAGE, BLOCK_N)  # [1, BLOCK_N], or one for all
         if k_scale is not None:
             b_s *= b_ks
         b_s = -b_s if FLIP else b_s
@@ -322,9 +223,10 @@ def _attend(
         alpha = tl.math.exp2(b_m - m_ref)  # [BLOCK_M]
         b_l = b_l * alpha + tl.sum(b_p, 1)
         if v_scale_page is not None:  # weights are in units of the largest scale, as 16 bits can't be small
-            b_vs = tl.load(v_scale + page * v_scale_page, mask=there, other=0.0)  # [BLOCK_N]
-            larger = tl.maximum(b_unit, tl.max(tl.abs(b_vs), 0))
-            b_p *= (b_vs / larger)[None, :]
+            b_vs = scale_of(v_scale, page, v_scale_page, there, PAGE, BLOCK_N)  # [1, BLOCK_N], or one for all
+            largest = tl.abs(b_vs) if PAGE % BLOCK_N == 0 else tl.max(tl.max(tl.abs(b_vs), 1), 0)
+            larger = tl.maximum(b_unit, largest)
+            b_p *= b_vs / larger
             alpha *= b_unit / larger
             b_unit = larger
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * alpha[:, None], input_precision=PRECISION)
@@ -394,10 +296,13 @@ def attention_decode(
     SLICE: tl.constexpr,  # columns of them
     STREAM_K: tl.constexpr,
     IDLE: tl.constexpr,  # tiles of a pair that stand for the time in which a program begins it
+    AT_ONCE: tl.constexpr,  # sequences that are looked at together
     OVERLAPS: tl.constexpr,  # the launch that merges may begin before this one is done
     ALIGNED: tl.constexpr,  # which caches begin at a multiple of 16 bytes: the compiler is told by Triton
     UNIT_Q: tl.constexpr,
     UNIT_KV: tl.constexpr,
+    WIDE: tl.constexpr,  # a place in a cache, in units, has more than 31 bits
+    ALIKE: tl.constexpr,  # keys and values have the same strides
     PREFETCH: tl.constexpr,  # keys are asked for before the queries are there
     PREFETCH_NEXT: tl.constexpr,  # and those of the next pair before this one is done
     FLIP: tl.constexpr,  # sm_scale is negative: the row maximum of the flipped scores is the one to track
@@ -419,21 +324,23 @@ def attention_decode(
     # on through the pairs after it.
     total = 0
     if STREAM_K:
-        _, total = _tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
+        _, total = tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
         total = total * pairs
-        tile = _share(place, total, shares)
-        todo = _share(place + 1, total, shares) - tile
-        i_b, before = _sequence_at(tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
-        length, start = _span(lengths, starts, i_b, True, S)
-        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
+        tile = share_of(place, total, shares)
+        todo = share_of(place + 1, total, shares) - tile
+        i_b, before = sequence_at(
+            tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE
+        )
+        length, start = span(lengths, starts, i_b, True, S)
+        _, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         tile -= before * pairs
         i_p, done = tile // tiles, tile % tiles
         begin = (before * pairs + i_p * tiles).to(tl.int32)  # the pair's first tile in the line
     else:
         pair = place // shares
         i_b, i_p = pair // pairs, pair % pairs
-        length, start = _span(lengths, starts, i_b, True, S)
-        _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
+        length, start = span(lengths, starts, i_b, True, S)
+        _, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         share = tl.cdiv(tiles, shares)
         done = place % shares * share
         todo = tl.minimum(share, tiles - done)
@@ -441,8 +348,8 @@ def attention_decode(
 
     o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     while todo > 0:
-        length, start = _span(lengths, starts, i_b, True, S)
-        first_tile, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
+        length, start = span(lengths, starts, i_b, True, S)
+        first_tile, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
         count = tl.minimum(tiles - done, todo)
 
         i_kv = i_p // BLOCKS
@@ -456,8 +363,8 @@ def attention_decode(
                 if count < todo:  # then the next pair begins in this share
                     n_p = tl.where(i_p + 1 == pairs, 0, i_p + 1)
                     n_b = i_b + (n_p == 0).to(tl.int32)
-                    n_length, n_start = _span(lengths, starts, n_b, n_b < B, S)
-                    n_tile, _ = _tiles_of(n_length, n_start, left, S_Q, BLOCK_N, IDLE)
+                    n_length, n_start = span(lengths, starts, n_b, n_b < B, S)
+                    n_tile, _ = tiles_of(n_length, n_start, left, S_Q, BLOCK_N, IDLE)
                     n_row, n_kv = tl.minimum(n_b, B - 1).to(tl.int64), (n_p // BLOCKS).to(tl.int64)
                     n_k = k_ptr + (n_row * k_b + n_kv * k_h) * UNIT_KV
                     n_v = v_ptr + (n_row * v_b + n_kv * v_h) * UNIT_KV
@@ -497,7 +404,7 @@ def attention_decode(
         b_acc, b_m, b_l = _attend(
             b_q, k_head, v_head, table, first_tile + done, busy, from_key, length, first_key, last_key,
             qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, k_scales, v_scales, k_scale_page, v_scale_page, D,
-            BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, FLIP, NUM_STAGES, PRECISION, WIDEN,
+            BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, WIDE, ALIKE, FLIP, NUM_STAGES, PRECISION, WIDEN,
         )  # fmt: skip
 
         if count == tiles:  # nothing to merge
@@ -516,7 +423,7 @@ def attention_decode(
             tl.store(part_l + o_m, b_l, mask=row)
             if arrived is not None:
                 pair = i_b * pairs + i_p
-                first, parts = _parts_of(pair, begin, tiles, total, shares, STREAM_K)
+                first, parts = parts_of(pair, begin, tiles, total, shares, STREAM_K)
                 tl.debug_barrier()  # all of this program's stores, then the one that says so
                 if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == parts - 1:
                     SLICES: tl.constexpr = BLOCK_D // SLICE
@@ -569,6 +476,7 @@ def attention_merge(
     SLICE: tl.constexpr,
     STREAM_K: tl.constexpr,
     IDLE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
     UNIT_Q: tl.constexpr,
     STORE_LSE: tl.constexpr,
@@ -583,14 +491,14 @@ def attention_merge(
     place = tl.program_id(0)
     column, row, pair = place % SLICES * SLICE, place // SLICES % ROWS, place // (SLICES * ROWS)
     i_b, i_p = pair // pairs, pair % pairs
-    length, start = _span(lengths, starts, i_b, True, S)
-    _, tiles = _tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
+    length, start = span(lengths, starts, i_b, True, S)
+    _, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
     total, begin = 0, 0
     if STREAM_K:
-        before, total = _tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE)
+        before, total = tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
         total = total * pairs
         begin = before * pairs + i_p * tiles
-    slot, count = _parts_of(pair, begin, tiles, total, shares, STREAM_K)
+    slot, count = parts_of(pair, begin, tiles, total, shares, STREAM_K)
     if OVERLAPS:
         gdc_wait()  # until all of the launch before is done; what came before that is done since long
     if count > 1:  # else it was written

@@ -15,8 +15,9 @@ MOST_QUERIES = 16
 
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     """What the kernels need and a call with valid arguments does not have; None if it has all."""
-    if not (q.is_cuda or device.interpreted()):
-        return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
+    lacks = device.unsupported_on(q.device)
+    if lacks is not None:
+        return lacks
     if params.varlen is not None:
         return "needs sequences in one batch; attention_decode takes lengths"
     if params.into is not None:
@@ -57,7 +58,7 @@ def _work(q: torch.Size, k: torch.Size, params: Params, tensor: torch.Tensor) ->
 
 def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:
     """The launches of all calls with this signature; None if an input has to be copied."""
-    if call.strides[0][-1] != 1 or (call.dtype == torch.bfloat16 and device.interpreted()):
+    if call.strides[0][-1] != 1 or device.widened(call.dtype):
         return None
     q, k, strides, dtype, index, window, sm_scale, _, return_lse, config, *_ = call
     return launch.prepare(

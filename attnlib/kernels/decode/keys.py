@@ -1,8 +1,42 @@
-"""What the decoding kernels do with keys and values in PTX, because the compiler would do it otherwise or not
-at all: ask for them ahead, and make numbers of 16 bits of FP8."""
+"""Where the decoding kernels find keys and values; and what they do with them in PTX, because the compiler
+would do it otherwise or not at all: ask for them ahead, and make numbers of 16 bits of FP8."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def page_of(table, tile, o_n, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each key of a tile [BLOCK_N], or the one that has all of them; 0 where none is read."""
+    if PAGE % BLOCK_N == 0:
+        key = tile * BLOCK_N
+        read = (key + BLOCK_N > begin) & (key < end)
+    else:
+        key = tile * BLOCK_N + o_n  # [BLOCK_N]
+        read = (key >= begin) & (key < end)
+    return tl.load(table + key // PAGE, mask=read, other=0)
+
+
+@triton.jit
+def row_of(key, page, of_page, of_row, PAGE: tl.constexpr, WIDE: tl.constexpr):
+    """Where keys are in a cache, in units. page: None where it is in one piece. of_page, of_row: strides."""
+    if WIDE:
+        of_page, of_row = of_page.to(tl.int64), of_row.to(tl.int64)
+    if page is None:
+        return key * of_row
+    else:
+        return page * of_page + key % PAGE * of_row
+
+
+@triton.jit
+def scale_of(scales, page, of_page, there, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What the keys of a tile are multiplied with: [1, BLOCK_N], or one number where they are of one page; 0
+    for those that are not read."""
+    if PAGE % BLOCK_N == 0:
+        read = tl.max(there.to(tl.int32), 0) > 0
+        return tl.load(scales + page.to(tl.int64) * of_page, mask=read, other=0.0)
+    else:
+        return tl.load(scales + page.to(tl.int64) * of_page, mask=there, other=0.0)[None, :]
 
 
 @triton.jit

@@ -7,10 +7,20 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.counters import counter
+from attnlib.kernels.common.descriptors import strides_like
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, exp2_scale
 from attnlib.kernels.common.tiles import block_d
-from attnlib.kernels.decode.configs import DecodeConfig, Split, Work, decode_config, merge_config
+from attnlib.kernels.decode.configs import (
+    FEW,
+    MANY,
+    MOST_KEYS,
+    DecodeConfig,
+    Split,
+    Work,
+    decode_config,
+    merge_config,
+)
 from attnlib.params import DecodeParams, MaskWindow
 
 TENSORS = "q", "k", "v", "out", "lse", "parts", "lengths", "starts", "page_table"
@@ -68,7 +78,7 @@ def forward(
     """Run `decode_kernels.attention_decode` on valid arguments, of which none is empty; see
     `attnlib.attention_decode`. Returns (out, lse); lse is None unless it was asked for. ValueError if the
     grid is beyond 2^31, or the GPU is too old for caches in FP8."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         k, v = (x.float() if x.dtype == torch.bfloat16 else x for x in (k, v))
         out, lse = forward(q.float(), k, v, params)
         return out.bfloat16(), lse
@@ -107,12 +117,9 @@ def run(
     v: torch.Tensor,
     others: tuple[torch.Tensor | None, ...] = (None,) * 5,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch what was prepared for such tensors, on their device. others: lengths, starts, page table,
+    """Launch what was prepared for such tensors. others: lengths, starts, page table,
     k_scale, v_scale."""
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return run(plan, q, k, v, others)
-    out = torch.empty_like(q)
+    out = q.new_empty_strided(q.shape, plan.out)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if plan.return_lse else None
     parts = torch.empty(plan.scratch, dtype=torch.float32, device=q.device) if plan.scratch else None
     arrived = None
@@ -141,9 +148,11 @@ def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 class Plan(NamedTuple):
-    """The launches of a call; float32 numbers of memory for partial results, pairs that count them."""
+    """The launches of a call; the strides of its output; float32 numbers of memory for partial results, pairs
+    that count them."""
 
     launches: Launches
+    out: Strides
     scratch: int
     pairs: int
     same_launch: bool
@@ -154,11 +163,6 @@ class Plan(NamedTuple):
 def sms_of(index: int) -> int:
     """Multiprocessors of a device."""
     return INTERPRETED_SMS if device.interpreted() else device.num_sms(index)
-
-
-def _overlaps(index: int) -> bool:
-    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
-    return not device.interpreted() and device.capability(index)[0] >= 9
 
 
 def _by_page(call: Call) -> bool:
@@ -198,7 +202,8 @@ def prepare(call: Call) -> Plan:
     tiles = -(-call.capacity // config.block_n) + (config.idle_tiles if stream_k else 0)
     grid = config.shares * (1 if stream_k else pairs)
     merged_rows = pairs * min(config.block_m, call.rows)
-    merge = merge_config(merged_rows, width, min(config.shares, tiles), sms_of(call.device))
+    most = min(config.shares, tiles)
+    merge = merge_config(merged_rows, width, most, sms_of(call.device), config.merge_columns)
     merging = merged_rows * (width // merge.columns)
     if max(pairs * tiles, grid, merging) >= LIMIT:
         raise ValueError(
@@ -207,10 +212,10 @@ def prepare(call: Call) -> Plan:
         )
     slots = 0 if config.split == "none" else config.shares * (2 if stream_k else pairs)
     same_launch = config.same_launch and slots > 0
-    overlaps = slots > 0 and not same_launch and _overlaps(call.device)
+    overlaps = slots > 0 and not same_launch and device.overlaps(call.device)
     left, right = call.window.clipped(S_q, call.capacity)
     item = call.dtype.itemsize
-    out = torch.empty_like(torch.empty_strided(call.q, call.strides[0], device="meta")).stride()
+    out = strides_like(call.q, call.strides[0])
     q_strides, k_strides, v_strides = (
         _used(shape, strides)
         for shape, strides in zip((call.q, call.cache, call.cache), call.strides, strict=True)
@@ -241,6 +246,7 @@ def prepare(call: Call) -> Plan:
         "SLICE": merge.columns,
         "STREAM_K": stream_k,
         "IDLE": config.idle_tiles if stream_k else 0,
+        "AT_ONCE": FEW if B <= FEW else MANY,
         "OVERLAPS": overlaps,
         "UNIT_Q": unit_q,
         "STORE_LSE": call.return_lse,
@@ -278,6 +284,8 @@ def prepare(call: Call) -> Plan:
             "PAGE": None if call.table is None else call.cache[2],
             "ALIGNED": call.aligned,
             "UNIT_KV": unit_kv,
+            "WIDE": max(_reach(call, strides) for strides in (k_strides, v_strides)) >= LIMIT * unit_kv,
+            "ALIKE": k_strides == v_strides,
             "PREFETCH": prefetch,
             "PREFETCH_NEXT": prefetch and config.prefetch_next,
             "FLIP": call.sm_scale < 0,
@@ -302,12 +310,19 @@ def prepare(call: Call) -> Plan:
         )
         launches.append(merge)
     scratch = rows * (width + 2)
-    return Plan(Launches(launches, call.device, TENSORS), scratch, pairs, same_launch, call.return_lse)
+    return Plan(Launches(launches, call.device, TENSORS), out, scratch, pairs, same_launch, call.return_lse)
 
 
 def _used(shape: torch.Size, strides: Strides) -> Strides:
     """The strides; 0 where a dimension of size 1 may have any."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True))
+
+
+def _reach(call: Call, strides: Strides) -> int:
+    """Elements from the first key of a head to the last one that a tile may ask for."""
+    if call.table is None:
+        return (call.cache[2] + MOST_KEYS) * strides[2]
+    return call.cache[0] * strides[0] + call.cache[2] * strides[2]
 
 
 def _unit(unit: int, *tensors: Strides) -> int:

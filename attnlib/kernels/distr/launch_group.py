@@ -54,11 +54,8 @@ def group(q: torch.Tensor, k: torch.Tensor, grouping: Grouping, causal: bool) ->
 
     ValueError if the programs are beyond 2^31.
     """
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return group(q, k, grouping, causal)
     dtype = q.dtype
-    if dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(dtype):
         found = group(q.float(), k.float(), grouping, causal)
         return found._replace(q=found.q.bfloat16(), k=found.k.bfloat16())
     q, k = (x if describable(x) else readable(x) for x in (q, k))

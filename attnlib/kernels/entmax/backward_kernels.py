@@ -6,9 +6,16 @@ z = sm_scale * q k^T is diag(u) - u u^T / sum(u). So with dP = dO V^T
     delta = sum_j u_j dP_j / sum_j u_j,  dZ = u * (dP - delta)
 
 and dV = P^T dO, dK = sm_scale * dZ^T Q, dQ = sm_scale * dZ K. A key without weight has u = 0 and no part in
-any of them: `attention_entmax_dq` walks along the list of its block of queries, twice, as delta has to be
-known first; `attention_entmax_dkdv` walks along the list of queries of its block of keys. No atomics, so that
-the same inputs give the same bits.
+any of them: `attention_entmax_dq` walks along the list of its block of queries, `attention_entmax_dkdv` along
+the list of queries of its block of keys. No atomics, so that the same inputs give the same bits.
+
+delta is known at the end of the first walk only. So that walk takes a guess in its place, the mean of dP by
+the weights p, which is dO O^T; and as dZ is linear in delta,
+
+    dQ = sm_scale * (sum_j u_j (dP_j - guess) K_j - rest * sum_j u_j K_j)
+    rest = delta - guess = sum_j u_j (dP_j - guess) / sum_j u_j
+
+With a guess of 0 the two sums would be large where all values have a common part, and cancel.
 """
 
 import triton
@@ -20,53 +27,30 @@ from attnlib.kernels.entmax.walk import ROWS, gather, last_visible, list_of, pla
 
 
 @triton.jit
-def _weights(b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, at, count, last_key,
-             MASKED: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """(u, dP, keys) of a tile of a list: [BLOCK_M, BLOCK_N] twice, [BLOCK_N, BLOCK_D]."""
-    b_index = index_of(list_ptr, at, count, MASKED, BLOCK_N)  # [BLOCK_N]
-    b_k = gather(k_ptr, b_index, k_s, UNIT, HEAD_DIM, BLOCK_D)
-    b_v = gather(v_ptr, b_index, v_s, UNIT, HEAD_DIM, BLOCK_D)
-    b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)
-    b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)
-    b_x = excess(b_s, b_t, at, count, b_index, last_key, scale, MASKED, BLOCK_N)
-    _, b_u = powers(b_x, exponent, KIND)
-    return b_u, b_dp, b_k
-
-
-@triton.jit
-def _delta(b_u_dp, b_u_sum, b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, first, end,
-           count, last_key, MASKED: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
-           NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
-           PRECISION: tl.constexpr):  # fmt: skip
-    """Add sum(u dP) and sum(u) of a part of a list, [BLOCK_M]."""
-    for at in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
-        b_u, b_dp, _ = _weights(
-            b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, at, count, last_key, MASKED,
-            KIND, UNIT, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
-        )  # fmt: skip
-        b_u_dp += tl.sum(b_u * b_dp, 1)
+def _dq(b_dq, b_u_k, b_dz_sum, b_u_sum, b_q, b_do, b_t, b_guess, k_ptr, v_ptr, list_ptr, k_s, v_s, scale,
+        exponent, first, end, count, last_key, MASKED: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
+        NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+        PRECISION: tl.constexpr):  # fmt: skip
+    """Add what a part of a list gives to dQ as the guess has it (not yet scaled) and to sum(u K)
+    [BLOCK_M, BLOCK_D], and to sum(u (dP - guess)) and sum(u) [BLOCK_M]."""
+    for at in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES, disable_licm=MASKED):
+        b_index = index_of(list_ptr, at, count, MASKED, BLOCK_N)  # [BLOCK_N]
+        b_k = gather(k_ptr, b_index, k_s, UNIT, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_v = gather(v_ptr, b_index, v_s, UNIT, HEAD_DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_x = excess(b_s, b_t, at, count, b_index, last_key, scale, MASKED, BLOCK_N)
+        _, b_u = powers(b_x, exponent, KIND)  # [BLOCK_M, BLOCK_N]
+        b_dz = b_u * (b_dp - b_guess[:, None])
+        b_dz_sum += tl.sum(b_dz, 1)
         b_u_sum += tl.sum(b_u, 1)
-    return b_u_dp, b_u_sum
-
-
-@triton.jit
-def _dq(b_dq, b_q, b_do, b_t, b_delta, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, first, end, count,
-        last_key, MASKED: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, NUM_STAGES: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """Add what a part of a list gives to dQ (not yet scaled)."""
-    for at in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
-        b_u, b_dp, b_k = _weights(
-            b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, at, count, last_key, MASKED,
-            KIND, UNIT, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
-        )  # fmt: skip
-        b_dz = b_u * (b_dp - b_delta[:, None])  # [BLOCK_M, BLOCK_N]
+        b_u_k = tl.dot(b_u.to(b_k.dtype), b_k, b_u_k, input_precision=PRECISION)
         b_dq = tl.dot(b_dz.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
-    return b_dq
+    return b_dq, b_u_k, b_dz_sum, b_u_sum
 
 
 @triton.jit
-def _dkdv(b_dk, b_dv, b_k, b_v, q_ptr, do_ptr, tau_ptr, delta_ptr, list_ptr, q_s, do_s, scale, exponent,
+def _dkdv(b_dk, b_dv, b_k, b_v, q_ptr, do_ptr, rows_ptr, list_ptr, q_s, do_s, scale, exponent,
           first, end, gap, skipped, count, diagonal, o_n, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
           KIND: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, UNIT: tl.constexpr,
           NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -80,8 +64,8 @@ def _dkdv(b_dk, b_dv, b_k, b_v, q_ptr, do_ptr, tau_ptr, delta_ptr, list_ptr, q_s
         b_index = index_of(list_ptr, at, count, MASKED, BLOCK_M)  # [BLOCK_M]
         b_q = gather(q_ptr, b_index, q_s, UNIT, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         b_do = gather(do_ptr, b_index, do_s, UNIT, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        b_t = tl.load(tau_ptr + b_index)  # [BLOCK_M]
-        b_delta = tl.load(delta_ptr + b_index)  # [BLOCK_M]
+        at_row = b_index.to(tl.int64)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        b_t, b_delta = tl.split(tl.load(rows_ptr + at_row))  # [BLOCK_M] each
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         b_dpt = tl.dot(b_v, b_do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         b_x = tl.maximum(b_st * scale - b_t[None, :], 0.0)
@@ -101,9 +85,10 @@ def _dkdv(b_dk, b_dv, b_k, b_v, q_ptr, do_ptr, tau_ptr, delta_ptr, list_ptr, q_s
 
 @triton.jit(do_not_specialize="S_q S_k H HEADS room identity k_b k_h k_s v_b v_h v_s".split())
 def attention_entmax_dq(
-    desc_q, desc_do, desc_dq,  # (B, H, S_q, D)
+    desc_q, desc_o, desc_do, desc_dq,  # (B, H, S_q, D)
     k_ptr, v_ptr,  # (B, H_kv, S_k, D)
-    tau_ptr, delta_ptr,  # (HEADS, S_q)
+    tau_ptr,  # (HEADS, S_q)
+    rows_ptr,  # (HEADS, S_q, 2): tau, delta
     lists_ptr, records_ptr, room, identity,  # keys of each block of 64 rows, see `entmax_lists`
     scale,  # (alpha - 1) * sm_scale
     sm_scale,
@@ -134,27 +119,25 @@ def attention_entmax_dq(
     b_do = load_tile(desc_do, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     row = head.to(tl.int64) * S_q + o_m
     b_t = tl.load(tau_ptr + row, mask=o_m < S_q, other=float("inf"))  # [BLOCK_M]
-    b_u_dp = tl.zeros([BLOCK_M], tl.float32)
+    b_o = load_tile(desc_o, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_guess = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
+    b_dz_sum = tl.zeros([BLOCK_M], tl.float32)
     b_u_sum = tl.zeros([BLOCK_M], tl.float32)
-    b_u_dp, b_u_sum = _delta(
-        b_u_dp, b_u_sum, b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, 0, whole,
-        count, last_key, False, KIND, UNIT, NUM_STAGES, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
-    )  # fmt: skip
-    b_u_dp, b_u_sum = _delta(
-        b_u_dp, b_u_sum, b_q, b_do, b_t, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, whole, count,
-        count, last_key, True, KIND, UNIT, 1, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
-    )  # fmt: skip
-    b_delta = b_u_dp / tl.where(b_u_sum > 0.0, b_u_sum, 1.0)  # [BLOCK_M]
-    tl.store(delta_ptr + row, b_delta, mask=o_m < S_q)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    b_dq = _dq(
-        b_dq, b_q, b_do, b_t, b_delta, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, 0, whole,
-        count, last_key, False, KIND, UNIT, NUM_STAGES, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+    b_u_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_dq, b_u_k, b_dz_sum, b_u_sum = _dq(
+        b_dq, b_u_k, b_dz_sum, b_u_sum, b_q, b_do, b_t, b_guess, k_ptr, v_ptr, list_ptr, k_s, v_s, scale,
+        exponent, 0, whole, count, last_key, False, KIND, UNIT, NUM_STAGES, BLOCK_N, BLOCK_D, HEAD_DIM,
+        PRECISION,
     )  # fmt: skip
-    b_dq = _dq(
-        b_dq, b_q, b_do, b_t, b_delta, k_ptr, v_ptr, list_ptr, k_s, v_s, scale, exponent, whole, count,
-        count, last_key, True, KIND, UNIT, 1, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
+    b_dq, b_u_k, b_dz_sum, b_u_sum = _dq(
+        b_dq, b_u_k, b_dz_sum, b_u_sum, b_q, b_do, b_t, b_guess, k_ptr, v_ptr, list_ptr, k_s, v_s, scale,
+        exponent, whole, count, count, last_key, True, KIND, UNIT, 1, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
     )  # fmt: skip
+    b_rest = b_dz_sum / tl.where(b_u_sum > 0.0, b_u_sum, 1.0)  # [BLOCK_M]
+    tl.store(rows_ptr + 2 * row, b_t, mask=o_m < S_q)
+    tl.store(rows_ptr + 2 * row + 1, b_guess + b_rest, mask=o_m < S_q)
+    b_dq -= b_rest[:, None] * b_u_k
     store_tile(desc_dq, b_dq * sm_scale, (i_b, i_h), start, BLOCK_M, BLOCK_D)
 
 
@@ -164,7 +147,7 @@ def attention_entmax_dq(
 def attention_entmax_dkdv(
     q_ptr, do_ptr,  # (B, H, S_q, D)
     desc_k, desc_v, desc_dk, desc_dv,  # (B, H_kv, S_k, D)
-    tau_ptr, delta_ptr,  # (B * H, S_q)
+    rows_ptr,  # (B * H, S_q, 2): tau, delta
     lists_ptr, records_ptr, room, identity,  # queries of each block of 64 keys, for each query head
     scale, sm_scale, exponent, S_q, S_k,  # as in `attention_entmax_dq`
     H, H_kv,
@@ -202,12 +185,12 @@ def attention_entmax_dkdv(
         head_do = do_ptr + i_h.to(tl.int64) * do_h * UNIT
         part = count // BLOCK_M * BLOCK_M
         b_dk, b_dv = _dkdv(
-            b_dk, b_dv, b_k, b_v, head_q, head_do, tau_ptr + rows, delta_ptr + rows, list_ptr, q_s, do_s,
+            b_dk, b_dv, b_k, b_v, head_q, head_do, rows_ptr + 2 * rows, list_ptr, q_s, do_s,
             scale, exponent, full, part, 0, 0, count, S_k - S_q, o_n, False, CAUSAL, KIND, WANT_DK, WANT_DV,
             UNIT, NUM_STAGES, BLOCK_M, BLOCK_D, HEAD_DIM, PRECISION,
         )  # fmt: skip
         b_dk, b_dv = _dkdv(
-            b_dk, b_dv, b_k, b_v, head_q, head_do, tau_ptr + rows, delta_ptr + rows, list_ptr, q_s, do_s,
+            b_dk, b_dv, b_k, b_v, head_q, head_do, rows_ptr + 2 * rows, list_ptr, q_s, do_s,
             scale, exponent, 0, count - (part - full), full, part - full, count, S_k - S_q, o_n, True, CAUSAL,
             KIND, WANT_DK, WANT_DV, UNIT, 1, BLOCK_M, BLOCK_D, HEAD_DIM, PRECISION,
         )  # fmt: skip

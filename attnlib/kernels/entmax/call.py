@@ -19,7 +19,7 @@ WORDS = 4
 
 class Call(NamedTuple):
     """q, k: the shapes (B, H, S_q, D) and (B, H_kv, S_k, D). strides: of q, k and v; of the backward pass
-    those of d_out before them. device: a CUDA device's index, -1 for a CPU."""
+    those of d_out before them, and of out after them. device: a CUDA device's index, -1 for a CPU."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]

@@ -16,7 +16,8 @@ class EntmaxTile:
 
     Attributes:
         block_m: query rows of a tile, at most the 64 that share a list.
-        block_n: keys of a tile, a multiple of 16; of `entmax_bound` also the number of its groups.
+        block_n: keys of a tile, a multiple of 16; of `entmax_bound` also the number of its groups, of
+            `entmax_flags` at most 64.
         num_warps: warps of one program.
         num_stages: tiles in flight.
         heads_per_section: heads that advance together, at most.
@@ -49,15 +50,20 @@ class EntmaxBackwardConfig:
 
 
 # Chosen by what compiles without spills; `tests/gpu/time_entmax.py --tune` times neighbors.
+# A row is gathered by a number that is loaded before it. Of five stages the compiler gives two to each of
+# these loads; of three or four one, and a tile waits for rows asked for at the end of the tile before.
+_GATHER = 5
 _FORWARD = {
-    64: EntmaxConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3)),
-    128: EntmaxConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 32, 4, 3)),
-    256: EntmaxConfig(EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 16, 4, 2)),
+    64: EntmaxConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, _GATHER)),
+    128: EntmaxConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 32, 4, _GATHER)),
+    256: EntmaxConfig(EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 64, 4, 2), EntmaxTile(64, 16, 4, _GATHER)),
 }
 _BACKWARD = {
-    64: EntmaxBackwardConfig(EntmaxTile(64, 64, 4, 3), EntmaxTile(64, 64, 4, 3)),
-    128: EntmaxBackwardConfig(EntmaxTile(64, 32, 4, 2), EntmaxTile(32, 64, 4, 3)),
-    256: EntmaxBackwardConfig(EntmaxTile(64, 16, 8, 2), EntmaxTile(16, 64, 8, 2), EntmaxTile(32, 64, 8, 2)),
+    64: EntmaxBackwardConfig(EntmaxTile(64, 64, 4, _GATHER), EntmaxTile(64, 64, 4, _GATHER)),
+    128: EntmaxBackwardConfig(EntmaxTile(64, 32, 4, _GATHER), EntmaxTile(32, 64, 4, _GATHER)),
+    256: EntmaxBackwardConfig(
+        EntmaxTile(64, 16, 8, _GATHER), EntmaxTile(16, 64, 8, 2), EntmaxTile(32, 64, 8, _GATHER)
+    ),
 }
 # Exact products on the CUDA cores: a thread reads whole rows of both operands, so registers bound the tiles.
 _FLOAT32 = EntmaxConfig(EntmaxTile(16, 16, 8, 1), EntmaxTile(64, 16, 8, 1), EntmaxTile(16, 16, 8, 1))

@@ -10,9 +10,19 @@ import triton.language as tl
 
 from attnlib.kernels.common.tile_access import load_tile, store_tile
 from attnlib.kernels.entmax.list_kernels import newton
-from attnlib.kernels.entmax.walk import ROWS, THREE_HALVES, gather, last_visible, list_of, place, powers
+from attnlib.kernels.entmax.walk import (
+    ROWS,
+    THREE_HALVES,
+    gather,
+    last_visible,
+    list_of,
+    place,
+    positive,
+    powers,
+)
 
 MOST_STEPS = tl.constexpr(24)
+NO_KEY = tl.constexpr(2**31 - 1)  # behind all keys
 
 
 @triton.jit
@@ -27,8 +37,8 @@ def excess(b_s, b_t, at, count, b_index, last_key, scale, MASKED: tl.constexpr, 
     """[s - t]_+ from products of queries and listed keys, 0 where a row does not see the key."""
     b_x = tl.maximum(b_s * scale - b_t[:, None], 0.0)
     if MASKED:
-        seen = b_index[None, :] <= last_key[:, None]
-        b_x = tl.where(seen & (at + tl.arange(0, BLOCK) < count)[None, :], b_x, 0.0)
+        b_key = tl.where(at + tl.arange(0, BLOCK) < count, b_index, NO_KEY)  # [BLOCK]
+        b_x = tl.where(b_key[None, :] <= last_key[:, None], b_x, 0.0)
     return b_x
 
 
@@ -47,7 +57,7 @@ def _sums(b_0, b_1, b_2, b_q, b_t, k_ptr, list_ptr, stride_k, scale, exponent, f
         b_0 += tl.sum(b_p, 1)
         b_1 += tl.sum(b_u, 1)
         if HALLEY and KIND == THREE_HALVES:
-            b_2 += tl.sum(tl.where(b_x > 0.0, 1.0, 0.0), 1)
+            b_2 += tl.sum(positive(b_x), 1)
         elif HALLEY:
             b_2 += tl.sum(tl.math.exp2(tl.math.log2(b_x) * (exponent - 2.0)), 1)
     return b_0, b_1, b_2

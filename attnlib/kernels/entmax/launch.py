@@ -39,17 +39,14 @@ def forward(
     the keys of each block of queries, followed with `params.columns` by those of the queries of each block
     of keys, which the backward pass wants. Nothing waits for the GPU. ValueError if a length or the grid is
     beyond 2^31."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         out, tau, flags = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), tau, flags
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return forward(q, k, v, params)
     if not (describable(q) and describable(k) and describable(v)):
         q, k, v = (readable(tensor) for tensor in (q, k, v))
     plan = prepare(call_of(params, q, k, q, k, v))
     out, tau = plan.out.like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    flags = torch.zeros(plan.flags, dtype=torch.int32, device=q.device)
+    flags = torch.empty(plan.flags, dtype=torch.int32, device=q.device)
     rows = torch.empty((2, *tau.shape), dtype=torch.float32, device=q.device)
     lists = torch.empty(plan.lists, dtype=torch.int32, device=q.device)
     records = torch.empty(plan.blocks * 4, dtype=torch.int32, device=q.device)

@@ -14,7 +14,7 @@ from attnlib.kernels.entmax.configs import EntmaxTile, entmax_backward_config
 from attnlib.kernels.entmax.launch import lists, lists_size, options, places, strides, tile_descriptor
 from attnlib.params import EntmaxParams
 
-TENSORS = "d_out q k v tau flags delta lists records dq dk dv".split()
+TENSORS = "d_out q k v out tau flags rows lists records dq dk dv".split()
 MODULE = "attnlib.kernels.entmax.backward_kernels"
 
 
@@ -34,26 +34,25 @@ def backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
     tau: torch.Tensor,
     flags: torch.Tensor,
     params: EntmaxParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) from what `launch.forward` gave with `params.columns`, on valid arguments, none of them
     empty: equal bit by bit from run to run. Nothing waits for the GPU."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
-        found = backward(*(x.float() for x in (d_out, q, k, v)), tau, flags, params)
+    if device.widened(q.dtype):
+        found = backward(*(x.float() for x in (d_out, q, k, v, out)), tau, flags, params)
         return tuple(x.bfloat16() for x in found)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return backward(d_out, q, k, v, tau, flags, params)
-    if not all(map(describable, (d_out, q, k, v))):
-        d_out, q, k, v = map(readable, (d_out, q, k, v))
-    plan = prepare(call_of(params, q, k, d_out, q, k, v))
+    if not all(map(describable, (d_out, q, k, v, out))):
+        d_out, q, k, v, out = map(readable, (d_out, q, k, v, out))
+    plan = prepare(call_of(params, q, k, d_out, q, k, v, out))
     dq, dk, dv = plan.dq.like(q), plan.dk.like(k), plan.dv.like(v)
+    rows = torch.empty((*tau.shape, 2), dtype=torch.float32, device=q.device)
     lists = torch.empty(plan.lists, dtype=torch.int32, device=q.device)
     records = torch.empty(plan.blocks * 4, dtype=torch.int32, device=q.device)
     plan.launches(
-        d_out, q, k, v, tau.contiguous(), flags, torch.empty_like(tau), lists, records, dq, dk, dv
+        d_out, q, k, v, out, tau.contiguous(), flags, rows, lists, records, dq, dk, dv
     )
     return dq, dk, dv
 
@@ -64,8 +63,9 @@ def prepare(call: Call) -> Plan:
     of keys, which are done with by then."""
     call.check_size()
     config = call.config or entmax_backward_config(call.q[-1], str(call.dtype).removeprefix("torch."))
-    at = dict(zip(("d_out", "q", "k", "v"), given(call, call.q, call.q, call.k, call.k), strict=True))
-    _, q, k, v = call.strides
+    shapes = {"d_out": call.q, "q": call.q, "k": call.k, "v": call.k, "out": call.q}
+    at = dict(zip(shapes, given(call, *shapes.values()), strict=True))
+    _, q, k, v, _ = call.strides
     made = {
         "dq": made_like(call, call.q, q), "dk": made_like(call, call.k, k), "dv": made_like(call, call.k, v)
     }  # fmt: skip
@@ -93,7 +93,7 @@ def _constants(call: Call, tile: EntmaxTile) -> dict[str, object]:
     return call.constants(tile) | own
 
 
-ROWS = {name: Part(name.removesuffix("_ptr")) for name in "tau_ptr delta_ptr lists_ptr records_ptr".split()}
+ROWS = {name: Part(name.removesuffix("_ptr")) for name in "rows_ptr lists_ptr records_ptr".split()}
 
 
 def _dq(call: Call, tile: EntmaxTile, at) -> Launch:
@@ -102,10 +102,11 @@ def _dq(call: Call, tile: EntmaxTile, at) -> Launch:
         (call.heads * -(-call.q[2] // tile.block_m), 1, 1),
         descriptors={
             "desc_q": tile_descriptor("q", at["q"], tile.block_m),
+            "desc_o": tile_descriptor("out", at["out"], tile.block_m),
             "desc_do": tile_descriptor("d_out", at["d_out"], tile.block_m),
             "desc_dq": tile_descriptor("dq", at["dq"], tile.block_m),
         },
-        pointers={"k_ptr": Part("k"), "v_ptr": Part("v")} | ROWS,
+        pointers={"k_ptr": Part("k"), "v_ptr": Part("v"), "tau_ptr": Part("tau")} | ROWS,
         scalars=_numbers(call)
         | places(call, columns=False)
         | strides("k", call.units(call.k, call.strides[2]))

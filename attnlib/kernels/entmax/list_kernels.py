@@ -11,15 +11,10 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common.tile_access import load_tile
-from attnlib.kernels.entmax.walk import ANY, ROWS, THREE_HALVES, last_visible, place, powers
+from attnlib.kernels.entmax.walk import ANY, ROWS, THREE_HALVES, last_visible, place, positive, powers
 
 NEWTON_STEPS = tl.constexpr(6)
-WARP_ROWS = tl.constexpr(16)  # of a tile, that a warp holds
-
-
-@triton.jit
-def _either(a, b):
-    return a | b
+WHOLE = tl.constexpr(2.0**23)  # from here to 2^24 floats are whole numbers, and their last bits the number's
 
 
 @triton.jit
@@ -107,32 +102,56 @@ def newton(b_f, b_d, exponent, KIND: tl.constexpr):
 
 
 @triton.jit
-def _flag(b_q, b_limit, desc_k, at, keys_ptr, queries_ptr, words, first, end, last_key,
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _bits(b_x):
+    """Which of 64 numbers a row are positive: [rows, 2, 4] int32, a bit for each of 32 numbers, eight of
+    which each of four threads has. They are sums of powers of 2; a float has room for 16 bits."""
+    b_x = positive(b_x).reshape([b_x.shape[0], 2, 2, 2, 4, 2])  # words, halves, eights, threads, ones
+    b_x = tl.sum(b_x * (1 << tl.arange(0, 2)).to(tl.float32), 5)
+    b_x = tl.sum(b_x * (1 << 8 * tl.arange(0, 2)).to(tl.float32)[:, None], 3)  # words, halves, threads
+    b_x = b_x * (1 << 2 * tl.arange(0, 4)).to(tl.float32) + WHOLE
+    b_half = b_x.to(tl.int32, bitcast=True) & 0xFFFF
+    return tl.sum(b_half << (16 * tl.arange(0, 2)[:, None]), 2)
+
+
+@triton.jit
+def _flag(b_begun, b_q, b_limit, desc_k, at, keys_ptr, queries_ptr, words, first, end, last_key,
           MASKED: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
           BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The flags of the tiles first .. end - 1."""
-    weights = 1 << (tl.arange(0, ROWS) % 32)  # [ROWS] int32
-    key_weights = 1 << (tl.arange(0, BLOCK_N) % WARP_ROWS)  # [BLOCK_N]
-    o_w = tl.arange(0, BLOCK_N // WARP_ROWS)
+    """Write the flags of the tiles first .. end - 1. b_begun: [4] those of a block of keys that a tile before
+    has begun; returned for the tile after."""
     for j in tl.range(first, end, num_stages=NUM_STAGES):
         b_k = load_tile(desc_k, at, j * BLOCK_N, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_st = tl.dot(b_k, b_q.T, input_precision=PRECISION)  # [BLOCK_N, ROWS], keys as rows
-        above = b_st > b_limit[None, :]
+        b_above = b_st - b_limit[None, :]
         if MASKED:
             o_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
-            above = above & (o_n[:, None] <= last_key[None, :])
-        # One bit for each query, within the threads that hold a key's scores. What follows stays within a
-        # warp, which has 16 keys: no shared memory, no barrier.
-        b_bits = tl.where(above, weights[None, :], 0).reshape([BLOCK_N, 2, 32])
-        b_bits = tl.sum(b_bits, 2)  # [BLOCK_N, 2] int32; no two of them are the same bit
-        b_keys = tl.where(tl.max((b_bits != 0).to(tl.int32), 1) != 0, key_weights, 0)  # [BLOCK_N]
-        b_keys = tl.sum(b_keys.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS]), 1)  # [BLOCK_N / 16]
-        tl.store(keys_ptr + j * (BLOCK_N // WARP_ROWS) + o_w, b_keys.to(tl.int16))
+            b_above = tl.where(o_n[:, None] <= last_key[None, :], b_above, -1.0)
+        b_low, b_high = tl.split(_bits(b_above).trans(0, 2, 1))  # [BLOCK_N, 4] of queries
+        start = tl.full([], j, tl.int32) * BLOCK_N
+        place = start & (ROWS - 1)  # of the tile in its block of keys
+        o_n = place + tl.arange(0, BLOCK_N)
+        b_key = tl.where((b_low | b_high) != 0, (1 << o_n % 32)[:, None], 0)  # [BLOCK_N, 4]
+        b_key_low = tl.where((o_n < 32)[:, None], b_key, 0)
+        b_all = tl.join(tl.join(b_low, b_high), tl.join(b_key_low, b_key - b_key_low))
+        b_all = tl.reduce(b_all.reshape([BLOCK_N * 4, 4]), 0, _either)  # [4]
+        if ROWS > BLOCK_N:
+            b_all |= tl.where(place == 0, 0, b_begun)
+            b_begun = b_all
+        b_queries, b_keys = tl.split(b_all.reshape([2, 2]))
+        low, high = tl.split(b_queries)
+        key_low, key_high = tl.split(b_keys)
+        block = start // ROWS
+        tl.store(keys_ptr + 2 * block, key_low)
+        tl.store(keys_ptr + 2 * block + 1, key_high)
         if COLUMNS:
-            b_bits = tl.reduce(b_bits.reshape([BLOCK_N // WARP_ROWS, WARP_ROWS, 2]), 1, _either)  # [_, 2]
-            o_b = (j * BLOCK_N + o_w * WARP_ROWS) // ROWS  # blocks of keys
-            at_w = o_b.to(tl.int64)[:, None] * words + tl.arange(0, 2)[None, :]
-            tl.atomic_or(queries_ptr + at_w, b_bits, mask=b_bits != 0, sem="relaxed")
+            tl.store(queries_ptr + block.to(tl.int64) * words, low)
+            tl.store(queries_ptr + block.to(tl.int64) * words + 1, high)
+    return b_begun
 
 
 @triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS", "key_words", "query_words"])
@@ -151,7 +170,7 @@ def entmax_flags(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One bit for each key and block of rows, and one for each row and block of keys.
-    Grid: (blocks of 64 rows * HEADS,). What no row of a block sees is left as it is: 0."""
+    Grid: (blocks of 64 rows * HEADS,). Not written: flags of blocks of keys that no row of a block sees."""
     num_m = tl.cdiv(S_q, ROWS)
     i_m, head = place(num_m, HEADS, SECTION)
     start = i_m * ROWS
@@ -165,13 +184,23 @@ def entmax_flags(
     rows_ptr += head.to(tl.int64) * S_q + o_m
     b_limit = tl.load(rows_ptr, mask=o_m < S_q, other=float("inf")) / scale  # [ROWS] of raw scores
     keys_ptr += (head.to(tl.int64) * num_m + i_m) * key_words
-    keys_ptr = keys_ptr.to(tl.pointer_type(tl.int16), bitcast=True)  # 16 bits at a time
     if COLUMNS:
         queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
-    _flag(b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full, last_key, False, COLUMNS,
-          NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
-    _flag(b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, full, end, last_key, True, COLUMNS,
-          1, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    b_begun = tl.zeros([4], tl.int32)
+    b_begun = _flag(b_begun, b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full,
+                    last_key, False, COLUMNS, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    _flag(b_begun, b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, full, end, last_key, True,
+          COLUMNS, 1, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def bits_set(b_word):
+    """How many bits of each int32 are set. The compiler makes one instruction of these steps."""
+    b = b_word.to(tl.uint32, bitcast=True)
+    b -= (b >> 1) & 0x55555555
+    b = (b & 0x33333333) + ((b >> 2) & 0x33333333)
+    b = (b + (b >> 4)) & 0x0F0F0F0F
+    return ((b * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["words", "room", "blocks", "S_q", "S_k", "identity"])
@@ -195,10 +224,9 @@ def entmax_lists(
     SIZE: tl.constexpr = CHUNK * 32
     number = tl.program_id(0)
     lists = tl.num_programs(0) - tl.cdiv(words, CHUNK)
-    o_b = tl.arange(0, SIZE)  # [SIZE]
     if number >= lists:
-        o_b += (number - lists) * SIZE
-        tl.store(lists_ptr + tl.full([], identity, tl.int64) + o_b, o_b)
+        o_n = (number - lists) * SIZE + tl.arange(0, SIZE)
+        tl.store(lists_ptr + tl.full([], identity, tl.int64) + o_n, o_n)
         return
     start = number % blocks * ROWS
     shift = S_k - S_q
@@ -214,15 +242,23 @@ def entmax_lists(
             edge = tl.maximum(tl.minimum(start + 1 + shift, S_k), 0)
     words_ptr += number.to(tl.int64) * words
     lists_ptr += number.to(tl.int64) * room
+    o_b = tl.arange(0, 32)
+    below = (1 << o_b) - 1  # [32] the bits before each bit
     count, middle = 0, 0
-    for word in range(0, words, CHUNK):
-        o_w = word + o_b // 32
-        b_word = tl.load(words_ptr + o_w, mask=o_w < words, other=0)
-        b_bit = (b_word >> (o_b % 32)) & 1  # [SIZE]
-        b_at = count + tl.cumsum(b_bit, 0) - 1
-        tl.store(lists_ptr + b_at, word * 32 + o_b, mask=(b_bit != 0) & (b_at < room))
-        count += tl.sum(b_bit, 0)
-        middle += tl.sum(tl.where(word * 32 + o_b < edge, b_bit, 0), 0)
+    end_word = tl.cdiv(end, 32)
+    for word in range(first // 32, end_word, CHUNK):
+        o_w = word + tl.arange(0, CHUNK)
+        b_word = tl.load(words_ptr + o_w, mask=o_w < end_word, other=0)  # [CHUNK]
+        b_count = bits_set(b_word)  # [CHUNK]
+        b_before = count + tl.cumsum(b_count, 0) - b_count  # [CHUNK]
+        b_at = b_before[:, None] + bits_set(b_word[:, None] & below[None, :])  # [CHUNK, 32]
+        b_bit = (b_word[:, None] >> o_b[None, :]) & 1  # [CHUNK, 32]
+        b_number = o_w[:, None] * 32 + o_b[None, :]  # [CHUNK, 32]
+        tl.store(lists_ptr + b_at, b_number, mask=(b_bit != 0) & (b_at < room))
+        count += tl.sum(b_count, 0)
+        o_edge = edge - o_w * 32  # [CHUNK] how many bits of each word come before the edge
+        b_whole = tl.where(o_edge >= 32, -1, (1 << tl.minimum(tl.maximum(o_edge, 0), 31)) - 1)
+        middle += tl.sum(bits_set(b_word & b_whole), 0)
     full = count > room
     records_ptr += number.to(tl.int64) * 4
     tl.store(records_ptr, tl.where(full, end - first, count))

@@ -9,6 +9,7 @@ ROWS = tl.constexpr(configs.LIST)
 ANY = tl.constexpr(configs.ANY)
 THREE_HALVES = tl.constexpr(configs.THREE_HALVES)
 TWO = tl.constexpr(configs.TWO)
+LARGE = tl.constexpr(2.0**126)  # a normal positive float times this is at least 1
 
 
 @triton.jit
@@ -28,6 +29,13 @@ def last_visible(o_m, S_q, S_k, CAUSAL: tl.constexpr):
     if CAUSAL:
         last = tl.minimum(tl.maximum(o_m + (S_k - S_q), -1), S_k - 1)
     return last
+
+
+@triton.jit
+def positive(b_x):
+    """1 where a number is positive, else 0: by a product that ends at 1. The GPU does twice as many of these
+    a clock as comparisons or selections."""
+    return tl.minimum(tl.maximum(b_x * LARGE, 0.0), 1.0)
 
 
 @triton.jit
@@ -58,7 +66,8 @@ def gather(x_ptr, b_index, stride, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, B
     """Rows of a tensor by number [BLOCK, BLOCK_D]. stride: of a row, in units of UNIT elements, from which
     the compiler knows that 16 bytes may be read at a time."""
     o_d = tl.arange(0, BLOCK_D)
-    at = b_index.to(tl.int64) * stride * UNIT  # [BLOCK]
+    # Neither is negative, and of unsigned numbers the product of 32 with 32 bits is one instruction.
+    at = b_index.to(tl.uint32).to(tl.uint64) * stride.to(tl.uint32).to(tl.uint64) * UNIT  # [BLOCK]
     if HEAD_DIM == BLOCK_D:
         return tl.load(x_ptr + at[:, None] + o_d[None, :])
     else:

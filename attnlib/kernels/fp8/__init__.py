@@ -10,10 +10,9 @@ __all__ = ["quantize", "unsupported"]
 
 def unsupported(where: torch.device) -> str | None:
     """What the kernels need and a device does not have; None if it has all."""
-    if device.interpreted():
-        return None
-    if where.type != "cuda":
-        return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; x is on {where}"
+    lacks = device.unsupported_on(where, "x")
+    if lacks is not None or device.interpreted():
+        return lacks
     major, minor = device.capability(where.index)
     if (major, minor) < (8, 9):
         return f"needs a GPU of compute capability 8.9 or later; {where} has {major}.{minor}"

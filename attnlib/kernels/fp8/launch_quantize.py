@@ -20,8 +20,13 @@ BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
 """Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
-SUMMED, SUMMING = 64, 8
-"""Rows of a block of values that are summed up, and programs for each SM: each program writes a part."""
+VALUES = 8
+"""Programs for each SM that quantize values: four of them run at a time."""
+SUMMED, TILES, SUMMING = 2048, 4, 4
+"""Values of a tile that programs of 256 threads sum up, 16 bytes of 16-bit numbers a thread; tiles that are
+asked for together; and programs for each SM, which all run at a time. Each writes a part."""
+REGISTERS = 65536
+"""Of an SM, from Ada on."""
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 
@@ -66,11 +71,8 @@ def quantize(
 
     ValueError if a length or the grid is beyond 2^31.
     """
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(x.get_device()):
-            return quantize(x, role, recipe, cu_seqlens, max_seqlen)
     given = x
-    if x.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(x.dtype):
         x = x.float()
     if not describable(x):
         x = readable(x)
@@ -127,8 +129,8 @@ def prepare(call: Call) -> Plan:
     heads = (H,) if varlen else (B, H)
     sms = 1 if call.device < 0 else device.num_sms(call.device)
 
-    def span(blocks: int, heads: int) -> int:
-        return max(1, min(blocks * heads // (PROGRAMS * sms), SPAN, blocks))
+    def span(blocks: int, heads: int, programs: int = PROGRAMS) -> int:
+        return max(1, min(blocks * heads // (programs * sms), SPAN, blocks))
 
     per_block, per_head = scaling == "block" and not is_v, scaling != "tensor"
     stored = (1,) if not per_head else (*heads, room) if per_block else heads
@@ -137,10 +139,12 @@ def prepare(call: Call) -> Plan:
     constants = {"PER_HEAD": per_head, "D": D, "WIDTH": width, "UNIT": unit}
     rotation = {"ROTATE": rotate, "PRECISION": "tf32x3" if call.dtype == torch.float32 else "tf32"}
     staged = {"NUM_STAGES": 2}
+    overlaps = (center or not per_block) and device.overlaps(call.device)  # the launch before it
+    constants["OVERLAPS"] = overlaps
     launches, mean, parts = [], None, None
     if center:
         mean = B, H, width
-        found, parts = _centering(call, sizes, {**constants, "ROWS": SUMMED}, sms)
+        found, parts = _centering(call, sizes, constants, sms)
         launches += found
     elif not per_block:
         count, of_heads = num_blocks(T, BLOCK), H if varlen else B * H
@@ -157,15 +161,15 @@ def prepare(call: Call) -> Plan:
         launches.append(amax)
     if not is_v:
         constants |= {**rotation, **staged, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
-    each = span(blocks, B * H)
+    each = span(blocks, B * H * (width // CHUNK), VALUES) if is_v else span(blocks, B * H)
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
-        (-(-blocks // each) * H * B, 1, 1),
+        (-(-blocks // each) * H * B, width // CHUNK if is_v else 1, 1),
         descriptors={},
         pointers={name: Part(name.removesuffix("_ptr")) for name in POINTERS + ("mean_ptr",) * is_v},
         scalars={**sizes, "blocks": blocks, "span": each, "room": room},
         constants={**constants, "ROWS": rows, "INTERPRETED": device.interpreted()},
-        options={"num_warps": max(4, rows // 16)},
+        options={"num_warps": max(4, rows // 16), **({"launch_pdl": True} if overlaps else {})},
     )
     data = (*heads, width, room * GROUP) if is_v else (*call.shape[:-1], width)
     launches = Launches([*launches, quantizing], call.device, TENSORS)
@@ -179,19 +183,21 @@ def _centering(
     varlen, width = call.sequences is not None, constants["WIDTH"]
     B, H = (call.sequences, call.shape[1]) if varlen else call.shape[:2]
     heads = (H,) if varlen else (B, H)
-    blocks = num_blocks(sizes["S"], SUMMED, call.sequences)
-    span = max(1, min(blocks * math.prod(heads) * (width // CHUNK) // (SUMMING * sms), blocks))
-    room = num_blocks(sizes["S"], SUMMED * span, call.sequences)
-    longest = -(-call.longest // (SUMMED * span))
+    tall = SUMMED // width
+    rows = tall * TILES
+    blocks = num_blocks(sizes["S"], rows, call.sequences)
+    span = max(1, -(-blocks * math.prod(heads) // (SUMMING * sms)))
+    room = num_blocks(sizes["S"], rows * span, call.sequences)
+    longest = -(-call.longest // (rows * span))
     pointers = {"parts_ptr": Part("parts"), "amax_ptr": Part("amax"), "cu": Part("cu")}
     summing = Launch(
         f"{MEANS}.sum_values",
-        (longest * H * B, width // CHUNK, 1),
+        (longest * H * B, 1, 1),
         descriptors={},
         pointers={"x_ptr": Part("x"), **pointers},
         scalars={**sizes, "parts": longest, "span": span, "room": room},
-        constants={**constants, "NUM_STAGES": 2},
-        options={"num_warps": 8},
+        constants={**constants, "ROWS": rows, "TALL": tall},
+        options={"num_warps": 8, "maxnreg": REGISTERS // (SUMMING * 256)},
     )
     joining = Launch(
         f"{MEANS}.join_parts",
@@ -199,8 +205,8 @@ def _centering(
         descriptors={},
         pointers={"mean_ptr": Part("mean"), **pointers},
         scalars={"S": sizes["S"], "H": H, "span": span, "room": room},
-        constants={name: constants[name] for name in ("PER_HEAD", "WIDTH", "ROWS")}
-        | {"COLUMNS": COLUMNS, "STEP": STEP},
-        options={"num_warps": 4},
+        constants={name: constants[name] for name in ("PER_HEAD", "WIDTH", "OVERLAPS")}
+        | {"ROWS": rows, "COLUMNS": COLUMNS, "STEP": STEP},
+        options={"num_warps": 4, **({"launch_pdl": True} if constants["OVERLAPS"] else {})},
     )
     return [summing, joining], (*heads, room, 3, width)

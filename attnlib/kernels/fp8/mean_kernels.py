@@ -11,11 +11,10 @@ in the others.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnlib.kernels.common import fp8
 from attnlib.kernels.common.varlen_rows import sequence
 
-CHUNK = tl.constexpr(fp8.CHUNK)
 INF = tl.constexpr(float("inf"))
 
 
@@ -46,11 +45,18 @@ def sum_values(
     room,  # parts of a head
     PER_HEAD: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, TALL: tl.constexpr,  # rows of a block, and of each of the tiles that it is loaded in
     UNIT: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a head of a sequence, CHUNK columns. Grid: (parts * H * B, WIDTH / CHUNK)."""
+    """A part of a head of a sequence. Grid: (parts * H * B,).
+
+    Memory is read as fast as it can be only with few instructions for a number: blocks whose rows all exist
+    are added up as they are. A sum that is not finite then tells that one of their numbers is not, or that
+    the sum was too large: such a part is done again with care, and so is the last block of a sequence.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
     i_n, i_bh = tl.program_id(0) % parts, tl.program_id(0) // parts
     i_h, i_b = i_bh % H, i_bh // H
     if i_n == 0:
@@ -60,22 +66,36 @@ def sum_values(
     if i_n >= count:
         return
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h + start.to(tl.int64) * x_s) * UNIT
-    o_c = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
-    share = 1.0 / length.to(tl.float32)  # of a key: a sum of numbers as large as float32 has stays finite
-    b_sum = tl.zeros([ROWS, CHUNK], tl.float32)
+    o_c, row = tl.arange(0, WIDTH), x_s.to(tl.int64) * UNIT  # [WIDTH]
+    x_ptr = x_ptr + (tl.arange(0, TALL) * row)[:, None] + o_c[None, :]  # [TALL, WIDTH]
+    inside = (o_c < D)[None, :]
+    share = 1.0 / length.to(tl.float32)  # of a key
+    b_sum = tl.zeros([TALL, WIDTH], tl.float32)
     b_min, b_max = b_sum + INF, b_sum - INF
-    for i in tl.range(i_n * span, tl.minimum((i_n + 1) * span, tl.cdiv(length, ROWS)), num_stages=NUM_STAGES):
-        o_n = i * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        seen = (o_n < length)[:, None]
-        if D < WIDTH:
-            seen = seen & (o_c < D)[None, :]  # [ROWS, CHUNK]
-        rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
-        b_x = tl.load(rows[:, None] + o_c[None, :], mask=seen, other=INF).to(tl.float32)  # [ROWS, CHUNK]
+    begin, end = i_n * span, tl.minimum((i_n + 1) * span, tl.cdiv(length, ROWS))
+    whole = tl.minimum(end, length // ROWS)  # blocks before it have all their rows
+    for i in tl.range(begin, whole):
+        tiles = ()  # all are asked for before the first is used
+        for n in tl.static_range(0, ROWS, TALL):
+            tile = x_ptr + (i * ROWS + n) * row  # [TALL, WIDTH]
+            tiles = tiles + (tl.load(tile) if D == WIDTH else tl.load(tile, mask=inside, other=0.0),)
+        for n in tl.static_range(ROWS // TALL):
+            b_x = tiles[n].to(tl.float32)  # [TALL, WIDTH]
+            b_sum += b_x
+            b_min, b_max = tl.minimum(b_min, b_x), tl.maximum(b_max, b_x)
+    finite = tl.sum(tl.sum(b_sum * 0.0, 1), 0) == 0.0
+    b_sum = tl.where(finite, b_sum * share, 0.0)
+    b_min, b_max = tl.where(finite, b_min, INF), tl.where(finite, b_max, -INF)
+    careful = tl.where(finite, whole, begin) * (ROWS // TALL)
+    for i in tl.range(careful, tl.minimum(end * (ROWS // TALL), tl.cdiv(length, TALL))):
+        o_n = i * TALL + tl.arange(0, TALL)  # [TALL]
+        seen = (o_n < length)[:, None] & inside  # [TALL, WIDTH]
+        b_x = tl.load(x_ptr + i * TALL * row, mask=seen, other=INF).to(tl.float32)  # [TALL, WIDTH]
         counts = tl.abs(b_x) < INF
-        b_sum += tl.where(counts, b_x, 0.0) * share
+        b_sum += tl.where(counts, b_x, 0.0) * share  # their mean is no larger than the largest
         b_min = tl.minimum(b_min, tl.where(counts, b_x, INF))
         b_max = tl.maximum(b_max, tl.where(counts, b_x, -INF))
-    columns = parts_ptr + (first + i_n) * 3 * WIDTH + o_c  # [CHUNK]
+    columns = parts_ptr + (first + i_n) * 3 * WIDTH + o_c  # [WIDTH]
     tl.store(columns, tl.sum(b_sum, 0))
     tl.store(columns + WIDTH, tl.min(b_min, 0))
     tl.store(columns + 2 * WIDTH, tl.max(b_max, 0))
@@ -92,8 +112,12 @@ def join_parts(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,  # parts that are looked at together
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS of a head of a sequence. Grid: (B * H, WIDTH / COLUMNS)."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     i_bh = tl.program_id(0)
     i_h, i_b = i_bh % H, i_bh // H
     _, _, first, count = _parts(cu, i_b, S, room, span, H, i_h, ROWS)

@@ -15,6 +15,7 @@ A value that is not finite becomes NaN and takes no part in a scale: it spoils i
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.kernels.common import fp8
 from attnlib.kernels.common.varlen_rows import sequence
@@ -104,12 +105,19 @@ def _rounded(b_y, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _place(blocks, span, H):
-    """(the first block of this program, the one after its last, head, sequence). Grid: (cdiv(blocks, span) *
-    H * B,)."""
+def _place(program, blocks, span, H):
+    """(the first block of a program, the one after its last, head, sequence). Grid: (cdiv(blocks, span) * H *
+    B,)."""
     programs = tl.cdiv(blocks, span)
-    i_n, i_h = tl.program_id(0) % programs * span, tl.program_id(0) // programs
+    i_n, i_h = program % programs * span, program // programs
     return i_n, tl.minimum(i_n + span, blocks), i_h % H, i_h // H
+
+
+@triton.jit
+def _backwards():
+    """The number of this program, counted from the last one: what the pass before read last, which may still
+    be in L2, is read first."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
 @triton.jit(do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "span"])
@@ -126,9 +134,12 @@ def quantize_amax(
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The largest finite magnitude of each head, or of all, after the rotation and before its division."""
-    begin, end, i_h, i_b = _place(blocks, span, H)
+    if OVERLAPS:
+        gdc_launch_dependents()
+    begin, end, i_h, i_b = _place(tl.program_id(0), blocks, span, H)
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h) * UNIT
     b_h = _hadamard(x_ptr.dtype.element_ty) if ROTATE else 0
     b_max = tl.zeros([ROWS, CHUNK], tl.float32)
@@ -162,12 +173,13 @@ def quantize_rows(
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Blocks of queries or keys: rotated, scaled, rounded."""
-    begin, end, i_h, i_b = _place(blocks, span, H)
-    if not PER_BLOCK:
-        begin, end = blocks - end, blocks - begin  # what the pass before read last may still be in L2
+    begin, end, i_h, i_b = _place(_backwards(), blocks, span, H)
+    if OVERLAPS:
+        gdc_wait()
     if cu is None:
         length, head = S, i_b * H + i_h
         of_data, stride = head.to(tl.int64) * S, WIDTH
@@ -202,6 +214,12 @@ def quantize_rows(
             tl.store(rows[:, None] + (first + o_c)[None, :], b_y, mask=(o_n < length)[:, None])
 
 
+@triton.jit
+def _key_at(position):
+    """The key that stands at a position of values: see `common.fp8.Fp8`."""
+    return position // GROUP * GROUP + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
+
+
 @triton.jit(
     do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "span", "room"],
     do_not_specialize_on_alignment=["cu"],
@@ -220,11 +238,13 @@ def quantize_values(
     D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Blocks of values: centered, scaled, rounded, transposed, keys permuted."""
-    begin, end, i_h, i_b = _place(blocks, span, H)
-    begin, end = blocks - end, blocks - begin  # what the pass before read last may still be in L2
+    begin, end, i_h, i_b = _place(_backwards(), blocks, span, H)
+    if OVERLAPS:
+        gdc_wait()
     if cu is None:
         length, head = S, i_b * H + i_h
         of_data, groups = head.to(tl.int64) * WIDTH * room, room
@@ -241,17 +261,23 @@ def quantize_values(
     place = head if PER_HEAD else 0
     scale, factor = _scale(tl.load(amax_ptr + place), 1.0)
     tl.store(scale_ptr + place, scale)
+    o_c = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
+    columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + (i_b * H + i_h).to(tl.int64) * WIDTH + o_c)  # [CHUNK]
+    o_p = tl.arange(0, ROWS)  # [ROWS], positions in a block
+    o_n = _key_at(o_p)  # [ROWS]
+    x_ptr = x_ptr + (o_n.to(tl.int64) * x_s * UNIT)[:, None] + o_c[None, :]  # [ROWS, CHUNK]
+    data_ptr = columns[:, None] + o_p[None, :]  # [CHUNK, ROWS]
     for i_n in tl.range(begin, end):
-        o_p = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS], positions
-        o_n = o_p // GROUP * GROUP + o_p // 2 % 2 * 8 + o_p // 4 % 4 * 2 + o_p % 2  # [ROWS], their keys
-        rows = x_ptr + o_n.to(tl.int64) * x_s * UNIT  # [ROWS]
-        for first in tl.static_range(0, WIDTH, CHUNK):
-            o_c = first + tl.arange(0, CHUNK)  # [CHUNK]
-            b_x = _load_chunk(rows, o_n < length, first, D).to(tl.float32)  # [ROWS, CHUNK]
-            b_x = b_x * 0.0 + b_x
-            if mean_ptr is not None:  # what is past the end stays 0
-                mean = tl.load(mean_ptr + (i_b * H + i_h).to(tl.int64) * WIDTH + o_c)  # [CHUNK]
-                b_x = tl.where((o_n < length)[:, None], b_x - mean[None, :], 0.0)
-            b_y = _rounded(b_x * factor, INTERPRETED).T  # [CHUNK, ROWS]
-            columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
-            tl.store(columns[:, None] + o_p[None, :], b_y, mask=(o_p < groups * GROUP)[None, :])
+        seen = (o_n < length - i_n * ROWS)[:, None]
+        mask = seen & (o_c < D)[None, :] if D < WIDTH else seen
+        block = x_ptr + x_s.to(tl.int64) * (i_n * ROWS * UNIT)
+        b_x = tl.load(block, mask=mask, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
+        b_x = b_x * 0.0 + b_x
+        if mean_ptr is not None:
+            b_x -= mean[None, :]
+            if (i_n + 1) * ROWS > length:  # what is past the end stays 0
+                b_x = tl.where((_key_at(i_n * ROWS + o_p) < length)[:, None], b_x, 0.0)
+        b_y = _rounded(b_x * factor, INTERPRETED).T  # [CHUNK, ROWS]
+        tl.store(data_ptr + i_n * ROWS, b_y, mask=(o_p < groups * GROUP - i_n * ROWS)[None, :])

@@ -1,5 +1,5 @@
 """Exact attention in Gluon, for GPUs of compute capability 9.x. Chapters 10 to 15 build the forward kernel,
-chapter 20 the backward pass."""
+chapter 20 derives the backward pass, and chapter 21 builds its kernels."""
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.backward_plan import BackwardPlan

@@ -7,8 +7,8 @@ With both l = -inf, of a row that has seen no key at all, m is 0 instead, and O 
 The existing output is read and written in the layout of the accumulator, without shared memory, of which
 there is none left: four threads have 8 columns of a row, so 32 bytes of float32 are one access. Existing LSEs
 are loaded beside the last product, and everything that depends on them alone is computed there. A row whose
-old weight is 0 is not read, whatever lies there: so a result may begin as memory that nobody has written,
-with an LSE of -inf.
+old weight is 0 is not read, whatever lies there: so a result may begin as uninitialized memory, with an LSE
+of -inf.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Exact attention, backward, for Hopper (sm_90a) in Gluon: dK and dV of a block of keys, dQ added up.
 
-Chapter 20 derives the backward pass, and what is summed where; asynchronous products and barriers are those
-of chapters 10 to 12.
+Chapter 20 derives the backward pass, chapter 21 builds this kernel step by step; asynchronous products and
+barriers are those of chapters 10 to 12.
 
 One program per 128 keys of a key/value head: a producer warp that starts copies, and two consumer warpgroups
 of 64 keys each. A consumer keeps dK and dV of its keys in registers and visits the blocks of BLOCK_M queries
@@ -64,17 +64,17 @@ producer waits before it copies anything of block j+2.
 
 A window with a left bound ends the queries that see a key, so a program visits the blocks between its first
 and its last one (`backward_tiles`). There may be none: then there is no copy and no wait, and the consumers
-store zeros. Varlen sequences are read as in `forward_kernel`. Their blocks of keys are counted through, with
-one to spare for each sequence, so that a program finds its sequence by a search. The few programs without
+store zeros. Varlen sequences are read as in `forward_kernel`. Their blocks of keys are numbered across all
+sequences, with one to spare for each, and a program finds its sequence by a search. The few programs without
 keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
 of queries.
 
     A fixed order of the additions to dQ
 
 With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
-their numbers (`turns`; who is first, `backward_tiles.turn`). A warp more waits for the turn of each step and
-says so at `granted`. Another one waits at `added` until both consumers have added their halves, says at
-`granted` that the next ones may come, and counts these when they are complete.
+their numbers (see `turns`; `backward_tiles.turn` has the order). One more warp waits for the turn of each
+step and then arrives at `granted`. Another one waits at `added` until both consumers have added their halves,
+arrives at `granted`, so that the next step may add, and counts the additions when they are complete.
 
     Programs that share a key head
 
@@ -99,11 +99,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, write_ds
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,

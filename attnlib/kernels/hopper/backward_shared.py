@@ -1,5 +1,5 @@
-"""What the two Hopper backward kernels have in common: the producer, and who keeps the turns of a
-fixed order. Chapter 20 derives the backward pass; the protocol is in the docstrings of the kernels.
+"""What the two Hopper backward kernels have in common: the producer, and the warps that keep additions in a
+fixed order. Chapter 21 builds the kernels; the protocol is in their docstrings.
 
 `mem` is the `Memory` of either kernel, `plan` its plan.
 """
@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, opaque_zero, slot_of
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2

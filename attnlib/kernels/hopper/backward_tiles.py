@@ -1,6 +1,6 @@
 """What a program of the Hopper backward kernels works on: a block of keys of one head, the sequence that they
-belong to, the blocks of queries that see them, and what in a block is hidden. Chapter 20 derives the
-backward pass. `plan` is a `plan.BackwardPlan` or a `plan.WideBackwardPlan`.
+belong to, the blocks of queries that see them, and what in a block is hidden. Chapter 21 builds the kernels.
+`plan` is a `plan.BackwardPlan` or a `plan.WideBackwardPlan`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.kernels.common.tile_scheduler import VARLEN_ROWS, by_sections
 
-ARMS = gl.constexpr(128)  # of a search
+ARMS = gl.constexpr(128)  # branches of a search
 HIDDEN = gl.constexpr(1 << 30)  # farther than any query
 
 
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 
 @gluon.jit
 def owner(block, cu, B, BLOCK: gl.constexpr):
-    """The varlen sequence that a block is of. The blocks of all are counted through: the first one of
+    """The varlen sequence that a block belongs to. Blocks are numbered across all sequences: the first one of
     sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are.
 
     `varlen_rows.row_of` has the same search in plain Triton: neither language can call the other's functions.

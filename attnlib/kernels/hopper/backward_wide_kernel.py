@@ -1,6 +1,6 @@
 """Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 136 to 256 columns.
 
-Chapter 20 derives the backward pass, and why registers end at D = 256.
+Chapter 20 derives the backward pass, chapter 21 explains this kernel and why registers end at D = 256.
 
 One program per 64 keys of a key/value head. dK and dV of 64 keys and 256 columns are 128 registers of a
 thread each, so no warpgroup can keep both, and the five products are divided otherwise than in
@@ -35,15 +35,15 @@ The slot of block j is j & 1; all from Q_FREE on are the hardware's named barrie
 reuse: 0 writes P of j+2 after it has waited for Q of j+2, which was filled after 1 had released Q of j, long
 after it had read P of j. For the same reason 0 can't arrive twice at P_FULL before 1 has come once.
 
-Before the copies that overwrite LSE and delta there has to be a fence by who has loaded them, see
+Before the copies that overwrite LSE and delta, the warpgroup that has loaded them has to execute a fence, see
 `backward_kernel`. Warpgroup 1 loads delta and executes one for dS in each step. Warpgroup 0 loads LSE and
 executes one for that alone, before it releases Q and while dV is under way.
 
-With a deterministic plan the programs of a head add to a block of sums one after the other (`turns`; who is
-first, `backward_tiles.turn`). Two warps more keep the turns as in `backward_kernel`: warpgroup 2 waits for
-`granted` before it adds, and arrives at `added`.
+With a deterministic plan the programs of a head add to a block of sums one after the other (see `turns`;
+`backward_tiles.turn` has the order). Two warps more keep the turns as in `backward_kernel`: warpgroup 2 waits
+for `granted` before it adds, and arrives at `added`.
 
-Programs that share a key head leave float32 sums of dK and dV, as in `backward_kernel`; nobody waits at END.
+Programs that share a key head leave float32 sums of dK and dV, as in `backward_kernel`; then END is not used.
 
 Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
 instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
@@ -51,7 +51,7 @@ The registers that this leaves keep parts of K in warpgroup 0 and of V in warpgr
 (`backward_shared.Rows`).
 
 Values of 128 columns beside queries of 192 lie in two parts of 64 columns, and so do dO and dV
-(`ValuesBackwardPlan`). dK then leaves through a buffer of its own: where V was is no room for it.
+(`ValuesBackwardPlan`). dK then leaves through a buffer of its own: the one of V is too small for it.
 """
 
 from typing import NamedTuple
@@ -61,11 +61,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
@@ -251,7 +251,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
 @gluon.jit
 def _keys_leave(mem, plan: gl.constexpr):
-    """The buffer for dK: that of V, which nobody else reads, or its own."""
+    """The buffer for dK: that of V, which no other warpgroup reads, or its own."""
     if plan.own_values:
         return mem.dk
     else:

@@ -1,4 +1,5 @@
-"""A head dimension that is no power of two, in parts that are: 192 columns as 128 and 64.
+"""A head dimension that is no power of two, in parts that are: 192 columns as 128 and 64. Chapter 19 measures
+it.
 
 Sizes of tiles in Gluon are powers of two. Padded to the next one, 192 columns are 256, a third of them zeros
 that are copied and multiplied all the same. In parts, each of Q, K, V and the output has a descriptor and a
@@ -20,12 +21,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import memory, softmax
+from attnlib.kernels.common import memory, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import matrix
 

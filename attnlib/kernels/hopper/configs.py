@@ -22,6 +22,7 @@ class HopperConfig:
         pin: keep the assembler from moving that wait up.
         joint: one barrier for the keys and the values of a slot, instead of one each.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        keep_shift: take the largest scores of a block only where a weight came out large, see `kept_shift`.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -36,6 +37,7 @@ class HopperConfig:
     pin: bool = False
     joint: bool = False
     named: bool = False
+    keep_shift: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -128,8 +130,8 @@ FEW_KEYS = 2048
 """Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
 with 8192 there is no difference, and with still smaller sections long tiles come last."""
 _PACE = {M256N64: (525, 60), M192N128: (555, 170), M128N128: (474, 150)}
-"""TFLOP/s with many long rows, and what the block on the diagonal costs beside that, in keys. Fitted to 46
-measured shapes, of all of which `busiest` finds the fastest tile: the middle of the numbers that do."""
+"""TFLOP/s with many long rows, and the additional cost of the block on the diagonal, in keys. With any
+numbers from a range around these `busiest` finds the fastest tile for all 46 shapes that were measured."""
 
 
 # Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.

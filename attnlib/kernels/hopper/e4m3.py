@@ -1,4 +1,5 @@
-"""What the forward kernel does otherwise with operands in e4m3: P's range, P as an operand, scales, V's mean.
+"""What the forward kernel does differently with operands in e4m3: P's range, P as an operand, scales, V's
+mean. Chapter 22 builds it.
 
 P is rounded to e4m3, whose largest number is 448 and whose smallest is 2**-9. Under a new shift a row's
 largest weight is 2**OFFSET; the shift moves before a weight exceeds 2**ROOM. Sums are of weights before

@@ -82,12 +82,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import softmax
+from attnlib.kernels.common import softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
@@ -104,6 +103,7 @@ from attnlib.kernels.hopper.e4m3 import (
     unpacked,
     with_mean,
 )  # fmt: skip
+from attnlib.kernels.hopper.kept_shift import first_operands, kept_step, shift_of_rows, unpacked_pairs
 from attnlib.kernels.hopper.maxima import place_of_maxima, top_of_rows
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -289,6 +289,8 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     """
     dtype: gl.constexpr = mem.v[0].dtype
     MASKED: gl.constexpr = plan.mask.blocks == 2  # a row may have seen no key in the block before
+    if plan.keep_shift:
+        p = unpacked_pairs(p, dtype, plan)
     wait_k(mem, c, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
     if not plan.pipeline.joint:
@@ -303,29 +305,32 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
     if MASKED or plan.mask.left:
         if masked:
             s = softmax.mask(s, row, first, seq, work, plan)
-    top = top_of_rows(s, first, qk_scale, maxima, work, plan)
-    if plan.fp8:
-        shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED, ROOM, OFFSET)
+    if plan.keep_shift:
+        p, acc, shift, sums = kept_step(s, o_token, shift, sums, qk_scale, mem, c, plan)
     else:
-        shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED)
-    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
-    if plan.pipeline.late_wait:
-        left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, MASKED)
-        sums = softmax.add_sums(sums, left)
-        if plan.pipeline.pin:
-            sums = softmax.pin(sums)
-        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = softmax.weights(right, shift, qk_scale, MASKED)
-        sums = softmax.add_sums(sums, right)
-        p = operand(left, right, dtype, plan)
-    else:
-        if plan.pipeline.pin:
-            shift = softmax.pin(shift)
-        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = softmax.weights(s, shift, qk_scale, MASKED)
-        sums = softmax.add_sums(sums, weights)
-        p = operand(weights, None, dtype, plan)
+        top = top_of_rows(s, first, qk_scale, maxima, work, plan)
+        if plan.fp8:
+            shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED, ROOM, OFFSET)
+        else:
+            shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED)
+        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+        if plan.pipeline.late_wait:
+            left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
+            left = softmax.weights(left, shift, qk_scale, MASKED)
+            sums = softmax.add_sums(sums, left)
+            if plan.pipeline.pin:
+                sums = softmax.pin(sums)
+            acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+            right = softmax.weights(right, shift, qk_scale, MASKED)
+            sums = softmax.add_sums(sums, right)
+            p = operand(left, right, dtype, plan)
+        else:
+            if plan.pipeline.pin:
+                shift = softmax.pin(shift)
+            acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+            weights = softmax.weights(s, shift, qk_scale, MASKED)
+            sums = softmax.add_sums(sums, weights)
+            p = operand(weights, None, dtype, plan)
     return p, acc, shift, sums
 
 
@@ -407,9 +412,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             if not plan.pipeline.joint:
                 if start > c:
                     wait_v(mem, start, plan)
-        first_scale = scale
-        if plan.fp8:
-            first_scale = block_scale(scale, first)
+        first_scale = block_scale(scale, first) if plan.fp8 else scale
         s = warpgroup_mma_wait(0, deps=(s_token,))
         release(mem, start, plan)
         if plan.flip:
@@ -427,7 +430,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             shift -= OFFSET
         weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
         sums = softmax.row_sum(weights)  # [64, 4]
-        p = operand(weights, None, dtype, plan)
+        p, shift = first_operands(weights, shift, sums, dtype, plan)
         acc = column_parts.zeros(plan.o_layout, plan)
         start += 1
 
@@ -457,16 +460,15 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 3. The last P V, and what can be done beside it.
         c = end
         wait_v(mem, c, plan)
-        o_token = _issue_output(p, acc, mem, c, plan)
+        o_token = _issue_output(unpacked_pairs(p, dtype, plan), acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
+        shift = shift_of_rows(shift, plan)
         turn += 1
         first_row = _told(mem, turn, plan)
         at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
         if plan.varlen:
             at = at + (tiling.VARLEN_ROWS - seq.S_q,)
-        mean = 0
-        if plan.early_mean:
-            mean = _mean(mem, turn, work, plan)
+        mean = _mean(mem, turn, work, plan) if plan.early_mean else 0
         old = 0
         if plan.accumulate:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]

@@ -33,10 +33,6 @@ def forward(
     likewise, of which single sequences may be empty. Returns (out, lse); lse is None unless it was asked for.
     ValueError if a length or the tiles are beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(q, k, v, params)
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
     return plan.run(q, k, v, params)
 
@@ -144,7 +140,8 @@ def plan_fields(
         d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns,
         flip=flip, store_lse=store_lse, varlen=varlen, mask=ForwardMask(**mask),
         pipeline=Pipeline(
-            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin
+            config.warpgroups, config.stages, config.joint, config.named, config.late_wait, config.pin,
+            config.keep_shift,
         ),
         registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip

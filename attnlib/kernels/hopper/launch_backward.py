@@ -1,4 +1,4 @@
-"""Launch the Hopper backward kernel, what goes before it, and what makes dQ of its sums."""
+"""Launch the Hopper backward kernel, the pass before it, and the conversion of its sums to dQ."""
 
 from functools import lru_cache
 
@@ -36,10 +36,6 @@ def backward(
     Returns (dq, dk, dv). dk and dv are the same in every run, and with a deterministic configuration dq, else
     up to the order of a sum. ValueError if a length or the tiles are beyond 2^30.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return backward(d_out, q, k, v, out, lse, params)
     return run(prepare, (d_out, q, k, v, out), lse, params)
 
 

@@ -60,9 +60,6 @@ def forward(
     the operands hold; None unless `params.return_lse`.
     """
     index = q.device.index if q.data.is_cuda else -1
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(q, k, v, params, out_dtype)
     varlen, lengths = varlen_of(q, k), None
     if varlen is not None:
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)

@@ -1,5 +1,6 @@
 """The largest score of each row and 64 keys, kept by the forward Hopper kernel while it goes over them
-(`PooledPlan`): all that a pooled map of the weights needs, as soon as the LSE of the rows is known.
+(`PooledPlan`): all that a pooled map of the weights needs, as soon as the LSE of the rows is known (chapter
+32).
 
 A block of scores lies in registers, and the softmax needs its largest one in each row anyway. Of 128 keys the
 kernel takes that of the left half and that of the right half; the larger one goes on to the softmax, so that

@@ -1,5 +1,5 @@
-"""The product of DistrAttention on GPUs of compute capability 9.x: the forward kernel with fewer columns in
-queries and keys than in values."""
+"""The product of DistrAttention (chapter 36) on GPUs of compute capability 9.x: the forward kernel with fewer
+columns in queries and keys than in values."""
 
 from dataclasses import replace
 
@@ -36,15 +36,11 @@ def configuration(call: Signature, narrow: Narrow) -> HopperConfig:
 
 def forward(grouped: Grouped, v: torch.Tensor, params: Params) -> torch.Tensor:
     """out, (B, H, Sq, D), of what `distr.group` made and values (B, Hkv, Sk, D), none of them empty."""
-    index = v.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(grouped, v, params)
     v = readable(v)
     call, narrow = narrow_call(grouped, v, params)
     if call.config is None:
         call = call._replace(config=configuration(call, narrow))
     out = torch.empty(call.q, dtype=v.dtype, device=v.device)
     launches = prepare(call, narrow).launches
-    launches(grouped.q, grouped.k, v, out, None, counter(index), None, None)
+    launches(grouped.q, grouped.k, v, out, None, counter(v.get_device()), None, None)
     return out

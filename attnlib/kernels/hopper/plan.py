@@ -72,6 +72,13 @@ class ForwardPlan(Constants):
     element_bits = gl.constexpr(16)
     own_keys = gl.constexpr(False)  # of each block of query rows
     pooled = gl.constexpr(False)
+
+    @property
+    def keep_shift(self):
+        """Where each row sees a key of its first block, and no block after it needs a mask."""
+        plain = self.mask.blocks.value < 2 and not self.mask.left.value and not self.pooled.value
+        return gl.constexpr(self.pipeline.keep_shift.value and plain)
+
     qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
     right = gl.constexpr(0)  # columns of a second part
 

@@ -25,16 +25,12 @@ POOL = 64
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, maxima) of a call without varlen sequences that `unsupported` has nothing against, no
-    argument empty. maxima: float32 (B, H, blocks of 64 keys, rows), both padded: of each row and 64 keys the
+    """(out, lse, maxima) of a call that `unsupported` accepts, without varlen sequences, no argument
+    empty. maxima: float32 (B, H, blocks of 64 keys, rows), both padded: of each row and 64 keys the
     largest score that the row sees, times sm_scale * log2(e); undefined where it sees none of these keys.
 
     ValueError if a length, the tiles or the maxima of a head are beyond 2^31.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(q, k, v, params)
     params = params._replace(return_lse=True)
     if params.config is None:
         config = configuration(q, k, v, params)
@@ -44,7 +40,7 @@ def forward(
     plan = prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     maxima = torch.empty(plan.maxima, dtype=torch.float32, device=q.device)
-    plan.launches(q, k, v, out, lse, counter(index), None, None, maxima)
+    plan.launches(q, k, v, out, lse, counter(q.get_device()), None, None, maxima)
     return out, lse, maxima
 
 

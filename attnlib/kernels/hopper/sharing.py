@@ -13,28 +13,28 @@ from attnlib.kernels.common.launcher import Launch
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
 
-# What the model of a launch takes for known. docs/lab/hopper-backward.md says where the numbers are from.
+# Constants of the model of a launch. docs/lab/hopper-backward.md says where the numbers are from.
 FLOPS = 2450
-"""Of products, that an SM does in a clock."""
+"""FLOPs of products that an SM does in a clock."""
 BEGIN = 2
-"""Steps of 64 queries that a program takes at its beginning and end."""
+"""What the beginning and the end of a program take, in steps of 64 queries."""
 LEAVE_BYTES = 32
-"""Of sums that an SM adds to memory in a clock, at the end of a program that shares a key head."""
+"""Bytes of sums that an SM adds to memory in a clock, at the end of a program that shares a key head."""
 MEMORY_BYTES = 17.8
-"""That memory moves in a clock for each SM."""
+"""Bytes that memory moves in a clock, for each SM."""
 LAUNCH = 5000
-"""Clocks of the launches that make dK and dV of sums."""
+"""Clocks of the launches that convert sums to dK and dV."""
 SPREAD = 0.02
-"""Under a diagonal the programs of a launch drift apart along their lists of query heads. Where these don't
-fit into L2 together, a launch of programs of 128 keys takes so much longer with each head more, of 64 keys
-twice that: they read as much for half the products. None where whole groups are visited at one time, or
-one head with more than half of the SMs."""
+"""Under a diagonal the programs of a launch drift apart along their lists of query heads. Where the heads
+don't fit into L2 together, each further head makes a launch of programs of 128 keys longer by this share, and
+one of 64 keys by twice that: those read as much for half the products. It does not apply where whole groups
+are visited at one time, or one head with more than half of the SMs."""
 L2 = 50 << 20
 MANY = 16
-"""Programs for each SM from which on the last ones count for little, and are not followed."""
+"""With more programs for each SM the last ones matter little, and the model does not follow each."""
 GAIN = 1.15
-"""Programs share a key head where a launch of theirs is that much shorter in the model, which was up to 1.14
-times too hopeful where it was measured."""
+"""Programs share a key head where the model predicts at least this gain. Where it was measured, the model had
+predicted up to 1.14 times too much."""
 
 
 class Launched(NamedTuple):
@@ -72,8 +72,8 @@ class Launched(NamedTuple):
         return -(-(self.rows - max(hidden, 0)) // 64) if hidden < self.rows else 0
 
     def _spread(self, heads: int) -> float:
-        """For each head more, where so many are visited at one time."""
-        if self.width < 96 or 8 * self.rows * self.width * heads <= L2:  # exponentials hold short rows up
+        """The share of time that each further head costs, with `heads` visited at one time."""
+        if self.width < 96 or 8 * self.rows * self.width * heads <= L2:  # short rows wait for exponentials
             return 0.0
         if self.config.whole_groups or 2 * self.keys >= SMS * self.config.block_n:
             return 0.0
@@ -105,8 +105,9 @@ def divisors(group: int) -> list[int]:
 
 
 def query_heads(call: Signature) -> int:
-    """Of a group, that one program visits. Varlen sequences, windows with a left bound, and calls with the
-    same bits in every run visit all: the model knows nothing of their programs, and additions have no order.
+    """How many query heads of a group one program visits. It visits all of varlen sequences, of windows with
+    a left bound and of deterministic calls: the model does not know the programs of the former, and the
+    latter must not add in any order.
 
     Raises:
         ValueError: the configuration says a number that does not divide the group.

@@ -1,4 +1,4 @@
-"""What the Hopper kernels need, and which calls others compute faster."""
+"""What the Hopper kernels need, and for which calls other kernels are faster."""
 
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.descriptors import describable

@@ -17,9 +17,7 @@ CHUNK = 256
 
 def unsupported(where: torch.device) -> str | None:
     """What the kernel needs and a device does not have; None if it has all."""
-    if where.type == "cuda" or device.interpreted():
-        return None
-    return "needs a CUDA GPU or Triton's interpreter"
+    return device.unsupported_on(where, "blocks")
 
 
 def lists_of_chosen(
@@ -27,9 +25,6 @@ def lists_of_chosen(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tensors of `block_mask.lists.Lists`, of steps of 64 or 128 keys. blocks: bool (B, H, n, n),
     contiguous, of `units` x `units` units of 64 each. ValueError if there are 2^31 steps."""
-    if blocks.is_cuda and blocks.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(blocks.get_device()):
-            return lists_of_chosen(blocks, seqlen, units, step)
     masks, tiles, halves = blocks.shape[0] * blocks.shape[1], -(-seqlen // 128), 128 // step
     rows, most = masks * tiles, masks * halves * tiles * (tiles + 1) // 2
     if most >= LIMIT:

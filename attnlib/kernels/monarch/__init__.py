@@ -10,6 +10,4 @@ __all__ = ["forward", "unsupported"]
 
 def unsupported(q, params: MonarchParams) -> str | None:
     """What the kernels need and a call with valid arguments does not have; None if it has all."""
-    if q.is_cuda or device.interpreted():
-        return None
-    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
+    return device.unsupported_on(q.device)

@@ -41,7 +41,7 @@ class Call(NamedTuple):
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: MonarchParams) -> torch.Tensor:
     """Run the kernels on valid arguments, of which none is empty; see `attnlib.attention_monarch`. ValueError
     if a grid is beyond 2^31."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         return forward(q.float(), k.float(), v.float(), params).bfloat16()
     q, k, v = (_readable(x) for x in (q, k, v))
     mask = params.key_mask
@@ -55,10 +55,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: MonarchPa
 
 
 def run(plan: "Plan", q, k, v, out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Launch what was prepared for such tensors, on their device. Returns `out`."""
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return run(plan, q, k, v, out, mask)
+    """Launch what was prepared for such tensors. Returns `out`."""
     rows = torch.empty(plan.rows, dtype=q.dtype, device=q.device)
     numbers = torch.empty(plan.numbers, dtype=torch.float32, device=q.device)
     plan.launches(q, k, v, out, rows, numbers, mask)
@@ -83,11 +80,6 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _overlaps(index: int) -> bool:
-    """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
-    return index >= 0 and not device.interpreted() and device.capability(index)[0] >= 9
-
-
 def configuration(call: Call) -> MonarchConfig:
     """How the kernels are compiled for a call."""
     return monarch_config(call.params.block, call.blocks, call.q[3], call.dtype.itemsize)
@@ -103,7 +95,7 @@ def prepare(call: Call) -> Plan:
     most = pairs * max(M * -(-block // config.r_step.rows), block * -(-M // config.l_step.rows))
     if most >= LIMIT:
         raise ValueError(f"q: expected fewer than 2^31 programs over all heads and blocks, got {most}")
-    overlaps = _overlaps(call.device)
+    overlaps = device.overlaps(call.device)
     unit = ALIGNED // call.dtype.itemsize
     q_strides, k_strides, v_strides, out_strides = (
         {f"{name}_{dim}": 0 if size == 1 else stride // unit

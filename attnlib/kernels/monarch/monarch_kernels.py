@@ -15,7 +15,7 @@ and R and L are fitted in turn, each exactly while the other stands still:
 
 So `r_step` and `l_step` are attention of B and of M rows to as many keys, N/B and N/M times: N*(B + M) scores
 instead of N*N. Scores are in units of log2. "first" is the place of token 0 among the M*B places: tokens that
-only fill up the first or the last block are keys for nobody, and nobody's queries.
+only fill up the first or the last block are hidden as keys, and are no queries.
 """
 
 import triton

@@ -24,9 +24,7 @@ FLOAT32 = 32
 
 def unsupported(where: torch.device) -> str | None:
     """What the kernels need and a device does not have; None if it has all."""
-    if where.type == "cuda" or device.interpreted():
-        return None
-    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {where}"
+    return device.unsupported_on(where)
 
 
 class Call(NamedTuple):
@@ -47,11 +45,8 @@ def of_scores(
 ) -> torch.Tensor:
     """The map (B, H, units of queries, units of keys) float32 of units of 64, from scores that are computed
     anew. ValueError if the programs are beyond 2^31."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         return of_scores(q.float(), k.float(), lse, causal, sm_scale)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return of_scores(q, k, lse, causal, sm_scale)
     if not (describable(q) and describable(k)):
         q, k = readable(q), readable(k)
     strides = q.stride(), k.stride()
@@ -64,9 +59,6 @@ def of_scores(
 
 def of_maxima(maxima: torch.Tensor, lse: torch.Tensor, S_k: int, causal: bool) -> torch.Tensor:
     """The same from the largest scores of rows and 64 keys, (B, H, blocks, rows) in units of log2."""
-    if lse.is_cuda and lse.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(lse.get_device()):
-            return of_maxima(maxima, lse, S_k, causal)
     (B, H, S_q), (blocks, rows) = lse.shape, maxima.shape[2:]
     k = B, blocks, S_k, 0
     call = Call((B, H, S_q, 0), k, None, torch.float32, lse.get_device(), causal, 0.0, rows)

@@ -17,9 +17,7 @@ FITS = "a CUDA GPU, or Triton's interpreter"
 
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     """What the kernels need and a call with valid arguments does not have; None if it has all."""
-    if q.is_cuda or device.interpreted():
-        return None
-    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
+    return device.unsupported_on(q.device)
 
 
 def slower(q, k, params: Params, backward: bool = False) -> None:

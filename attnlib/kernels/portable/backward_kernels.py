@@ -127,7 +127,7 @@ def attention_backward_dkdv(
         end_k, S_k = sequence(cu_k, i_b)
         if start >= S_k:
             return
-        at_k = (end_k, i_kv, VARLEN_ROWS - S_k)
+        at_k = (end_k, i_kv, tl.sub(VARLEN_ROWS, S_k))
     o_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     # Query i stands at i + S_k - S_q among the keys.
     diagonal = S_k - S_q + right  # query i sees keys up to i + diagonal ...
@@ -154,7 +154,8 @@ def attention_backward_dkdv(
         if cu_q is None:
             at_q, at_rows = (i_b, i_h), (i_b * H_kv * GROUP + i_h, 0)
         else:
-            at_q, at_rows = (end_q, i_h, VARLEN_ROWS - S_q), (i_h, padded_start(end_q - S_q, i_b, PADDING))
+            at_q = end_q, i_h, tl.sub(VARLEN_ROWS, S_q)
+            at_rows = i_h, padded_start(end_q - S_q, i_b, PADDING)
         if RIGHT:
             b_dk, b_dv = _query_tiles(
                 b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at_q, at_rows, first, full, o_n,
@@ -243,7 +244,7 @@ def attention_backward_dq(
         end_k, S_k = sequence(cu_k, i_b)
         if start >= S_q:
             return
-        at_q, at_k = (end_q, i_h, VARLEN_ROWS - S_q), (end_k, i_kv, VARLEN_ROWS - S_k)
+        at_q, at_k = (end_q, i_h, tl.sub(VARLEN_ROWS, S_q)), (end_k, i_kv, tl.sub(VARLEN_ROWS, S_k))
         at_rows = (i_h, padded_start(end_q - S_q, i_b, PADDING))
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     diagonal = S_k - S_q + right

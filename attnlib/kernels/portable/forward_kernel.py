@@ -196,8 +196,8 @@ def attention_forward(
         S_q, S_k = end_q - tl.load(cu_q + i_b), end_k - tl.load(cu_k + i_b)
         if start >= S_q:
             return
-        at_k = end_k, i_kv, VARLEN_ROWS - S_k
-        at_q, at_kv = (end_q, i_h, VARLEN_ROWS - S_q), (at_k, at_k)
+        at_k = end_k, i_kv, tl.sub(VARLEN_ROWS, S_k)
+        at_q, at_kv = (end_q, i_h, tl.sub(VARLEN_ROWS, S_q)), (at_k, at_k)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     shift = S_k - S_q  # query i has its place at key i + shift: bottom-right alignment
     if DIAGONAL:
@@ -308,4 +308,4 @@ def attention_forward(
             desc_o.store([i_b, i_h, start, 0], b_o.reshape([1, 1, BLOCK_M, BLOCK_D]))
         else:
             b_o = b_o.reshape([1, 1, 1, BLOCK_M, BLOCK_D])
-            desc_o.store([VARLEN_ROWS, end_q, i_h, VARLEN_ROWS - S_q + start, 0], b_o)
+            desc_o.store([VARLEN_ROWS, end_q, i_h, tl.sub(VARLEN_ROWS, S_q) + start, 0], b_o)

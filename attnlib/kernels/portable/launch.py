@@ -32,15 +32,12 @@ def forward(
     have a left edge, where the window does. Returns (out, lse); lse is None unless it was asked for.
     ValueError if a length or the grid is beyond 2^31, or there are more than 2^30 rows of varlen sequences.
     """
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         into = params.into
         wide = into if into is None else Existing(into.out.float(), into.lse)
         params = params._replace(plan=None, into=wide)  # the plan has the strides of what is cast
         out, lse = forward(q.float(), k.float(), v.float(), params)
         return (out.bfloat16(), lse) if into is None else (into.out.copy_(out), lse)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return forward(q, k, v, params)
     plan = params.plan
     if plan is None:
         plan = prepare(signature(params, q, k, q, k, v))  # an error before anything is copied

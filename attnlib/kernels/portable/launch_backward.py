@@ -37,13 +37,10 @@ def backward(
     Returns (dq, dk, dv), laid out like q, k, v where a descriptor can express that, equal bit by bit from run
     to run.
     """
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         params = params._replace(plan=None)  # which has the strides of what is cast
         found = backward(*(x.float() for x in (d_out, q, k, v, out)), lse, params)
         return tuple(x.bfloat16() for x in found)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return backward(d_out, q, k, v, out, lse, params)
     return run(prepare, (d_out, q, k, v, out), lse, params)
 
 
@@ -90,21 +87,16 @@ def _dkdv_launches(
     _, _, H_kv, _, S_k = call.dimensions()
 
     def launch(tile: Tile, want_dk: bool, want_dv: bool) -> Launch:
-        queries, keys = _blocks(call, tile, call.head_dim)
-        outputs, values = _blocks(call, tile, call.value_dim)
+        (_, keys), (_, values) = _blocks(call, tile, call.head_dim), _blocks(call, tile, call.value_dim)
         return _launch(
             DKDV,
             call,
             tile,
             (-(-S_k // tile.block_n), H_kv),
             {
-                "desc_q": Descriptor(Part("q"), at.q, queries),
-                "desc_do": Descriptor(Part("d_out"), at.d_out, outputs),
-                "desc_k": Descriptor(Part("k"), at.k, keys),
-                "desc_v": Descriptor(Part("v"), at.v, values),
+                **_inputs(call, tile, at, rows),
                 "desc_dk": Descriptor(Part("dk"), dk.window, keys),
                 "desc_dv": Descriptor(Part("dv"), dv.window, values),
-                "desc_rows": rows.descriptor(tile.block_m),
             },
             {"H_kv": H_kv},
             {"WANT_DK": want_dk, "WANT_DV": want_dv},
@@ -119,25 +111,30 @@ def _dkdv_launches(
 def _dq_launch(call: Signature, at: Windows, dq: Made, rows: Preprocess) -> Launch:
     _, H, _, S_q, S_k = call.dimensions()
     tile = call.config.queries
-    queries, keys = _blocks(call, tile, call.head_dim)
-    outputs, values = _blocks(call, tile, call.value_dim)
+    queries, _ = _blocks(call, tile, call.head_dim)
     hidden = call.window.right == 0  # keys past S_k, by the right bound
     return _launch(
         DQ,
         call,
         tile,
         (-(-S_q // tile.block_m), H),
-        {
-            "desc_q": Descriptor(Part("q"), at.q, queries),
-            "desc_do": Descriptor(Part("d_out"), at.d_out, outputs),
-            "desc_dq": Descriptor(Part("dq"), dq.window, queries),
-            "desc_k": Descriptor(Part("k"), at.k, keys),
-            "desc_v": Descriptor(Part("v"), at.v, values),
-            "desc_rows": rows.descriptor(tile.block_m),
-        },
+        {**_inputs(call, tile, at, rows), "desc_dq": Descriptor(Part("dq"), dq.window, queries)},
         {"H": H},
         {"TAIL": (call.varlen or S_k % tile.block_n != 0) and not hidden},
     )
+
+
+def _inputs(call: Signature, tile: Tile, at: Windows, rows: Preprocess) -> dict[str, Descriptor]:
+    """What both kernels read."""
+    queries, keys = _blocks(call, tile, call.head_dim)
+    outputs, values = _blocks(call, tile, call.value_dim)
+    return {
+        "desc_q": Descriptor(Part("q"), at.q, queries),
+        "desc_do": Descriptor(Part("d_out"), at.d_out, outputs),
+        "desc_k": Descriptor(Part("k"), at.k, keys),
+        "desc_v": Descriptor(Part("v"), at.v, values),
+        "desc_rows": rows.descriptor(tile.block_m),
+    }
 
 
 def _blocks(call: Signature, tile: Tile, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

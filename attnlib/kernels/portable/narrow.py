@@ -16,19 +16,14 @@ __all__ = ["forward", "unsupported"]
 
 def unsupported(q: torch.Tensor) -> str | None:
     """What the kernel needs and a call with valid arguments does not have; None if it has all."""
-    if q.is_cuda or device.interpreted():
-        return None
-    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
+    return device.unsupported_on(q.device)
 
 
 def forward(grouped: Grouped, v: torch.Tensor, params: Params) -> torch.Tensor:
     """out, (B, H, Sq, D), of what `distr.group` made and values (B, Hkv, Sk, D), none of them empty."""
-    if v.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(v.dtype):
         wide = grouped._replace(q=grouped.q.float(), k=grouped.k.float())
         return forward(wide, v.float(), params).bfloat16()
-    if v.is_cuda and v.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(v.get_device()):
-            return forward(grouped, v, params)
     v = readable(v)
     call, narrow = narrow_call(grouped, v, params)
     if call.config is None:

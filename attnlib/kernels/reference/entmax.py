@@ -38,11 +38,12 @@ def backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
     tau: torch.Tensor,
     flags: torch.Tensor,
     params: EntmaxParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) in the dtypes of q, k and v; tau is computed again."""
+    """(dq, dk, dv) in the dtypes of q, k and v; weights are computed again."""
     keys, values = (_per_query_head(x, q) for x in (k, v))
     dq = torch.empty_like(q, dtype=torch.float64)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)

@@ -1,4 +1,4 @@
-"""A step's bits in the registers of a warpgroup, as the accumulator of its scores lies there."""
+"""A step's bits in the registers of a warpgroup, as the accumulator of its scores lies there (chapter 30)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,5 +1,5 @@
 """Exact attention under a block mask, backward, for Hopper (sm_90a) in Gluon: dK and dV of 128 keys, dQ added
-up.
+up. Chapter 30 has block masks, chapter 21 the backward kernel.
 
 The kernel of `kernels.hopper.backward_kernel` for lists instead of windows; its docstring has the order of a
 step, the barriers, and why there is one fence, and all of that holds here. What differs is in
@@ -17,11 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, issue_scores, write_ds
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,

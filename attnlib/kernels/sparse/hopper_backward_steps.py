@@ -1,5 +1,5 @@
 """What the two Hopper backward kernels under a block mask have in common: the lists, what a producer copies
-and tells for each of their steps, and P of a step.
+and tells for each of their steps, and P of a step. Chapter 30 has block masks, chapter 21 the kernels without.
 
 - A program has 64 or 128 keys of a key/value head (`plan.block_n`), in one or two buffers of 64, and visits,
   for one query head of the group after the other, the queries on the list of these keys
@@ -12,9 +12,9 @@ and tells for each of their steps, and P of a step.
 - A score (`hopper_scores`) is computed again. For ALiBi the producer sends two more words with each step:
   where the first key stands among the queries, and the slope of the head.
 - A bias arrives with Q at q_full, where TMA can read it, as it lies in memory: block_m queries of the keys of
-  each buffer, which are loaded transposed. Before the release of Q there has to be a fence by who has loaded
-  it, as for LSE2. Other biases are loaded from where they are, and the producer sends two words more: the
-  head of the step, and its first query.
+  each buffer, which are loaded transposed. The warpgroup that has loaded it executes a fence before it
+  releases Q, as for LSE2. Other biases are loaded from where they are, and the producer sends two words
+  more: the head of the step, and its first query.
 
 A list has at least one step: keys that nobody sees have one whose bits are all 0.
 """
@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, STAGES, acquire, slot_of
 from attnlib.kernels.common.memory import barriers, buffers
 from attnlib.kernels.common.preprocess import DELTA, LSE2

@@ -1,5 +1,6 @@
 """Exact attention under a block mask, backward, for Hopper (sm_90a) in Gluon: dK and dV of 64 keys, dQ added
 up. For heads of 136 to 256 columns, and of 72 to 128 under masks of which 64 keys see much less than 128.
+Chapter 30 has block masks, chapter 21 the wide backward kernel.
 
 The kernel of `kernels.hopper.backward_wide_kernel` for lists instead of windows; its docstring says which
 warpgroup has which products and who waits for what, and all of that holds here. What differs is in
@@ -17,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_pair import issue_scores
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,

@@ -1,4 +1,4 @@
-"""Exact attention under a block mask, forward, for Hopper (sm_90a) in Gluon.
+"""Exact attention under a block mask, forward, for Hopper (sm_90a) in Gluon. Chapter 30 explains it.
 
 The kernel of `kernels.hopper.forward_kernel` for lists instead of windows; its docstring has the protocol
 of the ring, of Q and of the tiles that the producer draws and tells of, and all of that holds here. What
@@ -31,12 +31,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import softmax
+from attnlib.kernels.common import softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier

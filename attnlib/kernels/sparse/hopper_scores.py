@@ -1,4 +1,5 @@
-"""What becomes of a tile's scores before the softmax (`attnlib.Score`), in the registers of a warpgroup.
+"""What becomes of a tile's scores before the softmax (`attnlib.Score`, chapter 30), in the registers of a
+warpgroup.
 
 Scores stay in units of which qk_scale makes the exponents of the softmax: with a soft cap
 s = tanh(inner * s), and qk_scale is the cap times log2(e). `plan` is a `plan.SparsePlan`.

@@ -50,13 +50,10 @@ def backward(
     """(dq, dk, dv) by the kernels of `backward_kernels`, on valid arguments, none of them empty: equal bit by
     bit from run to run. With a score also (dsinks, dbias), of which a bias that queries or keys share has a
     sum in an order that changes."""
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         params = params._replace(plan=None)  # which has the strides of what is cast
         found = backward(*(x.float() for x in (d_out, q, k, v, out)), lse, params)
         return *(x.bfloat16() for x in found[:3]), *found[3:]
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return backward(d_out, q, k, v, out, lse, params)
     mask = params.block_mask
     lists = *mask.lists(STEP), *mask.lists(STEP, columns=True), mask.words_of_columns
     tiles, score = tiles_of(params), score_tensors(params)

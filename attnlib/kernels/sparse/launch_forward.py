@@ -31,12 +31,9 @@ def forward(
     Returns (out, lse); lse is None unless it was asked for. ValueError if a length or the grid is beyond
     2^31.
     """
-    if q.dtype == torch.bfloat16 and device.interpreted():  # its bfloat16 dot is wrong (triton 3.6)
+    if device.widened(q.dtype):
         out, lse = forward(q.float(), k.float(), v.float(), params._replace(plan=None))
         return out.bfloat16(), lse
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(q.get_device()):
-            return forward(q, k, v, params)
     plan = params.plan
     if plan is None:
         plan = prepare(signature(params, q, k, q, k, v))

@@ -37,15 +37,11 @@ def forward(
     Returns (out, lse); lse is None unless it was asked for. ValueError if a length or the tiles are beyond
     2^31.
     """
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return forward(q, k, v, params)
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     mask, step = params.block_mask, params.config.block_n
     lists = *mask.lists(step), mask.words_of(step)
-    plan.launches(q, k, v, out, lse, counters.counter(index), *lists, *tensors_of(params))
+    plan.launches(q, k, v, out, lse, counters.counter(q.get_device()), *lists, *tensors_of(params))
     return out, lse
 
 

@@ -1,4 +1,5 @@
-"""Launch the Hopper backward kernel under a block mask, what goes before it, and what makes dQ of sums."""
+"""Launch the Hopper backward kernel under a block mask, the pass before it, and the conversion of sums to
+dQ."""
 
 from functools import lru_cache
 
@@ -48,10 +49,6 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
     every run, dq up to the order of a sum. With a score also (dsinks, dbias)."""
-    index = q.get_device()
-    if index != torch.cuda.current_device():  # Triton launches on the current device
-        with torch.cuda.device(index):
-            return backward(d_out, q, k, v, out, lse, params)
     mask, config = params.block_mask, params.config
     lists = mask.lists(config.block_m, columns=True, rows=config.block_n)
     short = config.word_bits == 16

@@ -27,9 +27,7 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
             "adds up the gradient of a bias that queries or keys share in an order that changes; "
             "deterministic=True is asked for"
         )
-    if q.is_cuda or device.interpreted():
-        return None
-    return f"needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on {q.device}"
+    return device.unsupported_on(q.device)
 
 
 def slower(q, k, params: Params, backward: bool = False) -> None:

@@ -17,6 +17,7 @@ import torch
 import triton
 from fake_driver import STREAM, Encoded, cuda  # noqa: F401  (a fixture)
 from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build
 from triton.runtime.build import compile_module_from_src
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -27,6 +28,7 @@ from attnlib.kernels.common.direct import Place
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith(direct.TRITON), reason="the launcher of another Triton"
 )
+UNMENDED = triton.__version__.startswith(direct.UNMENDED)
 BYTES = {"i1": 1, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4}
 GRID = (12, 3, 2)
 
@@ -125,6 +127,7 @@ DESCRIPTORS = {
         "fp16[1, 1, 1, 64, 64]", form(1, 1, 1, 64, 64),
         *varlen_window((70, 2, 64), (128, 64, 1)), 0,
     ),
+    "large": ("fp16[64, 64]", form(64, 64), (1025, 64), (64, 1), 0),  # more than 128 KiB
 }  # fmt: skip
 
 
@@ -151,6 +154,17 @@ def test_descriptors(name, cuda):
     assert [*made.box][:rank] == [*reversed(meta["block_size"])] and set(made.steps[:rank]) == {1}
     assert made.dtype == nvidia.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
     assert (made.swizzle, made.interleave, made.fill) == (meta["swizzle"], 0, 0) and made.promotion == 2
+    assert bool(made.small) == (UNMENDED or name == "large")
+
+
+def test_a_driver_that_needs_no_mending(cuda, monkeypatch):
+    monkeypatch.setattr(cuda.driver, "version", 13020)
+    cuda.direct.load(str(cuda.driver.path))
+    kernel = Kernel(cuda, {"desc": "tensordesc<fp16[16, 16]>"}, [form(16, 16)])
+    buffer = torch.zeros(256, dtype=torch.float16)
+    found = kernel.directly({"desc": Place(0)}, {"desc": ((16, 16), (16, 1))}, (buffer,))
+    assert found == kernel.by_triton({"desc": TensorDescriptor(buffer, [16, 16], [16, 1], [16, 16])})
+    assert Encoded.from_buffer_copy(found["parameters"][0]).small
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -199,6 +213,8 @@ FAULTS = {
     "numbers begin with their upper half": ("(void *)&param->value", "(char *)&param->value + 4"),
     "the stream is the default one": ("shared_bytes, stream,", "shared_bytes, 0,"),
 }  # fmt: skip
+if not UNMENDED:
+    FAULTS["descriptors stay as they are"] = "if ((int32_t)reach < 128 * 1024)", "if (0)"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -236,6 +252,12 @@ def test_what_only_tritons_way_can_launch(other, cuda):
     """Clusters, scratch memory, launch attributes; descriptors in memory; types that are not known here."""
     assert direct.pack(Kernel(cuda, {"n": "i32"}), GRID, {}, {"n": 1}) is not None
     assert direct.pack(Kernel(cuda, {"n": "i32"}, **other), GRID, {}, {"n": 1}) is None
+
+
+def test_a_sanitizer_that_adds_parameters(cuda):
+    kernel = Kernel(cuda, {"n": "i32"})
+    kernel.run.gsan_enabled = True
+    assert direct.pack(kernel, GRID, {}, {"n": 1}) is None
 
 
 def test_types_that_only_tritons_way_can_pass(cuda):
@@ -381,9 +403,13 @@ def test_a_thread_without_a_context_gets_that_of_the_device(cuda):
 
 @pytest.fixture
 def launcher_anew():
-    direct.launcher.cache_clear()
+    find_compiler = getattr(build, "_find_compiler", None)  # triton 3.8 remembers what it has found
+    found = [direct.launcher, *([find_compiler] if find_compiler else [])]
+    for function in found:
+        function.cache_clear()
     yield
-    direct.launcher.cache_clear()
+    for function in found:
+        function.cache_clear()
 
 
 @pytest.mark.filterwarnings("error")
@@ -412,7 +438,7 @@ def test_no_compiler(launcher_anew, monkeypatch, tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_another_triton_passes_parameters_its_own_way(launcher_anew, monkeypatch):
-    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
     assert direct.launcher() is None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,9 +32,11 @@ class World:
         self.directly: list[tuple] = []
         self.packed: list[tuple] = []
         self.compiles, self.can_pack = True, True
+        self.device, self.devices = 0, []  # the current one, and those of launches
 
     def __getitem__(self, grid):
         def run(**arguments):
+            self.devices.append(self.device)
             self.by_triton.append({"grid": grid, **arguments})
             return Compiled() if self.compiles else None
 
@@ -44,7 +48,17 @@ class World:
         return bytes([len(self.packed)]) if self.can_pack else None
 
     def launch(self, *arguments):
+        self.devices.append(self.device)
         self.directly.append(arguments)
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """`torch.cuda.device`."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -59,6 +73,8 @@ def world(monkeypatch):
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(launcher, "_compiled", {})
     monkeypatch.setattr(launcher, "current_stream", lambda device: 40 + device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: found.device)
+    monkeypatch.setattr(torch.cuda, "device", found.on)
     monkeypatch.setattr(direct, "pack", found.pack)
     monkeypatch.setattr(direct, "launcher", lambda: found)
     return found
@@ -97,6 +113,16 @@ def test_the_second_call_takes_the_short_way(world):
     assert places == {"desc_x": (0, 0), "out_ptr": (1, 12), "cu": (2, 0)}
     assert values == {"desc_x": ((4, 16), (16, 1)), "rows": 4, "left": None, "scale": 0.5}
     assert all(arguments == (b"\x01", 0, 40, (X, OUT, None)) for arguments in world.directly)
+
+
+def test_the_device_of_a_launch_is_the_current_one(world):
+    """Triton and the driver launch on the current device."""
+    for device in (1, 0, 1):
+        call = launches(device=device)
+        call(X, OUT, None)
+        call(X, OUT, None)
+    assert world.devices == [1, 1, 0, 0, 1, 1] and world.device == 0
+    assert [stream for _, _, stream, _ in world.directly] == [41, 40, 41, 41]
 
 
 def test_a_second_signature_of_a_known_kind_never_goes_tritons_way(world):

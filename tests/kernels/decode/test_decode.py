@@ -9,12 +9,13 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from decode_cases import CASES, ODD, DecodeCase, check, judge, make, run
+from families import forget_launches
 from torch.autograd import forward_ad
 
 from attnlib import attention, attention_decode
 from attnlib.kernels import decode
 from attnlib.kernels.common import device as kernel_device
-from attnlib.kernels.decode import decode_kernels
+from attnlib.kernels.decode import launch, line
 from attnlib.kernels.reference.decode import held
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import DecodeParams, mask_window
@@ -194,13 +195,35 @@ def test_who_looks_on_is_told_no(device):
         attention_decode(forward_ad.make_dual(q, q), k, v)
 
 
+@pytest.mark.parametrize(("pages", "wide"), [((1 << 24) - 2, False), (1 << 24, True)])
+def test_when_places_need_more_than_31_bits(pages, wide):
+    """A page of 16 keys has 128 units of 8 numbers: 2^24 pages have 2^31."""
+    strides = (256, 64, 64, 1), (1024, 1024, 64, 1), (1024, 1024, 64, 1)
+    call = launch.Call(
+        torch.Size((1, 4, 1, 64)), torch.Size((pages, 1, 16, 64)), strides, torch.Size((1, 4)), 4, True,
+        False, (True, True), torch.float16, -1, mask_window(True, None), 0.1, False, "none", None,
+    )  # fmt: skip
+    constants = launch.prepare(call).launches.launches[0].constants
+    assert constants["WIDE"] == wide and constants["ALIKE"]
+
+
+@pytest.mark.parametrize("page", [None, 16, 128])
+def test_places_of_63_bits(page, device, monkeypatch):
+    """As in caches that are too large for this test."""
+    monkeypatch.setattr(launch, "_reach", lambda *call: 1 << 40)
+    forget_launches()
+    for unlike in (False, True):
+        check(DecodeCase("far", (17, 290), page=page, unlike=unlike, split="stream_k"), device)
+    forget_launches()
+
+
 # ---------------------------------------------------------------- the schedule, in numbers
 
 
 @pytest.mark.parametrize("total", [1, 2, 5, 31, 64, 1000])
 @pytest.mark.parametrize("programs", [1, 2, 3, 31, 132])
 def test_each_tile_has_one_owner_and_shares_are_equal(total, programs):
-    """`_share` and `_owner` as they are in the kernels, on numbers."""
+    """`share_of` and `owner_of` as they are in the kernels, on numbers."""
     fewer, longer = divmod(total, programs)
     begins = [program * fewer + min(program, longer) for program in range(programs + 1)]
     sizes = [end - begin for begin, end in zip(begins, begins[1:], strict=False)]
@@ -214,6 +237,6 @@ def test_each_tile_has_one_owner_and_shares_are_equal(total, programs):
 def test_the_numbers_above_are_those_of_the_kernels():
     import inspect
 
-    source = inspect.getsource(inspect.getmodule(decode_kernels))
+    source = inspect.getsource(line)
     assert "program * (total // programs) + tl.minimum(program, total % programs)" in source
     assert "tile // (fewer + 1), longer + (tile - ahead) // tl.maximum(fewer, 1))" in source

@@ -10,10 +10,13 @@ from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.decode.configs import (
     FEW_TILES,
     ITEMSIZE,
+    MERGE_REGISTERS,
+    REGISTERS,
     DecodeConfig,
     Work,
     decode_config,
     fixed_splits,
+    merge_config,
     residency,
 )
 
@@ -40,7 +43,7 @@ def test_every_call_has_a_configuration_that_fits(dtype):
 
 
 def test_how_keys_are_shared_out():
-    assert decode_config(work()) == DecodeConfig(16, 64, 4, 2, "stream_k", 396)
+    assert decode_config(work()) == DecodeConfig(16, 64, 4, 2, "stream_k", 396, registers=144)
     assert decode_config(work(), "fixed").split == "fixed"
     assert decode_config(work(), "none") == decode_config(work(), 1) == DecodeConfig(16, 128, 4, 3, "none", 1)
     assert decode_config(work(), 5).shares == 5
@@ -57,9 +60,25 @@ def test_registers_of_fp8_are_those_that_its_programs_leave():
         config = decode_config(asked)
         assert config.registers == registers
         assert 32 * config.num_warps * registers * residency(config.block_m, asked).programs <= 1 << 16
-    others = {"page_scales": True}, {"rows": 32}
-    assert all(decode_config(work(fp8=True, **some)).registers is None for some in others)
-    assert decode_config(work(fp8=True), "none").registers is decode_config(work()).registers is None
+    assert decode_config(work(fp8=True, page_scales=True)).registers == 255
+    assert decode_config(work(fp8=True, rows=32)).registers is None
+    assert decode_config(work(fp8=True), "none").registers is decode_config(work(), "none").registers is None
+
+
+def test_registers_leave_room_for_a_program_that_merges():
+    for head_dim, dtype in ((128, "float16"), (128, "bfloat16"), (64, "float32")):
+        asked = work(head_dim=head_dim, dtype=dtype)
+        config = decode_config(asked)
+        taken = 32 * config.num_warps * config.registers * residency(config.block_m, asked).programs
+        assert taken + MERGE_REGISTERS <= REGISTERS
+    assert decode_config(work(dtype="float32", head_dim=256)).registers is None, "eight warps"
+    assert decode_config(work(head_dim=64)).registers is None, "two programs leave enough"
+
+
+def test_how_a_merge_is_cut():
+    assert merge_config(32, 128, 396, 132) == (256, 32), "few rows in narrow slices"
+    assert merge_config(1000, 128, 396, 132) == (64, 128)
+    assert merge_config(32, 128, 396, 132, 128) == (64, 128), "as asked"
 
 
 @pytest.mark.parametrize(("pairs", "full"), [(8, False), (125, False), (126, True), (132, True), (133, False),

@@ -12,7 +12,7 @@ from families import forget_launches
 from forward_mutations import NOT_FINITE, WRONG_LSE, WRONG_VALUES, Mutation
 from mutations import load
 
-from attnlib.kernels.decode import decode_kernels
+from attnlib.kernels.decode import decode_kernels, keys, line
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -35,6 +35,9 @@ SMALL = {
     "FP8": DecodeCase("FP8", (40, 130), scales="pairs", split="stream_k"),
     "FP8 pages": DecodeCase("FP8 pages", (17, 150), page=16, scales="pairs", split="none"),
     "idle tiles": DecodeCase("idle tiles", (60, 400), split="stream_k", idle_tiles=2),
+    "tiles in pages": DecodeCase("tiles in pages", (17, 290), page=128, starts=(0, 130), split="stream_k"),
+    "one program": DecodeCase("one program", (17, 590), page=256, split="none"),
+    "another layout": DecodeCase("another layout", (40, 300), unlike=True, split="stream_k"),
     "FP8 units": DecodeCase("FP8 units", (900, 1000), page=256, scales="pairs", split="none"),
     "narrow": DecodeCase("narrow", (40, 130), head_dim=40, split="stream_k"),
 }
@@ -63,26 +66,35 @@ MUTATIONS = [
              "queries", ANY),
     Mutation("keys beyond the length are read", "there = (key >= begin) & (key < end)",
              "there = (key >= begin) & (key < end + 1)", "lengths", NOT_FINITE),
+    Mutation("values lie where keys do", "k_row if ALIKE else row_of(key, page, v_page, v_s, PAGE, WIDE)",
+             "k_row", "another layout", ANY),
     Mutation("the last key is not seen", "+ (length - 1)", "+ (length - 2)", "lengths", ANY),
     Mutation("a row sees the key before the start", "tl.zeros([BLOCK_M], tl.int32) + start, start",
              "tl.zeros([BLOCK_M], tl.int32) + start - 1, start - 1", "starts", NOT_FINITE),
     Mutation("the start is that of another sequence", "tl.load(starts + o_b, mask",
-             "tl.load(starts + 0 * o_b, mask", "starts", ANY),
+             "tl.load(starts + 0 * o_b, mask", "starts", ANY, module=line),
     Mutation("tiles before the start are counted", "else start) // BLOCK_N", "else start * 0) // BLOCK_N + 1",
-             "starts", ANY),
+             "starts", ANY, module=line),
     Mutation("the window is a key too wide", "first_key = tl.maximum(position - left, start)",
              "first_key = tl.maximum(position - left - 1, start)",
              "window", WRONG_VALUES),
     Mutation("tiles before the window are counted",
              "(tl.maximum(start, length - S_Q - left) if",
              "(tl.maximum(start, length - S_Q - left) + BLOCK_N if",
-             "window", ANY),
-    Mutation("pages are taken in order", "page = next_page.to(tl.int64)", "page = (key // PAGE).to(tl.int64)",
-             "pages", ANY),
-    Mutation("the page of the tile before", "next_page = _pages(table, key + BLOCK_N, begin",
-             "next_page = _pages(table, key, begin", "pages", ANY),
-    Mutation("the place in a page is that in the sequence", "k_row = page * k_page + key % PAGE *",
-             "k_row = page * k_page + (key - key // PAGE * PAGE) // 2 *", "pages", ANY),
+             "window", ANY, module=line),
+    Mutation("pages are taken in order", "page = next_page\n", "page = key // PAGE\n", "pages", ANY),
+    Mutation("the page of the tile before", "page_of(table, j + 1, o_n", "page_of(table, j, o_n", "pages",
+             ANY),
+    Mutation("the page of the tile before, of all keys", "page_of(table, j + 1, o_n", "page_of(table, j, o_n",
+             "one program", ANY),
+    Mutation("the place in a page is half of that", "key % PAGE * of_row", "key % PAGE // 2 * of_row",
+             "pages", ANY, module=keys),
+    Mutation("pages follow each other", "page * of_page +", "page * PAGE * of_row +", "pages", ANY,
+             module=keys),
+    Mutation("a tile's page is the next one", "key = tile * BLOCK_N\n", "key = (tile + 1) * BLOCK_N\n",
+             "tiles in pages", ANY, module=keys),
+    Mutation("a page is not looked up where its tile begins too early", "(key + BLOCK_N > begin)",
+             "(key >= begin)", "tiles in pages", ANY, module=keys),
     Mutation("the scale of keys is left out", "b_s *= b_ks", "b_s *= 1.0", "FP8", ANY),
     Mutation("the scale of values is left out", "b_acc *= tl.load(v_scale)", "b_acc *= 1.0", "FP8",
              WRONG_VALUES),
@@ -90,8 +102,11 @@ MUTATIONS = [
              "v_scale + 0 * v_scale_b", "FP8", WRONG_VALUES),
     Mutation("the scale of keys is that of another head", "i_kv.to(tl.int64) * k_scale_h", "0 * k_scale_h",
              "FP8", ANY),
-    Mutation("the scale of keys is that of another page", "k_scale + page * k_scale_page",
-             "k_scale + 0 * page", "FP8 pages", ANY),
+    Mutation("the scale of keys is that of another page",
+             "page.to(tl.int64) * of_page, mask=there", "0 * page, mask=there", "FP8 pages", ANY,
+             module=keys),
+    Mutation("and so is that of a tile", "page.to(tl.int64) * of_page, mask=read", "0 * page, mask=read",
+             "FP8 units", ANY, module=keys),
     Mutation("the output stays in the unit of the page before", "alpha *= b_unit / larger", "alpha *= 1.0",
              "FP8 units", WRONG_VALUES),
     Mutation("the output keeps its unit", "b_acc *= b_unit", "b_acc *= 1.0", "FP8 pages", ANY),
@@ -114,17 +129,17 @@ MUTATIONS = [
     Mutation("both slots of a program are one", "2 * place + (done == 0).to(tl.int32) if STREAM_K",
              "2 * place if STREAM_K", "lengths", ANY),
     Mutation("the owner of a tile is one too late", "longer + (tile - ahead) //",
-             "longer + (tile + 1 - ahead) //", "lengths", ANY),
+             "longer + (tile + 1 - ahead) //", "lengths", ANY, module=line),
     Mutation("the programs with one more tile are one fewer", "ahead = longer * (fewer + 1)",
-             "ahead = (longer - 1) * (fewer + 1)", "lengths", ANY),
-    Mutation("a share ends a tile early", "_share(place + 1, total, shares) - tile",
-             "_share(place + 1, total, shares) - tile - 1",
+             "ahead = (longer - 1) * (fewer + 1)", "lengths", ANY, module=line),
+    Mutation("a share ends a tile early", "share_of(place + 1, total, shares) - tile",
+             "share_of(place + 1, total, shares) - tile - 1",
              "lengths", ANY),
     Mutation("a sequence's first tile is not its own", "first * pairs <= tile", "first * pairs < tile",
-             "many", ANY),
+             "many", ANY, module=line),
     Mutation("sequences beyond the first 128 have no tiles", "total += tl.sum(tiles, 0)",
              "total = tl.sum(tiles, 0)",
-             "many", ANY),
+             "many", ANY, module=line),
     Mutation("the next pair starts where the last one stopped", "done = 0\n        i_p", "i_p", "lengths",
              ANY),
     Mutation("a pair is merged before its last part is there", "== parts - 1:", "== parts - 2:",
@@ -135,10 +150,17 @@ MUTATIONS = [
 
 @pytest.fixture
 def use_source(tmp_path, monkeypatch):
-    """A function that makes attention_decode() launch the kernels of the given source text."""
+    """A function that makes attention_decode() launch kernels with a bug, or with one in what they call."""
 
-    def use(source: str) -> None:
-        module = load(source, tmp_path)
+    def use(mutation: Mutation) -> None:
+        edited = mutation.module or decode_kernels
+        module = load(mutation.of(inspect.getsource(edited)), tmp_path)
+        if edited is not decode_kernels:
+            for name, function in vars(module).items():
+                if hasattr(function, "arg_names") and hasattr(edited, name):
+                    monkeypatch.setattr(edited, name, function)
+            (tmp_path / "kernels").mkdir()
+            module = load(inspect.getsource(decode_kernels), tmp_path / "kernels")
         for name in ("attention_decode", "attention_merge"):
             monkeypatch.setattr(decode_kernels, name, getattr(module, name))
         forget_launches()  # of what was compiled from another source
@@ -154,7 +176,7 @@ def test_the_cases_pass_without_a_bug(name, device):
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_mutation(mutation, use_source, device):
-    use_source(mutation.of(inspect.getsource(decode_kernels)))
+    use_source(mutation)
     with pytest.raises(AssertionError, match=f"{mutation.caught_by}.* is wrong: .*({mutation.verdict})"):
         check(SMALL[mutation.caught_by], device)
 

@@ -62,7 +62,7 @@ class _Reference(torch.autograd.Function):
     def forward(ctx, q, k, v, params):
         ctx.params = params
         out, tau, flags = reference.forward(q, k, v, params)
-        ctx.save_for_backward(q, k, v, tau, flags)
+        ctx.save_for_backward(q, k, v, out, tau, flags)
         return out
 
     @staticmethod
@@ -175,11 +175,15 @@ def test_equal_bits(device):
 def test_lists(causal, columns, device):
     """Numbers, counts and middles of random flags, beside plain Python; one block has no room."""
     S_q, S_k, room, chunk = 130, 150, 64, 2
+    shift = S_k - S_q
     blocks, words = (3, 5) if columns else (3, 6)
     generator = torch.Generator().manual_seed(0)
     seen = torch.rand(2 * blocks, words * 32, generator=generator) < 0.3
     seen[1] = True
     seen[:, (S_q if columns else S_k) :] = False
+    for number, row in enumerate(seen if causal else ()):
+        start = number % blocks * configs.LIST
+        row[slice(max(start - shift, 0)) if columns else slice(start + configs.LIST + shift, None)] = False
     weights = 2 ** torch.arange(32, dtype=torch.int64)
     packed = (seen.unflatten(1, (words, 32)) * weights).sum(2)
     flags = torch.where(packed >= 2**31, packed - 2**32, packed).int().to(device)
@@ -194,7 +198,6 @@ def test_lists(causal, columns, device):
     for number, row in enumerate(seen):
         named = row.nonzero().flatten().tolist()
         start = number % blocks * configs.LIST
-        shift = S_k - S_q
         if columns:
             edge = min(max(start + 63 - shift, 0), S_q) if causal else 0
         else:

@@ -9,7 +9,14 @@ import torch
 from cases import INTERPRETER_REMARKS
 from emulated import ORDERS, Call, check_backward, check_forward
 
-from attnlib.kernels.hopper.configs import M128N128, M192N128, HopperConfig, SplitConfig
+from attnlib.kernels.hopper.configs import (
+    M128N128,
+    M192N128,
+    M256N64,
+    HopperConfig,
+    SplitConfig,
+    hopper_config,
+)
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
@@ -32,6 +39,12 @@ def test_backward(D: int, causal: bool, order: str) -> None:
 # ---------------------------------------------------------------- what a call may ask for
 
 PLAIN = HopperConfig(64, 2, 2, 64)
+
+
+def kept(config: HopperConfig) -> HopperConfig:
+    return replace(config, keep_shift=True)
+
+
 FORWARD = {
     "grouped heads, batches": Call(64, 4, 2, 70, 90, B=2),
     "bfloat16": Call(128, 2, 1, dtype=torch.bfloat16),
@@ -76,6 +89,17 @@ FORWARD = {
     "window of one key": Call(64, 1, 1, 150, 150, causal=True, window=(0, 0)),
     "window over few rows": Call(64, 1, 1, 150, 300, window=(90, -1), config=M128N128),
     "window in tiles of 192 rows": Call(64, 1, 1, 200, 300, window=(100, -1), config=M192N128),
+    "shifts kept": Call(64, 3, 1, 320, 448, sm_scale=1.0, config=kept(M256N64)),
+    "shifts kept, tiles of 192 rows": Call(64, 2, 1, 150, 230, False, sm_scale=-1.0, config=kept(M192N128)),
+    "shifts kept, 128 columns, bfloat16": Call(
+        128, 2, 1, 128, 320, sm_scale=0.5, dtype=torch.bfloat16, config=kept(hopper_config(128))
+    ),
+    "shifts kept, 256 columns": Call(256, 1, 1, 128, 192, sm_scale=0.5, config=kept(hopper_config(256))),
+    "shifts kept, two parts": Call(96, 2, 1, 64, 256, sm_scale=1.0, config=kept(hopper_config(96))),
+    "shifts kept, varlen": Call(
+        64, 1, 1, causal=False, sm_scale=1.0, varlen=((40, 70), (150, 300)), config=kept(M256N64)
+    ),
+    "shifts kept where no mask is needed": Call(64, 1, 1, 150, 230, sm_scale=1.0, config=kept(M256N64)),
     "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
     "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False),
     "varlen, 256 columns": Call(256, 1, 1, varlen=((70, 70), (100, 130))),
@@ -92,7 +116,8 @@ def test_forward_calls(name: str) -> None:
 
 FLAGS = [
     {"joint": True}, {"named": True}, {"joint": True, "named": True}, {"late_wait": True},
-    {"late_wait": True, "pin": True}, {"pin": True}, {"block_n": 128},
+    {"late_wait": True, "pin": True}, {"pin": True}, {"block_n": 128}, {"keep_shift": True},
+    {"keep_shift": True, "late_wait": True, "pin": True, "q_columns": 32},
     {"o_columns": 32}, {"q_columns": 32}, {"stages": 4, "q_columns": 48}, {"stages": 1}, {"stages": 8},
     {"warpgroups": 3, "stages": 4, "joint": True, "block_n": 128},
     {"warpgroups": 4}, {"warpgroups": 4, "joint": True, "named": True, "late_wait": True, "block_n": 128},

@@ -22,6 +22,7 @@ from attnlib.kernels.hopper import (
     backward_wide_kernel,
     column_parts,
     forward_kernel,
+    kept_shift,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
@@ -46,6 +47,10 @@ FORWARD = {
     "varlen": Call(64, 2, 1, varlen=((40, 70), (150, 90), (10, 200)), config=JOINT),
     "two parts": Call(72, 3, 1, 150, 230, config=SPLIT),
     "two parts, large scores": Call(72, 1, 1, 70, 230, sm_scale=1.0, config=SPLIT),
+    "kept": Call(64, 1, 1, 128, 320, False, sm_scale=2.0, config=replace(APART, keep_shift=True)),
+    "kept, half way": Call(
+        64, 1, 1, 128, 320, False, sm_scale=2.0, config=replace(APART, keep_shift=True, late_wait=True)
+    ),
     "varlen, a program without rows": Call(64, 1, 1, varlen=((64, 70), (0, 70)), config=JOINT),
 }
 # Five blocks of queries, or four heads of one each.
@@ -77,6 +82,10 @@ def forward(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tup
 
 def parts(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, column_parts)
+
+
+def kept(bug: str, edit: tuple[str, str], call: str = "kept") -> Mutation:
+    return Mutation(bug, *edit, call, "AssertionError", module=kept_shift)
 
 
 def drawing(bug: str, call: str, verdict: str, edit: tuple[str, str]) -> Mutation:
@@ -227,6 +236,22 @@ MUTATIONS = [
     forward("the second part is not rescaled", "two parts, large scores", "AssertionError",
             ("(softmax.rescale(acc[i], alpha, changed),)",
              "(softmax.rescale(acc[i], alpha, changed if i == 0 else 0 * changed),)")),
+    kept("large weights stay", ("{(127 + softmax.LAZY.value) << 23:08X}", "7F800000")),
+    kept("only the first row of a thread is looked at",
+         ("q, {parts[1]}, {most}, q", "q, {parts[0]}, {most}, q")),
+    kept("a thread's largest score is taken for the row's", ("for lanes in 1, 2:", "for lanes in (1,):")),
+    kept("the last scores of a thread are not looked at",
+         ("range(row + 2, m, 2)", "range(row + 2, m - 4, 2)")),
+    kept("the sums before keep their units",
+         ("mul.f32 {found[2 + row]}, {sums[row]}, {found[4 + row]}",
+          "mov.b32 {found[2 + row]}, {sums[row]}")),
+    kept("O keeps its units", ("softmax.rescale(acc[i], alpha, changed)",
+                               "softmax.rescale(acc[i], alpha, 0 * changed)")),
+    kept("new weights of a pair change places", ("{words[i]}, b, a", "{words[i]}, a, b")),
+    kept("the weights of a pair change places", ('" $0, $2, $1;"', '" $0, $1, $2;"')),
+    kept("shifts of four threads are added", ("gl.max(shift, 1)", "gl.sum(shift, 1)")),
+    kept("the second half is not looked at",
+         ("parts += gl.convert_layout(more", "parts += 0 * gl.convert_layout(more"), "kept, half way"),
     forward("Q is loaded and not fenced before it is given back", "Q in registers", LOADED.format("q"),
             (f"            fence_async_shared()\n{GIVE_Q_BACK}", f"            pass\n{GIVE_Q_BACK}")),
     forward("Q is fenced after it is given back", "Q in registers", LOADED.format("q"),
@@ -465,7 +490,7 @@ MUTATIONS = [
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    of_forward = mutation.module in (forward_kernel, column_parts, ring_module, tile_scheduler)
+    of_forward = mutation.module in (forward_kernel, column_parts, kept_shift, ring_module, tile_scheduler)
     check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
     call = calls[mutation.caught_by]
     try:

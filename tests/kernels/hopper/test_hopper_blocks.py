@@ -12,6 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 import families
+import numpy as np
 import pytest
 import torch
 from families import fresh_launches  # noqa: F401
@@ -70,23 +71,22 @@ def visits(S_q, S_k, left, right, config, varlen, bug=""):
 def check(S_q, S_k, left, right, config, varlen, bug=""):
     """AssertionError unless rows see all that they should, and no block without a mask that one misses."""
     left, right = MaskWindow(left, right).clipped(S_q, S_k)
-    call, seen = f"{S_q}x{S_k} {left, right}", Counter()
-    bounds = {}
-    for i in range(S_q):
-        place = i + S_k - S_q
-        low = 0 if left is None else max(place - left, 0)
-        bounds[i] = low, S_k - 1 if right is None else min(place + right, S_k - 1)
+    call, seen = f"{S_q}x{S_k} {left, right}", np.zeros(S_q, int)
+    place = np.arange(S_q) + S_k - S_q
+    low = np.zeros(S_q, int) if left is None else np.maximum(place - left, 0)
+    high = np.full(S_q, S_k - 1) if right is None else np.minimum(place + right, S_k - 1)
+    keys = np.maximum(high - low + 1, 0)  # that each row sees
     for visit in visits(S_q, S_k, left, right, config, varlen, bug):
-        for i in range(visit.row, min(visit.row + 64, S_q)):
-            low, high = bounds[i]
-            key, end = visit.key, visit.key + config.block_n - 1
-            visible = max(0, min(high, end) - max(low, key) + 1)
-            seen[i] += visible
-            assert visit.masked or visible == config.block_n, f"{call} row {i} keys {key}..: no mask"
-            none_yet = not visible and high >= low and visit.number == 0
-            assert visit.guarded or not none_yet, f"{call} row {i}: no key in its first block"
-    for i, (low, high) in bounds.items():
-        assert seen[i] == max(0, high - low + 1), f"{call} row {i}: sees {seen[i]} of {low}..{high}"
+        rows = slice(visit.row, visit.row + 64)
+        key, end = visit.key, visit.key + config.block_n - 1
+        visible = np.maximum(np.minimum(high[rows], end) - np.maximum(low[rows], key) + 1, 0)
+        seen[rows] += visible
+        where = f"{call} rows {visit.row}.. keys {key}.."
+        assert visit.masked or (visible == config.block_n).all(), f"{where}: no mask"
+        none_yet = ((visible == 0) & (keys[rows] > 0)).any() and visit.number == 0
+        assert visit.guarded or not none_yet, f"{where}: no key in a row's first block"
+    wrong = np.flatnonzero(seen != keys)
+    assert not len(wrong), f"{call} rows {wrong}: see {seen[wrong]} keys of {keys[wrong]}"
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
@@ -134,7 +134,6 @@ def launched(monkeypatch, fresh_launches):  # noqa: F811
     monkeypatch.setattr(forward_kernel, "attention_forward_hopper", Kernel())
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
     monkeypatch.setattr(forward_plan, "counter", lambda index: counter)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a CPU tensor
     yield calls
     for call in calls:
         assert call["counter_ptr"] is counter

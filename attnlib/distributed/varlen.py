@@ -1,0 +1,101 @@
+"""`attention_varlen` of sequences whose tokens are spread over ranks, which share out the heads as Ulysses
+does."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlib import api as single
+from attnlib.arguments import distributed as arguments
+from attnlib.arguments.exact import Options
+from attnlib.distributed.groups import Group, ranks_of
+from attnlib.distributed.heads import ToHeads, ToRows
+from attnlib.distributed.links import Links, links_of
+from attnlib.params import Implementation, Varlen
+
+__all__ = ["attention_varlen"]
+
+
+@torch.compiler.disable
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    *,
+    group: Group = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    impl: Implementation | None = None,
+    timeout: float = 120.0,
+):
+    """`attnlib.attention_varlen` of sequences that lie one after the other in tensors of tokens, which are
+    cut into equal pieces for the ranks of a group, wherever sequences end.
+
+    Ranks change from some tokens of all heads to all tokens of some heads, compute these, and change back. So
+    all of them have the same to do, whatever the lengths and the mask are. What is sent, (n - 1) / n of a
+    rank's q, k, v and output, is not hidden.
+
+    Args:
+        q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it.
+        k, v: (T / ranks, Hkv, D). H and Hkv have to be multiples of the ranks.
+        cu_seqlens: (B + 1) int32, on the device of q, the same on all ranks: 0, then the running sum of the
+            lengths of all sequences, up to T.
+        max_seqlen: the length of the longest sequence, or more.
+        group: a process group, a DeviceMesh of one dimension, or None for all ranks.
+        causal, window, sm_scale, return_lse, deterministic, impl: as in `attnlib.attention_varlen`.
+        timeout: seconds that a rank waits for the others.
+
+    Returns:
+        out, (T / ranks, H, D); with `return_lse` the pair (out, lse), lse (H, T / ranks) float32.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `attention`; and as `attnlib.attention_varlen` for the values
+            in `cu_seqlens`, on all ranks.
+
+    Example, under torchrun:
+        >>> q, k, v = (shard(x, dim=0) for x in (q, k, v))
+        >>> out = attention_varlen(q, k, v, cu_seqlens, longest, causal=True)
+    """
+    ranks = ranks_of(group)
+    arguments.check_timeout(timeout)
+    if ranks.inner is not None:
+        raise ValueError("group: expected a mesh of 1 dimension, got 2")
+    links = links_of(ranks.outer, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), timeout)
+    options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
+    _agree((q, k, v), Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options, links)
+    size = len(q)
+    pieces = tuple((range(rank * size, (rank + 1) * size),) for rank in range(links.ranks))
+    whole = (ToHeads.apply(x.transpose(0, 1)[None], links, pieces)[0].transpose(0, 1) for x in (q, k, v))
+    out, lse = single.attention_varlen(
+        *whole, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal, window=window,
+        sm_scale=sm_scale, return_lse=True, deterministic=deterministic, impl=impl,
+    )  # fmt: skip
+    out = ToRows.apply(out.transpose(0, 1)[None], links, pieces)[0].transpose(0, 1)
+    if not return_lse:
+        return out
+    return out, ToRows.apply(lse.detach()[None, ..., None], links, pieces)[0, ..., 0]
+
+
+def _agree(tensors: tuple, varlen: Varlen, options: Options, links: Links) -> None:
+    """Check the arguments here and compare them with those of the other ranks."""
+    q, k, v = tensors
+    error, stated = None, {}
+    try:
+        arguments.check_distributed_varlen(q, k, v, varlen, options, links.ranks)
+        stated = {
+            "q": f"shape {tuple(q.shape)} of {str(q.dtype).removeprefix('torch.')}",
+            "k": f"shape {tuple(k.shape)}",
+            "cu_seqlens": f"{len(varlen.cu_seqlens_q)} entries",
+            "max_seqlen": varlen.max_seqlen_q,
+            **options._asdict(),
+            "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+            "step": "attention_varlen",
+        }
+    except (TypeError, ValueError) as found:
+        error = found
+    links.agree(stated, error)

@@ -1,0 +1,69 @@
+"""The scripts of tests/gpu that need several GPUs, on two processes of a CPU: what they write, and that they
+end in time."""
+
+from __future__ import annotations
+
+import json
+
+import script_jobs as jobs
+
+QUICK = {"SETTLE_MS": 1, "TIMED_MS": 1, "ROUNDS": range(2, 3), "CALL_SECONDS": 0}
+
+
+def tables(path) -> dict[str, list[dict]]:
+    return {name: table["rows"] for name, table in json.loads(path.read_text())["tables"].items()}
+
+
+def test_time_distributed(two, tmp_path):
+    out = tmp_path / "record.json"
+    arguments = ["--device", "cpu", "--out", str(out), "--lengths", "16,32"]
+    assert two.run(jobs.run, "time_distributed", arguments, QUICK) == [0, 0]
+    found = tables(out)
+    assert {row["status"] for row in found["checks"]} == {"ok"}
+    for which in ("forward", "backward"):
+        rows = {(row["call"], row["impl"]): row for row in found[which]}
+        assert [call for call, impl in rows if impl == "attnlib"][:2] == ["S16 causal", "S16 dense"]
+        for name in ("attnlib, one GPU", "attnlib, one GPU, on each", "attnlib", "attnlib (control)",
+                     "attnlib, without transfers", "attnlib, ulysses"):  # fmt: skip
+            row = rows["S16 causal", name]
+            assert row["status"] == "ok" and row["rounds"] == 2 and row["speedup"] > 0, row
+        assert rows["S32 causal", "attnlib"]["status"] == "ok"
+        assert rows["S16 causal", "ring-flash-attn, FA3, zigzag"]["status"] == "not installed"
+
+
+def test_time_distributed_out_of_time(two, tmp_path):
+    out = tmp_path / "record.json"
+    arguments = ["--device", "cpu", "--out", str(out), "--lengths", "16"]
+    assert two.run(jobs.run, "time_distributed", [*arguments, "--tune"], QUICK) == [0, 0]
+    assert two.run(jobs.run, "time_distributed", [*arguments, "--seconds", "0"], QUICK) == [0, 0]
+    found = tables(out)
+    assert {row["impl"] for row in found["settings_backward"]} >= {"attnlib, one GPU", "one group of heads"}
+    assert {row["status"] for row in found["forward"]} == {"not timed: no time was left"}
+
+
+def test_time_fastattention(two, tmp_path):
+    out = tmp_path / "record.json"
+    small = {"LAYER_LENGTHS": (32, 64), "LAYER_HEADS": 4, "LAYER_KV_HEADS": 2, "OUTPUTS": 24, "HEAD_DIM": 16,
+             "CHUNKS": (1, 2, 4), "WINDOW_MS": 1, "IMPL": "reference"}  # fmt: skip
+    arguments = ["--device", "cpu", "--out", str(out), "--tables", "all_reduce"]
+    assert two.run(jobs.run, "time_fastattention", arguments, small) == [0, 0]
+    rows = {(row["seqlen"], row["impl"]): row for row in tables(out)["all_reduce"]}
+    assert {row["gpus"] for row in rows.values()} == {2}
+    for length in (32, 64):
+        for name in ("1 chunk", "4 chunks", "4 chunks (control)", "4 chunks, first large",
+                     "row_parallel_output"):  # fmt: skip
+            assert rows[length, name]["rms_from_one_gpu"] <= 4e-3
+        assert "exposed_ms" in rows[length, "no AllReduce, 2 chunks"]
+
+
+def test_train_long(two, tmp_path):
+    """A model trained on one sequence over two ranks is that of one rank, selective checkpointing too."""
+    out = tmp_path / "record.json"
+    arguments = ["--device", "cpu", "--out", str(out), "--tokens", "44", "--steps", "3", "--checkpointing"]
+    exact = {"TOLERANCE": {"loss": 1e-5, "gradient norm": 1e-5, "gradients of the first step": 1e-5}}
+    assert two.run(jobs.run, "train_long", [*arguments, "selective"], exact) == [0, 0]
+    found = tables(out)
+    steps = [(row["gpus"], row["step"]) for row in found["steps"]]
+    assert steps == [(gpus, i) for gpus in (1, 2) for i in range(3)]
+    assert [row["status"] for row in found["agreement"]] == ["ok"] * 3
+    assert found["steps"][2]["loss"] < found["steps"][0]["loss"]
