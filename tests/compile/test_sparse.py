@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import product
 
 import pytest
@@ -32,6 +33,7 @@ from attnlib.kernels.sparse import (
 from attnlib.kernels.sparse.configs import sparse_backward_config, sparse_forward_config
 from attnlib.kernels.sparse.configs_hopper import (
     WIDE,
+    HopperSparseBackwardConfig,
     hopper_sparse_backward_config,
     hopper_sparse_config,
 )
@@ -85,8 +87,12 @@ CASES = with_more(
 BACKWARD = [(64, False, "fp16"), (128, True, "bf16"), (128, True, "fp16", "all")]
 BACKWARD += [(128, True, "fp16", "bias"), (64, True, "bf16", "relative")]
 BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
+BACKWARD += [(256, True, "fp16"), ("128 narrow", True, "bf16"), (256, True, "fp16", "every part")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
-"""Head dimension, whether steps carry bits, dtype, and the score if there is one."""
+BACKWARD += more([(256, False, "fp16"), ("128 narrow", False, "fp16"), ("128 narrow", True, "fp16", "bias")])
+BACKWARD += more(product((256, "128 narrow"), (True,), ("fp16",), ("all", "relative", "half")))
+"""Head dimension, whether steps carry bits, dtype, and the score if there is one. "narrow": programs of 64
+keys."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
 lists and are not uniform to the compiler, and up to two of a consumer in a step."""
@@ -95,6 +101,8 @@ FORWARD_SPILLS = {("128 copied", "bits, LSE, half"): 4}
 MOST_SPILLS = {"all": 28, "half": 28, "single": 20, "relative": 20, "every part": 64}
 """Under a soft cap and ALiBi at D = 128, P and the derivative of its scores wait for the bits; a bias that is
 loaded has addresses."""
+WIDE_SPILLS = {"all": 44, "relative": 24, "half": 66, "every part": 66}
+"""At D = 256, of the warpgroup with the scores, whose sums of dV are 128 registers of a thread."""
 LOADED = "single", "relative", "every part"
 """With loads from global memory in its loop, ptxas takes operands' addresses for different in each thread
 and moves them, some 80 in a step. Why is not known."""
@@ -134,21 +142,27 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
 
 
+def config_of(case: tuple) -> HopperSparseBackwardConfig:
+    """Of a case of `BACKWARD`."""
+    width, _, narrow = str(case[0]).partition(" ")
+    scored = bool(case[3:]) and case[3] != "alibi"
+    return hopper_sparse_backward_config(int(width), scored, bool(narrow))
+
+
 def compile_backward(case: tuple) -> Stats:
     """The same for the backward pass."""
-    from attnlib.kernels.sparse.hopper_backward_kernel import attention_sparse_backward_hopper as kernel
-
-    width, partial, dtype, *rest = case
+    name, partial, dtype, *rest = case
+    width, score = int(str(name).split()[0]), None
     shape = 1, 2, 256, width
-    score = None
     if rest:
         own = SCORES[rest[0]]
         q = torch.zeros(shape)
         k = q if own.bias is None else q[:, :, : own.bias.shape[-1]]
         score = parts_of(own, q, k).form
-    scored = score is not None and (score.soft_cap is not None or score.bias is not None)
-    config = hopper_sparse_backward_config(width, scored)
-    bias = hopper_bias.bias_window(score, 256, 256)
+    config = config_of(case)
+    module, _, kernel = launch_hopper_backward.KERNELS[config.block_n].rpartition(".")
+    kernel = getattr(importlib.import_module(module), kernel)
+    bias = hopper_bias.bias_window(score, 256, 256) if config.copies_bias else None
     strides = (torch.empty(shape, device="meta").stride(),) * 5
     call = Signature(
         shape, shape, strides, DTYPES[dtype], -1, MaskWindow(None, None), 0.1, None, True, config,
@@ -190,10 +204,15 @@ def test_hopper_backward(compiled: dict[tuple, Stats], case: tuple) -> None:
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
-    assert stats.spills <= max(SPILLS[case[1]], *(MOST_SPILLS.get(score, 0) for score in ("", *case[3:])))
+    most = WIDE_SPILLS if width == 256 else MOST_SPILLS
+    assert stats.spills <= max(SPILLS[case[1]], *(most.get(score, 0) for score in ("", *case[3:])))
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.shared_bytes <= SMEM_LIMIT
-    assert stats.registers == hopper_sparse_backward_config(width).max_registers
+    assert stats.registers == config_of(case).max_registers
+    if config_of(case).block_n == 64:
+        assert sorted(loop["HGMMA"] for loop in stats.loops) == ([8, 24, 24] if width == 256 else [8, 16, 16])
+        assert case[3:] or not any(loop.get("LDL", 0) for loop in stats.loops), "words are spilled in a step"
+        return
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
     assert (max(moved) > 2) == (case[3:] != () and case[3] in LOADED), "addresses: different in each thread?"
     if case[3:] in (("bias",), ("half",)):
