@@ -280,7 +280,7 @@ MUTATIONS = [
         ("a copied bias of another slot", "copied bias", "plan.parts * slot_of(j) + WG",
          "plan.parts * slot_of(j + 1) + WG"),
         ("a place is told again, too late", "pairs alibi", "    acquire(DO_FREE, j)\n",
-         "    acquire(DO_FREE, j)\n            mem.places.index(j & 3).store(gl.full([32], 0, gl.int32, "
+         "    acquire(DO_FREE, j)\n            mem.places.index(j & 3).store(gl.full([LANES], 0, gl.int32, "
          "gl.BlockedLayout([1], [32], [1], [0])))\n"),
     )),
     planted("dV knows the cap's derivative", "128 all", "p_half = gl.convert_layout(p.to(",
