@@ -79,7 +79,7 @@ CASES = with_more(
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 CASES += [(*case, "fp16") for case in OPTION_SPILLS]
-OPTIONS = "deterministic", "alternate", "shared", "apart"
+OPTIONS = "deterministic", "alternate", "bulk", "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
 """Arguments of a plan that is shared."""
@@ -145,6 +145,7 @@ def _one_block(block, m, m_start, gap):
     return m_start
 
 
+FORM = {}
 def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     """A case, or `PLANTED`, in numbers, and for each place in a loop that adds to dQ whether its address
     changes from step to step."""
@@ -156,7 +157,9 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     option, kind = option_of(kind)
     deterministic = option == "deterministic"
     width, _, config = columns_of(name, deterministic)
-    config = replace(config, alternate=option == "alternate")
+    config = replace(config, **FORM)
+    if option in ("alternate", "bulk"):
+        config = replace(config, **{option: True})
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
@@ -169,10 +172,11 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     types = dict.fromkeys(("dq_ptr", "turns_ptr", *SHARED[:1]), "*fp32")
     types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(name, dtype, varlen, deterministic)
+    call = call._replace(config=config)
     own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
     windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
     found = launch_backward.descriptors(windows[: 4 if shared else 6], rows, width, call)
-    types |= tile_types(found, dtype, desc_rows="fp32")
+    types |= tile_types(found, dtype, **dict.fromkeys(("desc_rows", "desc_sums", "desc_sums_right"), "fp32"))
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}

@@ -120,6 +120,7 @@ from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
 from attnlib.kernels.hopper.backward_shared import (
     NUMBERS,
     Turns,
@@ -154,6 +155,8 @@ class Memory(NamedTuple):
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     turns: Turns  # of a deterministic plan, else None
+    sums: tuple  # of a bulk plan: [2, lines, LINE], of each part
+    sums_free: gl.shared_memory_descriptor
 
 
 # ---------------------------------------------------------------- consumer
@@ -183,19 +186,10 @@ def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
         return left, issue_dq(mem.ds, mem.k[1], j, WG, plan)
 
 
-@gluon.constexpr_function
-def _place_of_dq(part, columns, WG, plan):
-    """Where in a block of sums a consumer's dQ of a part begins, which has so many columns. 64 rows of the
-    first part lie before the second one, and what is consumer 0's, rows or columns, before what is 1's."""
-    if part == 1 and plan.own_right:
-        return 64 * plan.d
-    return 64 * (part * plan.d + WG * (plan.width if plan.by_rows else columns))
-
-
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     for i in gl.static_range(len(dq)):
-        add_sums(dq_ptr, block, dq[i], wanted, _place_of_dq(i, dq[i].shape[1], WG, plan), plan)
+        add_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
 
 
 @gluon.jit
@@ -318,8 +312,11 @@ def _visit(
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         dp_token = issue_scores(v, WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-        p = tiling.visible(p, row, m, tile, work, plan)
+        if plan.early_mask:
+            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan))  # [64, BLOCK_M]
+        else:
+            p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
+            p = tiling.visible(p, row, m, tile, work, plan)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
@@ -343,11 +340,16 @@ def _visit(
         if plan.alternate:
             _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)
-        write_ds(mem, ds_half, j, WG)
-        if plan.deterministic:
-            await_grant(mem.turns, j - 1)
-        # Not before the fence in write_ds, which might wait for it.
-        _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
+        if plan.bulk:
+            write_sums(mem, dq, j, WG)
+            write_ds(mem, ds_half, j, WG)  # the fence in there is for both
+            tell_sums(j, WG)
+        else:
+            write_ds(mem, ds_half, j, WG)
+            if plan.deterministic:
+                await_grant(mem.turns, j - 1)
+            # Not before the fence in write_ds, which might wait for it.
+            _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
         dk = await_parts(dk_token, parts)
         release(Q_FREE, j)
         if plan.deterministic:
@@ -368,11 +370,16 @@ def _visit(
     else:
         _store(desc_dv, dv, mem.v, WG, at, row)
     dq = await_parts(dq_token, 0)
-    if plan.deterministic:
-        await_grant(mem.turns, n - 1)
-    _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
-    if plan.deterministic:
-        tell_added(mem.turns, n - 1)
+    if plan.bulk:
+        write_sums(mem, dq, n, WG)
+        fence_async_shared()
+        tell_sums(n, WG)
+    else:
+        if plan.deterministic:
+            await_grant(mem.turns, n - 1)
+        _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
+        if plan.deterministic:
+            tell_added(mem.turns, n - 1)
     if plan.shared:
         _leave(sums, dk, 0, plan)
     else:
@@ -407,6 +414,7 @@ def attention_backward_hopper(
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
+    desc_sums=None, desc_sums_right=None,  # of a bulk plan: what dq_ptr points to, LINE in a row, of each part
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -423,9 +431,12 @@ def attention_backward_hopper(
         desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
         desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
-    turns = None
+    turns, sums, sums_free = None, None, None
     if plan.deterministic:
         turns = new_turns(2)
+    if plan.bulk:
+        desc_sums = together(desc_sums, desc_sums_right)
+        sums, sums_free = new_buffers(desc_sums, plan), barriers(2, 1)
     mem = Memory(
         column_parts.buffers(desc_k, 2),
         column_parts.buffers(desc_v, 2),
@@ -442,6 +453,8 @@ def attention_backward_hopper(
         barriers(STAGES, 1),  # q_full
         barriers(STAGES, 1),  # do_full
         turns,
+        sums,
+        sums_free,
     )
     fence_async_shared()
     work = tiling.Work(
@@ -457,6 +470,13 @@ def attention_backward_hopper(
             (await_turns, (turns, work, plan)),
             (count_turns, (turns, work, plan)),
         ], [4, 1, 1, 1], [registers.consumer, registers.producer, registers.producer, registers.producer])
+    elif plan.bulk:
+        gl.warp_specialize([
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (add_all, (desc_sums, mem, work, plan)),
+        ], [4, 1, 1], [registers.consumer, registers.producer, registers.producer])
     else:
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),

@@ -252,7 +252,7 @@ def gap(tile, work, plan: gl.constexpr):
 @gluon.jit
 def visible(p, row, m, tile, work, plan: gl.constexpr):
     """P^T [64, BLOCK_M] of the keys from `row` on and the queries of block m, 0 where a query does not see a
-    key."""
+    key; of a plan with an early mask its logarithm, -inf there."""
     if plan.mask.causal or plan.mask.left:
         first = row - tile.S_k + tile.S_q - m * plan.block_m  # the first key's place among these queries
         last = first
@@ -298,4 +298,4 @@ def _mask(p, first, last, keys_left, plan: gl.constexpr):
         seen = place[:, None] - (o_q & 6)[None, :] >= (o_q & ~6)[None, :]
     else:
         seen = (o_k < keys_left)[:, None]  # [64, 1]
-    return gl.where(seen, p, 0.0)
+    return gl.where(seen, p, float("-inf") if plan.early_mask else 0.0)

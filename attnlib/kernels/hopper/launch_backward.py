@@ -7,7 +7,7 @@ import torch
 from attnlib.kernels.common.backward_plan import TENSORS, BackwardPlan, gradients_like, run
 from attnlib.kernels.common.descriptors import Window, columns_of, given
 from attnlib.kernels.common.hopper_gpu import HALF
-from attnlib.kernels.common.launch_postprocess import postprocess
+from attnlib.kernels.common.launch_postprocess import LINE, postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
@@ -126,13 +126,14 @@ def make_plan(
     )
 
     kept = config.consumer_registers, config.producer_registers
-    parts = {"shared": shared, "added": shared and config.added}
+    parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
         how += WideRegisters(*kept, config.dq_registers), config.deterministic
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
         how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate
+        parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger}
     if config.columns:
         left, right = config.columns
         parts |= {"right": right, "held": config.held}
@@ -167,4 +168,18 @@ def descriptors(
             found[f"desc_{name}{suffix}"] = Descriptor(tensor, window, block, layout)
             start += columns
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    return found | {"desc_rows": rows.descriptor(config.block_m, as_it_is)}
+    found["desc_rows"] = rows.descriptor(config.block_m, as_it_is)
+    return found | (_sums(rows, config, width) if config.bulk else {})
+
+
+def _sums(rows: Preprocess, config: HopperBackwardConfig, width: int) -> dict[str, Descriptor]:
+    """Of the sums of dQ: what a consumer adds of each part at a time. Of 128 rows it has half of the rows, of 64
+    half of the columns, where these are more than 16."""
+    from triton.experimental.gluon import language as gl
+
+    found, as_it_is = {}, gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    for suffix, columns in zip(("", "_right"), config.columns or (width,), strict=False):
+        own = columns if config.block_m == 128 or columns == 16 else columns // 2
+        window = (rows.heads * rows.padded * width // LINE, LINE), (LINE, 1)
+        found[f"desc_sums{suffix}"] = Descriptor(Part("buffer"), window, (64 * own // LINE, LINE), as_it_is)
+    return found
