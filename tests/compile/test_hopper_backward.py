@@ -70,6 +70,9 @@ OPTION_SPILLS = {
     (192, "shared causal"): 2, (PAIR, "shared causal"): 0, (256, "shared causal"): 2,
     (256, "shared dense"): 0, (256, "shared varlen window"): 10, (256, "apart causal"): 2,
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
+    (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
+    (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
+    (192, "early causal"): 4,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
@@ -79,7 +82,8 @@ CASES = with_more(
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 CASES += [(*case, "fp16") for case in OPTION_SPILLS]
-OPTIONS = "deterministic", "alternate", "bulk", "shared", "apart"
+FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
+OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
 """Arguments of a plan that is shared."""
@@ -145,7 +149,6 @@ def _one_block(block, m, m_start, gap):
     return m_start
 
 
-FORM = {}
 def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     """A case, or `PLANTED`, in numbers, and for each place in a loop that adds to dQ whether its address
     changes from step to step."""
@@ -157,9 +160,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     option, kind = option_of(kind)
     deterministic = option == "deterministic"
     width, _, config = columns_of(name, deterministic)
-    config = replace(config, **FORM)
-    if option in ("alternate", "bulk"):
-        config = replace(config, **{option: True})
+    if option in FORMS:
+        config = replace(config, **dict.fromkeys(FORMS[option], True))
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
@@ -176,7 +178,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
     windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
     found = launch_backward.descriptors(windows[: 4 if shared else 6], rows, width, call)
-    types |= tile_types(found, dtype, **dict.fromkeys(("desc_rows", "desc_sums", "desc_sums_right"), "fp32"))
+    floats = "desc_rows", "desc_sums", "desc_sums_right"
+    types |= tile_types(found, dtype, **dict.fromkeys(floats, "fp32"))
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
@@ -240,7 +243,10 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
     assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
-    assert sorted(loop.get("REDG", 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
+    in_bulk = option == "bulk"
+    added = "STS" if in_bulk else "REDG"
+    assert sorted(loop.get(added, 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
+    assert not in_bulk or not any(loop.get("REDG") for loop in loops)
     loads = OWN_LOADS.get(case[:2], (SHARED_LOADS if shared else LOADS)[width])
     for loop in loops:
         assert deterministic or loop.get("LDL", 0) <= loads
@@ -251,7 +257,9 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     narrow = width in (64, 80, 96, 128) and not shared
     assert not narrow or max(moved) <= 6, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
-    assert changes == [True, True] * two_parts, "two places add to dQ, or two for each part"
+    places = 0 if in_bulk else 2 * two_parts
+    assert changes == [True] * places, "two places add to dQ, or two for each part"
+    assert stats.opcodes.get("UTMAREDG", 0) == 2 * two_parts - places
 
 
 def test_an_address_that_does_not_change_is_found(compiled) -> None:

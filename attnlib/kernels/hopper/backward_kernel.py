@@ -342,10 +342,10 @@ def _visit(
         dq = await_parts(dq_token, 2 * parts)
         if plan.bulk:
             write_sums(mem, dq, j, WG)
-            write_ds(mem, ds_half, j, WG)  # the fence in there is for both
+        write_ds(mem, ds_half, j, WG)  # the fence in there is for both
+        if plan.bulk:
             tell_sums(j, WG)
         else:
-            write_ds(mem, ds_half, j, WG)
             if plan.deterministic:
                 await_grant(mem.turns, j - 1)
             # Not before the fence in write_ds, which might wait for it.
@@ -414,7 +414,7 @@ def attention_backward_hopper(
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
-    desc_sums=None, desc_sums_right=None,  # of a bulk plan: what dq_ptr points to, LINE in a row, of each part
+    desc_sums=None, desc_sums_right=None,  # of a bulk plan: what dq_ptr points to, LINE sums in a row
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""

@@ -58,9 +58,8 @@ class HopperBackwardConfig:
         if self.alternate and self.block_n != 128:
             raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
         if self.bulk and (self.deterministic or self.alternate or self.block_n != 128):
-            raise ValueError(
-                "bulk: expected False with deterministic, alternate, or the wide kernel's block_n=64, got True"
-            )
+            others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
+            raise ValueError(f"bulk: expected False with {others}, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"

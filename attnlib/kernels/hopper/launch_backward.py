@@ -173,8 +173,8 @@ def descriptors(
 
 
 def _sums(rows: Preprocess, config: HopperBackwardConfig, width: int) -> dict[str, Descriptor]:
-    """Of the sums of dQ: what a consumer adds of each part at a time. Of 128 rows it has half of the rows, of 64
-    half of the columns, where these are more than 16."""
+    """Of the sums of dQ: what a consumer adds of each part at a time. Of 128 rows it has half of the rows, of
+    64 half of the columns, where these are more than 16."""
     from triton.experimental.gluon import language as gl
 
     found, as_it_is = {}, gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -16,6 +16,7 @@ from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.common import backward_pair, backward_ring, tile_scheduler, turns
 from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import (
+    backward_bulk,
     backward_kernel,
     backward_shared,
     backward_tiles,
@@ -60,6 +61,11 @@ BACKWARD = {
     "alternate": Call(
         128, 1, 1, 320, 100, causal=False, config=replace(hopper_backward_config(128), alternate=True)
     ),
+    "bulk": Call(
+        128, 1, 1, 320, 100, causal=False, config=replace(hopper_backward_config(128), bulk=True)
+    ),
+    "bulk, 64": Call(64, 1, 1, 300, 100, config=replace(hopper_backward_config(64), bulk=True)),
+    "early mask": Call(128, 1, 1, 70, 100, config=replace(hopper_backward_config(128), early_mask=True)),
     "64 + 16": Call(72, 1, 1, 70, 70), "64 + 32": Call(96, 1, 1, 70, 70), "128 + 32": Call(136, 1, 1, 70, 70),
     "values of 128": Call(192, 1, 1, 70, 70, D_v=128),
     "shared": Call(96, 4, 2, 70, 200, config=replace(hopper_backward_config(96), visited=1)),
@@ -105,6 +111,12 @@ def shared(
     bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
 ) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, backward_shared)
+
+
+def bulk(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "bulk"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_bulk)
 
 
 def slots(
@@ -268,7 +280,7 @@ MUTATIONS = [
     backward("dS is not waited for", f"{STORED}|{OVERWRITTEN}|{READING}|{TWICE}",
              without("        await_ds(j - 1, WG)\n")),
     backward("dS is written before the other's is there", f"{STORED}|{OVERWRITTEN}|{READING}|{TWICE}",
-             without("        write_ds(mem, ds_half, j, WG)\n"),
+             without("        write_ds(mem, ds_half, j, WG)  # the fence in there is for both\n"),
              ("        await_ds(j - 1, WG)\n",
               "        write_ds(mem, ds_half, j, WG)\n        await_ds(j - 1, WG)\n")),
     pair("a buffer of dS too few", f"{STORED}|{OVERWRITTEN}|{READING}",
@@ -313,10 +325,39 @@ MUTATIONS = [
     backward("16 columns of dQ are formed from the other's keys", "AssertionError",
              ("k = matrix(mem.k[1], WG + opaque_zero(", "k = matrix(mem.k[1], 1 - WG + opaque_zero("),
              call="64 + 16"),
-    backward("16 columns of dQ are added where halves would be", "AssertionError|IndexError: address outside",
-             ("    if part == 1 and plan.own_right:\n        return 64 * plan.d\n", ""), call="64 + 16"),
-    backward("the second part of dQ is added where the first one is", "AssertionError",
-             ("(part * plan.d + WG *", "(WG *"), call="64 + 32"),
+    bulk("16 columns of dQ are added where halves would be", "AssertionError|IndexError: address outside",
+         ("    if part == 1 and plan.own_right:\n        return 64 * plan.d\n", ""), call="64 + 16"),
+    bulk("the second part of dQ is added where the first one is", "AssertionError",
+         ("(part * plan.d + WG *", "(WG *"), call="64 + 32"),
+    bulk("dQ is written where it is still read", f"{READING}|{OVERWRITTEN}",
+         ("    if j > 1:\n        mbarrier.wait(mem.sums_free.index(WG), j & 1)\n", "")),
+    bulk("the parity of what has been read stays 0", f"{READING}|{OVERWRITTEN}|{DEADLOCK}",
+         ("sums_free.index(WG), j & 1)", "sums_free.index(WG), 0 * j)")),
+    bulk("dQ is said to have been read when it is not", f"{READING}|{OVERWRITTEN}",
+         ("                tma.store_wait((plan.writers - 1 - w) * parts)\n", ""),
+         ("            block += 1\n", "            tma.store_wait(0)\n            block += 1\n")),
+    bulk("of the first consumer, too few additions are waited for", f"{READING}|{OVERWRITTEN}",
+         ("tma.store_wait((plan.writers - 1 - w) * parts)", "tma.store_wait((plan.writers - w) * parts)"),
+         ("            block += 1\n", "            tma.store_wait(0)\n            block += 1\n")),
+    bulk("a consumer does not tell that it has written dQ", DEADLOCK,
+         ("    if j > 0:\n", "    if (j > 0) & (j != 3):\n")),
+    bulk("dQ of the first step, of nothing, is added in bulk", f"{OVERWRITTEN}|{READING}|{TWICE}|{STORED}",
+         ("    if j > 0:\n", "    if j >= 0:\n")),
+    bulk("the consumers' halves of dQ change places", "AssertionError",
+         ("* LINE // 64, w, plan)", "* LINE // 64, 1 - w, plan)"), call="bulk, 64"),
+    bulk("dQ is not in the order of registers", "AssertionError",
+         (".permute((3, 0, 2, 4, 1, 5))", ".permute((3, 0, 2, 1, 4, 5))")),
+    backward("the last dQ is not fenced", UNFENCED.format("sums"),
+             ("        write_sums(mem, dq, n, WG)\n        fence_async_shared()\n",
+              "        write_sums(mem, dq, n, WG)\n"), call="bulk"),
+    backward("dQ is told of before it is fenced", UNFENCED.format("sums"),
+             ("        write_ds(mem, ds_half, j, WG)  # the fence in there is for both\n",
+              "        if plan.bulk:\n            tell_sums(j, WG)\n        write_ds(mem, ds_half, j, WG)\n"),
+             ("        if plan.bulk:\n            tell_sums(j, WG)\n        else:\n",
+              "        if not plan.bulk:\n"),
+             call="bulk"),
+    tiles("hidden scores are 0 before their exponentials", "AssertionError",
+          ('float("-inf") if plan.early_mask else 0.0', "0.0"), call="early mask"),
     backward("a product of dQ too few is waited for", "Race: a product is used with 4 outstanding",
              ("await_parts(dv_token, plan.dq_products)", "await_parts(dv_token, plan.dq_products + 1)"),
              call="64 + 16"),
@@ -421,15 +462,17 @@ MUTATIONS = [
          ("_leave(desc_dv, dv_left, dv_right, 64 * plan.width", "_leave(desc_dv, dv_left, dv_right, 0"),
          call="256, shared"),
     backward("a consumer adds before its turn", PHASES,
-             without("        if plan.deterministic:\n            await_grant(mem.turns, j - 1)\n"),
+             without("            if plan.deterministic:\n                await_grant(mem.turns, j - 1)\n"),
              call="in order"),
     backward("a consumer tells too early that it has added", PHASES,
-             ("            await_grant(mem.turns, j - 1)\n",
-              "            await_grant(mem.turns, j - 1)\n            tell_added(mem.turns, j - 1)\n"),
+             ("                await_grant(mem.turns, j - 1)\n",
+              "                await_grant(mem.turns, j - 1)\n"
+              "                tell_added(mem.turns, j - 1)\n"),
              without("        if plan.deterministic:\n            tell_added(mem.turns, j - 1)\n"),
              call="in order"),
     backward("the last addition is not told", PHASES,
-             without("    if plan.deterministic:\n        tell_added(mem.turns, n - 1)\n"), call="in order"),
+             without("        if plan.deterministic:\n            tell_added(mem.turns, n - 1)\n"),
+             call="in order"),
     shared("one consumer's word is enough", PHASES,
            ("barriers(1, WARPGROUPS).index(0))", "barriers(1, 1).index(0))"), call="in order"),
     shared("the turn is granted before it has come", PHASES,
