@@ -69,6 +69,11 @@ one to spare for each sequence, so that a program finds its sequence by a search
 keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
 of queries.
 
+    dQ in bulk
+
+Additions from registers wait for the L2 in the queue of loads and stores. A `bulk` plan stores dQ(j-1) to
+shared memory before dS(j), and a warp more has it added from there (`backward_bulk`).
+
     A fixed order of the additions to dQ
 
 With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
