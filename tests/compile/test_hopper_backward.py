@@ -83,10 +83,13 @@ CASES = with_more(
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 CASES += [(*case, "fp16") for case in OPTION_SPILLS]
 FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
+FORMS |= {"persistent": ["persistent"], "persistent early": ["persistent", "early_mask"]}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
 """Arguments of a plan that is shared."""
+DRAWN = "counter_ptr", "tiles"
+"""And of one that is persistent."""
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
@@ -140,8 +143,9 @@ def call_of(
 
 def option_of(kind: str) -> tuple[str, str]:
     """(option or nothing, the kind without it)."""
-    option, _, rest = kind.partition(" ")
-    return (option, rest) if option in OPTIONS else ("", kind)
+    found = [option for option in OPTIONS if kind.startswith(f"{option} ")]
+    option = max(found, key=len, default="")
+    return option, kind.removeprefix(f"{option} ")
 
 
 @gluon.jit
@@ -167,11 +171,11 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
     shared = option in ("shared", "apart")
     config = replace(config, added=option != "apart")
-    plan = launch_backward.make_plan(width, config, mask, varlen, shared)
+    plan = launch_backward.make_plan(width, config, mask, varlen, shared, config.persistent)
     kernel = backward_kernel.attention_backward_hopper
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
-    types = dict.fromkeys(("dq_ptr", "turns_ptr", *SHARED[:1]), "*fp32")
+    types = dict.fromkeys(("dq_ptr", "turns_ptr", SHARED[0], DRAWN[0]), "*fp32")
     types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(name, dtype, varlen, deterministic)
     call = call._replace(config=config)
@@ -183,11 +187,12 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
-    wanted_by[SHARED] = shared
+    wanted_by |= {SHARED: shared, DRAWN: config.persistent}
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else given
     aligned = "dq_ptr", *(("turns_ptr",) if deterministic else ()), *(SHARED[:1] if shared else ())
+    aligned += DRAWN[:1] if config.persistent else ()
     stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
     return stats, addresses_change(compiled.asm["ttgir"])
 

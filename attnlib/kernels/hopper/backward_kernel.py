@@ -114,6 +114,7 @@ from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
+    add_placed_sums,
     add_sums,
     leave_sums,
     opaque_zero,
@@ -126,8 +127,17 @@ from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
+from attnlib.kernels.hopper.backward_persistent import (
+    new_next_tile,
+    next_tile,
+    other_set,
+    produce_tiles,
+    release_keys,
+    set_of,
+)
 from attnlib.kernels.hopper.backward_shared import (
     NUMBERS,
+    Rows,
     Turns,
     await_grant,
     await_turns,
@@ -162,39 +172,67 @@ class Memory(NamedTuple):
     turns: Turns  # of a deterministic plan, else None
     sums: tuple  # of a bulk plan: [2, lines, LINE], of each part
     sums_free: gl.shared_memory_descriptor
+    next_tile: gl.shared_memory_descriptor  # of a persistent plan
 
 
 # ---------------------------------------------------------------- consumer
 
 
 @gluon.jit
-def _before(block, m, m_start, gap):
-    """The block of queries of the step before: the one before this, or the last of the head before."""
+def _before(block, m, j, last, m_start, gap, plan: gl.constexpr):
+    """The block of queries of the step before: the one before this, or the last of the head before, or, in a
+    first step of a persistent plan, of the tile before."""
     # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
     # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
-    return block - 1 - gl.where(m == m_start, gap, 0)
+    found = block - 1 - gl.where(m == m_start, gap, 0)
+    if plan.persistent:
+        found = gl.where(j == 0, last, found)
+    return found
 
 
 @gluon.jit
-def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
+def _set_before(first, j, plan: gl.constexpr):
+    """The buffer of K for dQ of the step before."""
+    if plan.persistent:
+        return gl.where(j == 0, other_set(first), first)
+    else:
+        return first
+
+
+@gluon.jit
+def _set_after(first, j, n, plan: gl.constexpr):
+    """And for S of the step after."""
+    if plan.persistent:
+        return gl.where(j == n - 1, other_set(first), first)
+    else:
+        return first
+
+
+@gluon.jit
+def _issue_dq(mem, j, first, WG: gl.constexpr, plan: gl.constexpr):
     """Start this consumer's half of dQ of block j, two products for each part: of the queries or of the
-    columns, or where a part has too few columns for halves, of the keys, one product."""
-    left = issue_dq(mem.ds, mem.k[0], j, WG, plan)
+    columns, or where a part has too few columns for halves, of the keys, one product. K begins at buffer
+    `first`."""
+    left = issue_dq(mem.ds, mem.k[0], j, WG, plan, first)
     if plan.right == 0:
         return (left,)
     elif plan.own_right:
         zero = gl.zeros([64, plan.right], gl.float32, plan.right_layout)
         ds = mem.ds.index((j & 1) * 2 + WG).permute((1, 0))  # [BLOCK_M, 64]
-        k = matrix(mem.k[1], WG + opaque_zero(j + 1))
+        k = matrix(mem.k[1], first + WG + opaque_zero(j + 1))
         return left, warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
     else:
-        return left, issue_dq(mem.ds, mem.k[1], j, WG, plan)
+        return left, issue_dq(mem.ds, mem.k[1], j, WG, plan, first)
 
 
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     for i in gl.static_range(len(dq)):
-        add_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
+        AT: gl.constexpr = place_of_dq(i, dq[i].shape[1], WG, plan)
+        if plan.persistent:
+            add_placed_sums(dq_ptr, block, dq[i], wanted, AT, plan)
+        else:
+            add_sums(dq_ptr, block, dq[i], wanted, AT, plan)
 
 
 @gluon.jit
@@ -206,18 +244,18 @@ def _times(x, factor):
 
 
 @gluon.jit
-def _store(descs, x, buffers, WG: gl.constexpr, at, row):
+def _store(descs, x, buffers, b, at, row):
     """Each part through this consumer's buffers."""
     for i in gl.static_range(len(x)):
-        matrix(buffers[i], WG).store(x[i].to(buffers[i].dtype))
+        matrix(buffers[i], b).store(x[i].to(buffers[i].dtype))
     fence_async_shared()
-    _copy_out(descs, buffers, WG, at, row)
+    _copy_out(descs, buffers, b, at, row)
 
 
 @gluon.jit
-def _copy_out(descs, buffers, WG: gl.constexpr, at, row):
+def _copy_out(descs, buffers, b, at, row):
     for i in gl.static_range(len(descs)):
-        tma.async_copy_shared_to_global(descs[i], tiling.coordinates(at, 0, row), buffers[i].index(WG))
+        tma.async_copy_shared_to_global(descs[i], tiling.coordinates(at, 0, row), buffers[i].index(b))
 
 
 @gluon.jit
@@ -246,6 +284,16 @@ def _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG: gl.constexpr, plan: gl
 
 @gluon.jit
 def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+    if plan.persistent:
+        _visit_tiles(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG, plan)
+    else:
+        _consume_tile(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG, plan)
+
+
+@gluon.jit
+def _consume_tile(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr
+):
     tile = tiling.locate(gl.program_id(0), work, plan)
     if tiling.seen(tile, plan):
         _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
@@ -288,13 +336,8 @@ def _visit(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
 ):
     """The queries that see the keys of this program."""
-    dtype: gl.constexpr = mem.k[0].dtype
-    parts: gl.constexpr = len(mem.k)
     n = (tile.m_end - tile.m_start) * work.GROUP
     row = tile.start + WG * 64  # first key
-    block = tiling.first_sums(tile, work, plan)
-    gap = tiling.gap(tile, work, plan)
-    m = tile.m_start
     if plan.shared:
         sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
 
@@ -304,18 +347,107 @@ def _visit(
     s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
     mbarrier.wait(mem.v_full, 0)
     v = held(mem.v, WG, plan)
-    dk = column_parts.zeros(plan.d_layout, plan)
-    dv = column_parts.zeros(plan.d_layout, plan)
     if WG * plan.delay > 0:
         _begin_later(n, plan)
+    s, dk, dv, before = _steps(dq_ptr, mem, k, v, s, 0, 0, 0, n, qk_scale, tile, work, WG, plan)
+
+    await_ds(n - 1, WG)
+    dq_token = _issue_dq(mem, n - 1, 0, WG, plan)
+    at = tiling.keys(tile, work, plan)
+    if plan.shared:
+        _leave(sums, dv, 64 * plan.width, plan)
+    else:
+        _store(desc_dv, dv, mem.v, WG, at, row)
+    dq = await_parts(dq_token, 0)
+    if plan.bulk:
+        write_sums(mem, dq, n, WG)
+        fence_async_shared()
+        tell_sums(n, WG)
+    else:
+        if plan.deterministic:
+            await_grant(mem.turns, n - 1)
+        _add_dq(dq_ptr, before, dq, n > 0, WG, plan)
+        if plan.deterministic:
+            tell_added(mem.turns, n - 1)
+    if plan.shared:
+        _leave(sums, dk, 0, plan)
+    else:
+        tma.store_wait(0)
+        _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _visit_tiles(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr
+):
+    """The same for one tile after the other, until the producer tells of none."""
+    number = gl.program_id(0)
+    mbarrier.wait(mem.q_full.index(0), 0)
+    k, v = Rows(mem.k, ()), Rows(mem.v, ())
+    s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    if plan.held == 0:
+        s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
+    if WG * plan.delay > 0:
+        _begin_later(number, plan)
+    t = 0  # of the tiles of this program
+    i = 0  # of its steps
+    before = work.num_m  # of the step before, any
+    while number >= 0:
+        tile = tiling.locate(number, work, plan)
+        n = (tile.m_end - tile.m_start) * work.GROUP
+        first = set_of(t)
+        if plan.held > 0:  # the last S was none, of the keys before
+            slot = slot_of(i)
+            k = held(mem.k, first + WG, plan)
+            s = warpgroup_mma_wait(0, deps=(issue_scores(k, first + WG, matrices(mem.q, slot), i, plan),))
+            mbarrier.wait(mem.do_full.index(slot), parity_of(i))
+            v = held(mem.v, first + WG, plan)
+        s, dk, dv, before = _steps(
+            dq_ptr, mem, k, v, s, i, first, before, n, qk_scale, tile, work, WG, plan
+        )
+        at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
+        _store(desc_dv, dv, mem.v, first + WG, at, row)
+        dk = _times(dk, sm_scale)
+        tma.store_wait(0)
+        _store(desc_dk, dk, mem.v, first + WG, at, row)
+        i += n
+        t += 1
+        number = next_tile(mem)
+
+    await_ds(i - 1, WG)
+    dq = await_parts(_issue_dq(mem, i - 1, set_of(t - 1), WG, plan), 0)
+    _add_dq(dq_ptr, before, dq, i > 0, WG, plan)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _steps(
+    dq_ptr, mem, k, v, s, c, first, last, n, qk_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
+):
+    """All blocks of queries of a tile, from S of the first one on: (S of the block after, dK, dV, the block
+    of sums that the last dQ is to be added to).
+
+    Of a persistent plan: c, steps of this program before; first, buffer of K and of V; last, block of sums of
+    the step before.
+    """
+    dtype: gl.constexpr = mem.k[0].dtype
+    parts: gl.constexpr = len(mem.k)
+    row = tile.start + WG * 64  # first key
+    block = tiling.first_sums(tile, work, plan)
+    gap = tiling.gap(tile, work, plan)
+    m = tile.m_start
+    dk = column_parts.zeros(plan.d_layout, plan)
+    dv = column_parts.zeros(plan.d_layout, plan)
     for j in range(n):
-        slot = slot_of(j)
+        i = c + j
+        slot = slot_of(i)
         q = matrices(mem.q, slot)  # [BLOCK_M, D]
         do = matrices(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
-        mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        dp_token = issue_scores(v, WG, do, j, plan)
+        mbarrier.wait(mem.do_full.index(slot), parity_of(i))
+        dp_token = issue_scores(v, first + WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         if plan.early_mask:
             p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan))  # [64, BLOCK_M]
@@ -333,30 +465,34 @@ def _visit(
         if plan.alternate:
             _await_start(j, WG)
         dv_token = start_update(p_half, do, dv)
-        await_ds(j - 1, WG)
-        dq_token = _issue_dq(mem, j - 1, WG, plan)
+        await_ds(i - 1, WG)
+        dq_token = _issue_dq(mem, i - 1, _set_before(first, j, plan), WG, plan)
         dv = await_parts(dv_token, plan.dq_products)
-        release(DO_FREE, j)
+        release(DO_FREE, i)
         dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), q, dk)
-        next_slot = slot_of(j + 1)
-        if j + 1 < n:
-            mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = issue_scores(k, WG, matrices(mem.q, next_slot), j, plan)
+        next_slot = slot_of(i + 1)
+        if plan.persistent:  # the next tile's, or the end
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
+        elif j + 1 < n:
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
+        s_token = issue_scores(k, _set_after(first, j, n, plan) + WG, matrices(mem.q, next_slot), j, plan)
         if plan.alternate:
             _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)
+        if plan.persistent:
+            release_keys(i, j)
         if plan.bulk:
             write_sums(mem, dq, j, WG)
-        write_ds(mem, ds_half, j, WG)  # the fence in there is for both
+        write_ds(mem, ds_half, i, WG)  # the fence in there is for both
         if plan.bulk:
             tell_sums(j, WG)
         else:
             if plan.deterministic:
                 await_grant(mem.turns, j - 1)
             # Not before the fence in write_ds, which might wait for it.
-            _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
+            _add_dq(dq_ptr, _before(block, m, j, last, tile.m_start, gap, plan), dq, i > 0, WG, plan)
         dk = await_parts(dk_token, parts)
-        release(Q_FREE, j)
+        release(Q_FREE, i)
         if plan.deterministic:
             tell_added(mem.turns, j - 1)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
@@ -366,37 +502,13 @@ def _visit(
         if m == tile.m_end:
             m = tile.m_start
             block += gap
-
-    await_ds(n - 1, WG)
-    dq_token = _issue_dq(mem, n - 1, WG, plan)
-    at = tiling.keys(tile, work, plan)
-    if plan.shared:
-        _leave(sums, dv, 64 * plan.width, plan)
-    else:
-        _store(desc_dv, dv, mem.v, WG, at, row)
-    dq = await_parts(dq_token, 0)
-    if plan.bulk:
-        write_sums(mem, dq, n, WG)
-        fence_async_shared()
-        tell_sums(n, WG)
-    else:
-        if plan.deterministic:
-            await_grant(mem.turns, n - 1)
-        _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
-        if plan.deterministic:
-            tell_added(mem.turns, n - 1)
-    if plan.shared:
-        _leave(sums, dk, 0, plan)
-    else:
-        tma.store_wait(0)
-        _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
-        tma.store_wait(0)
+    return s, dk, dv, _before(block, m, 1, last, tile.m_start, gap, plan)
 
 
 # ---------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "tiles"], do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
@@ -420,6 +532,7 @@ def attention_backward_hopper(
     turns_ptr=None,  # of a deterministic plan, see `turns`
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
     desc_sums=None, desc_sums_right=None,  # of a bulk plan: what dq_ptr points to, LINE sums in a row
+    tiles=None, counter_ptr=None,  # of a persistent plan: all tiles, and a counter of them that is 0
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -436,15 +549,19 @@ def attention_backward_hopper(
         desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
         desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
-    turns, sums, sums_free = None, None, None
+    turns, sums, sums_free, told = None, None, None, None
+    sets: gl.constexpr = 2 if plan.persistent else 1  # of K and V
+    if plan.persistent:
+        told = new_next_tile()
+        counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     if plan.deterministic:
         turns = new_turns(2)
     if plan.bulk:
         desc_sums = together(desc_sums, desc_sums_right)
         sums, sums_free = new_buffers(desc_sums, plan), barriers(2, 1)
     mem = Memory(
-        column_parts.buffers(desc_k, 2),
-        column_parts.buffers(desc_v, 2),
+        column_parts.buffers(desc_k, 2 * sets),
+        column_parts.buffers(desc_v, 2 * sets),
         column_parts.buffers(desc_q, STAGES),
         column_parts.buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
@@ -453,17 +570,19 @@ def attention_backward_hopper(
             desc_k[0].dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k[0].dtype),
         ),
-        barriers(1, 1).index(0),  # k_full
-        barriers(1, 1).index(0),  # v_full
+        None if plan.persistent else barriers(1, 1).index(0),  # k_full
+        None if plan.persistent else barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full
         barriers(STAGES, 1),  # do_full
         turns,
         sums,
         sums_free,
+        told,
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr, SHARE
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr, SHARE,
+        tiles, counter_ptr,
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     registers: gl.constexpr = plan.registers
@@ -482,6 +601,12 @@ def attention_backward_hopper(
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
             (add_all, (desc_sums, mem, work, plan)),
         ], [4, 1, 1], [registers.consumer, registers.producer, registers.producer])
+    elif plan.persistent:
+        gl.warp_specialize([
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
+            (produce_tiles, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+        ], [4, 1], [registers.consumer, registers.producer])
     else:
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),

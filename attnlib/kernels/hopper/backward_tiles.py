@@ -32,6 +32,8 @@ class Work(NamedTuple):
     i_b: gl.tensor  # varlen: the sequence of this program
     turns_ptr: gl.tensor = None  # see `turns`
     SHARE: gl.tensor = None  # programs of a block of keys of a key head, where the plan says `shared`
+    tiles: gl.tensor = None  # of all programs, where the plan says `persistent`
+    counter_ptr: gl.tensor = None  # from which they draw tiles
 
 
 class Tile(NamedTuple):
@@ -119,6 +121,9 @@ def locate(tile, work, plan: gl.constexpr):
         m_end = gl.minimum(m_end, gl.cdiv(gl.maximum(after, 0), plan.block_m))
     if plan.sparse:
         m_start = gl.minimum(m_start, m_end)
+    if plan.persistent and plan.mask.left:  # keys that no query sees: one block, all of it hidden
+        m_start = gl.minimum(m_start, work.num_m - 1)
+        m_end = gl.maximum(m_end, m_start + 1)
     return Tile(head, start, m_start, m_end, S_q, S_k, end_q, end_k)
 
 

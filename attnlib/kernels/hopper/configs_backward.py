@@ -24,6 +24,8 @@ class HopperBackwardConfig:
         alternate: the two consumers start their products in turns, kept by barriers, instead of later. Not in
             the wide kernel, whose warpgroups do different things.
         bulk: dQ goes to memory through shared memory, see `backward_bulk`. Not with deterministic sums.
+        persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
+            not for varlen sequences or where programs share a key head.
         early_mask: P is masked before its exponentials, not after.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -48,6 +50,7 @@ class HopperBackwardConfig:
     bulk: bool = False
     early_mask: bool = False
     masked_stagger: int = 0
+    persistent: bool = False
     visited: int | None = None
     added: bool = True
 
@@ -60,6 +63,9 @@ class HopperBackwardConfig:
         if self.bulk and (self.deterministic or self.alternate or self.block_n != 128):
             others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
             raise ValueError(f"bulk: expected False with {others}, got True")
+        if self.persistent and (self.deterministic or self.alternate or self.bulk or self.block_n != 128):
+            others = f"deterministic={self.deterministic}, alternate={self.alternate}, bulk={self.bulk}"
+            raise ValueError(f"persistent: expected False with {others}, block_n={self.block_n}, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"

@@ -4,11 +4,12 @@ from functools import lru_cache
 
 import torch
 
+from attnlib.kernels.common import device
 from attnlib.kernels.common.backward_plan import TENSORS, BackwardPlan, gradients_like, run
 from attnlib.kernels.common.descriptors import Window, columns_of, given
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_postprocess import LINE, postprocess
-from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
+from attnlib.kernels.common.launch_preprocess import CHUNK, Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.hopper import sharing
@@ -66,8 +67,11 @@ def prepare(call: Signature) -> BackwardPlan | None:
     shared = keys.share > 1
     if shared:
         first, heads_kv = first.followed_by(keys.elements, zeros=config.added), heads_kv * keys.share
-    programs = num_n * heads_kv
-    if max(programs, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
+    programs = tiles = num_n * heads_kv
+    persistent = config.persistent and not (call.varlen or shared)
+    if persistent:  # a counter of tiles
+        first, programs = first.followed_by(CHUNK, zeros=True), min(tiles, device.num_sms(call.device))
+    if max(tiles, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
@@ -81,6 +85,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         pointers={
             "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
             **({"keys_ptr": first.following} if shared else {}),
+            **({"counter_ptr": first.following} if persistent else {}),
         },  # fmt: skip
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,
@@ -97,9 +102,10 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "left": left,
             "B": B if call.varlen else None,
             **({"SHARE": keys.share} if shared else {}),
+            **({"tiles": tiles} if persistent else {}),
         },
         constants={
-            "plan": make_plan(width, config, mask, call.varlen, shared),
+            "plan": make_plan(width, config, mask, call.varlen, shared, persistent),
             **({"desc_dk": None, "desc_dv": None} if shared else {}),
         },
         options={"num_warps": 4, "maxnreg": config.max_registers},
@@ -111,7 +117,12 @@ def prepare(call: Signature) -> BackwardPlan | None:
 
 
 def make_plan(
-    width: int, config: HopperBackwardConfig, mask: dict[str, bool], varlen: bool, shared: bool = False
+    width: int,
+    config: HopperBackwardConfig,
+    mask: dict[str, bool],
+    varlen: bool,
+    shared: bool = False,
+    persistent: bool = False,
 ):
     """The kernel's constants; `mask` are those of `plan.BackwardMask`."""
     from attnlib.kernels.hopper.plan import (
@@ -133,7 +144,7 @@ def make_plan(
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
         how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate
-        parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger}
+        parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:
         left, right = config.columns
         parts |= {"right": right, "held": config.held}

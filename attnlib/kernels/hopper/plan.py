@@ -170,8 +170,8 @@ class BackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
-        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger: as in
-            `HopperBackwardConfig`.
+        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent: as
+            in `HopperBackwardConfig`.
         shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
         added: where they do, in one place, else each in its own.
     """
@@ -188,6 +188,7 @@ class BackwardPlan(Constants):
     bulk: bool = False
     early_mask: bool = False
     masked_stagger: int = 0
+    persistent: bool = False
     shared: bool = False
     added: bool = False
 
@@ -272,6 +273,7 @@ class WideBackwardPlan(Constants):
     added: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
+    persistent = gl.constexpr(False)
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
