@@ -77,6 +77,7 @@ class Language:
         self.gl = SimpleNamespace(
             **{name: getattr(gl, name) for name in dir(gl) if isinstance(getattr(gl, name), gl.dtype)},
             **{name: _Layout for name in dir(gl) if name.endswith("Layout")},
+            pointer_type=gl.pointer_type,
             program_id=lambda axis: Int(place[axis]), num_programs=lambda axis=0: Int(grid[axis]),
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,

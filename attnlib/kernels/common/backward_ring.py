@@ -118,7 +118,7 @@ def add_placed_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.conste
     # 16 rows a warp, and in it a row or two for four threads, of two columns each of eight.
     place = ((row >> 4) * 32 + (row & 7) * 4 + ((column >> 1) & 3)) * 16
     gl.inline_asm_elementwise(
-        _add_asm(n, placed=True), _add_constraints(n, placed=True),
+        _add_asm(n, "red.global.add.v4.f32", False, True), _add_constraints(n, False, True),
         [dq, address, wanted.to(gl.int32), place], dtype=gl.int8, is_pure=False, pack=n,
     )  # fmt: skip
 

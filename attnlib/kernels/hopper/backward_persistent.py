@@ -20,8 +20,11 @@ with the first dO, so these need no barriers of their own.
     KV_FREE           both consumers are done with K and V of  producer, to tell of
                       tile t, and their dV and dK have left    tile t + 2
 
-After the last tile the producer arrives at q_full without a copy. It tells of tile t + 2 when both consumers
-are in the first step of tile t + 1, and have read what was told of that, so there is one `next_tile`.
+K of tile t + 2 comes when the last dQ of tile t has been formed, in the first step of tile t + 1, whose last
+step wants it. So a tile has two steps at least, if need be with a block of queries that see none of its
+keys. After the last tile the producer arrives at q_full without a copy. It tells of tile t + 2 when both
+consumers are in the first step of tile t + 1, and have read what was told of that, so there is one
+`next_tile`.
 
 `mem` is the `Memory` of a kernel, `plan` its plan. Chapter 20 derives the backward pass.
 """

@@ -121,10 +121,18 @@ def locate(tile, work, plan: gl.constexpr):
         m_end = gl.minimum(m_end, gl.cdiv(gl.maximum(after, 0), plan.block_m))
     if plan.sparse:
         m_start = gl.minimum(m_start, m_end)
-    if plan.persistent and plan.mask.left:  # keys that no query sees: one block, all of it hidden
-        m_start = gl.minimum(m_start, work.num_m - 1)
-        m_end = gl.maximum(m_end, m_start + 1)
+    if plan.persistent:
+        m_start, m_end = _two_blocks(m_start, m_end, work, plan)
     return Tile(head, start, m_start, m_end, S_q, S_k, end_q, end_k)
+
+
+@gluon.jit
+def _two_blocks(m_start, m_end, work, plan: gl.constexpr):
+    """At least two, of which some may be hidden altogether: a persistent plan has no tile of fewer steps."""
+    if plan.mask.causal or plan.mask.left:
+        m_start = gl.minimum(m_start, gl.maximum(m_end - 2, 0))
+        m_end = gl.maximum(m_end, m_start + 2)
+    return m_start, m_end
 
 
 @gluon.jit

@@ -68,7 +68,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     if shared:
         first, heads_kv = first.followed_by(keys.elements, zeros=config.added), heads_kv * keys.share
     programs = tiles = num_n * heads_kv
-    persistent = config.persistent and not (call.varlen or shared)
+    # A tile has two steps or more, see `backward_persistent`.
+    persistent = config.persistent and not (call.varlen or shared) and padded > config.block_m
     if persistent:  # a counter of tiles
         first, programs = first.followed_by(CHUNK, zeros=True), min(tiles, device.num_sms(call.device))
     if max(tiles, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
