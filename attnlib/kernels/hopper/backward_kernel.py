@@ -228,11 +228,10 @@ def _issue_dq(mem, j, first, WG: gl.constexpr, plan: gl.constexpr):
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     for i in gl.static_range(len(dq)):
-        AT: gl.constexpr = place_of_dq(i, dq[i].shape[1], WG, plan)
         if plan.persistent:
-            add_placed_sums(dq_ptr, block, dq[i], wanted, AT, plan)
+            add_placed_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
         else:
-            add_sums(dq_ptr, block, dq[i], wanted, AT, plan)
+            add_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
 
 
 @gluon.jit
@@ -384,10 +383,8 @@ def _visit_tiles(
     """The same for one tile after the other, until the producer tells of none."""
     number = gl.program_id(0)
     mbarrier.wait(mem.q_full.index(0), 0)
-    k, v = Rows(mem.k, ()), Rows(mem.v, ())
-    s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    if plan.held == 0:
-        s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
+    k = held(mem.k, WG, plan)
+    s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
     if WG * plan.delay > 0:
         _begin_later(number, plan)
     t = 0  # of the tiles of this program
@@ -397,14 +394,9 @@ def _visit_tiles(
         tile = tiling.locate(number, work, plan)
         n = (tile.m_end - tile.m_start) * work.GROUP
         first = set_of(t)
-        if plan.held > 0:  # the last S was none, of the keys before
-            slot = slot_of(i)
-            k = held(mem.k, first + WG, plan)
-            s = warpgroup_mma_wait(0, deps=(issue_scores(k, first + WG, matrices(mem.q, slot), i, plan),))
-            mbarrier.wait(mem.do_full.index(slot), parity_of(i))
-            v = held(mem.v, first + WG, plan)
+        own_k, own_v, s = _begin_tile(mem, s, i, first, WG, plan)
         s, dk, dv, before = _steps(
-            dq_ptr, mem, k, v, s, i, first, before, n, qk_scale, tile, work, WG, plan
+            dq_ptr, mem, own_k, own_v, s, i, first, before, n, qk_scale, tile, work, WG, plan
         )
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
         _store(desc_dv, dv, mem.v, first + WG, at, row)
@@ -419,6 +411,20 @@ def _visit_tiles(
     dq = await_parts(_issue_dq(mem, i - 1, set_of(t - 1), WG, plan), 0)
     _add_dq(dq_ptr, before, dq, i > 0, WG, plan)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _begin_tile(mem, s, i, first, WG: gl.constexpr, plan: gl.constexpr):
+    """(K, V, S) of a tile's first step. Where parts of K stay in registers, the step before had those of the
+    tile before, and its S was none."""
+    if plan.held > 0:
+        slot = slot_of(i)
+        k = held(mem.k, first + WG, plan)
+        s = warpgroup_mma_wait(0, deps=(issue_scores(k, first + WG, matrices(mem.q, slot), i, plan),))
+        mbarrier.wait(mem.do_full.index(slot), parity_of(i))
+        return k, held(mem.v, first + WG, plan), s
+    else:
+        return Rows(mem.k, ()), Rows(mem.v, ()), s
 
 
 @gluon.jit
