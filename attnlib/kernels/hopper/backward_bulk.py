@@ -20,6 +20,7 @@ from attnlib.kernels.common import launch_postprocess
 from attnlib.kernels.common.bulk_add import async_add_shared_to_global
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
+from attnlib.kernels.hopper.backward_persistent import look_ahead
 
 LINE = gl.constexpr(launch_postprocess.LINE)
 SUMS_FULL = gl.constexpr(6)  # of the named barriers, and 7; Triton uses some below 5
@@ -77,7 +78,19 @@ def tell_sums(j, WG: gl.constexpr):
 @gluon.jit
 def add_all(descs, mem, work, plan: gl.constexpr):
     """A warp's work: dQ of each step."""
-    tile = tiling.locate(gl.program_id(0), work, plan)
+    number = gl.program_id(0)
+    if plan.persistent:
+        while number >= 0:
+            number = _add_tile(descs, mem, number, work, plan)
+    else:
+        _add_tile(descs, mem, number, work, plan)
+
+
+@gluon.jit
+def _add_tile(descs, mem, number, work, plan: gl.constexpr):
+    """dQ of each step of a tile; of a persistent plan the number of the next one, -1 after the last."""
+    tile = tiling.locate(number, work, plan)
+    following = number * 0 - 1
     if tiling.seen(tile, plan):
         n = (tile.m_end - tile.m_start) * work.GROUP
         block = tiling.first_sums(tile, work, plan)
@@ -91,12 +104,16 @@ def add_all(descs, mem, work, plan: gl.constexpr):
                 for i in gl.static_range(parts):
                     first = line + place_of_dq(i, descs[i].block_shape[0] * LINE // 64, w, plan) // LINE
                     async_add_shared_to_global(descs[i], [first, 0], mem.sums[i].index(w))
+            if plan.persistent:
+                if j + 1 == n:
+                    following = look_ahead(mem)
             for w in gl.static_range(plan.writers):
                 tma.store_wait((plan.writers - 1 - w) * parts)
-                if j + 1 < n:
+                if (j + 1 < n) | (following >= 0):
                     mbarrier.arrive(mem.sums_free.index(w), count=1)
             block += 1
             m += 1
             if m == tile.m_end:
                 m = tile.m_start
                 block += gap
+    return following

@@ -405,11 +405,16 @@ def _visit_tiles(
         _store(desc_dk, dk, mem.v, first + WG, at, row)
         i += n
         t += 1
-        number = next_tile(mem)
+        number = next_tile(mem, 4)
 
     await_ds(i - 1, WG)
     dq = await_parts(_issue_dq(mem, i - 1, set_of(t - 1), WG, plan), 0)
-    _add_dq(dq_ptr, before, dq, i > 0, WG, plan)
+    if plan.bulk:
+        write_sums(mem, dq, i, WG)
+        fence_async_shared()
+        tell_sums(i, WG)
+    else:
+        _add_dq(dq_ptr, before, dq, i > 0, WG, plan)
     tma.store_wait(0)
 
 
@@ -486,12 +491,12 @@ def _steps(
             _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)
         if plan.persistent:
-            release_keys(i, j)
+            release_keys(i, j, plan)
         if plan.bulk:
-            write_sums(mem, dq, j, WG)
+            write_sums(mem, dq, i, WG)
         write_ds(mem, ds_half, i, WG)  # the fence in there is for both
         if plan.bulk:
-            tell_sums(j, WG)
+            tell_sums(i, WG)
         else:
             if plan.deterministic:
                 await_grant(mem.turns, j - 1)
@@ -512,6 +517,14 @@ def _steps(
 
 
 # ---------------------------------------------------------------- kernel
+
+
+@gluon.jit
+def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
+    if plan.persistent:
+        produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)
+    else:
+        produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "tiles"], do_not_specialize_on_alignment=["cu_q", "cu_k"])
@@ -596,7 +609,7 @@ def attention_backward_hopper(
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
             (await_turns, (turns, work, plan)),
             (count_turns, (turns, work, plan)),
         ], [4, 1, 1, 1], [registers.consumer, registers.producer, registers.producer, registers.producer])
@@ -604,18 +617,12 @@ def attention_backward_hopper(
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
             (add_all, (desc_sums, mem, work, plan)),
         ], [4, 1, 1], [registers.consumer, registers.producer, registers.producer])
-    elif plan.persistent:
-        gl.warp_specialize([
-            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
-            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-            (produce_tiles, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-        ], [4, 1], [registers.consumer, registers.producer])
     else:
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
         ], [4, 1], [registers.consumer, registers.producer])

@@ -18,7 +18,8 @@ with the first dO, so these need no barriers of their own.
     do_full[slot]     TMA has written dO and delta of step i,  each consumer          (i // 2) & 1
                       in a first step V
     KV_FREE           both consumers are done with K and V of  producer, to tell of
-                      tile t, and their dV and dK have left    tile t + 2
+                      tile t, and their dV and dK have left;   tile t + 2
+                      who adds has read of tile t + 1
 
 K of tile t + 2 comes when the last dQ of tile t has been formed, in the first step of tile t + 1, whose last
 step wants it. So a tile has two steps at least, if need be with a block of queries that see none of its
@@ -61,10 +62,20 @@ def _tell(mem, number):
 
 
 @gluon.jit
-def next_tile(mem):
+def next_tile(mem, WARPS: gl.constexpr):
     """What the producer has told: the number of a tile, or -1. A consumer that has waited for Q of its first
     step may ask."""
-    return gl.max(mem.next_tile.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(mem.next_tile.slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def look_ahead(mem):
+    """For the warp that adds in bulk, which has been told of the last dQ of a tile, so that consumers have
+    waited for Q of the next one: its number, or -1."""
+    number = next_tile(mem, 1)
+    if number >= 0:
+        named_barrier("arrive", KV_FREE, 320)
+    return number
 
 
 # ---------------------------------------------------------------- sets of K and V
@@ -82,13 +93,19 @@ def other_set(first):
     return 2 - first
 
 
+@gluon.constexpr_function
+def _users(plan):
+    """Threads that come to KV_FREE."""
+    return 320 if plan.bulk else 288
+
+
 @gluon.jit
-def release_keys(i, j):
+def release_keys(i, j, plan: gl.constexpr):
     """This consumer has formed the last dQ of the tile before, in the first step of a tile: K and V of that
     are needed no more. Its gradients leave from there."""
     if (j == 0) & (i > 0):
         tma.store_wait(0)
-        named_barrier("arrive", KV_FREE, 288)
+        named_barrier("arrive", KV_FREE, _users(plan))
 
 
 # ---------------------------------------------------------------- producer
@@ -110,7 +127,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
         m = tile.m_start
         g = 0
         if t > 1:
-            named_barrier("sync", KV_FREE, 288)
+            named_barrier("sync", KV_FREE, _users(plan))
         for j in range(n):
             if j == n - 1:  # earlier, and an idle program could have computed the tile
                 asked = draw(work.counter_ptr)
@@ -140,7 +157,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
         number = drawn(asked, work.counter_ptr, work.tiles, 1)
         t += 1
     if t > 1:
-        named_barrier("sync", KV_FREE, 288)
+        named_barrier("sync", KV_FREE, _users(plan))
     acquire(Q_FREE, i)
     _tell(mem, -1)
     mbarrier.arrive(mem.q_full.index(slot_of(i)), count=1)
