@@ -83,7 +83,11 @@ CASES = with_more(
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 CASES += [(*case, "fp16") for case in OPTION_SPILLS]
 FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
-FORMS |= {"persistent": ["persistent"], "persistent early": ["persistent", "early_mask"]}
+FORMS |= {
+    "persistent": ["persistent"],
+    "persistent early": ["persistent", "early_mask"],
+    "persistent bulk": ["persistent", "bulk", "early_mask"],
+}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
@@ -190,7 +194,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     wanted_by |= {SHARED: shared, DRAWN: config.persistent}
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
-        absent += [] if wanted else given
+        absent += [] if wanted else [name for name in given if name in names]
     aligned = "dq_ptr", *(("turns_ptr",) if deterministic else ()), *(SHARED[:1] if shared else ())
     aligned += DRAWN[:1] if config.persistent else ()
     stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)

@@ -337,6 +337,8 @@ def _visit(
     """The queries that see the keys of this program."""
     n = (tile.m_end - tile.m_start) * work.GROUP
     row = tile.start + WG * 64  # first key
+    block = tiling.first_sums(tile, work, plan)
+    gap = tiling.gap(tile, work, plan)
     if plan.shared:
         sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
 
@@ -348,7 +350,7 @@ def _visit(
     v = held(mem.v, WG, plan)
     if WG * plan.delay > 0:
         _begin_later(n, plan)
-    s, dk, dv, before = _steps(dq_ptr, mem, k, v, s, 0, 0, 0, n, qk_scale, tile, work, WG, plan)
+    s, dk, dv, block, m = _steps(dq_ptr, mem, k, v, s, 0, 0, 0, block, gap, n, qk_scale, tile, work, WG, plan)
 
     await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, 0, WG, plan)
@@ -365,7 +367,7 @@ def _visit(
     else:
         if plan.deterministic:
             await_grant(mem.turns, n - 1)
-        _add_dq(dq_ptr, before, dq, n > 0, WG, plan)
+        _add_dq(dq_ptr, _before(block, m, 1, 0, tile.m_start, gap, plan), dq, n > 0, WG, plan)
         if plan.deterministic:
             tell_added(mem.turns, n - 1)
     if plan.shared:
@@ -395,9 +397,11 @@ def _visit_tiles(
         n = (tile.m_end - tile.m_start) * work.GROUP
         first = set_of(t)
         own_k, own_v, s = _begin_tile(mem, s, i, first, WG, plan)
-        s, dk, dv, before = _steps(
-            dq_ptr, mem, own_k, own_v, s, i, first, before, n, qk_scale, tile, work, WG, plan
+        block, gap = tiling.first_sums(tile, work, plan), tiling.gap(tile, work, plan)
+        s, dk, dv, block, m = _steps(
+            dq_ptr, mem, own_k, own_v, s, i, first, before, block, gap, n, qk_scale, tile, work, WG, plan
         )
+        before = _before(block, m, 1, before, tile.m_start, gap, plan)
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
         _store(desc_dv, dv, mem.v, first + WG, at, row)
         dk = _times(dk, sm_scale)
@@ -434,19 +438,18 @@ def _begin_tile(mem, s, i, first, WG: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _steps(
-    dq_ptr, mem, k, v, s, c, first, last, n, qk_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
-):
+    dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
+    WG: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
     """All blocks of queries of a tile, from S of the first one on: (S of the block after, dK, dV, the block
-    of sums that the last dQ is to be added to).
+    of sums and the one of queries behind the last).
 
-    Of a persistent plan: c, steps of this program before; first, buffer of K and of V; last, block of sums of
-    the step before.
+    block, gap: the first block of sums, and those between two heads. Of a persistent plan: c, steps of this
+    program before; first, buffer of K and of V; last, block of sums of the step before.
     """
     dtype: gl.constexpr = mem.k[0].dtype
     parts: gl.constexpr = len(mem.k)
     row = tile.start + WG * 64  # first key
-    block = tiling.first_sums(tile, work, plan)
-    gap = tiling.gap(tile, work, plan)
     m = tile.m_start
     dk = column_parts.zeros(plan.d_layout, plan)
     dv = column_parts.zeros(plan.d_layout, plan)
@@ -513,7 +516,7 @@ def _steps(
         if m == tile.m_end:
             m = tile.m_start
             block += gap
-    return s, dk, dv, _before(block, m, 1, last, tile.m_start, gap, plan)
+    return s, dk, dv, block, m
 
 
 # ---------------------------------------------------------------- kernel

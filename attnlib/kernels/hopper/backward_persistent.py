@@ -136,16 +136,14 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             acquire(Q_FREE, i)
             if j == 0:
                 _tell(mem, number)
-                mbarrier.expect(bar, q_bytes + plan.block_n // 64 * nbytes(desc_k))
-                copy_keys(desc_k, tile, bar, mem.k, first, work, plan)
+                copy_keys(desc_k, tile, bar, q_bytes, mem.k, first, work, plan)
             else:
                 mbarrier.expect(bar, q_bytes)
             copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, m, work, plan)
             bar = mem.do_full.index(slot)
             acquire(DO_FREE, i)
             if j == 0:
-                mbarrier.expect(bar, do_bytes + plan.block_n // 64 * nbytes(desc_v))
-                copy_keys(desc_v, tile, bar, mem.v, first, work, plan)
+                copy_keys(desc_v, tile, bar, do_bytes, mem.v, first, work, plan)
             else:
                 mbarrier.expect(bar, do_bytes)
             copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)

@@ -67,10 +67,12 @@ def produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.cons
 
 
 @gluon.jit
-def copy_keys(desc, tile, bar, buffers, first, work, plan: gl.constexpr):
-    """Of K or V, 64 rows into each buffer from the first on, whose bytes `bar` expects."""
+def copy_keys(desc, tile, bar, MORE: gl.constexpr, buffers, first, work, plan: gl.constexpr):
+    """Of K or V, 64 rows into each buffer from the first on. MORE: bytes of copies that follow."""
+    blocks: gl.constexpr = plan.block_n // 64
     at = tiling.keys(tile, work, plan)
-    for w in gl.static_range(plan.block_n // 64):
+    mbarrier.expect(bar, blocks * nbytes(desc) + MORE)
+    for w in gl.static_range(blocks):
         column_parts.copy(desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers, first + w)
 
 
@@ -91,8 +93,7 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
     n = (tile.m_end - tile.m_start) * work.GROUP
     q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
     do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
-    mbarrier.expect(mem.k_full, plan.block_n // 64 * nbytes(desc_k))
-    copy_keys(desc_k, tile, mem.k_full, mem.k, 0, work, plan)
+    copy_keys(desc_k, tile, mem.k_full, 0, mem.k, 0, work, plan)
     m = tile.m_start
     g = 0
     for j in range(n):
@@ -102,8 +103,7 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         mbarrier.expect(bar, q_bytes)
         copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, m, work, plan)
         if j == 0:
-            mbarrier.expect(mem.v_full, plan.block_n // 64 * nbytes(desc_v))
-            copy_keys(desc_v, tile, mem.v_full, mem.v, 0, work, plan)
+            copy_keys(desc_v, tile, mem.v_full, 0, mem.v, 0, work, plan)
         bar = mem.do_full.index(slot)
         acquire(DO_FREE, j)
         mbarrier.expect(bar, do_bytes)
