@@ -206,6 +206,18 @@ def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
         replace(config, bulk=True)
 
 
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        (hopper_backward_config(256), "deterministic=False, alternate=False, block_n=64"),
+        (hopper_backward_config(64, deterministic=True), "deterministic=True, alternate=False, block_n=128"),
+    ],
+)
+def test_which_programs_stay_on_their_sm(config: HopperBackwardConfig, others: str) -> None:
+    with pytest.raises(ValueError, match=f"^persistent: expected False with {others}, got True$"):
+        replace(config, persistent=True)
+
+
 @pytest.mark.parametrize("head_dim", [0, 264])
 def test_a_head_dimension_out_of_range_has_no_configuration(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"^head_dim: expected 1 to 256, got {head_dim}$"):
