@@ -2,9 +2,11 @@
 
     python tests/gpu/tune_backward.py steps                      some 200 s on 14 cores
     python tests/gpu/tune_backward.py steps --cells 64-causal-16384 96-dense-4096
+    python tests/gpu/tune_backward.py persistent --rounds 5      some 140 s
     python tests/gpu/tune_backward.py grouped --seconds 200      begin no cell after so many
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
+persistent: one tile a program, or programs that stay on their SM ("stays").
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel.
@@ -64,6 +66,12 @@ STEPS = """
 80-causal-4096 64-causal-1024 128-causal-1024 256-causal-4096 96-dense-16384
 """.split()
 """The most important ones first."""
+PERSISTENT = """
+128-window-4096 64-causal-4096 128-causal-4096 64-window-4096 96-dense-4096 96-causal-4096 128-causal-1024
+64-causal-4096-float16 128-dense-4096 64-dense-4096 64-causal-1024 128-causal-512 128-window-16384
+64-causal-16384 128-causal-16384 80-causal-4096 96-window-4096 96-dense-16384 128-gqa8-4096 64-gqa8-4096
+112-causal-4096
+""".split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
     for length in (4096, 16384, 1024) for kind in ("gqa8", "gqa4") for head_dim in (256, 192, 128, 64)
@@ -94,6 +102,22 @@ def step_forms(cell: Cell) -> Forms:
     return found
 
 
+def persistent_forms(cell: Cell) -> Forms:
+    """Of one call: programs of one tile, as they are and as they are best; programs that stay on their SM,
+    with dQ from registers or in bulk, and with P masked late or early."""
+    config, masked = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].causal
+    found = {DEFAULT: config}
+    for bulk in (False, True):
+        for early in (False, True)[: 1 + masked]:
+            for persistent in (False, True):
+                if persistent and bulk and cell.shape.head_dim > 96:  # no room in shared memory
+                    continue
+                name = f"{'stays ' * persistent}{'bulk ' * bulk}{'early ' * early}".strip()
+                change = {"persistent": persistent, "bulk": bulk, "early_mask": early}
+                found.setdefault(name or DEFAULT, replace(config, **change))
+    return found
+
+
 def grouped_forms(cell: Cell) -> Forms:
     config, group = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].group
     found = {"all": replace(config, visited=group)}
@@ -101,7 +125,11 @@ def grouped_forms(cell: Cell) -> Forms:
     return found | {"apart 1": replace(config, visited=1, added=False), DEFAULT: config}
 
 
-SETS = {"steps": (step_forms, STEPS), "grouped": (grouped_forms, GROUPED)}
+SETS = {
+    "steps": (step_forms, STEPS),
+    "persistent": (persistent_forms, PERSISTENT),
+    "grouped": (grouped_forms, GROUPED),
+}
 
 
 def cell_of(name: str) -> Cell:

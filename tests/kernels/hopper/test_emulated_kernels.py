@@ -217,7 +217,7 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize(("order", "sms"), zip(ORDERS, (1, 3, 2), strict=True))
+@pytest.mark.parametrize(("order", "sms"), [*zip(ORDERS, (1, 3, 2), strict=True)])
 @pytest.mark.parametrize("name", TILES)
 def test_programs_that_stay_on_their_sm(name: str, order: str, sms: int) -> None:
     call = TILES[name]
