@@ -73,6 +73,9 @@ OPTION_SPILLS = {
     (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
     (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
     (192, "early causal"): 4,
+    (64, "persistent early causal"): 6, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
+    (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
+    (128, "persistent window"): 10,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""

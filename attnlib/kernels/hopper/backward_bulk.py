@@ -20,7 +20,7 @@ from attnlib.kernels.common import launch_postprocess
 from attnlib.kernels.common.bulk_add import async_add_shared_to_global
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_persistent import look_ahead
+from attnlib.kernels.hopper.backward_persistent import tile_number
 
 LINE = gl.constexpr(launch_postprocess.LINE)
 SUMS_FULL = gl.constexpr(6)  # of the named barriers, and 7; Triton uses some below 5
@@ -80,15 +80,17 @@ def add_all(descs, mem, work, plan: gl.constexpr):
     """A warp's work: dQ of each step."""
     number = gl.program_id(0)
     if plan.persistent:
+        t = 0
         while number >= 0:
-            number = _add_tile(descs, mem, number, work, plan)
+            t += 1
+            number = _add_tile(descs, mem, number, t, work, plan)
     else:
-        _add_tile(descs, mem, number, work, plan)
+        _add_tile(descs, mem, number, 1, work, plan)
 
 
 @gluon.jit
-def _add_tile(descs, mem, number, work, plan: gl.constexpr):
-    """dQ of each step of a tile; of a persistent plan the number of the next one, -1 after the last."""
+def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
+    """dQ of each step of a tile; of a persistent plan the number of tile `after`, -1 if there is none."""
     tile = tiling.locate(number, work, plan)
     following = number * 0 - 1
     if tiling.seen(tile, plan):
@@ -106,7 +108,7 @@ def _add_tile(descs, mem, number, work, plan: gl.constexpr):
                     async_add_shared_to_global(descs[i], [first, 0], mem.sums[i].index(w))
             if plan.persistent:
                 if j + 1 == n:
-                    following = look_ahead(mem)
+                    following = tile_number(mem, after, 1)
             for w in gl.static_range(plan.writers):
                 tma.store_wait((plan.writers - 1 - w) * parts)
                 if (j + 1 < n) | (following >= 0):

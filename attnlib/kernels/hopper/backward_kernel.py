@@ -128,12 +128,12 @@ from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
 from attnlib.kernels.hopper.backward_persistent import (
+    await_gradients,
     new_next_tile,
-    next_tile,
     other_set,
     produce_tiles,
-    release_keys,
     set_of,
+    tile_number,
 )
 from attnlib.kernels.hopper.backward_shared import (
     NUMBERS,
@@ -409,7 +409,7 @@ def _visit_tiles(
         _store(desc_dk, dk, mem.v, first + WG, at, row)
         i += n
         t += 1
-        number = next_tile(mem, 4)
+        number = tile_number(mem, t, 4)
 
     await_ds(i - 1, WG)
     dq = await_parts(_issue_dq(mem, i - 1, set_of(t - 1), WG, plan), 0)
@@ -482,6 +482,8 @@ def _steps(
         await_ds(i - 1, WG)
         dq_token = _issue_dq(mem, i - 1, _set_before(first, j, plan), WG, plan)
         dv = await_parts(dv_token, plan.dq_products)
+        if plan.persistent:
+            await_gradients(i, j)
         release(DO_FREE, i)
         dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), q, dk)
         next_slot = slot_of(i + 1)
@@ -493,8 +495,6 @@ def _steps(
         if plan.alternate:
             _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)
-        if plan.persistent:
-            release_keys(i, j, plan)
         if plan.bulk:
             write_sums(mem, dq, i, WG)
         write_ds(mem, ds_half, i, WG)  # the fence in there is for both

@@ -10,22 +10,20 @@ have two sets of buffers; tile t, of those of a program, uses set t & 1, and the
 
 The producer draws the number of the next tile from a counter in global memory when it has come to the last
 block of this one, and leaves it in `next_tile`, -1 after the last one. It copies K with the first Q and V
-with the first dO, so these need no barriers of their own.
+with the first dO, so these need no barriers of their own:
 
-    barrier           completes when                           waited for by          parity of the wait
-    q_full[slot]      TMA has written Q and LSE2 of step i,    each consumer          (i // 2) & 1
-                      in a first step K; `next_tile` is there
-    do_full[slot]     TMA has written dO and delta of step i,  each consumer          (i // 2) & 1
-                      in a first step V
-    KV_FREE           both consumers are done with K and V of  producer, to tell of
-                      tile t, and their dV and dK have left;   tile t + 2
-                      who adds has read of tile t + 1
+    q_full[slot]      Q and LSE2 of step i are there, in a tile's first step K, too, and its number; after the
+                      last tile, that there is none
+    do_full[slot]     dO and delta of step i are there, in a first step V, too
 
-K of tile t + 2 comes when the last dQ of tile t has been formed, in the first step of tile t + 1, whose last
-step wants it. So a tile has two steps at least, if need be with a block of queries that see none of its
-keys. After the last tile the producer arrives at q_full without a copy. It tells of tile t + 2 when both
-consumers are in the first step of tile t + 1, and have read what was told of that, so there is one
-`next_tile`.
+Nor do their buffers when they are free. K and V of tile t + 2 come to where those of tile t were, behind Q
+and dO of the first step of tile t + 2, for which the producer waits until step i - 2 has released its own.
+A tile has two steps or more, so that is a step of tile t + 1, and in the first one of these the last dQ of
+tile t has been formed, and its gradients have left (`await_gradients`). A tile with one block of queries has
+a second one, which sees none of its keys.
+
+There are two places for a number, of tile t in t & 1. Consumers read it behind the last step of tile t - 1,
+and the warp that adds dQ in bulk before it lets them write the dQ after next.
 
 `mem` is the `Memory` of a kernel, `plan` its plan. Chapter 20 derives the backward pass.
 """
@@ -35,15 +33,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
-from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper.backward_shared import copy_keys, copy_rows
 from attnlib.kernels.hopper.column_parts import nbytes
-
-KV_FREE = gl.constexpr(5)  # of the named barriers; Triton uses some below
-
 
 # ---------------------------------------------------------------- numbers of tiles
 
@@ -53,29 +47,20 @@ def new_next_tile():
     """A store is one of all 32 lanes of the producer, so each has a word. The first one's counts: that lane
     also arrives at the barrier."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [32], layout)
+    return gl.allocate_shared_memory(gl.int32, [2, 32], layout)
 
 
 @gluon.jit
-def _tell(mem, number):
-    mem.next_tile.store(number + 0 * lanes())
+def _tell(mem, t, number):
+    mem.next_tile.index(t & 1).store(number + 0 * lanes())
 
 
 @gluon.jit
-def next_tile(mem, WARPS: gl.constexpr):
-    """What the producer has told: the number of a tile, or -1. A consumer that has waited for Q of its first
-    step may ask."""
-    return gl.max(mem.next_tile.slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-
-
-@gluon.jit
-def look_ahead(mem):
-    """For the warp that adds in bulk, which has been told of the last dQ of a tile, so that consumers have
-    waited for Q of the next one: its number, or -1."""
-    number = next_tile(mem, 1)
-    if number >= 0:
-        named_barrier("arrive", KV_FREE, 320)
-    return number
+def tile_number(mem, t, WARPS: gl.constexpr):
+    """Of tile t, -1 if there is none: what the producer has told those who know that Q of its first step is
+    there."""
+    words = mem.next_tile.index(t & 1).slice(0, 1)
+    return gl.max(words.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 # ---------------------------------------------------------------- sets of K and V
@@ -93,19 +78,11 @@ def other_set(first):
     return 2 - first
 
 
-@gluon.constexpr_function
-def _users(plan):
-    """Threads that come to KV_FREE."""
-    return 320 if plan.bulk else 288
-
-
 @gluon.jit
-def release_keys(i, j, plan: gl.constexpr):
-    """This consumer has formed the last dQ of the tile before, in the first step of a tile: K and V of that
-    are needed no more. Its gradients leave from there."""
+def await_gradients(i, j):
+    """In the first step of a tile: those of the tile before have left shared memory."""
     if (j == 0) & (i > 0):
         tma.store_wait(0)
-        named_barrier("arrive", KV_FREE, _users(plan))
 
 
 # ---------------------------------------------------------------- producer
@@ -126,8 +103,6 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
         n = (tile.m_end - tile.m_start) * work.GROUP
         m = tile.m_start
         g = 0
-        if t > 1:
-            named_barrier("sync", KV_FREE, _users(plan))
         for j in range(n):
             if j == n - 1:  # earlier, and an idle program could have computed the tile
                 asked = draw(work.counter_ptr)
@@ -135,7 +110,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             bar = mem.q_full.index(slot)
             acquire(Q_FREE, i)
             if j == 0:
-                _tell(mem, number)
+                _tell(mem, t, number)
                 copy_keys(desc_k, tile, bar, q_bytes, mem.k, first, work, plan)
             else:
                 mbarrier.expect(bar, q_bytes)
@@ -154,8 +129,6 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
                 g += 1
         number = drawn(asked, work.counter_ptr, work.tiles, 1)
         t += 1
-    if t > 1:
-        named_barrier("sync", KV_FREE, _users(plan))
     acquire(Q_FREE, i)
-    _tell(mem, -1)
+    _tell(mem, t, -1)
     mbarrier.arrive(mem.q_full.index(slot_of(i)), count=1)
