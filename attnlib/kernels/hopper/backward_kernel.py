@@ -385,8 +385,10 @@ def _visit_tiles(
     """The same for one tile after the other, until the producer tells of none."""
     number = gl.program_id(0)
     mbarrier.wait(mem.q_full.index(0), 0)
-    k = held(mem.k, WG, plan)
-    s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
+    s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    if plan.held == 0:
+        token = issue_scores(Rows(mem.k, ()), WG, matrices(mem.q, 0), 0, plan)
+        s = warpgroup_mma_wait(0, deps=(token,))
     if WG * plan.delay > 0:
         _begin_later(number, plan)
     t = 0  # of the tiles of this program
