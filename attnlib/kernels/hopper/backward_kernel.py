@@ -74,6 +74,12 @@ of queries.
 Additions from registers wait for the L2 in the queue of loads and stores. A `bulk` plan stores dQ(j-1) to
 shared memory before dS(j), and a warp more has it added from there (`backward_bulk`).
 
+    Programs that stay on their SM
+
+A `persistent` plan has a program for each SM, which computes tile after tile: in the last step of one S is
+started of the next, whose first step forms the dQ that is left (`backward_persistent`). j then counts the
+steps of all tiles.
+
     A fixed order of the additions to dQ
 
 With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
@@ -116,7 +122,6 @@ from attnlib.kernels.common.backward_ring import (
     STAGES,
     add_placed_sums,
     add_sums,
-    leave_sums,
     opaque_zero,
     parity_of,
     release,
@@ -127,11 +132,13 @@ from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
+from attnlib.kernels.hopper.backward_gradients import copy_out, leave, store, times
 from attnlib.kernels.hopper.backward_persistent import (
     await_gradients,
     new_next_tile,
-    other_set,
     produce_tiles,
+    set_after,
+    set_before,
     set_of,
     tile_number,
 )
@@ -191,24 +198,6 @@ def _before(block, m, j, last, m_start, gap, plan: gl.constexpr):
 
 
 @gluon.jit
-def _set_before(first, j, plan: gl.constexpr):
-    """The buffer of K for dQ of the step before."""
-    if plan.persistent:
-        return gl.where(j == 0, other_set(first), first)
-    else:
-        return first
-
-
-@gluon.jit
-def _set_after(first, j, n, plan: gl.constexpr):
-    """And for S of the step after."""
-    if plan.persistent:
-        return gl.where(j == n - 1, other_set(first), first)
-    else:
-        return first
-
-
-@gluon.jit
 def _issue_dq(mem, j, first, WG: gl.constexpr, plan: gl.constexpr):
     """Start this consumer's half of dQ of block j, two products for each part: of the queries or of the
     columns, or where a part has too few columns for halves, of the keys, one product. K begins at buffer
@@ -235,49 +224,19 @@ def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _times(x, factor):
-    found = ()
-    for i in gl.static_range(len(x)):
-        found = found + (x[i] * factor,)
-    return found
-
-
-@gluon.jit
-def _store(descs, x, buffers, b, at, row):
-    """Each part through this consumer's buffers."""
-    for i in gl.static_range(len(x)):
-        matrix(buffers[i], b).store(x[i].to(buffers[i].dtype))
-    fence_async_shared()
-    _copy_out(descs, buffers, b, at, row)
-
-
-@gluon.jit
-def _copy_out(descs, buffers, b, at, row):
-    for i in gl.static_range(len(descs)):
-        tma.async_copy_shared_to_global(descs[i], tiling.coordinates(at, 0, row), buffers[i].index(b))
-
-
-@gluon.jit
-def _leave(sums, x, AT: gl.constexpr, plan: gl.constexpr):
-    """Sums of 64 keys where other programs add to them."""
-    for i in gl.static_range(len(x)):
-        leave_sums(sums, x[i], AT + 64 * plan.d * i, plan.added)
-
-
-@gluon.jit
 def _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG: gl.constexpr, plan: gl.constexpr):
     """Of keys that no query sees."""
     if plan.shared:
         if not plan.added:
             zeros = column_parts.zeros(plan.d_layout, plan)
             sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
-            _leave(sums, zeros, 0, plan)
-            _leave(sums, zeros, 64 * plan.width, plan)
+            leave(sums, zeros, 0, plan)
+            leave(sums, zeros, 64 * plan.width, plan)
     else:
         zeros = column_parts.zeros(plan.d_layout, plan)
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
-        _store(desc_dv, zeros, mem.v, WG, at, row)
-        _copy_out(desc_dk, mem.v, WG, at, row)
+        store(desc_dv, zeros, mem.v, WG, at, row)
+        copy_out(desc_dk, mem.v, WG, at, row)
         tma.store_wait(0)
 
 
@@ -356,9 +315,9 @@ def _visit(
     dq_token = _issue_dq(mem, n - 1, 0, WG, plan)
     at = tiling.keys(tile, work, plan)
     if plan.shared:
-        _leave(sums, dv, 64 * plan.width, plan)
+        leave(sums, dv, 64 * plan.width, plan)
     else:
-        _store(desc_dv, dv, mem.v, WG, at, row)
+        store(desc_dv, dv, mem.v, WG, at, row)
     dq = await_parts(dq_token, 0)
     if plan.bulk:
         write_sums(mem, dq, n, WG)
@@ -371,10 +330,10 @@ def _visit(
         if plan.deterministic:
             tell_added(mem.turns, n - 1)
     if plan.shared:
-        _leave(sums, dk, 0, plan)
+        leave(sums, dk, 0, plan)
     else:
         tma.store_wait(0)
-        _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
+        store(desc_dk, times(dk, sm_scale), mem.v, WG, at, row)
         tma.store_wait(0)
 
 
@@ -405,10 +364,10 @@ def _visit_tiles(
         )
         before = _before(block, m, 1, before, tile.m_start, gap, plan)
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
-        _store(desc_dv, dv, mem.v, first + WG, at, row)
-        dk = _times(dk, sm_scale)
+        store(desc_dv, dv, mem.v, first + WG, at, row)
+        dk = times(dk, sm_scale)
         tma.store_wait(0)
-        _store(desc_dk, dk, mem.v, first + WG, at, row)
+        store(desc_dk, dk, mem.v, first + WG, at, row)
         i += n
         t += 1
         number = tile_number(mem, t, 4)
@@ -482,7 +441,7 @@ def _steps(
             _await_start(j, WG)
         dv_token = start_update(p_half, do, dv)
         await_ds(i - 1, WG)
-        dq_token = _issue_dq(mem, i - 1, _set_before(first, j, plan), WG, plan)
+        dq_token = _issue_dq(mem, i - 1, set_before(first, j, plan), WG, plan)
         dv = await_parts(dv_token, plan.dq_products)
         if plan.persistent:
             await_gradients(i, j)
@@ -493,7 +452,7 @@ def _steps(
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
         elif j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
-        s_token = issue_scores(k, _set_after(first, j, n, plan) + WG, matrices(mem.q, next_slot), j, plan)
+        s_token = issue_scores(k, set_after(first, j, n, plan) + WG, matrices(mem.q, next_slot), j, plan)
         if plan.alternate:
             _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)

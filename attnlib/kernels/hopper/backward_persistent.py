@@ -69,13 +69,31 @@ def tile_number(mem, t, WARPS: gl.constexpr):
 @gluon.jit
 def set_of(t):
     """The first buffer of K and of V of a tile, there are two for 128 keys; of the tile after and of the one
-    before it is `other_set` of this."""
+    before it is `_other_set` of this."""
     return 2 * (t & 1)
 
 
 @gluon.jit
-def other_set(first):
+def _other_set(first):
     return 2 - first
+
+
+@gluon.jit
+def set_before(first, j, plan: gl.constexpr):
+    """The buffer of K for dQ of the step before."""
+    if plan.persistent:
+        return gl.where(j == 0, _other_set(first), first)
+    else:
+        return first
+
+
+@gluon.jit
+def set_after(first, j, n, plan: gl.constexpr):
+    """And for S of the step after."""
+    if plan.persistent:
+        return gl.where(j == n - 1, _other_set(first), first)
+    else:
+        return first
 
 
 @gluon.jit

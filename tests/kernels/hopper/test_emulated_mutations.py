@@ -17,6 +17,7 @@ from attnlib.kernels.common import backward_pair, backward_ring, tile_scheduler,
 from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import (
     backward_bulk,
+    backward_gradients,
     backward_kernel,
     backward_persistent,
     backward_shared,
@@ -115,6 +116,12 @@ def backward(
     bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
 ) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, backward_kernel)
+
+
+def leaving(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "128"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_gradients)
 
 
 def shared(
@@ -308,10 +315,10 @@ MUTATIONS = [
     # One fence for what was stored and what was loaded.
     pair("dS is not fenced", f"{UNFENCED.format('ds')}|{LOADED.format('lse')}",
              without("    fence_async_shared()\n", "", "    tell_ds")),
-    backward("dK and dV are not fenced", UNFENCED.format("v"),
+    leaving("dK and dV are not fenced", UNFENCED.format("v"),
              without("    fence_async_shared()\n", "dtype))\n")),
     backward("dV has not left", READING,
-             without("        tma.store_wait(0)\n", "", "        _store(desc_dk, _times(dk")),
+             without("        tma.store_wait(0)\n", "", "        store(desc_dk, times(dk")),
     backward("consumer 0 does not tell that it has started", DEADLOCK,
              ("    if j + WG < n:  #", "    if j + WG < n * WG:  #"), call="alternate"),
     backward("consumer 0 starts without being told", TWICE,
@@ -405,10 +412,10 @@ MUTATIONS = [
     backward("the next tile's Q is not waited for", TAKEN,
              ("or the end\n            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))",
               "or the end\n            pass"), call="persistent"),
-    backward("the last dQ of a tile is formed from the next one's K", f"AssertionError|{TAKEN}",
-             ("gl.where(j == 0, other_set(first), first)", "first"), call="persistent"),
-    backward("the first S of a tile is formed from the K before", "AssertionError",
-             ("gl.where(j == n - 1, other_set(first), first)", "first"), call="persistent"),
+    tile("the last dQ of a tile is formed from the next one's K", f"AssertionError|{TAKEN}",
+         ("gl.where(j == 0, _other_set(first), first)", "first")),
+    tile("the first S of a tile is formed from the K before", "AssertionError",
+         ("gl.where(j == n - 1, _other_set(first), first)", "first")),
     backward("K in registers is the tile's before", "AssertionError|Race",
              ("k = held(mem.k, first + WG, plan)", "k = held(mem.k, WG, plan)"),
              call="persistent, two parts"),
@@ -419,7 +426,7 @@ MUTATIONS = [
     backward("the last dQ of a tile is added to the next one's", "AssertionError|IndexError",
              ("found = gl.where(j == 0, last, found)", "found = found"), call="persistent"),
     backward("dV of a tile has not left when dK comes", READING,
-             without("        tma.store_wait(0)\n", "", "        _store(desc_dk, dk, mem.v"),
+             without("        tma.store_wait(0)\n", "", "        store(desc_dk, dk, mem.v"),
              call="persistent"),
     backward("the last dK is not waited for", "Race: .* ends and has not waited for its copies out",
              without("    tma.store_wait(0)\n", "", "\n\n@gluon.jit\ndef _begin_tile"), call="persistent"),
@@ -433,7 +440,7 @@ MUTATIONS = [
     backward("a product of dQ too few is waited for", "Race: a product is used with 4 outstanding",
              ("await_parts(dv_token, plan.dq_products)", "await_parts(dv_token, plan.dq_products + 1)"),
              call="64 + 16"),
-    backward("the second part of dK and dV stays in shared memory", "AssertionError",
+    leaving("the second part of dK and dV stays in shared memory", "AssertionError",
              ("gl.static_range(len(descs)):\n        tma", "gl.static_range(1):\n        tma"),
              call="64 + 32"),
     shared("in the wide kernel: Q is filled without asking", f"{TAKEN}|{COUNT}",
@@ -523,11 +530,11 @@ MUTATIONS = [
     slots("sums are stored over each other", "AssertionError",
           ('"red.global.add.v4.f32" if ADD', '"st.global.v4.f32" if ADD'), call="shared"),
     backward("the sums of dV are where those of dK are", "AssertionError",
-             ("_leave(sums, dv, 64 * plan.width, plan)", "_leave(sums, dv, 0, plan)"), call="shared"),
-    backward("the second part of the sums is where the first one is", "AssertionError",
+             ("leave(sums, dv, 64 * plan.width, plan)", "leave(sums, dv, 0, plan)"), call="shared"),
+    leaving("the second part of the sums is where the first one is", "AssertionError",
              ("AT + 64 * plan.d * i", "AT"), call="shared"),
     backward("keys that nobody sees leave no sums of their own", "AssertionError",
-             ("            _leave(sums, zeros, 0, plan)\n", ""), call="unseen, apart"),
+             ("            leave(sums, zeros, 0, plan)\n", ""), call="unseen, apart"),
     wide("the right half of the sums is where the left one is", "AssertionError",
          ("AT + 64 * left.shape[1]", "AT"), call="256, shared"),
     wide("the sums of dV are where those of dK are", "AssertionError",
