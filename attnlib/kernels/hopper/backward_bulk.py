@@ -1,5 +1,5 @@
 """dQ on its way to global memory through shared memory: the consumers write float32 sums there, and a warp of
-its own has the unit that copies add them (`bulk_add`).
+its own has the unit that copies add them (`bulk_add`). Chapter 21 teaches the additions from registers.
 
 Additions from registers go through the queue in which a warp's loads and stores of shared memory wait, too,
 and as fast as the L2 takes them. A plan that is `bulk` keeps them out of it.
@@ -14,9 +14,9 @@ A consumer has one buffer. `mem` is the `Memory` of a kernel, `plan` its plan.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attnlib.kernels.common import launch_postprocess
+from attnlib.kernels.common import launch_postprocess, tma
 from attnlib.kernels.common.bulk_add import async_add_shared_to_global
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling

@@ -1,11 +1,12 @@
 """How dK and dV of a consumer of the Hopper backward kernel leave: through its buffers of V, or as sums in
-memory. They are tuples of parts of the columns; `plan` is the kernel's plan.
+memory. They are tuples of parts of the columns; `plan` is the kernel's plan. Chapter 21 teaches the kernel.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import leave_sums
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.hopper import backward_tiles as tiling

@@ -30,8 +30,9 @@ and the warp that adds dQ in bulk before it lets them write the dQ after next.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes

@@ -10,8 +10,8 @@ anyway, and a sum of positive numbers is at least as large as each of them: a su
 that no score is above the shift by more than LAZY. Where a sum is larger, or no number, the warp takes the
 slow path: the largest score of each of its rows, a new shift where it is above the old one, and the weights
 once more, from the scores, which are still in registers. So the running maximum is not given up; it is looked
-up where it can matter. The slow path is a branch of the warp, in assembly: no other warp waits for it. Chapter
-37 measures what the maximum costs.
+up where it can matter. The slow path is a branch of the warp, in assembly: no other warp waits for it.
+Chapter 37 measures what the maximum costs.
 
 Shift and sums lie as [64, 4] here, a value for each row and each of the four threads that share it. Two
 weights of neighboring columns lie in a word: [64, N / 8, 4], in the order of wgmma's first operand. Words are
