@@ -42,6 +42,7 @@ sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention, attention_decode  # noqa: E402
 from attnlib.bench import harness, ranks, records, sources  # noqa: E402
+from attnlib.bench.host import cores, cpu_name  # noqa: E402
 from attnlib.bench.names import CONTROL  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
 from attnlib.bench.setting import SWEEP  # noqa: E402
@@ -244,18 +245,6 @@ def _judged(row: dict[str, Any], wrong: str, times: dict[str, Any]) -> dict[str,
     if wrong:
         return row | {"status": "wrong", "reason": wrong}
     return row | {"status": "ok", **times, "gb_per_s": row["bytes"] / times["ms"] / 1e6}
-
-
-def cores() -> int:
-    """That this process may use at the same time, by its affinity and the limit of its container."""
-    found, limit = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
-    quota, period = limit.read_text().split() if limit.exists() else ("max", "1")
-    return found if quota == "max" else max(1, min(found, int(quota) // int(period)))
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 LAYERS, STEP_KEYS = 8, 16384
