@@ -83,9 +83,11 @@ def _asm(m, dtype):
     return f"{{ .reg .pred q; .reg .f32 a, b, c0, c1; {'; '.join(lines)}; DONE: }}"
 
 
+# "&": results are written before the operands were read for the last time. Without it the compiler gives a
+# sum and the sum that it replaces one register, and the slow path reads what the fast one has written.
 @gluon.constexpr_function
 def _constraints(m):
-    kinds = "=r", "=f", "=r", "f", "f", "r", "f", "f", "f", "f"
+    kinds = "=&r", "=&f", "=&r", "f", "f", "r", "f", "f", "f", "f"
     return ",".join(kind for kind in kinds for _ in range(m))
 
 
