@@ -7,6 +7,7 @@
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
+later: programs that stay, whose second consumer begins later.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel.
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -71,6 +73,11 @@ PERSISTENT = """
 64-causal-4096-float16 128-dense-4096 64-dense-4096 64-causal-1024 128-causal-512 128-window-16384
 64-causal-16384 128-causal-16384 80-causal-4096 96-window-4096 96-dense-16384 128-gqa8-4096 64-gqa8-4096
 112-causal-4096
+""".split()
+LATER = """
+64-causal-4096 64-dense-4096 128-causal-4096 64-causal-16384 64-dense-16384 128-dense-4096 96-dense-4096
+64-causal-4096-float16 64-window-4096 96-causal-4096 64-causal-1024 128-window-4096 64-dense-4096-float16
+64-causal-16384-float16 64-dense-1024 128-dense-16384 80-dense-4096 112-dense-4096 128-gqa8-4096
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -118,6 +125,20 @@ def persistent_forms(cell: Cell) -> Forms:
     return found
 
 
+def later_forms(cell: Cell) -> Forms:
+    """Of one call: programs that stay on their SM, with dQ from registers or in bulk where there is room, P
+    masked early at D = 64, and a later second consumer."""
+    config, masked = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].causal
+    delay, found = "masked_stagger" if masked else "stagger", {DEFAULT: config}
+    early = [False, True] if masked and cell.shape.head_dim == 64 else [False]
+    for bulk, masked_early in product((False, True)[: 1 + (cell.shape.head_dim <= 96)], early):
+        for clocks in (0, 600, 1200, 2000):
+            name = f"stays {'bulk ' * bulk}{'early ' * masked_early}{clocks}"
+            change = {"persistent": True, "bulk": bulk, "early_mask": masked_early, delay: clocks}
+            found[name] = replace(config, **change)
+    return found
+
+
 def grouped_forms(cell: Cell) -> Forms:
     config, group = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].group
     found = {"all": replace(config, visited=group)}
@@ -128,6 +149,7 @@ def grouped_forms(cell: Cell) -> Forms:
 SETS = {
     "steps": (step_forms, STEPS),
     "persistent": (persistent_forms, PERSISTENT),
+    "later": (later_forms, LATER),
     "grouped": (grouped_forms, GROUPED),
 }
 
