@@ -23,11 +23,21 @@ HEAD_START = 4_000_000
 
 
 class Window(NamedTuple):
-    """ms of a call, on the slowest rank; and each rank's SM clock in MHz meanwhile, None where it is unknown
-    or the rank had nothing to do."""
+    """ms of a call on each rank, and its SM clock in MHz meanwhile; None where a rank had nothing to do, or
+    the clock is unknown."""
 
-    ms: float
+    rank_ms: list[float | None]
     sm_mhz: list[float | None]
+
+    @property
+    def ms(self) -> float:
+        """On the slowest rank."""
+        return max(ms for ms in self.rank_ms if ms is not None)
+
+
+def record_name(record: str, ranks: int) -> str:
+    """A record of two GPUs has the script's name; others say their number, and take nothing's place."""
+    return record if ranks == 2 else f"{record}_{ranks}"
 
 
 def device() -> torch.device:
@@ -49,7 +59,7 @@ def window(
     wait()
     dist.barrier()
     wait()
-    found = torch.tensor([0.0, math.nan], device=device())
+    found = torch.tensor([math.nan, math.nan], device=device())
     if not alone or dist.get_rank() == 0:
         with power.Sampler() as sampler:
             taken = _timed(call, count, settle, clocks)
@@ -57,8 +67,8 @@ def window(
         found = torch.tensor([taken, math.nan if mhz is None else mhz], device=device())
     every = [torch.empty_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(every, found)
-    rows = [rank.tolist() for rank in every]
-    return Window(max(ms for ms, _ in rows), [None if math.isnan(mhz) else mhz for _, mhz in rows])
+    rows = zip(*(rank.tolist() for rank in every), strict=True)
+    return Window(*([None if math.isnan(x) else x for x in values] for values in rows))
 
 
 def _timed(call: Callable[[], Any], count: int, settle: int, clocks: int) -> float:
@@ -102,12 +112,16 @@ def worst_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return worst.item()
 
 
-def kernel_events(
-    call: Callable[[], Any], kinds: dict[str, str], before: int = 2
-) -> list[dict[str, Any]]:
-    """This rank's kernels in one call, by PyTorch's profiler, after `before` calls that were queued with it:
-    ms from the end of the call before. So the host is ahead, as it is in a program that has more to do.
-    kinds: part of a kernel's name -> its kind; "other" where none fits. Nothing on a CPU."""
+Event = tuple[int, int, int, str]
+"""Of a kernel: stream, begin and length in ns, name."""
+
+
+def kernels_of_calls(
+    call: Callable[[], Any], kinds: dict[str, str], calls: int = 3
+) -> list[list[dict[str, Any]]]:
+    """This rank's kernels in each of some calls that are queued together, by PyTorch's profiler, but for the
+    first: ms from the end of the call before. So the host is ahead, as it is in a program that has more to
+    do. kinds: part of a kernel's name -> its kind; "other" where none fits. Nothing on a CPU."""
     from torch.profiler import ProfilerActivity, profile
 
     if device().type == "cpu":
@@ -117,39 +131,46 @@ def kernel_events(
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         torch.cuda._sleep(HEAD_START)
-        for _ in range(before + 1):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
     events = [e for e in seen.profiler.kineto_results.events() if e.device_type().name == "CUDA"]
     # Without PyTorch's notes about what NCCL does, and the head start.
     events = [e for e in events if not e.name().startswith("nccl:") and "spin_kernel" not in e.name()]
-    last, start = last_call(
-        [(e.device_resource_id(), e.start_ns(), e.duration_ns(), e.name()) for e in events], before + 1
-    )
-    return [
+    events = [(e.device_resource_id(), e.start_ns(), e.duration_ns(), e.name()) for e in events]
+    return [[
         {"kind": next((kind for part, kind in kinds.items() if part in name.lower()), "other"),
          "kernel": name[:60], "stream": stream, "begin_ms": (at - start) * 1e-6, "ms": taken * 1e-6}
-        for stream, at, taken, name in last
-    ]  # fmt: skip
+        for stream, at, taken, name in kernels
+    ] for kernels, start in by_call(events, calls)]  # fmt: skip
 
 
-Event = tuple[int, int, int, str]
-"""Of a kernel: stream, begin and length in ns, name."""
-
-
-def last_call(events: list[Event], calls: int) -> tuple[list[Event], int]:
-    """The kernels of the last of so many equal calls, by their begin; and when the call before ended, or the
-    first of them begins. ValueError where a stream's kernels can't be shared out evenly."""
-    last, before = [], []
+def by_call(events: list[Event], calls: int) -> list[tuple[list[Event], int]]:
+    """Of each of so many equal calls but the first: its kernels, by their begin, and when the call before
+    ended. ValueError where a stream's kernels can't be shared out evenly."""
+    shared: list[list[Event]] = [[] for _ in range(calls)]
     for stream in dict.fromkeys(event[0] for event in events):
         own = sorted((event for event in events if event[0] == stream), key=lambda event: event[1])
-        if len(own) % calls:
+        each, rest = divmod(len(own), calls)
+        if rest:
             raise ValueError(f"events: expected a multiple of {calls} on stream {stream}, got {len(own)}")
-        cut = len(own) - len(own) // calls
-        before, last = before + own[:cut], last + own[cut:]
-    last.sort(key=lambda event: event[1])
-    ends = [at + taken for _, at, taken, _ in before]
-    return last, max(ends, default=last[0][1] if last else 0)
+        for i, kernels in enumerate(shared):
+            kernels += own[i * each : (i + 1) * each]
+    ends = [max((at + taken for _, at, taken, _ in kernels), default=0) for kernels in shared]
+    return [
+        (sorted(kernels, key=lambda event: event[1]), end)
+        for kernels, end in zip(shared[1:], ends, strict=False)
+    ]
+
+
+def covered_ms(kernels: list[dict[str, Any]], *kinds: str) -> float:
+    """ms in which at least one kernel of these kinds runs."""
+    total = reached = 0.0
+    for row in sorted((row for row in kernels if row["kind"] in kinds), key=lambda row: row["begin_ms"]):
+        stop = row["begin_ms"] + row["ms"]
+        total += max(0.0, stop - max(reached, row["begin_ms"]))
+        reached = max(reached, stop)
+    return total
 
 
 Work = Callable[[int, int, Any, str], int]

@@ -59,12 +59,14 @@ class CopyIn(Work):
 
 
 class CopyOut(Work):
-    def __init__(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
+    """Out of shared memory to a tensor, or `added` to it."""
+
+    def __init__(self, desc: Descriptor, coordinates, buffer: Shared, added: bool) -> None:
         super().__init__((buffer,))
-        self.desc, self.coordinates = desc, coordinates
+        self.desc, self.coordinates, self.added = desc, coordinates, added
 
     def do(self) -> None:
-        self.desc.write(self.coordinates, self.reads[0].values)
+        self.desc.write(self.coordinates, self.reads[0].values, self.added)
 
 
 class Language:
@@ -75,6 +77,7 @@ class Language:
         self.gl = SimpleNamespace(
             **{name: getattr(gl, name) for name in dir(gl) if isinstance(getattr(gl, name), gl.dtype)},
             **{name: _Layout for name in dir(gl) if name.endswith("Layout")},
+            pointer_type=gl.pointer_type,
             program_id=lambda axis: Int(place[axis]), num_programs=lambda axis=0: Int(grid[axis]),
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
@@ -97,6 +100,7 @@ class Language:
         )  # fmt: skip
         self.hopper = {
             "fence_async_shared": program.fence,
+            "async_add_shared_to_global": lambda *args: self._copy_out(*args, added=True),
             "warpgroup_mma": self._warpgroup_mma,
             "warpgroup_mma_wait": self._warpgroup_mma_wait,
         }
@@ -117,10 +121,10 @@ class Language:
         buffer.begin_writing()
         self.machine.issue(self.machine.copies, CopyIn(desc, coordinates, barrier, buffer))
 
-    def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
+    def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared, added: bool = False) -> None:
         _check_block(desc, buffer)
         buffer.begin_reading("a copy out")
-        self.machine.issue(self.machine.current.stores, CopyOut(desc, coordinates, buffer))
+        self.machine.issue(self.machine.current.stores, CopyOut(desc, coordinates, buffer, added))
 
     def _store_wait(self, pendings: int) -> None:
         self.machine.wait_for(self.machine.current.stores, int(pendings), "copies out")

@@ -250,7 +250,8 @@ class Descriptor:
             block[found[1]] = found[0]
         return block
 
-    def write(self, coordinates: list[int], block: torch.Tensor) -> None:
+    def write(self, coordinates: list[int], block: torch.Tensor, added: bool = False) -> None:
         found = self._box(coordinates)
         if found is not None:
-            found[0].copy_(block.reshape(self.block_shape)[found[1]])
+            block = block.reshape(self.block_shape)[found[1]]
+            found[0].add_(block) if added else found[0].copy_(block)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.language.nvidia.hopper import tma as gluon_tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import is_builtin
 from triton.runtime import JITFunction
 from triton.runtime.jit import ConstexprFunction
 
@@ -155,7 +156,7 @@ class _Translation:
             return self.function(value)
         if isinstance(value, ConstexprFunction):  # what it gives may be a plan of constants
             return lambda *given: _unwrapped(value.fn(*given))
-        if getattr(value, "__module__", "").startswith("triton.") and name in self.language.hopper:
+        if name in self.language.hopper and is_builtin(value):
             return self.language.hopper[name]
         if isinstance(value, ModuleType):
             return _Module(value, self)

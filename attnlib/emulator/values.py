@@ -192,7 +192,10 @@ class Pointer:
         return Pointer(self.memory, self.offset + elements)
 
     def to(self, dtype: gl.dtype) -> Pointer:
-        """As an integer it stays what it is."""
+        """As an integer it stays what it is; as a pointer to int32 it is one to the same words of 32 bits."""
+        if dtype == gl.pointer_type(gl.int32):
+            assert self.memory.element_size() == 4
+            return Pointer(self.memory.view(torch.int32), self.offset)
         assert dtype == gl.int64
         return self
 

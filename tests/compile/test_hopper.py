@@ -9,7 +9,7 @@ import pytest
 import side_by_side
 import torch
 from chosen import with_more
-from gluon_kernels import tile_types
+from gluon_kernels import check_assembly, tile_types
 from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
@@ -161,3 +161,12 @@ def test_the_program_fits_its_registers(compiled: dict[tuple, Stats]) -> None:
         assert 128 * warpgroups * config.max_registers <= 65536
         later = config.warpgroups * config.consumer_registers + config.producer_registers
         assert later <= warpgroups * config.max_registers
+
+
+def test_an_operand_that_is_overwritten_is_found() -> None:
+    lost_sum = "add.f32 %f7, %f7, %f1; @!q bra DONE; ex2.approx.ftz.f32 a, a; mul.f32 %f7, %f7, a; DONE: }"
+    lost_factor = "mov.b32 %f1, %f2; @!q bra DONE; mul.f32 %f1, %f1, %f3; mul.f32 %f3, %f3, %f4; DONE: }"
+    for block in lost_sum, lost_factor:
+        with pytest.raises(AssertionError, match="is lost"):
+            check_assembly(block)
+        check_assembly(block.replace("f7, %f7, %f1", "f7, %f6, %f1").replace(" %f3;", " %f5;"))

@@ -70,6 +70,12 @@ OPTION_SPILLS = {
     (192, "shared causal"): 2, (PAIR, "shared causal"): 0, (256, "shared causal"): 2,
     (256, "shared dense"): 0, (256, "shared varlen window"): 10, (256, "apart causal"): 2,
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
+    (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
+    (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
+    (192, "early causal"): 4,
+    (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
+    (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
+    (128, "persistent window"): 10,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
@@ -79,10 +85,18 @@ CASES = with_more(
 )
 CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
 CASES += [(*case, "fp16") for case in OPTION_SPILLS]
-OPTIONS = "deterministic", "alternate", "shared", "apart"
+FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
+FORMS |= {
+    "persistent": ["persistent"],
+    "persistent early": ["persistent", "early_mask"],
+    "persistent bulk": ["persistent", "bulk", "early_mask"],
+}
+OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
 """Arguments of a plan that is shared."""
+DRAWN = "counter_ptr", "tiles"
+"""And of one that is persistent."""
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
@@ -136,12 +150,13 @@ def call_of(
 
 def option_of(kind: str) -> tuple[str, str]:
     """(option or nothing, the kind without it)."""
-    option, _, rest = kind.partition(" ")
-    return (option, rest) if option in OPTIONS else ("", kind)
+    found = [option for option in OPTIONS if kind.startswith(f"{option} ")]
+    option = max(found, key=len, default="")
+    return option, kind.removeprefix(f"{option} ")
 
 
 @gluon.jit
-def _one_block(block, m, m_start, gap):
+def _one_block(block, m, j, last, m_start, gap, plan: gluon.language.constexpr):
     return m_start
 
 
@@ -156,31 +171,35 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     option, kind = option_of(kind)
     deterministic = option == "deterministic"
     width, _, config = columns_of(name, deterministic)
-    config = replace(config, alternate=option == "alternate")
+    if option in FORMS:
+        config = replace(config, **dict.fromkeys(FORMS[option], True))
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
     shared = option in ("shared", "apart")
     config = replace(config, added=option != "apart")
-    plan = launch_backward.make_plan(width, config, mask, varlen, shared)
+    plan = launch_backward.make_plan(width, config, mask, varlen, shared, config.persistent)
     kernel = backward_kernel.attention_backward_hopper
     if width > 128:
         kernel = backward_wide_kernel.attention_backward_hopper_wide
-    types = dict.fromkeys(("dq_ptr", "turns_ptr", *SHARED[:1]), "*fp32")
+    types = dict.fromkeys(("dq_ptr", "turns_ptr", SHARED[0], DRAWN[0]), "*fp32")
     types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(name, dtype, varlen, deterministic)
+    call = call._replace(config=config)
     own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
     windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
     found = launch_backward.descriptors(windows[: 4 if shared else 6], rows, width, call)
-    types |= tile_types(found, dtype, desc_rows="fp32")
+    floats = "desc_rows", "desc_sums", "desc_sums_right"
+    types |= tile_types(found, dtype, **dict.fromkeys(floats, "fp32"))
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
-    wanted_by[SHARED] = shared
+    wanted_by |= {SHARED: shared, DRAWN: config.persistent}
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
-        absent += [] if wanted else given
+        absent += [] if wanted else [name for name in given if name in names]
     aligned = "dq_ptr", *(("turns_ptr",) if deterministic else ()), *(SHARED[:1] if shared else ())
+    aligned += DRAWN[:1] if config.persistent else ()
     stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
     return stats, addresses_change(compiled.asm["ttgir"])
 
@@ -236,7 +255,10 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
     assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
-    assert sorted(loop.get("REDG", 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
+    in_bulk = "bulk" in option
+    added = "STS" if in_bulk else "REDG"
+    assert sorted(loop.get(added, 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
+    assert not in_bulk or not any(loop.get("REDG") for loop in loops)
     loads = OWN_LOADS.get(case[:2], (SHARED_LOADS if shared else LOADS)[width])
     for loop in loops:
         assert deterministic or loop.get("LDL", 0) <= loads
@@ -247,7 +269,10 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     narrow = width in (64, 80, 96, 128) and not shared
     assert not narrow or max(moved) <= 6, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
-    assert changes == [True, True] * two_parts, "two places add to dQ, or two for each part"
+    places = 0 if in_bulk else 2 * two_parts
+    assert changes == [True] * places, "two places add to dQ, or two for each part"
+    peeled = 2 if option == "persistent bulk" else 1  # the last step of a tile, which reads of the next one
+    assert stats.opcodes.get("UTMAREDG", 0) == (2 * two_parts - places) * peeled
 
 
 def test_an_address_that_does_not_change_is_found(compiled) -> None:

@@ -4,8 +4,14 @@ end in time."""
 from __future__ import annotations
 
 import json
+import math
+from types import SimpleNamespace
 
+import distributed_jobs
+import pytest
 import script_jobs as jobs
+from distributed_jobs import Case
+from ranks import Ranks
 
 QUICK = {"SETTLE_MS": 1, "TIMED_MS": 1, "ROUNDS": range(2, 3), "CALL_SECONDS": 0}
 
@@ -31,6 +37,26 @@ def test_time_distributed(two, tmp_path):
         assert rows["S16 causal", "ring-flash-attn, FA3, zigzag"]["status"] == "not installed"
 
 
+def test_time_distributed_on_four_ranks(tmp_path):
+    """Every method and the hybrid, in a record of another name; and the hybrid is exact."""
+    ranks, out = Ranks(4), tmp_path / "record.json"
+    try:
+        arguments = ["--device", "cpu", "--out", str(out), "--lengths", "64"]
+        assert ranks.run(jobs.run, "time_distributed", arguments, QUICK) == [0] * 4
+        hybrid = [Case(causal, method="ring", mesh=(2, 2)) for causal in (True, False)]
+        for found in ranks.run(distributed_jobs.many_errors, hybrid):
+            assert max(map(max, found)) <= 1e-6, found
+    finally:
+        ranks.close()
+    found = tables(out)
+    assert {row["method"] for row in found["checks"]} == {"all_gather", "ring", "ulysses", "hybrid"}
+    for which in ("forward", "backward"):
+        rows = {row["impl"]: row for row in found[which] if row["call"] == "S64 causal"}
+        for name in ("attnlib", "attnlib, without transfers", "attnlib, ring", "attnlib, hybrid"):
+            assert rows[name]["status"] == "ok" and len(rows[name]["rank_ms"]) == 4, rows[name]
+        assert rows["attnlib, one GPU"]["rank_ms"][1:] == [None] * 3
+
+
 def test_time_distributed_out_of_time(two, tmp_path):
     out = tmp_path / "record.json"
     arguments = ["--device", "cpu", "--out", str(out), "--lengths", "16"]
@@ -54,6 +80,38 @@ def test_time_fastattention(two, tmp_path):
                      "row_parallel_output"):  # fmt: skip
             assert rows[length, name]["rms_from_one_gpu"] <= 4e-3
         assert "exposed_ms" in rows[length, "no AllReduce, 2 chunks"]
+
+
+def test_a_sum_over_more_ranks_is_rounded_more_often():
+    """By chance, with the share of the whole that each sum has: one GPU, parts of three, sums of two and of
+    three."""
+    script = jobs.script("time_fastattention")
+    assert script.tolerance(3) == pytest.approx(script.ROUNDING * math.sqrt(1 + 1 + 2 / 3 + 1))
+
+
+def test_what_the_profile_says_of_a_call():
+    """A transfer under attention, and one for which attention has to wait."""
+    script = jobs.script("time_distributed")
+    kernels = [{"kind": kind, "begin_ms": begin, "ms": ms} for kind, begin, ms in (
+        ("transfer", 0.5, 2), ("attention", 1, 3), ("transfer", 4, 2), ("attention", 6, 1), ("merge", 7, 1))]
+    assert script.of_call(kernels) == {"ms": 8, "transfer_begins": 0.5, "attention_begins": 1,
+                                       "transfer_ms": 4, "idle_ms": 3}  # fmt: skip
+
+
+def test_each_call_has_an_order_of_its_own(monkeypatch):
+    """What a window follows changes its clock."""
+    script = jobs.script("time_distributed")
+    monkeypatch.setattr(script.ranks, "late", lambda until: False)
+    monkeypatch.setattr(script, "ROUNDS", range(3, 4))
+
+    def order(seed: str) -> list[str]:
+        taken: list[str] = []
+        calls = {name: SimpleNamespace(take=lambda name=name: taken.append(name)) for name in "abcdefgh"}
+        script.in_rounds(calls, 0.0, seed)
+        return taken
+
+    first, again, other = (order(f"S64 causal {which}") for which in ("forward", "forward", "backward"))
+    assert first == again != other and sorted(first) == sorted(3 * "abcdefgh")
 
 
 def test_train_long(two, tmp_path):

@@ -33,7 +33,7 @@ def test_the_script_measures_and_goes_on(two, tmp_path):
     assert two.run(jobs.measure, out) == [0, 0]
     assert jobs.measure(out) == 0  # one process: a table of its own
     record = json.loads(out.read_text())
-    assert set(record["tables"]) == {"rates_2", "steps_2", "rates_1", "steps_1"}
+    assert set(record["tables"]) == {"steps_2", "steps_1"}
     rows = record["tables"]["steps_2"]["rows"]
     assert [row["status"] for row in rows] == ["ok"] * 4 and {row["gpus"] for row in rows} == {2}
     rows = record["tables"]["steps_1"]["rows"]
@@ -44,3 +44,16 @@ def test_the_script_measures_and_goes_on(two, tmp_path):
     after = json.loads(out.read_text())["tables"]["steps_1"]["rows"]
     assert [row["status"] for row in after] == ["begun, and the process ended", "ok", "ok"]
     assert after[1] == rows[1] and after[2]["lora"] == gone["lora"]
+
+
+def test_rates_are_those_that_were_measured(monkeypatch):
+    """Adam's on the host: 1000 elements of 100 bytes in 2 s, of which their 4 bytes are 1 s on the bus. Only
+    several GPUs have a link."""
+    script = jobs.measuring_script()
+    clock = iter([0.0, 9.0, 9.0, 11.0])
+    monkeypatch.setattr(script, "wait", lambda device: next(clock))
+    assert script.adam_rate(1000, 4e-6, "cpu") == pytest.approx(1e-4)
+    machine = script.Machine(cpu=7.0)
+    found = [{row["rate"]: row["measured"] for row in script.rate_rows(machine, script.Machine(), count)}
+             for count in (1, 2)]  # fmt: skip
+    assert found[0]["cpu"] == 7.0 and "link" not in found[0] and "link" in found[1]

@@ -583,6 +583,17 @@ def test_an_atomic_tile_touches_only_what_its_mask_allows() -> None:
 
 
 @gluon.jit
+def draw_from_floats(sums_ptr):
+    gl.atomic_add((sums_ptr + 1).to(gl.pointer_type(gl.int32)), 3)
+
+
+def test_a_pointer_to_other_words_of_the_same_size() -> None:
+    sums = torch.zeros(3)
+    run(draw_from_floats, (2,), sums)
+    assert sums.view(torch.int32).tolist() == [0, 6, 0]
+
+
+@gluon.jit
 def places(y_ptr):
     number = gl.program_id(1) + gl.num_programs(1) * gl.program_id(2)
     number = gl.program_id(0) + gl.num_programs(0) * number

@@ -46,12 +46,15 @@ sys.path[:0] = [str(ROOT)]
 
 from attnlib.bench import ranks as gpus  # noqa: E402
 from attnlib.bench import records  # noqa: E402
+from attnlib.bench.host import cores, cpu_name  # noqa: E402
 from attnlib.bench.peers import brief  # noqa: E402
+from attnlib.book.adam import Home, MasterAdamW  # noqa: E402
 from attnlib.book.live_bytes import LiveBytes  # noqa: E402
 from attnlib.book.llama import ATTEND  # noqa: E402
 from attnlib.book.trainer import Trainer  # noqa: E402
 from attnlib.book.training import SHAPES, LlamaShape, Training, memory  # noqa: E402
 from attnlib.book.training_time import (  # noqa: E402
+    ADAM_BYTES,
     Machine,
     machine_of,
     mended_ms,
@@ -103,11 +106,11 @@ def several(count: int) -> Iterator[tuple[str, Training]]:
                 yield model, Training(context, 1, "attnlib", checkpointing, lora, zero, count)
 
     yield from spread("1B", 4096)
+    yield from spread("8B", 4096, "layer", (3,))
+    yield from spread("1B", 16384, "layer", (3, 2))
     yield from spread("0.1B", 4096)
     for zero in (3, 1):
         yield "1B", Training(4096, zero=zero, gpus=count, offload=True)
-    yield from spread("8B", 4096, "layer", (3,))
-    yield from spread("1B", 16384, "layer", (3, 2))
     yield from spread("1B", 65536, "selective", (3, 2))
     yield from spread("8B", 4096, "layer", (2, 1))
     yield from spread("8B", 16384, "layer", (3, 2))
@@ -246,11 +249,12 @@ def per_call(call, count: int = 10) -> float:
 
 
 def measured_machine() -> Machine:
-    """Rates as `Machine` names them, in a few seconds. What is not measured keeps its default."""
+    """Rates as `Machine` names them, in some ten seconds; without a second GPU all but the link's."""
     like = {"device": "cuda", "dtype": torch.bfloat16}
     a, b = torch.randn(4096, 4096, **like), torch.randn(4096, 8192, **like)
     found: dict[str, Any] = {"products": 2 * 4096 * 4096 * 8192 / per_call(lambda: a @ b, 100) / 1e12}
     found |= transfer_rates()
+    found["cpu"] = adam_rate(1 << 26, found["bus"], "cuda")
     found["attention"] = {kind: {dim: attention_rates(kind, dim) for dim in (64, 128)} for kind in ATTEND}
     shape = replace(SHAPES["0.1B"], layers=4, vocab=1000)
     trainer = Trainer(shape, Training(64, gpus=dist.get_world_size() if dist.is_initialized() else 1), "cuda")
@@ -260,15 +264,34 @@ def measured_machine() -> Machine:
 
 
 def transfer_rates() -> dict[str, float]:
-    """GB/s of the GPU's memory and, where there are several, of the link between them."""
+    """GB/s of the GPU's memory, of the bus to it and, where there are several, of the link between them."""
     big = torch.empty(1 << 30, device="cuda", dtype=torch.bfloat16)
     other = torch.empty_like(big)
     found = {"memory": 2 * big.nbytes / per_call(lambda: other.copy_(big)) / 1e9}
+    on_host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    room = big.view(torch.uint8)[: on_host.numel()]
+    found["bus"] = on_host.nbytes / per_call(lambda: room.copy_(on_host, non_blocking=True)) / 1e9
     if dist.is_initialized() and dist.get_world_size() > 1:
         part = big[: big.numel() // dist.get_world_size()]
         moved = big.nbytes - part.nbytes
         found["link"] = moved / per_call(lambda: dist.all_gather_into_tensor(other, part)) / 1e9
     return found
+
+
+def adam_rate(elements: int, bus: float, device: str) -> float:
+    """GB/s at which the host does Adam's update, by the bytes of the mended formula; all ranks at the same
+    time, since they share the host."""
+    p = torch.nn.Parameter(torch.zeros(elements, device=device, dtype=torch.bfloat16))
+    adam = MasterAdamW([p], home=Home(host=True))
+    taken = []
+    for _ in range(2):  # the first one warms up
+        p.grad = torch.ones_like(p)
+        if dist.is_initialized():
+            dist.barrier()
+        begin = wait(device)
+        adam.step()
+        taken.append(wait(device) - begin)
+    return elements * ADAM_BYTES / (taken[1] - 2 * p.element_size() * elements / bus / 1e9) / 1e9
 
 
 def attention_rates(kind: str, dim: int) -> tuple[float, float]:
@@ -284,9 +307,10 @@ def attention_rates(kind: str, dim: int) -> tuple[float, float]:
     return flops / ahead / 1e12, 2.5 * flops / back / 1e12
 
 
-def rate_rows(machine: Machine, card: Machine) -> list[dict[str, Any]]:
+def rate_rows(machine: Machine, card: Machine, count: int) -> list[dict[str, Any]]:
+    names = "products", "memory", *["link"] * (count > 1), "bus", "cpu", "host"
     rows = [{"rate": name, "measured": getattr(machine, name), "before": getattr(card, name)}
-            for name in ("products", "memory", "link", "bus", "cpu", "host")]  # fmt: skip
+            for name in names]  # fmt: skip
     for kind, by_dim in machine.attention.items():
         for dim, found in by_dim.items():
             expected = card.attends(kind, dim)
@@ -302,7 +326,10 @@ class Book:
     """The rows of one number of GPUs in the record, of which rank 0 alone reads and writes."""
 
     def __init__(self, args: argparse.Namespace, count: int) -> None:
-        self.header = records.provenance({"timed": "wall time of a step", "gpus": count})
+        self.header = records.provenance({
+            "timed": "wall time of a step", "gpus": count,
+            "cpu": cpu_name(), "threads": torch.get_num_threads(),
+        })  # fmt: skip
         self.header["gpu"]["name"] = self.header["gpu"]["name"] or "cpu"
         self.path, self.name = records.report_path(RECORD, self.header, args.out), f"steps_{count}"
         table = records.read(self.path)["tables"].get(self.name) if self.path.exists() else None
@@ -381,11 +408,14 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
         gpus.join(rank, count, where)
     elif count > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=count)
+    if args.device == "cuda":  # the tests have a number of their own
+        torch.set_num_threads(max(1, cores() // count))
     machine = measured_machine() if args.device == "cuda" else Machine()
     card = machine_of(torch.cuda.get_device_name() if args.device == "cuda" else None)
     book = Book(args, count) if rank == 0 else None
     if book:
-        book.write(f"rates_{count}", rate_rows(machine, card))
+        if args.device == "cuda":
+            book.write(f"rates_{count}", rate_rows(machine, card, count))
     for name, how in chosen(args, count):
         row = predicted(name, how, machine, card)
         todo = shared(not book.known(row) and time.monotonic() < begin + args.seconds if book else None)

@@ -5,10 +5,12 @@
     python tests/gpu/time_distributed.py --tune      settings of NCCL, streams, heads, 60 s: `settings_...`
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
 
-`forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `timeline`: what
-ran when in one of several calls, on each rank, by PyTorch's profiler. `checks`: the errors that were found
-before anything was timed. `memory`: what a forward and a backward pass need for each row. The record is
-written after each call, so a run that is cut off keeps what it has.
+`forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `calls`: by
+PyTorch's profiler, of each of some calls in a row and on each rank: its ms, when its first transfer began,
+and for how long no attention ran. `timeline`: what ran when in the last of them. `checks`: the errors that
+were found before anything was timed. `memory`: what a forward and a backward pass need for each row. The
+record is written after each call, so a run that is cut off keeps what it has. With more than two GPUs it is
+distributed_<number>.json and has each method and the hybrid, at the first and at the third length.
 
 A sample is a window of calls back to back that begins at the same time on all ranks. All windows of a call
 are as long as one call on one GPU at least, and begin with calls that do not count, so that every GPU is at
@@ -29,9 +31,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
-import inspect
 import math
 import os
 import random
@@ -44,22 +43,35 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import attention  # noqa: E402
-from attnlib import distributed as cp  # noqa: E402
 from attnlib.bench import ranks, records  # noqa: E402
 from attnlib.bench.names import CONTROL  # noqa: E402
+from attnlib.bench.parallel_calls import (  # noqa: E402
+    EACH,
+    GATHER,
+    HYBRID,
+    MAKERS,
+    OF_TORCH,
+    ONE,
+    OURS,
+    RING,
+    RING_FA3,
+    ULYSSES,
+    Case,
+    Timed,
+    one_gpu,
+    ours,
+    own,
+    several_ways,
+    whole,
+)
 from attnlib.bench.peers import brief  # noqa: E402
-from attnlib.bench.shapes import Shape  # noqa: E402
-from attnlib.distributed import api, links, rotation, streams  # noqa: E402
-from attnlib.params import MaskWindow, Params  # noqa: E402
+from attnlib.distributed import links, rotation, streams  # noqa: E402
 
 RECORD = "distributed"
-DTYPE = torch.bfloat16
 SETTLE_MS, TIMED_MS = 100, 200
 """A window: for so long calls that do not count, and then those that do; without the first where one call of
 one GPU is longer than the second."""
@@ -68,179 +80,11 @@ CALL_SECONDS = 8
 """As many rounds as fit into that, of those numbers; fewer where time runs out."""
 TFLOPS = 600
 """Assumed, to say what still fits into the time."""
-ONE, EACH, OURS = "attnlib, one GPU", "attnlib, one GPU, on each", "attnlib"
-APART, ULYSSES = "attnlib, without transfers", "attnlib, ulysses"
-OF_TORCH, ON_OURS = "torch context_parallel, cuDNN, alltoall", "torch context_parallel, attnlib, alltoall"
-RING_FA3 = {True: "ring-flash-attn, FA3, zigzag", False: "ring-flash-attn, FA3, ring"}
-"""By whether a call is causal."""
 SEVERAL = ONE, OURS, OURS + CONTROL
 LONG = 1e15
 """FLOPs of a call from which it takes longer than a second on one GPU."""
 TOLERANCE = 4e-3
 """Relative RMS difference from one GPU: some three roundings to bfloat16."""
-
-
-class Case(NamedTuple):
-    length: int
-    causal: bool
-    heads: int = 16
-    head_dim: int = 128
-    impl: str | None = None
-
-    def flops(self, which: str) -> float:
-        whole = 4 * self.heads * self.head_dim * self.length**2 / (2 if self.causal else 1)
-        return whole * (2.5 if which == "backward" else 1)
-
-    @property
-    def label(self) -> str:
-        return f"S{self.length} {'causal' if self.causal else 'dense'}"
-
-    @property
-    def shape(self) -> Shape:
-        dtype = str(DTYPE).removeprefix("torch.")
-        return Shape(1, self.heads, self.length, self.head_dim, self.causal, dtype)
-
-
-class Timed(NamedTuple):
-    """forward() -> this rank's output; inputs: of which the backward pass gives gradients; leave(): undo what
-    making it did; alone: on the first rank only; whole: its rows are those of the whole sequence."""
-
-    forward: Callable[[], torch.Tensor]
-    inputs: Sequence[torch.Tensor]
-    leave: Callable[[], None] = lambda: None
-    alone: bool = False
-    whole: bool = False
-
-
-def whole(case: Case) -> list[torch.Tensor]:
-    """q, k, v and d_out of the whole sequence, equal on all ranks."""
-    where = ranks.device()
-    generator = torch.Generator(where).manual_seed(0)
-    shape = 1, case.length, case.heads, case.head_dim
-    return [
-        torch.randn(shape, generator=generator, device=where, dtype=DTYPE).transpose(1, 2) for _ in range(4)
-    ]
-
-
-def own(x: torch.Tensor, case: Case) -> torch.Tensor:
-    """This rank's rows, in memory as (B, S, H, D)."""
-    return cp.shard(x, causal=case.causal).transpose(1, 2).contiguous().transpose(1, 2)
-
-
-# ---------------------------------------------------------------- who is timed
-
-
-def one_gpu(case: Case, tensors: list[torch.Tensor], alone: bool = True) -> Timed:
-    inputs = [x.detach().requires_grad_() for x in tensors[:3]]
-    return Timed(
-        lambda: attention(*inputs, causal=case.causal, impl=case.impl), inputs, alone=alone, whole=True
-    )
-
-
-def ours(case: Case, tensors: list[torch.Tensor], method: str = "auto") -> Timed:
-    inputs = [own(x, case).requires_grad_() for x in tensors[:3]]
-    options = {"causal": case.causal, "method": method, "impl": case.impl}
-    return Timed(lambda: cp.attention(*inputs, **options), inputs)
-
-
-class NoLinks:
-    """In the place of links: others' keys are there already, random ones, and nothing is sent."""
-
-    def __init__(self) -> None:
-        self.rank, self.ranks, self.kept = dist.get_rank(), dist.get_world_size(), {}
-
-    def room(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        if shape not in self.kept:
-            self.kept[shape] = torch.randn(shape, dtype=like.dtype, device=like.device)
-        return self.kept[shape]
-
-    def start(self, sent: links.Sent, received: links.Sent) -> links.Transfer:
-        return links.Transfer([], [], self)
-
-    def agree(self, options, error=None) -> None:
-        pass
-
-
-def without_transfers(case: Case, tensors: list[torch.Tensor]) -> Timed:
-    inputs = [own(x, case).requires_grad_() for x in tensors[:3]]
-    window = MaskWindow(None, 0 if case.causal else None)
-    params = Params(window, case.head_dim**-0.5, return_lse=True, impl=case.impl)
-    job = rotation.Job(NoLinks(), params, "all_gather")
-    return Timed(lambda: api._Attention.apply(*inputs, job)[0], inputs)
-
-
-def of_torch(case: Case, tensors: list[torch.Tensor], ours: bool = False) -> Timed:
-    """PyTorch's context_parallel, which balances head and tail of causal calls, and of no others."""
-    from torch.distributed.tensor.experimental import _attention
-    from torch.nn import attention as backends
-
-    mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
-    inputs = [x.detach().contiguous().clone() for x in tensors[:3]]
-    _attention._cp_options.enable_load_balance = case.causal
-    _attention.set_rotate_method("alltoall")
-    inside = _attention.context_parallel(
-        mesh, buffers=inputs, buffer_seq_dims=[2] * 3, no_restore_buffers=set(inputs)
-    )
-    inside.__enter__()
-    for x in inputs:
-        x.requires_grad_()
-    kernels = backends.SDPBackend.FLASH_ATTENTION if ours else backends.SDPBackend.CUDNN_ATTENTION
-
-    def forward() -> torch.Tensor:
-        _attention._cp_options.enable_load_balance = case.causal
-        with backends.sdpa_kernel(kernels):
-            return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case.causal)
-
-    return Timed(forward, inputs, lambda: inside.__exit__(None, None, None))
-
-
-def on_attnlib(case: Case, tensors: list[torch.Tensor]) -> Timed:
-    """The same with attnlib's kernels in the place of PyTorch's FlashAttention."""
-    from torch.nn import attention as backends
-
-    from attnlib import sdpa
-
-    sdpa.register()
-    backends.activate_flash_attention_impl(sdpa.NAME)
-    timed = of_torch(case, tensors, ours=True)
-
-    def leave() -> None:
-        timed.leave()
-        backends.restore_flash_attention_impl()
-
-    return timed._replace(leave=leave)
-
-
-def ring_flash_attn(case: Case, tensors: list[torch.Tensor]) -> Timed:
-    """Its zigzag ring where a call is causal, which that needs, else its plain one."""
-    file = os.environ.get("ATTNLIB_PEERS_EXTRA")
-    if not file:
-        raise ImportError("ATTNLIB_PEERS_EXTRA names no file")
-    spec = importlib.util.spec_from_file_location("peers_extra", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.install_flash_attn_shim()
-    call = module.make_ring_flash_attn(*(own(x, case) for x in tensors[:3]))
-    inside = inspect.getclosurevars(call).nonlocals
-    inputs = [inside[name].requires_grad_() for name in ("qq", "kk", "vv")]
-    if not case.causal:
-        plain = importlib.import_module("ring_flash_attn.ring_flash_attn").ring_flash_attn_func
-        return Timed(lambda: plain(*inputs, causal=False).transpose(1, 2), inputs)
-    return Timed(call, inputs)
-
-
-MAKERS: dict[str, Callable[[Case, list[torch.Tensor]], Timed]] = {
-    ONE: one_gpu,
-    EACH: lambda case, tensors: one_gpu(case, tensors, alone=False),
-    OURS: ours,
-    OURS + CONTROL: ours,
-    APART: without_transfers,
-    ULYSSES: lambda case, tensors: ours(case, tensors, "ulysses"),
-    OF_TORCH: of_torch,
-    ON_OURS: on_attnlib,
-    RING_FA3[True]: ring_flash_attn,
-    RING_FA3[False]: ring_flash_attn,
-}
 
 
 # ---------------------------------------------------------------- right first
@@ -253,12 +97,13 @@ def checked(case: Case) -> list[dict[str, Any]]:
     out = single.forward()
     expected = [out.detach(), *torch.autograd.grad(out, single.inputs, d_out)]
     found = []
-    for method in ("all_gather", "ring", "ulysses"):
-        timed = ours(case, tensors, method)
+    for way in (GATHER, RING, ULYSSES, *[HYBRID] * several_ways()):
+        timed = MAKERS[way](case, tensors)
         out = timed.forward()
-        results = [out.detach(), *torch.autograd.grad(out, timed.inputs, own(d_out, case))]
+        results = [out.detach(), *torch.autograd.grad(out, timed.inputs, own(d_out, case, timed.group))]
         for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-            off = ranks.worst_error(x, own(y, case))
+            off = ranks.worst_error(x, own(y, case, timed.group))
+            method = way.removeprefix("attnlib, ")
             row = {"call": case.label, "method": method, "result": name, "rms_from_one_gpu": off}
             found.append({**row, "status": "ok" if off <= TOLERANCE else "wrong"})  # NaN is wrong
     return found
@@ -299,11 +144,16 @@ class Sampled(NamedTuple):
 
     def row(self) -> dict[str, Any]:
         taken = [window.ms for window in self.windows]
-        clocks = [[mhz for mhz in each if mhz is not None]
-                  for each in zip(*(window.sm_mhz for window in self.windows), strict=True)]  # fmt: skip
         return {"status": "ok", "ms": statistics.median(taken), "ms_low": min(taken), "ms_high": max(taken),
                 "round_ms": taken, "rounds": len(taken),
-                "sm_mhz": [statistics.median(each) if each else None for each in clocks]}  # fmt: skip
+                "rank_ms": medians([window.rank_ms for window in self.windows]),
+                "sm_mhz": medians([window.sm_mhz for window in self.windows])}  # fmt: skip
+
+
+def medians(windows: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Of each rank, None where no window has a value."""
+    known = [[x for x in each if x is not None] for each in zip(*windows, strict=True)]
+    return [statistics.median(each) if each else None for each in known]
 
 
 def sampled(call: Callable[[], Any], alone: bool, longest: float) -> tuple[Sampled, float]:
@@ -317,28 +167,32 @@ def sampled(call: Callable[[], Any], alone: bool, longest: float) -> tuple[Sampl
     return Sampled(call, alone, settle, max(1, round(span / ms)), []), ms
 
 
-def in_rounds(calls: dict[Any, Sampled], until: float) -> None:
-    """All of them in each round, in a new order, for as long as a whole round fits."""
+def in_rounds(calls: dict[Any, Sampled], until: float, seed: str) -> None:
+    """All of them in each round, in a new order, for as long as a whole round fits. Each call has orders of
+    its own: what a window follows changes its clock, so no two should follow each other everywhere."""
     begin, taken, order = time.monotonic(), 0.0, list(calls)
     for i in range(ROUNDS.stop - 1):
         spent = time.monotonic() - begin
         enough = i >= ROUNDS.start and spent + taken > CALL_SECONDS
         if i and ranks.late(until - taken if not enough else 0.0):
             return
-        random.Random(i).shuffle(order)  # the same on all ranks
+        random.Random(f"{seed} {i}").shuffle(order)  # the same on all ranks
         for key in order:
             calls[key].take()
         taken = (time.monotonic() - begin) / (i + 1)
 
 
-def names_for(case: Case, which: str, shortest: int) -> list[str]:
-    """Who is timed: all at the first length, later those that are compared, and of calls of seconds attnlib
-    alone."""
-    if case.length == shortest:
-        return [name for name in MAKERS if name != RING_FA3[not case.causal]]
-    if case.flops(which) > LONG:
+def names_for(case: Case, which: str, lengths: Sequence[int]) -> list[str]:
+    """Who is timed: all at the first length, later those that are compared, with more than two ranks at the
+    third length every method, too, and of calls of seconds attnlib alone."""
+    ways = (ULYSSES, RING, GATHER, HYBRID) if several_ways() else ()
+    if case.length == lengths[0]:
+        left_out = {RING_FA3[not case.causal], *(() if ways else (RING, GATHER, HYBRID))}
+        return [name for name in MAKERS if name not in left_out]
+    if case.flops(which) > LONG * dist.get_world_size() / 2:
         return list(SEVERAL)
-    return [*SEVERAL, *[OF_TORCH] * case.causal, RING_FA3[case.causal]]
+    peers = [*[OF_TORCH] * case.causal, RING_FA3[case.causal]]
+    return [*SEVERAL, *(ways if case.length in lengths[2:3] else ()), *peers]
 
 
 def fits(case: Case, which: str, names: Sequence[str], until: float) -> bool:
@@ -366,13 +220,13 @@ def timed_rows(case: Case, which: str, names: Sequence[str], until: float) -> li
                 rows[name] |= {"status": "not installed" if missing else "refused", "reason": brief(failure)}
                 continue
             try:
-                grad = d_out if made[name].whole else own(d_out, case)
+                grad = d_out if made[name].whole else own(d_out, case, made[name].group)
                 call = passes(made[name], grad)[which]
                 calls[name], ms = sampled(call, made[name].alone, longest)
                 longest = longest or ms
             except Exception as failure:
                 rows[name] |= {"status": "failed", "reason": brief(failure)}
-        in_rounds(calls, until)
+        in_rounds(calls, until, f"{case.label} {which}")
         for timed in reversed(made.values()):  # contexts end in the reverse of their order
             timed.leave()
     for name, each in calls.items():
@@ -405,25 +259,43 @@ KINDS = {"nccl": "transfer", "attention_forward": "attention", "attention_backwa
          "add_rows": "merge"}  # fmt: skip
 
 
-def timeline(case: Case) -> list[dict[str, Any]]:
-    """Kernels of the last of three forward passes, and of three backward passes, of each rank: ms from the
-    end of the call before."""
+IN_A_ROW = 13
+"""Calls that are profiled: beyond what a GPU can do at its highest clock, as in a window."""
+
+
+def timeline(case: Case) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of forward passes in a row and of backward passes, on each rank: the kernels of the last one, ms from
+    the end of the call before; and of each but the first what `of_call` says."""
     *tensors, d_out = whole(case)
     timed = ours(case, tensors)
-    found = []
+    found, calls = [], []
     for which, call in passes(timed, own(d_out, case)).items():
         for _ in range(2):
             ranks.window_ms(call, 1)
         try:
-            events = ranks.kernel_events(call, KINDS)
+            profiled = ranks.kernels_of_calls(call, KINDS, IN_A_ROW)
         except Exception as failure:  # a profile is no reason to lose what is timed
             print(f"timeline, {which}: {brief(failure)}", flush=True)
-            events = []
+            profiled = []
         every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, events)
-        found += [{"pass": which, "call": case.label, "rank": rank, **event}
-                  for rank, own_events in enumerate(every) for event in own_events]  # fmt: skip
-    return found
+        dist.all_gather_object(every, profiled)
+        for rank, in_a_row in enumerate(every):
+            head = {"pass": which, "call": case.label, "rank": rank}
+            calls += [head | {"number": i + 1} | of_call(kernels) for i, kernels in enumerate(in_a_row)]
+            found += [head | kernel for kernel in (in_a_row[-1] if in_a_row else ())]
+    return found, calls
+
+
+def of_call(kernels: list[dict[str, Any]]) -> dict[str, float]:
+    """ms of a call; when its first transfer and its first attention kernel begin; how long transfers run; and
+    how long no attention runs before the last of it ends."""
+    sent, attended = ([row for row in kernels if row["kind"] == kind] for kind in ("transfer", "attention"))
+    last = max(row["begin_ms"] + row["ms"] for row in attended)
+    return {"ms": max(row["begin_ms"] + row["ms"] for row in kernels),
+            "transfer_begins": min((row["begin_ms"] for row in sent), default=math.nan),
+            "attention_begins": min(row["begin_ms"] for row in attended),
+            "transfer_ms": ranks.covered_ms(kernels, "transfer"),
+            "idle_ms": last - ranks.covered_ms(attended, "attention")}  # fmt: skip
 
 
 # ---------------------------------------------------------------- settings beside each other
@@ -439,12 +311,20 @@ def changed(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
+def later(heads: rotation._Heads, k: torch.Tensor, v: torch.Tensor, begin=rotation._Heads.own) -> None:
+    """Own keys 10 µs later, for NCCL's kernel to take its multiprocessors first."""
+    if k.is_cuda:
+        torch.cuda._sleep(20_000)
+    begin(heads, k, v)
+
+
 SETTINGS: dict[str, tuple[Any, str, Any]] = {
     f"{links.CTAS} programs of NCCL, as it is": (links, "CTAS", links.CTAS),
     "as it is" + CONTROL: (links, "CTAS", links.CTAS),
     "8 programs of NCCL": (links, "CTAS", 8),
     "4 programs of NCCL": (links, "CTAS", 4),
     "side stream without priority": (streams, "SIDE_PRIORITY", 0),
+    "own keys later, forward": (rotation._Heads, "own", later),
     "one group of heads": (rotation, "head_groups", lambda *_, **__: [(slice(None), slice(None))]),
 }
 """What is set instead of what is there."""
@@ -462,7 +342,7 @@ def settings_rows(case: Case, which: str, until: float) -> list[dict[str, Any]]:
                 call()
 
         calls[name], _ = sampled(with_it, False, longest)
-    in_rounds(calls, until)
+    in_rounds(calls, until, f"settings {which}")
     first, rows = next(iter(SETTINGS)), []
     for name, each in calls.items():
         row = {"call": case.label, **case.shape.to_dict(), "impl": name, "pass": which}
@@ -497,7 +377,8 @@ class Report:
             "rounds", "sm_mhz": "of each rank, NVML, the second half of a window, median of rounds",
         })  # fmt: skip
         self.header["gpu"]["name"] = self.header["gpu"]["name"] or "cpu"
-        self.path = records.report_path(RECORD, self.header, args.out)
+        name = ranks.record_name(RECORD, dist.get_world_size())
+        self.path = records.report_path(name, self.header, args.out)
         self.tables: dict[str, list[dict[str, Any]]] = {}
         self.begin, self.first = time.monotonic(), dist.get_rank() == 0
 
@@ -529,7 +410,7 @@ def ordered(lengths: Sequence[int]) -> list[tuple[int, bool, str]]:
 def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
     ranks.join(rank, count, where)
     report, until = Report(args), time.monotonic() + args.seconds
-    case_of = (lambda n, causal: Case(n, causal, 2, 16, "reference")) if args.device == "cpu" else Case
+    case_of = (lambda n, causal: Case(n, causal, count, 16, "reference")) if args.device == "cpu" else Case
     first = args.lengths[0]
     if args.tune:
         for which in ("forward", "backward"):
@@ -543,11 +424,12 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
         if args.device == "cuda":
             torch.cuda.empty_cache()
             if i == 2:  # after the two calls that matter most
-                report.add("timeline", timeline(case_of(first, True)), shown=False)
+                for name, rows in zip(("timeline", "calls"), timeline(case_of(first, True)), strict=True):
+                    report.add(name, rows, shown=False)
                 some = [case_of(length, True) for length in dict.fromkeys((first, args.lengths[-1] // 2))]
                 report.add("memory", list(memory_rows(some)))
         case = case_of(length, causal)
-        report.add(which, timed_rows(case, which, names_for(case, which, first), until))
+        report.add(which, timed_rows(case, which, names_for(case, which, args.lengths), until))
     if report.first:
         print(report.path, flush=True)
     dist.barrier()

@@ -138,7 +138,7 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
         "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE"), "timed": "wall time of a step",
     })  # fmt: skip
     header["gpu"]["name"] = header["gpu"]["name"] or "cpu"
-    path, found = records.report_path(RECORD, header, args.out), []
+    path, found = records.report_path(ranks.record_name(RECORD, count), header, args.out), []
 
     def write() -> None:
         records.add_table(path, header, "steps", [row for run in found for row in run.steps])

@@ -70,6 +70,11 @@ class Recorded(Emulated):
 
         return record
 
+    @property
+    def programs(self) -> int:
+        """Of the last launch."""
+        return self._grid[0]
+
     def repeat(self, order: str, seed: int) -> Report:
         """AssertionError if memory is not as after the launch, up to the order of sums."""
         for tensor, before in zip(self.tensors, self._before, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -50,11 +51,16 @@ def whole(p: torch.Tensor) -> torch.Tensor:
     return (p.full_tensor() if p is not own(p) else p).detach().clone()
 
 
+def measuring_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measure_training_memory", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def measure(out: Path) -> int:
     """The measuring script, on tiny models."""
-    spec = importlib.util.spec_from_file_location("measure_training_memory", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = measuring_script()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     args = script.arguments(["--device", "cpu", "--out", str(out), "--gpus", str(ranks)])
     return script.work(dist.get_rank() if ranks > 1 else 0, ranks, args, "")

@@ -36,15 +36,15 @@ def issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(ds, k, j, WG: gl.constexpr, plan: gl.constexpr):
+def issue_dq(ds, k, j, WG: gl.constexpr, plan: gl.constexpr, first=0):
     """Start this consumer's half of dQ of block j, of the rows or of the columns that `k` has: [64, 128] x
-    [128, columns], as two products."""
+    [128, columns], as two products. The keys begin at buffer `first`."""
     columns: gl.constexpr = k.shape[-1] // (1 if plan.by_rows else 2)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
     dq = gl.zeros([64, columns], gl.float32, layout)
     for w in gl.static_range(2):
         ds_w = ds.index((j & 1) * 2 + w)  # [64, BLOCK_M]: keys, queries
-        k_w = matrix(k, w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
+        k_w = matrix(k, first + w + opaque_zero(j + 1))  # [64, D]; j is -1 or more
         if plan.by_rows:
             ds_w = ds_w.slice(WG * 64, 64, 1)
         else:

@@ -66,14 +66,16 @@ def opaque_zero(j):
 #     DONE:
 #     mov.b32 $0, 0; }
 @gluon.constexpr_function
-def _add_asm(n, operation="red.global.add.v4.f32", always=False):
+def _add_asm(n, operation="red.global.add.v4.f32", always=False, placed=False):
     """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used.
-    `always`: without $9 and what depends on it."""
+    `always`: without $9 and what depends on it. `placed`: $13 is what t is here, see `add_placed_sums`."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
+    place = "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;"
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",
         *([] if always else [f"setp.eq.b32 q, ${wanted}, 0;", "@q bra DONE;"]),
-        "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;",
+        f"mov.u32 t, ${wanted + n};" if placed else place,
+        "cvt.u64.u32 a, t;",
         f"add.s64 a, a, ${pointer};",
     ]
     for i in range(0, n, 4):
@@ -85,8 +87,9 @@ def _add_asm(n, operation="red.global.add.v4.f32", always=False):
 
 
 @gluon.constexpr_function
-def _add_constraints(n, always=False):
-    return ",".join(["=r"] * (n // 4) + ["f"] * n + ["l"] * n + ["r"] * (0 if always else n))
+def _add_constraints(n, always=False, placed=False):
+    numbers = (0 if always else n) + (n if placed else 0)
+    return ",".join(["=r"] * (n // 4) + ["f"] * n + ["l"] * n + ["r"] * numbers)
 
 
 @gluon.jit
@@ -100,6 +103,23 @@ def add_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
     gl.inline_asm_elementwise(
         _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
         is_pure=False, pack=n,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_placed_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
+    """The same, where ptxas, on finding %tid.x in the assembly, would take the addresses of a step's operands
+    for different in each thread: the place of a thread by the elements that it has."""
+    n: gl.constexpr = dq.shape[1] // 2  # elements of dq in a thread
+    offset = block.to(gl.int64) * (plan.block_m * plan.width) + AT
+    address = (dq_ptr + offset).to(gl.int64)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, dq.type.layout))[:, None]
+    column = gl.arange(0, dq.shape[1], layout=gl.SliceLayout(0, dq.type.layout))[None, :]
+    # 16 rows a warp, and in it a row or two for four threads, of two columns each of eight.
+    place = ((row >> 4) * 32 + (row & 7) * 4 + ((column >> 1) & 3)) * 16
+    gl.inline_asm_elementwise(
+        _add_asm(n, "red.global.add.v4.f32", False, True), _add_constraints(n, False, True),
+        [dq, address, wanted.to(gl.int32), place], dtype=gl.int8, is_pure=False, pack=n,
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from attnlib.kernels.common.launcher import Descriptor, Launch, Part
 from attnlib.kernels.common.signature import Signature
 
 KERNEL = "attnlib.kernels.common.postprocess.attention_backward_postprocess"
+LINE = 256
+"""Sums in a row of the descriptor through which they are added to, where a descriptor is needed."""
 
 
 class Sums(NamedTuple):

@@ -69,6 +69,17 @@ sequences, with one to spare for each, and a program finds its sequence by a sea
 keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
 of queries.
 
+    dQ in bulk
+
+Additions from registers wait for the L2 in the queue of loads and stores. A `bulk` plan stores dQ(j-1) to
+shared memory before dS(j), and a warp more has it added from there (`backward_bulk`).
+
+    Programs that stay on their SM
+
+A `persistent` plan has a program for each SM, which computes tile after tile: in the last step of one S is
+started of the next, whose first step forms the dQ that is left (`backward_persistent`). j then counts the
+steps of all tiles.
+
     A fixed order of the additions to dQ
 
 With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
@@ -109,8 +120,8 @@ from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
+    add_placed_sums,
     add_sums,
-    leave_sums,
     opaque_zero,
     parity_of,
     release,
@@ -120,8 +131,20 @@ from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
+from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
+from attnlib.kernels.hopper.backward_gradients import copy_out, leave, store, times
+from attnlib.kernels.hopper.backward_persistent import (
+    await_gradients,
+    new_next_tile,
+    produce_tiles,
+    set_after,
+    set_before,
+    set_of,
+    tile_number,
+)
 from attnlib.kernels.hopper.backward_shared import (
     NUMBERS,
+    Rows,
     Turns,
     await_grant,
     await_turns,
@@ -154,78 +177,50 @@ class Memory(NamedTuple):
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     turns: Turns  # of a deterministic plan, else None
+    sums: tuple  # of a bulk plan: [2, lines, LINE], of each part
+    sums_free: gl.shared_memory_descriptor
+    next_tile: gl.shared_memory_descriptor  # of a persistent plan
 
 
 # ---------------------------------------------------------------- consumer
 
 
 @gluon.jit
-def _before(block, m, m_start, gap):
-    """The block of queries of the step before: the one before this, or the last of the head before."""
+def _before(block, m, j, last, m_start, gap, plan: gl.constexpr):
+    """The block of queries of the step before: the one before this, or the last of the head before, or, in a
+    first step of a persistent plan, of the tile before."""
     # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
     # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
-    return block - 1 - gl.where(m == m_start, gap, 0)
+    found = block - 1 - gl.where(m == m_start, gap, 0)
+    if plan.persistent:
+        found = gl.where(j == 0, last, found)
+    return found
 
 
 @gluon.jit
-def _issue_dq(mem, j, WG: gl.constexpr, plan: gl.constexpr):
+def _issue_dq(mem, j, first, WG: gl.constexpr, plan: gl.constexpr):
     """Start this consumer's half of dQ of block j, two products for each part: of the queries or of the
-    columns, or where a part has too few columns for halves, of the keys, one product."""
-    left = issue_dq(mem.ds, mem.k[0], j, WG, plan)
+    columns, or where a part has too few columns for halves, of the keys, one product. K begins at buffer
+    `first`."""
+    left = issue_dq(mem.ds, mem.k[0], j, WG, plan, first)
     if plan.right == 0:
         return (left,)
     elif plan.own_right:
         zero = gl.zeros([64, plan.right], gl.float32, plan.right_layout)
         ds = mem.ds.index((j & 1) * 2 + WG).permute((1, 0))  # [BLOCK_M, 64]
-        k = matrix(mem.k[1], WG + opaque_zero(j + 1))
+        k = matrix(mem.k[1], first + WG + opaque_zero(j + 1))
         return left, warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
     else:
-        return left, issue_dq(mem.ds, mem.k[1], j, WG, plan)
-
-
-@gluon.constexpr_function
-def _place_of_dq(part, columns, WG, plan):
-    """Where in a block of sums a consumer's dQ of a part begins, which has so many columns. 64 rows of the
-    first part lie before the second one, and what is consumer 0's, rows or columns, before what is 1's."""
-    if part == 1 and plan.own_right:
-        return 64 * plan.d
-    return 64 * (part * plan.d + WG * (plan.width if plan.by_rows else columns))
+        return left, issue_dq(mem.ds, mem.k[1], j, WG, plan, first)
 
 
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     for i in gl.static_range(len(dq)):
-        add_sums(dq_ptr, block, dq[i], wanted, _place_of_dq(i, dq[i].shape[1], WG, plan), plan)
-
-
-@gluon.jit
-def _times(x, factor):
-    found = ()
-    for i in gl.static_range(len(x)):
-        found = found + (x[i] * factor,)
-    return found
-
-
-@gluon.jit
-def _store(descs, x, buffers, WG: gl.constexpr, at, row):
-    """Each part through this consumer's buffers."""
-    for i in gl.static_range(len(x)):
-        matrix(buffers[i], WG).store(x[i].to(buffers[i].dtype))
-    fence_async_shared()
-    _copy_out(descs, buffers, WG, at, row)
-
-
-@gluon.jit
-def _copy_out(descs, buffers, WG: gl.constexpr, at, row):
-    for i in gl.static_range(len(descs)):
-        tma.async_copy_shared_to_global(descs[i], tiling.coordinates(at, 0, row), buffers[i].index(WG))
-
-
-@gluon.jit
-def _leave(sums, x, AT: gl.constexpr, plan: gl.constexpr):
-    """Sums of 64 keys where other programs add to them."""
-    for i in gl.static_range(len(x)):
-        leave_sums(sums, x[i], AT + 64 * plan.d * i, plan.added)
+        if plan.persistent:
+            add_placed_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
+        else:
+            add_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
 
 
 @gluon.jit
@@ -235,18 +230,28 @@ def _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG: gl.constexpr, plan: gl
         if not plan.added:
             zeros = column_parts.zeros(plan.d_layout, plan)
             sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
-            _leave(sums, zeros, 0, plan)
-            _leave(sums, zeros, 64 * plan.width, plan)
+            leave(sums, zeros, 0, plan)
+            leave(sums, zeros, 64 * plan.width, plan)
     else:
         zeros = column_parts.zeros(plan.d_layout, plan)
         at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
-        _store(desc_dv, zeros, mem.v, WG, at, row)
-        _copy_out(desc_dk, mem.v, WG, at, row)
+        store(desc_dv, zeros, mem.v, WG, at, row)
+        copy_out(desc_dk, mem.v, WG, at, row)
         tma.store_wait(0)
 
 
 @gluon.jit
 def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+    if plan.persistent:
+        _visit_tiles(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG, plan)
+    else:
+        _consume_tile(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG, plan)
+
+
+@gluon.jit
+def _consume_tile(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr
+):
     tile = tiling.locate(gl.program_id(0), work, plan)
     if tiling.seen(tile, plan):
         _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
@@ -289,13 +294,10 @@ def _visit(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
 ):
     """The queries that see the keys of this program."""
-    dtype: gl.constexpr = mem.k[0].dtype
-    parts: gl.constexpr = len(mem.k)
     n = (tile.m_end - tile.m_start) * work.GROUP
     row = tile.start + WG * 64  # first key
     block = tiling.first_sums(tile, work, plan)
     gap = tiling.gap(tile, work, plan)
-    m = tile.m_start
     if plan.shared:
         sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
 
@@ -305,21 +307,128 @@ def _visit(
     s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
     mbarrier.wait(mem.v_full, 0)
     v = held(mem.v, WG, plan)
-    dk = column_parts.zeros(plan.d_layout, plan)
-    dv = column_parts.zeros(plan.d_layout, plan)
     if WG * plan.delay > 0:
         _begin_later(n, plan)
+    s, dk, dv, block, m = _steps(dq_ptr, mem, k, v, s, 0, 0, 0, block, gap, n, qk_scale, tile, work, WG, plan)
+
+    await_ds(n - 1, WG)
+    dq_token = _issue_dq(mem, n - 1, 0, WG, plan)
+    at = tiling.keys(tile, work, plan)
+    if plan.shared:
+        leave(sums, dv, 64 * plan.width, plan)
+    else:
+        store(desc_dv, dv, mem.v, WG, at, row)
+    dq = await_parts(dq_token, 0)
+    if plan.bulk:
+        write_sums(mem, dq, n, WG)
+        fence_async_shared()
+        tell_sums(n, WG)
+    else:
+        if plan.deterministic:
+            await_grant(mem.turns, n - 1)
+        _add_dq(dq_ptr, _before(block, m, 1, 0, tile.m_start, gap, plan), dq, n > 0, WG, plan)
+        if plan.deterministic:
+            tell_added(mem.turns, n - 1)
+    if plan.shared:
+        leave(sums, dk, 0, plan)
+    else:
+        tma.store_wait(0)
+        store(desc_dk, times(dk, sm_scale), mem.v, WG, at, row)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _visit_tiles(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr
+):
+    """The same for one tile after the other, until the producer tells of none."""
+    number = gl.program_id(0)
+    mbarrier.wait(mem.q_full.index(0), 0)
+    s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
+    if plan.held == 0:
+        token = issue_scores(Rows(mem.k, ()), WG, matrices(mem.q, 0), 0, plan)
+        s = warpgroup_mma_wait(0, deps=(token,))
+    if WG * plan.delay > 0:
+        _begin_later(number, plan)
+    t = 0  # of the tiles of this program
+    i = 0  # of its steps
+    before = work.num_m  # of the step before, any
+    while number >= 0:
+        tile = tiling.locate(number, work, plan)
+        n = (tile.m_end - tile.m_start) * work.GROUP
+        first = set_of(t)
+        own_k, own_v, s = _begin_tile(mem, s, i, first, WG, plan)
+        block, gap = tiling.first_sums(tile, work, plan), tiling.gap(tile, work, plan)
+        s, dk, dv, block, m = _steps(
+            dq_ptr, mem, own_k, own_v, s, i, first, before, block, gap, n, qk_scale, tile, work, WG, plan
+        )
+        before = _before(block, m, 1, before, tile.m_start, gap, plan)
+        at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
+        store(desc_dv, dv, mem.v, first + WG, at, row)
+        dk = times(dk, sm_scale)
+        tma.store_wait(0)
+        store(desc_dk, dk, mem.v, first + WG, at, row)
+        i += n
+        t += 1
+        number = tile_number(mem, t, 4)
+
+    await_ds(i - 1, WG)
+    dq = await_parts(_issue_dq(mem, i - 1, set_of(t - 1), WG, plan), 0)
+    if plan.bulk:
+        write_sums(mem, dq, i, WG)
+        fence_async_shared()
+        tell_sums(i, WG)
+    else:
+        _add_dq(dq_ptr, before, dq, i > 0, WG, plan)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _begin_tile(mem, s, i, first, WG: gl.constexpr, plan: gl.constexpr):
+    """(K, V, S) of a tile's first step. Where parts of K stay in registers, the step before had those of the
+    tile before, and its S was none."""
+    if plan.held > 0:
+        slot = slot_of(i)
+        k = held(mem.k, first + WG, plan)
+        s = warpgroup_mma_wait(0, deps=(issue_scores(k, first + WG, matrices(mem.q, slot), i, plan),))
+        mbarrier.wait(mem.do_full.index(slot), parity_of(i))
+        return k, held(mem.v, first + WG, plan), s
+    else:
+        return Rows(mem.k, ()), Rows(mem.v, ()), s
+
+
+@gluon.jit
+def _steps(
+    dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
+    WG: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
+    """All blocks of queries of a tile, from S of the first one on: (S of the block after, dK, dV, the block
+    of sums and the one of queries behind the last).
+
+    block, gap: the first block of sums, and those between two heads. Of a persistent plan: c, steps of this
+    program before; first, buffer of K and of V; last, block of sums of the step before.
+    """
+    dtype: gl.constexpr = mem.k[0].dtype
+    parts: gl.constexpr = len(mem.k)
+    row = tile.start + WG * 64  # first key
+    m = tile.m_start
+    dk = column_parts.zeros(plan.d_layout, plan)
+    dv = column_parts.zeros(plan.d_layout, plan)
     for j in range(n):
-        slot = slot_of(j)
+        i = c + j
+        slot = slot_of(i)
         q = matrices(mem.q, slot)  # [BLOCK_M, D]
         do = matrices(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
-        mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        dp_token = issue_scores(v, WG, do, j, plan)
+        mbarrier.wait(mem.do_full.index(slot), parity_of(i))
+        dp_token = issue_scores(v, first + WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-        p = tiling.visible(p, row, m, tile, work, plan)
+        if plan.early_mask:
+            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan))  # [64, BLOCK_M]
+        else:
+            p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
+            p = tiling.visible(p, row, m, tile, work, plan)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
@@ -331,25 +440,34 @@ def _visit(
         if plan.alternate:
             _await_start(j, WG)
         dv_token = start_update(p_half, do, dv)
-        await_ds(j - 1, WG)
-        dq_token = _issue_dq(mem, j - 1, WG, plan)
+        await_ds(i - 1, WG)
+        dq_token = _issue_dq(mem, i - 1, set_before(first, j, plan), WG, plan)
         dv = await_parts(dv_token, plan.dq_products)
-        release(DO_FREE, j)
+        if plan.persistent:
+            await_gradients(i, j)
+        release(DO_FREE, i)
         dk_token = start_update(gl.convert_layout(ds_half, plan.p_layout), q, dk)
-        next_slot = slot_of(j + 1)
-        if j + 1 < n:
-            mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
-        s_token = issue_scores(k, WG, matrices(mem.q, next_slot), j, plan)
+        next_slot = slot_of(i + 1)
+        if plan.persistent:  # the next tile's, or the end
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
+        elif j + 1 < n:
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
+        s_token = issue_scores(k, set_after(first, j, n, plan) + WG, matrices(mem.q, next_slot), j, plan)
         if plan.alternate:
             _tell_start(j, n, WG)
         dq = await_parts(dq_token, 2 * parts)
-        write_ds(mem, ds_half, j, WG)
-        if plan.deterministic:
-            await_grant(mem.turns, j - 1)
-        # Not before the fence in write_ds, which might wait for it.
-        _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, j > 0, WG, plan)
+        if plan.bulk:
+            write_sums(mem, dq, i, WG)
+        write_ds(mem, ds_half, i, WG)  # the fence in there is for both
+        if plan.bulk:
+            tell_sums(i, WG)
+        else:
+            if plan.deterministic:
+                await_grant(mem.turns, j - 1)
+            # Not before the fence in write_ds, which might wait for it.
+            _add_dq(dq_ptr, _before(block, m, j, last, tile.m_start, gap, plan), dq, i > 0, WG, plan)
         dk = await_parts(dk_token, parts)
-        release(Q_FREE, j)
+        release(Q_FREE, i)
         if plan.deterministic:
             tell_added(mem.turns, j - 1)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
@@ -359,32 +477,21 @@ def _visit(
         if m == tile.m_end:
             m = tile.m_start
             block += gap
-
-    await_ds(n - 1, WG)
-    dq_token = _issue_dq(mem, n - 1, WG, plan)
-    at = tiling.keys(tile, work, plan)
-    if plan.shared:
-        _leave(sums, dv, 64 * plan.width, plan)
-    else:
-        _store(desc_dv, dv, mem.v, WG, at, row)
-    dq = await_parts(dq_token, 0)
-    if plan.deterministic:
-        await_grant(mem.turns, n - 1)
-    _add_dq(dq_ptr, _before(block, m, tile.m_start, gap), dq, n > 0, WG, plan)
-    if plan.deterministic:
-        tell_added(mem.turns, n - 1)
-    if plan.shared:
-        _leave(sums, dk, 0, plan)
-    else:
-        tma.store_wait(0)
-        _store(desc_dk, _times(dk, sm_scale), mem.v, WG, at, row)
-        tma.store_wait(0)
+    return s, dk, dv, block, m
 
 
 # ---------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["cu_q", "cu_k"])
+@gluon.jit
+def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
+    if plan.persistent:
+        produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)
+    else:
+        produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)
+
+
+@gluon.jit(do_not_specialize=[*NUMBERS, "tiles"], do_not_specialize_on_alignment=["cu_q", "cu_k"])
 def attention_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
@@ -407,6 +514,8 @@ def attention_backward_hopper(
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
+    desc_sums=None, desc_sums_right=None,  # of a bulk plan: what dq_ptr points to, LINE sums in a row
+    tiles=None, counter_ptr=None,  # of a persistent plan: all tiles, and a counter of them that is 0
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -423,12 +532,19 @@ def attention_backward_hopper(
         desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
         desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
-    turns = None
+    turns, sums, sums_free, told = None, None, None, None
+    sets: gl.constexpr = 2 if plan.persistent else 1  # of K and V
+    if plan.persistent:
+        told = new_next_tile()
+        counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     if plan.deterministic:
         turns = new_turns(2)
+    if plan.bulk:
+        desc_sums = together(desc_sums, desc_sums_right)
+        sums, sums_free = new_buffers(desc_sums, plan), barriers(2, 1)
     mem = Memory(
-        column_parts.buffers(desc_k, 2),
-        column_parts.buffers(desc_v, 2),
+        column_parts.buffers(desc_k, 2 * sets),
+        column_parts.buffers(desc_v, 2 * sets),
         column_parts.buffers(desc_q, STAGES),
         column_parts.buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
@@ -437,15 +553,19 @@ def attention_backward_hopper(
             desc_k[0].dtype, [4, 64, plan.block_m],
             gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k[0].dtype),
         ),
-        barriers(1, 1).index(0),  # k_full
-        barriers(1, 1).index(0),  # v_full
+        None if plan.persistent else barriers(1, 1).index(0),  # k_full
+        None if plan.persistent else barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full
         barriers(STAGES, 1),  # do_full
         turns,
+        sums,
+        sums_free,
+        told,
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr, SHARE
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr, SHARE,
+        tiles, counter_ptr,
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     registers: gl.constexpr = plan.registers
@@ -453,13 +573,20 @@ def attention_backward_hopper(
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
             (await_turns, (turns, work, plan)),
             (count_turns, (turns, work, plan)),
         ], [4, 1, 1, 1], [registers.consumer, registers.producer, registers.producer, registers.producer])
+    elif plan.bulk:
+        gl.warp_specialize([
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
+            (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
+            (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (add_all, (desc_sums, mem, work, plan)),
+        ], [4, 1, 1], [registers.consumer, registers.producer, registers.producer])
     else:
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
         ], [4, 1], [registers.consumer, registers.producer])

@@ -68,22 +68,33 @@ def produce(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.cons
 
 
 @gluon.jit
-def _copy_keys(desc, tile, bar, buffers, work, plan: gl.constexpr):
-    """Of K or V, 64 rows into each buffer."""
+def copy_keys(desc, tile, bar, MORE: gl.constexpr, buffers, first, work, plan: gl.constexpr):
+    """Of K or V, 64 rows into each buffer from the first on. MORE: bytes of copies that follow."""
     blocks: gl.constexpr = plan.block_n // 64
     at = tiling.keys(tile, work, plan)
-    mbarrier.expect(bar, blocks * nbytes(desc))
+    mbarrier.expect(bar, blocks * nbytes(desc) + MORE)
     for w in gl.static_range(blocks):
-        column_parts.copy(desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers, w)
+        column_parts.copy(desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers, first + w)
+
+
+@gluon.jit
+def copy_rows(
+    descs, desc_rows, WHICH: gl.constexpr, buffers, rows, bar, slot, at, tile, g, m, work, plan: gl.constexpr
+):
+    """Block m of Q and its LSE2, or of dO and its delta, whose bytes `bar` expects."""
+    column_parts.copy(descs, tiling.coordinates(at, g, m * plan.block_m), bar, buffers, slot)
+    tma.async_copy_global_to_shared(
+        desc_rows, tiling.rows(tile, WHICH, g, m, work, plan), bar, rows.index(slot)
+    )
 
 
 @gluon.jit
 def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.constexpr):
-    at_q = tiling.queries(tile, work, plan)
+    at = tiling.queries(tile, work, plan)
     n = (tile.m_end - tile.m_start) * work.GROUP
     q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
     do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
-    _copy_keys(desc_k, tile, mem.k_full, mem.k, work, plan)
+    copy_keys(desc_k, tile, mem.k_full, 0, mem.k, 0, work, plan)
     m = tile.m_start
     g = 0
     for j in range(n):
@@ -91,20 +102,13 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         bar = mem.q_full.index(slot)
         acquire(Q_FREE, j)
         mbarrier.expect(bar, q_bytes)
-        place = tiling.coordinates(at_q, g, m * plan.block_m)
-        column_parts.copy(desc_q, place, bar, mem.q, slot)
-        tma.async_copy_global_to_shared(
-            desc_rows, tiling.rows(tile, LSE2, g, m, work, plan), bar, mem.lse.index(slot)
-        )
+        copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, m, work, plan)
         if j == 0:
-            _copy_keys(desc_v, tile, mem.v_full, mem.v, work, plan)
+            copy_keys(desc_v, tile, mem.v_full, 0, mem.v, 0, work, plan)
         bar = mem.do_full.index(slot)
         acquire(DO_FREE, j)
         mbarrier.expect(bar, do_bytes)
-        column_parts.copy(desc_do, place, bar, mem.do, slot)
-        tma.async_copy_global_to_shared(
-            desc_rows, tiling.rows(tile, DELTA, g, m, work, plan), bar, mem.delta.index(slot)
-        )
+        copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)
         m += 1
         if m == tile.m_end:
             m = tile.m_start

@@ -32,6 +32,8 @@ class Work(NamedTuple):
     i_b: gl.tensor  # varlen: the sequence of this program
     turns_ptr: gl.tensor = None  # see `turns`
     SHARE: gl.tensor = None  # programs of a block of keys of a key head, where the plan says `shared`
+    tiles: gl.tensor = None  # of all programs, where the plan says `persistent`
+    counter_ptr: gl.tensor = None  # from which they draw tiles
 
 
 class Tile(NamedTuple):
@@ -119,7 +121,18 @@ def locate(tile, work, plan: gl.constexpr):
         m_end = gl.minimum(m_end, gl.cdiv(gl.maximum(after, 0), plan.block_m))
     if plan.sparse:
         m_start = gl.minimum(m_start, m_end)
+    if plan.persistent:
+        m_start, m_end = _two_blocks(m_start, m_end, work, plan)
     return Tile(head, start, m_start, m_end, S_q, S_k, end_q, end_k)
+
+
+@gluon.jit
+def _two_blocks(m_start, m_end, work, plan: gl.constexpr):
+    """At least two, of which some may be hidden altogether: a persistent plan has no tile of fewer steps."""
+    if plan.mask.causal or plan.mask.left:
+        m_start = gl.minimum(m_start, gl.maximum(m_end - 2, 0))
+        m_end = gl.maximum(m_end, m_start + 2)
+    return m_start, m_end
 
 
 @gluon.jit
@@ -252,7 +265,7 @@ def gap(tile, work, plan: gl.constexpr):
 @gluon.jit
 def visible(p, row, m, tile, work, plan: gl.constexpr):
     """P^T [64, BLOCK_M] of the keys from `row` on and the queries of block m, 0 where a query does not see a
-    key."""
+    key; of a plan with an early mask its logarithm, -inf there."""
     if plan.mask.causal or plan.mask.left:
         first = row - tile.S_k + tile.S_q - m * plan.block_m  # the first key's place among these queries
         last = first
@@ -298,4 +311,4 @@ def _mask(p, first, last, keys_left, plan: gl.constexpr):
         seen = place[:, None] - (o_q & 6)[None, :] >= (o_q & ~6)[None, :]
     else:
         seen = (o_k < keys_left)[:, None]  # [64, 1]
-    return gl.where(seen, p, 0.0)
+    return gl.where(seen, p, float("-inf") if plan.early_mask else 0.0)

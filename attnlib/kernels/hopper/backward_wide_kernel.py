@@ -219,8 +219,11 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-        p = tiling.visible(p, tile.start, m, tile, work, plan)
+        if plan.early_mask:
+            p = gl.exp2(tiling.visible(s * qk_scale - lse, tile.start, m, tile, work, plan))  # [64, BLOCK_M]
+        else:
+            p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
+            p = tiling.visible(p, tile.start, m, tile, work, plan)
         p_half = p.to(dtype)  # [64, BLOCK_M]
         mem.p.index(slot).store(p_half)
         named_barrier("arrive", P_FULL + slot, 256)

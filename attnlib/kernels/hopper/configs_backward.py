@@ -17,11 +17,16 @@ class HopperBackwardConfig:
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         deterministic: the sums of dQ are added up in a fixed order.
         stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.
+        masked_stagger: where one does, or a window.
         visited: query heads of a group that a program visits, a divisor of the group; None: chosen by
             `sharing.query_heads`.
         added: programs that share a key head add to one sum of its dK and dV; else each has sums of its own.
         alternate: the two consumers start their products in turns, kept by barriers, instead of later. Not in
             the wide kernel, whose warpgroups do different things.
+        bulk: dQ goes to memory through shared memory, see `backward_bulk`. Not with deterministic sums.
+        persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
+            not for varlen sequences or where programs share a key head.
+        early_mask: P is masked before its exponentials, not after.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -42,6 +47,10 @@ class HopperBackwardConfig:
     whole_groups: bool = False
     deterministic: bool = False
     alternate: bool = False
+    bulk: bool = False
+    early_mask: bool = False
+    masked_stagger: int = 0
+    persistent: bool = False
     visited: int | None = None
     added: bool = True
 
@@ -51,6 +60,12 @@ class HopperBackwardConfig:
     def __post_init__(self) -> None:
         if self.alternate and self.block_n != 128:
             raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
+        if self.bulk and (self.deterministic or self.alternate or self.block_n != 128):
+            others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
+            raise ValueError(f"bulk: expected False with {others}, got True")
+        if self.persistent and (self.deterministic or self.alternate or self.block_n != 128):
+            others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
+            raise ValueError(f"persistent: expected False with {others}, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"

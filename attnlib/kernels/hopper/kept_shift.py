@@ -10,8 +10,8 @@ anyway, and a sum of positive numbers is at least as large as each of them: a su
 that no score is above the shift by more than LAZY. Where a sum is larger, or no number, the warp takes the
 slow path: the largest score of each of its rows, a new shift where it is above the old one, and the weights
 once more, from the scores, which are still in registers. So the running maximum is not given up; it is looked
-up where it can matter. The slow path is a branch of the warp, in assembly: no other warp waits for it. Chapter
-37 measures what the maximum costs.
+up where it can matter. The slow path is a branch of the warp, in assembly: no other warp waits for it.
+Chapter 37 measures what the maximum costs.
 
 Shift and sums lie as [64, 4] here, a value for each row and each of the four threads that share it. Two
 weights of neighboring columns lie in a word: [64, N / 8, 4], in the order of wgmma's first operand. Words are
@@ -83,9 +83,11 @@ def _asm(m, dtype):
     return f"{{ .reg .pred q; .reg .f32 a, b, c0, c1; {'; '.join(lines)}; DONE: }}"
 
 
+# "&": results are written before the operands were read for the last time. Without it the compiler gives a
+# sum and the sum that it replaces one register, and the slow path reads what the fast one has written.
 @gluon.constexpr_function
 def _constraints(m):
-    kinds = "=r", "=f", "=r", "f", "f", "r", "f", "f", "f", "f"
+    kinds = "=&r", "=&f", "=&r", "f", "f", "r", "f", "f", "f", "f"
     return ",".join(kind for kind in kinds for _ in range(m))
 
 

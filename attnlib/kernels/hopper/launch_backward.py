@@ -4,11 +4,12 @@ from functools import lru_cache
 
 import torch
 
+from attnlib.kernels.common import device
 from attnlib.kernels.common.backward_plan import TENSORS, BackwardPlan, gradients_like, run
 from attnlib.kernels.common.descriptors import Window, columns_of, given
 from attnlib.kernels.common.hopper_gpu import HALF
-from attnlib.kernels.common.launch_postprocess import postprocess
-from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
+from attnlib.kernels.common.launch_postprocess import LINE, postprocess
+from attnlib.kernels.common.launch_preprocess import CHUNK, Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.hopper import sharing
@@ -62,8 +63,12 @@ def prepare(call: Signature) -> BackwardPlan | None:
     shared = keys.share > 1
     if shared:
         first, heads_kv = first.followed_by(keys.elements, zeros=config.added), heads_kv * keys.share
-    programs = num_n * heads_kv
-    if max(programs, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
+    programs = tiles = num_n * heads_kv
+    # A tile has two steps or more, see `backward_persistent`.
+    persistent = config.persistent and not (call.varlen or shared) and padded > config.block_m
+    if persistent:  # a counter of tiles
+        first, programs = first.followed_by(CHUNK, zeros=True), min(tiles, device.num_sms(call.device))
+    if max(tiles, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
@@ -77,6 +82,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         pointers={
             "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
             **({"keys_ptr": first.following} if shared else {}),
+            **({"counter_ptr": first.following} if persistent else {}),
         },  # fmt: skip
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,
@@ -93,9 +99,10 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "left": left,
             "B": B if call.varlen else None,
             **({"SHARE": keys.share} if shared else {}),
+            **({"tiles": tiles} if persistent else {}),
         },
         constants={
-            "plan": make_plan(width, config, mask, call.varlen, shared),
+            "plan": make_plan(width, config, mask, call.varlen, shared, persistent),
             **({"desc_dk": None, "desc_dv": None} if shared else {}),
         },
         options={"num_warps": 4, "maxnreg": config.max_registers},
@@ -107,7 +114,12 @@ def prepare(call: Signature) -> BackwardPlan | None:
 
 
 def make_plan(
-    width: int, config: HopperBackwardConfig, mask: dict[str, bool], varlen: bool, shared: bool = False
+    width: int,
+    config: HopperBackwardConfig,
+    mask: dict[str, bool],
+    varlen: bool,
+    shared: bool = False,
+    persistent: bool = False,
 ):
     """The kernel's constants; `mask` are those of `plan.BackwardMask`."""
     from attnlib.kernels.hopper.plan import (
@@ -122,13 +134,14 @@ def make_plan(
     )
 
     kept = config.consumer_registers, config.producer_registers
-    parts = {"shared": shared, "added": shared and config.added}
+    parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
         how += WideRegisters(*kept, config.dq_registers), config.deterministic
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
         how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate
+        parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:
         left, right = config.columns
         parts |= {"right": right, "held": config.held}
@@ -163,4 +176,18 @@ def descriptors(
             found[f"desc_{name}{suffix}"] = Descriptor(tensor, window, block, layout)
             start += columns
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    return found | {"desc_rows": rows.descriptor(config.block_m, as_it_is)}
+    found["desc_rows"] = rows.descriptor(config.block_m, as_it_is)
+    return found | (_sums(rows, config, width) if config.bulk else {})
+
+
+def _sums(rows: Preprocess, config: HopperBackwardConfig, width: int) -> dict[str, Descriptor]:
+    """Of the sums of dQ: what a consumer adds of each part at a time. Of 128 rows it has half of the rows, of
+    64 half of the columns, where these are more than 16."""
+    from triton.experimental.gluon import language as gl
+
+    found, as_it_is = {}, gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    for suffix, columns in zip(("", "_right"), config.columns or (width,), strict=False):
+        own = columns if config.block_m == 128 or columns == 16 else columns // 2
+        window = (rows.heads * rows.padded * width // LINE, LINE), (LINE, 1)
+        found[f"desc_sums{suffix}"] = Descriptor(Part("buffer"), window, (64 * own // LINE, LINE), as_it_is)
+    return found

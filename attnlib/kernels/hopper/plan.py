@@ -177,7 +177,8 @@ class BackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
-        block_m, half_p, stagger, deterministic, alternate: as in `HopperBackwardConfig`.
+        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent: as
+            in `HopperBackwardConfig`.
         shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
         added: where they do, in one place, else each in its own.
     """
@@ -191,6 +192,10 @@ class BackwardPlan(Constants):
     registers: Registers
     deterministic: bool = False
     alternate: bool = False
+    bulk: bool = False
+    early_mask: bool = False
+    masked_stagger: int = 0
+    persistent: bool = False
     shared: bool = False
     added: bool = False
 
@@ -203,7 +208,8 @@ class BackwardPlan(Constants):
     # Clocks by which the second consumer begins later.
     delay = property(
         lambda self: gl.constexpr(
-            0 if any((self.mask.causal.value, self.mask.left.value, self.alternate.value))
+            0 if self.alternate.value
+            else self.masked_stagger.value if self.mask.causal.value or self.mask.left.value
             else self.stagger.value
         )
     )  # fmt: skip
@@ -217,6 +223,7 @@ class BackwardPlan(Constants):
     held = gl.constexpr(0)
     own_right = gl.constexpr(False)
     dq_products = gl.constexpr(2)  # that a consumer starts in a step
+    writers = gl.constexpr(2)  # warpgroups that have a part of dQ
 
     # Accumulators: of S^T and dP^T [64, block_m], of dK and dV [64, d].
     s_layout = property(lambda self: accumulator(self.block_m.value))
@@ -259,7 +266,7 @@ class WideBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
-        varlen, block_m, deterministic, shared, added: as in `BackwardPlan`.
+        varlen, block_m, deterministic, early_mask, shared, added: as in `BackwardPlan`.
     """
 
     d: int
@@ -268,10 +275,12 @@ class WideBackwardPlan(Constants):
     mask: BackwardMask
     registers: WideRegisters
     deterministic: bool = False
+    early_mask: bool = False
     shared: bool = False
     added: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
+    persistent = gl.constexpr(False)
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))

@@ -197,6 +197,62 @@ ALTERNATING = {
 }
 
 
+# ---------------------------------------------------------------- other forms of a step
+
+FORMS = {
+    "64 columns": Call(64, 2, 1, 300, 400),
+    "72 of 80 columns, dense": Call(72, 1, 1, 150, 170, causal=False),
+    "96 columns, programs share a key head": Call(96, 4, 2, 70, 200),
+    "128 columns, a window": Call(128, 1, 1, 150, 400, causal=False, window=(60, 20)),
+    "64 columns, keys that nobody sees": Call(64, 1, 1, 100, 400, window=(30, -1)),
+    "96 columns, varlen": Call(96, 2, 1, varlen=((40, 170), (300, 90), (1, 200))),
+    "128 columns, a negative scale": Call(128, 1, 1, 150, 150, sm_scale=-0.1),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_a_step(name: str, order: str) -> None:
+    call = FORMS[name]
+    config = replace(hopper_backward_config(call.D), bulk=True, early_mask=True, masked_stagger=600)
+    config = replace(config, visited=1 if "share" in name else None)
+    assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
+
+
+@pytest.mark.parametrize("D", [192, 256])
+def test_an_early_mask_in_the_wide_kernel(D: int) -> None:
+    config = replace(hopper_backward_config(D), early_mask=True)
+    check_backward(Call(D, 1, 1, 100, 150, causal=False, window=(40, 10), config=config), "random")
+
+
+# ---------------------------------------------------------------- programs that stay on their SM
+
+TILES = {
+    "64 columns": Call(64, 2, 2, 300, 400),
+    "64 columns, tiles of one block": Call(64, 1, 1, 200, 300, B=2),
+    "72 of 80 columns, dense": Call(72, 2, 2, 150, 170, causal=False),
+    "96 columns, bulk": Call(96, 1, 1, 150, 500, causal=False),
+    "128 columns, grouped heads": Call(128, 4, 2, 70, 300),
+    "128 columns, a window": Call(128, 1, 1, 150, 500, causal=False, window=(60, 20)),
+    "64 columns, bulk, keys that nobody sees": Call(64, 1, 1, 150, 400, window=(30, -1)),
+    "128 columns, rows that see nothing": Call(128, 1, 1, 300, 150),
+    "128 columns, fewer tiles than SMs": Call(128, 1, 1, 150, 40),
+    "64 columns, one step, not persistent": Call(64, 1, 1, 100, 400, causal=False),
+    "64 columns, varlen, not persistent": Call(64, 1, 1, varlen=((40, 170), (300, 90))),
+}
+
+
+@pytest.mark.parametrize(("order", "sms"), [*zip(ORDERS, (1, 3, 2), strict=True)])
+@pytest.mark.parametrize("name", TILES)
+def test_programs_that_stay_on_their_sm(name: str, order: str, sms: int) -> None:
+    call = TILES[name]
+    config = replace(hopper_backward_config(call.D), persistent=True, bulk="bulk" in name)
+    config = replace(config, visited=call.H // call.H_kv, early_mask=order == "late", masked_stagger=600)
+    kernel = check_backward(replace(call, config=config), order, sms=sms)
+    assert kernel.reports[-1].unwaited == ()
+    assert (kernel.programs <= sms) == ("not persistent" not in name)
+
+
 # ---------------------------------------------------------------- the same bits
 
 IN_ORDER = {
@@ -270,6 +326,15 @@ TINY = {
     "varlen": Call(64, 1, 1, varlen=((20, 130), (0, 5), (70, 100)), config=PLAIN),
     "window": Call(64, 2, 1, 70, 150, window=(60, -1), config=PLAIN),
     "backward, 64 columns": Call(64, 3, 1, 30, 40, config=replace(hopper_backward_config(64), visited=3)),
+    "backward, bulk": Call(
+        96, 1, 1, 150, 40, causal=False, config=replace(hopper_backward_config(96), bulk=True)
+    ),
+    "backward, persistent": Call(
+        128, 1, 1, 150, 260, config=replace(hopper_backward_config(128), persistent=True, visited=1)
+    ),
+    "backward, persistent, bulk": Call(
+        96, 1, 1, 150, 260, config=replace(hopper_backward_config(96), persistent=True, bulk=True, visited=1)
+    ),
     "backward, shared": Call(64, 2, 1, 150, 40, config=replace(hopper_backward_config(64), visited=1)),
     "backward, 128 columns": Call(128, 1, 1, 150, 40, causal=False),
     "backward, 256 columns": Call(256, 1, 1, 150, 40, causal=False),
@@ -282,6 +347,7 @@ TINY = {
 
 RUNS = dict.fromkeys(TINY, 40)
 RUNS |= {"backward, 256 columns": 60, "backward, varlen": 20, "backward, a window": 20}
+RUNS |= {"backward, persistent": 20, "backward, persistent, bulk": 20}
 RUNS |= {"backward, shared": 10, "backward, 72 of 80 columns": 10, "backward, 136 of 160 columns": 10}
 
 

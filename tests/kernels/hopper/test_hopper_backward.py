@@ -22,7 +22,7 @@ from attnlib.kernels.common.launch_preprocess import preprocess
 from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.hopper import backward_tiles, launch_backward
-from attnlib.kernels.hopper.configs_backward import SPLIT, hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import SPLIT, HopperBackwardConfig, hopper_backward_config
 from attnlib.params import MaskWindow, Params
 
 SCALE = 0.3
@@ -192,6 +192,30 @@ def test_only_two_equal_consumers_alternate() -> None:
     expected = r"^alternate: expected False with block_n=64 \(wide kernel\), got True$"
     with pytest.raises(ValueError, match=expected):
         replace(hopper_backward_config(256), alternate=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        (hopper_backward_config(256), "deterministic=False, alternate=False, block_n=64"),
+        (hopper_backward_config(64, deterministic=True), "deterministic=True, alternate=False, block_n=128"),
+    ],
+)
+def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
+    with pytest.raises(ValueError, match=f"^bulk: expected False with {others}, got True$"):
+        replace(config, bulk=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        (hopper_backward_config(256), "deterministic=False, alternate=False, block_n=64"),
+        (hopper_backward_config(64, deterministic=True), "deterministic=True, alternate=False, block_n=128"),
+    ],
+)
+def test_which_programs_stay_on_their_sm(config: HopperBackwardConfig, others: str) -> None:
+    with pytest.raises(ValueError, match=f"^persistent: expected False with {others}, got True$"):
+        replace(config, persistent=True)
 
 
 @pytest.mark.parametrize("head_dim", [0, 264])

@@ -1,0 +1,153 @@
+"""A backward program that stays on its SM: it computes tile after tile, each a block of keys, without a gap.
+
+What a program costs beyond its steps is its launch, its barriers, the latency of its first copies, a first
+and a last product that nothing overlaps, and the stores of its gradients. A `persistent` plan has a program
+for each SM. Steps are counted through all tiles of a program, i below, and the last step of a tile starts S
+of the next one, whose first step forms the last dQ of the tile before, as in the middle of a tile. K and V
+have two sets of buffers; tile t, of those of a program, uses set t & 1, and there its dV and dK leave.
+
+    Who tells whom
+
+The producer draws the number of the next tile from a counter in global memory when it has come to the last
+block of this one, and leaves it in `next_tile`, -1 after the last one. It copies K with the first Q and V
+with the first dO, so these need no barriers of their own:
+
+    q_full[slot]      Q and LSE2 of step i are there, in a tile's first step K, too, and its number; after the
+                      last tile, that there is none
+    do_full[slot]     dO and delta of step i are there, in a first step V, too
+
+Nor do their buffers when they are free. K and V of tile t + 2 come to where those of tile t were, behind Q
+and dO of the first step of tile t + 2, for which the producer waits until step i - 2 has released its own.
+A tile has two steps or more, so that is a step of tile t + 1, and in the first one of these the last dQ of
+tile t has been formed, and its gradients have left (`await_gradients`). A tile with one block of queries has
+a second one, which sees none of its keys.
+
+There are two places for a number, of tile t in t & 1. Consumers read it behind the last step of tile t - 1,
+and the warp that adds dQ in bulk before it lets them write the dQ after next.
+
+`mem` is the `Memory` of a kernel, `plan` its plan. Chapter 20 derives the backward pass.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attnlib.kernels.common import tma
+from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
+from attnlib.kernels.common.preprocess import DELTA, LSE2
+from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
+from attnlib.kernels.hopper import backward_tiles as tiling
+from attnlib.kernels.hopper.backward_shared import copy_keys, copy_rows
+from attnlib.kernels.hopper.column_parts import nbytes
+
+# ---------------------------------------------------------------- numbers of tiles
+
+
+@gluon.jit
+def new_next_tile():
+    """A store is one of all 32 lanes of the producer, so each has a word. The first one's counts: that lane
+    also arrives at the barrier."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [2, 32], layout)
+
+
+@gluon.jit
+def _tell(mem, t, number):
+    mem.next_tile.index(t & 1).store(number + 0 * lanes())
+
+
+@gluon.jit
+def tile_number(mem, t, WARPS: gl.constexpr):
+    """Of tile t, -1 if there is none: what the producer has told those who know that Q of its first step is
+    there."""
+    words = mem.next_tile.index(t & 1).slice(0, 1)
+    return gl.max(words.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+# ---------------------------------------------------------------- sets of K and V
+
+
+@gluon.jit
+def set_of(t):
+    """The first buffer of K and of V of a tile, there are two for 128 keys; of the tile after and of the one
+    before it is `_other_set` of this."""
+    return 2 * (t & 1)
+
+
+@gluon.jit
+def _other_set(first):
+    return 2 - first
+
+
+@gluon.jit
+def set_before(first, j, plan: gl.constexpr):
+    """The buffer of K for dQ of the step before."""
+    if plan.persistent:
+        return gl.where(j == 0, _other_set(first), first)
+    else:
+        return first
+
+
+@gluon.jit
+def set_after(first, j, n, plan: gl.constexpr):
+    """And for S of the step after."""
+    if plan.persistent:
+        return gl.where(j == n - 1, _other_set(first), first)
+    else:
+        return first
+
+
+@gluon.jit
+def await_gradients(i, j):
+    """In the first step of a tile: those of the tile before have left shared memory."""
+    if (j == 0) & (i > 0):
+        tma.store_wait(0)
+
+
+# ---------------------------------------------------------------- producer
+
+
+@gluon.jit
+def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
+    q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
+    do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
+    number = gl.program_id(0)
+    t = 0  # of the tiles of this program
+    i = 0  # of its steps
+    asked = 0 * lanes()
+    while number < work.tiles:
+        tile = tiling.locate(number, work, plan)
+        at = tiling.queries(tile, work, plan)
+        first = set_of(t)
+        n = (tile.m_end - tile.m_start) * work.GROUP
+        m = tile.m_start
+        g = 0
+        for j in range(n):
+            if j == n - 1:  # earlier, and an idle program could have computed the tile
+                asked = draw(work.counter_ptr)
+            slot = slot_of(i)
+            bar = mem.q_full.index(slot)
+            acquire(Q_FREE, i)
+            if j == 0:
+                _tell(mem, t, number)
+                copy_keys(desc_k, tile, bar, q_bytes, mem.k, first, work, plan)
+            else:
+                mbarrier.expect(bar, q_bytes)
+            copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, m, work, plan)
+            bar = mem.do_full.index(slot)
+            acquire(DO_FREE, i)
+            if j == 0:
+                copy_keys(desc_v, tile, bar, do_bytes, mem.v, first, work, plan)
+            else:
+                mbarrier.expect(bar, do_bytes)
+            copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)
+            i += 1
+            m += 1
+            if m == tile.m_end:
+                m = tile.m_start
+                g += 1
+        number = drawn(asked, work.counter_ptr, work.tiles, 1)
+        t += 1
+    acquire(Q_FREE, i)
+    _tell(mem, t, -1)
+    mbarrier.arrive(mem.q_full.index(slot_of(i)), count=1)

@@ -1,0 +1,337 @@
+"""Judge and time forms of the Hopper backward pass beside each other and FlashAttention-3 on this GPU.
+
+    python tests/gpu/tune_backward.py steps                      some 200 s on 14 cores
+    python tests/gpu/tune_backward.py steps --cells 64-causal-16384 96-dense-4096
+    python tests/gpu/tune_backward.py persistent --rounds 5      some 140 s
+    python tests/gpu/tune_backward.py grouped --seconds 200      begin no cell after so many
+
+steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
+persistent: one tile a program, or programs that stay on their SM ("stays").
+later: programs that stay, whose second consumer begins later.
+grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
+it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
+behind the kernel.
+
+A cell is D-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are those of the plane
+(`bench.plane`). FlashAttention-3 takes part where ATTNLIB_FA3 names its library. First, processes side by
+side compile. The gradients of each form are judged: of the last key head against fp64, all heads against the
+first form's. Nothing wrong is timed. Then shuffled rounds with cold L2. Tables on the screen as they come and
+again at the end, no record: each form's time, and that of FlashAttention-3 over it, without FlashAttention-3
+that of the first form. "default" is the form that calls get. Status 0 when all were right, 1 otherwise, 2
+without a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+
+from time_plane import GradientSample  # noqa: E402
+
+from attnlib.bench import peers, plane, timing  # noqa: E402
+from attnlib.bench.backward import GRADIENTS, make_gradient  # noqa: E402
+from attnlib.bench.oracle import make_inputs  # noqa: E402
+from attnlib.bench.plane import KINDS, Cell  # noqa: E402
+from attnlib.bench.setting import Setting  # noqa: E402
+from attnlib.kernels import hopper  # noqa: E402
+from attnlib.kernels.hopper import sharing  # noqa: E402
+from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config  # noqa: E402
+from attnlib.params import Params, mask_window  # noqa: E402
+
+DEVICE, FA3, DEFAULT = "cuda", "fa3", "default"
+SHORT = Setting("one short window", rounds=1, pause_ms=8, warmup_ms=2, rep_ms=4)
+PROCESSES = 14
+
+Tensor = torch.Tensor
+Forms = dict[str, HopperBackwardConfig]
+
+# ---------------------------------------------------------------- forms
+
+STEPS = """
+64-causal-16384 96-dense-4096 128-causal-4096 64-causal-4096 64-dense-4096 96-causal-4096 128-dense-4096
+128-window-4096 64-causal-4096-float16 64-window-4096 128-causal-16384 64-dense-16384 192-causal-4096
+80-causal-4096 64-causal-1024 128-causal-1024 256-causal-4096 96-dense-16384
+""".split()
+"""The most important ones first."""
+PERSISTENT = """
+128-window-4096 64-causal-4096 128-causal-4096 64-window-4096 96-dense-4096 96-causal-4096 128-causal-1024
+64-causal-4096-float16 128-dense-4096 64-dense-4096 64-causal-1024 128-causal-512 128-window-16384
+64-causal-16384 128-causal-16384 80-causal-4096 96-window-4096 96-dense-16384 128-gqa8-4096 64-gqa8-4096
+112-causal-4096
+""".split()
+LATER = """
+64-causal-4096 64-dense-4096 128-causal-4096 64-causal-16384 64-dense-16384 128-dense-4096 96-dense-4096
+64-causal-4096-float16 64-window-4096 96-causal-4096 64-causal-1024 128-window-4096 64-dense-4096-float16
+64-causal-16384-float16 64-dense-1024 128-dense-16384 80-dense-4096 112-dense-4096 128-gqa8-4096
+""".split()
+GROUPED = [
+    f"{head_dim}-{kind}-{length}"
+    for length in (4096, 16384, 1024) for kind in ("gqa8", "gqa4") for head_dim in (256, 192, 128, 64)
+]  # fmt: skip
+
+
+def step_forms(cell: Cell) -> Forms:
+    """Of one call: dQ from registers or in bulk, P masked late or early, and a later second consumer."""
+    config, masked = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].causal
+    delay = "masked_stagger" if masked else "stagger"
+    changes: dict[str, dict[str, object]] = {DEFAULT: {}}
+    early = {"early_mask": True} if masked else {}
+    if masked:
+        changes["early"] = early
+    if config.block_n == 128:
+        changes["bulk"] = {"bulk": True}
+        if masked:
+            changes["bulk early"] = {"bulk": True, **early}
+        for clocks in (0, 600, 1200, 2000):
+            for bulk in (False, True):
+                name = f"{'bulk ' * bulk}{'early ' * masked}{clocks}"
+                changes[name] = {"bulk": bulk, **early, delay: clocks}
+    found: Forms = {}
+    for name, change in changes.items():
+        form = replace(config, **change)
+        if form not in found.values():
+            found[name] = form
+    return found
+
+
+def persistent_forms(cell: Cell) -> Forms:
+    """Of one call: programs of one tile, as they are and as they are best; programs that stay on their SM,
+    with dQ from registers or in bulk, and with P masked late or early."""
+    config, masked = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].causal
+    found = {DEFAULT: config}
+    for bulk in (False, True):
+        for early in (False, True)[: 1 + masked]:
+            for persistent in (False, True):
+                if persistent and bulk and cell.shape.head_dim > 96:  # no room in shared memory
+                    continue
+                name = f"{'stays ' * persistent}{'bulk ' * bulk}{'early ' * early}".strip()
+                change = {"persistent": persistent, "bulk": bulk, "early_mask": early}
+                found.setdefault(name or DEFAULT, replace(config, **change))
+    return found
+
+
+def later_forms(cell: Cell) -> Forms:
+    """Of one call: programs that stay on their SM, with dQ from registers or in bulk where there is room, P
+    masked early at D = 64, and a later second consumer."""
+    config, masked = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].causal
+    delay, found = "masked_stagger" if masked else "stagger", {DEFAULT: config}
+    early = [False, True] if masked and cell.shape.head_dim == 64 else [False]
+    for bulk, masked_early in product((False, True)[: 1 + (cell.shape.head_dim <= 96)], early):
+        for clocks in (0, 600, 1200, 2000):
+            name = f"stays {'bulk ' * bulk}{'early ' * masked_early}{clocks}"
+            change = {"persistent": True, "bulk": bulk, "early_mask": masked_early, delay: clocks}
+            found[name] = replace(config, **change)
+    return found
+
+
+def grouped_forms(cell: Cell) -> Forms:
+    config, group = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].group
+    found = {"all": replace(config, visited=group)}
+    found |= {f"added {n}": replace(config, visited=n) for n in sharing.divisors(group)[:-1]}
+    return found | {"apart 1": replace(config, visited=1, added=False), DEFAULT: config}
+
+
+SETS = {
+    "steps": (step_forms, STEPS),
+    "persistent": (persistent_forms, PERSISTENT),
+    "later": (later_forms, LATER),
+    "grouped": (grouped_forms, GROUPED),
+}
+
+
+def cell_of(name: str) -> Cell:
+    head_dim, kind, length, *dtype = name.split("-")
+    return plane.cell(kind, int(head_dim), int(length), *dtype)
+
+
+# ---------------------------------------------------------------- calls
+
+
+def inputs(cell: Cell) -> tuple[Tensor, ...]:
+    """d_out, q, k, v."""
+    return make_gradient(cell.shape, device=DEVICE), *make_inputs(cell.shape, device=DEVICE)
+
+
+def calls_of(cell: Cell, forms: Forms, *tensors: Tensor) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    d_out, q, k, v = tensors
+    window = mask_window(cell.shape.causal, KINDS[cell.kind].window)
+    params = Params(window, cell.shape.head_dim**-0.5, return_lse=True)
+    forward = params._replace(config=hopper.configuration(q, k, v, params))
+    out, lse = hopper.forward(q, k, v, forward)
+
+    def one(config: HopperBackwardConfig) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: hopper.backward(d_out, q, k, v, out, lse, params._replace(config=config))
+
+    return {name: one(config) for name, config in forms.items()}
+
+
+def compile_one(name: str, form: HopperBackwardConfig) -> str:
+    """In a child: what it compiles stays in Triton's cache."""
+    cell = cell_of(name)
+    length = min(cell.shape.seqlen, 1152)  # beyond a window of the plane
+    small = cell._replace(shape=replace(cell.shape, batch=1, seqlen=length))
+    try:
+        calls_of(small, {name: form}, *inputs(small))[name]()
+        torch.cuda.synchronize()
+    except Exception as error:  # it comes again where it is timed
+        return f"{name} {form}: {peers.brief(error)}"
+    return ""
+
+
+def kernels_of(
+    names: Sequence[str], forms_of: Callable[[Cell], Forms]
+) -> list[tuple[str, HopperBackwardConfig]]:
+    """Each kernel that has to be compiled: the name of a cell, and a form."""
+    found = {}
+    for name in names:
+        cell = cell_of(name)
+        shared = "shared" if KINDS[cell.kind].group > 1 else ""
+        for form in forms_of(cell).values():
+            key = cell.shape.dtype, KINDS[cell.kind].causal, KINDS[cell.kind].window, shared, form
+            found.setdefault(key, (name, form))
+    return list(found.values())
+
+
+# ---------------------------------------------------------------- judging and timing
+
+
+def wrong(sample: GradientSample, first: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> str:
+    """Why gradients are wrong; empty when they are right."""
+    found = sample.judge(*gradients)
+    for name, mine, other in zip(GRADIENTS, gradients, first, strict=True):
+        if not found[name].ok:
+            return f"{name}: {found[name].reason}"
+        away = (mine.float() - other.float()).square_().mean((2, 3)).sqrt_().max().item()
+        if not away <= 2 * found[name].budget.rms:
+            return f"{name}: a head is {away:.2e} from the first form's, budget {found[name].budget.rms:.2e}"
+    return ""
+
+
+def judge(
+    name: str, calls: dict[str, Callable], sample: GradientSample, first: tuple[Tensor, ...]
+) -> list[str]:
+    """What is wrong; the calls that are go."""
+    bad = []
+    for form in list(calls):
+        try:
+            reason = wrong(sample, first, calls[form]())
+        except RuntimeError as error:
+            reason = peers.brief(error)
+        if reason:
+            bad.append(f"WRONG {name} {form}: {reason}")
+            del calls[form]
+    return bad
+
+
+def times(calls: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each in shuffled rounds."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        order = list(calls)
+        random.Random(i).shuffle(order)
+        for name in order:
+            samples[name].append(timing.time_ms(calls[name], setting=SHORT).median)
+    return samples
+
+
+def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
+    """The lines of a cell, and what is wrong."""
+    cell, bad = cell_of(name), []
+    tensors = inputs(cell)
+    calls = calls_of(cell, forms, *tensors)
+    first_form = next(iter(forms))
+    first = calls[first_form]()
+    sample = GradientSample(KINDS[cell.kind], None, *tensors)
+    bad += judge(name, calls, sample, first)
+    peer = peers.fa3(KINDS[cell.kind].window)
+    if not peer.available():
+        calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+    found = times(calls, rounds)
+    calls.pop(FA3, None)
+    bad += judge(name, calls, sample, first)  # after hundreds of launches
+    base = found.get(FA3) or found.get(first_form) or next(iter(found.values()))
+    cells = []
+    for form, taken in found.items():
+        ratios = sorted(a / b for a, b in zip(base, taken, strict=True))
+        ms = statistics.median(taken)
+        cells.append(f"  {form:18} {ms:7.3f} ms {cell.flops('backward') / ms * 1e-9:4.0f} TFLOP/s  "
+                     f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})")  # fmt: skip
+    if KINDS[cell.kind].group > 1:
+        cells.append(f"  model: {visited_by_model(cell)}")
+    best = min((form for form in found if form != FA3), key=lambda form: statistics.median(found[form]))
+    return "\n".join([f"{name}: best {best}", *cells]), bad
+
+
+def visited_by_model(cell: Cell) -> str:
+    """Time of one program for a group over that of programs that visit fewer query heads, predicted."""
+    shape, config = cell.shape, hopper_backward_config(cell.shape.head_dim)
+    widths = config.width(shape.head_dim), config.value_width(shape.head_dim)
+    heads, group = shape.batch * shape.kv_heads, KINDS[cell.kind].group
+    call = sharing.Launched(config, heads, group, shape.seqlen, shape.keys, *widths, shape.causal)
+    ratios = (f"{n} {call.clocks(group) / call.clocks(n):.2f}" for n in sharing.divisors(group))
+    return f"{', '.join(ratios)}; chosen {sharing.chosen(call)}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time forms of the backward pass beside each other.")
+    parser.add_argument("set", choices=SETS)
+    parser.add_argument("--cells", nargs="+", metavar="D-KIND-LENGTH", help="(default: the set's)")
+    parser.add_argument("--forms", nargs="+", help="names of forms, the first one always (default: all)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
+    args, begin = parser.parse_args(argv), time.monotonic()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+        return 2
+    all_forms, default_cells = SETS[args.set]
+    names = args.cells or default_cells
+
+    def forms_of(cell: Cell) -> Forms:
+        forms = all_forms(cell)
+        first = next(iter(forms))
+        return {name: form for name, form in forms.items() if not args.forms or name in (first, *args.forms)}
+
+    jobs = kernels_of(names, forms_of)
+    children = min(PROCESSES, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        failed = [reason for reason in pool.map(compile_one, *zip(*jobs, strict=True)) if reason]
+    print(f"{len(jobs)} forms compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
+    tables, bad, left_out = [], [], []
+    for name in names:
+        if time.monotonic() - begin > args.seconds:
+            left_out.append(name)
+            continue
+        try:
+            table, wrongs = report(name, forms_of(cell_of(name)), args.rounds)
+        except RuntimeError as error:  # no memory for the oracle, say
+            left_out.append(f"{name}: {peers.brief(error)}")
+            continue
+        tables.append(table)
+        bad += wrongs
+        print(table, *wrongs, sep="\n", flush=True)
+        torch.cuda.empty_cache()
+    seconds = f"{time.monotonic() - begin:.0f} s"
+    print(f"\n{seconds}. Behind the times FlashAttention-3's over a form's:", *tables, sep="\n")
+    if left_out:
+        print(f"left out, as {args.seconds:g} s were over where no reason is told:", *left_out, sep="\n  ")
+    print(*bad, sep="\n")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
