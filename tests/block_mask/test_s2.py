@@ -71,8 +71,8 @@ def test_blocks_are_counted(name: str) -> None:
 
 
 def test_a_mask_of_128k_is_made_of_units() -> None:
-    """No elements but those of the diagonal are looked at, for their kinds and for their words, and blocks that
-    are cut share their words."""
+    """No elements but those of the diagonal are looked at, for their kinds and for their words, and blocks
+    that are cut share their words."""
     looked = []
     whole = tiles._elements
 

@@ -1,5 +1,5 @@
 """What the two Hopper backward kernels under a block mask have in common: the lists, what a producer copies
-and tells for each of their steps, and P of a step. Chapter 30 has block masks, chapter 21 the kernels without.
+and tells for each of their steps, and P of a step. Chapter 30 has block masks, chapter 21 kernels without.
 
 - A program has 64 or 128 keys of a key/value head (`plan.block_n`), in one or two buffers of 64, and visits,
   for one query head of the group after the other, the queries on the list of these keys

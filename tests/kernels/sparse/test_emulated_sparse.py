@@ -271,9 +271,9 @@ MUTATIONS += [
          ('    named_barrier("sync", END, 256)\n', "")),
         ("dV is that of the keys after", WRONG, ("work.i_n * 64, 0]", "work.i_n * 64 + 64, 0]")),
     )),
-    backward("LSE is overwritten without a fence", "256 random", "Race",  # bits come with a fence of their own
-             ("        fence_async_shared()  # between the loads of LSE", "        pass  # between the loads"),
-             wide),
+    # Not in a call with bits: these come with a fence of their own.
+    backward("LSE is overwritten without a fence", "256 random", "Race",
+             ("        fence_async_shared()  # between the loads of LSE", "        pass  # of LSE"), wide),
     backward("both halves of a tile's keys have the bits of the first", "narrow many steps", WRONG,
              ("else work.i_n & 1  # of", "else 0  # of"), steps),
 ]  # fmt: skip
