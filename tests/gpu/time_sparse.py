@@ -13,9 +13,9 @@ are there from other runs; a table says at which commit it was measured.
 fp16. Random blocks of 128 x 128, for each head its own, as many in each row; 50 to 3% of them are kept. A
 time is the median over shuffled rounds of calls with a cold L2; "attnlib again" is the same call under
 another name and shows the noise. Ideal is the time of the dense kernel times the part that is kept. Then the
-backward pass at 25%, masks of functions (causal, documents), scores forward and backward (`SCORES`), and
-what it takes to make a mask. "gallery" has the masks of chapter 30, and "chapter" its kernels. Before it is
-timed a call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
+backward pass at 25 and 50%, masks of functions (causal, documents), scores forward and backward (`SCORES`),
+and what it takes to make a mask. "gallery" has the masks of chapter 30, and "chapter" its kernels. Before it
+is timed a call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
 
 FlexAttention comes with PyTorch. ATTNLIB_SPARSE_PEERS names a Python file with more peers: functions
 make_fa4_sparse(q, k, v, keep, causal) and make_cudnn_bsa(q, k, v, keep), which return a call; keep is bool
@@ -289,9 +289,12 @@ class Run:
         return rows
 
     def backward(self) -> list[dict]:
-        """At 25%, beside FlexAttention."""
+        """At 25 and 50%, beside FlexAttention."""
+        return [row for part in (1 / 4, 1 / 2) for row in self.backward_of(part)]
+
+    def backward_of(self, part: float) -> list[dict]:
         leaves = [x.clone().requires_grad_() for x in self.tensors[:3]]
-        keep = kept_blocks(self.q.shape[1], self.seqlen, 1 / 4)
+        keep = kept_blocks(self.q.shape[1], self.seqlen, part)
         mask, theirs = BlockMask.from_blocks(keep, self.seqlen, self.seqlen), flex_mask(keep)
         real = keep.float().mean().item()
         judge, calls = Judge(self.tensors, mask), {}
