@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
+import emulated
 import pytest
 import sanitized
 import torch
@@ -196,6 +198,18 @@ def test_calls_of_what_is_not_softmax_attention_run(monkeypatch):
     for call in chosen:
         [out] = sanitize.run(call)
         assert out.isfinite().all() and out.any()
+
+
+@pytest.mark.parametrize(("head_dim", "score"), [(64, "table"), (256, "bias")])
+def test_the_calls_with_scores_run(device, head_dim, score):
+    """Without a GPU the Hopper kernels in the emulator, what is plain Triton in the interpreter."""
+    call = sanitized.ScoredCall(head_dim, score, 2)
+    assert call in sanitize.calls()
+    with pytest.MonkeyPatch.context() as patch, emulated.on_the_cpu() if device == "cpu" else nullcontext():
+        if device == "cpu":
+            on_a_cpu(patch)
+        found = sanitize.run(call)
+    assert len(found) == 6 and all(x.isfinite().all() and x.any() for x in found)
 
 
 # ---------------------------------------------------------------- the command line

@@ -86,10 +86,12 @@ class BsfaCall(NamedTuple):
 
 
 class ScoredCall(NamedTuple):
-    """The forward pass with a score, "ALiBi" or a "bias" that the Hopper kernel copies."""
+    """A forward and a backward pass with a score: "ALiBi", a "bias" that the Hopper kernel copies, or a
+    "table" by distance, which it loads. heads: of queries; as many of keys."""
 
     head_dim: int
     score: str
+    heads: int
     impl: str = "hopper"
 
 
@@ -182,7 +184,10 @@ def calls() -> Iterator[NamedTuple]:
     for head_dim, turns in product((64, 128), ("issued", "done")):
         yield BsfaCall(head_dim, True, 150, "hopper", turns)
     for head_dim, score in product((64, 128), ("ALiBi", "bias")):
-        yield ScoredCall(head_dim, score)
+        yield ScoredCall(head_dim, score, 75)  # more tiles than an H200 has SMs
+    for head_dim, score in ((64, "table"), (128, "table"), (256, "ALiBi"), (256, "bias"), (256, "table")):
+        yield ScoredCall(head_dim, score, 2)
+    yield ScoredCall(64, "bias", 2, "triton")
     for head_dim, impl in product((64, 80, 128, 256), ("hopper", "triton")):
         yield AccumulateCall(head_dim, True, "float32", impl)
         yield AccumulateCall(head_dim, False, "float16", impl)
@@ -225,8 +230,6 @@ def run_training(call: Call) -> tuple:
     how = {"causal": shape.causal, "window": window, "impl": impl, "return_lse": True}
     if mask:
         how |= {"block_mask": block_mask(mask, shape)}
-        if shape.head_dim > 128:  # the backward pass is the portable one, which no explicit choice takes
-            how["impl"] = "triton" if impl == "triton" else None
     if varlen:
         cu = torch.tensor([0, 65, 65, shape.seqlen], dtype=torch.int32).cuda()
         out, lse = attention_varlen(q, k, v, cu, cu, shape.seqlen - 65, shape.seqlen - 65, **how)
@@ -420,18 +423,26 @@ def run_bsfa(call: BsfaCall) -> tuple:
 
 
 def run_scored(call: ScoredCall) -> tuple:
-    """Output and LSE of more tiles than an H200 has SMs."""
+    """Output, LSE and gradients, that of what is learned too."""
     import torch
 
     from attnlib import Score, attention
 
-    q, k, v = (torch.randn(1, 75, n, call.head_dim).half().cuda() for n in (260, 264, 264))
-    score = Score(alibi=torch.rand(75).cuda())
-    if call.score == "bias":
-        score = Score(bias=torch.randn(260, 264).half().cuda())
-    found = attention(q, k, v, causal=True, score=score, impl=call.impl, return_lse=True)
+    sizes = 260, 264, 264
+    q, k, v = (torch.randn(1, call.heads, n, call.head_dim).half().cuda().requires_grad_() for n in sizes)
+    d_out = torch.randn(q.shape).half().cuda()
+    if call.score == "ALiBi":
+        learned, score = [], Score(alibi=torch.rand(call.heads).cuda(), soft_cap=5.0)
+    elif call.score == "bias":
+        learned = [torch.randn(260, 264).half().cuda().requires_grad_()]
+        score = Score(bias=learned[0])
+    else:
+        learned = [torch.randn(call.heads, 41).cuda().requires_grad_()]
+        score = Score(relative=learned[0])
+    out, lse = attention(q, k, v, causal=True, score=score, impl=call.impl, return_lse=True)
+    gradients = torch.autograd.grad(out, (q, k, v, *learned), d_out)
     torch.cuda.synchronize()
-    return found
+    return out, lse, *gradients
 
 
 def block_mask(name: str, shape: Any):
