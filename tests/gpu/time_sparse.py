@@ -5,7 +5,8 @@
     python tests/gpu/time_sparse.py --dims 128      one head dimension
     python tests/gpu/time_sparse.py --seqlen 65536  longer sequences, with fewer heads; use --out, too
     python tests/gpu/time_sparse.py --tables scores --scores "soft cap,ALiBi"   some scores; with --out, too
-    python tests/gpu/time_sparse.py --configs       the Hopper kernel in other configurations; no record
+    python tests/gpu/time_sparse.py --configs       the Hopper kernels in other configurations; no record
+    python tests/gpu/time_sparse.py --configs forward --dims 64     one of them: forward, backward or bias
 
 The report goes to figures/data/<gpu>/sparse.json, or to --out: each table when it is done, beside those that
 are there from other runs; a table says at which commit it was measured.
@@ -65,6 +66,7 @@ CHAPTER = "30_block_masks"
 SOFT_CAP = 30.0
 REACH = 128
 """Of the table by distance, as in T5."""
+CONFIGURED = "forward", "backward", "bias"
 SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own", "learned relative", "learned bias"
 """The learned ones have gradients of their own, which FlexAttention adds up by atomics; not timed."""
 MADE = 65536
@@ -411,7 +413,7 @@ class Run:
                 rows += row_of(f"{self.name} {kind}causal, {name}", part, flops, found, None)
         return rows
 
-    def configurations(self) -> None:
+    def forward_configurations(self) -> None:
         """The Hopper kernel in its configurations, at 25 and 6%."""
         from attnlib.kernels.sparse import hopper
         from attnlib.kernels.sparse.configs_hopper import SHARED, WIDE, hopper_sparse_config
@@ -421,7 +423,8 @@ class Run:
         if self.head_dim == 64:
             tried |= {"wide": WIDE, "halves": replace(SHARED, o_columns=32)}
             tried["2 stages"] = replace(SHARED, stages=2)
-            tried |= {"apart": replace(SHARED, joint=False), "pin": replace(SHARED, pin=True)}
+            tried |= {"apart": replace(SHARED, joint=False), "late": replace(SHARED, late_wait=True)}
+            tried |= {f"{name}, pin": replace(tried[name], pin=True) for name in ("late", "chosen")}
         if self.head_dim == 128:
             tried |= {"joint": replace(chosen, joint=True), "Q in memory": replace(chosen, q_columns=0)}
             tried |= {"steps of 64": hopper_sparse_config(128, coarse=False)}
@@ -438,8 +441,6 @@ class Run:
             found = times(calls | {"dense": lambda: attention(*self.tensors[:3])}, self.rounds)
             dense = found.pop("dense")
             row_of(f"{self.name} kept {100 * part:.1f}%", part, self.flops, found, dense * part)
-        self.backward_configurations()
-        self.bias_configurations()
 
     def bias_configurations(self) -> None:
         """The Hopper kernel under a bias, causal: copied and loaded."""
@@ -533,7 +534,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seqlen", type=int, default=TOKENS, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--tables", default=",".join(TABLES), help="(default: %(default)s)")
-    parser.add_argument("--configs", action="store_true", help="try configurations instead")
+    of = ",".join(CONFIGURED)
+    parser.add_argument("--configs", nargs="?", const=of, help=f"try configurations instead, of {of}")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/sparse.json)")
     parser.add_argument("--scores", default=",".join(SCORES), help="of that table (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -545,13 +547,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.scores.split(",")
     if not set(names) <= set(SCORES):
         parser.error(f"--scores: expected some of {', '.join(SCORES)}, got {args.scores}")
+    configs = args.configs.split(",") if args.configs else []
+    if not set(configs) <= set(CONFIGURED):
+        parser.error(f"--configs: expected some of {of}, got {args.configs}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     runs = [Run(d, args.seqlen, args.rounds) for d in dims]
-    if args.configs:
+    if configs:
         for run in runs:
-            run.configurations()
+            for name in configs:
+                getattr(run, f"{name}_configurations")()
         return int(not all(run.right for run in runs))
     more = peers() if "blocks" in args.tables else {}
     makers = {

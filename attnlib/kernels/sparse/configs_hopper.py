@@ -21,7 +21,8 @@ class HopperSparseConfig:
         late_wait: wait for P V of the block before half way through the exponentials, not before them.
         pin: keep the assembler from moving that wait up.
         joint: one barrier for the keys and the values of a slot, instead of one each.
-        named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
+        named: consumers give a slot back through the hardware's named barriers, not an mbarrier. With one
+            pair only: the rings of two would have the same barriers.
         copies_bias: a bias that TMA can read comes through shared memory; with one pair only.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
@@ -42,6 +43,10 @@ class HopperSparseConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        if self.pairs > 1 and (self.named or self.copies_bias):
+            raise ValueError(f"pairs: expected 1 with named or copies_bias, got {self.pairs}")
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""

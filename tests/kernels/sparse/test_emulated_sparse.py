@@ -4,7 +4,7 @@ bugs planted in their text, each of which the emulator notices."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import families
@@ -24,6 +24,7 @@ from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_
 from attnlib.kernels.sparse import hopper_backward_steps as steps
 from attnlib.kernels.sparse import hopper_backward_wide_kernel as wide
 from attnlib.kernels.sparse.configs_hopper import (
+    SHARED,
     WIDE,
     HopperSparseBackwardConfig,
     HopperSparseConfig,
@@ -102,6 +103,7 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
 
 
 PAIRS = HopperSparseConfig(64, 2, 64, pairs=2, joint=True)
+LATE_PAIRS = replace(SHARED, late_wait=True, pin=True)
 APART = HopperSparseConfig(64, 2, 32)
 NAMED = HopperSparseConfig(128, 2, 64, joint=True, named=True)
 Q_KEPT = HopperSparseConfig(64, 2, 64, q_columns=32, late_wait=True, pin=True)
@@ -122,6 +124,7 @@ CALLS = {
     "Q in registers": Call(64, "dots", 260, 260, config=Q_KEPT),
     "many tiles": Call(64, "causal", 520, 520, 5, 1, config=PAIRS),
     "short": Call(64, "random", 100, 128, 9, 1, config=PAIRS),
+    "late": Call(64, "band by head", 300, 384, 4, 2, config=LATE_PAIRS),
 }
 
 
@@ -160,6 +163,12 @@ BACKWARD = {
     "256 many steps": Call(256, "dots", 390, 70, sm_scale=-0.05),
     "256 one row": Call(200, "all", 1, 1),
 }
+
+
+@pytest.mark.parametrize("given", ["named", "copies_bias"])
+def test_two_pairs_share_no_barriers_and_no_bias(given):
+    with pytest.raises(ValueError, match="^pairs: expected 1 with named or copies_bias, got 2$"):
+        replace(PAIRS, **{given: True})
 
 
 @pytest.mark.parametrize("call", BACKWARD)
