@@ -1,25 +1,23 @@
-"""attention(score=) on a GPU: the calls of the interpreter's tests in both kernels, and random ones."""
+"""attention(score=) on a GPU: the calls of the interpreter's tests in both kernels, and drawn ones."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
+import mask_draws
 import pytest
 import torch
-from score_cases import BIASES, CASES, ScoreCase, bent, check_scored
-from sparse_cases import FUNCTIONS, SparseCase
+from score_cases import CASES, ScoreCase, bent, check_scored
+from sparse_cases import FUNCTIONS
 
 from attnlib import BlockMask, Score, attention, explain
 from attnlib.bench.gradient_oracle import GradientOracle
-from attnlib.bench.shapes import Shape
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.sparse import hopper
 from attnlib.params import MaskWindow, Params
 from attnlib.scores import parts_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-DRAWS = 200
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -39,32 +37,15 @@ def test_hopper(label):
     check_scored(case, "cuda", "hopper")
 
 
-def drawn(seed: int) -> ScoreCase:
-    draw = random.Random(seed)
-    group, H_kv = draw.choice([1, 1, 2, 4]), draw.choice([1, 2, 3])
-    D, dtype = draw.choice([64, 64, 128, 128, 72, 256]), draw.choice(["float16", "bfloat16"])
-    B, S_q, S_k = draw.choice([1, 2]), draw.randint(1, 700), draw.randint(1, 700)
-    causal, block_mask = draw.random() < 0.4, draw.random() < 0.6
-    shape = Shape(B, group * H_kv, S_q, D, causal, dtype, heads_kv=H_kv, seqlen_k=S_k)
-    names = sorted(set(FUNCTIONS) - {"documents"})
-    call = SparseCase(shape, draw.choice(names), draw.choice(["normal", "normal", "outlier"]))
-    if draw.random() < 0.1:
-        return ScoreCase(call, draw.choice(["own", "own + cap 5", "own + sinks"]), block_mask)
-    parts = [f"cap {draw.choice([1, 5, 30])}", "alibi", f"sinks {draw.choice([-3, 0, 4])}"]
-    parts = draw.sample(parts, draw.randint(0, 3))
-    if not parts or draw.random() < 0.3:
-        biases = [f"{kind} {name}".strip() for kind in ("bias", "half") for name in sorted(BIASES)]
-        biases.append("relative")
-        parts.append(draw.choice(biases))
-    return ScoreCase(call, " + ".join(parts), block_mask)
-
-
-@pytest.mark.parametrize("seed", range(DRAWS))
-def test_drawn(seed):
-    """Whatever kernel is chosen, forward without and with gradients."""
-    case = drawn(seed)
-    check_scored(case, "cuda", None, backward=False)
-    check_scored(case, "cuda", None)
+@pytest.mark.parametrize("form", range(len(mask_draws.FORMS)))
+def test_drawn(form):
+    """One of the calls that random_draws.py checks by the thousand, of each form, and without gradients."""
+    drawn = mask_draws.draw(form * mask_draws.TOGETHER)
+    if drawn.impl == "hopper" and not HOPPER:
+        pytest.skip("needs a GPU of compute capability 9.x")
+    if isinstance(drawn.case, ScoreCase):
+        check_scored(drawn.case, "cuda", drawn.impl, backward=False)
+    mask_draws.check(drawn, "cuda")
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.x")
