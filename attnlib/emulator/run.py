@@ -10,12 +10,14 @@ from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 
 import torch
+import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.language.nvidia.hopper import tma as gluon_tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import is_builtin
 from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction
 
 from attnlib.emulator.language import Language, named
@@ -66,8 +68,10 @@ def run(
         programs = []
         for place in places[start : start + sms]:
             program = Program(machine, place[0] + grid[0] * (place[1] + grid[1] * place[2]))
-            function = _Translation(Language(program, place, grid)).function(kernel)
-            arguments = {name: _argument(value) for name, value in values.items() if name in kernel.arg_names}
+            translation = _Translation(Language(program, place, grid))
+            function = translation.function(kernel)
+            given = {name: value for name, value in values.items() if name in kernel.arg_names}
+            arguments = {name: _argument(value, translation) for name, value in given.items()}
             name = named(function, 0, num_warps)
             program.start(name, 0, num_warps, lambda f=function, a=arguments: f(**a))
             programs.append(program)
@@ -99,7 +103,9 @@ class Emulated:
         return launch
 
 
-def _argument(value):
+def _argument(value, translation: _Translation):
+    if isinstance(value, JITFunction | InterpretedFunction):  # of a kernel's caller
+        return translation.function(value)
     if isinstance(value, TensorDescriptor):
         return Descriptor(value)
     if isinstance(value, torch.Tensor):
@@ -133,7 +139,7 @@ class _Translation:
         self.functions: dict[int, FunctionType] = {}
         self.globals: dict[int, dict] = {}
 
-    def function(self, kernel: JITFunction) -> FunctionType:
+    def function(self, kernel: JITFunction | InterpretedFunction) -> FunctionType:
         python = kernel.fn
         if id(python) not in self.functions:
             own = self.globals.setdefault(id(python.__globals__), {"__builtins__": builtins, "range": _range})
@@ -146,13 +152,13 @@ class _Translation:
         return self.functions[id(python)]
 
     def value(self, name: str, value):
-        if value is gl:
+        if value is gl or value is tl:  # tl: in a function of a kernel's caller
             return self.language.gl
         if value is tma or value is gluon_tma:
             return self.language.tma
         if value is mbarrier:
             return self.language.mbarrier
-        if isinstance(value, JITFunction):
+        if isinstance(value, JITFunction | InterpretedFunction):
             return self.function(value)
         if isinstance(value, ConstexprFunction):  # what it gives may be a plan of constants
             return lambda *given: _unwrapped(value.fn(*given))

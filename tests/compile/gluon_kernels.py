@@ -20,18 +20,19 @@ def tile_types(descriptors: Mapping[str, Any], dtype: str, **others: str) -> dic
 
 def compile_kernel(
     kernel: Any, plan: Any, types: Mapping[str, str], absent: Collection[str], aligned: Collection[str],
-    max_registers: int,
+    max_registers: int, more: Mapping[str, Any] | None = None,
 ) -> tuple[Stats, Any]:  # fmt: skip
     """The compiled kernel in numbers, and what Triton made of it.
 
     types: of arguments that are no i32; absent: arguments that a call of this plan does without; aligned:
-    pointers that are divisible by 16."""
+    pointers that are divisible by 16; more: constants beside the plan."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
     signature = {name: types.get(name, "i32") for name in names}
-    signature |= dict.fromkeys([*absent, "plan"], "constexpr")
-    constants = {(names.index("plan"),): plan} | {(names.index(name),): None for name in absent}
+    constants = dict.fromkeys(absent) | {"plan": plan} | (more or {})
+    signature |= dict.fromkeys(constants, "constexpr")
+    constants = {(names.index(name),): value for name, value in constants.items()}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, signature, constants, divisible)
     compiled, log = inspect_sm90.compile_source(source, num_warps=4, maxnreg=max_registers)

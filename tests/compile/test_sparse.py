@@ -65,6 +65,8 @@ SCORES = {
     "half": Score(30.0, torch.zeros(2), torch.zeros(2), torch.zeros(1, 2, 256, 256).half()),
     "bias": Score(bias=torch.zeros(256, 256).half()),
     "single": Score(bias=torch.zeros(256, 250)), "relative": Score(relative=torch.zeros(2, 9)),
+    "own": Score(function=bent, derivative=bent_derivative),
+    "own, capped": Score(soft_cap=30.0, alibi=torch.zeros(2), function=bent, derivative=bent_derivative),
 }  # fmt: skip
 KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
 SCORED = [("64", "bits, LSE, alibi"), *product(("64", "128", "256"), ("bits, LSE, all",))]
@@ -128,18 +130,20 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
     copied = config.copies_bias and hopper_bias.bias_window(score, 256, 256) is not None
     plan = launch_hopper.make_plan(width, config, flip, lse, partial, score, copied)
     has = {
-        "lse_ptr": lse, "inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value,
+        "lse_ptr": lse, "inner": plan.soft_cap.value or plan.function.value, "alibi_ptr": plan.alibi.value,
+        "after": plan.soft_cap.value and plan.function.value,
         "sinks_ptr": plan.sinks.value, "bias_ptr": plan.bias.value, "desc_bias": copied,
     }  # fmt: skip
     has |= dict.fromkeys(("bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
     absent = [name for name, there in has.items() if not there]
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
-    types = dict.fromkeys(pointers, "*i32") | {"qk_scale": "fp32", "inner": "fp32"}
+    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("qk_scale", "inner", "after"), "fp32")
     types |= {name: "*fp32" for name, there in has.items() if there and name.endswith("_ptr")}
     bias = (None, score.bias) if copied else None
     descriptors = launch_hopper.descriptors((None,) * 4, 1, width, config, DTYPES[dtype], bias)
     types |= tile_types(descriptors, dtype, desc_words="i32", desc_bias="fp16")
-    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
+    function = {"FUNCTION": None if score is None else score.function}
+    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers, function)[0]
 
 
 def config_of(case: tuple) -> HopperSparseBackwardConfig:

@@ -74,7 +74,8 @@ def hopper_sparse_config(
     head_dim: int, coarse: bool = True, bias: bool = False, copied: bool = False
 ) -> HopperSparseConfig:
     """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64. bias:
-    whether the score has one, which two pairs have no registers for. copied: whether TMA can read it.
+    whether the score has one, or a function of the caller's own, which two pairs have no registers for.
+    copied: whether TMA can read the bias.
 
     Raises:
         ValueError: `head_dim` out of range.

@@ -30,12 +30,13 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return lacks
     score = params.score
     if score is not None:
-        if score.function is not None:
+        if score.function is not None and backward:
             return "takes no score function of the caller's own"
         if score.bias is not None and score.strides[3] not in (0, 1):
             return f"needs a bias whose keys follow each other in memory; their stride is {score.strides[3]}"
         added = score.alibi is not None or score.bias is not None
-        if added and score.soft_cap is None and abs(params.sm_scale) < 1e-15:
+        scaled = score.soft_cap is None and score.function is None
+        if added and scaled and abs(params.sm_scale) < 1e-15:
             return f"needs an sm_scale of 1e-15 or more under ALiBi or a bias; it is {params.sm_scale}"
     if backward:
         if params.deterministic:
@@ -57,11 +58,12 @@ def configuration(
     """How the kernels are compiled and launched for queries and a mask like these."""
     score = params.score
     bias = score is not None and score.bias is not None
+    own = score is not None and score.function is not None
     if backward:
         capped = score is not None and score.soft_cap is not None
         return hopper_sparse_backward_config(q.shape[-1], bias or capped, params.block_mask.form.narrow)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
-    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias, copied)
+    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias or own, copied)
 
 
 def prepare(call: Signature, backward: bool = False) -> launch_hopper.Plan | BackwardPlan | None:

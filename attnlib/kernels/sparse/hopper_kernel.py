@@ -329,8 +329,8 @@ def _copied_bias(mem, c, WG: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, score, own, WG: gl.constexpr,
-    plan: gl.constexpr,
+    q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, score, own, FUNCTION: gl.constexpr,
+    WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """Slot c of a tile: its scores and softmax, and P V of the step before it.
 
@@ -344,7 +344,7 @@ def _step(
     o_token = _issue_output(p, acc, mem, c, plan)
     first, bias = _first_key(mem, c, plan), _copied_bias(mem, c, WG, plan)
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
-    s, rest = scored(s, first, bias, score, own, plan)
+    s, rest = scored(s, first, bias, score, own, FUNCTION, plan)
     s = _seen(s, mem, c, masked, WG, plan)
     shift, alpha, changed = softmax.new_shift(top_of_rows(s, rest, plan), shift, qk_scale, plan.hides)
     sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -416,7 +416,7 @@ def _lane(lanes):
 
 
 @gluon.jit
-def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
+def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, score, work = given
     dtype: gl.constexpr = mem.v.dtype
     if not plan.pipeline.joint:
@@ -450,7 +450,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
         first, bias = _first_key(mem, c, plan), _copied_bias(mem, c, WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        s, rest = scored(s, first, bias, score, own, plan)
+        s, rest = scored(s, first, bias, score, own, FUNCTION, plan)
         s = _seen(s, mem, c, c >= middle, WG, plan)
         release(mem, c, plan)
         shift = top_of_rows(s, rest, plan) * qk_scale  # [64]
@@ -464,7 +464,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 2. The other steps.
         for i in range(c + 1, end):
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, score, own, WG, plan,
+                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, score, own, FUNCTION, WG,
+                plan,
             )  # fmt: skip
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it
@@ -512,8 +513,9 @@ def attention_sparse_forward_hopper(
     bias_ptr,  # of query 0 and key 0; this and the next four are None without
     bias_b, bias_h, bias_m,  # its strides; that of keys is plan.bias_n
     S_k,
-    qk_scale,  # |sm_scale| * log2(e), positive; of capped scores the cap times log2(e)
-    inner,  # sm_scale over the soft cap, None without
+    qk_scale,  # |sm_scale| * log2(e), positive; behind a function log2(e), behind a cap that times the cap
+    inner,  # sm_scale before a function; over the soft cap without; None without either
+    after,  # one over the soft cap where there is a function, too; None else
     place,  # of query 0 among the keys
     S_q,
     H,  # query heads
@@ -525,6 +527,7 @@ def attention_sparse_forward_hopper(
     mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
     plan: gl.constexpr,
     desc_bias=None,  # (B or 1, H or 1, S_q, S_k), where it is copied
+    FUNCTION: gl.constexpr = None,  # the caller's own; by itself, as the compiler's caches know it so
 ):  # fmt: skip
     """out = softmax(sm_scale * Q K^T) V where the mask has a bit; see the module docstring."""
     mem = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan)
@@ -532,7 +535,7 @@ def attention_sparse_forward_hopper(
         S_q, H, GROUP, HEADS, SECTION, num_m, tiles, mask_b, mask_h, starts_ptr, middles_ptr, steps_ptr,
         bits_ptr, order_ptr,
     )  # fmt: skip
-    score = Score(inner, place, alibi_ptr, sinks_ptr, bias_ptr, bias_b, bias_h, bias_m, S_k)
+    score = Score(inner, after, place, alibi_ptr, sinks_ptr, bias_ptr, bias_b, bias_h, bias_m, S_k)
     given = desc_o, lse_ptr, mem, qk_scale, score, work
     copied = desc_q, desc_k, desc_v, desc_words, desc_bias, counter_ptr, mem, work
     regs: gl.constexpr = plan.registers.consumer
@@ -541,7 +544,8 @@ def attention_sparse_forward_hopper(
     if plan.pairs == 1:
         fence_async_shared()
         gl.warp_specialize([
-            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)), (_produce, (copied, 0, plan)),
+            (_consume, (given, FUNCTION, 0, plan)), (_consume, (given, FUNCTION, 1, plan)),
+            (_produce, (copied, 0, plan)),
         ], [4, 1], [regs, few])
     else:
         mem_1 = _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan)
@@ -549,8 +553,8 @@ def attention_sparse_forward_hopper(
         copied_1 = desc_q, desc_k, desc_v, desc_words, desc_bias, counter_ptr, mem_1, work
         fence_async_shared()
         gl.warp_specialize([
-            (_consume, (given, 0, plan)), (_consume, (given, 1, plan)),
-            (_consume, (given_1, 0, plan)), (_consume, (given_1, 1, plan)),
+            (_consume, (given, FUNCTION, 0, plan)), (_consume, (given, FUNCTION, 1, plan)),
+            (_consume, (given_1, FUNCTION, 0, plan)), (_consume, (given_1, FUNCTION, 1, plan)),
             (_produce, (copied, 0, plan)), (_produce, (copied_1, 1, plan)),
         ], [4, 4, 4, 1, 1], [regs, regs, regs, few, few])
 

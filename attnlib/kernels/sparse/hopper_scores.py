@@ -2,7 +2,8 @@
 warpgroup.
 
 Scores stay in units of which qk_scale makes the exponents of the softmax: with a soft cap
-s = tanh(inner * s), and qk_scale is the cap times log2(e). `plan` is a `plan.SparsePlan`.
+s = tanh(inner * s), and qk_scale is the cap times log2(e). A function of the caller's own gets inner * s, and
+what it gives is multiplied with `after` for the cap. `plan` is a `plan.SparsePlan`.
 """
 
 from typing import NamedTuple
@@ -19,6 +20,7 @@ class Score(NamedTuple):
     """What a score has for all tiles; see the kernel's arguments."""
 
     inner: gl.tensor
+    after: gl.tensor
     place: gl.tensor
     alibi: gl.tensor
     sinks: gl.tensor
@@ -37,6 +39,9 @@ class OfTile(NamedTuple):
     bias: gl.tensor  # of the head
     rows: gl.tensor  # [64], from there
     unit: gl.tensor  # what a bias is multiplied with
+    query: gl.tensor  # the first row's number, the head's and the batch element's, for a function
+    head: gl.tensor
+    batch: gl.tensor
 
 
 @gluon.jit
@@ -57,16 +62,26 @@ def of_tile(head, batch, row, score, qk_scale, S_q, plan: gl.constexpr):
         # Rows behind the last one have its bias.
         o_m = gl.minimum(row + gl.arange(0, 64, layout=plan.row_layout), S_q - 1)
         rows = o_m.to(gl.int64) * score.bias_m
-    return OfTile(place, slope, bias, rows, unit)
+    query, i_h, i_b = 0, 0, 0
+    if plan.function:
+        query, i_h, i_b = row, head, batch
+    return OfTile(place, slope, bias, rows, unit, query, i_h, i_b)
 
 
 @gluon.jit
-def scored(s, first, copied, score, own, plan: gl.constexpr):
+def scored(s, first, copied, score, own, FUNCTION: gl.constexpr, plan: gl.constexpr):
     """(scores of keys from `first` on as a score makes them, not yet flipped, and what else is to be added to
     those that are, see `alibi`). copied: their bias, where the kernel copies one; own: an `OfTile`."""
     rest = 0.0
+    if plan.function:
+        o_m = own.query + gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))[:, None]  # [64, 1]
+        o_n = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]  # [1, N]
+        s = FUNCTION(s * score.inner, o_m, o_n, own.head, own.batch)
     if plan.soft_cap:
-        s = tanh(s * score.inner)
+        if plan.function:
+            s = tanh(s * score.after)
+        else:
+            s = tanh(s * score.inner)
     if plan.alibi:
         s, rest = alibi(s, own.slope, own.place - first)
         if plan.flip:

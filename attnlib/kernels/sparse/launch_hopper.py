@@ -66,10 +66,12 @@ def prepare(call: Signature) -> Plan:
     bias = None
     if config.copies_bias and (window := bias_window(score, S_q, S_k)) is not None:
         bias = window, score.bias
-    cap = None if score is None else score.soft_cap
-    scale, inner = exp2_scale(call.sm_scale), None
+    cap, function = (None, None) if score is None else (score.soft_cap, score.function)
+    scale, inner, after = exp2_scale(call.sm_scale), None, None
     if cap is not None:
         scale, inner = cap * LOG2_E, call.sm_scale / cap
+    if function is not None:
+        scale, inner, after = (cap or 1) * LOG2_E, call.sm_scale, None if cap is None else 1 / cap
     launch = Launch(
         KERNEL,
         (min(-(-tiles // config.pairs), device.num_sms(call.device)), 1, 1),
@@ -80,6 +82,7 @@ def prepare(call: Signature) -> Plan:
         scalars={
             "qk_scale": scale,
             "inner": inner,
+            "after": after,
             "place": S_k - S_q,
             **bias_scalars(call),
             "S_q": S_q,
@@ -93,9 +96,10 @@ def prepare(call: Signature) -> Plan:
         },
         constants={
             "plan": make_plan(
-                width, config, call.sm_scale < 0 and cap is None, call.return_lse, call.mask.partial, score,
+                width, config, call.sm_scale < 0 and inner is None, call.return_lse, call.mask.partial, score,
                 bias is not None,
-            )
+            ),
+            "FUNCTION": function,
         },
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
@@ -118,7 +122,8 @@ def make_plan(
         pipeline=Pipeline(2, config.stages, config.joint, config.named, config.late_wait, config.pin),
         registers=Registers(config.consumer_registers, config.producer_registers),
         soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
-        sinks=score is not None and score.sinks, bias_edge=edge, **own,
+        sinks=score is not None and score.sinks, bias_edge=edge,
+        function=score is not None and score.function is not None, **own,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ class SparsePlan(Constants):
         store_lse: write the LSE.
         partial: some steps carry bits.
         pairs: of consumer warpgroups in a program, 1 or 2.
-        soft_cap, alibi, sinks: what the score has.
+        soft_cap, alibi, sinks, function: what the score has.
         bias: it has a bias; bias_n: its stride along keys, 0 or 1; bias_edge: steps go beyond its last key.
         copies_bias: it comes through shared memory; bias_batches, bias_heads: each has one of its own.
     """
@@ -45,17 +45,21 @@ class SparsePlan(Constants):
     copies_bias: bool = False
     bias_batches: bool = False
     bias_heads: bool = False
+    function: bool = False
 
     loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
-    # Told of a tile; a score needs its head, a bias that is loaded its batch element, too.
+    # Told of a tile; a score needs its head, a bias that is loaded and a function its batch element, too.
     words = property(
         lambda self: gl.constexpr(
-            7 if self.loads_bias.value else 6 if self.alibi.value or self.sinks.value else 5
+            7 if self.loads_bias.value or self.function.value
+            else 6 if self.alibi.value or self.sinks.value else 5
         )
+    )  # fmt: skip
+    tells_steps = property(
+        lambda self: gl.constexpr(self.alibi.value or self.loads_bias.value or self.function.value)
     )
-    tells_steps = property(lambda self: gl.constexpr(self.alibi.value or self.loads_bias.value))
     # Whether a score may be -inf.
-    hides = property(lambda self: gl.constexpr(self.partial.value or self.bias.value))
+    hides = property(lambda self: gl.constexpr(self.partial.value or self.bias.value or self.function.value))
 
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: accumulator(self.block_n.value))
