@@ -101,7 +101,7 @@ def test_processes_take_whole_pieces():
     assert list(random_draws.numbers(5, 4, 1)) == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize(("family", "kinds"), [("entmax", 13), ("distr", 14), ("monarch", 20), ("masks", 28)])
+@pytest.mark.parametrize(("family", "kinds"), [("entmax", 13), ("distr", 14), ("monarch", 20), ("masks", 30)])
 def test_draws_of_what_is_not_softmax_attention(family, kinds):
     of = random_draws.FAMILIES[family]
     drawn = [of.draw(n) for n in range(30 * of.together)]

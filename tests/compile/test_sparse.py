@@ -12,6 +12,7 @@ from chosen import more, with_more
 from gluon_kernels import compile_kernel, tile_types
 from launches import jobs_of
 from score_cases import bent, bent_derivative
+from time_sparse import softsign, softsign_derivative
 
 from attnlib import BlockMask
 from attnlib.bench import inspect_sm90
@@ -65,8 +66,8 @@ SCORES = {
     "half": Score(30.0, torch.zeros(2), torch.zeros(2), torch.zeros(1, 2, 256, 256).half()),
     "bias": Score(bias=torch.zeros(256, 256).half()),
     "single": Score(bias=torch.zeros(256, 250)), "relative": Score(relative=torch.zeros(2, 9)),
-    "own": Score(function=bent, derivative=bent_derivative),
-    "own, capped": Score(soft_cap=30.0, alibi=torch.zeros(2), function=bent, derivative=bent_derivative),
+    "own": Score(function=softsign, derivative=softsign_derivative),
+    "own, capped": Score(30.0, torch.zeros(2), function=softsign, derivative=softsign_derivative),
 }  # fmt: skip
 KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
 SCORED = [("64", "bits, LSE, alibi"), *product(("64", "128", "256"), ("bits, LSE, all",))]
@@ -75,6 +76,7 @@ SCORED += product(("64 wide", "128"), ("bits, LSE, every part",))
 CASES = [*product(CONFIGS, ("blocks", "bits"), ("fp16",)), ("128", "bits, negative, LSE", "bf16")]
 CASES += [("256", "bits, LSE, all", "fp16"), ("128", "bits, LSE, every part", "fp16")]
 CASES += [("128 copied", "bits, LSE, half", "fp16"), ("64 copied", "bits, LSE, half", "bf16")]
+CASES += [("128", "bits, LSE, own", "fp16")]
 CASES = with_more(
     CASES,
     [
@@ -84,10 +86,13 @@ CASES = with_more(
         *((*case, "fp16") for case in SCORED),
         *product(COPIES, ("bits, LSE, bias",), ("fp16",)),
         ("128 fine copied", "bits, LSE, half", "fp16"),
+        *product(("64 wide", "128", "256"), ("bits, LSE, own, capped",), ("fp16",)),
     ],
 )
 BACKWARD = [(64, False, "fp16"), (128, True, "bf16"), (128, True, "fp16", "all")]
 BACKWARD += [(128, True, "fp16", "bias"), (64, True, "bf16", "relative")]
+BACKWARD += [(128, True, "fp16", "own")]
+BACKWARD += more(product((64, 128, "128 narrow", 256), (True,), ("fp16",), ("own, capped",)))
 BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
 BACKWARD += [(256, True, "fp16"), ("128 narrow", True, "bf16"), (256, True, "fp16", "every part")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
@@ -101,9 +106,11 @@ lists and are not uniform to the compiler, and up to two of a consumer in a step
 FORWARD_SPILLS = {("128 copied", "bits, LSE, half"): 4}
 """Bytes of the forward kernel: where the LSE goes, kept from a tile's begin to its end. Others have none."""
 MOST_SPILLS = {"all": 28, "half": 28, "single": 20, "relative": 20, "every part": 64}
+MOST_SPILLS |= {"own": 18, "own, capped": 18}
 """Under a soft cap and ALiBi at D = 128, P and the derivative of its scores wait for the bits; a bias that is
 loaded has addresses."""
 WIDE_SPILLS = {"all": 44, "relative": 24, "half": 66, "every part": 66}
+WIDE_SPILLS |= {"own": 30, "own, capped": 32}
 """At D = 256, of the warpgroup with the scores, whose sums of dV are 128 registers of a thread."""
 LOADED = "single", "relative", "every part"
 """With loads from global memory in its loop, ptxas takes operands' addresses for different in each thread
@@ -175,19 +182,21 @@ def compile_backward(case: tuple) -> Stats:
     window = shape, strides[0]
     rows = preprocess_of(call, window, window, 128, width)
     plan = launch_hopper_backward.make_plan(width, config, partial, score, bias is not None)
-    has = {"inner": plan.soft_cap.value, "alibi_ptr": plan.alibi.value, "place": plan.alibi.value}
+    has = {"inner": plan.curved.value, "after": plan.soft_cap.value and plan.function.value}
+    has |= {"alibi_ptr": plan.alibi.value, "place": plan.alibi.value}
     has |= dict.fromkeys(("bias_ptr", "bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
     has["desc_bias"] = bias
     absent = [name for name, there in has.items() if not there]
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
     types = dict.fromkeys(pointers, "*i32") | {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
-    types |= {"inner": "fp32"} if plan.soft_cap.value else {}
+    types |= {name: "fp32" for name in ("inner", "after") if has[name]}
     types |= {"alibi_ptr": "*fp32"} if plan.alibi.value else {}
     types |= {"bias_ptr": "*fp16" if bias else "*fp32"} if plan.bias.value else {}
     descriptors = launch_hopper_backward.descriptors((window,) * 6, 1, rows, call, bias)
     own = {"desc_words": f"i{config.word_bits}", "desc_rows": "fp32", "desc_bias": "fp16"}
     types |= tile_types(descriptors, dtype, **own)
-    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers)[0]
+    more = {name: getattr(score, name.lower(), None) for name in ("FUNCTION", "DERIVATIVE")}
+    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers, more)[0]
 
 
 def _wide(stats: Stats) -> list[str]:

@@ -40,7 +40,8 @@ FORMS = [
     Form("hopper", "bfloat16", 128, "half"), Form("hopper", "float16", 64, "half + cap 5"),
     Form("hopper", "float16", 256, "half + sinks"), Form("hopper", "bfloat16", 64, "relative"),
     Form("hopper", "float16", 128, "relative + alibi"), Form("hopper", "float16", 256, "relative", False),
-    Form(None, "bfloat16", 64, "own"), Form(None, "float16", 128, "own + cap 5 + sinks"),
+    Form("hopper", "bfloat16", 64, "own"), Form("hopper", "float16", 128, "own + cap 5 + sinks"),
+    Form(None, "float16", 256, "own", False), Form("triton", "float16", 64, "own"),
     Form("triton", "float16", 64, "relative"), Form("triton", "bfloat16", 128, "cap 5 + bias", False),
 ]  # fmt: skip
 MASKS = [*sorted(set(FUNCTIONS) - {"documents"}), "random 64", "random 128"]

@@ -140,8 +140,8 @@ _BACKWARD = {
     256: replace(_WIDE_BACKWARD, consumer_registers=200, copies_bias=False, bias=BIAS[256]),
 }
 _SCORED = {64: HopperSparseBackwardConfig(64, bias=BIAS[64])}
-"""Under a soft cap, whose derivative takes registers that steps of 128 queries do not leave; under a bias,
-which has no room beside those in shared memory."""
+"""Under a soft cap or a function, whose derivative takes registers that steps of 128 queries do not leave;
+under a bias, which has no room beside those in shared memory."""
 _NARROW = {128: _WIDE_BACKWARD}
 """Under masks of which 64 keys see much less than 128."""
 
@@ -149,8 +149,8 @@ _NARROW = {128: _WIDE_BACKWARD}
 def hopper_sparse_backward_config(
     head_dim: int, scored: bool = False, narrow: bool = False
 ) -> HopperSparseBackwardConfig:
-    """For a head dimension. scored: whether there is a soft cap, or a bias; narrow: whether programs of 64
-    keys have much less to do than those of 128.
+    """For a head dimension. scored: whether there is a soft cap, a bias or a function; narrow: whether
+    programs of 64 keys have much less to do than those of 128.
 
     Raises:
         ValueError: `head_dim` out of range.

@@ -30,8 +30,6 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
         return lacks
     score = params.score
     if score is not None:
-        if score.function is not None and backward:
-            return "takes no score function of the caller's own"
         if score.bias is not None and score.strides[3] not in (0, 1):
             return f"needs a bias whose keys follow each other in memory; their stride is {score.strides[3]}"
         added = score.alibi is not None or score.bias is not None
@@ -60,8 +58,8 @@ def configuration(
     bias = score is not None and score.bias is not None
     own = score is not None and score.function is not None
     if backward:
-        capped = score is not None and score.soft_cap is not None
-        return hopper_sparse_backward_config(q.shape[-1], bias or capped, params.block_mask.form.narrow)
+        scored = bias or own or (score is not None and score.soft_cap is not None)
+        return hopper_sparse_backward_config(q.shape[-1], scored, params.block_mask.form.narrow)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
     return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias or own, copied)
 

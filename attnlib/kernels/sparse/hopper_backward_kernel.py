@@ -7,8 +7,8 @@ step, the barriers, and why there is one fence, and all of that holds here. What
 
 - A consumer loads the word of step j for its bits and, to save a register, again for dQ of step j, in step
   j + 1 or behind the last step.
-- A soft cap's derivative goes into the copy of P that dS is made of, as soon as P is there for dV, so it has
-  no registers of its own.
+- The derivative of a soft cap, or of the caller's function, goes into the copy of P that dS is made of, as
+  soon as P is there for dV, so it has no registers of its own.
 - The fence of dS is behind the load of a bias, too.
 """
 
@@ -46,7 +46,10 @@ def _store(desc, x, buffer, row, work):
 
 
 @gluon.jit
-def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+def _consume(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr,
+    WG: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
     dtype: gl.constexpr = mem.k.dtype
     own_dq: gl.constexpr = WG * 64 * plan.dq_columns  # where its half begins
     n = work.count
@@ -66,12 +69,14 @@ def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.con
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         dp_token = issue_scores(mem.v, do, j, WG, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        p, derivative = weights(s, lse, mem, j, qk_scale, work, WG, plan)  # [64, BLOCK_M]
+        p, derivative = weights(
+            s, lse, mem, j, qk_scale, work, FUNCTION, DERIVATIVE, WG, plan
+        )  # [64, BLOCK_M]
         if plan.partial:
             if (told(mem, j & 3) & 1) == 1:
                 p = hide(p, mem.words.index(2 * slot + WG).reshape([64, 4]), 0.0)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
-        if plan.soft_cap:
+        if plan.curved:
             p = p * derivative
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
@@ -128,7 +133,8 @@ def attention_sparse_backward_hopper(
     bias_b, bias_h, bias_m,  # its strides; that of keys is plan.bias_n
     S_k,
     qk_scale,  # sm_scale * log2(e); of capped scores the cap times log2(e)
-    inner,  # sm_scale over the soft cap, None without
+    inner,  # sm_scale over the soft cap, None without; a function, and the next one, as in the forward kernel
+    after,
     sm_scale,
     place,  # of query 0 among the keys, for ALiBi; None without
     S_q,
@@ -141,6 +147,7 @@ def attention_sparse_backward_hopper(
     mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
     plan: gl.constexpr,
     desc_bias=None,  # (B or 1, H or 1, S_q, S_k), where it is copied
+    FUNCTION: gl.constexpr = None, DERIVATIVE: gl.constexpr = None,  # see the forward kernel
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
     i_b, i_kv, i_n, number, count = locate(
@@ -148,13 +155,13 @@ def attention_sparse_backward_hopper(
     )
     work = Work(
         H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
-        inner, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k,
+        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k,
     )  # fmt: skip
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([
-        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
-        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
+        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION, DERIVATIVE, 0, plan)),
+        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION, DERIVATIVE, 1, plan)),
         (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan)),
     ], [4, 1], [plan.registers.consumer, plan.registers.producer])

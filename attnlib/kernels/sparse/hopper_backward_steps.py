@@ -14,7 +14,7 @@ and tells for each of their steps, and P of a step. Chapter 30 has block masks, 
 - A bias arrives with Q at q_full, where TMA can read it, as it lies in memory: block_m queries of the keys of
   each buffer, which are loaded transposed. The warpgroup that has loaded it executes a fence before it
   releases Q, as for LSE2. Other biases are loaded from where they are, and the producer sends two words
-  more: the head of the step, and its first query.
+  more: the head of the step, and its first query. These a function of the caller's own gets, too.
 
 A list has at least one step: keys that nobody sees have one whose bits are all 0.
 """
@@ -53,7 +53,7 @@ class Memory(NamedTuple):
     places: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of the first key, from a step's first query
     slopes: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of a step's head, times log2(e)
     bias: gl.shared_memory_descriptor  # copied, [parts * STAGES, 1, 1, block_m, 64]: numbered as words
-    heads: gl.shared_memory_descriptor  # [4, LANES], for a bias that is loaded: of a step,
+    heads: gl.shared_memory_descriptor  # [4, LANES], for a bias that is loaded, or a function: of a step,
     queries: gl.shared_memory_descriptor  # [4, LANES]: and its first query
     ds: gl.shared_memory_descriptor  # [2 * parts, 64, block_m]: buffer 0 of each consumer, buffer 1
     p: gl.shared_memory_descriptor  # [STAGES, 64, block_m], of the wide kernel
@@ -80,6 +80,7 @@ class Work(NamedTuple):
     number: gl.tensor  # its list of the first head of the group, and the steps on those of all
     count: gl.tensor
     inner: gl.tensor  # of a score; None without
+    after: gl.tensor
     place: gl.tensor
     alibi: gl.tensor
     bias: gl.tensor
@@ -121,7 +122,7 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
     bias, heads, queries, p = 0, 0, 0, 0
     if plan.copies_bias:
         bias = buffers(desc_bias, plan.parts * STAGES)
-    if plan.loads_bias:
+    if plan.tells_heads:
         heads, queries = _words(gl.int32), _words(gl.int32)
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     if plan.parts == 1:
@@ -187,7 +188,7 @@ def _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, 
         slope = gl.load(work.alibi + i_h) * LOG2_E
         mem.places.index(j & 3).store(gl.full([LANES], place, gl.int32, lanes))
         mem.slopes.index(j & 3).store(gl.full([LANES], slope, gl.float32, lanes))
-    if plan.loads_bias:
+    if plan.tells_heads:
         mem.heads.index(j & 3).store(gl.full([LANES], i_h, gl.int32, lanes))
         mem.queries.index(j & 3).store(gl.full([LANES], m * plan.block_m, gl.int32, lanes))
     if plan.partial:
@@ -265,13 +266,27 @@ def _lane(lanes):
 
 
 @gluon.jit
-def weights(s, lse, mem, j, qk_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+def weights(
+    s, lse, mem, j, qk_scale, work, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, WG: gl.constexpr,
+    plan: gl.constexpr,
+):  # fmt: skip
     """P^T of step j for the keys of buffer WG, before its bits, and the derivative of its scores:
     [64, BLOCK_M] twice."""
     derivative = 1.0
+    if plan.function:
+        key, query = told(mem, 4) * plan.block_n + WG * 64, _lane(mem.queries.index(j & 3))
+        o_n = key + gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))[:, None]  # [64, 1]
+        o_m = query + gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))[None, :]
+        i_h, s = _lane(mem.heads.index(j & 3)), s * work.inner
+        derivative = DERIVATIVE(s, o_m, o_n, i_h, work.i_b)
+        s = FUNCTION(s, o_m, o_n, i_h, work.i_b)
     if plan.soft_cap:
-        s = tanh(s * work.inner)
-        derivative = 1.0 - s * s
+        if plan.function:
+            s = tanh(s * work.after)
+            derivative = derivative * (1.0 - s * s)
+        else:
+            s = tanh(s * work.inner)
+            derivative = 1.0 - s * s
     if plan.bias:
         lse = lse - _bias(mem, j, work, WG, plan) * LOG2_E
     if plan.alibi:

@@ -71,7 +71,9 @@ def _store(desc, left, right, buffer, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
+def _values(
+    desc_dv, mem, qk_scale, work, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, plan: gl.constexpr
+):
     """Warpgroup 0: P for warpgroup 1, and dV."""
     dtype: gl.constexpr = mem.k.dtype
     n = work.count
@@ -83,12 +85,14 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        p, derivative = weights(s, lse, mem, j, qk_scale, work, 0, plan)  # [64, BLOCK_M]
+        p, derivative = weights(
+            s, lse, mem, j, qk_scale, work, FUNCTION, DERIVATIVE, 0, plan
+        )  # [64, BLOCK_M]
         if plan.partial:
             if (told(mem, j & 3) & 1) == 1:
                 p = hide(p, mem.words.index(slot).reshape([64, 4]), 0.0)
         p_half = p.to(dtype)  # [64, BLOCK_M]
-        if plan.soft_cap:
+        if plan.curved:
             mem.p.index(slot).store((p * derivative).to(dtype))
         else:
             mem.p.index(slot).store(p_half)
@@ -189,7 +193,7 @@ def attention_sparse_backward_hopper_wide(
     bias_b, bias_h, bias_m,
     S_k,
     qk_scale,
-    inner,
+    inner, after,
     sm_scale,
     place,
     S_q,
@@ -202,6 +206,7 @@ def attention_sparse_backward_hopper_wide(
     mask_b, mask_h,
     plan: gl.constexpr,
     desc_bias=None,
+    FUNCTION: gl.constexpr = None, DERIVATIVE: gl.constexpr = None,  # see the forward kernel
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
     i_b, i_kv, i_n, number, count = locate(
@@ -209,13 +214,13 @@ def attention_sparse_backward_hopper_wide(
     )
     work = Work(
         H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
-        inner, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k,
+        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k,
     )  # fmt: skip
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
     gl.warp_specialize([
         (_keys, (desc_dk, mem, sm_scale, work, plan)),
-        (_values, (desc_dv, mem, qk_scale, work, plan)),
+        (_values, (desc_dv, mem, qk_scale, work, FUNCTION, DERIVATIVE, plan)),
         (_queries, (dq_ptr, mem, work, plan)),
         (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan)),
     ], [4, 4, 1], [plan.registers.consumer, plan.registers.dq, plan.registers.producer])

@@ -66,12 +66,7 @@ def prepare(call: Signature) -> Plan:
     bias = None
     if config.copies_bias and (window := bias_window(score, S_q, S_k)) is not None:
         bias = window, score.bias
-    cap, function = (None, None) if score is None else (score.soft_cap, score.function)
-    scale, inner, after = exp2_scale(call.sm_scale), None, None
-    if cap is not None:
-        scale, inner = cap * LOG2_E, call.sm_scale / cap
-    if function is not None:
-        scale, inner, after = (cap or 1) * LOG2_E, call.sm_scale, None if cap is None else 1 / cap
+    scale, inner, after = scales(call)
     launch = Launch(
         KERNEL,
         (min(-(-tiles // config.pairs), device.num_sms(call.device)), 1, 1),
@@ -80,7 +75,7 @@ def prepare(call: Signature) -> Plan:
         | {f"{name}_ptr": Part(name) for name in LISTS if name != "words"}
         | {"alibi_ptr": Part("alibi"), "sinks_ptr": Part("sinks"), "bias_ptr": bias_part(call)},
         scalars={
-            "qk_scale": scale,
+            "qk_scale": exp2_scale(call.sm_scale) if inner is None else scale,
             "inner": inner,
             "after": after,
             "place": S_k - S_q,
@@ -99,11 +94,20 @@ def prepare(call: Signature) -> Plan:
                 width, config, call.sm_scale < 0 and inner is None, call.return_lse, call.mask.partial, score,
                 bias is not None,
             ),
-            "FUNCTION": function,
+            "FUNCTION": None if score is None else score.function,
         },
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     return Plan(Launches([launch], call.device, TENSORS), out)
+
+
+def scales(call: Signature) -> tuple[float, float | None, float | None]:
+    """(qk_scale with its sign, inner, after), see the kernel's arguments."""
+    cap, function = (None, None) if call.score is None else (call.score.soft_cap, call.score.function)
+    scale = (call.sm_scale if cap is None else cap) * LOG2_E
+    if function is None:
+        return scale, None if cap is None else call.sm_scale / cap, None
+    return (cap or 1) * LOG2_E, call.sm_scale, None if cap is None else 1 / cap
 
 
 def make_plan(

@@ -12,7 +12,7 @@ from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_postprocess import postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
-from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
+from attnlib.kernels.common.signature import PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseBackwardConfig
 from attnlib.kernels.sparse.hopper_bias import bias_descriptor, bias_plan, bias_scalars, bias_window
@@ -26,7 +26,7 @@ from attnlib.kernels.sparse.launch_backward import (
 )
 from attnlib.kernels.sparse.launch_bias import bias_gradient
 from attnlib.kernels.sparse.launch_forward import TILE, bias_part, mask_strides
-from attnlib.kernels.sparse.launch_hopper import words_descriptor
+from attnlib.kernels.sparse.launch_hopper import scales, words_descriptor
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 
@@ -76,7 +76,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
-    cap, alibi = (None, False) if call.score is None else call.score[:2]
+    scale, inner, after = scales(call)
+    score, alibi = call.score, call.score is not None and call.score.alibi
     bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
     launch = Launch(
         KERNELS[config.block_n],
@@ -86,8 +87,9 @@ def prepare(call: Signature) -> BackwardPlan | None:
         | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")}
         | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call)},
         scalars={
-            "qk_scale": (call.sm_scale if cap is None else cap) * LOG2_E,
-            "inner": None if cap is None else call.sm_scale / cap,
+            "qk_scale": scale,
+            "inner": inner,
+            "after": after,
             "sm_scale": call.sm_scale,
             "place": S_k - S_q if alibi else None,
             **bias_scalars(call),
@@ -100,7 +102,11 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "num_n": num_n,
             **mask_strides(call),
         },
-        constants={"plan": make_plan(width, config, call.mask.partial, call.score, bias is not None)},
+        constants={
+            "plan": make_plan(width, config, call.mask.partial, score, bias is not None),
+            "FUNCTION": None if score is None else score.function,
+            "DERIVATIVE": None if score is None else score.derivative,
+        },
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
@@ -122,10 +128,11 @@ def make_plan(
         kind = WideSparseBackwardPlan
         registers = WideRegisters(config.consumer_registers, config.producer_registers, config.dq_registers)
     cap, alibi = (None, False) if score is None else score[:2]
-    half_p = config.half_p and cap is None
+    function = score is not None and score.function is not None
+    half_p = config.half_p and cap is None and not function
     return kind(
         width, config.block_m, half_p, partial, registers, cap is not None, alibi,
-        diagonal=score is not None and score.diagonal, **bias_plan(score, copies_bias),
+        diagonal=score is not None and score.diagonal, function=function, **bias_plan(score, copies_bias),
     )  # fmt: skip
 
 

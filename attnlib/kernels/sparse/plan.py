@@ -77,10 +77,10 @@ class SparseBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
-        block_m, half_p: as in `HopperSparseBackwardConfig`; half_p never under a soft cap, where dS is not
-            made of P.
+        block_m, half_p: as in `HopperSparseBackwardConfig`; half_p never under a soft cap or a function,
+            where dS is not made of P.
         partial: some steps carry bits.
-        soft_cap, alibi: what the score has.
+        soft_cap, alibi, function: what the score has.
         bias, bias_n, copies_bias, bias_batches, bias_heads: as in `SparsePlan`.
         diagonal: the bias is of diagonals.
     """
@@ -98,8 +98,13 @@ class SparseBackwardPlan(Constants):
     copies_bias: bool = False
     bias_batches: bool = False
     bias_heads: bool = False
+    function: bool = False
 
     loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
+    # The producer tells consumers the head of a step, and its first query.
+    tells_heads = property(lambda self: gl.constexpr(self.loads_bias.value or self.function.value))
+    # Scores have a derivative by Q K^T that is not constant.
+    curved = property(lambda self: gl.constexpr(self.soft_cap.value or self.function.value))
 
     parts = gl.constexpr(2)  # of 64 keys, in a buffer each
     block_n = property(lambda self: gl.constexpr(64 * self.parts.value))  # keys of a program

@@ -40,7 +40,7 @@ SCORES = {
     "no sinks": Score(sinks=torch.full((3,), -torch.inf)),
     "relative": Score(relative=torch.randn(3, 121, generator=torch.Generator().manual_seed(3))),
     "own": Score(function=bent, derivative=bent_derivative, reference=bent_reference),
-    "all and own": Score(3.0, SLOPES, LOGITS, None, None, bent, bent_derivative, bent_reference),
+    "all_own": Score(3.0, SLOPES, LOGITS, None, None, bent, bent_derivative, bent_reference),
 }  # fmt: skip
 BIASES = {"bias": (3, 0, 0), "queries": (3, 0, 1), "batch": (2, 1, 0, 0), "half": (3, 0, 0),
           "each": (2, 3, 0, 0), "shared": (0, 0)}  # fmt: skip
@@ -84,7 +84,8 @@ CASES = [*[("64", score) for score in SCORES], ("pairs", "all"), ("pairs", "alib
          ("both sides", "all"), ("both sides", "steep"), ("nothing", "alibi"),
          ("64", "capped_bias"), ("64", "queries"), ("pairs", "relative"),
          ("128", "relative"), ("128", "bias"), ("narrow", "all"), ("narrow", "relative"),
-         ("128", "all and own"), ("bfloat16", "own"), ("256", "own"), ("nothing", "own"),
+         ("128", "all_own"), ("bfloat16", "own"), ("256", "own"), ("nothing", "own"),
+         ("narrow", "all_own"),
          ("narrow", "alibi"), ("256", "all"), ("256", "capped_bias"), ("256", "relative")]  # fmt: skip
 COPIED = [("narrow", "bias"), ("narrow", "capped_half"), ("copied", "bias"), ("copied", "capped_half"),
           ("copied, 128", "bias"), ("copied, 128", "capped_half"), ("copied, bfloat16", "each"),
@@ -115,8 +116,6 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
     truth, truth_lse = attention_fp64(q, k, v, **how)
     torch.testing.assert_close(out.double(), truth, **close)
     torch.testing.assert_close(lse.double(), truth_lse, rtol=2e-5, atol=2e-5)
-    if parts.function is not None:
-        return  # its gradients come from plain Triton
     with on_the_cpu(order, seed, **where):
         found = families.backward(
             hopper, d_out, q, k, v, truth.to(dtype), truth_lse.float(), params._replace(config=None)
@@ -232,6 +231,16 @@ MUTATIONS = [
     planted("a row that sees nothing under ALiBi", "nothing alibi",
             "exponentials(s, rest, shift, qk_scale, plan.hides)",
             "exponentials(s, rest, shift, qk_scale, False)", hopper_scores),
+    planted("a function gets the rows of the first tile", "64 own", "query, i_h, i_b = row,",
+            "query, i_h, i_b = 0 * row,", hopper_scores),
+    planted("a function gets the keys of the first step", "bfloat16 own", "o_n = first + gl",
+            "o_n = 0 * first + gl", hopper_scores),
+    planted("a function gets the first head", "64 own", "= row, head, batch", "= row, 0 * head, batch",
+            hopper_scores),
+    planted("a function gets the first batch element", "bfloat16 own", "= row, head, batch",
+            "= row, head, 0 * batch", hopper_scores),
+    planted("a cap behind a function has the scale before it", "128 all_own", "s * score.after",
+            "s * score.inner", hopper_scores),
     *(planted(*bug) for bug in (
         ("a copied bias is not waited for", "copied bias",
          "        mbarrier.wait(mem.bias_full.index(WG), c & 1)\n", ""),
@@ -284,6 +293,15 @@ MUTATIONS = [
          "work.i_n * plan.block_n + w * 64]", "work.i_n * plan.block_n]"),
         ("a copied bias of another slot", "copied bias", "plan.parts * slot_of(j) + WG",
          "plan.parts * slot_of(j + 1) + WG"),
+        ("both consumers' functions get one's keys", "64 own", "plan.block_n + WG * 64, _lane",
+         "plan.block_n, _lane"),
+        ("a function gets the queries of another step", "64 own",
+         "_lane(mem.queries.index(j & 3))\n        o_n",
+         "_lane(mem.queries.index((j + 1) & 3))\n        o_n"),
+        ("a function gets the first head, backward", "64 own", "i_h, s = _lane(mem.heads.index(j & 3))",
+         "i_h, s = 0"),
+        ("a function has no derivative", "64 own", "derivative = DERIVATIVE(",
+         "derivative = 1 + 0 * DERIVATIVE("),
         ("a place is told again, too late", "pairs alibi", "    acquire(DO_FREE, j)\n",
          "    acquire(DO_FREE, j)\n            mem.places.index(j & 3).store(gl.full([LANES], 0, gl.int32, "
          "gl.BlockedLayout([1], [32], [1], [0])))\n"),
