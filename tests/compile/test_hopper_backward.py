@@ -75,7 +75,9 @@ OPTION_SPILLS = {
     (192, "early causal"): 4,
     (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
     (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
-    (128, "persistent window"): 10,
+    (128, "persistent window"): 10, (64, "persistent bulk dense"): 6, (64, "persistent early both sides"): 8,
+    (80, "persistent bulk causal"): 8, (96, "persistent causal"): 18, (96, "persistent both sides"): 18,
+    (128, "persistent causal"): 10, (128, "persistent both sides"): 10,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
