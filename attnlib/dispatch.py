@@ -335,7 +335,7 @@ def _no_gradients(params: Params) -> tuple:
     score = params.score
     if score is None:
         return ()
-    bias = score.zero_bias() if score.bias_gradient else None
+    bias = score.memory_of_bias() if score.bias_gradient else None
     return None if score.sinks is None else torch.zeros_like(score.sinks), bias
 
 

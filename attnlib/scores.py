@@ -148,13 +148,14 @@ class ScoreParts(NamedTuple):
         return None if self.bias is None else self.bias.stride()
 
     @property
-    def summed(self) -> bool:
-        """Whether an element of the bias belongs to several scores."""
-        return self.bias is not None and (self.diagonal or self.sizes != self.bias.shape)
+    def places_shared(self) -> bool:
+        """Whether an element of the bias belongs to several queries or keys of a head."""
+        return self.bias is not None and (self.diagonal or self.sizes[2:] != self.bias.shape[2:])
 
-    def zero_bias(self) -> torch.Tensor:
-        """Memory for the gradient of the bias, float32, in its own sizes."""
-        return torch.zeros(self.bias.shape if self.diagonal else self.sizes, device=self.bias.device)
+    def memory_of_bias(self, zeros: bool = True) -> torch.Tensor:
+        """Memory for the gradient of the bias, float32, in its own sizes; of 0, or of anything."""
+        make = torch.zeros if zeros else torch.empty
+        return make(self.bias.shape if self.diagonal else self.sizes, device=self.bias.device)
 
     def bias_of(self, rows: slice) -> torch.Tensor:
         """(B or 1, H, rows, Sk), not broadcast in memory where the bias is not of diagonals."""

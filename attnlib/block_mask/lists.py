@@ -10,7 +10,8 @@ from attnlib.block_mask.tiles import FULL, TILE, UNIT, Tiles
 
 
 class Lists(NamedTuple):
-    """Steps of `step` columns each, 64 or 128, that rows of 128 elements take, over all masks of a batch.
+    """Steps of `step` columns each, 64 or 128, that rows of 128 elements, or of 64, take, over all masks of a
+    batch.
 
     Row r of mask m, m = b * H + h, has number m * rows + r. Its steps are those from starts[number] to
     starts[number + 1] - 1, in ascending order: first those that all its elements see, up to
@@ -32,11 +33,11 @@ class Lists(NamedTuple):
     order: torch.Tensor
 
 
-def lists_of(tiles: Tiles, step: int, columns: bool) -> Lists:
-    """Of queries along keys, or with `columns` of keys along queries."""
+def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE) -> Lists:
+    """Of queries along keys, or with `columns` of keys along queries; of so many of them, 64 or 128."""
     kinds, slots = (x.mT if columns else x for x in (tiles.kinds, tiles.slots))
     kinds, slots = kinds.flatten(0, 1), slots.flatten(0, 1)
-    pairs = kinds.unflatten(1, (-1, TILE // UNIT))
+    pairs = kinds.unflatten(1, (-1, rows_of // UNIT))
     full, some = (pairs == FULL).all(2), (pairs != 0).any(2)  # (masks, rows, units across)
     if step == TILE:
         full, some = (x.unflatten(2, (-1, 2)) for x in (full, some))
@@ -59,7 +60,7 @@ def lists_of(tiles: Tiles, step: int, columns: bool) -> Lists:
         if chosen is full:
             bits[place] = -1
         else:
-            bits[place] = 2 * slots[m, row, column * step // TILE]
+            bits[place] = 2 * slots[m, row * rows_of // TILE, column * step // TILE]
             bits[place] += (column % 2).int() if step == UNIT else 0
     order = counts.view(masks, rows).sort(dim=1, descending=True, stable=True).indices
     return Lists(starts, middles, steps, bits, order.int().flatten())

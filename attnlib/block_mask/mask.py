@@ -28,13 +28,15 @@ _living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictiona
 
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
-    of any list needs bits, and whether steps of 128 keys cover not much more than those of 64."""
+    of any list needs bits; whether steps of 128 keys cover not much more than those of 64, for 128 queries;
+    and whether 128 keys cover much more than 64 of them, for steps of 64 queries."""
 
     B: int
     H: int
     slots: int
     partial: bool
     coarse: bool
+    narrow: bool = False
 
 
 class BlockMask:
@@ -62,7 +64,7 @@ class BlockMask:
         self._grid, self._chosen = grid, chosen
         if tiles is not None:
             self._tiles = tiles
-        self._lists: dict[tuple[int, bool], Lists] = {}
+        self._lists: dict[tuple[int, bool, int], Lists] = {}
         self._within: dict[MaskWindow, BlockMask] = {}
         self.shape, self.device = tuple(grid[:4]), grid.device
         self.handle = next(_handles)
@@ -203,8 +205,12 @@ class BlockMask:
 
     def density(self, step: int = UNIT) -> float:
         """Which part of all 128 x `step` blocks is not absent."""
-        some = self._tiles.kinds.unflatten(2, (-1, TILE // UNIT)).unflatten(4, (-1, step // UNIT)) != ABSENT
-        return some.any(5).any(3).float().mean().item() if some.numel() else 0.0
+        return self._density(TILE, step)
+
+    def _density(self, rows: int, columns: int) -> float:
+        some = self._tiles.kinds != ABSENT
+        some = some.unflatten(3, (-1, columns // UNIT)).unflatten(2, (-1, rows // UNIT)).any(5).any(3)
+        return some.float().mean().item() if some.numel() else 0.0
 
     def to_dense(self) -> torch.Tensor:
         """Bool (B, H, S_q, S_k), for small masks."""
@@ -232,20 +238,30 @@ class BlockMask:
     def form(self) -> Form:
         """What launches depend on."""
         if self._chosen is not None:
-            return Form(*self.shape[:2], SLOTS, True, self._chosen.coarse)
+            coarse = self._chosen.coarse
+            return Form(*self.shape[:2], SLOTS, True, coarse, not coarse)
         absent = tiling.by_tile(self._tiles.kinds == ABSENT).all(5).all(4)  # (B, H, tiles down, across)
         empty = absent.all(3).any() | absent.all(2).any()  # a row takes a step of which it sees nothing
         partial = len(self._tiles.words) > 1 or bool(empty)
         coarse = self.density(TILE) <= 1.1 * self.density(UNIT)
-        return Form(*self.shape[:2], len(self._tiles.words), partial, coarse)
+        narrow = self._density(UNIT, TILE) > 1.25 * self._density(UNIT, UNIT)
+        return Form(*self.shape[:2], len(self._tiles.words), partial, coarse, narrow)
 
-    def lists(self, step: int, columns: bool = False) -> Lists:
-        """Of queries along keys in steps of 64 or 128, or with `columns` of keys along queries."""
-        key = step, columns
+    def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
+        """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along
+        queries."""
+        key = step, columns, rows
         if key not in self._lists:
-            found = None if self._chosen is None or columns else self._chosen.lists(step)
-            self._lists[key] = lists_of(self._tiles, step, columns) if found is None else found
+            found = None
+            if self._chosen is not None and not columns and rows == TILE:
+                found = self._chosen.lists(step)
+            self._lists[key] = lists_of(self._tiles, step, columns, rows) if found is None else found
         return self._lists[key]
+
+    @property
+    def tiles(self) -> Tiles:
+        """The kinds of units, and where the words of a tile are."""
+        return self._tiles
 
     @property
     def words(self) -> torch.Tensor:
@@ -270,6 +286,11 @@ class BlockMask:
     @cached_property
     def _halves_of_columns(self) -> torch.Tensor:
         return tiling.halves(self.words_of_columns)
+
+    @cached_property
+    def short_words_of_columns(self) -> torch.Tensor:
+        """`words_of` steps of 64 queries as int16, for a kernel that has no room for more."""
+        return self._halves_of_columns.to(torch.int16)
 
 
 def by_handle(handle: int) -> BlockMask:

@@ -8,7 +8,7 @@ every distance of 8, are those that one thread holds of a product of tensor core
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,8 @@ class Tiles(NamedTuple):
 def build(kinds: torch.Tensor, seen: Seen | None, grid: Grid) -> Tiles:
     """From the kinds of units, int8 (B, H, units down, units across), of which those of partial units are
     looked for in their elements, by `seen`. Keys past S_k are seen by nobody; rows past S_q are as the last
-    one."""
+    one. Elements are looked at twice: of all tiles for their kinds, and again of those that are mixed, for
+    their words. Most masks have few of these, and only then is it known how many."""
     S_k, device = grid.S_k, grid.device
     kinds = kinds.clone()
     whole = by_tile(kinds)  # (B, H, tiles down, tiles across, 2, 2)
@@ -71,20 +72,31 @@ def build(kinds: torch.Tensor, seen: Seen | None, grid: Grid) -> Tiles:
     words = [torch.zeros(1, TILE, 4, dtype=torch.int32, device=device)]
     if bool(known.any()):
         words.append(_shared(whole, known, slots))
-    found = sum(map(len, words))
     places = (~uniform & ~known).nonzero()
-    piece = _PIECE.get(device.type, _PIECE["cpu"])
-    for start in range(0, len(places), piece):
-        b, h, down, across = place = places[start : start + piece].T
-        own = pack(_elements(whole[tuple(place)], seen, place, grid))
-        given = kinds_of(own)
-        whole[tuple(place)] = given
-        some = (given != given[:, :1, :1]).any(-1).any(-1) | (given[:, 0, 0] == PARTIAL)
-        own, here = own[some], places[start : start + piece][some]
-        slots[tuple(here.T)] = torch.arange(found, found + len(own), dtype=torch.int32, device=device)
-        words.append(own)
-        found += len(own)
+    asked = whole[tuple(places.T)]
+    for here, elements in _pieces(places, asked, seen, grid):  # the host waits for none of them
+        whole[tuple(here.T)] = kinds_of(elements)
+    given = whole[tuple(places.T)]
+    some = (given != given[:, :1, :1]).any(-1).any(-1) | (given[:, 0, 0] == PARTIAL)
+    places, asked = places[some], asked[some]
+    first = sum(map(len, words))
+    slots[tuple(places.T)] = torch.arange(first, first + len(places), dtype=torch.int32, device=device)
+    words += [pack(elements) for _, elements in _pieces(places, asked, seen, grid)]
     return Tiles(kinds, slots, torch.cat(words))
+
+
+def _pieces(
+    places: torch.Tensor, asked: torch.Tensor, seen: Seen | None, grid: Grid
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(places of tiles, their elements), a piece of those at `places`, of which these units are asked for,
+    after the other."""
+    if seen is not None and bool((asked == PARTIAL).all()):
+        asked = None
+    piece = _PIECE.get(grid.device.type, _PIECE["cpu"])
+    for start in range(0, len(places), piece):
+        here = places[start : start + piece]
+        own = None if asked is None else asked[start : start + piece]
+        yield here, _elements(own, seen, here.T, grid)
 
 
 def _shared(whole: torch.Tensor, known: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -102,15 +114,18 @@ def by_tile(kinds: torch.Tensor) -> torch.Tensor:
     return kinds.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).transpose(3, 4)
 
 
-def _elements(kinds: torch.Tensor, seen: Seen | None, place: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Bool (n, 128, 128) of the tiles at `place`, whose units are of these kinds (n, 2, 2)."""
+def _elements(
+    kinds: torch.Tensor | None, seen: Seen | None, place: torch.Tensor, grid: Grid
+) -> torch.Tensor:
+    """Bool (n, 128, 128) of the tiles at `place`, whose units are of these kinds (n, 2, 2), None where all
+    are partial."""
     b, h, down, across = place
     along = torch.arange(TILE, device=grid.device)
     queries, keys = down[:, None] * TILE + along, across[:, None] * TILE + along
     inside = keys < grid.S_k
     if seen is not None:
         found = seen(b, h, queries.clamp(max=grid.S_q - 1), keys.clamp(max=grid.S_k - 1))
-        if bool((kinds != PARTIAL).any()):
+        if kinds is not None:
             kind = kinds.repeat_interleave(UNIT, 1).repeat_interleave(UNIT, 2)
             found = (kind == FULL) | (found & (kind == PARTIAL))
     else:
@@ -118,18 +133,32 @@ def _elements(kinds: torch.Tensor, seen: Seen | None, place: torch.Tensor, grid:
     return found & inside[:, None, :] if grid.S_k % TILE else found
 
 
-# ---------------------------------------------------------------- bits
+def kinds_of(elements: torch.Tensor) -> torch.Tensor:
+    """The kinds of the units of tiles: bool (n, 128, 128) -> int8 (n, 2, 2)."""
+    eights = elements.contiguous().view(torch.int64).unflatten(2, (2, 8)).unflatten(1, (2, UNIT))
+    some, all_ = eights.amax((2, 4)) != 0, eights.amin((2, 4)) == _ONES
+    return some.to(torch.int8) + all_.to(torch.int8)
 
-_GATHER = 0x0102040810204080
-"""Eight bytes of 0 or 1 times this have their bits in the highest byte, the first one lowest."""
+
+_ONES = 0x0101010101010101
+"""Eight elements that are seen."""
+
+
+# ---------------------------------------------------------------- bits
 
 
 def pack(seen: torch.Tensor) -> torch.Tensor:
-    """Bool (n, 128, 128) -> words (n, 128, 4) int32."""
-    pairs = seen.contiguous().view(torch.int16).unflatten(2, (16, 4))  # (n, 128, i, c), e in its two bytes
-    bytes_of_bits = pairs.transpose(2, 3).contiguous().view(torch.int64)  # (n, 128, c, 4)
-    packed = ((bytes_of_bits * _GATHER) >> 56) & 255
-    return packed.to(torch.uint8).view(torch.int32).squeeze(-1)
+    """Bool (n, 128, 128) -> words (n, 128, 4) int32.
+
+    Eight columns are eight bytes of 0 or 1 here, one number of 64 bits. All adding is of whole numbers, so
+    that little more than the elements themselves is read or written.
+    """
+    eights = seen.contiguous().view(torch.int64)  # (n, 128, 16): of eight i, bytes 2 c + e
+    twos = torch.add(eights[..., 0::2], eights[..., 1::2], alpha=4)  # the second i at bit 2 of each byte
+    fours = torch.add(twos[..., 0::2], twos[..., 1::2], alpha=16)  # (n, 128, 4): bits 2 i, of four i
+    both = fours | (fours >> 7)  # byte 2 c: with those of e = 1 at bits 2 i + 1, byte `part` of word c
+    bytes_of_words = both.view(torch.uint8)[..., 0::2].unflatten(2, (4, 4))  # (n, 128, part, c)
+    return bytes_of_words.transpose(2, 3).contiguous().view(torch.int32).squeeze(-1)
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
@@ -147,10 +176,3 @@ def transposed(words: torch.Tensor) -> torch.Tensor:
 def halves(words: torch.Tensor) -> torch.Tensor:
     """Words (n, 128, 4) -> those of each tile's left and right columns, (2 n, 128, 4) of 16 bits."""
     return torch.stack([words & 0xFFFF, (words >> 16) & 0xFFFF], 1).flatten(0, 1)
-
-
-def kinds_of(words: torch.Tensor) -> torch.Tensor:
-    """The kinds of the units of tiles: words (n, 128, 4) -> int8 (n, 2, 2)."""
-    rows = words.unflatten(1, (2, UNIT))  # (n, 2, 64, 4): half of a word is half of the columns
-    halves = torch.stack([rows & 0xFFFF, (rows >> 16) & 0xFFFF], 2).flatten(3)  # (n, 2, 2, 256)
-    return (halves != 0).any(-1).to(torch.int8) + (halves == 0xFFFF).all(-1).to(torch.int8)

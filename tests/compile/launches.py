@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnlib.bench.inspect_sm90 import Job, gluon_descriptor
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
-TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8"}
+TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.int8: "i8"}
 ABSENT = object()
 
 

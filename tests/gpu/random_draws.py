@@ -8,8 +8,9 @@
 
 Families: "attention", batches and varlen sequences; "decode", attention_decode with caches in the dtype of q;
 "decode_fp8", with caches in FP8; "fp8", quantize_fp8 and attention_fp8; "entmax", forward and backward,
-"monarch" and "distr", each against its own model. Several run one after the other, each for --seconds, and
-each writes figures/data/<gpu>/random_draws_<family>.json; "attention" random_draws.json.
+"monarch" and "distr", each against its own model; "masks", attention under block masks and with scores,
+forward and backward. Several run one after the other, each for --seconds, and each writes
+figures/data/<gpu>/random_draws_<family>.json; "attention" random_draws.json.
 Which calls are drawn follows from the seed alone, how many from the time. Kinds of call that are new take
 seconds to compile, so the first minutes see fewer; but for attention's several calls in a row share what is
 compiled, and one process has them all. The first call that fails is told as a command that repeats it.
@@ -38,6 +39,7 @@ import beyond_draws  # noqa: E402
 import decode_cases  # noqa: E402
 import decode_draws  # noqa: E402
 import fp8_draws  # noqa: E402
+import mask_draws  # noqa: E402
 from draws import LAYOUTS, Draw, check  # noqa: E402
 
 SHOWN = 20
@@ -130,6 +132,7 @@ FAMILIES = {
     "entmax": Family(beyond_draws.draw_entmax, beyond_draws.check_entmax, *_beyond),
     "monarch": Family(beyond_draws.draw_monarch, beyond_draws.check_monarch, *_beyond),
     "distr": Family(beyond_draws.draw_distr, beyond_draws.check_distr, *_beyond),
+    "masks": Family(mask_draws.draw, mask_draws.check, mask_draws.kind, mask_draws.TOGETHER),
 }
 
 

@@ -9,7 +9,6 @@ from sparse_cases import CASES, FUNCTIONS, check_backward, check_forward
 from attnlib import BlockMask, S2Pattern, attention
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle
-from attnlib.kernels.sparse.configs_hopper import WIDEST_BACKWARD
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 KERNELS = ("hopper", "triton") if HOPPER else ("triton",)
@@ -24,8 +23,6 @@ def test_forward(label, kernel):
 
 @pytest.mark.parametrize(("label", "kernel"), NAMES)
 def test_backward(label, kernel):
-    if kernel == "hopper" and CASES[label].shape.head_dim > WIDEST_BACKWARD:
-        pytest.skip("no backward pass of the Hopper family")
     check_backward(CASES[label], "cuda", kernel)
 
 

@@ -13,9 +13,9 @@ are there from other runs; a table says at which commit it was measured.
 fp16. Random blocks of 128 x 128, for each head its own, as many in each row; 50 to 3% of them are kept. A
 time is the median over shuffled rounds of calls with a cold L2; "attnlib again" is the same call under
 another name and shows the noise. Ideal is the time of the dense kernel times the part that is kept. Then the
-backward pass at 25%, masks of functions (causal, documents), scores forward and backward (`SCORES`), and
-what it takes to make a mask. "gallery" has the masks of chapter 30, and "chapter" its kernels. Before it is
-timed a call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
+backward pass at 25 and 50%, masks of functions (causal, documents), scores forward and backward (`SCORES`),
+and what it takes to make a mask. "gallery" has the masks of chapter 30, and "chapter" its kernels. Before it
+is timed a call is judged against fp64 on its last head, peers too. Nothing wrong is timed.
 
 FlexAttention comes with PyTorch. ATTNLIB_SPARSE_PEERS names a Python file with more peers: functions
 make_fa4_sparse(q, k, v, keep, causal) and make_cudnn_bsa(q, k, v, keep), which return a call; keep is bool
@@ -65,7 +65,8 @@ CHAPTER = "30_block_masks"
 SOFT_CAP = 30.0
 REACH = 128
 """Of the table by distance, as in T5."""
-SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own"
+SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own", "learned relative", "learned bias"
+"""The learned ones have gradients of their own, which FlexAttention adds up by atomics; not timed."""
 MADE = 65536
 """Length of the masks that are made of functions."""
 
@@ -130,6 +131,8 @@ def scores_of(heads: int, seqlen: int, device: str = "cuda") -> dict[str, tuple[
         ),
         "bias": (Score(bias=bias), lambda s, b, h, q, k: s + bias[q, k]),
         "own": (own, lambda s, b, h, q, k: s / (1 + torch.abs(s))),
+        "learned relative": (Score(relative=table.clone().requires_grad_()), None),
+        "learned bias": (Score(bias=bias.clone().requires_grad_()), None),
     }
 
 
@@ -148,8 +151,10 @@ class Judge:
         self.score = None
         if score is not None:
             parts = {name: getattr(score, name) for name in ("alibi", "sinks", "relative")}
-            parts = {name: None if x is None else x[-1:] for name, x in parts.items()}
-            own = replace(score, **parts)  # a bias is that of all heads, a function looks at no head
+            parts = {name: None if x is None else x[-1:].detach() for name, x in parts.items()}
+            if score.bias is not None:  # that of all heads
+                parts["bias"] = score.bias.detach()
+            own = replace(score, **parts)  # a function looks at no head
             self.score = parts_of(own, *self.inputs[:2])
         self.oracle = Oracle(*self.inputs[:3], mask=dense, score=self.score)
 
@@ -160,7 +165,7 @@ class Judge:
         q, k, v, d_out = self.inputs
         found = GradientOracle(d_out, q, k, v, mask=self.mask, score=self.score)
         # Of a score's own gradients nothing is timed, so nothing is judged: tests do that.
-        for wanted, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        for wanted, gradient in zip(("dq", "dk", "dv"), gradients[:3], strict=True):
             verdict = found.judge_one(wanted, gradient[-1:, -1:])
             verdict.raise_if_bad(name)
 
@@ -284,9 +289,12 @@ class Run:
         return rows
 
     def backward(self) -> list[dict]:
-        """At 25%, beside FlexAttention."""
+        """At 25 and 50%, beside FlexAttention."""
+        return [row for part in (1 / 4, 1 / 2) for row in self.backward_of(part)]
+
+    def backward_of(self, part: float) -> list[dict]:
         leaves = [x.clone().requires_grad_() for x in self.tensors[:3]]
-        keep = kept_blocks(self.q.shape[1], self.seqlen, 1 / 4)
+        keep = kept_blocks(self.q.shape[1], self.seqlen, part)
         mask, theirs = BlockMask.from_blocks(keep, self.seqlen, self.seqlen), flex_mask(keep)
         real = keep.float().mean().item()
         judge, calls = Judge(self.tensors, mask), {}
@@ -364,8 +372,8 @@ class Run:
         return rows
 
     def scores(self, names: Sequence[str]) -> list[dict]:
-        """Forward and, up to 16384 tokens, backward, causal, with scores of these names, all but sinks beside
-        FlexAttention. Of the gradients those of q, k and v."""
+        """Forward and, up to 16384 tokens, backward, causal, with scores of these names, most of them beside
+        FlexAttention. The gradients are those of q, k and v, and of what is learned."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         S, H, rows = self.seqlen, self.q.shape[1], []
@@ -376,6 +384,7 @@ class Run:
         for name in names:
             score, function = made[name]
             leaves = [x.clone().requires_grad_() for x in self.tensors[:3]]
+            leaves += [x for x in (score.bias, score.relative) if x is not None and x.requires_grad]
             ways = {"attnlib": lambda x, score=score: attention(*x, causal=True, score=score)}
             if function is not None:
                 ways["FlexAttention"] = lambda x, function=function: flex()(*x, function, block_mask=theirs)
@@ -386,7 +395,7 @@ class Run:
                     try:
                         call = lambda way=way: way(self.tensors[:3])  # noqa: E731
                         if backward:
-                            out = way(leaves)
+                            out = way(leaves[:3])
                             call = lambda out=out, leaves=leaves: torch.autograd.grad(  # noqa: E731
                                 out, leaves, self.d_out, retain_graph=True
                             )
@@ -460,7 +469,7 @@ class Run:
     def backward_configurations(self) -> None:
         """The Hopper backward kernel in its configurations, at 25%; and the portable ones."""
         from attnlib.kernels.sparse import hopper, portable
-        from attnlib.kernels.sparse.configs_hopper import WIDEST_BACKWARD, hopper_sparse_backward_config
+        from attnlib.kernels.sparse.configs_hopper import hopper_sparse_backward_config
 
         keep = kept_blocks(self.q.shape[1], self.seqlen, 1 / 4)
         mask = BlockMask.from_blocks(keep, self.seqlen, self.seqlen)
@@ -470,13 +479,14 @@ class Run:
         out, lse = dispatch.forward(self.q, self.k, self.v, params)
         given = self.d_out, self.q, self.k, self.v, out, lse
         tried = {"portable": (portable, portable.configuration(self.q, self.k, self.v, params, True))}
-        if self.head_dim <= WIDEST_BACKWARD:
-            chosen = hopper_sparse_backward_config(self.head_dim)
-            for name, config in {
-                "chosen": chosen, "rounded P": replace(chosen, half_p=not chosen.half_p),
-                "64 queries": replace(chosen, block_m=64), "one section": replace(chosen, l2_bytes=1 << 40),
-            }.items():  # fmt: skip
-                tried[name] = hopper, config
+        chosen = hopper_sparse_backward_config(self.head_dim)
+        configs = {"chosen": chosen, "one section": replace(chosen, l2_bytes=1 << 40)}
+        if self.head_dim <= 128:
+            configs |= {"rounded P": replace(chosen, half_p=not chosen.half_p)}
+            configs |= {"64 queries": replace(chosen, block_m=64)}
+        if self.head_dim == 128:
+            configs["64 keys"] = hopper_sparse_backward_config(128, narrow=True)
+        tried |= {name: (hopper, config) for name, config in configs.items()}
         for name, (family, config) in tried.items():
             own = params._replace(config=config)
             call = lambda own=own, family=family: family.backward(*given, own)  # noqa: E731

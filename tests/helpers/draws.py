@@ -119,7 +119,7 @@ def check(
         for parts in _sequences(draw, (d_out, q, k, v), found):
             verdicts = GradientOracle(*parts[:4], **draw.options).judge(*parts[4:])
             for verdict in verdicts.values():
-                _raise_if_bad(verdict, SLACK, str(draw))
+                raise_if_bad(verdict, SLACK, str(draw))
     for name, now, then in zip(("q", "k", "v", "d_out"), (q, k, v, d_out), before, strict=True):
         assert torch.equal(now, then), f"{draw}: {name} was written to"
 
@@ -129,7 +129,8 @@ SLACK = 2
 wrong mask, scale or tile is wrong by orders of magnitude."""
 
 
-def _raise_if_bad(verdict: Verdict, slack: float, name: str) -> None:
+def raise_if_bad(verdict: Verdict, slack: float, name: str) -> None:
+    """AssertionError unless errors are within the budget times `slack`."""
     budget = verdict.budget
     if not (verdict.max_error <= slack * budget.max and verdict.rms_error <= slack * budget.rms):
         raise AssertionError(f"{name} is wrong: {verdict.reason}")

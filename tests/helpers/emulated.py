@@ -32,7 +32,11 @@ from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
-from attnlib.kernels.sparse import hopper_backward_kernel, hopper_kernel
+from attnlib.kernels.sparse import (
+    hopper_backward_kernel,
+    hopper_backward_wide_kernel,
+    hopper_kernel,
+)
 from attnlib.params import Params, Varlen, mask_window
 
 ORDERS = "eager", "late", "random"
@@ -43,6 +47,7 @@ KERNELS = {
     "attention_backward_hopper_wide": backward_wide_kernel,
     "attention_sparse_forward_hopper": hopper_kernel,
     "attention_sparse_backward_hopper": hopper_backward_kernel,
+    "attention_sparse_backward_hopper_wide": hopper_backward_wide_kernel,
 }
 
 IMPORT = re.compile(r"^from (attnlib\.kernels[\w.]*) import (\([^)]*\)|.+)", re.MULTILINE)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from cases import judge_forward
+from draws import raise_if_bad
 from sparse_cases import SparseCase
 
 from attnlib import Score, attention
@@ -46,7 +47,7 @@ BIASES = {
 @dataclass(frozen=True)
 class ScoreCase:
     """A call, and its score: names of parts, of "cap" with a number, "alibi", "sinks", "relative", "own"
-    (`bent`), and of "bias" with a key of `BIASES`, joined by " + "."""
+    (`bent`), and of "bias", or "half" for one in the dtype of q, with a key of `BIASES`, joined by " + "."""
 
     call: SparseCase
     score: str
@@ -77,7 +78,8 @@ class ScoreCase:
                 parts["relative"] = table.to(device).requires_grad_()
             else:
                 sizes = [x or y for x, y in zip(BIASES[rest], full, strict=True)]
-                parts["bias"] = torch.randn(sizes, generator=rng).to(device).requires_grad_()
+                dtype = s.torch_dtype if name == "half" else torch.float32
+                parts["bias"] = torch.randn(sizes, generator=rng).to(device, dtype).requires_grad_()
         return Score(**parts)
 
     def dense(self, device: str) -> torch.Tensor:
@@ -96,8 +98,11 @@ def options_of(case: ScoreCase, device: str, impl: str) -> dict:
     }  # fmt: skip
 
 
-def check_scored(case: ScoreCase, device: str, impl: str | None = "triton", backward: bool = True) -> None:
-    """AssertionError unless output, LSE and all gradients are within the error budget."""
+def check_scored(
+    case: ScoreCase, device: str, impl: str | None = "triton", backward: bool = True, slack: float = 1
+) -> None:
+    """AssertionError unless output, LSE and all gradients are within the error budget, gradients' times
+    `slack`."""
     inputs = make_inputs(case.call.shape, case.call.kind, device=device)
     q, k, v = (x.requires_grad_(backward) for x in inputs)
     d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
@@ -116,8 +121,9 @@ def check_scored(case: ScoreCase, device: str, impl: str | None = "triton", back
         first = score.relative.shape[1] // 2 - (S_k - 1)
         assert not gradients[-1][:, :first].any() and not gradients[-1][:, first + S_q + S_k - 1 :].any()
         gradients[-1] = gradients[-1][:, first : first + S_q + S_k - 1]
+    gradients[3:] = [x.float() for x in gradients[3:]]  # a bias in half precision has a gradient likewise
     for verdict in GradientOracle(d_out, *plain, **how).judge(*gradients).values():
-        verdict.raise_if_bad(case.label)
+        raise_if_bad(verdict, slack, case.label)
 
 
 def _cases() -> list[ScoreCase]:
@@ -125,6 +131,10 @@ def _cases() -> list[ScoreCase]:
     causal = SparseCase(Shape(1, 2, 100, 64, True, seqlen_k=130))
     parts = ["cap 2", "alibi", "sinks", "relative", *(f"bias {name}".strip() for name in BIASES)]
     cases = [ScoreCase(plain, part) for part in (*parts, "cap 30 + alibi + sinks + bias by all")]
+    aligned = SparseCase(Shape(1, 2, 150, 64, False, seqlen_k=176), "documents")  # which TMA can read
+    cases += [ScoreCase(aligned, f"half {name}".strip()) for name in ("", "by both places", "by query")]
+    wide = SparseCase(Shape(2, 4, 70, 128, False, "bfloat16", heads_kv=2, seqlen_k=136), "band by both")
+    cases += [ScoreCase(wide, "half by all"), ScoreCase(wide, "cap 2 + alibi + sinks + half by both places")]
     cases += [ScoreCase(causal, part, False) for part in ("cap 2", "alibi", "sinks 5", "relative")]
     window = SparseCase(Shape(1, 2, 90, 64, False, seqlen_k=130), window=(30, 10))
     cases.append(ScoreCase(window, "cap 5 + sinks", False))

@@ -10,11 +10,10 @@ import triton.language as tl
 
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_access import load_tile, store_tile
-from attnlib.kernels.sparse.scores import add_bias_gradient, head_bias, head_slope, scored
+from attnlib.kernels.sparse.scores import head_bias, head_slope, scored
 from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
 
 NUMBERS = "S_q S_k H HEADS num_tiles mask_b mask_h bias_b bias_h bias_m".split()
-OF_QUERIES = [*NUMBERS, "dbias_b", "dbias_h", "dbias_m", "dbias_n"]
 
 
 @triton.jit
@@ -24,12 +23,10 @@ def _load_rows(desc_rows, which, head, row, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _key_steps(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end, row, steps_ptr, bits_ptr,
-               words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED: tl.constexpr,
-               FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
-               ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALONE: tl.constexpr,
-               PARTIAL: tl.constexpr, FLIP: tl.constexpr, STEP: tl.constexpr,
-               NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-               PRECISION: tl.constexpr):  # fmt: skip
+               words_ptr, qk_scale, start, S_q, S_k, score, SCORED: tl.constexpr,
+               FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
+               STEP: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what steps first .. end - 1 of the lists give to dQ (not yet scaled)."""
     pieces: tl.constexpr = STEP // BLOCK_N
     for j in tl.range(first * pieces, end * pieces, num_stages=NUM_STAGES):
@@ -53,23 +50,19 @@ def _key_steps(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
             bits = tl.load(bits_ptr + j // pieces)
             b_p = tl.where(seen(words_ptr, bits, row, column, BLOCK_M, BLOCK_N), b_p, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])  # [BLOCK_M, BLOCK_N]
-        if gradient[0] is not None:
-            add_bias_gradient(gradient[0], b_ds, start, key, S_q, S_k, gradient[1], gradient[2], ROWS,
-                              COLUMNS, ALONE, BLOCK_M, BLOCK_N)  # fmt: skip
         if SCORED:
             b_ds = b_ds * slope
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
     return b_dq
 
 
-@triton.jit(do_not_specialize=OF_QUERIES)
+@triton.jit(do_not_specialize=NUMBERS)
 def attention_sparse_backward_dq(
     desc_q, desc_do, desc_dq,  # (B, H, S_q, D)
     desc_k, desc_v,  # (B, H_kv, S_k, D)
     desc_rows,  # (2, B * H, padded): lse2 and delta
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr, words_ptr,  # as in the forward kernel
     alibi_ptr, bias_ptr,  # likewise
-    dbias_ptr,  # float32, 0 before the launch; None if it is not asked for
     qk_scale, cap, after,  # as in the forward kernel
     sm_scale,
     S_q, S_k,
@@ -78,11 +71,9 @@ def attention_sparse_backward_dq(
     num_tiles,  # rows of tiles of a mask
     mask_b, mask_h,
     bias_b, bias_h, bias_m,
-    dbias_b, dbias_h, dbias_m, dbias_n,  # strides of dbias, 0 where it has one value for all
     GROUP: tl.constexpr,
     SCORED: tl.constexpr, BIAS_N: tl.constexpr,
     FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALONE: tl.constexpr,  # see `add_bias_gradient`
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTIAL: tl.constexpr, FLIP: tl.constexpr,
     SECTION: tl.constexpr,  # heads that advance together
@@ -114,19 +105,16 @@ def attention_sparse_backward_dq(
     if bias_ptr is not None:
         bias = head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
     score = (cap, slope, bias, bias_m, BIAS_N, after, i_h, i_b)
-    if dbias_ptr is not None:
-        dbias_ptr += i_b.to(tl.int64) * dbias_b + i_h.to(tl.int64) * dbias_h
-    gradient = (dbias_ptr, dbias_m, dbias_n)
     b_dq = _key_steps(
         b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, first, middle, row, steps_ptr, bits_ptr,
-        words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, FUNCTION, DERIVATIVE, ROWS, COLUMNS,
-        ALONE, False, FLIP, STEP, NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+        words_ptr, qk_scale, start, S_q, S_k, score, SCORED, FUNCTION, DERIVATIVE, False, FLIP, STEP,
+        NUM_STAGES, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if PARTIAL:
         b_dq = _key_steps(
             b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at_k, middle, end, row, steps_ptr, bits_ptr,
-            words_ptr, qk_scale, start, S_q, S_k, score, gradient, SCORED, FUNCTION, DERIVATIVE, ROWS,
-            COLUMNS, ALONE, True, FLIP, STEP, 1, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            words_ptr, qk_scale, start, S_q, S_k, score, SCORED, FUNCTION, DERIVATIVE, True, FLIP, STEP, 1,
+            BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     store_tile(desc_dq, b_dq * sm_scale, (i_b, i_h), start, BLOCK_M, BLOCK_D)
 

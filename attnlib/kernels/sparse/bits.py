@@ -7,7 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 @gluon.jit
 def hide(s, words, value: gl.constexpr):
-    """s [64, N] with `value` where a bit is 0; words: in shared memory [64, 4], of `block_mask.tiles`.
+    """s [64, N] with `value` where a bit is 0; words: in shared memory [64, 4], of `block_mask.tiles`, of 32
+    bits or of 16.
 
     A thread has two rows and, of N columns, N / 4 that have their bits in one word. So it reads two words,
     and which bit an element has is known to the compiler. The fence is for the copy that overwrites the
@@ -18,7 +19,10 @@ def hide(s, words, value: gl.constexpr):
     # Rows, eights of columns, the pair within, the column within that.
     parts = s.reshape([64, N // 8, 4, 2])
     layout: gl.constexpr = parts.type.layout
-    own = words.load(gl.SliceLayout(1, gl.SliceLayout(3, layout)))[:, None, :, None]  # [64, 1, 4, 1]
+    own = words.load(gl.SliceLayout(1, gl.SliceLayout(3, layout)))
+    if words.dtype == gl.int16:
+        own = own.to(gl.int32) & 0xFFFF
+    own = own[:, None, :, None]  # [64, 1, 4, 1]
     fence_async_shared()
     eights = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.sparse.configs import BIAS, SparseTile
 
 
 @dataclass(frozen=True)
@@ -86,39 +87,71 @@ def hopper_sparse_config(
 
 @dataclass(frozen=True)
 class HopperSparseBackwardConfig:
-    """How `hopper_backward_kernel.attention_sparse_backward_hopper` is compiled and launched.
+    """How `hopper_backward_kernel.attention_sparse_backward_hopper` is compiled and launched, or with 64 keys
+    for a program `hopper_backward_wide_kernel.attention_sparse_backward_hopper_wide`.
 
     Attributes:
-        block_m: queries of one step, 64 or 128.
+        block_m: queries of one step, 64 or 128; 64 in the wide kernel.
+        block_n: keys of a program, 128 or 64.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
-        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        copies_bias: a bias that TMA can read comes through shared memory.
+        bias: tile of the kernel, in plain Triton, that makes the gradient of a bias.
+        consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
+            out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
     """
 
     block_m: int
+    block_n: int = 128
     half_p: bool = False
+    copies_bias: bool = True
+    bias: SparseTile = BIAS[128]
     consumer_registers: int = 240
+    dq_registers: int = 0
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+
+    @property
+    def word_bits(self) -> int:
+        """Of a word of bits in shared memory, of which the wide kernel has little left."""
+        return 32 if self.block_n == 128 else 16
 
     def heads_per_section(self, heads: int, blocks: int, rows: int, width: int) -> int:
         """Key/value heads that advance together, see `l2_sections.key_heads`."""
         return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
 
 
-# Not compared with others: those of `kernels.hopper`.
-_BACKWARD = {64: HopperSparseBackwardConfig(128, half_p=True), 128: HopperSparseBackwardConfig(64)}
-WIDEST_BACKWARD = max(_BACKWARD)
-"""Head dimensions beyond it have a backward pass in plain Triton."""
-_CAPPED = {64: HopperSparseBackwardConfig(64)}
-"""Under a soft cap, whose derivative takes registers that steps of 128 queries do not leave."""
+_WIDE_BACKWARD = HopperSparseBackwardConfig(
+    64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
+)
+# Not compared with others: those of `kernels.hopper`. At D = 256 the warpgroup with the scores gets what is
+# left of the registers.
+_BACKWARD = {
+    64: HopperSparseBackwardConfig(128, half_p=True, bias=BIAS[64]),
+    128: HopperSparseBackwardConfig(64),
+    256: replace(_WIDE_BACKWARD, consumer_registers=200, copies_bias=False, bias=BIAS[256]),
+}
+_SCORED = {64: HopperSparseBackwardConfig(64, bias=BIAS[64])}
+"""Under a soft cap, whose derivative takes registers that steps of 128 queries do not leave; under a bias,
+which has no room beside those in shared memory."""
+_NARROW = {128: _WIDE_BACKWARD}
+"""Under masks of which 64 keys see much less than 128."""
 
 
-def hopper_sparse_backward_config(head_dim: int, soft_cap: bool = False) -> HopperSparseBackwardConfig:
-    """For a head dimension of at most `WIDEST_BACKWARD`; soft_cap: whether the score has one."""
-    if not 1 <= head_dim <= WIDEST_BACKWARD:
-        raise ValueError(f"head_dim: expected 1 to {WIDEST_BACKWARD}, got {head_dim}")
+def hopper_sparse_backward_config(
+    head_dim: int, scored: bool = False, narrow: bool = False
+) -> HopperSparseBackwardConfig:
+    """For a head dimension. scored: whether there is a soft cap, or a bias; narrow: whether programs of 64
+    keys have much less to do than those of 128.
+
+    Raises:
+        ValueError: `head_dim` out of range.
+    """
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
-    return _CAPPED.get(width, _BACKWARD[width]) if soft_cap else _BACKWARD[width]
+    if narrow and width in _NARROW:
+        return _NARROW[width]
+    return _SCORED.get(width, _BACKWARD[width]) if scored else _BACKWARD[width]

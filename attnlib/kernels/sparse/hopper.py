@@ -1,5 +1,4 @@
-"""The family for Hopper under a block mask, in Gluon: the forward pass, and for D up to 128 the backward
-pass."""
+"""The family for Hopper under a block mask, in Gluon, forward and backward."""
 
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.backward_plan import BackwardPlan
@@ -7,12 +6,12 @@ from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.sparse import launch_hopper, launch_hopper_backward
 from attnlib.kernels.sparse.configs_hopper import (
-    WIDEST_BACKWARD,
     HopperSparseBackwardConfig,
     HopperSparseConfig,
     hopper_sparse_backward_config,
     hopper_sparse_config,
 )
+from attnlib.kernels.sparse.hopper_bias import bias_window
 from attnlib.kernels.sparse.launch_hopper import forward
 from attnlib.kernels.sparse.launch_hopper_backward import backward
 from attnlib.params import Params
@@ -33,8 +32,6 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     if score is not None:
         if score.function is not None:
             return "takes no score function of the caller's own"
-        if score.bias is not None and backward:
-            return "has no backward pass under a bias: a tile of it has no room beside three accumulators"
         if score.bias is not None and score.strides[3] not in (0, 1):
             return f"needs a bias whose keys follow each other in memory; their stride is {score.strides[3]}"
         added = score.alibi is not None or score.bias is not None
@@ -43,9 +40,6 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     if backward:
         if params.deterministic:
             return "adds up dq in an order that changes; deterministic=True is asked for"
-        if q.shape[-1] > WIDEST_BACKWARD:
-            limit = f"D up to {WIDEST_BACKWARD}"
-            return f"has a backward pass under a block mask for {limit}; q has {q.shape[-1]}"
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not describable(tensor):
@@ -61,11 +55,12 @@ def configuration(
     q, k, v, params: Params, backward: bool = False
 ) -> HopperSparseConfig | HopperSparseBackwardConfig:
     """How the kernels are compiled and launched for queries and a mask like these."""
+    score = params.score
+    bias = score is not None and score.bias is not None
     if backward:
-        capped = params.score is not None and params.score.soft_cap is not None
-        return hopper_sparse_backward_config(q.shape[-1], capped)
-    bias = params.score is not None and params.score.bias is not None
-    copied = bias and launch_hopper.bias_window(params.score.form, q.shape[2], k.shape[2]) is not None
+        capped = score is not None and score.soft_cap is not None
+        return hopper_sparse_backward_config(q.shape[-1], bias or capped, params.block_mask.form.narrow)
+    copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
     return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias, copied)
 
 

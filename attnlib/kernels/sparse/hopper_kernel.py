@@ -504,7 +504,7 @@ NUMBERS = "S_q H GROUP HEADS SECTION num_m tiles mask_b mask_h place bias_b bias
 @gluon.jit(do_not_specialize=NUMBERS)
 def attention_sparse_forward_hopper(
     desc_q, desc_k, desc_v, desc_o,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
-    desc_words,  # (slots, 2, 256) int32: words of steps as a tile's two warpgroups read them
+    desc_words,  # (slots, 2, 256): words of steps as a tile's two warpgroups read them
     lse_ptr,  # (B, H, S_q)
     counter_ptr,  # one int32, 0 before and after a launch
     starts_ptr, middles_ptr, steps_ptr, bits_ptr, order_ptr,  # see `block_mask.lists.Lists`
@@ -573,7 +573,7 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.cons
         buffers(desc_v, stages),
         buffers(desc_o, 2),
         bias,
-        gl.allocate_shared_memory(gl.int32, [places, 1, 1, 256], desc_words.layout),
+        gl.allocate_shared_memory(desc_words.dtype, [places, 1, 1, 256], desc_words.layout),
         gl.allocate_shared_memory(
             gl.int32, [stages if plan.tells_steps else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
         ),

@@ -125,6 +125,22 @@ def biased(s, bias_ptr, rows, first_key, keys, unit, plan: gl.constexpr):
 
 
 @gluon.jit
+def bias_of_keys(bias_ptr, first_key, queries, keys, bias_m, plan: gl.constexpr):
+    """A bias for keys and queries [64, BLOCK_M], in float32. bias_ptr: for the first query and key 0;
+    queries: how many there are from the first one on; keys: how many there are in all. What is behind the
+    last ones has the last one's bias, or 0. The strides of a bias of diagonals are -1 and 1."""
+    o_n = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))  # [64]
+    o_m = gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))[None, :]  # [1, BLOCK_M]
+    rows = (gl.minimum(o_n, keys - 1).to(gl.int64) * plan.bias_n)[:, None]  # [64, 1]
+    if plan.diagonal:
+        # A thread's part of its columns goes to its rows; what is left the compiler knows.
+        values = gl.load(bias_ptr + (rows - (o_m & 6)) + -(o_m & -7), mask=o_m < queries, other=0.0)
+    else:
+        values = gl.load(bias_ptr + rows + gl.minimum(o_m, queries - 1).to(gl.int64) * bias_m)
+    return values.to(gl.float32)
+
+
+@gluon.jit
 def alibi(s, slope, place):
     """(s', rest), of which s' + rest are the scores s [64, N] less slope times the distance of query and key.
     place: that of the first row, counted from the first column; rest: [64, 4], a number for each row and each

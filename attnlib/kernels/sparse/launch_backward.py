@@ -13,6 +13,7 @@ from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.sparse.configs import SparseTile
+from attnlib.kernels.sparse.launch_bias import bias_gradient
 from attnlib.kernels.sparse.launch_forward import (
     LISTS,
     STEP,
@@ -29,7 +30,9 @@ COLUMNS = tuple(f"column_{name}" for name in LISTS)
 """What launches call the lists of the columns of tiles, and their words."""
 GRADIENTS = "alibi", "sinks", "bias", "dsinks", "dbias"
 """What launches call the tensors of a score, and their gradients."""
-TENSORS = (*backward_plan.TENSORS, *LISTS, *COLUMNS, *GRADIENTS)
+TILES = "kinds", "slots", "words"
+"""What they call the tiles of a mask, which the gradient of a bias goes by."""
+TENSORS = (*backward_plan.TENSORS, *LISTS[:-1], *COLUMNS, *TILES, *GRADIENTS)
 DKDV = "attnlib.kernels.sparse.backward_kernels.attention_sparse_backward_dkdv"
 SINKS = "attnlib.kernels.sparse.scores.attention_sinks_gradient"
 DQ = "attnlib.kernels.sparse.backward_kernels.attention_sparse_backward_dq"
@@ -45,26 +48,34 @@ def backward(
     params: Params,
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv) by the kernels of `backward_kernels`, on valid arguments, none of them empty: equal bit by
-    bit from run to run. With a score also (dsinks, dbias), of which a bias that broadcasts has a sum in an
-    order that changes."""
+    bit from run to run. With a score also (dsinks, dbias), of which a bias that queries or keys share has a
+    sum in an order that changes."""
     if device.widened(q.dtype):
         params = params._replace(plan=None)  # which has the strides of what is cast
         found = backward(*(x.float() for x in (d_out, q, k, v, out)), lse, params)
         return *(x.bfloat16() for x in found[:3]), *found[3:]
     mask = params.block_mask
-    lists = *mask.lists(STEP), mask.words, *mask.lists(STEP, columns=True), mask.words_of_columns
-    score = score_tensors(params)
-    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, (*lists, *score))
+    lists = *mask.lists(STEP), *mask.lists(STEP, columns=True), mask.words_of_columns
+    tiles, score = tiles_of(params), score_tensors(params)
+    more = *lists, *tiles[:2], mask.words, *score
+    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, more)
     return found if params.score is None else (*found, *score[3:])
 
 
+def tiles_of(params: Params) -> tuple[torch.Tensor | None, ...]:
+    """Those of `TILES`, if the gradient of a bias is asked for."""
+    if params.score is None or not params.score.bias_gradient:
+        return None, None, None
+    return params.block_mask.tiles
+
+
 def score_tensors(params: Params) -> tuple[torch.Tensor | None, ...]:
-    """Those of `GRADIENTS`: memory for the sinks' gradient, and zeros for that of the bias."""
+    """Those of `GRADIENTS`: memory for the gradients, of 0 where programs add to it."""
     score = params.score
     if score is None:
         return (None,) * 5
     dsinks = None if score.sinks is None else torch.empty_like(score.sinks)
-    dbias = score.zero_bias() if score.bias_gradient else None
+    dbias = score.memory_of_bias(zeros=score.places_shared) if score.bias_gradient else None
     return score.alibi, score.sinks, score.bias, dsinks, dbias
 
 
@@ -89,7 +100,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     else:
         launches += [dkdv(config.keys, True, False), dkdv(config.values, False, True)]
     launches.append(_launch(DQ, call, config.queries, at, first.descriptor(config.queries.block_m)))
-    launches += sinks_gradient(call, first)
+    launches += [*sinks_gradient(call, first), *bias_gradient(call, at, first)]
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, **made)
 
 
@@ -101,22 +112,6 @@ def sinks_gradient(call: Signature, rows: Preprocess) -> list[Launch]:
     pointers = {"rows_ptr": rows.rows, "sinks_ptr": Part("sinks"), "dsinks_ptr": Part("dsinks")}
     scalars = {"H": H, "B": B, "padded": rows.padded}
     return [Launch(SINKS, (H, 1, 1), {}, pointers, scalars, {"BLOCK": TILE}, {"num_warps": 4})]
-
-
-def bias_constants(call: Signature) -> tuple[dict, dict]:
-    """Strides of the gradient of a bias, and what the kernel that makes it is compiled with."""
-    names, score = ("dbias_b", "dbias_h", "dbias_m", "dbias_n"), call.score
-    if score is None or not score.bias_gradient:
-        return dict.fromkeys(names), {"ROWS": False, "COLUMNS": False, "ALONE": False}
-    B, H, _, S_q, S_k = call.dimensions()
-    if score.diagonal:
-        own = dict(zip(names, score.strides, strict=True))
-        return own, {"ROWS": True, "COLUMNS": True, "ALONE": False}
-    strides = torch.empty(score.sizes, device="meta").stride()
-    own = [0 if size == 1 else stride for size, stride in zip(score.sizes, strides, strict=True)]
-    alone = score.sizes == (B, H, S_q, S_k)
-    rows, columns = (x == y for x, y in zip(score.sizes[2:], (S_q, S_k), strict=True))
-    return dict(zip(names, own, strict=True)), {"ROWS": rows, "COLUMNS": columns, "ALONE": alone}
 
 
 def _launch(
@@ -136,13 +131,8 @@ def _launch(
         tensor = "d_out" if name == "do" else name
         descriptors[f"desc_{name}"] = Descriptor(Part(tensor), at[tensor], (1, 1, size, width))
     constants = {"GROUP": H // H_kv, **constants_of(call, tile)}
-    scalars, pointers = {}, {}
     if wanted:
         constants |= {"WANT_DK": wanted[0], "WANT_DV": wanted[1]}
-    else:
-        scalars, more = bias_constants(call)
-        constants |= more
-        pointers["dbias_ptr"] = bias_part(call, "dbias")
     return Launch(
         kernel,
         (programs, 1, 1),
@@ -150,10 +140,10 @@ def _launch(
         pointers={
             f"{name}_ptr": Part(own) for name, own in zip(LISTS, COLUMNS if wanted else LISTS, strict=True)
         }
-        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), **pointers},
+        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call)},
         scalars={
             "sm_scale": call.sm_scale, "S_q": S_q, "S_k": S_k, "H": heads, "HEADS": B * heads,
-            "num_tiles": num_tiles, **mask_strides(call), **score_scalars(call), **scalars,
+            "num_tiles": num_tiles, **mask_strides(call), **score_scalars(call),
         },
         constants=constants,
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},

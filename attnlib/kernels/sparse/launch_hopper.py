@@ -6,12 +6,13 @@ from typing import NamedTuple
 import torch
 
 from attnlib.kernels.common import counters, device
-from attnlib.kernels.common.descriptors import Made, Window, given, legal, lse_for, made_like
+from attnlib.kernels.common.descriptors import Made, Window, given, lse_for, made_like
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
+from attnlib.kernels.sparse.hopper_bias import bias_descriptor, bias_plan, bias_scalars, bias_window
 from attnlib.kernels.sparse.launch_forward import (
     LISTS,
     SCORES,
@@ -101,24 +102,6 @@ def prepare(call: Signature) -> Plan:
     return Plan(Launches([launch], call.device, TENSORS), out)
 
 
-def bias_window(score: ScoreForm | None, S_q: int, S_k: int) -> Window | None:
-    """Of a bias that TMA can read: of two bytes an element, with queries and keys of its own, that lies as a
-    descriptor can express it. None for others, and without one."""
-    if score is None or score.bias not in HALF or score.diagonal or not score.aligned:
-        return None
-    if tuple(score.sizes[2:]) != (S_q, S_k):
-        return None
-    strides = legal(torch.Size(score.sizes), score.strides, score.bias)
-    return None if strides is None else (tuple(score.sizes), strides)
-
-
-def bias_scalars(call: Signature) -> dict[str, int | None]:
-    """Strides of a bias, and how many keys it has, which the kernel needs to know for nothing else."""
-    strides = None if call.score is None else call.score.strides
-    found = dict(zip(("bias_b", "bias_h", "bias_m"), strides or (None,) * 3, strict=False))
-    return found | {"S_k": call.dimensions()[4] if strides else None}
-
-
 def make_plan(
     width: int, config: HopperSparseConfig, flip: bool, store_lse: bool, partial: bool,
     score: ScoreForm | None = None, copies_bias: bool = False,
@@ -127,17 +110,15 @@ def make_plan(
     from attnlib.kernels.common.pipeline import Pipeline, Registers
     from attnlib.kernels.sparse.plan import SparsePlan
 
-    bias = score is not None and score.bias is not None
-    bias_n = score.strides[3] if bias else 0
+    own = bias_plan(score, copies_bias)
+    edge = own["bias_n"] == 1 and score.sizes[3] % TILE != 0
     return SparsePlan(
         d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns, flip=flip,
         store_lse=store_lse, partial=partial, pairs=config.pairs,
         pipeline=Pipeline(2, config.stages, config.joint, config.named, config.late_wait, config.pin),
         registers=Registers(config.consumer_registers, config.producer_registers),
         soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
-        sinks=score is not None and score.sinks, bias=bias, bias_n=bias_n,
-        bias_edge=bias_n == 1 and score.sizes[3] % TILE != 0, copies_bias=copies_bias,
-        bias_batches=copies_bias and score.sizes[0] > 1, bias_heads=copies_bias and score.sizes[1] > 1,
+        sinks=score is not None and score.sinks, bias_edge=edge, **own,
     )  # fmt: skip
 
 
@@ -159,11 +140,15 @@ def descriptors(
         for letter, name, window, block in zip("qkvo", TENSORS, windows, blocks, strict=False)
     }
     if bias is not None:
-        window, element = bias[0], getattr(gl, HALF[bias[1]])
-        block = 1, 1, 64, config.block_n
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
-        found["desc_bias"] = Descriptor(Part("bias"), window, block, layout)
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    # Of a step of half a tile there are twice as many as slots.
-    window = (slots * (TILE // config.block_n), 2, 256), (512, 256, 1)
-    return found | {"desc_words": Descriptor(Part("words"), window, (1, 1, 256), as_it_is)}
+        found["desc_bias"] = bias_descriptor(*bias, 64, config.block_n)
+    return found | {"desc_words": words_descriptor("words", slots, config.block_n)}
+
+
+def words_descriptor(name: str, slots: int, step: int, bits: int = 32) -> Descriptor:
+    """Of the words of steps of 64 or 128, for 64 rows a copy. Of steps of half a tile there are twice as many
+    as slots."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=3)
+    window = (slots * (TILE // step), 2, 256), (512, 256, 1)
+    return Descriptor(Part(name), window, (1, 1, 256), layout)

@@ -7,7 +7,7 @@ import torch
 
 from attnlib.kernels.common import backward_plan
 from attnlib.kernels.common.backward_plan import BackwardPlan, gradients_like
-from attnlib.kernels.common.descriptors import given
+from attnlib.kernels.common.descriptors import Window, given
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_postprocess import postprocess
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
@@ -15,13 +15,27 @@ from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches,
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseBackwardConfig
-from attnlib.kernels.sparse.launch_backward import COLUMNS, sinks_gradient
-from attnlib.kernels.sparse.launch_forward import TILE, mask_strides, tensors_of
+from attnlib.kernels.sparse.hopper_bias import bias_descriptor, bias_plan, bias_scalars, bias_window
+from attnlib.kernels.sparse.launch_backward import (
+    COLUMNS,
+    GRADIENTS,
+    TILES,
+    score_tensors,
+    sinks_gradient,
+    tiles_of,
+)
+from attnlib.kernels.sparse.launch_bias import bias_gradient
+from attnlib.kernels.sparse.launch_forward import TILE, bias_part, mask_strides
+from attnlib.kernels.sparse.launch_hopper import words_descriptor
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 
-TENSORS = (*backward_plan.TENSORS, *COLUMNS, "alibi", "sinks", "dsinks")
-KERNEL = "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper"
+TENSORS = (*backward_plan.TENSORS, *COLUMNS, *TILES, *GRADIENTS)
+KERNELS = {
+    128: "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper",
+    64: "attnlib.kernels.sparse.hopper_backward_wide_kernel.attention_sparse_backward_hopper_wide",
+}
+"""By keys of a program."""
 
 
 def backward(
@@ -34,13 +48,15 @@ def backward(
     params: Params,
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
-    every run, dq up to the order of a sum. With a score also (dsinks, None)."""
-    mask, step = params.block_mask, params.config.block_m
-    lists = *mask.lists(step, columns=True), mask.words_of(step, columns=True)
-    alibi, sinks, _ = tensors_of(params)
-    dsinks = None if sinks is None else torch.empty_like(sinks)
-    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, (*lists, alibi, sinks, dsinks))
-    return found if params.score is None else (*found, dsinks, None)
+    every run, dq up to the order of a sum. With a score also (dsinks, dbias)."""
+    mask, config = params.block_mask, params.config
+    lists = mask.lists(config.block_m, columns=True, rows=config.block_n)
+    short = config.word_bits == 16
+    words = mask.short_words_of_columns if short else mask.words_of(config.block_m, columns=True)
+    score = score_tensors(params)
+    more = *lists, words, *tiles_of(params), *score
+    found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, more)
+    return found if params.score is None else (*found, *score[3:])
 
 
 @lru_cache(PREPARED)
@@ -55,24 +71,27 @@ def prepare(call: Signature) -> BackwardPlan | None:
     config: HopperSparseBackwardConfig = call.config
     width = tile_width(call.head_dim)
     first = preprocess(call, d_out, out, TILE, width)  # lists may name queries up to a whole tile
-    num_n = -(-S_k // TILE)
+    num_n = -(-S_k // TILE) * (TILE // config.block_n)
     if max(num_n * B * H_kv, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
     cap, alibi = (None, False) if call.score is None else call.score[:2]
+    bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
     launch = Launch(
-        KERNEL,
+        KERNELS[config.block_n],
         (num_n * B * H_kv, 1, 1),
-        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call),
+        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call, bias),
         pointers={"dq_ptr": Part("buffer")}
         | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")}
-        | {"alibi_ptr": Part("alibi")},
+        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call)},
         scalars={
             "qk_scale": (call.sm_scale if cap is None else cap) * LOG2_E,
             "inner": None if cap is None else call.sm_scale / cap,
             "sm_scale": call.sm_scale,
             "place": S_k - S_q if alibi else None,
+            **bias_scalars(call),
+            "S_q": S_q,
             "H": H,
             "GROUP": H // H_kv,
             "HEADS_KV": B * H_kv,
@@ -81,29 +100,40 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "num_n": num_n,
             **mask_strides(call),
         },
-        constants={"plan": make_plan(width, config, call.mask.partial, call.score)},
+        constants={"plan": make_plan(width, config, call.mask.partial, call.score, bias is not None)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     launches += sinks_gradient(call, first)
+    launches += bias_gradient(call, {"d_out": d_out, "q": q, "k": k, "v": v}, first)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
 def make_plan(
-    width: int, config: HopperSparseBackwardConfig, partial: bool, score: ScoreForm | None = None
-):
+    width: int, config: HopperSparseBackwardConfig, partial: bool, score: ScoreForm | None = None,
+    copies_bias: bool = False,
+):  # fmt: skip
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Registers
-    from attnlib.kernels.sparse.plan import SparseBackwardPlan
+    from attnlib.kernels.sparse.plan import SparseBackwardPlan, WideRegisters, WideSparseBackwardPlan
 
-    registers = Registers(config.consumer_registers, config.producer_registers)
+    kind, registers = SparseBackwardPlan, Registers(config.consumer_registers, config.producer_registers)
+    if config.block_n == 64:
+        kind = WideSparseBackwardPlan
+        registers = WideRegisters(config.consumer_registers, config.producer_registers, config.dq_registers)
     cap, alibi = (None, False) if score is None else score[:2]
     half_p = config.half_p and cap is None
-    return SparseBackwardPlan(width, config.block_m, half_p, partial, registers, cap is not None, alibi)
+    return kind(
+        width, config.block_m, half_p, partial, registers, cap is not None, alibi,
+        diagonal=score is not None and score.diagonal, **bias_plan(score, copies_bias),
+    )  # fmt: skip
 
 
-def descriptors(windows: tuple, slots: int, rows: Preprocess, call: Signature) -> dict[str, Descriptor]:
-    """Of Q, K, V, dO, dK, dV, of LSE and delta, and of words: what one copy of each moves."""
+def descriptors(
+    windows: tuple, slots: int, rows: Preprocess, call: Signature, bias: Window | None = None
+) -> dict[str, Descriptor]:
+    """Of Q, K, V, dO, dK, dV, of LSE and delta, of words, and of a bias of this window: what one copy of each
+    moves."""
     from triton.experimental.gluon import language as gl
 
     block_m, width = call.config.block_m, tile_width(call.head_dim)
@@ -118,9 +148,10 @@ def descriptors(windows: tuple, slots: int, rows: Preprocess, call: Signature) -
         )
         for name, window, block in zip(names, windows, blocks, strict=True)
     }
+    if bias is not None:
+        found["desc_bias"] = bias_descriptor(bias, call.score.bias, block_m, 64)
     as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    window = (slots * (TILE // block_m), 2, 256), (512, 256, 1)
     return found | {
         "desc_rows": rows.descriptor(block_m, as_it_is),
-        "desc_words": Descriptor(Part("column_words"), window, (1, 1, 256), as_it_is),
+        "desc_words": words_descriptor("column_words", slots, block_m, call.config.word_bits),
     }

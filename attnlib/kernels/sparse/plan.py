@@ -77,6 +77,8 @@ class SparseBackwardPlan(Constants):
             made of P.
         partial: some steps carry bits.
         soft_cap, alibi: what the score has.
+        bias, bias_n, copies_bias, bias_batches, bias_heads: as in `SparsePlan`.
+        diagonal: the bias is of diagonals.
     """
 
     d: int
@@ -86,7 +88,17 @@ class SparseBackwardPlan(Constants):
     registers: Registers
     soft_cap: bool = False
     alibi: bool = False
+    bias: bool = False
+    bias_n: int = 0
+    diagonal: bool = False
+    copies_bias: bool = False
+    bias_batches: bool = False
+    bias_heads: bool = False
 
+    loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
+
+    parts = gl.constexpr(2)  # of 64 keys, in a buffer each
+    block_n = property(lambda self: gl.constexpr(64 * self.parts.value))  # keys of a program
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
     dq_columns = property(lambda self: gl.constexpr(self.d.value // (1 if self.by_rows.value else 2)))
@@ -97,3 +109,20 @@ class SparseBackwardPlan(Constants):
     d_layout = property(lambda self: accumulator(self.d.value))
     # P^T and dS^T as first operands of a product, in registers.
     p_layout = property(lambda self: first_operand(self.d_layout))
+
+
+@dataclass(frozen=True)
+class WideRegisters(Registers):
+    """The wide backward kernel has a warpgroup for dQ."""
+
+    dq: int
+
+
+@dataclass(frozen=True)
+class WideSparseBackwardPlan(SparseBackwardPlan):
+    """The same for the wide backward kernel; d: 128 or 256."""
+
+    parts = gl.constexpr(1)
+    # dK, dV and dQ are formed in two halves of their columns.
+    half = property(lambda self: gl.constexpr(self.d.value // 2))
+    d_layout = property(lambda self: accumulator(self.half.value))

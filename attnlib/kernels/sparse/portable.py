@@ -21,10 +21,11 @@ FITS = "a CUDA GPU, or Triton's interpreter"
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     """What the kernels need and a call with valid arguments does not have; None if it has all."""
     score = params.score
-    if backward and params.deterministic and score is not None and score.bias_gradient and score.summed:
+    added = score is not None and score.bias_gradient and score.places_shared
+    if backward and params.deterministic and added:
         return (
-            "adds up the gradient of a bias that broadcasts in an order that changes; deterministic=True is "
-            "asked for"
+            "adds up the gradient of a bias that queries or keys share in an order that changes; "
+            "deterministic=True is asked for"
         )
     return device.unsupported_on(q.device)
 

@@ -1,4 +1,4 @@
-"""What becomes of a tile's scores before the softmax (`attnlib.Score`), and the gradient of a bias, in plain
+"""What becomes of a tile's scores before the softmax (`attnlib.Score`), and the gradient of sinks, in plain
 `triton.language`.
 
 `score` is (cap, slope, bias_ptr, bias_m, bias_n, after, i_h, i_b), of one head: the soft cap times log2(e);
@@ -64,32 +64,6 @@ def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DER
                          other=0.0)  # fmt: skip
         b_s += b_bias.to(tl.float32) * LOG2_E
     return b_s, derivative
-
-
-@triton.jit
-def add_bias_gradient(dbias_ptr, b_ds, start, key, S_q, S_k, dbias_m, dbias_n, ROWS: tl.constexpr,
-                      COLUMNS: tl.constexpr, ALONE: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK_N: tl.constexpr):  # fmt: skip
-    """Add dS [BLOCK_M, BLOCK_N] of the tile from (start, key) on to the gradient of a bias that has `ROWS` or
-    one value for all queries, and `COLUMNS` or one for all keys. ALONE: no other program adds to these."""
-    o_q = start + tl.arange(0, BLOCK_M)
-    o_k = key + tl.arange(0, BLOCK_N)
-    at = o_q.to(tl.int64)[:, None] * dbias_m + o_k.to(tl.int64)[None, :] * dbias_n
-    inside = (o_q < S_q)[:, None] & (o_k < S_k)[None, :]
-    if ROWS and COLUMNS:
-        if ALONE:
-            tl.store(dbias_ptr + at, b_ds, mask=inside)
-        else:
-            tl.atomic_add(dbias_ptr + at, b_ds, mask=inside, sem="relaxed")
-    elif COLUMNS:
-        b_sum = tl.sum(tl.where(inside, b_ds, 0.0), 0)
-        tl.atomic_add(dbias_ptr + o_k.to(tl.int64) * dbias_n, b_sum, mask=o_k < S_k, sem="relaxed")
-    elif ROWS:
-        b_sum = tl.sum(tl.where(inside, b_ds, 0.0), 1)
-        tl.atomic_add(dbias_ptr + o_q.to(tl.int64) * dbias_m, b_sum, mask=o_q < S_q, sem="relaxed")
-    else:
-        b_sum = tl.sum(tl.sum(tl.where(inside, b_ds, 0.0), 1), 0)
-        tl.atomic_add(dbias_ptr, b_sum, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["H", "B", "padded"])

@@ -21,7 +21,15 @@ from attnlib.kernels.common import backward_pair, tile_scheduler
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel
-from attnlib.kernels.sparse.configs_hopper import WIDE, HopperSparseConfig, hopper_sparse_config
+from attnlib.kernels.sparse import hopper_backward_steps as steps
+from attnlib.kernels.sparse import hopper_backward_wide_kernel as wide
+from attnlib.kernels.sparse.configs_hopper import (
+    WIDE,
+    HopperSparseBackwardConfig,
+    HopperSparseConfig,
+    hopper_sparse_backward_config,
+    hopper_sparse_config,
+)
 from attnlib.params import MaskWindow, Params
 
 pytestmark = INTERPRETER_REMARKS
@@ -41,7 +49,7 @@ class Call:
     dtype: torch.dtype = torch.float16
     sm_scale: float = 0.1
     return_lse: bool = True
-    config: HopperSparseConfig | None = None
+    config: HopperSparseConfig | HopperSparseBackwardConfig | None = None
 
     def block_mask(self) -> BlockMask:
         if self.mask == "random":
@@ -80,13 +88,17 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
     q, k, v, d_out = (torch.randn(shape, generator=rng).to(call.dtype) for shape in (*shapes, shapes[0]))
     options = {"sm_scale": call.sm_scale, "mask": mask.to_dense()}
     out, lse = attention_fp64(q, k, v, **options)
-    params = Params(MaskWindow(None, None), call.sm_scale, return_lse=True, block_mask=mask)
+    params = Params(
+        MaskWindow(None, None), call.sm_scale, return_lse=True, config=call.config, block_mask=mask
+    )
     with on_the_cpu(order, seed, **where) as kernels:
         found = families.backward(hopper, d_out, q, k, v, out.to(q.dtype), lse.float(), params)
     close = {"rtol": 3e-2, "atol": 3e-2} if call.dtype == torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
     for ours, theirs in zip(found, gradient_fp64(d_out, q, k, v, **options), strict=True):
         torch.testing.assert_close(ours.double(), theirs, **close)
-    return kernels["attention_sparse_backward_hopper"]
+    ran = [kernel for name, kernel in kernels.items() if "sparse_backward" in name and kernel.reports]
+    assert len(ran) == 1
+    return ran[0]
 
 
 PAIRS = HopperSparseConfig(64, 2, 64, pairs=2, joint=True)
@@ -126,6 +138,7 @@ def test_orders(call, order):
         kernel.repeat(order, seed)
 
 
+NARROW = hopper_sparse_backward_config(128, narrow=True)
 BACKWARD = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
     **{f"{D} random": Call(D, "random", 300, 384, 3, 3) for D in (64, 128)},
@@ -138,6 +151,14 @@ BACKWARD = {
     "many steps": Call(64, "dots", 900, 100),
     "128 many steps": Call(128, "dots", 390, 100),
     "one group": Call(64, "random", 128, 128, 6, 1),
+    **{f"narrow {mask}": Call(128, mask, 200, 300, config=NARROW) for mask in FUNCTIONS},
+    "narrow by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=NARROW),
+    "narrow many steps": Call(128, "dots", 390, 100, config=NARROW),
+    "narrow bfloat16": Call(128, "dots", 140, 150, dtype=torch.bfloat16, config=NARROW),
+    "256 random": Call(256, "random", 300, 384, 3, 3),
+    "256 documents": Call(256, "documents", 260, 390),
+    "256 many steps": Call(256, "dots", 390, 70, sm_scale=-0.05),
+    "256 one row": Call(200, "all", 1, 1),
 }
 
 
@@ -147,7 +168,9 @@ def test_backward(call):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("call", ["many steps", "128 many steps", "by both", "one group"])
+@pytest.mark.parametrize(
+    "call", ["many steps", "128 many steps", "by both", "one group", "narrow many steps", "narrow by both"]
+)
 def test_orders_of_the_backward_pass(call, order):
     kernel = check_backward(BACKWARD[call], order, 1)
     for seed in range(2, 4 if order == "random" else 3):
@@ -211,34 +234,55 @@ def backward(
 
 MUTATIONS += [
     backward("words are not waited for", "many steps", "Race|Deadlock|Assertion",
-             ("size + 2 * desc_words.block_type.nbytes, pred", "size, pred")),
+             ("size + plan.parts * desc_words.block_type.nbytes, pred", "size, pred"), steps),
     backward("the second consumer reads the words of the first", "many steps", WRONG,
              ("mem.words.index(2 * slot + WG)", "mem.words.index(2 * slot)")),
-    backward("no step has bits", "many steps", WRONG, ("word += (bits >= 0).to(gl.int32)", "word += 0")),
+    backward("no step has bits", "many steps", WRONG, ("word += (bits >= 0).to(gl.int32)", "word += 0"),
+             steps),
     backward("dQ is added to the block of the step itself", "many steps", WRONG,
              ("gl.maximum(j - 1, 0) & 3", "j & 3")),
     backward("there are two places for words", "many steps", "Race|Assertion|IndexError",
-             ("mem.told.index(j & 3).store(", "mem.told.index(j & 1).store(")),
+             ("mem.told.index(j & 3).store(", "mem.told.index(j & 1).store("), steps),
     backward("Q is filled without asking", "many steps", "Race|Deadlock|Assertion",
-             ("            acquire(Q_FREE, j)\n", "")),
+             ("            acquire(Q_FREE, j)\n", ""), steps),
     backward("dO is filled without asking", "many steps", "Race|Deadlock|Assertion",
-             ("            acquire(DO_FREE, j)\n", "")),
+             ("            acquire(DO_FREE, j)\n", ""), steps),
     backward("dS is not fenced", "128 many steps", "Race",
              ("    fence_async_shared()\n    tell_ds(j, WG)", "    tell_ds(j, WG)"), backward_pair),
     backward("dS is not waited for", "128 many steps", "Race|Deadlock",
              ("        await_ds(j - 1, WG)\n", "")),
     backward("all heads of a group have the mask of the first", "by both", f"{WRONG}|Deadlock",
-             ("number = work.number + g * work.mask_h * work.num_n", "number = work.number + 0 * g")),
+             ("number = work.number + g * work.mask_h * work.num_n", "number = work.number + 0 * g"), steps),
     backward("steps of the first head alone are counted", "one group", "Race|Deadlock|Assertion",
-             ("count += gl.load(own + 1) - gl.load(own)", "count = gl.load(own + 1) - gl.load(own)")),
+             ("count += gl.load(own + 1) - gl.load(own)", "count = gl.load(own + 1) - gl.load(own)"), steps),
     backward("dK is not scaled", "many steps", WRONG, ("(dk * sm_scale)", "(dk * 1.0)")),
+    *(backward(bug, "narrow many steps", verdict, edit, wide) for bug, verdict, edit in (
+        ("the bits are those of the other slot", "Race|Assertion",
+         ("mem.words.index(slot)", "mem.words.index(1 - slot)")),
+        ("dQ is added to the block of the step after", "Race|Assertion",
+         ("told(mem, j & 3) >> 1", "told(mem, (j + 1) & 3) >> 1")),
+        ("P is not waited for", "Race|Deadlock|Assertion",
+         ('        named_barrier("sync", P_FULL + slot, 256)\n', "")),
+        ("dS is not waited for", "Race|Deadlock|Assertion",
+         ('        named_barrier("sync", DS_FULL + slot, 256)\n', "")),
+        ("dS is overwritten while it is read", "Race|Deadlock|Assertion",
+         ('            named_barrier("sync", DS_FREE + slot, 256)\n', "            pass\n")),
+        ("dV leaves before dP has read dO", "Race|Deadlock|Assertion",
+         ('    named_barrier("sync", END, 256)\n', "")),
+        ("dV is that of the keys after", WRONG, ("work.i_n * 64, 0]", "work.i_n * 64 + 64, 0]")),
+    )),
+    # Not in a call with bits: these come with a fence of their own.
+    backward("LSE is overwritten without a fence", "256 random", "Race",
+             ("        fence_async_shared()  # between the loads of LSE", "        pass  # of LSE"), wide),
+    backward("both halves of a tile's keys have the bits of the first", "narrow many steps", WRONG,
+             ("else work.i_n & 1  # of", "else 0  # of"), steps),
 ]  # fmt: skip
 RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(20))]
 
 
 def said_of(mutation: Mutation, mutants, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    backwards = mutation.module in (hopper_backward_kernel, backward_pair)
+    backwards = mutation.module in (hopper_backward_kernel, wide, steps, backward_pair)
     run, calls = (check_backward, BACKWARD) if backwards else (check, CALLS)
     try:
         run(calls[mutation.caught_by], order, seed, mutants=mutants)

@@ -10,7 +10,7 @@ from families import fresh_launches  # noqa: F401  (a fixture)
 from mutations import Mutation, load
 from score_cases import CASES, check_scored
 
-from attnlib.kernels.sparse import backward_kernels, forward_kernel, scores
+from attnlib.kernels.sparse import backward_kernels, bias_kernel, forward_kernel, scores
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -18,6 +18,7 @@ DOTS = "B1 H2 S130x170 D64 dense fp16 dots"
 GROUPS = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + alibi + sinks + bias by key"
 OWN = "B2 H4/2 S70x140 D64 dense fp16 band by both, own"
 CAPPED = f"{OWN} + cap 2 + sinks + bias by key"
+TABLE = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + relative"
 WRONG = r"max error|not finite|LSE"
 
 
@@ -52,10 +53,27 @@ MUTATIONS = [
              module=backward_kernels),
     Mutation("dQ does not know the cap", "b_ds = b_ds * slope", "b_ds = b_ds * 1.0", of("cap 2"), "dq",
              module=backward_kernels),
-    Mutation("dbias of all heads goes to the first", "i_h.to(tl.int64) * dbias_h", "0",
-             of("bias by head and key"), "dbias", module=backward_kernels),
-    Mutation("dbias of keys is not summed up", "b_sum = tl.sum(tl.where(inside, b_ds, 0.0), 1)",
-             "b_sum = tl.max(tl.where(inside, b_ds, 0.0), 1)", of("bias by query"), "dbias", module=scores),
+    *(Mutation(bug, right, wrong, case, "dbias", module=bias_kernel) for bug, right, wrong, case in (
+        ("dbias of all heads goes to the first", "own_h.to(tl.int64) * dbias_h", "0",
+         of("bias by head and key")),
+        ("dbias of all batch elements goes to the first", "own_b.to(tl.int64) * dbias_b", "0", GROUPS),
+        ("dbias of keys is not summed up", "tl.sum(b_sum, 1), mask", "tl.max(b_sum, 1), mask",
+         of("bias by query")),
+        ("dbias of one of the heads that share it", "own_b * 0, H\n", "own_b * 0, one\n",
+         of("bias by both places")),
+        ("dbias of one of the batch elements that share it", "one if BATCHES else B", "one", TABLE),
+        ("dbias of what is hidden", "there &= b_seen | (slot < 0)", "there &= True",
+         of("bias by both places")),
+        ("dbias of what the left half sees", "start % TILE, key % TILE, BLOCK_M", "start % TILE, 0, BLOCK_M",
+         of("bias by both places")),
+        ("blocks that nobody sees", "visits * mixed, own", "visits * (1 - mixed), own", of("bias by all")),
+        ("dbias of a tile with words as if it had none", "(seen_by_some - mixed), own",
+         "seen_by_some, own", of("bias by both places")),
+        ("a band without its last block", "(columns - d + RATIO - 1) // RATIO", "(columns - d - 1) // RATIO",
+         of("relative")),
+        ("a band without its first block", "(RATIO - 1 - d) // RATIO", "(2 * RATIO - 1 - d) // RATIO",
+         of("relative")),
+    )),
     Mutation("a function without what it is multiplied with", "i_h, i_b) * after", "i_h, i_b)", of("own"),
              WRONG, module=scores),
     Mutation("a function has no derivative", "derivative = DERIVATIVE(b_s, o_q, o_k, i_h, i_b)",
@@ -78,7 +96,7 @@ def test_is_caught(mutation, device, tmp_path, monkeypatch, fresh_launches):
     mutant = load(mutation.of(inspect.getsource(mutation.module)), tmp_path)
     for name, value in vars(mutant).items():
         if getattr(getattr(value, "fn", value), "__module__", "") == "mutant":
-            for user in (mutation.module, forward_kernel, backward_kernels):
+            for user in (mutation.module, forward_kernel, backward_kernels, bias_kernel):
                 if hasattr(user, name):
                     monkeypatch.setattr(user, name, value)
     with pytest.raises(Exception, match=mutation.verdict):

@@ -1,0 +1,297 @@
+"""What the two Hopper backward kernels under a block mask have in common: the lists, what a producer copies
+and tells for each of their steps, and P of a step. Chapter 30 has block masks, chapter 21 kernels without.
+
+- A program has 64 or 128 keys of a key/value head (`plan.block_n`), in one or two buffers of 64, and visits,
+  for one query head of the group after the other, the queries on the list of these keys
+  (`block_mask.lists`, of columns). Only the producer reads the lists.
+- With Q and LSE2 of step j the producer sends a word, in told[j % 4]: twice the number of the block of
+  queries over all heads, to which dQ is added, plus 1 if the step carries bits. It is stored before the
+  producer arrives at q_full, and the place is filled again with step j + 4, for which the producer waits
+  until Q of step j + 2 is released.
+- The bits of a step, transposed, four words for each of the keys of a buffer, arrive with Q at q_full.
+- A score (`hopper_scores`) is computed again. For ALiBi the producer sends two more words with each step:
+  where the first key stands among the queries, and the slope of the head.
+- A bias arrives with Q at q_full, where TMA can read it, as it lies in memory: block_m queries of the keys of
+  each buffer, which are loaded transposed. The warpgroup that has loaded it executes a fence before it
+  releases Q, as for LSE2. Other biases are loaded from where they are, and the producer sends two words
+  more: the head of the step, and its first query.
+
+A list has at least one step: keys that nobody sees have one whose bits are all 0.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common import tma
+from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, STAGES, acquire, slot_of
+from attnlib.kernels.common.memory import barriers, buffers
+from attnlib.kernels.common.preprocess import DELTA, LSE2
+from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, bias_of_keys, tanh
+
+LANES = gl.constexpr(2)
+"""Places of a word in shared memory; all have it."""
+
+
+# ---------------------------------------------------------------- what is passed around
+
+
+class Memory(NamedTuple):
+    """Buffers and barriers in shared memory."""
+
+    k: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d]
+    v: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d]
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
+    delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
+    words: gl.shared_memory_descriptor  # [parts * STAGES, 1, 1, 256]: of buffer w, parts * slot + w
+    told: gl.shared_memory_descriptor  # [5, LANES]: the last one has the number of the program's keys
+    places: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of the first key, from a step's first query
+    slopes: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of a step's head, times log2(e)
+    bias: gl.shared_memory_descriptor  # copied, [parts * STAGES, 1, 1, block_m, 64]: numbered as words
+    heads: gl.shared_memory_descriptor  # [4, LANES], for a bias that is loaded: of a step,
+    queries: gl.shared_memory_descriptor  # [4, LANES]: and its first query
+    ds: gl.shared_memory_descriptor  # [2 * parts, 64, block_m]: buffer 0 of each consumer, buffer 1
+    p: gl.shared_memory_descriptor  # [STAGES, 64, block_m], of the wide kernel
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """The problem and its lists; see the kernel's arguments."""
+
+    H: gl.tensor
+    GROUP: gl.tensor
+    num_m: gl.tensor
+    num_n: gl.tensor
+    mask_h: gl.tensor
+    starts: gl.tensor
+    steps: gl.tensor
+    bits: gl.tensor
+    i_b: gl.tensor  # of this program: batch element, key/value head, number of its keys,
+    i_kv: gl.tensor
+    i_n: gl.tensor
+    number: gl.tensor  # its list of the first head of the group, and the steps on those of all
+    count: gl.tensor
+    inner: gl.tensor  # of a score; None without
+    place: gl.tensor
+    alibi: gl.tensor
+    bias: gl.tensor
+    bias_b: gl.tensor
+    bias_h: gl.tensor
+    bias_m: gl.tensor
+    S_q: gl.tensor
+    S_k: gl.tensor
+
+
+# ---------------------------------------------------------------- begin of a program
+
+
+@gluon.jit
+def locate(H, GROUP, HEADS_KV, SECTION, num_n, mask_b, mask_h, starts_ptr, order_ptr):
+    """(batch element, key/value head, number of the keys, number of their list for the first head of the
+    group, steps on the lists of all heads) of this program."""
+    rank, head = tiling.by_sections(gl.program_id(0), num_n, HEADS_KV, SECTION)
+    i_b, i_kv = tiling.divide(head, H // GROUP)
+    mask = (i_b * mask_b + i_kv * GROUP * mask_h) * num_n
+    i_n = gl.load(order_ptr + mask + rank)
+    number = mask + i_n
+    # Before the program is divided among warps: a loop in a consumer's code makes ptxas take what follows it
+    # for different in each thread.
+    count = 0
+    for g in range(GROUP):
+        own = starts_ptr + number + g * mask_h * num_n
+        count += gl.load(own + 1) - gl.load(own)
+    return i_b, i_kv, i_n, number, count
+
+
+@gluon.jit
+def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan: gl.constexpr):
+    """The `Memory` of a program."""
+    slots: gl.constexpr = plan.parts * STAGES if plan.partial else 1
+    places, slopes = 0, 0  # a function can't return a None
+    if plan.alibi:
+        places, slopes = _words(gl.int32), _words(gl.float32)
+    bias, heads, queries, p = 0, 0, 0, 0
+    if plan.copies_bias:
+        bias = buffers(desc_bias, plan.parts * STAGES)
+    if plan.loads_bias:
+        heads, queries = _words(gl.int32), _words(gl.int32)
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
+    if plan.parts == 1:
+        p = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout)
+    return Memory(
+        buffers(desc_k, plan.parts),
+        buffers(desc_v, plan.parts),
+        buffers(desc_q, STAGES),
+        buffers(desc_do, STAGES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(desc_words.dtype, [slots, 1, 1, 256], desc_words.layout),
+        gl.allocate_shared_memory(gl.int32, [5, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        places,
+        slopes,
+        bias,
+        heads,
+        queries,
+        gl.allocate_shared_memory(desc_k.dtype, [2 * plan.parts, 64, plan.block_m], half_layout),
+        p,
+        barriers(1, 1).index(0),  # k_full
+        barriers(1, 1).index(0),  # v_full
+        barriers(STAGES, 1),  # q_full
+        barriers(STAGES, 1),  # do_full
+    )
+
+
+@gluon.jit
+def _words(dtype: gl.constexpr):
+    """For a word of each of four steps."""
+    return gl.allocate_shared_memory(dtype, [4, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+# ---------------------------------------------------------------- producer
+
+
+@gluon.jit
+def _copy_keys(desc, bar, buffers, work, plan: gl.constexpr):
+    """Of K or V, 64 rows into each buffer."""
+    mbarrier.expect(bar, plan.parts * desc.block_type.nbytes)
+    for w in gl.static_range(plan.parts):
+        row = work.i_n * plan.block_n + w * 64
+        tma.async_copy_global_to_shared(desc, [work.i_b, work.i_kv, row, 0], bar, buffers.index(w))
+
+
+@gluon.jit
+def _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, plan: gl.constexpr):
+    """Q and LSE2 of step j, entry e of the lists: block m of a head; and what consumers are told of it."""
+    slot = slot_of(j)
+    bar = mem.q_full.index(slot)
+    biases: gl.constexpr = plan.parts * desc_bias.block_type.nbytes if plan.copies_bias else 0
+    size: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes + biases
+    i_h = head - work.i_b * work.H
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    word = 2 * (head * work.num_m + m)
+    bits = 0
+    if plan.partial:
+        bits = gl.load(work.bits + e)
+        word += (bits >= 0).to(gl.int32)
+    mem.told.index(j & 3).store(gl.full([LANES], word, gl.int32, lanes))
+    if plan.alibi:
+        place = work.i_n * plan.block_n - (m * plan.block_m + work.place)
+        slope = gl.load(work.alibi + i_h) * LOG2_E
+        mem.places.index(j & 3).store(gl.full([LANES], place, gl.int32, lanes))
+        mem.slopes.index(j & 3).store(gl.full([LANES], slope, gl.float32, lanes))
+    if plan.loads_bias:
+        mem.heads.index(j & 3).store(gl.full([LANES], i_h, gl.int32, lanes))
+        mem.queries.index(j & 3).store(gl.full([LANES], m * plan.block_m, gl.int32, lanes))
+    if plan.partial:
+        # No branch: with one here, ptxas takes the loop of consumer 1, too, for different in each thread, and
+        # moves the addresses of operands in every step.
+        there = bits >= 0
+        if plan.block_m == 128:
+            bits = bits >> 1
+        mbarrier.expect(bar, size + plan.parts * desc_words.block_type.nbytes, pred=there)
+        mbarrier.expect(bar, size, pred=bits < 0)
+        for w in gl.static_range(plan.parts):
+            half = w if plan.parts == 2 else work.i_n & 1  # of the keys of the tile
+            words = mem.words.index(plan.parts * slot + w)
+            tma.async_copy_global_to_shared(desc_words, [bits, half, 0], bar, words, pred=there)
+    else:
+        mbarrier.expect(bar, size)
+    place = tiling.coordinates((work.i_b, i_h), m * plan.block_m, 0)
+    tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
+    tma.async_copy_global_to_shared(desc_rows, [LSE2, head, m * plan.block_m], bar, mem.lse.index(slot))
+    if plan.copies_bias:
+        own_b = work.i_b if plan.bias_batches else 0
+        own_h = i_h if plan.bias_heads else 0
+        for w in gl.static_range(plan.parts):
+            place = [own_b, own_h, m * plan.block_m, work.i_n * plan.block_n + w * 64]
+            tma.async_copy_global_to_shared(desc_bias, place, bar, mem.bias.index(plan.parts * slot + w))
+
+
+@gluon.jit
+def _copy_do(desc_do, desc_rows, mem, j, head, m, work, plan: gl.constexpr):
+    slot = slot_of(j)
+    bar = mem.do_full.index(slot)
+    mbarrier.expect(bar, desc_do.block_type.nbytes + desc_rows.block_type.nbytes)
+    at = work.i_b, head - work.i_b * work.H
+    place = tiling.coordinates(at, m * plan.block_m, 0)
+    tma.async_copy_global_to_shared(desc_do, place, bar, mem.do.index(slot))
+    tma.async_copy_global_to_shared(desc_rows, [DELTA, head, m * plan.block_m], bar, mem.delta.index(slot))
+
+
+@gluon.jit
+def produce(
+    desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan: gl.constexpr
+):  # fmt: skip
+    # Consumers need the place of their keys at the end alone, and have no register for it until then.
+    mem.told.index(4).store(gl.full([LANES], work.i_n, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    _copy_keys(desc_k, mem.k_full, mem.k, work, plan)
+    j = 0
+    for g in range(work.GROUP):
+        number = work.number + g * work.mask_h * work.num_n
+        head = work.i_b * work.H + work.i_kv * work.GROUP + g
+        first, end = gl.load(work.starts + number), gl.load(work.starts + number + 1)
+        for e in range(first, end):
+            m = gl.load(work.steps + e)  # a step takes microseconds: no need to load it earlier
+            acquire(Q_FREE, j)
+            _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, plan)
+            if j == 0:
+                _copy_keys(desc_v, mem.v_full, mem.v, work, plan)
+            acquire(DO_FREE, j)
+            _copy_do(desc_do, desc_rows, mem, j, head, m, work, plan)
+            j += 1
+
+
+# ---------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def told(mem, place):
+    """A word of the producer's: that of step j is in place j % 4."""
+    return _lane(mem.told.index(place))
+
+
+@gluon.jit
+def _lane(lanes):
+    """The number that all places of a word have."""
+    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def weights(s, lse, mem, j, qk_scale, work, WG: gl.constexpr, plan: gl.constexpr):
+    """P^T of step j for the keys of buffer WG, before its bits, and the derivative of its scores:
+    [64, BLOCK_M] twice."""
+    derivative = 1.0
+    if plan.soft_cap:
+        s = tanh(s * work.inner)
+        derivative = 1.0 - s * s
+    if plan.bias:
+        lse = lse - _bias(mem, j, work, WG, plan) * LOG2_E
+    if plan.alibi:
+        place = _lane(mem.places.index(j & 3)) + WG * 64
+        s = away(s * qk_scale, _lane(mem.slopes.index(j & 3)), place)
+        p = gl.exp2(s - lse)
+    else:
+        p = gl.exp2(s * qk_scale - lse)
+    return p, derivative
+
+
+@gluon.jit
+def _bias(mem, j, work, WG: gl.constexpr, plan: gl.constexpr):
+    """That of step j for the keys of buffer WG [64, BLOCK_M]."""
+    if plan.copies_bias:
+        buffer = mem.bias.index(plan.parts * slot_of(j) + WG).reshape([plan.block_m, 64])
+        return buffer.permute((1, 0)).load(plan.s_layout).to(gl.float32)
+    else:
+        i_h, query = _lane(mem.heads.index(j & 3)), _lane(mem.queries.index(j & 3))
+        key = told(mem, 4) * plan.block_n + WG * 64
+        place = work.i_b.to(gl.int64) * work.bias_b + i_h.to(gl.int64) * work.bias_h
+        place += query.to(gl.int64) * work.bias_m
+        return bias_of_keys(work.bias + place, key, work.S_q - query, work.S_k, work.bias_m, plan)
