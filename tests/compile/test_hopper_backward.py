@@ -269,11 +269,12 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
     # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
     narrow = width in (64, 80, 96, 128) and not shared
-    assert not narrow or max(moved) <= 6, "addresses are taken for different in each thread"
+    assert not narrow or max(moved) <= 8, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
     places = 0 if in_bulk else 2 * two_parts
     assert changes == [True] * places, "two places add to dQ, or two for each part"
-    peeled = 2 if option == "persistent bulk" else 1  # the last step of a tile, which reads of the next one
+    # The last step of a tile, which reads of the next one, where there is no mask.
+    peeled = 2 if option == "persistent bulk" and kind == "dense" else 1
     assert stats.opcodes.get("UTMAREDG", 0) == (2 * two_parts - places) * peeled
 
 

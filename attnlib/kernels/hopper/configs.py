@@ -131,7 +131,7 @@ _FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
 FEW_KEYS = 2048
 """Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
 with 8192 there is no difference, and with still smaller sections long tiles come last."""
-_PACE = {M256N64: (559, 80), M192N128: (583, 205), M128N128: (474, 150)}
+_PACE = {M256N64: (559, 80), M192N128: (583, 205), M128N128: (512, 175)}
 """TFLOP/s with many long rows, and the additional cost of the block on the diagonal, in keys. With any
 numbers from a range around these `busiest` finds the fastest tile for all 46 shapes that were measured."""
 
@@ -139,7 +139,8 @@ numbers from a range around these `busiest` finds the fastest tile for all 46 sh
 # Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.
 SPLIT = {
     80: SplitConfig(
-        64, 3, 4, 64, 64, pin=True, consumer_registers=160, max_registers=128, columns=(64, 16), **_MANY
+        64, 3, 4, 64, 64, pin=True, joint=True, consumer_registers=160, producer_registers=32,
+        max_registers=128, columns=(64, 16),
     ),
     96: SplitConfig(
         128, 2, 2, 64, 64, late_wait=True, pin=True, named=True, keep_shift=True, columns=(64, 32)
