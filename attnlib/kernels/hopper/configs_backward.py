@@ -25,7 +25,7 @@ class HopperBackwardConfig:
             the wide kernel, whose warpgroups do different things.
         bulk: dQ goes to memory through shared memory, see `backward_bulk`. Not with deterministic sums.
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
-            not for varlen sequences or where programs share a key head.
+            not for varlen sequences.
         early_mask: P is masked before its exponentials, not after.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -128,6 +128,9 @@ class ValuesBackwardConfig(SplitBackwardConfig):
         return 2 * self.value_columns
 
 
+LONG = 512
+"""Rows that a key sees on average from which on query heads of a group get programs of their own: with fewer,
+to add up their dK and dV costs more than is won."""
 _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
@@ -148,15 +151,14 @@ holds it and is below the next power of two, else that power. So a line here tur
 else does."""
 
 
-_ALONE = {
+_STAYS = {
     64: ({"persistent": True, "bulk": True}, {"persistent": True, "early_mask": True}),
     80: ({"persistent": True, "bulk": True}, {"persistent": True, "bulk": True, "early_mask": True}),
     96: ({"persistent": True}, {"persistent": True}),
     128: ({"persistent": True}, {"persistent": True}),
 }
-"""Width of a tile -> what calls change whose key heads have one query head each: without a mask, with one.
-Found by measurement on an H100 (docs/lab/hopper-backward.md). With grouped heads programs that stay lose 2 to
-3% at D = 128: a group's heads make them few and long."""
+"""Width of a tile -> what changes where programs stay on their SM: without a mask, with one. Found by
+measurement on an H100 (docs/lab/hopper-backward.md)."""
 
 
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
@@ -174,14 +176,15 @@ def own_values_backward_config(
 
 
 def hopper_backward_config(
-    head_dim: int, deterministic: bool = False, alone: bool = False, masked: bool = False
+    head_dim: int, deterministic: bool = False, group: int | None = None, masked: bool = False
 ) -> HopperBackwardConfig:
     """The configuration of the Hopper backward kernel for one call.
 
     Args:
         head_dim: D, 1 to 256.
         deterministic: gradients have the same bits in every run.
-        alone: each key head has one query head, and sequences lie in batches, not as varlen.
+        group: query heads of a key head, each of which gets programs of its own, that stay on their SM. None:
+            programs end with their tile, as varlen sequences need it, and visit whole groups.
         masked: a diagonal or a window hides keys.
 
     Raises:
@@ -195,4 +198,6 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         return replace(chosen, deterministic=True)
-    return replace(chosen, **_ALONE.get(split or width, ({}, {}))[masked]) if alone else chosen
+    if group is None or (split or width) not in _STAYS:
+        return chosen
+    return replace(chosen, **_STAYS[split or width][masked], visited=1 if group > 1 else None)
