@@ -8,7 +8,6 @@ from attnlib.kernels.common.signature import Signature, mean_keys, signature
 from attnlib.kernels.hopper import launch, launch_backward
 from attnlib.kernels.hopper.configs import HopperConfig, hopper_config, own_values_config
 from attnlib.kernels.hopper.configs_backward import (
-    LONG,
     HopperBackwardConfig,
     hopper_backward_config,
     own_values_backward_config,
@@ -34,10 +33,9 @@ def configuration(
         return own_values_config(q.shape[-1], v.shape[-1])
     B, H, H_kv, S_q, S_k = signature(params, q, k).dimensions()
     if backward:
-        group, masked = H // H_kv, params.window.clipped(S_q, S_k) != (None, None)
-        long = mean_keys(S_q, S_k, params.window) * S_q >= LONG * S_k
-        stays = params.varlen is None and (group == 1 or long)
-        return hopper_backward_config(q.shape[-1], params.deterministic, group if stays else None, masked)
+        stays = H == H_kv and params.varlen is None
+        masked = params.window.clipped(S_q, S_k) != (None, None)
+        return hopper_backward_config(q.shape[-1], params.deterministic, stays, masked)
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

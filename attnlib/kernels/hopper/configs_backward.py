@@ -128,9 +128,6 @@ class ValuesBackwardConfig(SplitBackwardConfig):
         return 2 * self.value_columns
 
 
-LONG = 512
-"""Rows that a key sees on average from which on query heads of a group get programs of their own: with fewer,
-to add up their dK and dV costs more than is won."""
 _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
@@ -176,15 +173,15 @@ def own_values_backward_config(
 
 
 def hopper_backward_config(
-    head_dim: int, deterministic: bool = False, group: int | None = None, masked: bool = False
+    head_dim: int, deterministic: bool = False, stays: bool = False, masked: bool = False
 ) -> HopperBackwardConfig:
     """The configuration of the Hopper backward kernel for one call.
 
     Args:
         head_dim: D, 1 to 256.
         deterministic: gradients have the same bits in every run.
-        group: query heads of a key head, each of which gets programs of its own, that stay on their SM. None:
-            programs end with their tile, as varlen sequences need it, and visit whole groups.
+        stays: programs stay on their SM, up to 128 columns: where each key head has one query head, and
+            sequences lie in batches. How grouped heads do with it has not been measured.
         masked: a diagonal or a window hides keys.
 
     Raises:
@@ -198,6 +195,4 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         return replace(chosen, deterministic=True)
-    if group is None or (split or width) not in _STAYS:
-        return chosen
-    return replace(chosen, **_STAYS[split or width][masked], visited=1 if group > 1 else None)
+    return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen

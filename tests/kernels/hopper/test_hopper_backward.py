@@ -121,7 +121,7 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
     params = Params(MaskWindow(None, None), SCALE, deterministic=deterministic)
     assert hopper.unsupported(q, q, q, params, backward=True) is None
     config = hopper.configuration(q, q, q, params, backward=True)
-    assert config == hopper_backward_config(head_dim, deterministic, group=1)
+    assert config == hopper_backward_config(head_dim, deterministic, stays=True)
     assert config.deterministic is deterministic
     mask = {"causal": False, "shifted": False, "left": False, "tail": True}
     width = config.width(head_dim)
@@ -140,21 +140,18 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
 
 
 def test_which_programs_stay_on_their_sm() -> None:
-    """Of grouped heads those of long rows. None in varlen sequences, where sums have an order, nor beyond 128
-    columns."""
-    for head_dim, rows in product(range(8, 257, 8), (130, 1024)):
-        q, k = (torch.zeros(1, heads, rows, head_dim, dtype=torch.float16) for heads in (4, 2))
+    """Not where heads are grouped, in varlen sequences, where sums have an order, nor beyond 128 columns."""
+    for head_dim in range(8, 257, 8):
+        q, k = (torch.zeros(1, heads, 130, head_dim, dtype=torch.float16) for heads in (4, 2))
         for window, deterministic in product((MaskWindow(None, None), MaskWindow(None, 0)), (False, True)):
             params = Params(window, SCALE, deterministic=deterministic)
             config = hopper.configuration(q, q, q, params, backward=True)
-            assert config.persistent is (head_dim <= 128 and not deterministic) and config.visited is None
+            assert config.persistent is (head_dim <= 128 and not deterministic)
             in_bulk = head_dim <= (64 if window == (None, None) else 0) or 64 < head_dim <= 80
             assert config.bulk is (config.persistent and in_bulk)
-            grouped = hopper.configuration(q, k, k, params, backward=True)
-            assert grouped.persistent is (config.persistent and rows == 1024)
-            assert grouped.visited == (1 if grouped.persistent else None)
-            tokens, starts = q[0].transpose(0, 1), torch.tensor([0, rows], dtype=torch.int32)
-            varlen = params._replace(varlen=Varlen(starts, starts, rows, rows))
+            assert not hopper.configuration(q, k, k, params, backward=True).persistent
+            tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
+            varlen = params._replace(varlen=Varlen(starts, starts, 130, 130))
             assert not hopper.configuration(tokens, tokens, tokens, varlen, backward=True).persistent
 
 
