@@ -144,7 +144,8 @@ def grouped_forms(cell: Cell) -> Forms:
     """Of one call: programs of one tile, and up to 128 columns such that stay on their SM, as calls have them
     with heads of their own."""
     head_dim, group, masked = cell.shape.head_dim, KINDS[cell.kind].group, KINDS[cell.kind].causal
-    config, stays = hopper_backward_config(head_dim), hopper_backward_config(head_dim, stays=True, masked=masked)
+    config = hopper_backward_config(head_dim)
+    stays = hopper_backward_config(head_dim, stays=True, masked=masked)
     found = {"all": replace(config, visited=group), DEFAULT: config}
     found |= {f"added {n}": replace(config, visited=n) for n in sharing.divisors(group)[:-1]}
     if not stays.persistent:
