@@ -138,7 +138,8 @@ def launched(monkeypatch, fresh_launches):  # noqa: F811
     for call in calls:
         assert call["counter_ptr"] is counter
         more = right if call["plan"].right.value else set()
-        assert names <= set(call) and set(call) - names == {"grid", "num_warps", "maxnreg", "enable_fp_fusion"} | more
+        options = {"grid", "num_warps", "maxnreg", "enable_fp_fusion"}
+        assert names <= set(call) and set(call) - names == options | more
 
 
 def forward(q, k, window, varlen=None):

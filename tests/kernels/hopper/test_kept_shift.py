@@ -1,5 +1,5 @@
-"""The forward Hopper kernel with `keep_shift` in the emulator, on scores that were made to mislead it: they rise
-by just less or just more than it lets pass, in one row or column alone, or are no numbers."""
+"""The forward Hopper kernel with `keep_shift` in the emulator, on scores that were made to mislead it: they
+rise by just less or just more than it lets pass, in one row or column alone, or are no numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
-from emulated import Call, on_the_cpu
+from emulated import Call, mutate, on_the_cpu
+from mutations import Mutation
 
 from attnlib.kernels import hopper
+from attnlib.kernels.hopper import kept_shift
 from attnlib.kernels.hopper.configs import M128N128, M192N128, HopperConfig, hopper_config
 from attnlib.kernels.reference.dense import attention_fp64
 
@@ -26,16 +28,16 @@ FAR = -2000.0
 """A score whose weight is 0 beside any other here."""
 
 
-def forward(q, k, v, config: HopperConfig, causal: bool = False, order: str = "random"):
+def forward(q, k, v, config: HopperConfig, causal: bool = False, mutants=None):
     """(out, lse) on the CPU."""
     params = Call(q.shape[-1], causal=causal, sm_scale=SCALE, config=config).params()
-    with on_the_cpu(order):
+    with on_the_cpu(mutants=mutants):
         return families.forward(hopper, q, k, v, params)
 
 
-def check(q, k, v, config: HopperConfig = KEPT, causal: bool = False) -> None:
-    out, lse = forward(q, k, v, config, causal)
-    truth, truth_lse = attention_fp64(q, k, v, causal=causal, sm_scale=SCALE)
+def check(q, k, v, config: HopperConfig = KEPT, mutants=None) -> None:
+    out, lse = forward(q, k, v, config, mutants=mutants)
+    truth, truth_lse = attention_fp64(q, k, v, sm_scale=SCALE)
     torch.testing.assert_close(out.double(), truth, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
 
@@ -54,7 +56,8 @@ def tensors(levels: torch.Tensor, rows: int = 128) -> tuple[torch.Tensor, ...]:
 
 
 def rising(step: float, keys: slice) -> torch.Tensor:
-    """Levels of these keys of each block of 64, `step` more in each that a row visits; all others are far below."""
+    """Levels of these keys of each block of 64, `step` more in each that a row visits; all others are far
+    below."""
     levels = torch.full((BLOCKS, N), FAR)
     levels[:, keys] = step * torch.arange(BLOCKS).flip(0)[:, None]
     return levels.flatten()
@@ -88,24 +91,57 @@ def test_far_below_zero_then_far_above() -> None:
     check(*tensors(levels.flatten()))
 
 
-@pytest.mark.parametrize("row", [0, 8, 23, 127])
-def test_one_row_rises_alone(row: int) -> None:
+def one_row(row: int) -> tuple[torch.Tensor, ...]:
+    """That row alone sees scores that rise."""
     q, k, v = tensors(rising(20.0, slice(33, 34)))
     q[0, 0, torch.arange(128) != row] = 0
-    check(q, k, v)
+    return q, k, v
+
+
+@pytest.mark.parametrize("row", [0, 8, 23, 127])
+def test_one_row_rises_alone(row: int) -> None:
+    check(*one_row(row))
+
+
+def up_and_down() -> tuple[torch.Tensor, ...]:
+    """Scores of two rows of three rise, those of the others fall, each by more than a float's exponent."""
+    q, k, v = tensors(torch.arange(BLOCKS).flip(0).repeat_interleave(N) * 100.0)
+    q[:, :, ::3] *= -1
+    k[..., 3] = torch.randn(k.shape[2], generator=torch.Generator().manual_seed(1))
+    q[..., 3] = 1
+    return q, k, v
 
 
 def test_rows_that_rise_and_rows_that_fall() -> None:
-    q, k, v = tensors(rising(9.0, slice(2, 3)))
-    q[:, :, ::3] *= -1
-    k[:, :, :, 3] = torch.randn(k.shape[2], generator=torch.Generator().manual_seed(1))
-    q[..., 3] = 1
-    check(q, k, v, causal=False)
+    check(*up_and_down())
+
+
+BUGS = {
+    "a shift falls with the scores": (
+        "max.f32 {found[row]}, a, {shift[row]}", "mov.b32 {found[row]}, a", up_and_down
+    ),
+    "a thread's second row is not asked": (
+        "setp.gtu.or.f32 q, {parts[1]}, {most}, q", "setp.gtu.f32 q, {parts[0]}, {most}", lambda: one_row(8)
+    ),
+    "weights stay that float16 does not have": (
+        "(127 + softmax.LAZY.value) << 23", "(127 + 16) << 23",
+        lambda: tensors(rising(*RISES["one key, the last weight that passes"])),
+    ),
+    "both rows of a thread have the first one's new shift": ("c{i % 2}", "c0", lambda: one_row(8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    right, wrong, inputs = BUGS[name]
+    mutants = mutate(Mutation(name, right, wrong, "", "", module=kept_shift))
+    with pytest.raises(AssertionError):
+        check(*inputs(), mutants=mutants)
 
 
 @pytest.mark.parametrize(
     ("D", "config"),
-    [(96, hopper_config(96)), (192, hopper_config(192)), (256, hopper_config(256)), (64, M192N128), (64, M128N128)],
+    [*((D, hopper_config(D)) for D in (96, 192, 256)), (64, M192N128), (64, M128N128)],
     ids=lambda x: str(x) if isinstance(x, int) else f"{x.warpgroups}x64x{x.block_n}",
 )
 def test_other_tiles(D: int, config: HopperConfig) -> None:
@@ -130,7 +166,7 @@ def test_a_key_that_is_no_number(value: float, place: int, causal: bool) -> None
     out, lse = forward(q, k, v, KEPT, causal)
     plain, plain_lse = forward(q, k, v, replace(KEPT, keep_shift=False), causal)
     finite = truth_lse.isfinite()
-    assert causal or value != value or finite.any(), "rows that see an infinite score below all others are right"
+    assert causal or value != value or finite.any()  # rows whose score is -inf: that key has no weight
     assert torch.equal(out.isnan().any(3), ~finite) and torch.equal(plain.isnan().any(3), ~finite)
     assert torch.equal(lse.isfinite(), finite) and torch.equal(plain_lse.isfinite(), finite)
     torch.testing.assert_close(out[finite].double(), truth[finite], rtol=1e-3, atol=1e-3)
