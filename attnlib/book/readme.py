@@ -196,7 +196,7 @@ def entmax_table() -> str:
     }  # fmt: skip
     columns = {"call": "entmax of alpha 1.5, ms", **impls}
     calls, blocks, lists = (
-        records.load(ENTMAX, name, gpu=records.REFERENCE_GPU) for name in ("calls", "blocks", "lists")
+        records.load_anywhere(ENTMAX, name, records.REFERENCE_GPU) for name in ("calls", "blocks", "lists")
     )
     lines: Lines = {}
     for row in [*calls.rows, *blocks.select(codes=ENTMAX_CODES)]:

@@ -100,6 +100,8 @@ FORWARD = {
         64, 1, 1, causal=False, sm_scale=1.0, varlen=((40, 70), (150, 300)), config=kept(M256N64)
     ),
     "shifts kept where no mask is needed": Call(64, 1, 1, 150, 230, sm_scale=1.0, config=kept(M256N64)),
+    "shifts kept, a window": Call(64, 1, 1, 200, 300, sm_scale=1.0, window=(70, -1), config=kept(M192N128)),
+    "shifts kept, rows that see nothing": Call(64, 1, 1, 320, 128, sm_scale=1.0, config=kept(PLAIN)),
     "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
     "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False),
     "varlen, 256 columns": Call(256, 1, 1, varlen=((70, 70), (100, 130))),
