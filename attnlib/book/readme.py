@@ -187,7 +187,8 @@ def plane_table() -> str:
     for way in plane.PASSES:
         columns |= {way: way, f"{way} cells": "faster, tie, slower"}
     lines: Lines = {}
-    for head_dim in [*plane.DIMS, None]:
+    measured = {row["head_dim"] for row in table.rows}
+    for head_dim in [*sorted(measured), None]:
         cells = _cells(lines, f"D = {head_dim}" if head_dim else "**all**", columns)
         for way in plane.PASSES:
             rows = [row for row in table.select(**{"pass": way}) if head_dim in (row["head_dim"], None)]
