@@ -40,6 +40,39 @@ def test_flops_are_those_of_the_products() -> None:
     assert time_monarch.monarch_flops(time_monarch.shape_of(256), 1) == 12 * 5 * product
 
 
+def test_another_block_is_another_function() -> None:
+    judge, shape = time_monarch.Judge(TENSORS, 1, 16), Shape(1, 1, 256, 64, False)
+    assert judge.judge(attention_monarch(*TENSORS, block=16, impl="reference")).ok
+    assert not judge.judge(attention_monarch(*TENSORS, block=4, impl="reference")).ok
+    assert time_monarch.monarch_flops(shape, 1, 4) == (6 * 4 + 4 * 64) * 256 * 64
+
+
+def test_every_row_of_the_small_model_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of accuracies and that of times have the same blocks and rounds; a wrong block is noticed."""
+    monkeypatch.setattr(time_monarch, "DEVICE", "cpu")
+    monkeypatch.setattr(time_monarch, "captured", lambda call: call)
+    monkeypatch.setattr(time_monarch, "PICTURES", Shape(2, 2, 144, 16, False, "float16"))
+    monkeypatch.setattr(time_monarch.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(time_monarch.harness, "time_rounds", lambda *_: None)
+    monkeypatch.setattr(time_monarch, "dense_runs", lambda *_: [])
+
+    def rows() -> dict[tuple, str]:
+        return {(row["block"], row["steps"]): row["status"] for row in time_monarch.vision_rows(None)}
+
+    def reference(q, k, v, params):
+        options = {"block": params.block, "steps": params.steps}
+        return attention_monarch(q, k, v, impl="reference", **options)
+
+    monkeypatch.setattr(time_monarch.monarch, "forward", reference)
+    tables = json.loads((records.data_dir() / "monarch_quality.json").read_text())["tables"]["vision"]["rows"]
+    found = rows()
+    assert found.keys() == {(row["block"], row["rounds"]) for row in tables if row["attention"] == "monarch"}
+    assert set(found.values()) == {"ok"}
+    wrong = lambda q, k, v, params: reference(q, k, v, params._replace(block=params.block * 2))  # noqa: E731
+    monkeypatch.setattr(time_monarch.monarch, "forward", wrong)
+    assert set(rows().values()) == {"wrong"}
+
+
 def test_tiles_that_are_tried_differ() -> None:
     for tokens in time_monarch.TUNED:
         found = list(time_monarch.variants(tokens).values())
