@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple
+from itertools import product
 
 import pytest
 import time_monarch
@@ -47,30 +48,28 @@ def test_another_block_is_another_function() -> None:
     assert time_monarch.monarch_flops(shape, 1, 4) == (6 * 4 + 4 * 64) * 256 * 64
 
 
-def test_every_row_of_the_small_model_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of accuracies and that of times have the same blocks and rounds; a wrong block is noticed."""
-    monkeypatch.setattr(time_monarch, "DEVICE", "cpu")
-    monkeypatch.setattr(time_monarch, "captured", lambda call: call)
-    monkeypatch.setattr(time_monarch, "PICTURES", Shape(2, 2, 144, 16, False, "float16"))
+def test_times_are_of_the_blocks_and_rounds_that_have_an_accuracy() -> None:
+    rows = json.loads((records.data_dir() / "monarch_quality.json").read_text())["tables"]["vision"]["rows"]
+    timed = set(product(time_monarch.PICTURE_BLOCKS, time_monarch.ROUNDS))
+    assert timed == {(row["block"], row["rounds"]) for row in rows if row["attention"] == "monarch"}
+
+
+def test_the_small_model_is_judged_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, instead in {
+        "DEVICE": "cpu", "captured": lambda call: call, "PICTURES": Shape(1, 2, 144, 16, False, "float16"),
+        "PICTURE_BLOCKS": (36,), "ROUNDS": (1,), "dense_runs": lambda *_: [],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(time_monarch, name, instead)
     monkeypatch.setattr(time_monarch.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(time_monarch.harness, "time_rounds", lambda *_: None)
-    monkeypatch.setattr(time_monarch, "dense_runs", lambda *_: [])
+    for factor, status in (1, "ok"), (2, "wrong"):
 
-    def rows() -> dict[tuple, str]:
-        return {(row["block"], row["steps"]): row["status"] for row in time_monarch.vision_rows(None)}
+        def forward(q, k, v, params, factor=factor):
+            return attention_monarch(q, k, v, block=factor * params.block, steps=1, impl="reference")
 
-    def reference(q, k, v, params):
-        options = {"block": params.block, "steps": params.steps}
-        return attention_monarch(q, k, v, impl="reference", **options)
-
-    monkeypatch.setattr(time_monarch.monarch, "forward", reference)
-    tables = json.loads((records.data_dir() / "monarch_quality.json").read_text())["tables"]["vision"]["rows"]
-    found = rows()
-    assert found.keys() == {(row["block"], row["rounds"]) for row in tables if row["attention"] == "monarch"}
-    assert set(found.values()) == {"ok"}
-    wrong = lambda q, k, v, params: reference(q, k, v, params._replace(block=params.block * 2))  # noqa: E731
-    monkeypatch.setattr(time_monarch.monarch, "forward", wrong)
-    assert set(rows().values()) == {"wrong"}
+        monkeypatch.setattr(time_monarch.monarch, "forward", forward)
+        rows = list(time_monarch.vision_rows(None))
+        assert [row["status"] for row in rows] == 2 * [status] and rows[0]["block"] == 36
 
 
 def test_tiles_that_are_tried_differ() -> None:
