@@ -38,14 +38,17 @@ _ELSEWHERE = re.compile(r"\barXiv\b|\bpapers?\b|\blogs?\b|\breports?\b|\]\(", re
 """Words of a sentence that names another source than this chapter's records."""
 _COMPARED = {"impl", "batch", "heads", "seqlen", "head_dim"}
 """Columns of a table that compares implementations on shapes."""
+_INPUTS = "codes"
+"""A column that tells inputs of one shape apart, each with a control row of its own."""
 
 
 def given(tables: Iterable[records.Table]) -> set[str]:
     """Every verdict that these tables give, on any two implementations, in both of its forms."""
     texts = set()
     for table in tables:
-        for shape in {Shape.of_row(row) for row in table.rows if _COMPARED <= row.keys()}:
-            own = _of_shape(table, shape)
+        calls = {(Shape.of_row(row), row.get(_INPUTS)) for row in table.rows if _COMPARED <= row.keys()}
+        for shape, inputs in calls:
+            own = _of_call(table, shape, inputs)
             impls = [row["impl"] for row in own.rows]
             if len(set(impls)) == len(impls):  # else the table has more columns that tell its rows apart
                 for one, other in permutations(impls, 2):
@@ -54,10 +57,13 @@ def given(tables: Iterable[records.Table]) -> set[str]:
     return texts
 
 
-def _of_shape(table: records.Table, shape: Shape) -> records.Table:
-    """The rows of one shape, which are asked for once for each pair of them."""
-    controls = [row for row in table.controls if Shape.of_row(row) == shape]
-    return replace(table, rows=table.select(shape), controls=controls)
+def _of_call(table: records.Table, shape: Shape, inputs: object) -> records.Table:
+    """The rows of one shape and kind of inputs, which are asked for once for each pair of them."""
+    rows, controls = (
+        [row for row in found if Shape.of_row(row) == shape and row.get(_INPUTS) == inputs]
+        for found in (table.rows, table.controls)
+    )
+    return replace(table, rows=rows, controls=controls)
 
 
 def stated(text: str) -> list[str]:

@@ -1,13 +1,16 @@
 """The tables of README between its markers, from the records."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 
-from attnlib.bench import ladder, modes, records, shapes, tables, verdict
+from attnlib.bench import ladder, modes, plane, records, shapes, tables, verdict
 from attnlib.bench.shapes import Shape
+from attnlib.bench.verdict import FASTER, SLOWER, TIE
 from attnlib.book import chapters as book_chapters
 from attnlib.book import generation
 
@@ -21,6 +24,7 @@ MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
 DISTRIBUTED, SPARSE = "distributed", "sparse"
+KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
 """Records and tables that README shows."""
 
 
@@ -151,6 +155,50 @@ def _head_dims(table: records.Table, way: str) -> str:
     return _shown(lines, columns, table)
 
 
+def kept_shift_table() -> str:
+    """README's table of the forward kernel without and with shifts that are kept, of the record of
+    `time_kept_shift.py`."""
+    columns = {
+        "call": "Forward, TFLOP/s", "without": "a maximum in each step", "kept": "shift kept", "fa3": "FA3",
+        "over": "kept / without", "of_fa3": "kept / FA3",
+    }  # fmt: skip
+    lines: Lines = {}
+    first = records.load_anywhere(KEPT_SHIFT, "calls", records.REFERENCE_GPU)
+    for table in (first, records.load_anywhere(KEPT_SHIFT, "more", records.REFERENCE_GPU)):
+        for row in table.rows:
+            tile, *option = row["impl"].split(", ")
+            if option != ["kept"]:
+                continue
+            shape = Shape.of_row(row)
+            cells = _cells(lines, f"{shape.label}, {tile}", columns)
+            for name, impl in (("without", tile), ("kept", row["impl"]), ("fa3", "fa3")):
+                cells[name] = f"{table.one(shape, impl=impl)['tflops']:.0f}"
+            for name, other in (("over", tile), ("of_fa3", "fa3")):
+                found = verdict.judge(table, shape, row["impl"], other)
+                cells[name] = f"{found.ratio:.3f}, {found.word}"
+    return _shown(lines, columns, first)
+
+
+def plane_table() -> str:
+    """README's table of the plane of `time_plane.py`: for each head dimension and pass the ratios to
+    FlashAttention-3, and in how many cells which of both is faster."""
+    table = records.load_anywhere(*PLANE, records.REFERENCE_GPU)
+    columns = {"call": "attnlib / FA3, median (lowest to highest)"}
+    for way in plane.PASSES:
+        columns |= {way: way, f"{way} cells": "faster, tie, slower"}
+    lines: Lines = {}
+    measured = {row["head_dim"] for row in table.rows}
+    for head_dim in [*sorted(measured), None]:
+        cells = _cells(lines, f"D = {head_dim}" if head_dim else "**all**", columns)
+        for way in plane.PASSES:
+            rows = [row for row in table.select(**{"pass": way}) if head_dim in (row["head_dim"], None)]
+            ratios = [row["ratio"] for row in rows]
+            cells[way] = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            words = Counter(plane.verdict_of(row).word for row in rows)
+            cells[f"{way} cells"] = f"{words[FASTER]}, {words[TIE]}, {words[SLOWER]}"
+    return _shown(lines, columns, table)
+
+
 def approximate_tables() -> str:
     """README's tables of approximations beside dense attention, of the records of `tests/gpu/time_monarch.py`
     and `tests/gpu/time_distr.py`: times, and of DistrAttention the relative error of the output."""
@@ -196,7 +244,7 @@ def entmax_table() -> str:
     }  # fmt: skip
     columns = {"call": "entmax of alpha 1.5, ms", **impls}
     calls, blocks, lists = (
-        records.load(ENTMAX, name, gpu=records.REFERENCE_GPU) for name in ("calls", "blocks", "lists")
+        records.load_anywhere(ENTMAX, name, records.REFERENCE_GPU) for name in ("calls", "blocks", "lists")
     )
     lines: Lines = {}
     for row in [*calls.rows, *blocks.select(codes=ENTMAX_CODES)]:
@@ -255,8 +303,8 @@ def sparse_tables() -> str:
 
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
-    "head_dims": head_dims_table, "host": host_table, "decode": decode_table, "generate": generate_table,
-    "fp8": fp8_table,
+    "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table, "host": host_table,
+    "decode": decode_table, "generate": generate_table, "fp8": fp8_table,
     "sparse": sparse_tables, "approximate": approximate_tables, "entmax": entmax_table,
     "distributed": distributed_table,
 }  # fmt: skip

@@ -204,11 +204,13 @@ class Language:
         shape = tuple(shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes))
         places = _places(shape, pack)
         elements, threads = places.shape
-        registers = [_registers(x, shape, places) for x in args]
-        if isinstance(dtype, tuple):  # all elements of a thread at once, and several tiles as results
+        several = isinstance(dtype, tuple)
+        halves = not several and dtype.primitive_bitwidth == 16 and pack == 2 * outputs  # two in a register
+        registers = [_registers(x, shape, places, halves) for x in args]
+        if several:  # all elements of a thread at once, and several tiles as results
             return _several(self.machine.current, asm, registers, places, shape, dtype)
         collected = np.zeros(int(np.prod(shape)), np.float32 if dtype.is_floating() else np.int64)
-        if dtype.primitive_bitwidth == 16 and pack == 2 * outputs:  # two in a register
+        if halves:
             return _of_halves(self.machine.current, asm, registers, places, shape, dtype)
         for start in range(0, elements, pack):
             operands = [np.zeros(threads)] * outputs
@@ -240,19 +242,20 @@ def _places(shape: tuple[int, ...], pack: int) -> np.ndarray:
     return np.ascontiguousarray(elements_of_threads(shape).T)
 
 
-def _registers(x, shape: tuple[int, ...], places: np.ndarray):
-    """[elements of a thread, threads]."""
+def _registers(x, shape: tuple[int, ...], places: np.ndarray, halves: bool):
+    """[elements of a thread, threads]; their bits where they are halves of a register."""
     if isinstance(x, Pointer):
         return x
     if isinstance(x, Tensor):
-        return x.data.expand(shape).contiguous().view(-1).numpy()[places]
+        data = x.data.expand(shape).contiguous().view(-1)
+        return (data.view(torch.int16) if halves else data).numpy()[places]
     return np.broadcast_to(np.asarray(x), places.shape)
 
 
 def _of_halves(partition, asm: str, registers: list, places: np.ndarray, shape, dtype: gl.dtype) -> Tensor:
     """Assembly with one result, of two elements of 16 bits, the first of them in the lower half; its operands
     have the same type."""
-    bits = [np.ascontiguousarray(x).view(np.uint16).astype(np.int64) for x in registers]
+    bits = [x.view(np.uint16).astype(np.int64) for x in registers]
     collected = np.zeros(int(np.prod(shape)), np.uint16)
     elements, threads = places.shape
     for start in range(0, elements, 2):

@@ -93,11 +93,16 @@ def _butterfly(x: np.ndarray, lanes: np.ndarray, *_) -> np.ndarray:
     return x[np.arange(len(x)) ^ int(lanes)]
 
 
-def _exp2_f16x2(word: np.ndarray) -> np.ndarray:
-    halves = np.stack([word & 0xFFFF, word >> 16]).astype(np.uint16).view(np.float16)
-    with np.errstate(over="ignore"):
-        low, high = np.exp2(halves.astype(np.float64)).astype(np.float16).view(np.uint16).astype(np.int64)
-    return high << 16 | low
+def _exp2_of_halves(dtype: torch.dtype) -> Callable:
+    """Powers of the two numbers of 16 bits in a word."""
+
+    def exp2(word: np.ndarray) -> np.ndarray:
+        halves = torch.from_numpy(np.stack([word & 0xFFFF, word >> 16]).astype(np.uint16).view(np.int16))
+        powers = torch.exp2(halves.view(dtype).double()).to(dtype)
+        low, high = powers.view(torch.int16).numpy().astype(np.int64) & 0xFFFF
+        return high << 16 | low
+
+    return exp2
 
 
 OPERATIONS: dict[str, Callable] = {
@@ -107,7 +112,8 @@ OPERATIONS: dict[str, Callable] = {
     "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
     "shr.b32": operator.rshift,
     "tanh.approx.f32": np.tanh,
-    "ex2.approx.f16x2": _exp2_f16x2,
+    "ex2.approx.f16x2": _exp2_of_halves(torch.float16),
+    "ex2.approx.ftz.bf16x2": _exp2_of_halves(torch.bfloat16),
     "shl.b64": lambda a, b: (a << b) & (1 << 63) - 1,
     "bfi.b32": _insert,
     "mul.f32": operator.mul,

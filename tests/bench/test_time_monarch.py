@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple
+from itertools import product
 
 import pytest
 import time_monarch
@@ -38,6 +39,37 @@ def test_flops_are_those_of_the_products() -> None:
     shape = Shape(1, 1, 256, 64, False)
     assert [time_monarch.monarch_flops(shape, steps) for steps in (1, 2)] == [5 * product, 9 * product]
     assert time_monarch.monarch_flops(time_monarch.shape_of(256), 1) == 12 * 5 * product
+
+
+def test_another_block_is_another_function() -> None:
+    judge, shape = time_monarch.Judge(TENSORS, 1, 16), Shape(1, 1, 256, 64, False)
+    assert judge.judge(attention_monarch(*TENSORS, block=16, impl="reference")).ok
+    assert not judge.judge(attention_monarch(*TENSORS, block=4, impl="reference")).ok
+    assert time_monarch.monarch_flops(shape, 1, 4) == (6 * 4 + 4 * 64) * 256 * 64
+
+
+def test_times_are_of_the_blocks_and_rounds_that_have_an_accuracy() -> None:
+    rows = json.loads((records.data_dir() / "monarch_quality.json").read_text())["tables"]["vision"]["rows"]
+    timed = set(product(time_monarch.PICTURE_BLOCKS, time_monarch.ROUNDS))
+    assert timed == {(row["block"], row["rounds"]) for row in rows if row["attention"] == "monarch"}
+
+
+def test_the_small_model_is_judged_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, instead in {
+        "DEVICE": "cpu", "captured": lambda call: call, "PICTURES": Shape(1, 2, 144, 16, False, "float16"),
+        "PICTURE_BLOCKS": (36,), "ROUNDS": (1,), "dense_runs": lambda *_: [],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(time_monarch, name, instead)
+    monkeypatch.setattr(time_monarch.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(time_monarch.harness, "time_rounds", lambda *_: None)
+    for factor, status in (1, "ok"), (2, "wrong"):
+
+        def forward(q, k, v, params, factor=factor):
+            return attention_monarch(q, k, v, block=factor * params.block, steps=1, impl="reference")
+
+        monkeypatch.setattr(time_monarch.monarch, "forward", forward)
+        rows = list(time_monarch.vision_rows(None))
+        assert [row["status"] for row in rows] == 2 * [status] and rows[0]["block"] == 36
 
 
 def test_tiles_that_are_tried_differ() -> None:

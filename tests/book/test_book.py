@@ -495,6 +495,17 @@ def record(tmp_path, monkeypatch):
     measured = {"calls": {"rows": read}, "backward": {"rows": slower}}
     widths = head | {"notebook": "head_dims", "tables": measured}
     (path.parent / "head_dims.json").write_text(json.dumps(widths))
+    tiles = ("M256N64", 500.0), ("M256N64, kept", 550.0), ("M256N64, kept, early wait", 520.0), ("fa3", 440.0)
+    read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in tiles]
+    measured = {"calls": {"rows": read}, "more": {"rows": []}}
+    kept = head | {"notebook": "kept_shift", "tables": measured}
+    (path.parent / "kept_shift.json").write_text(json.dumps(kept))
+    cell = call | {"kind": "causal", "dtype": "bfloat16", "verdict": "faster"}
+    ratios = ("forward", 1.2), ("forward", 1.1), ("forward", 1.3), ("backward", 0.9)
+    cells = [cell | {"pass": way, "ratio": x, "spread": 1.01, "control": 1.0} for way, x in ratios]
+    (path.parent / "plane.json").write_text(
+        json.dumps(head | {"notebook": "plane", "tables": {"cells": {"rows": cells}}})
+    )
     gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
     gains.append(("attnlib (control)", 2, 25.3, 1.939))
     read = [
@@ -523,6 +534,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
         "<!-- generate -->\n<!-- /generate -->\n"
         "<!-- sparse -->\n<!-- /sparse -->\n<!-- approximate -->\n<!-- /approximate -->\n"
         "<!-- entmax -->\n<!-- /entmax -->\n<!-- head_dims -->\n<!-- /head_dims -->\n"
+        "<!-- kept_shift -->\n<!-- /kept_shift -->\n<!-- plane -->\n<!-- /plane -->\n"
         "<!-- distributed -->\n<!-- /distributed -->\n"
         "after\n"
     )
@@ -543,6 +555,9 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "| D128 kept 25% | 711 | – | 95% |" in text and "| D128 causal, soft cap | 0.77 | – |" in text
     assert "causal fp16, weights in 10% of the blocks | 1.548 | 4.132 | – | – | – | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 529 | – | 493 | – | 1.073, noise not measured |" in text
+    assert "D64 causal fp16, M256N64 | 500 | 550 | 440 | 1.100, noise not measured | 1.250, noise" in text
+    cells = "1.200 (1.10 to 1.30) | 3, 0, 0 | 0.900 (0.90 to 0.90) | 0, 0, 1 |"
+    assert f"| D = 64 | {cells}" in text and f"| **all** | {cells}" in text
     assert "| Backward, TFLOP/s | attnlib" in text and "fp16 | 264 | – | 246 | – | 1.073" in text
     assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"

@@ -143,3 +143,12 @@ def test_records_of_other_chapters_count_where_they_are_loaded(record):
     text = judged("03_online_softmax")
     tables = claims.tables_of("19_record", f'records.load("{NOTEBOOK}", "ladder")')
     assert text in claims.given(tables) and text not in claims.given(claims.tables_of("19_record"))
+
+
+def test_inputs_of_one_shape_are_told_apart(record):
+    """Rows that a column of the inputs tells apart have verdicts among themselves, and with nobody else."""
+    write(record, [row(impl, ms, codes=codes) for codes, fa3 in ((1, 1.1), (2, 2.6)) for impl, ms in
+                   ((NOTEBOOK, codes), ("fa3", fa3))])  # fmt: skip
+    for ratio, found in ("1.100x", True), ("1.300x", True), ("2.6x", False), ("2x", False):
+        said = problems(f"{ratio}, noise not measured", source=ASKS)
+        assert (said == []) == found, ratio

@@ -6,7 +6,7 @@
 
 Table `judged`, before anything is timed: outputs and LSE against fp64, fp16 and bf16, for inputs of many
 kinds (`KINDS`), where warps seldom, sometimes and always need a new shift. Table `calls`: a row for each
-shape and implementation, eight shuffled rounds, cold L2: a configuration as it is, and kept; at D = 64 two
+shape and implementation, eight shuffled rounds, cold L2: a configuration without, and kept; at D = 64 three
 tiles; at D = 128 kept also with the wait for P V before all exponentials; FlashAttention-3; last the control.
 Table `rising`: scores that rise by more than 2^8 in each block that a row visits, so that every warp takes
 the slow path in every step. First, processes side by side compile. The record is written after each shape.
@@ -38,7 +38,13 @@ from attnlib.bench.oracle import INPUTS, Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
-from attnlib.kernels.hopper.configs import M192N128, M256N64, HopperConfig, hopper_config  # noqa: E402
+from attnlib.kernels.hopper.configs import (  # noqa: E402
+    M128N128,
+    M192N128,
+    M256N64,
+    HopperConfig,
+    hopper_config,
+)
 from attnlib.params import Params, mask_window  # noqa: E402
 
 DEVICE = "cuda"
@@ -48,14 +54,19 @@ RISING = "rising"
 KINDS = [*INPUTS, RISING]
 JUDGED = 1024  # tokens
 TILES: dict[int, dict[str, HopperConfig]] = {
-    64: {"M256N64": M256N64, "M192N128": M192N128},
+    64: {"M256N64": M256N64, "M192N128": M192N128, "M128N128": M128N128},
     128: {"M128N128": hopper_config(128)},
     256: {"M128N64": hopper_config(256)},
+    96: {"M128N128": hopper_config(96)},
+    192: {"M128N64": hopper_config(192)},
+    80: {"M192N64": hopper_config(80)},
 }
 SHAPES = [
     Shape(4, 32, 4096, 64), Shape(1, 32, 16384, 64), Shape(4, 32, 4096, 64, causal=False),
     Shape(16, 32, 1024, 64), Shape(4, 16, 4096, 128), Shape(1, 16, 16384, 128),
     Shape(4, 16, 4096, 128, causal=False), Shape(4, 8, 4096, 256), Shape(4, 8, 4096, 256, causal=False),
+    *(Shape(4, 16, 4096, head_dim, causal) for head_dim in (96, 192, 80) for causal in (True, False)),
+    Shape(1, 32, 512, 64),
 ]  # fmt: skip
 """The most important of each head dimension first."""
 
@@ -63,8 +74,8 @@ SHAPES = [
 def configs(head_dim: int) -> dict[str, HopperConfig]:
     found = {}
     for name, config in TILES[head_dim].items():
-        found |= {name: config, name + KEPT: replace(config, keep_shift=True)}
-        if config.late_wait:
+        found |= {name: replace(config, keep_shift=False), name + KEPT: replace(config, keep_shift=True)}
+        if config.late_wait and head_dim == 128:
             found[f"{name}{KEPT}, early wait"] = replace(config, keep_shift=True, late_wait=False, pin=False)
     return found
 

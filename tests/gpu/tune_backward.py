@@ -10,7 +10,7 @@ persistent: one tile a program, or programs that stay on their SM ("stays").
 later: programs that stay, whose second consumer begins later.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
-behind the kernel.
+behind the kernel; "stays", programs stay on their SM.
 
 A cell is D-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are those of the plane
 (`bench.plane`). FlashAttention-3 takes part where ATTNLIB_FA3 names its library. First, processes side by
@@ -81,7 +81,8 @@ LATER = """
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
-    for length in (4096, 16384, 1024) for kind in ("gqa8", "gqa4") for head_dim in (256, 192, 128, 64)
+    for length in (4096, 1024, 16384, 2048, 512)
+    for kind in ("gqa8", "gqa4") for head_dim in (128, 64, 96, 256, 192)
 ]  # fmt: skip
 
 
@@ -140,10 +141,16 @@ def later_forms(cell: Cell) -> Forms:
 
 
 def grouped_forms(cell: Cell) -> Forms:
-    config, group = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].group
-    found = {"all": replace(config, visited=group)}
+    """Of one call: programs of one tile, and up to 128 columns such that stay on their SM, as calls have them
+    with heads of their own."""
+    head_dim, group, masked = cell.shape.head_dim, KINDS[cell.kind].group, KINDS[cell.kind].causal
+    config = hopper_backward_config(head_dim)
+    stays = hopper_backward_config(head_dim, stays=True, masked=masked)
+    found = {"all": replace(config, visited=group), DEFAULT: config}
     found |= {f"added {n}": replace(config, visited=n) for n in sharing.divisors(group)[:-1]}
-    return found | {"apart 1": replace(config, visited=1, added=False), DEFAULT: config}
+    if not stays.persistent:
+        return found | {"apart 1": replace(config, visited=1, added=False)}
+    return found | {f"stays, added {n}": replace(stays, visited=n) for n in sharing.divisors(group)[:-1]}
 
 
 SETS = {

@@ -68,13 +68,14 @@ def opaque_zero(j):
 @gluon.constexpr_function
 def _add_asm(n, operation="red.global.add.v4.f32", always=False, placed=False):
     """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used.
-    `always`: without $9 and what depends on it. `placed`: $13 is what t is here, see `add_placed_sums`."""
+    `always`: without $9 and what depends on it. `placed`: $13 is what t is here, see `place_of`; with both
+    it is $9."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     place = "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;"
     lines = [
         "{ .reg .pred q; .reg .b32 t; .reg .b64 a;",
         *([] if always else [f"setp.eq.b32 q, ${wanted}, 0;", "@q bra DONE;"]),
-        f"mov.u32 t, ${wanted + n};" if placed else place,
+        f"mov.u32 t, ${wanted + (0 if always else n)};" if placed else place,
         "cvt.u64.u32 a, t;",
         f"add.s64 a, a, ${pointer};",
     ]
@@ -107,30 +108,42 @@ def add_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
+def place_of(x):
+    """Where in a block of sums, in bytes, the thread's part of each four elements of x is, for each of these,
+    by the elements that the thread has. In a loop over tiles ptxas, on finding %tid.x in the assembly, would
+    take the addresses of a step's operands for different in each thread."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    # 16 rows a warp, and in it a row or two for four threads, of two columns each of eight.
+    return ((row >> 4) * 32 + (row & 7) * 4 + ((column >> 1) & 3)) * 16
+
+
+@gluon.jit
 def add_placed_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
-    """The same, where ptxas, on finding %tid.x in the assembly, would take the addresses of a step's operands
-    for different in each thread: the place of a thread by the elements that it has."""
+    """`add_sums` of a program that stays on its SM."""
     n: gl.constexpr = dq.shape[1] // 2  # elements of dq in a thread
     offset = block.to(gl.int64) * (plan.block_m * plan.width) + AT
     address = (dq_ptr + offset).to(gl.int64)
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, dq.type.layout))[:, None]
-    column = gl.arange(0, dq.shape[1], layout=gl.SliceLayout(0, dq.type.layout))[None, :]
-    # 16 rows a warp, and in it a row or two for four threads, of two columns each of eight.
-    place = ((row >> 4) * 32 + (row & 7) * 4 + ((column >> 1) & 3)) * 16
     gl.inline_asm_elementwise(
         _add_asm(n, "red.global.add.v4.f32", False, True), _add_constraints(n, False, True),
-        [dq, address, wanted.to(gl.int32), place], dtype=gl.int8, is_pure=False, pack=n,
+        [dq, address, wanted.to(gl.int32), place_of(dq)], dtype=gl.int8, is_pure=False, pack=n,
     )  # fmt: skip
 
 
 @gluon.jit
-def leave_sums(ptr, x, AT: gl.constexpr, ADD: gl.constexpr):
+def leave_sums(ptr, x, AT: gl.constexpr, ADD: gl.constexpr, PLACED: gl.constexpr = False):
     """Add [64, columns] to float32 in memory, or store it there, from element AT on: as it lies in registers,
-    as `add_sums` does it."""
+    as `add_sums` does it, or `add_placed_sums`."""
     n: gl.constexpr = x.shape[1] // 2  # elements of x in a thread
     address = (ptr + AT).to(gl.int64)
     operation: gl.constexpr = "red.global.add.v4.f32" if ADD else "st.global.v4.f32"
-    gl.inline_asm_elementwise(
-        _add_asm(n, operation, True), _add_constraints(n, True), [x, address], dtype=gl.int8,
-        is_pure=False, pack=n,
-    )  # fmt: skip
+    if PLACED:
+        gl.inline_asm_elementwise(
+            _add_asm(n, operation, True, True), _add_constraints(n, True, True), [x, address, place_of(x)],
+            dtype=gl.int8, is_pure=False, pack=n,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            _add_asm(n, operation, True), _add_constraints(n, True), [x, address], dtype=gl.int8,
+            is_pure=False, pack=n,
+        )  # fmt: skip

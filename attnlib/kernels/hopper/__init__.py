@@ -29,11 +29,13 @@ def configuration(
     own_values = v.shape[-1] != q.shape[-1]
     if backward and own_values:
         return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic)
-    if backward:
-        return hopper_backward_config(q.shape[-1], params.deterministic)
     if own_values:
         return own_values_config(q.shape[-1], v.shape[-1])
-    B, H, _, S_q, S_k = signature(params, q, k).dimensions()
+    B, H, H_kv, S_q, S_k = signature(params, q, k).dimensions()
+    if backward:
+        stays = H == H_kv and params.varlen is None
+        masked = params.window.clipped(S_q, S_k) != (None, None)
+        return hopper_backward_config(q.shape[-1], params.deterministic, stays, masked)
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

@@ -39,4 +39,4 @@ def copy_out(descs, buffers, b, at, row):
 def leave(sums, x, AT: gl.constexpr, plan: gl.constexpr):
     """Sums of 64 keys where other programs add to them."""
     for i in gl.static_range(len(x)):
-        leave_sums(sums, x[i], AT + 64 * plan.d * i, plan.added)
+        leave_sums(sums, x[i], AT + 64 * plan.d * i, plan.added, plan.persistent)

@@ -363,11 +363,16 @@ def _visit_tiles(
             dq_ptr, mem, own_k, own_v, s, i, first, before, block, gap, n, qk_scale, tile, work, WG, plan
         )
         before = _before(block, m, 1, before, tile.m_start, gap, plan)
-        at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
-        store(desc_dv, dv, mem.v, first + WG, at, row)
-        dk = times(dk, sm_scale)
-        tma.store_wait(0)
-        store(desc_dk, dk, mem.v, first + WG, at, row)
+        if plan.shared:
+            sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
+            leave(sums, dv, 64 * plan.width, plan)
+            leave(sums, dk, 0, plan)
+        else:
+            at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
+            store(desc_dv, dv, mem.v, first + WG, at, row)
+            dk = times(dk, sm_scale)
+            tma.store_wait(0)
+            store(desc_dk, dk, mem.v, first + WG, at, row)
         i += n
         t += 1
         number = tile_number(mem, t, 4)

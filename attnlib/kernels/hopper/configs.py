@@ -116,20 +116,22 @@ def smallest_split(widths: Iterable[int], head_dim: int) -> int | None:
 # At D = 64 there are three tiles: four warpgroups hide each other's waits and share the registers that two
 # have elsewhere, three have registers for blocks of 128 keys, and two make the smallest tile.
 # The first two have in common:
-_MANY = {"joint": True, "producer_registers": 32}
+_MANY = {"joint": True, "keep_shift": True, "producer_registers": 32}
 M256N64 = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
 M192N128 = HopperConfig(128, 3, 4, 64, pin=True, consumer_registers=160, max_registers=128, **_MANY)
-M128N128 = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True)
+M128N128 = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True, keep_shift=True)
 _WARP_SPECIALIZED = {
     64: M256N64,
-    128: HopperConfig(128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20),
-    256: HopperConfig(64, 2, 2, 128, q_columns=128, named=True),
+    128: HopperConfig(
+        128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, keep_shift=True, l2_bytes=32 << 20
+    ),
+    256: HopperConfig(64, 2, 2, 128, q_columns=128, named=True, keep_shift=True),
 }
 _FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
 FEW_KEYS = 2048
 """Keys up to which sections of 8 MB are faster at D = 128, by 12% with 512 keys, 8% with 1024, 2% with 2048;
 with 8192 there is no difference, and with still smaller sections long tiles come last."""
-_PACE = {M256N64: (525, 60), M192N128: (555, 170), M128N128: (474, 150)}
+_PACE = {M256N64: (559, 80), M192N128: (583, 205), M128N128: (512, 175)}
 """TFLOP/s with many long rows, and the additional cost of the block on the diagonal, in keys. With any
 numbers from a range around these `busiest` finds the fastest tile for all 46 shapes that were measured."""
 
@@ -137,10 +139,13 @@ numbers from a range around these `busiest` finds the fastest tile for all 46 sh
 # Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.
 SPLIT = {
     80: SplitConfig(
-        64, 3, 4, 64, 64, pin=True, consumer_registers=160, max_registers=128, columns=(64, 16), **_MANY
+        64, 3, 4, 64, 64, pin=True, joint=True, consumer_registers=160, producer_registers=32,
+        max_registers=128, columns=(64, 16),
     ),
-    96: SplitConfig(128, 2, 2, 64, 64, late_wait=True, pin=True, named=True, columns=(64, 32)),
-    192: SplitConfig(64, 2, 2, 128, 128, named=True, columns=(128, 64)),
+    96: SplitConfig(
+        128, 2, 2, 64, 64, late_wait=True, pin=True, named=True, keep_shift=True, columns=(64, 32)
+    ),
+    192: SplitConfig(64, 2, 2, 128, 128, named=True, keep_shift=True, columns=(128, 64)),
 }
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
 holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
@@ -151,6 +156,7 @@ def _own(columns: int | tuple[int, int], value_columns: int, config: HopperConfi
     parts = columns if isinstance(columns, tuple) else (columns,)
     of = {f.name: getattr(config, f.name) for f in fields(HopperConfig)}
     of |= {"q_columns": min(config.q_columns, parts[0]), "o_columns": min(config.o_columns, value_columns)}
+    of["keep_shift"] = False  # not measured; at 192/64 it spills
     return ValuesConfig(**of, query_columns=parts, value_columns=value_columns)
 
 

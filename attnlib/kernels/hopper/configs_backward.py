@@ -25,7 +25,7 @@ class HopperBackwardConfig:
             the wide kernel, whose warpgroups do different things.
         bulk: dQ goes to memory through shared memory, see `backward_bulk`. Not with deterministic sums.
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
-            not for varlen sequences or where programs share a key head.
+            not for varlen sequences.
         early_mask: P is masked before its exponentials, not after.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -148,6 +148,16 @@ holds it and is below the next power of two, else that power. So a line here tur
 else does."""
 
 
+_STAYS = {
+    64: ({"persistent": True, "bulk": True}, {"persistent": True, "early_mask": True}),
+    80: ({"persistent": True, "bulk": True}, {"persistent": True, "bulk": True, "early_mask": True}),
+    96: ({"persistent": True}, {"persistent": True}),
+    128: ({"persistent": True}, {"persistent": True}),
+}
+"""Width of a tile -> what changes where programs stay on their SM: without a mask, with one. Found by
+measurement on an H100 (docs/lab/hopper-backward.md)."""
+
+
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
 """Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there is a kernel for."""
 
@@ -162,9 +172,17 @@ def own_values_backward_config(
     return replace(OWN_VALUES, deterministic=True) if deterministic else OWN_VALUES
 
 
-def hopper_backward_config(head_dim: int, deterministic: bool = False) -> HopperBackwardConfig:
-    """The configuration of the Hopper backward kernel for one call, whose gradients have the same bits in
-    every run where that is asked for.
+def hopper_backward_config(
+    head_dim: int, deterministic: bool = False, stays: bool = False, masked: bool = False
+) -> HopperBackwardConfig:
+    """The configuration of the Hopper backward kernel for one call.
+
+    Args:
+        head_dim: D, 1 to 256.
+        deterministic: gradients have the same bits in every run.
+        stays: programs stay on their SM, up to 128 columns: where each key head has one query head, and
+            sequences lie in batches. How grouped heads do with it has not been measured.
+        masked: a diagonal or a window hides keys.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -175,4 +193,6 @@ def hopper_backward_config(head_dim: int, deterministic: bool = False) -> Hopper
     splits = {width: config for width, config in SPLIT.items() if not (deterministic and config.both_add)}
     split = smallest_split(splits, head_dim)
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
-    return replace(chosen, deterministic=True) if deterministic else chosen
+    if deterministic:
+        return replace(chosen, deterministic=True)
+    return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen

@@ -61,13 +61,16 @@ def prepare(call: Signature) -> BackwardPlan | None:
     visited = sharing.query_heads(call)
     keys = sharing.SharedKeys(call, H // H_kv // visited, heads_kv, num_n * config.block_n)
     shared = keys.share > 1
-    if shared:
-        first, heads_kv = first.followed_by(keys.elements, zeros=config.added), heads_kv * keys.share
-    programs = tiles = num_n * heads_kv
     # A tile has two steps or more, see `backward_persistent`.
-    persistent = config.persistent and not (call.varlen or shared) and padded > config.block_m
-    if persistent:  # a counter of tiles
-        first, programs = first.followed_by(CHUNK, zeros=True), min(tiles, device.num_sms(call.device))
+    persistent = config.persistent and not call.varlen and padded > config.block_m
+    sums = keys.elements if shared else 0
+    if shared or persistent:  # a counter of tiles behind the sums
+        zeros = persistent or config.added
+        first = first.followed_by(sums + (CHUNK if persistent else 0), zeros)
+    counter = first.following._replace(start=first.following.start + sums)
+    heads_kv *= keys.share
+    tiles = num_n * heads_kv
+    programs = min(tiles, device.num_sms(call.device)) if persistent else tiles
     if max(tiles, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
@@ -82,7 +85,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         pointers={
             "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
             **({"keys_ptr": first.following} if shared else {}),
-            **({"counter_ptr": first.following} if persistent else {}),
+            **({"counter_ptr": counter} if persistent else {}),
         },  # fmt: skip
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,

@@ -100,6 +100,8 @@ FORWARD = {
         64, 1, 1, causal=False, sm_scale=1.0, varlen=((40, 70), (150, 300)), config=kept(M256N64)
     ),
     "shifts kept where no mask is needed": Call(64, 1, 1, 150, 230, sm_scale=1.0, config=kept(M256N64)),
+    "shifts kept, a window": Call(64, 1, 1, 200, 300, sm_scale=1.0, window=(70, -1), config=kept(M192N128)),
+    "shifts kept, rows that see nothing": Call(64, 1, 1, 320, 128, sm_scale=1.0, config=kept(PLAIN)),
     "varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300))),
     "varlen, dense": Call(128, 1, 1, varlen=((40, 70), (150, 0), (130, 129)), causal=False),
     "varlen, 256 columns": Call(256, 1, 1, varlen=((70, 70), (100, 130))),
@@ -240,6 +242,27 @@ TILES = {
     "64 columns, one step, not persistent": Call(64, 1, 1, 100, 400, causal=False),
     "64 columns, varlen, not persistent": Call(64, 1, 1, varlen=((40, 170), (300, 90))),
 }
+
+
+SHARED_TILES = {
+    "64 columns": Call(64, 4, 2, 200, 300),
+    "64 columns, bulk, dense, batches": Call(64, 4, 1, 150, 170, causal=False, B=2),
+    "96 columns": Call(96, 4, 2, 150, 200),
+    "128 columns, a window": Call(128, 2, 1, 150, 300, causal=False, window=(60, 20)),
+    "128 columns, rows that see nothing": Call(128, 2, 1, 300, 150),
+    "72 of 80 columns, bulk, apart": Call(72, 2, 1, 150, 300),
+}
+
+
+@pytest.mark.parametrize(("order", "sms"), [*zip(ORDERS, (1, 3, 2), strict=True)])
+@pytest.mark.parametrize("name", SHARED_TILES)
+def test_programs_that_stay_and_share_a_key_head(name: str, order: str, sms: int) -> None:
+    call = SHARED_TILES[name]
+    config = replace(hopper_backward_config(call.D), persistent=True, bulk="bulk" in name)
+    visited = 2 if order == "late" and call.H // call.H_kv == 4 else 1
+    config = replace(config, visited=visited, added="apart" not in name, early_mask=order == "late")
+    kernel = check_backward(replace(call, config=config), order, sms=sms)
+    assert kernel.reports[-1].unwaited == () and kernel.programs <= sms
 
 
 @pytest.mark.parametrize(("order", "sms"), [*zip(ORDERS, (1, 3, 2), strict=True)])

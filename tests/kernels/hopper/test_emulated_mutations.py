@@ -56,12 +56,14 @@ FORWARD = {
     ),
     "varlen, a program without rows": Call(64, 1, 1, varlen=((64, 70), (0, 70)), config=JOINT),
 }
+ONE_TILE = {D: hopper_backward_config(D) for D in (64, 72, 96, 128)}
 PERSISTENT = {D: replace(hopper_backward_config(D), persistent=True, visited=1) for D in (64, 96, 128)}
 # Five blocks of queries, or four heads of one each; of persistent programs three tiles each.
 BACKWARD = {
     "64": Call(64, 4, 1, 70, 128, config=replace(hopper_backward_config(64), visited=4)),
-    "128": Call(128, 1, 1, 320, 100, causal=False),
-    "256": Call(256, 1, 1, 320, 60, causal=False), "unseen": Call(64, 1, 1, 60, 300, window=(30, -1)),
+    "128": Call(128, 1, 1, 320, 100, causal=False, config=ONE_TILE[128]),
+    "256": Call(256, 1, 1, 320, 60, causal=False),
+    "unseen": Call(64, 1, 1, 60, 300, window=(30, -1), config=ONE_TILE[64]),
     "in order": Call(64, 2, 1, 300, 400, deterministic=True),
     "256, in order": Call(256, 1, 1, 150, 200, causal=False, deterministic=True),
     "window, in order": Call(64, 1, 1, 400, 500, window=(200, -1), deterministic=True),
@@ -82,7 +84,8 @@ BACKWARD = {
     "persistent, bulk, three steps": Call(
         64, 2, 2, 300, 300, config=replace(PERSISTENT[64], bulk=True)
     ),
-    "64 + 16": Call(72, 1, 1, 70, 70), "64 + 32": Call(96, 1, 1, 70, 70), "128 + 32": Call(136, 1, 1, 70, 70),
+    "64 + 16": Call(72, 1, 1, 70, 70, config=ONE_TILE[72]),
+    "64 + 32": Call(96, 1, 1, 70, 70, config=ONE_TILE[96]), "128 + 32": Call(136, 1, 1, 70, 70),
     "values of 128": Call(192, 1, 1, 70, 70, D_v=128),
     "shared": Call(96, 4, 2, 70, 200, config=replace(hopper_backward_config(96), visited=1)),
     "256, shared": Call(256, 4, 2, 70, 70, config=replace(hopper_backward_config(256), visited=1)),

@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from attnlib.emulator import run
 from attnlib.emulator.values import Int, Pointer
 from attnlib.kernels import hopper
-from attnlib.kernels.common import hopper_gpu
-from attnlib.kernels.common.launch_preprocess import preprocess
+from attnlib.kernels.common import device, hopper_gpu
+from attnlib.kernels.common.launch_preprocess import CHUNK, preprocess
 from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.hopper import backward_tiles, launch_backward
 from attnlib.kernels.hopper.configs_backward import SPLIT, HopperBackwardConfig, hopper_backward_config
-from attnlib.params import MaskWindow, Params
+from attnlib.params import MaskWindow, Params, Varlen
 
 SCALE = 0.3
 
@@ -116,11 +116,12 @@ def test_a_consumers_half_of_the_columns_is_whole_swizzles_of_k(width: int, swiz
 def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypatch) -> None:
     """With a configuration that keeps the additions to dQ in order, and counters behind everything else."""
     monkeypatch.setattr(hopper_gpu, "unsupported_here", lambda q: None)
+    monkeypatch.setattr(device, "num_sms", lambda index: 132)
     q = torch.zeros(1, 2, 130, head_dim, dtype=torch.float16)
     params = Params(MaskWindow(None, None), SCALE, deterministic=deterministic)
     assert hopper.unsupported(q, q, q, params, backward=True) is None
     config = hopper.configuration(q, q, q, params, backward=True)
-    assert config == hopper_backward_config(head_dim, deterministic)
+    assert config == hopper_backward_config(head_dim, deterministic, stays=True)
     assert config.deterministic is deterministic
     mask = {"causal": False, "shifted": False, "left": False, "tail": True}
     width = config.width(head_dim)
@@ -131,10 +132,27 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
     blocks = 2 * -(-130 // config.block_m)
     elements = blocks * config.block_m * (width + 2)
     words = blocks * config.block_m // 64 * 16
-    assert plan.elements == elements + (words if deterministic else 0)
+    drawn = CHUNK if config.persistent else 0  # a counter of tiles
+    assert plan.elements == elements + (words if deterministic else drawn)
     before, launch, _ = plan.launches.launches
     for one in (before, launch):
         assert one.pointers["turns_ptr"] == (Part("buffer", elements) if deterministic else Part("none"))
+
+
+def test_which_programs_stay_on_their_sm() -> None:
+    """Not where heads are grouped, in varlen sequences, where sums have an order, nor beyond 128 columns."""
+    for head_dim in range(8, 257, 8):
+        q, k = (torch.zeros(1, heads, 130, head_dim, dtype=torch.float16) for heads in (4, 2))
+        for window, deterministic in product((MaskWindow(None, None), MaskWindow(None, 0)), (False, True)):
+            params = Params(window, SCALE, deterministic=deterministic)
+            config = hopper.configuration(q, q, q, params, backward=True)
+            assert config.persistent is (head_dim <= 128 and not deterministic)
+            in_bulk = head_dim <= (64 if window == (None, None) else 0) or 64 < head_dim <= 80
+            assert config.bulk is (config.persistent and in_bulk)
+            assert not hopper.configuration(q, k, k, params, backward=True).persistent
+            tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
+            varlen = params._replace(varlen=Varlen(starts, starts, 130, 130))
+            assert not hopper.configuration(tokens, tokens, tokens, varlen, backward=True).persistent
 
 
 @pytest.mark.parametrize("block_n", [128, 64])
