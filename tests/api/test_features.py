@@ -687,7 +687,7 @@ def gpus(gpu) -> str:
         else:
             assert choice.kernel == "triton"
     measured = {path.name for path in (ROOT / "figures" / "data").iterdir() if path.is_dir()}
-    assert len(majors) == 1 and measured and all(re.search("h[12]00", name.lower()) for name in measured)
+    assert len(majors) == 1 and measured and all("h100" in name or "h200" in name for name in measured)
     return f"compute capability {majors[0]}.x"
 
 
