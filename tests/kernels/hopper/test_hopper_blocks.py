@@ -1,8 +1,8 @@
 """Which blocks of keys the Hopper kernel visits and masks: its formulas on the CPU, since Gluon has no
 interpreter; and what its launcher gives it.
 
-`visits` follows `top` and `first_block` of tile_scheduler.py and `_consume` of forward_kernel.py, both in
-attnlib/kernels/hopper; `bug` plants a mistake.
+`visits` follows `top` of kernels/common/tile_scheduler.py and all of kernels/hopper/masks.py; `bug` plants a
+mistake.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def launched(monkeypatch, fresh_launches):  # noqa: F811
     for call in calls:
         assert call["counter_ptr"] is counter
         more = right if call["plan"].right.value else set()
-        assert names <= set(call) and set(call) - names == {"grid", "num_warps", "maxnreg", "enable_fp_fusion"} | more
+        options = {"grid", "num_warps", "maxnreg", "enable_fp_fusion"}
+        assert names <= set(call) and set(call) - names == options | more
 
 
 def forward(q, k, window, varlen=None):
