@@ -56,7 +56,7 @@ STEP = [
     Span("QK", after("wait_k(mem", "_step", "c"), after("s = warpgroup_mma_wait(len(acc)", "_step", "c")),
     Span(
         "PV",
-        before("o_token = _issue", "_step", "c"),
+        before("o_token = _start_output", "_step", "c"),
         after("acc = warpgroup_mma_wait(0", "_wait_output", "c"),
     ),
 ]

@@ -141,7 +141,11 @@ def _renew(module: ModuleType, mutants: dict[str, ModuleType | None]) -> None:
         if mutant is not None:
             package, _, short = name.rpartition(".")
             whole, instead = f"from {package} import {short}", f"import {mutant.__name__} as "
-            changed = changed.replace(f"{whole}\n", f"{instead}{short}\n").replace(f"{whole} as ", instead)
+            changed = changed.replace(f"{whole} as ", instead)
+            # Its name in a list of names is overwritten behind the list.
+            listed = rf"^from {re.escape(package)} import "
+            listed += rf"(\(\s+)?(?:\w+,\s+)*{short}\b(?(1)[^)]*\)|(?:, \w+)*$)"
+            changed = re.sub(listed, rf"\g<0>\n{instead}{short}", changed, flags=re.MULTILINE)
             changed = changed.replace(f"from {name} import", f"from {mutant.__name__} import")
     if changed != text:
         mutants[module.__name__] = sources.load_source("mutant", changed)

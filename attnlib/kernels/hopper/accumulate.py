@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.kernels.common import softmax
+from attnlib.kernels.hopper.column_parts import scaled
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -36,14 +37,43 @@ class Existing(NamedTuple):
     lse_h: gl.tensor
 
 
-@gluon.jit
-def load_lse(into, at, o_m, S_q):
-    """In units of log2, [64]; `at` is (batch, head)."""
-    return gl.load(_lse(into, at) + o_m, mask=o_m < S_q, other=float("-inf")) * LOG2_E
+class Weights(NamedTuple):
+    """Of the rows `o_m`: those of the existing output and of this one, and the LSE over both. [64] each."""
+
+    o_m: gl.tensor
+    old: gl.tensor
+    new: gl.tensor
+    lse: gl.tensor
 
 
 @gluon.jit
-def weigh(before, here):
+def weigh(into, at, row, shift, row_sums, S_q, plan: gl.constexpr):
+    """`Weights` of the 64 rows from `row` on; `at` is (batch, head). Beside the last product."""
+    if plan.accumulate:
+        o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+        here = shift + gl.log2(row_sums)  # -inf in a row with nothing to attend to
+        # In units of log2.
+        before = gl.load(_lse(into, at) + o_m, mask=o_m < S_q, other=float("-inf")) * LOG2_E
+        old, new, lse = _weights(before, here)
+        return Weights(o_m, old, new, lse)
+    else:
+        return 0
+
+
+@gluon.jit
+def merge(into, acc, weights, row_sums, at, row, S_q, plan: gl.constexpr):
+    """The output of 64 rows, of which `acc` is not yet divided, and their LSE into the existing ones."""
+    empty = row_sums == 0.0
+    # After a wait of the warpgroup: the four threads that share a row have all loaded what was there.
+    gl.store(_lse(into, at) + weights.o_m, weights.lse, mask=weights.o_m < S_q)
+    if row < S_q:
+        factor = 1.0 / gl.where(empty, 1.0, row_sums)
+        factor *= weights.new
+        _merge_output(into, scaled(acc, factor), weights.old, at, row, S_q, plan)
+
+
+@gluon.jit
+def _weights(before, here):
     """(weight of the existing output, that of this one, LSE over both), from LSEs in units of log2. The
     weights add up to 1, or are 0 where there is no key. [64]"""
     top = gl.maximum(before, here)
@@ -55,18 +85,12 @@ def weigh(before, here):
 
 
 @gluon.jit
-def store_lse(into, at, o_m, S_q, lse):
-    """After a wait of the warpgroup: the four threads that share a row have all loaded what was there."""
-    gl.store(_lse(into, at) + o_m, lse, mask=o_m < S_q)
-
-
-@gluon.jit
 def _lse(into, at):
     return into.lse + (at[0].to(gl.int64) * into.lse_b + at[1].to(gl.int64) * into.lse_h)
 
 
 @gluon.jit
-def merge_output(into, o, old, at, row, S_q, plan: gl.constexpr):
+def _merge_output(into, o, old, at, row, S_q, plan: gl.constexpr):
     """Add old times the existing output to each part of o [64, columns], which is weighted, and store it."""
     out = into.out + (at[0].to(gl.int64) * into.out_b + at[1].to(gl.int64) * into.out_h) * 8
     _merge_columns(into, out, o[0], old, row, S_q, 0, plan)

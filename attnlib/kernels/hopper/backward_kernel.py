@@ -64,7 +64,7 @@ producer waits before it copies anything of block j+2.
 
 A window with a left bound ends the queries that see a key, so a program visits the blocks between its first
 and its last one (`backward_tiles`). There may be none: then there is no copy and no wait, and the consumers
-store zeros. Varlen sequences are read as in `forward_kernel`. Their blocks of keys are numbered across all
+store zeros. Varlen sequences are read as in `varlen_tiles`. Their blocks of keys are numbered across all
 sequences, with one to spare for each, and a program finds its sequence by a search. The few programs without
 keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
 of queries.

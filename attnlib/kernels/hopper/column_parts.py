@@ -100,6 +100,12 @@ def store_output(descs, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
+def await_stored():
+    """Until all copies of the output are done."""
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _store_others(o, mem, WG: gl.constexpr):
     for i in gl.static_range(1, len(o)):
         matrix(mem.o[i], WG).store(o[i].to(mem.o[i].dtype))

@@ -1,6 +1,21 @@
 """Exact attention, forward, for Hopper (sm_90a) in Gluon: TMA, warp specialization, asynchronous wgmma.
 
-Chapters 10 to 15 build this kernel step by step, without its options; chapter 19 measures it.
+Chapters 10 to 15 build this kernel step by step; chapter 19 measures it. Here is dense and causal attention,
+as in chapter 15. What a call may ask for besides, and what a configuration may choose, is in files beside,
+each of which does for a plain call what that needs, often nothing:
+
+    masks           the sign of the scores and their mask; the blocks that need one; windows
+    coordinates     where a tile's operands lie: of heads, of varlen sequences, of rows with their own keys
+    told            what the producer tells of a tile: for varlen sequences, scales and maxima more words
+    column_parts    a head dimension in two parts; without, tuples of one element
+    kept_shift      steps that take a row's maximum only where it may matter (`keep_shift`)
+    e4m3            operands in e4m3: scales, the range of P, the mean of V
+    accumulate      the end of a tile that is merged into an existing output
+    maxima          the largest score of each row and 64 keys is kept
+
+and in `kernels.common`: `tile_scheduler` and `varlen_tiles` which tile is next and what it sees, `ring` the
+waits for slots, `softmax` what happens in registers. `plan` says what there is; all of it is known when the
+kernel is compiled.
 
 One persistent program per SM: W consumer warpgroups of 64 query rows each, and one producer warp that does
 nothing but start copies. A tile is 64 W query rows of one head; keys are visited from the last visible block
@@ -38,9 +53,7 @@ The producer tells the consumers of each tile, the n-th of a program as number n
 last tile, how many blocks it sees, and where the output of tile n-1 goes. So only the producer divides, and
 consumers need no registers for the place of their output during the loop. next_tile has two places, number n
 in n & 1. Their reuse needs no barrier: before the producer tells of n+1 it has waited for q_free of tile n-1,
-at which a consumer arrives after its last read of what was told as number n-1. A store is one of all 32 lanes
-of the producer, so each word has a place for each lane. Consumers read that of the first lane, which is also
-the one that arrives at the barrier.
+at which a consumer arrives after its last read of what was told as number n-1.
 
 The producer draws the number of its next tile from a counter in global memory three blocks before the end of
 this tile, and uses it one block before the end. A program that draws early reserves a tile that an idle one
@@ -51,28 +64,6 @@ What a consumer reads through its products it gives back by a barrier alone. Whe
 registers (`q_columns`), it also executes fence.proxy.async before it arrives at q_free: a load belongs to the
 generic proxy and the copy that overwrites Q to the async proxy, and a barrier does not order one after the
 other.
-
-    Windows and varlen sequences
-
-With a left bound a tile ends at the first block that one of its rows sees. All its warpgroups visit all
-blocks down to that one, some of which may be hidden from all their rows, so the protocol above stays the
-same.
-
-Varlen sequences lie one after the other in tensors (T, H, D), whose descriptors check bounds at the end of
-any sequence (`descriptors.varlen_window`). Each producer counts their row blocks once, and finds a drawn one
-by counting on from the one before, 32 sequences at a time; it tells the consumers the lengths of its
-sequence.
-
-Operands in e4m3 (`Fp8Plan`) have scales, and V lies transposed, often without its mean over the keys, which
-is added to the output: the weights of a row sum to 1. See `e4m3`.
-
-Queries and keys may have fewer columns than values (`NarrowPlan`), and each block of query rows keys of its
-own, which lie like those of so many heads (chapter 36). The largest score of each row and 64 keys may be
-kept (`PooledPlan`, chapter 32); see `maxima`.
-
-Descriptors, buffers and accumulators of Q, K, V and the output are tuples: of one, or of two for a head
-dimension that is no power of two (`SplitPlan`). See `column_parts`. With `plan.accumulate` the output has no
-descriptor and no buffer, but is merged into an existing one; see `accumulate`.
 """
 
 from typing import NamedTuple
@@ -86,38 +77,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import softmax, tma
+from attnlib.kernels.common import softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
-from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.accumulate import Existing, load_lse, merge_output, store_lse, weigh
+from attnlib.kernels.hopper import (
+    accumulate,
+    column_parts,
+    coordinates,
+    e4m3,
+    kept_shift,
+    masks,
+    maxima,
+    told,
+)
 from attnlib.kernels.hopper.column_parts import as_parts, nbytes
-from attnlib.kernels.hopper.e4m3 import (
-    OFFSET,
-    ROOM,
-    block_scale,
-    mean_of_values,
-    operand,
-    tile_scales,
-    unpacked,
-    with_mean,
-)  # fmt: skip
-from attnlib.kernels.hopper.kept_shift import first_operands, kept_step, shift_of_rows, unpacked_pairs
-from attnlib.kernels.hopper.maxima import place_of_maxima, top_of_rows
 
 LN2 = gl.constexpr(0.6931471805599453)
-
-# What the producer tells of a tile, word by word.
-FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
-BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
-OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of the tile before
-LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
-LENGTH_K = gl.constexpr(5)
-SCALES = gl.constexpr(-3)  # the last three: where those of Q, K and V begin, if these are e4m3
-HEAD = gl.constexpr(-1)  # the last, of `PooledPlan`: batch and head as one number
-MEAN = gl.constexpr(-4)  # if V is without its mean: whose mean the output of the tile before gets
-
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -138,6 +114,17 @@ class Memory(NamedTuple):
     drawn: gl.shared_memory_descriptor
 
 
+class Tile(NamedTuple):
+    """What masks, scales and maxima of 64 rows need."""
+
+    row: gl.tensor  # the first
+    low: gl.tensor  # the last block that they visit
+    seq: tiling.Sequence
+    work: tiling.Work
+    scale: gl.tensor  # see `e4m3.block_scale`
+    maxima: gl.tensor  # see `maxima`
+
+
 # ---------------------------------------------------------------- producer
 
 
@@ -146,7 +133,7 @@ def _copy_k(desc_k, mem, c, at, block, FOLLOWED_BY: gl.constexpr, plan: gl.const
     """Start to copy the keys of `block` to slot c. FOLLOWED_BY: the bytes of the values that follow."""
     bar = mem.k_full.index(slot(c, plan))
     mbarrier.expect(bar, nbytes(desc_k) + (FOLLOWED_BY if plan.pipeline.joint else 0))
-    column_parts.copy(desc_k, tiling.of_key(at, block * plan.block_n, plan), bar, mem.k, slot(c, plan))
+    column_parts.copy(desc_k, coordinates.of_key(at, block * plan.block_n, plan), bar, mem.k, slot(c, plan))
 
 
 @gluon.jit
@@ -154,7 +141,8 @@ def _copy_v(desc_v, mem, c, at, block, EXPECT: gl.constexpr, plan: gl.constexpr)
     bar = mem.v_full.index(slot(c, plan))
     if EXPECT:
         mbarrier.expect(bar, nbytes(desc_v))
-    column_parts.copy(desc_v, tiling.of_values(at, block * plan.block_n, plan), bar, mem.v, slot(c, plan))
+    place = coordinates.of_values(at, block * plan.block_n, plan)
+    column_parts.copy(desc_v, place, bar, mem.v, slot(c, plan))
 
 
 @gluon.jit
@@ -167,23 +155,13 @@ def _copy_blocks(desc_k, desc_v, mem, c, begin, end, at, top, plan: gl.constexpr
 
 
 @gluon.jit
-def _tell(mem, number, last, row, i_b, i_h, top, before, work, plan: gl.constexpr):
-    """Consumers read which tile has this number, and where the output of the one before goes."""
-    b = number & 1
-    words = gl.where(last, -1, row), top, before[0], before[1]  # in the order of their names
-    if plan.varlen:
-        seq = tiling.sequence(i_b, work, plan)
-        words = words + (seq.S_q, seq.S_k)
-    if plan.fp8:
-        if plan.center:
-            words = words + (before[2],)
-        words = words + tiling.of_scales(row, i_b, i_h, work, plan)
-    if plan.pooled:
-        words = words + (i_b * work.H + i_h,)
-    for w in gl.static_range(plan.words):
-        word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        mem.next_tile.index(b * plan.words + w).store(word)
-    mbarrier.arrive(mem.drawn.index(b), count=1)
+def _copy_q(desc_q, mem, at, row, turn, plan: gl.constexpr):
+    """Start to copy the queries of the tile from `row` on: of each warpgroup when it has given them back."""
+    for w in gl.static_range(plan.pipeline.warpgroups):
+        mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
+        mbarrier.expect(mem.q_full.index(w), nbytes(desc_q))
+        place = tiling.coordinates(at, row + w * 64, 0)
+        column_parts.copy(desc_q, place, mem.q_full.index(w), mem.q, w)
 
 
 @gluon.jit
@@ -193,54 +171,56 @@ def _produce(given, plan: gl.constexpr):
     end = tiling.tiles(all_blocks, work, plan)
     number = gl.program_id(0)  # of the tile among all
     row, i_b, i_h, top, cursor = tiling.locate(number, all_blocks, (0, 0), work, plan)
-    at_k = tiling.of_keys(row, i_b, i_h, work, plan)
+    at_k = coordinates.of_keys(row, i_b, i_h, work, plan)
     if number < end:
         _copy_k(desc_k, mem, 0, at_k, top - 1, 0, plan)
-    _tell(mem, 0, number >= end, row, i_b, i_h, top, (0, 0, 0), work, plan)
+    told.tell(mem, 0, number >= end, row, i_b, i_h, top, (0, 0, 0), work, plan)
     if not plan.pipeline.joint:
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     while number < end:
         seq = tiling.sequence(i_b, work, plan)
-        low = tiling.first_block(row, seq, work, plan)
-        at_q = tiling.of_queries(i_b, i_h, seq, plan)
-        for w in gl.static_range(plan.pipeline.warpgroups):
-            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(mem.q_full.index(w), nbytes(desc_q))
-            place = tiling.coordinates(at_q, row + w * 64, 0)
-            column_parts.copy(desc_q, place, mem.q_full.index(w), mem.q, w)
+        low = masks.first_block(row, seq, work, plan)
+        at_q = coordinates.of_queries(i_b, i_h, seq, plan)
+        _copy_q(desc_q, mem, at_q, row, turn, plan)
         blocks = top - low
         early, late = gl.maximum(blocks - 3, 1), gl.maximum(blocks - 1, 1)
         _copy_blocks(desc_k, desc_v, mem, c, 1, early, at_k, top, plan)
         asked = tiling.draw(counter_ptr)
         _copy_blocks(desc_k, desc_v, mem, c, early, late, at_k, top, plan)
         number = tiling.drawn(asked, counter_ptr, end, 1)
-        before = at_q[0], at_q[1], 0
-        if plan.fp8:
-            if plan.center:
-                before = at_q[0], at_q[1], tiling.of_mean(i_b, i_h, work)
+        before = at_q[0], at_q[1], coordinates.of_mean(i_b, i_h, work, plan)
         row, i_b, i_h, next_top, cursor = tiling.locate(number, all_blocks, cursor, work, plan)
         turn += 1
-        _tell(mem, turn, number >= end, row, i_b, i_h, next_top, before, work, plan)
+        told.tell(mem, turn, number >= end, row, i_b, i_h, next_top, before, work, plan)
         _copy_blocks(desc_k, desc_v, mem, c, late, blocks, at_k, top, plan)
         top = next_top
         c += blocks
         acquire(mem, c, plan)
         at_v = at_k
         if number < end:
-            at_k = tiling.of_keys(row, i_b, i_h, work, plan)
+            at_k = coordinates.of_keys(row, i_b, i_h, work, plan)
             _copy_k(desc_k, mem, c, at_k, top - 1, nbytes(desc_v), plan)
             _copy_v(desc_v, mem, c, at_v, low, not plan.pipeline.joint, plan)
         else:
             _copy_v(desc_v, mem, c, at_v, low, True, plan)
 
 
-# ---------------------------------------------------------------- consumer
+# ---------------------------------------------------------------- consumer: its parts
 
 
 @gluon.jit
-def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
+def _load_q(mem, WG: gl.constexpr, plan: gl.constexpr):
+    """The columns of Q that stay in registers [64, Q_COLUMNS], if any do."""
+    if plan.q_columns == 0:
+        return 0
+    else:
+        return matrix(mem.q[0], WG).slice(0, plan.q_columns, 1).load(plan.q_layout)
+
+
+@gluon.jit
+def _start_scores(q_left, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     """Start Q K^T of block c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers, which
     halves the shared memory that their product reads."""
     zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
@@ -249,22 +229,33 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
     if plan.q_columns == 0:
         token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     elif plan.q_columns == plan.qk_width:
-        token = warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        token = warpgroup_mma(q_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
         rest: gl.constexpr = plan.qk_width - plan.q_columns
         k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
         k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
-        part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
+        part = warpgroup_mma(q_left, k_left, zero, use_acc=False, is_async=True)
         token = warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
     return column_parts.add_scores(token, mem, WG, slot(c, plan))
 
 
 @gluon.jit
-def _issue_output(p, acc, mem, c, plan: gl.constexpr):
+def _operand(left, right, dtype: gl.constexpr, plan: gl.constexpr):
+    """P, in two halves or one, as first operand of a product, in registers: [64, BLOCK_N]."""
+    if plan.fp8:
+        return e4m3.operand(left, right, plan)
+    else:
+        p = left.to(dtype)
+        if right is not None:
+            p = softmax.whole(p, right.to(dtype))
+        return gl.convert_layout(p, plan.p_layout)
+
+
+@gluon.jit
+def _start_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
     if plan.fp8:
-        v = matrix(mem.v[0], slot(c, plan)).permute((1, 0))  # V^T lies there
-        return (warpgroup_mma(unpacked(p, plan), v, acc[0], is_async=True),)
+        return e4m3.start_output(p, acc, mem, slot(c, plan), plan)
     else:
         return column_parts.start_output(p, acc, mem, slot(c, plan))
 
@@ -281,36 +272,74 @@ def _wait_output(o_token, alpha, changed, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, seq, work, maxima,
-          WG: gl.constexpr, plan: gl.constexpr):
-    """Block c of a tile: its scores and softmax, and P V of the block before it.
+def _skip(mem, c, end, row, low, seq, work, plan: gl.constexpr):
+    """Release slots c to `start` of blocks that only other rows of the tile see; returns (start, first key of
+    its block)."""
+    own = tiling.top(row + 64, seq, work, plan) - low
+    own = gl.where(row < seq.S_q, own, 1)  # no rows at all: one block, whose result is not stored
+    start = end - own
+    first = (low + own - 1) * plan.block_n
+    for i in range(c, start):
+        wait_k(mem, i, plan)
+        if not plan.pipeline.joint:
+            if i > c:
+                wait_v(mem, i, plan)
+        release(mem, i, plan)
+    return start, first
+
+
+@gluon.jit
+def _first_weights(s, first, scale, tile, dtype: gl.constexpr, plan: gl.constexpr):
+    """(shift, sums, P) of the first block, as `_step` takes them."""
+    shift = maxima.top_of_rows(s, first, scale, tile, plan) * scale  # [64]
+    if plan.fp8:
+        shift -= e4m3.OFFSET
+    weights = softmax.weights(s, shift, scale, plan.mask.blocks > 0)
+    sums = softmax.row_sum(weights)  # [64, 4]
+    if plan.keep_shift:
+        p, shift = kept_shift.first_operands(weights, shift, sums, dtype)
+    else:
+        p = _operand(weights, None, dtype, plan)
+    return shift, sums, p
+
+
+@gluon.jit
+def _store_lse(lse_ptr, shift, row_sums, empty, at, row, seq, work, plan: gl.constexpr):
+    o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+    lse = (shift + gl.log2(row_sums)) * LN2
+    lse = gl.where(empty, float("-inf"), lse)
+    place = coordinates.of_lse(at, seq, work, plan)
+    gl.store(lse_ptr + place + o_m, lse, mask=o_m < seq.S_q)
+
+
+# ---------------------------------------------------------------- consumer
+
+
+@gluon.jit
+def _step(q_left, p, acc, shift, sums, c, first, masked, mem, tile, WG: gl.constexpr, plan: gl.constexpr):
+    """Block c of a tile, whose first key is `first`: its scores and softmax, and P V of the block before it.
 
     p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
     """
     dtype: gl.constexpr = mem.v[0].dtype
     MASKED: gl.constexpr = plan.mask.blocks == 2  # a row may have seen no key in the block before
     if plan.keep_shift:
-        p = unpacked_pairs(p, dtype, plan)
+        p = kept_shift.unpacked(p, dtype, plan)
     wait_k(mem, c, plan)
-    s_token = _issue_scores(q_registers, mem, c, WG, plan)
+    s_token = _start_scores(q_left, mem, c, WG, plan)
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
-    o_token = _issue_output(p, acc, mem, c, plan)
-    qk_scale = scale
-    if plan.fp8:  # not before the products: ptxas would wait for the load at once
-        qk_scale = block_scale(scale, first)
+    o_token = _start_output(p, acc, mem, c, plan)
+    # Not before the products: ptxas would wait for the load of a scale at once.
+    qk_scale = e4m3.block_scale(tile.scale, first, plan)
     s = warpgroup_mma_wait(len(acc), deps=(s_token,))  # [64, BLOCK_N]; the last ones are P V
-    if plan.flip:
-        s = -s
-    if MASKED or plan.mask.left:
-        if masked:
-            s = softmax.mask(s, row, first, seq, work, plan)
+    s = masks.later_scores(s, first, masked, tile, plan)
     if plan.keep_shift:
-        p, acc, shift, sums = kept_step(s, o_token, shift, sums, qk_scale, mem, c, plan)
+        p, acc, shift, sums = kept_shift.step(s, o_token, shift, sums, qk_scale, mem, c, plan)
     else:
-        top = top_of_rows(s, first, qk_scale, maxima, work, plan)
+        top = maxima.top_of_rows(s, first, qk_scale, tile, plan)  # [64]
         if plan.fp8:
-            shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED, ROOM, OFFSET)
+            shift, alpha, changed = e4m3.new_shift(top, shift, qk_scale, MASKED)
         else:
             shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, MASKED)
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -323,36 +352,15 @@ def _step(q_registers, p, acc, shift, sums, row, first, c, masked, mem, scale, s
             acc = _wait_output(o_token, alpha, changed, mem, c, plan)
             right = softmax.weights(right, shift, qk_scale, MASKED)
             sums = softmax.add_sums(sums, right)
-            p = operand(left, right, dtype, plan)
+            p = _operand(left, right, dtype, plan)
         else:
             if plan.pipeline.pin:
                 shift = softmax.pin(shift)
             acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-            weights = softmax.weights(s, shift, qk_scale, MASKED)
-            sums = softmax.add_sums(sums, weights)
-            p = operand(weights, None, dtype, plan)
+            p = softmax.weights(s, shift, qk_scale, MASKED)
+            sums = softmax.add_sums(sums, p)
+            p = _operand(p, None, dtype, plan)
     return p, acc, shift, sums
-
-
-@gluon.jit
-def _told(mem, number, plan: gl.constexpr):
-    """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
-    b = number & 1
-    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
-    return _word(mem, number, FIRST_ROW, plan)
-
-
-@gluon.jit
-def _word(mem, number, w, plan: gl.constexpr):
-    """Word w of what the producer told."""
-    lanes = mem.next_tile.index((number & 1) * plan.words + w)
-    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _mean(mem, turn, work, plan: gl.constexpr):
-    """That of the values of the tile before this number, [D]."""
-    return mean_of_values(_word(mem, turn, plan.words + MEAN, plan), work.scales, plan)
 
 
 @gluon.jit
@@ -364,93 +372,43 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         mbarrier.wait(mem.v_full.index(0), 0)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
-    first_row = _told(mem, 0, plan)
+    first_row = told.first_row(mem, 0, plan)
     while first_row >= 0:
-        top = _word(mem, turn, BLOCKS, plan)
-        seq = tiling.Sequence(work.S_q, work.S_k, 0, 0)
-        if plan.varlen:
-            seq = tiling.Sequence(
-                _word(mem, turn, LENGTH_Q, plan), _word(mem, turn, LENGTH_K, plan), 0, 0
-            )
-        low = tiling.first_block(first_row, seq, work, plan)
+        top = told.word(mem, turn, told.BLOCKS, plan)
+        seq = told.sequence(mem, turn, work, plan)
+        low = masks.first_block(first_row, seq, work, plan)
         row = first_row + WG * 64
         end = c + (top - low)  # slot of the next tile's first keys, and of this tile's last values
         start = c
         first = (top - 1) * plan.block_n  # first key of the block of slot `start`
-
-        scale = qk_scale
-        if plan.fp8:
-            of_q = _word(mem, turn, plan.words + SCALES, plan)
-            of_k = _word(mem, turn, plan.words + SCALES + 1, plan)
-            of_v = _word(mem, turn, plan.words + SCALES + 2, plan)
-            before = gl.minimum(row, seq.S_q - 1) - first_row  # rows of the tile
-            scale, v_scale = tile_scales(qk_scale, of_q, before, of_k, of_v, work.scales)
-
+        scale, v_scale = e4m3.tile_scales(qk_scale, mem, turn, first_row, row, seq, work, plan)
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
-        q_registers = 0
-        if plan.q_columns > 0:
-            q_left = matrix(mem.q[0], WG).slice(0, plan.q_columns, 1)
-            q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
-
-        if plan.mask.skip:  # blocks that other warpgroups' rows see and these do not
-            own = tiling.top(row + 64, seq, work, plan) - low
-            own = gl.where(row < seq.S_q, own, 1)  # no rows at all: one block, whose result is not stored
-            start = end - own
-            first = (low + own - 1) * plan.block_n
-            for i in range(c, start):
-                wait_k(mem, i, plan)
-                if not plan.pipeline.joint:
-                    if i > c:
-                        wait_v(mem, i, plan)
-                release(mem, i, plan)
+        q_left = _load_q(mem, WG, plan)
+        if plan.mask.skip:
+            start, first = _skip(mem, c, end, row, low, seq, work, plan)
 
         # 1. The last block that these rows see. Its slot's values are of a block that was skipped, or
         # of the tile before.
         wait_k(mem, start, plan)
-        s_token = _issue_scores(q_registers, mem, start, WG, plan)
+        s_token = _start_scores(q_left, mem, start, WG, plan)
         if plan.mask.skip:
             if not plan.pipeline.joint:
                 if start > c:
                     wait_v(mem, start, plan)
-        first_scale = block_scale(scale, first) if plan.fp8 else scale
-        s = warpgroup_mma_wait(0, deps=(s_token,))
+        first_scale = e4m3.block_scale(scale, first, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_N]
         release(mem, start, plan)
-        if plan.flip:
-            s = -s
-        if plan.mask.causal or plan.mask.left:
-            s = softmax.mask(s, row, first, seq, work, plan)
-        elif plan.mask.blocks:
-            if first + plan.block_n > seq.S_k:
-                s = softmax.mask(s, row, first, seq, work, plan)
-        maxima = 0
-        if plan.pooled:
-            maxima = place_of_maxima(_word(mem, turn, plan.words + HEAD, plan), row, work, plan)
-        shift = top_of_rows(s, first, first_scale, maxima, work, plan) * first_scale  # [64]
-        if plan.fp8:
-            shift -= OFFSET
-        weights = softmax.weights(s, shift, first_scale, plan.mask.blocks > 0)
-        sums = softmax.row_sum(weights)  # [64, 4]
-        p, shift = first_operands(weights, shift, sums, dtype, plan)
-        acc = column_parts.zeros(plan.o_layout, plan)
+        s = masks.first_scores(s, row, first, seq, work, plan)
+        tile = Tile(row, low, seq, work, scale, maxima.place_of_maxima(mem, turn, row, work, plan))
+        shift, sums, p = _first_weights(s, first, first_scale, tile, dtype, plan)
+        acc = column_parts.zeros(plan.o_layout, plan)  # [64, D]
         start += 1
 
-        # 2. The blocks before it. Where the diagonal misses the corners of the blocks, 64 rows may cross it
-        # in two of them, and the first of these needs a mask too. With a left bound so do those that begin
-        # before the last of the rows sees a key.
-        crossed = tiling.on_diagonal(row, seq, work, plan) < first - 1
+        # 2. The blocks before it.
+        cut = masks.second_is_cut(first, tile, plan)
         for i in range(start, end):
-            key = first - plan.block_n
-            masked = (i == start) & crossed
-            if plan.mask.left or plan.fp8 or plan.pooled:
-                key = (low + end - 1 - i) * plan.block_n
-            if plan.mask.left:
-                masked = key < row + 63 + seq.S_k - seq.S_q - work.left
-                if plan.mask.blocks == 2:
-                    masked = masked | ((i == start) & crossed)
-            p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, row, key, i, masked, mem, scale, seq, work,
-                maxima, WG, plan,
-            )  # fmt: skip
+            key, masked = masks.later_block(i, start, end, first, cut, tile, plan)
+            p, acc, shift, sums = _step(q_left, p, acc, shift, sums, i, key, masked, mem, tile, WG, plan)
         if plan.q_columns > 0:
             # Between the load of Q and the copy that overwrites it. Where a product in flight would hide the
             # fence, after the first Q K^T has begun, ptxas crashes.
@@ -460,53 +418,57 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         # 3. The last P V, and what can be done beside it.
         c = end
         wait_v(mem, c, plan)
-        o_token = _issue_output(unpacked_pairs(p, dtype, plan), acc, mem, c, plan)
+        if plan.keep_shift:
+            p = kept_shift.unpacked(p, dtype, plan)
+        o_token = _start_output(p, acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
-        shift = shift_of_rows(shift, plan)
+        shift = kept_shift.shift_of_rows(shift, plan)  # [64]
         turn += 1
-        first_row = _told(mem, turn, plan)
-        at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
-        if plan.varlen:
-            at = at + (tiling.VARLEN_ROWS - seq.S_q,)
-        mean = _mean(mem, turn, work, plan) if plan.early_mean else 0
-        old = 0
-        if plan.accumulate:
-            o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
-            here = shift + gl.log2(row_sums)  # -inf in a row with nothing to attend to
-            old, new, lse = weigh(load_lse(out, at, o_m, seq.S_q), here)
+        first_row = told.first_row(mem, turn, plan)  # of the next tile
+        at = told.output(mem, turn, seq, plan)  # of this one
+        mean = e4m3.early_mean(mem, turn, work, plan)
+        merging = accumulate.weigh(out, at, row, shift, row_sums, seq.S_q, plan)
         acc = as_parts(warpgroup_mma_wait(0, deps=o_token), len(o_token))  # [64, D]
-        # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
-        empty = row_sums == 0.0
+
+        # 4. Output and LSE. A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         if plan.accumulate:
-            store_lse(out, at, o_m, seq.S_q, lse)
-        elif plan.store_lse:
-            o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
-            lse = (shift + gl.log2(row_sums)) * LN2
-            lse = gl.where(empty, float("-inf"), lse)
-            if plan.varlen:
-                place = at[1].to(gl.int64) * work.T_q + (at[0] - seq.S_q)
-            else:
-                place = (at[0] * work.H + at[1]).to(gl.int64) * seq.S_q
-            gl.store(lse_ptr + place + o_m, lse, mask=o_m < seq.S_q)
-        if row < seq.S_q:
-            factor = 1.0 / gl.where(empty, 1.0, row_sums)
-            if plan.fp8:
-                factor *= v_scale
-            if plan.accumulate:
-                factor *= new
-            o = column_parts.scaled(acc, factor)  # [64, D]
-            if plan.early_mean:
-                o = (with_mean(o[0], mean, row_sums),)
-            if plan.late_mean:
-                o = (with_mean(o[0], _mean(mem, turn, work, plan), row_sums),)
-            if plan.accumulate:
-                merge_output(out, o, old, at, row, seq.S_q, plan)
-            else:
+            accumulate.merge(out, acc, merging, row_sums, at, row, seq.S_q, plan)
+        else:
+            empty = row_sums == 0.0
+            if plan.store_lse:
+                _store_lse(lse_ptr, shift, row_sums, empty, at, row, seq, work, plan)
+            if row < seq.S_q:
+                factor = 1.0 / gl.where(empty, 1.0, row_sums)  # [64]
+                if plan.fp8:
+                    o = e4m3.output(acc, factor, v_scale, mean, row_sums, mem, turn, work, plan)
+                else:
+                    o = column_parts.scaled(acc, factor)  # [64, D]
                 column_parts.store_output(out, o, mem, at, row, WG, plan)
-    tma.store_wait(0)
+    column_parts.await_stored()
 
 
 # ---------------------------------------------------------------- kernel
+
+
+@gluon.jit
+def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
+    k_full = barriers(plan.pipeline.stages, 1)
+    v_full = k_full
+    if not plan.pipeline.joint:
+        v_full = barriers(plan.pipeline.stages, 1)
+    return Memory(
+        column_parts.buffers(desc_q, plan.pipeline.warpgroups),
+        column_parts.buffers(desc_k, plan.pipeline.stages),
+        column_parts.buffers(desc_v, plan.pipeline.stages),
+        () if plan.accumulate else column_parts.buffers(out, plan.pipeline.warpgroups),
+        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(plan.pipeline.warpgroups, 1),  # q_full
+        barriers(plan.pipeline.warpgroups, 1),  # q_free
+        k_full,
+        v_full,
+        barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
+        barriers(2, 1),  # drawn
+    )
 
 
 NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B shared_rows key_blocks".split()
@@ -548,28 +510,12 @@ def attention_forward_hopper(
     desc_k = column_parts.together(desc_k, desc_k_right)
     desc_v = column_parts.together(desc_v, desc_v_right)
     if plan.accumulate:
-        out = Existing(into_ptr, into_lse_ptr, into_b, into_h, into_m, into_lse_b, into_lse_h)
+        out = accumulate.Existing(into_ptr, into_lse_ptr, into_b, into_h, into_m, into_lse_b, into_lse_h)
     else:
         out = column_parts.together(desc_o, desc_o_right)
-    k_full = barriers(plan.pipeline.stages, 1)
-    v_full = k_full
-    if not plan.pipeline.joint:
-        v_full = barriers(plan.pipeline.stages, 1)
-    mem = Memory(
-        column_parts.buffers(desc_q, plan.pipeline.warpgroups),
-        column_parts.buffers(desc_k, plan.pipeline.stages),
-        column_parts.buffers(desc_v, plan.pipeline.stages),
-        () if plan.accumulate else column_parts.buffers(out, plan.pipeline.warpgroups),
-        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(plan.pipeline.warpgroups, 1),  # q_full
-        barriers(plan.pipeline.warpgroups, 1),  # q_free
-        k_full,
-        v_full,
-        barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
-        barriers(2, 1),  # drawn
-    )
+    mem = _memory(desc_q, desc_k, desc_v, out, plan)
     fence_async_shared()
-    scales = tiling.Scales(
+    scales = e4m3.Scales(
         q_scale, q_scale_b, q_scale_h, q_scale_n, k_scale, k_scale_b, k_scale_h, k_scale_n,
         v_scale, v_scale_b, v_scale_h, v_mean, v_mean_b,
     )  # fmt: skip

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from attnlib.kernels.common import softmax
 from attnlib.kernels.common.ring import release
 from attnlib.kernels.hopper.column_parts import as_parts
-from attnlib.kernels.hopper.e4m3 import operand
 
 
 @gluon.constexpr_function
@@ -132,25 +131,20 @@ def _in_words(left, right, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_operands(weights, shift, sums, dtype: gl.constexpr, plan: gl.constexpr):
+def first_operands(weights, shift, sums, dtype: gl.constexpr):
     """(P, shift) of a tile's first block, as its steps take them, from weights [64, N] and shift [64]."""
-    if plan.keep_shift:
-        left, right = _pairs(weights)
-        layout: gl.constexpr = sums.type.layout
-        rows = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, layout)), 1)
-        return _in_words(left, right, dtype), rows + gl.zeros([64, 4], gl.float32, layout)
-    else:
-        return operand(weights, None, dtype, plan), shift
+    left, right = _pairs(weights)
+    layout: gl.constexpr = sums.type.layout
+    rows = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, layout)), 1)
+    return _in_words(left, right, dtype), rows + gl.zeros([64, 4], gl.float32, layout)
 
 
 @gluon.jit
-def unpacked_pairs(p, dtype: gl.constexpr, plan: gl.constexpr):
+def unpacked(p, dtype: gl.constexpr, plan: gl.constexpr):
     """P as first operand of a product [64, N], from what steps hand on; takes no instruction."""
-    if plan.keep_shift:
-        low = (p & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-        high = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
-        p = gl.convert_layout(gl.join(low, high).reshape([64, 8 * p.shape[1]]), plan.p_layout)
-    return p
+    low = (p & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    high = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.join(low, high).reshape([64, 8 * p.shape[1]]), plan.p_layout)
 
 
 @gluon.jit
@@ -190,7 +184,7 @@ def _await_output(o_token, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def kept_step(s, o_token, shift, sums, qk_scale, mem, c, plan: gl.constexpr):
+def step(s, o_token, shift, sums, qk_scale, mem, c, plan: gl.constexpr):
     """(P in words [64, N / 8, 4], O, shift and sums [64, 4]) from the scores of a block [64, N], the product
     for O that is in flight, and the shift and the sums of the blocks before."""
     dtype: gl.constexpr = mem.v[0].dtype

@@ -68,7 +68,7 @@ class ForwardPlan(Constants):
     accumulate: int = field(default=0, kw_only=True)
 
     fp8 = gl.constexpr(False)
-    early_mean = late_mean = gl.constexpr(False)
+    centered = early_mean = late_mean = gl.constexpr(False)  # V is without its mean
     element_bits = gl.constexpr(16)
     own_keys = gl.constexpr(False)  # of each block of query rows
     pooled = gl.constexpr(False)
@@ -105,6 +105,7 @@ class Fp8Plan(ForwardPlan):
 
     center: bool
 
+    centered = property(lambda self: self.center)
     # When a mean is loaded: beside the last product, or after it, where registers are needed for that.
     early_mean = property(lambda self: gl.constexpr(self.center.value and self.d.value < 256))
     late_mean = property(lambda self: gl.constexpr(self.center.value and self.d.value == 256))

@@ -11,10 +11,9 @@ from emulated import mutate, on_the_cpu
 from families import fresh_launches  # noqa: F401  (a fixture)
 from mutations import Mutation, load
 
-from attnlib.kernels.common import tile_scheduler
 from attnlib.kernels.common.distr import Grouping
 from attnlib.kernels.distr import group_kernels
-from attnlib.kernels.hopper import narrow
+from attnlib.kernels.hopper import coordinates, narrow
 from attnlib.kernels.portable import forward_kernel as portable_kernel
 
 pytestmark = INTERPRETER_REMARKS
@@ -74,13 +73,13 @@ PRODUCT = [
 
 HOPPER = [
     Mutation("all rows have the keys of the first block", "+ i_own, 0", "+ 0 * i_own, 0", "blocks", VALUES,
-             (), tile_scheduler),
+             (), coordinates),
     Mutation("values are of the keys' head",
              "    if plan.own_keys:\n        return at[0], at[1], key, 0\n    elif",
              "    if plan.own_keys:\n        return at[0], at[2], key, 0\n    elif", "blocks", VALUES, (),
-             tile_scheduler),
+             coordinates),
     Mutation("a head has as many blocks as it has in one tile", "i_h * work.key_blocks + i_own",
-             "i_h * 2 + i_own", "blocks", VALUES, (), tile_scheduler),
+             "i_h * 2 + i_own", "blocks", VALUES, (), coordinates),
 ]  # fmt: skip
 HOPPER_CASES = {"blocks": DistrCase(300, Grouping(2, "q", 128), 64, 2, 1)}
 

@@ -14,8 +14,7 @@ from emulated_fp8 import Call
 from fp8_cases import check_forward
 from mutations import Mutation
 
-from attnlib.kernels.common import tile_scheduler
-from attnlib.kernels.hopper import e4m3, forward_kernel, launch_fp8
+from attnlib.kernels.hopper import coordinates, e4m3, launch_fp8, masks, told
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
 
 pytestmark = INTERPRETER_REMARKS
@@ -40,8 +39,8 @@ MUTATIONS = [
              "spread", "(RMS|max) error|LSE", (), e4m3),
     Mutation("two blocks of keys share a scale", "(first >> 7) * stride", "(first >> 8) * stride",
              "spread", "(RMS|max) error|LSE", (), e4m3),
-    Mutation("V is not scaled back", "factor *= v_scale", "factor *= 1.0", "heads", "(RMS|max) error", (),
-             forward_kernel),
+    Mutation("V is not scaled back", "factor *= v_scale", "factor *= 1.0", "heads", "(RMS|max) error",
+             (), e4m3),
     Mutation("weights are 16 times too large for e4m3",
              "OFFSET = gl.constexpr(6)", "OFFSET = gl.constexpr(10)", "spread",
              "(RMS|max) error", (), e4m3),
@@ -50,18 +49,18 @@ MUTATIONS = [
     Mutation("pairs of weights are swapped", "mov.b32 $0, {low, high};", "mov.b32 $0, {high, low};", "heads",
              "(RMS|max) error", (), e4m3),
     Mutation("V's sequences begin at multiples of 16 together", "// 16 + i_b + groups", "// 16 + groups",
-             "varlen", "(RMS|max) error", (), tile_scheduler),
+             "varlen", "(RMS|max) error", (), coordinates),
     Mutation("V's last positions are those of its keys",
              "VARLEN_ROWS - 16 * groups)", "VARLEN_ROWS - seq.S_k)", "varlen",
-             "(RMS|max) error", (), tile_scheduler),
+             "(RMS|max) error", (), coordinates),
     Mutation("a sequence's first keys have the scale of the one before", "// 128 + i_b)", "// 128)", "varlen",
-             "(RMS|max) error|LSE", (), tile_scheduler),
+             "(RMS|max) error|LSE", (), coordinates),
     Mutation("a sequence's first rows have the scale of the one before", "// 64 + i_b + row", "// 64 + row",
-             "varlen", "(RMS|max) error|LSE", (), tile_scheduler),
+             "varlen", "(RMS|max) error|LSE", (), coordinates),
     Mutation("V's scales are those of the first batch", "i_b * s.v_b + i_kv", "i_kv", "heads",
-             "(RMS|max) error", (), tile_scheduler),
-    Mutation("the scale of a block is that of the block after", "(low + end - 1 - i) * plan.block_n",
-             "(low + end - i) * plan.block_n", "spread", "(RMS|max) error|LSE", (), forward_kernel),
+             "(RMS|max) error", (), coordinates),
+    Mutation("the scale of a block is that of the block after", "(tile.low + end - 1 - i) * plan.block_n",
+             "(tile.low + end - i) * plan.block_n", "spread", "(RMS|max) error|LSE", (), masks),
     Mutation("the mean is forgotten", "return o + gl.where(empty, 0.0, mean[None, :])", "return o", "means",
              "(RMS|max) error", (), e4m3),
     Mutation("the mean is added to empty rows", "gl.where(empty, 0.0, mean[None, :])", "mean[None, :]",
@@ -69,14 +68,14 @@ MUTATIONS = [
     Mutation("the mean is scaled as V is", "return o + gl.where", "return o + 0.01 * gl.where", "means",
              "(RMS|max) error", (), e4m3),
     Mutation("the mean of the first head", "work.scales.mean_b + i_kv", "work.scales.mean_b", "means",
-             "(RMS|max) error", (), tile_scheduler),
+             "(RMS|max) error", (), coordinates),
     Mutation("the mean of the first batch", "i_b * work.scales.mean_b + i_kv", "i_kv", "means",
-             "(RMS|max) error", (), tile_scheduler),
+             "(RMS|max) error", (), coordinates),
     Mutation("the mean of the first sequence", "i_b * work.scales.mean_b + i_kv", "i_kv", "means, varlen",
-             "(RMS|max) error", (), tile_scheduler),
+             "(RMS|max) error", (), coordinates),
     Mutation("the mean of the next tile", "words = words + (before[2],)",
-             "words = words + (tiling.of_mean(i_b, i_h, work),)", "means", "(RMS|max) error", (),
-             forward_kernel),
+             "words = words + (coordinates.of_mean(i_b, i_h, work, plan),)", "means", "(RMS|max) error", (),
+             told),
 ]  # fmt: skip
 
 

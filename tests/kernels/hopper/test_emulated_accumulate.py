@@ -9,7 +9,7 @@ from cases import INTERPRETER_REMARKS
 from emulated import ORDERS, mutate, on_the_cpu
 from mutations import Mutation
 
-from attnlib.kernels.hopper import accumulate, forward_kernel
+from attnlib.kernels.hopper import accumulate
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -54,7 +54,7 @@ MUTATIONS = [
         "before.to(gl.float32), mask=(o_m < S_q + 1)[:, None]", "two parts", BESIDE),
     bug("columns beyond the last", "(o_d < plan.accumulate)", "(o_d < plan.accumulate + 1)", "narrow",
         f"{NOT_FINITE}|{WRONG_OUTPUT}|{BESIDE}"),
-    bug("an LSE beyond the last row", "lse, mask=o_m < S_q", "lse, mask=o_m <= S_q", "two parts",
+    bug("an LSE beyond the last row", "mask=weights.o_m < S_q", "mask=weights.o_m <= S_q", "two parts",
         f"{BESIDE}|{WRONG_LSE}"),
     bug("the other half of the columns", "START + N // 2, plan", "START, plan", "256", NOT_FINITE),
     bug("the second part of the columns", "o[i], old, row, S_q, plan.d, plan", "o[i], old, row, S_q, 0, plan",
@@ -63,10 +63,10 @@ MUTATIONS = [
         "at[0].to(gl.int64) * into.out_b + at[1].to(gl.int64) * into.out_h",
         "at[1].to(gl.int64) * into.out_b + at[0].to(gl.int64) * into.out_h", "grouped heads",
         f"{NOT_FINITE}|{WRONG_OUTPUT}|{BESIDE}"),
-    bug("the new output without its weight", "factor *= new", "factor *= 1.0", "two parts", WRONG_OUTPUT,
-        forward_kernel),
+    bug("the new output without its weight", "factor *= weights.new", "factor *= 1.0", "two parts",
+        WRONG_OUTPUT),
     bug("the new LSE without the shift", "here = shift + gl.log2(row_sums)", "here = gl.log2(row_sums)",
-        "two parts", WRONG_OUTPUT, forward_kernel),
+        "two parts", WRONG_OUTPUT),
 ]  # fmt: skip
 
 

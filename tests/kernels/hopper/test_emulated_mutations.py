@@ -26,6 +26,7 @@ from attnlib.kernels.hopper import (
     column_parts,
     forward_kernel,
     kept_shift,
+    told,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
@@ -102,6 +103,10 @@ def forward(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tup
 
 def parts(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, column_parts)
+
+
+def telling(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, told)
 
 
 def kept(bug: str, edit: tuple[str, str], call: str = "kept") -> Mutation:
@@ -198,7 +203,7 @@ MUTATIONS = [
             without("        acquire(mem, c, plan)\n")),
     forward("nobody speaks for the values of the first slot", "apart", f"{DEADLOCK}|{TAKEN}",
             ("mbarrier.arrive(mem.v_full.index(0), count=1)", "pass")),
-    forward("one place for the next tile", "short", f"{OVERWRITTEN}|{COUNT}",
+    telling("one place for the next tile", "short", f"{OVERWRITTEN}|{COUNT}",
             ("b = number & 1\n    words", "b = 0\n    words"),
             ("(number & 1) * plan.words", "0 * number"),
             ("b = number & 1\n    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)",
@@ -211,34 +216,35 @@ MUTATIONS = [
     ring("the parity of blocks stays 0", "joint", f"{TAKEN}|{COUNT}|{DEADLOCK}",
          ("(c >> _log2(plan.pipeline.stages)) & 1", "0 * c")),
     forward("an unseen block is released unseen", "joint", f"{TAKEN}|{DEADLOCK}",
-            without("                wait_k(mem, i, plan)\n")),
+            without("        wait_k(mem, i, plan)\n")),
     forward("values of a skipped block are not waited for", "skipped", LANDING,
             ("if start > c:\n                    wait_v(mem, start, plan)", "pass")),
     forward("released before P V is done", "named", f"{OVERWRITTEN}|{READING}",
             ("    acc = warpgroup_mma_wait(0, deps=o_token)  # [64, D]\n    release(mem, c, plan)",
              "    release(mem, c, plan)\n    acc = warpgroup_mma_wait(0, deps=o_token)")),
     forward("released before Q K^T is done", "named", f"{OVERWRITTEN}|{READING}",
-            ("        s = warpgroup_mma_wait(0, deps=(s_token,))\n        release(mem, start, plan)",
+            ("        s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_N]\n"
+             "        release(mem, start, plan)",
              "        release(mem, start, plan)\n        s = warpgroup_mma_wait(0, deps=(s_token,))")),
     forward("Q is never given back", "joint", DEADLOCK,
             without(GIVE_Q_BACK)),
     forward("Q is filled without asking", "joint", f"{TAKEN}|{COUNT}",
-            without("            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)\n")),
+            without("        mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)\n")),
     forward("two tiles are told under one number", "varlen", f"{OVERWRITTEN}|{COUNT}",
-            ("_tell(mem, turn, number", "_tell(mem, turn - 1, number")),
+            ("told.tell(mem, turn, number", "told.tell(mem, turn - 1, number")),
     forward("keys for a tile that is not there", "varlen, a program without rows",
             r"Race: the program ends, and nobody has waited for a copy into k\[0\]",
             ("    if number < end:\n        _copy_k(desc_k, mem, 0,",
              "    if True:\n        _copy_k(desc_k, mem, 0,")),
     forward("keys are not waited for", "joint", TAKEN,
-            without("    wait_k(mem, c, plan)\n")),
+            without("    wait_k(mem, c, plan)\n", "", "    s_token")),
     forward("values are not waited for", "apart", TAKEN,
             without("    if not plan.pipeline.joint:\n        wait_v(mem, c, plan)\n")),
     forward("the last values are not waited for", "apart", TAKEN,
             without("        wait_v(mem, c, plan)\n", "", "        o_token")),
     forward("Q is not waited for", "joint", TAKEN,
             without("        mbarrier.wait(mem.q_full.index(WG), turn & 1)\n")),
-    forward("the first tile is not waited for", "varlen", f"{STORED}|{OVERWRITTEN}",
+    telling("the first tile is not waited for", "varlen", f"{STORED}|{OVERWRITTEN}",
             without("    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)\n")),
     forward("S is used with both products in flight", "joint",
             "Race: a product is used with 2 outstanding, it among them",
@@ -299,7 +305,7 @@ MUTATIONS = [
           without("        tma.store_wait(0)\n", "", "        matrix(mem.o[0], WG).store(right)")),
     forward("the last output is not waited for", "one tile",
             "Race: .* ends and has not waited for its copies out",
-            without("    tma.store_wait(0)", "row, WG, plan)\n")),
+            without("    column_parts.await_stored()", "row, WG, plan)\n")),
     forward("one arrival too few frees a slot", "joint", f"{TAKEN}|{COUNT}",
             ("barriers(plan.pipeline.stages, plan.pipeline.warpgroups)",
              "barriers(plan.pipeline.stages, plan.pipeline.warpgroups - 1)")),
@@ -615,7 +621,9 @@ MUTATIONS = [
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    of_forward = mutation.module in (forward_kernel, column_parts, kept_shift, ring_module, tile_scheduler)
+    of_forward = mutation.module in (
+        forward_kernel, column_parts, kept_shift, told, ring_module, tile_scheduler,
+    )  # fmt: skip
     check, calls = (check_forward, FORWARD) if of_forward else (check_backward, BACKWARD)
     call = calls[mutation.caught_by]
     try:

@@ -1,8 +1,8 @@
 """Which blocks of keys the Hopper kernel visits and masks: its formulas on the CPU, since Gluon has no
 interpreter; and what its launcher gives it.
 
-`visits` follows `top` and `first_block` of tile_scheduler.py and `_consume` of forward_kernel.py, both in
-attnlib/kernels/hopper; `bug` plants a mistake.
+`visits` follows `top` of kernels/common/tile_scheduler.py and all of kernels/hopper/masks.py; `bug` plants a
+mistake.
 """
 
 from __future__ import annotations
