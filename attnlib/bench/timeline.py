@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -142,14 +143,26 @@ def of_text(name: str, text: str, plain: Callable, spans: Sequence[Span], tiles:
     return Timeline(sources.load_source(f"{name}_stamped", copy.source), copy, tiles, plain)
 
 
-def of_package(kernel: str, spans: Sequence[Span], tiles: range) -> Timeline:
+def of_package(kernel: str, spans: Sequence[Span], tiles: range, within: Sequence[str] = ()) -> Timeline:
     """Of a kernel that the package's `attention` launches, by its full name, such as
-    "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"."""
+    "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper". within: modules beside the kernel's
+    whose functions have places of spans, too. Spans of one event may end in different functions, of which a
+    configuration runs one."""
     module, _, name = kernel.rpartition(".")
-    copy = stamped(inspect.getsource(importlib.import_module(module)), spans, tiles)
+    copy = stamped(_source_with(module, within), spans, tiles)
     if copy.kernel != name:
         raise ValueError(f"kernel: expected the one that reaches all spans, {copy.kernel}, got {name}")
     return Timeline(sources.load_source(f"{name}_stamped", copy.source), copy, tiles, _attention, kernel)
+
+
+def _source_with(module: str, others: Sequence[str]) -> str:
+    """A module's source with that of others, whose functions it calls as `other.function`, before it."""
+    text, parts = inspect.getsource(importlib.import_module(module)), []
+    for other in others:
+        name = other.rpartition(".")[2]
+        parts.append(inspect.getsource(importlib.import_module(other)))
+        text = re.sub(rf"\b{name}\.(\w+)\(", r"\1(", text)
+    return "\n".join([*parts, text])
 
 
 def _attention(q, k, v, causal=True, sm_scale=None, **options) -> torch.Tensor:

@@ -52,13 +52,16 @@ SPANS = {
     ],
 }
 PACKAGE = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
+KEPT = "attnlib.kernels.hopper.kept_shift"
 STEP = [
-    Span("QK", after("wait_k(mem", "_step", "c"), after("s = warpgroup_mma_wait(len(acc)", "_step", "c")),
+    Span("QK", after("wait_k(mem", "_step", "c"), after("s = warpgroup_mma_wait(len(acc)", "_step", "c"))
+] + [
     Span(
         "PV",
         before("o_token = _start_output", "_step", "c"),
-        after("acc = warpgroup_mma_wait(0", "_wait_output", "c"),
-    ),
+        after("acc = warpgroup_mma_wait(0", function, "c"),
+    )
+    for function in ("_wait_output", "_await_output")
 ]
 
 
@@ -115,7 +118,7 @@ def test_products_overlap_from_chapter_12_on(traces):
 
 def test_package():
     q, k, v = tensors(2, 700, 64)
-    one = timeline.of_package(PACKAGE, STEP, range(0, 6))
+    one = timeline.of_package(PACKAGE, STEP, range(0, 6), [KEPT])
     with on_the_cpu():
         plain = attnlib.attention(q, k, v, causal=True, impl="hopper")
         with emulated(vars(one.module)):
@@ -125,7 +128,7 @@ def test_package():
     rows = one.read()
     assert {row["event"] for row in rows} == {"QK", "PV"} and {row["warpgroup"] for row in rows} >= {0, 1}
     with on_the_cpu(), pytest.raises(ValueError, match="expected the one that reaches all spans"):
-        timeline.of_package(PACKAGE.replace("attention_forward", "other"), STEP, range(2))
+        timeline.of_package(PACKAGE.replace("attention_forward", "other"), STEP, range(2), [KEPT])
 
 
 # ---------------------------------------------------------------- the copy's source
