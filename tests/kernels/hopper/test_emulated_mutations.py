@@ -241,7 +241,7 @@ MUTATIONS = [
     forward("values are not waited for", "apart", TAKEN,
             without("    if not plan.pipeline.joint:\n        wait_v(mem, c, plan)\n")),
     forward("the last values are not waited for", "apart", TAKEN,
-            without("        wait_v(mem, c, plan)\n", "", "        o_token")),
+            without("        wait_v(mem, c, plan)\n", "", "        if plan.keep_shift")),
     forward("Q is not waited for", "joint", TAKEN,
             without("        mbarrier.wait(mem.q_full.index(WG), turn & 1)\n")),
     telling("the first tile is not waited for", "varlen", f"{STORED}|{OVERWRITTEN}",
