@@ -163,21 +163,25 @@ def everybody_in_order(shape: Shape) -> dict[str, harness.Attention | None]:
 
 # ---------------------------------------------------------------- tuning
 
-_TWO = {"late_wait": True, "pin": True, "named": True}
+_TWO = {"late_wait": True, "pin": True, "named": True, "keep_shift": True}
 _THREE = {
     "joint": True, "pin": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128
 }  # fmt: skip
 CANDIDATES = {  # name -> what to compare; all compile without spills and without serialized products
     "2 x 128": lambda columns, q: SplitConfig(128, 2, 2, 64, q, **_TWO, columns=columns),
-    "2 x 128, early wait": lambda columns, q: SplitConfig(128, 2, 2, 64, q, named=True, columns=columns),
+    "2 x 128, early wait": lambda columns, q: SplitConfig(
+        128, 2, 2, 64, q, named=True, keep_shift=True, columns=columns
+    ),
     "3 x 64": lambda columns, q: SplitConfig(64, 3, 4, 64, q, **_THREE, columns=columns),
     "3 x 64, late wait": lambda columns, q: SplitConfig(
         64, 3, 4, 64, q, late_wait=True, **_THREE, columns=columns
     ),
-    "2 x 64": lambda columns, q: SplitConfig(64, 2, 2, 128, q, named=True, columns=columns),
+    "2 x 64": lambda columns, q: SplitConfig(
+        64, 2, 2, 128, q, named=True, keep_shift=True, columns=columns
+    ),
     "2 x 64, late wait": lambda columns, q: SplitConfig(64, 2, 2, 128, q, **_TWO, columns=columns),
     "2 x 64, joint": lambda columns, q: SplitConfig(
-        64, 2, 2, 128, q, named=True, pin=True, joint=True, columns=columns
+        64, 2, 2, 128, q, named=True, pin=True, joint=True, keep_shift=True, columns=columns
     ),
 }
 FITTING = {  # columns -> the candidates whose registers and shared memory suffice

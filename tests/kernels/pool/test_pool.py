@@ -8,10 +8,13 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from emulated import on_the_cpu
+from families import fresh_launches  # noqa: F401  (a fixture)
 from pooled_cases import CASES, PooledCase, check
 
 from attnlib import attention, attention_pooled
 from attnlib.api import pooled
+from attnlib.kernels import hopper
+from attnlib.kernels.hopper.configs import hopper_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -41,7 +44,10 @@ def test_hopper(name):
     assert kernels["attention_forward_hopper"].reports
 
 
-def test_keeping_maxima_changes_no_bit():
+def test_keeping_maxima_changes_no_bit(fresh_launches, monkeypatch):  # noqa: F811
+    """Of the kernel that takes a maximum in each step."""
+    config = replace(hopper_config(128), keep_shift=False)
+    monkeypatch.setattr(hopper, "hopper_config", lambda *call: config)
     q, k, v = PooledCase(S=330, D=128).tensors("cpu")
     with on_the_cpu():
         plain = attention(q, k, v, causal=True, impl="hopper")
