@@ -75,9 +75,10 @@ class ForwardPlan(Constants):
 
     @property
     def keep_shift(self):
-        """Where each row sees a key of its first block, and no block after it needs a mask."""
+        """Where each row sees a key of its first block, and no block after it needs a mask. A result that is
+        merged into another leaves no registers for it: words would spill."""
         plain = self.mask.blocks.value < 2 and not self.mask.left.value and not self.pooled.value
-        return gl.constexpr(self.pipeline.keep_shift.value and plain)
+        return gl.constexpr(self.pipeline.keep_shift.value and plain and not self.accumulate.value)
 
     qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
     right = gl.constexpr(0)  # columns of a second part
@@ -133,6 +134,7 @@ class NarrowPlan(ForwardPlan):
 
     qk_width = property(lambda self: self.columns)
     own_keys = property(lambda self: self.keys_by_rows)
+    keep_shift = gl.constexpr(False)  # words would spill
 
 
 @dataclass(frozen=True)
