@@ -94,20 +94,6 @@ def _add_constraints(n, always=False, placed=False):
 
 
 @gluon.jit
-def add_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
-    """Add [64, columns] to the sums of a block, of [BLOCK_M / 64, D / 8, 512] in memory, from element AT on,
-    as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the 128
-    threads follow each other. Without `wanted`, do nothing."""
-    n: gl.constexpr = dq.shape[1] // 2  # elements of dq in a thread
-    offset = block.to(gl.int64) * (plan.block_m * plan.width) + AT
-    address = (dq_ptr + offset).to(gl.int64)
-    gl.inline_asm_elementwise(
-        _add_asm(n), _add_constraints(n), [dq, address, wanted.to(gl.int32)], dtype=gl.int8,
-        is_pure=False, pack=n,
-    )  # fmt: skip
-
-
-@gluon.jit
 def place_of(x):
     """Where in a block of sums, in bytes, the thread's part of each four elements of x is, for each of these,
     by the elements that the thread has. In a loop over tiles ptxas, on finding %tid.x in the assembly, would
@@ -119,31 +105,33 @@ def place_of(x):
 
 
 @gluon.jit
-def add_placed_sums(dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr):
-    """`add_sums` of a program that stays on its SM."""
+def add_sums(
+    dq_ptr, block, dq, wanted, AT: gl.constexpr, plan: gl.constexpr, PLACED: gl.constexpr = False
+):
+    """Add [64, columns] to the sums of a block, of [BLOCK_M / 64, D / 8, 512] in memory, from element AT on,
+    as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the 128
+    threads follow each other. Without `wanted`, do nothing. PLACED: with places as `place_of` has them."""
     n: gl.constexpr = dq.shape[1] // 2  # elements of dq in a thread
     offset = block.to(gl.int64) * (plan.block_m * plan.width) + AT
-    address = (dq_ptr + offset).to(gl.int64)
+    operands = dq, (dq_ptr + offset).to(gl.int64), wanted.to(gl.int32)
+    if PLACED:
+        operands = operands + (place_of(dq),)
     gl.inline_asm_elementwise(
-        _add_asm(n, "red.global.add.v4.f32", False, True), _add_constraints(n, False, True),
-        [dq, address, wanted.to(gl.int32), place_of(dq)], dtype=gl.int8, is_pure=False, pack=n,
+        _add_asm(n, "red.global.add.v4.f32", False, PLACED), _add_constraints(n, False, PLACED), operands,
+        dtype=gl.int8, is_pure=False, pack=n,
     )  # fmt: skip
 
 
 @gluon.jit
 def leave_sums(ptr, x, AT: gl.constexpr, ADD: gl.constexpr, PLACED: gl.constexpr = False):
     """Add [64, columns] to float32 in memory, or store it there, from element AT on: as it lies in registers,
-    as `add_sums` does it, or `add_placed_sums`."""
+    as `add_sums` does it."""
     n: gl.constexpr = x.shape[1] // 2  # elements of x in a thread
-    address = (ptr + AT).to(gl.int64)
     operation: gl.constexpr = "red.global.add.v4.f32" if ADD else "st.global.v4.f32"
+    operands = x, (ptr + AT).to(gl.int64)
     if PLACED:
-        gl.inline_asm_elementwise(
-            _add_asm(n, operation, True, True), _add_constraints(n, True, True), [x, address, place_of(x)],
-            dtype=gl.int8, is_pure=False, pack=n,
-        )  # fmt: skip
-    else:
-        gl.inline_asm_elementwise(
-            _add_asm(n, operation, True), _add_constraints(n, True), [x, address], dtype=gl.int8,
-            is_pure=False, pack=n,
-        )  # fmt: skip
+        operands = operands + (place_of(x),)
+    gl.inline_asm_elementwise(
+        _add_asm(n, operation, True, PLACED), _add_constraints(n, True, PLACED), operands, dtype=gl.int8,
+        is_pure=False, pack=n,
+    )  # fmt: skip

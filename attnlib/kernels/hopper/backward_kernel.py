@@ -120,7 +120,6 @@ from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
     STAGES,
-    add_placed_sums,
     add_sums,
     opaque_zero,
     parity_of,
@@ -217,10 +216,8 @@ def _issue_dq(mem, j, first, WG: gl.constexpr, plan: gl.constexpr):
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     for i in gl.static_range(len(dq)):
-        if plan.persistent:
-            add_placed_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
-        else:
-            add_sums(dq_ptr, block, dq[i], wanted, place_of_dq(i, dq[i].shape[1], WG, plan), plan)
+        at = place_of_dq(i, dq[i].shape[1], WG, plan)
+        add_sums(dq_ptr, block, dq[i], wanted, at, plan, plan.persistent)
 
 
 @gluon.jit
