@@ -46,7 +46,8 @@ from time_plane import GradientSample  # noqa: E402
 from attnlib.bench import peers, plane, timing  # noqa: E402
 from attnlib.bench.backward import GRADIENTS, make_gradient  # noqa: E402
 from attnlib.bench.oracle import make_inputs  # noqa: E402
-from attnlib.bench.plane import KINDS, Cell  # noqa: E402
+from attnlib.bench.plane import ALL as KINDS  # noqa: E402
+from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402

@@ -68,19 +68,19 @@ def run(case: MonarchCase, tensors: list[torch.Tensor], mask: torch.Tensor | Non
     return attention_monarch(*tensors, key_mask=mask, impl="triton", **options)
 
 
-RUNS = 8
-"""How often the model runs with roundings, to find what they cost."""
+RUNS, MORE = 8, 128
+"""How often the model runs with roundings, to find what they cost; and for rows that look wrong."""
 
 
 def costs_of(
-    case: MonarchCase, tensors: list[torch.Tensor], params: MonarchParams, seed: int
+    case: MonarchCase, tensors: list[torch.Tensor], params: MonarchParams, seed: int, runs: int = RUNS
 ) -> torch.Tensor:
-    """(RUNS, rows): the largest error of each row of the output in runs of the model that round where the
+    """(runs, rows): the largest error of each row of the output in runs of the model that round where the
     kernels round, each with noise on the keys that is as large as a rounding."""
     q, k, v = tensors
     truth, generator = model.output(q, k, v, params), torch.Generator(k.device).manual_seed(seed)
     found = []
-    for _ in range(RUNS):
+    for _ in range(runs):
         noise = torch.randn(k.shape, generator=generator, dtype=torch.float64, device=k.device)
         moved = k.double() * (1 + torch.finfo(k.dtype).eps * noise)
         found.append(row_errors(model.output(q, moved, v, params, k.dtype).to(k.dtype), truth))
@@ -98,7 +98,10 @@ def check(case: MonarchCase, device: str, seed: int = 0) -> None:
     has large errors in every run with roundings, and how large is luck. So each row has its own budget: twice
     the 99th percentile of all costs, plus 10 times the RMS of this row's costs. The RMS of all errors may be
     twice that of all costs; there, what is above the percentile counts as the percentile, or one near tie
-    would be most of it."""
+    would be most of it.
+
+    One to three rows that are still above have the model's cost in MORE runs more: a tie that is missed by a
+    few roundings is decided otherwise in one run of a hundred. Their budget is then twice the largest cost."""
     tensors, mask = make(case, device, seed)
     out = run(case, tensors, mask)
     assert out.shape == tensors[0].shape and out.dtype == tensors[0].dtype
@@ -107,6 +110,10 @@ def check(case: MonarchCase, device: str, seed: int = 0) -> None:
     errors, costs = row_errors(out, model.output(*tensors, params)), costs_of(case, tensors, params, seed)
     usual = costs.flatten().kthvalue(math.ceil(0.99 * costs.numel())).values
     allowed = 2 * usual + 10 * rms(costs, 0)
+    above = errors > allowed
+    if 0 < above.sum() <= 3:  # more are no luck
+        more = costs_of(case, tensors, params, seed + 1, MORE)[:, above]
+        allowed[above] = torch.maximum(allowed[above], 2 * more.amax(0))
     worst = (errors - allowed).argmax()
     found, budget = rms(errors.clamp(max=usual)), 2 * rms(costs.clamp(max=usual))
     right = (errors <= allowed).all() and found <= budget

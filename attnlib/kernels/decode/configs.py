@@ -186,8 +186,9 @@ def merge_config(rows: int, width: int, most: int, sms: int, columns: int | None
     """How partial results are merged: `rows` of all pairs, `width` columns, at most `most` results of each.
 
     A merge takes as long as memory takes to answer, once for each step. So few rows are cut into narrow
-    slices, of which many results are taken at once; many rows fill the GPU whole."""
-    columns = columns or min(width, NARROW if rows * (width // NARROW) <= 16 * sms else 128)
+    slices, of which many results are taken at once. Of more than 4 programs an SM few find room before the
+    kernel ends, so more rows are not cut (docs/lab/decode.md)."""
+    columns = columns or min(width, NARROW if rows * (width // NARROW) <= 4 * sms else 128)
     return MergeConfig(min(1 << max(0, most - 1).bit_length(), MERGED // columns), columns)
 
 
