@@ -37,6 +37,13 @@ KINDS = {
     "gqa4": Kind("causal, GQA 4:1", group=4),
     "window": Kind("window of 1024 keys", window=(1023, 0)),
 }
+OTHERS = {
+    "gqa8dense": Kind("GQA 8:1", causal=False, group=8),
+    "gqa8window": Kind("window of 1024 keys, GQA 8:1", group=8, window=(1023, 0)),
+    "gqa16": Kind("causal, GQA 16:1", group=16),
+}
+"""Kinds of calls that are tuned beside those of the plane."""
+ALL = KINDS | OTHERS
 FP16 = [(kind, 4096) for kind in ("causal", "dense")]
 """What is measured in fp16, too: (kind, length)."""
 
@@ -49,14 +56,14 @@ class Cell(NamedTuple):
 
     @property
     def label(self) -> str:
-        one = KINDS[self.kind]
+        one = ALL[self.kind]
         return self.shape.label + (f", {one.label}" if one.window else "")
 
     @property
     def pairs(self) -> float:
         """Queries and keys that see each other, of a head: an area, as the FLOPs of `roofline` are counted;
         with a window, exactly."""
-        n, (_, causal, _, window) = self.shape.seqlen, KINDS[self.kind]
+        n, (_, causal, _, window) = self.shape.seqlen, ALL[self.kind]
         if window is None:
             return n * n / 2 if causal else n * n
         wide = min(n, window[0] + 1)
@@ -71,7 +78,7 @@ class Cell(NamedTuple):
 def cell(kind: str, head_dim: int, length: int, dtype: str = "bfloat16") -> Cell:
     """With about as many tokens and columns in all as every other."""
     heads = 16 if head_dim <= 128 else 8
-    one = KINDS[kind]
+    one = ALL[kind]
     return Cell(
         kind, Shape(TOKENS // length, heads, length, head_dim, one.causal, dtype, heads // one.group)
     )

@@ -101,7 +101,7 @@ def check(case: MonarchCase, device: str, seed: int = 0) -> None:
     would be most of it.
 
     One to three rows that are still above have the model's cost in MORE runs more: a tie that is missed by a
-    few roundings is decided otherwise in one run of a hundred. Their budget is then twice the largest cost."""
+    few roundings goes the other way in one run of a hundred. Their budget is then twice the largest cost."""
     tensors, mask = make(case, device, seed)
     out = run(case, tensors, mask)
     assert out.shape == tensors[0].shape and out.dtype == tensors[0].dtype

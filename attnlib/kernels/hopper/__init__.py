@@ -1,6 +1,8 @@
 """Exact attention in Gluon, for GPUs of compute capability 9.x. Chapters 10 to 15 build the forward kernel,
 chapter 20 derives the backward pass, and chapter 21 builds its kernels."""
 
+from dataclasses import replace
+
 from attnlib.kernels.common import device
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.forward_plan import ForwardPlan
@@ -14,6 +16,7 @@ from attnlib.kernels.hopper.configs_backward import (
 )
 from attnlib.kernels.hopper.launch import forward
 from attnlib.kernels.hopper.launch_backward import backward
+from attnlib.kernels.hopper.sharing import visited_by_staying
 from attnlib.kernels.hopper.support import slower, unsupported
 from attnlib.params import Params
 
@@ -33,9 +36,19 @@ def configuration(
         return own_values_config(q.shape[-1], v.shape[-1])
     B, H, H_kv, S_q, S_k = signature(params, q, k).dimensions()
     if backward:
-        stays = H == H_kv and params.varlen is None
-        masked = params.window.clipped(S_q, S_k) != (None, None)
-        return hopper_backward_config(q.shape[-1], params.deterministic, stays, masked)
+        window = params.window.clipped(S_q, S_k)
+        masked, left_bound = window != (None, None), window[0] is not None
+        chosen = hopper_backward_config(q.shape[-1], params.deterministic, masked=masked)
+        stays = hopper_backward_config(q.shape[-1], stays=True, masked=masked)
+        if params.varlen is not None or params.deterministic or not stays.persistent:
+            return chosen
+        if H == H_kv:
+            return stays
+        if left_bound or not S_k:
+            return chosen
+        rows = mean_keys(S_q, S_k, params.window) * S_q / S_k
+        visited = visited_by_staying(stays.width(q.shape[-1]), H // H_kv, rows)
+        return chosen if visited is None else replace(stays, visited=visited)
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

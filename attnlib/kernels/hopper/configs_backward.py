@@ -181,7 +181,7 @@ def hopper_backward_config(
         head_dim: D, 1 to 256.
         deterministic: gradients have the same bits in every run.
         stays: programs stay on their SM, up to 128 columns: where each key head has one query head, and
-            sequences lie in batches. How grouped heads do with it has not been measured.
+            sequences lie in batches; of grouped heads see `sharing.visited_by_staying`.
         masked: a diagonal or a window hides keys.
 
     Raises:

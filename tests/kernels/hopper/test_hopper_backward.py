@@ -140,7 +140,7 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
 
 
 def test_which_programs_stay_on_their_sm() -> None:
-    """Not where heads are grouped, in varlen sequences, where sums have an order, nor beyond 128 columns."""
+    """Not of two grouped heads, in varlen sequences, where sums have an order, nor beyond 128 columns."""
     for head_dim in range(8, 257, 8):
         q, k = (torch.zeros(1, heads, 130, head_dim, dtype=torch.float16) for heads in (4, 2))
         for window, deterministic in product((MaskWindow(None, None), MaskWindow(None, 0)), (False, True)):
@@ -153,6 +153,27 @@ def test_which_programs_stay_on_their_sm() -> None:
             tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
             varlen = params._replace(varlen=Varlen(starts, starts, 130, 130))
             assert not hopper.configuration(tokens, tokens, tokens, varlen, backward=True).persistent
+
+
+@pytest.mark.parametrize(
+    "head_dim, group, S, visited",
+    [
+        (128, 8, 4096, 1), (128, 8, 16384, 1), (128, 4, 4096, 1), (128, 4, 16384, None), (128, 2, 4096, None),
+        (128, 8, 256, None), (64, 8, 4096, 2), (64, 8, 512, None), (64, 4, 4096, None), (96, 8, 4096, 2),
+        (64, 12, 4096, 3), (64, 11, 4096, 1), (80, 8, 4096, None), (192, 8, 4096, None),
+    ],
+)  # fmt: skip
+def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> None:
+    """As docs/lab/hopper-backward.md has measured it, under a diagonal; never with a window's left bound, and
+    not where sums have an order."""
+    q, k = (torch.empty(1, heads, S, head_dim, dtype=torch.float16, device="meta") for heads in (group, 1))
+    params = Params(MaskWindow(None, 0), SCALE)
+    config = hopper.configuration(q, k, k, params, backward=True)
+    stays = hopper_backward_config(head_dim, stays=True, masked=True)
+    expected = hopper_backward_config(head_dim, masked=True)
+    assert config == (expected if visited is None else replace(stays, visited=visited))
+    for other in (params._replace(window=MaskWindow(1023, 0)), params._replace(deterministic=True)):
+        assert not hopper.configuration(q, k, k, other, backward=True).persistent
 
 
 @pytest.mark.parametrize("block_n", [128, 64])
