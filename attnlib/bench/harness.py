@@ -305,11 +305,13 @@ def measure(
     shapes: Iterable[Shape],
     *,
     notebook: str,
+    anywhere: bool = False,
     **options: Any,
 ) -> records.Table:
     """Compare implementations on shapes; measured and stored on a GPU, replayed without one.
 
     `implementations`: name -> f(q, k, v, causal, sm_scale) -> out, or None for the peer of that name.
+    `anywhere`: replay another GPU's rows where the reference GPU has none, see `records.load_anywhere`.
     `options`: setting, the book's one or that of sweeps; control, the implementation that is timed twice
     (default: the last that works, ours before peers); gate, whether outputs are judged; kind, of
     `oracle.make_inputs`.
@@ -327,8 +329,7 @@ def measure(
     """
     check_names(implementations, options.get("control"))
     shapes = list(shapes)
-    table = records.table(
-        notebook, name, lambda: collect(implementations, shapes, **options), method=method(**options)
-    )
+    rows = functools.partial(collect, implementations, shapes, **options)
+    table = records.table(notebook, name, rows, method(**options), anywhere)
     rows = [table.one(shape, impl=impl) for shape in shapes for impl in implementations]
     return dataclasses.replace(table, rows=rows)

@@ -16,6 +16,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,7 @@ def table(
     name: str,
     produce: Callable[[], list[dict[str, Any]]],
     method: Mapping[str, Any] | None = None,
+    anywhere: bool = False,
 ) -> Table:
     """Measure a table on a GPU and store it, or replay it.
 
@@ -294,13 +296,15 @@ def table(
     Without one (or with ATTNLIB_REPLAY=1) `produce` is not called and the stored rows come back, see `load`.
     A process that warms the caches calls `produce`, stores nothing, and has the stored rows.
     ATTNLIB_TABLES=NAME,NAME measures the tables of these names alone, and replays all others.
-    `method` says how the rows were measured.
+    `method` says how the rows were measured. anywhere: replay another GPU's where the reference GPU has
+    none, see `load_anywhere`.
     """
+    stored = partial(load_anywhere if anywhere else load, notebook, name)
     asked = os.environ.get("ATTNLIB_TABLES")
     if asked and name not in asked.split(","):
-        return load(notebook, name)
+        return stored()
     if not can_measure():
-        return _called_once(notebook, name, produce) if warming() and _own_gpu() else load(notebook, name)
+        return _called_once(stored, name, produce) if warming() and _own_gpu() else stored()
     import torch
 
     path = _path(gpu_slug(torch.cuda.get_device_name()), notebook)
@@ -316,7 +320,9 @@ def table(
     return Table.of(name, rounded(rows), header, replayed=False)
 
 
-def _called_once(notebook: str, name: str, produce: Callable[[], list[dict[str, Any]]]) -> Table:
+def _called_once(
+    stored: Callable[[], Table], name: str, produce: Callable[[], list[dict[str, Any]]]
+) -> Table:
     """Make the rows of a table, so that all their kernels are compiled, and show the recorded ones. Those
     just made, which were not timed by any rule, are shown only where none are recorded; nothing is stored.
 
@@ -327,7 +333,7 @@ def _called_once(notebook: str, name: str, produce: Callable[[], list[dict[str, 
     except Exception as error:
         rows, failure = [], error
     try:
-        return load(notebook, name)
+        return stored()
     except RecordError:
         if failure is not None:
             raise failure from None
