@@ -69,19 +69,23 @@ def advise(shape: LlamaShape, context: int, card: Card, lora: int | None = None)
     return sorted(found, key=lambda way: (round(way.ms, 1), way.how.offload, way.peak))
 
 
-def shares(shape: LlamaShape, how: Training) -> dict[str, int]:
-    """The peak, in parts that add up to it: what is there all the time; at the moment of the peak what layers
-    keep and the gradients that are there; and the rest, which is at work then (logits, the layer that goes
-    back, what FSDP2 has gathered, cuBLAS's workspace)."""
+def shares(shape: LlamaShape, how: Training, moment: str | None = None) -> dict[str, int]:
+    """What is there at one of the `training.MOMENTS`, by default that of the peak, in parts that add up to
+    it: what is there all the time; what layers keep; gradients of parameters, from the first layer's backward
+    pass on; and the rest, which is at work then (logits, the layer that goes back, what FSDP2 has
+    gathered, cuBLAS's workspace)."""
     found = memory(shape, how)
-    early = found.moment in ("loss", "last layer")
-    parts = {
-        "parameters": found.parameters,
-        "Adam": found.states,
-        "gradients": 0 if early else HALF * how.trained(shape) // (how.gpus if how.sharded else 1),
-        "kept": shape.layers * sum(held(shape, how).values()) if early else 0,
-    }
-    if found.moment == "begin":
-        parts["gradients"] = 0
-    assert found.peak - sum(parts.values()) >= WORKSPACE
-    return parts | {"at work": found.peak - sum(parts.values())}
+    moment = found.moment if moment is None else moment
+    if moment not in found.beside:
+        raise ValueError(f"moment: expected one of {tuple(found.beside)}, got {moment!r}")
+    parts = {"parameters": found.parameters, "Adam": found.states, "gradients": 0, "kept": 0}
+    if moment in ("loss", "last layer"):
+        parts["kept"] = shape.layers * sum(held(shape, how).values())
+    elif moment != "begin":
+        # An embedding of its own gets its gradient after the first layer.
+        later = moment == "first layer" and how.lora is None and not shape.tied
+        there = how.trained(shape) - (shape.vocab * shape.width if later else 0)
+        parts["gradients"] = HALF * there // (how.gpus if how.sharded else 1)
+    whole = found.parameters + found.states + found.beside[moment] + WORKSPACE
+    assert whole - sum(parts.values()) >= WORKSPACE
+    return parts | {"at work": whole - sum(parts.values())}

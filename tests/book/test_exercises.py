@@ -15,6 +15,11 @@ LOAD_V = "        if i + 2 < tiles:\n" + NEXT_V
 NEVER_FILLED = "    if c >= plan.stages:  # what was never filled is not given back\n"
 
 PLANTED = {
+    "03_online_softmax": (
+        ("causal_head", "tl.minimum(S, (tl.program_id(0) + 1) * BLOCK)", "S", "later keys: error of O nan"),
+        ("causal_head", "<= o_m[:, None], b_s", "< o_m[:, None], b_s", "error of O"),
+        ("causal_head", "b_m + tl.log(b_l)", "b_m + tl.log2(b_l)", "error of LSE"),
+    ),
     "04_exp2": (
         ("signed", "tl.minimum(b_m, tl.min(b_s, 1))", "tl.maximum(b_m, tl.max(b_s, 1))", "not finite"),
         ("signed", "tl.where(keep, b_s, never)", 'tl.where(keep, b_s, float("-inf"))', "not finite"),

@@ -328,6 +328,14 @@ def test_advice():
     for how in WAYS + [Training(1000, 1, zero=3, gpus=4), Training(9000, checkpointing="layer")]:
         found = shares(MODELS["1B"], how)
         assert sum(found.values()) == memory(MODELS["1B"], how).peak and min(found.values()) >= 0
+    for model, how in ((model, how) for model in ("1B", "8B") for how in WAYS):
+        needed = memory(MODELS[model], how)
+        for moment, beside in needed.beside.items():
+            found = shares(MODELS[model], how, moment)
+            assert sum(found.values()) == needed.parameters + needed.states + beside + WORKSPACE
+            assert min(found.values()) >= 0 and (found["kept"] > 0) == (moment in ("loss", "last layer"))
+    with pytest.raises(ValueError, match="moment: expected one of .*'loss'.*, got 'middle'"):
+        shares(MODELS["1B"], WAYS[0], "middle")
     with pytest.raises(ValueError, match="room: expected bytes above 0, got 0"):
         Card(0)
     with pytest.raises(ValueError, match="gpus: expected an int from 1 on, got 1.5"):
