@@ -44,10 +44,8 @@ def configuration(
             return chosen
         if H == H_kv:
             return stays
-        if left_bound or not S_k:
-            return chosen
-        rows = mean_keys(S_q, S_k, params.window) * S_q / S_k
-        visited = visited_by_staying(stays.width(q.shape[-1]), H // H_kv, rows)
+        rows = mean_keys(S_q, S_k, params.window) * S_q / max(S_k, 1)
+        visited = visited_by_staying(stays.width(q.shape[-1]), H // H_kv, rows, masked, left_bound)
         return chosen if visited is None else replace(stays, visited=visited)
     keys = seen = None
     if params.window.left is None and not params.window.right:

@@ -104,20 +104,22 @@ def divisors(group: int) -> list[int]:
     return [n for n in range(1, group + 1) if group % n == 0]
 
 
-def visited_by_staying(width: int, group: int, rows: float) -> int | None:
+def visited_by_staying(width: int, group: int, rows: float, masked: bool, left_bound: bool) -> int | None:
     """How many query heads of a group a program visits that stays on its SM; None where programs of one tile
-    are as fast. Measured on an H100 under a diagonal, docs/lab/hopper-backward.md.
+    are as fast. Measured on an H100, docs/lab/hopper-backward.md.
 
     Args:
         width: columns of a tile.
         group: query heads of a key head.
         rows: queries of a head that see a key, on average.
+        masked: a diagonal or a window hides keys.
+        left_bound: it is a window with a left bound.
     """
     if width == 128:
         return 1 if rows >= 256 and (group >= 8 or (group >= 4 and rows <= 4096)) else None
-    if width in (64, 96) and group >= 8 and rows >= 512:
-        return max(visited for visited in divisors(group) if 4 * visited <= group)
-    return None
+    if not masked or group < 8 or rows < 512 or (left_bound and width < 96):
+        return None
+    return max(visited for visited in divisors(group) if 4 * visited <= group)
 
 
 def query_heads(call: Signature) -> int:

@@ -160,20 +160,23 @@ def test_which_programs_stay_on_their_sm() -> None:
     [
         (128, 8, 4096, 1), (128, 8, 16384, 1), (128, 4, 4096, 1), (128, 4, 16384, None), (128, 2, 4096, None),
         (128, 8, 256, None), (64, 8, 4096, 2), (64, 8, 512, None), (64, 4, 4096, None), (96, 8, 4096, 2),
-        (64, 12, 4096, 3), (64, 11, 4096, 1), (80, 8, 4096, None), (192, 8, 4096, None),
+        (64, 12, 4096, 3), (64, 11, 4096, 1), (80, 8, 4096, 2), (112, 8, 4096, 1), (64, 16, 4096, 4),
     ],
 )  # fmt: skip
 def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> None:
-    """As docs/lab/hopper-backward.md has measured it, under a diagonal; never with a window's left bound, and
-    not where sums have an order."""
+    """As docs/lab/hopper-backward.md has measured it, under a diagonal; of windows and dense calls, which see
+    every key with more rows, some. Never where sums have an order."""
     q, k = (torch.empty(1, heads, S, head_dim, dtype=torch.float16, device="meta") for heads in (group, 1))
     params = Params(MaskWindow(None, 0), SCALE)
     config = hopper.configuration(q, k, k, params, backward=True)
     stays = hopper_backward_config(head_dim, stays=True, masked=True)
     expected = hopper_backward_config(head_dim, masked=True)
     assert config == (expected if visited is None else replace(stays, visited=visited))
-    for other in (params._replace(window=MaskWindow(1023, 0)), params._replace(deterministic=True)):
-        assert not hopper.configuration(q, k, k, other, backward=True).persistent
+    for window, widths in ((MaskWindow(1023, 0), (96, 112, 128)), (MaskWindow(None, None), (112, 128))):
+        config = hopper.configuration(q, k, k, params._replace(window=window), backward=True)
+        if visited is not None:
+            assert config.persistent is (head_dim in widths)
+    assert not hopper.configuration(q, k, k, params._replace(deterministic=True), backward=True).persistent
 
 
 @pytest.mark.parametrize("block_n", [128, 64])
