@@ -125,7 +125,8 @@ def visited_by_staying(width: int, group: int, rows: float, masked: bool, left_b
 def query_heads(call: Signature) -> int:
     """How many query heads of a group one program visits. It visits all of varlen sequences, of windows with
     a left bound and of deterministic calls: the model does not know the programs of the former, and the
-    latter must not add in any order.
+    latter must not add in any order. Beyond 128 columns it visits at most two of a group of four and more
+    under a diagonal: so it was faster than the model knows in all lengths (docs/lab/hopper-backward.md).
 
     Raises:
         ValueError: the configuration says a number that does not divide the group.
@@ -142,7 +143,10 @@ def query_heads(call: Signature) -> int:
     if group == 1 or call.varlen or left is not None or config.deterministic:
         return group
     widths = config.width(call.head_dim), config.value_width(call.head_dim)
-    return chosen(Launched(config, B * H_kv, group, S_q, S_k, *widths, right is not None))
+    visited = chosen(Launched(config, B * H_kv, group, S_q, S_k, *widths, right is not None))
+    if right is not None and group >= 4 and config.block_n < 128:
+        return min(visited, 2 - group % 2)
+    return visited
 
 
 class SharedKeys(NamedTuple):
