@@ -364,10 +364,13 @@ def load_anywhere(notebook: str, name: str, gpu: str | None = None) -> Table:
     try:
         return load(notebook, name, gpu)
     except RecordError:
-        found = []
-        for path in sorted(data_dir().glob(f"*/{notebook}.json")):
-            if name in read(path)["tables"]:
-                found.append(load(notebook, name, path.parent.name))
-        if not found:
+        if not (found := of_all_gpus(notebook, name)):
             raise
-        return max(found, key=lambda table: table.date)
+        return found[0]
+
+
+def of_all_gpus(notebook: str, name: str) -> list[Table]:
+    """The stored tables of this name, of one GPU each, the latest first."""
+    folders = [path.parent.name for path in sorted(data_dir().glob(f"*/{notebook}.json"))
+               if name in read(path)["tables"]]  # fmt: skip
+    return sorted((load(notebook, name, gpu) for gpu in folders), key=lambda table: table.date, reverse=True)

@@ -85,9 +85,7 @@ def tables_of(notebook: str, source: str = "") -> list[records.Table]:
     """The tables of a notebook's record, and of those that its source loads by name: of the reference GPU,
     and of another one where that has none."""
     wanted = {notebook, *re.findall(r"\b(?:load|recorded)\(\s*[\"'](\w+)[\"']", source)}
-    if "generation.tables(" in source:
-        wanted.add(generation.RECORD)
-    found = []
+    found = generation.tables(records.REFERENCE_GPU) if "generation.tables(" in source else []
     for name in sorted(wanted):
         paths = sorted(records.data_dir().glob(f"*/{name}.json"))
         tables = {table for path in paths for table in records.read(path)["tables"]}

@@ -14,7 +14,7 @@ CACHES = {
 """Table of the record -> the cache that it is about."""
 COLUMNS = {
     "call": "Llama, 1.2 billion parameters", "cache": "cache", "attnlib": "attnlib, tokens/s",
-    "sdpa": "SDPA, tokens/s", "against": "attnlib against SDPA", "prompt": "the prompt",
+    "sdpa": "SDPA, tokens/s", "gpu": "GPU", "against": "attnlib against SDPA", "prompt": "the prompt",
 }  # fmt: skip
 WAITING = (
     "*Not measured yet: `python tests/gpu/measure_generate.py` on a GPU of compute capability 9.x writes "
@@ -23,13 +23,16 @@ WAITING = (
 
 
 def tables(gpu: str | None = None) -> list[Table]:
-    """Those that there are, in the order of `CACHES`."""
+    """Those that there are, in the order of `CACHES`. Of a cache that was not measured on `gpu`, or else on
+    this machine's or the reference GPU, another GPU's."""
     found = []
     for name in CACHES:
         try:
-            found.append(records.load(RECORD, name, gpu))
+            first = [records.load(RECORD, name, gpu)]
         except records.RecordError:
-            continue
+            first = []
+        some = first + records.of_all_gpus(RECORD, name)
+        found += [next(filter(calls, some), some[0])] if some else []
     return found
 
 
@@ -48,7 +51,7 @@ def lines(found: list[Table]) -> list[dict[str, str]]:
     SDPA's time to the first token over attnlib's."""
     shown = []
     for table in found:
-        cache, reasons = {"cache": CACHES[table.name]}, {}
+        cache, reasons = {"cache": CACHES[table.name], "gpu": table.gpu.removeprefix("NVIDIA ").split()[0]}, {}
         for row in table.select(impl="attnlib"):
             if row["status"] != "ok":
                 reasons.setdefault(row["status"], []).append(row["call"])

@@ -108,7 +108,7 @@ def generate_table() -> str:
     if not found:
         return generation.WAITING
     text = tables.markdown(generation.lines(found), generation.COLUMNS)
-    return f"{text}\n\n*{found[0].gpu}, {found[0].date}*"
+    return f"{text}\n\n*{'; '.join(dict.fromkeys(f'{table.gpu}, {table.date}' for table in found))}*"
 
 
 def fp8_table() -> str:

@@ -26,9 +26,9 @@ def rows(cache: str, ours: float, theirs: float) -> list[dict]:
     return found
 
 
-def write(folder, found: dict[str, list[dict]]) -> None:
-    header = {"gpu": {"name": "NVIDIA H200"}, "date": "2026-11-23", "commit": "x", "method": {}}
-    path = folder / "nvidia-h200" / "generate.json"
+def write(folder, found: dict[str, list[dict]], gpu: str = "NVIDIA H200") -> None:
+    header = {"gpu": {"name": gpu}, "date": "2026-11-23", "commit": "x", "method": {}}
+    path = folder / records.gpu_slug(gpu) / "generate.json"
     records.write_report(path, {"notebook": "generate", "schema": 1, **header},
                          {name: {"rows": some} for name, some in found.items()})  # fmt: skip
 
@@ -48,7 +48,18 @@ def test_lines(folder):
     assert tie["attnlib"] == tie["sdpa"] == "2000" and tie["against"].endswith("tie")
     assert faster["attnlib"] == "8000" and faster["against"].startswith("1.500x")
     assert faster["against"].endswith("faster") and faster["prompt"] == "1.50x"
-    assert stopped == {"call": "batch 1, 512 tokens", "cache": faster["cache"], "attnlib": "out of memory"}
+    told = {"cache": faster["cache"], "gpu": "H200"}
+    assert stopped == {"call": "batch 1, 512 tokens", **told, "attnlib": "out of memory"}
     text = readme.generate_table()
     assert "NVIDIA H200, 2026-11-23" in text and "| batch 16, 512 tokens | it grows | 2000 | 2000 |" in text
     assert tables.markdown(generation.lines(found), generation.COLUMNS) in text
+
+
+def test_a_cache_that_only_another_gpu_has_measured(folder):
+    """Not in place of one that the reference GPU has; with the name of its own."""
+    missing = [{**row, "status": "not run"} for row in rows("compiled", 2.0, 3.0)[:1]]
+    write(folder, {"compiled": missing, "dynamic": rows("dynamic", 8.0, 8.0)})
+    write(folder, {"compiled": rows("compiled", 2.0, 3.0), "dynamic": rows("dynamic", 9.0, 9.0)}, "NVIDIA H100")
+    dynamic, compiled = generation.lines(generation.tables())
+    assert (dynamic["gpu"], compiled["gpu"]) == ("H200", "H100") and dynamic["attnlib"] == "2000"
+    assert readme.generate_table().endswith("*NVIDIA H200, 2026-11-23; NVIDIA H100, 2026-11-23*")
