@@ -51,7 +51,8 @@ def lines(found: list[Table]) -> list[dict[str, str]]:
     SDPA's time to the first token over attnlib's."""
     shown = []
     for table in found:
-        cache, reasons = {"cache": CACHES[table.name], "gpu": table.gpu.removeprefix("NVIDIA ").split()[0]}, {}
+        gpu, reasons = table.gpu.removeprefix("NVIDIA ").split()[0], {}
+        cache = {"cache": CACHES[table.name], "gpu": gpu}
         for row in table.select(impl="attnlib"):
             if row["status"] != "ok":
                 reasons.setdefault(row["status"], []).append(row["call"])

@@ -59,7 +59,8 @@ def test_a_cache_that_only_another_gpu_has_measured(folder):
     """Not in place of one that the reference GPU has; with the name of its own."""
     missing = [{**row, "status": "not run"} for row in rows("compiled", 2.0, 3.0)[:1]]
     write(folder, {"compiled": missing, "dynamic": rows("dynamic", 8.0, 8.0)})
-    write(folder, {"compiled": rows("compiled", 2.0, 3.0), "dynamic": rows("dynamic", 9.0, 9.0)}, "NVIDIA H100")
+    other = {"compiled": rows("compiled", 2.0, 3.0), "dynamic": rows("dynamic", 9.0, 9.0)}
+    write(folder, other, "NVIDIA H100")
     dynamic, compiled = generation.lines(generation.tables())
     assert (dynamic["gpu"], compiled["gpu"]) == ("H200", "H100") and dynamic["attnlib"] == "2000"
     assert readme.generate_table().endswith("*NVIDIA H200, 2026-11-23; NVIDIA H100, 2026-11-23*")
