@@ -386,22 +386,14 @@ def _store_columns(desc_o, part, mem, at, row, column: gl.constexpr, WG: gl.cons
 
 
 @gluon.jit
-def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
-    """Through shared memory, at once, in two halves or in four parts."""
-    if plan.o_columns == plan.d:
-        _store_columns(desc_o, o, mem, at, row, 0, WG)
-    elif 2 * plan.o_columns == plan.d:
-        left, right = softmax.halves(o)
-        _store_columns(desc_o, left, mem, at, row, 0, WG)
-        _store_columns(desc_o, right, mem, at, row, plan.o_columns, WG)
+def _store_output(desc_o, o, mem, at, row, column: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
+    """Columns from `column` on, through shared memory, at once or in two halves."""
+    if plan.o_columns == o.shape[1]:
+        _store_columns(desc_o, o, mem, at, row, column, WG)
     else:
         left, right = softmax.halves(o)
-        first, second = softmax.halves(left)
-        _store_columns(desc_o, first, mem, at, row, 0, WG)
-        _store_columns(desc_o, second, mem, at, row, plan.o_columns, WG)
-        first, second = softmax.halves(right)
-        _store_columns(desc_o, first, mem, at, row, 2 * plan.o_columns, WG)
-        _store_columns(desc_o, second, mem, at, row, 3 * plan.o_columns, WG)
+        _store_output(desc_o, left, mem, at, row, column, WG, plan)
+        _store_output(desc_o, right, mem, at, row, column + o.shape[1] // 2, WG, plan)
 
 
 @gluon.jit
@@ -507,7 +499,7 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
         if row < work.S_q:
             o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc)  # [64, D]
-            _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
+            _store_output(desc_o, o.to(dtype), mem, at, row, 0, WG, plan)
     tma.store_wait(0)
 
 
