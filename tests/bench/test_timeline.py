@@ -52,7 +52,7 @@ SPANS = {
     ],
 }
 PACKAGE = "attnlib.kernels.hopper.forward_kernel.attention_forward_hopper"
-KEPT = "attnlib.kernels.hopper.kept_shift"
+KEPT = "attnlib.kernels.common.kept_shift"
 STEP = [
     Span("QK", after("wait_k(mem", "_step", "c"), after("s = warpgroup_mma_wait(len(acc)", "_step", "c"))
 ] + [

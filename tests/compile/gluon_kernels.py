@@ -52,3 +52,7 @@ def check_assembly(ptx: str) -> None:
         else:  # softmax.rescale
             results = set(re.findall(r"mul\.f32 (%\w+),", behind))
             assert results.isdisjoint(re.findall(r"(%\w+);", behind)), "a factor is lost"
+            written = set()
+            for result, element in re.findall(r"mov\.b32 (%\w+), (%\w+)", before):
+                assert element not in written, "an element is lost"
+                written.add(result)

@@ -160,4 +160,8 @@ def test_an_operand_that_is_overwritten_is_found() -> None:
     for block in lost_sum, lost_factor:
         with pytest.raises(AssertionError, match="is lost"):
             check_assembly(block)
+    sound = lost_factor.replace(" %f3;", " %f5;")
+    lost_element = sound.replace("mov.b32 %f1, %f2;", "mov.b32 %f1, %f2; mov.b32 %f6, %f1;")
+    with pytest.raises(AssertionError, match="an element is lost"):
+        check_assembly(lost_element)
         check_assembly(block.replace("f7, %f7, %f1", "f7, %f6, %f1").replace(" %f3;", " %f5;"))

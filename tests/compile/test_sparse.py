@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -17,6 +18,7 @@ from time_sparse import softsign, softsign_derivative
 from attnlib import BlockMask
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.bench.sass import opcode
 from attnlib.block_mask.mask import Form
 from attnlib.kernels.common import preprocess
 from attnlib.kernels.common.launch_preprocess import preprocess as preprocess_of
@@ -48,6 +50,8 @@ CONFIGS = {
     "128 fine": hopper_sparse_config(128, coarse=False),
     "256": hopper_sparse_config(256),
 }
+CONFIGS |= {f"{name} kept": replace(config, keep_shift=True) for name, config in CONFIGS.items()}
+PLAIN = [name for name in CONFIGS if "kept" not in name]
 COPIES = {
     "64 copied": hopper_sparse_config(64, True, True, True),
     "128 copied": hopper_sparse_config(128, True, True, True),
@@ -73,7 +77,9 @@ KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
 SCORED = [("64", "bits, LSE, alibi"), *product(("64", "128", "256"), ("bits, LSE, all",))]
 SCORED += product(("64 wide", "128"), ("bits, LSE, every part",))
 """All parts of a score take the most registers."""
-CASES = [*product(CONFIGS, ("blocks", "bits"), ("fp16",)), ("128", "bits, negative, LSE", "bf16")]
+CASES = [*product(PLAIN, ("blocks", "bits"), ("fp16",)), ("128", "bits, negative, LSE", "bf16")]
+CASES += product(("64 kept", "128 kept"), ("blocks",), ("fp16", "bf16"))
+CASES += [("64 kept", "bits, negative, LSE", "bf16"), ("128 kept", "bits, LSE, cap", "fp16")]
 CASES += [("256", "bits, LSE, all", "fp16"), ("128", "bits, LSE, every part", "fp16")]
 CASES += [("128 copied", "bits, LSE, half", "fp16"), ("64 copied", "bits, LSE, half", "bf16")]
 CASES += [("128", "bits, LSE, own", "fp16")]
@@ -81,6 +87,7 @@ CASES = with_more(
     CASES,
     [
         *product(CONFIGS, ("bits, negative, LSE",), ("fp16",)),
+        *product(("64 wide kept", "128 fine kept", "256 kept"), ("blocks", "bits"), ("fp16",)),
         ("64", "blocks, LSE", "fp16"),
         *product(("64", "256"), ("bits, negative, LSE",), ("bf16",)),
         *((*case, "fp16") for case in SCORED),
@@ -104,7 +111,9 @@ SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
 lists and are not uniform to the compiler, and up to two of a consumer in a step."""
 FORWARD_SPILLS = {("128 copied", "bits, LSE, half"): 4}
-"""Bytes of the forward kernel: where the LSE goes, kept from a tile's begin to its end. Others have none."""
+"""Of the forward kernel: where the LSE goes, kept from a tile's begin to its end. Others have none."""
+KEPT_SPILLS = 4
+"""With kept shifts and bits, outside the loop."""
 MOST_SPILLS = {"all": 28, "half": 28, "single": 20, "relative": 20, "every part": 64}
 MOST_SPILLS |= {"own": 18, "own, capped": 18}
 """Under a soft cap and ALiBi at D = 128, P and the derivative of its scores wait for the bits; a bias that is
@@ -116,6 +125,7 @@ LOADED = "single", "relative", "every part"
 """With loads from global memory in its loop, ptxas takes operands' addresses for different in each thread
 and moves them, some 80 in a step. Why is not known."""
 HGMMA = {"64": 64, "64 wide": 48, "128": 64, "128 fine": 48, "256": 80}
+HGMMA |= {f"{name} kept": number for name, number in HGMMA.items()}
 HGMMA |= {name: HGMMA[name.replace("64 copied", "64 wide").removesuffix(" copied")] for name in COPIES}
 """Products in the code of all consumers: first step, loop, last values."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -238,15 +248,29 @@ def test_hopper(compiled: dict[tuple, Stats], case: tuple) -> None:
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.opcodes["HGMMA"] == HGMMA[name] and not stats.opcodes.get("HMMA")
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
-    assert stats.spills <= FORWARD_SPILLS.get((name, kind), 0)
+    with_bits = KEPT_SPILLS if "kept" in name and "bits" in kind else 0
+    assert stats.spills <= FORWARD_SPILLS.get((name, kind), with_bits)
+    assert not any(loop.get("LDL", 0) for loop in stats.loops), "words are spilled in a step"
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.shared_bytes <= SMEM_LIMIT
     assert stats.registers == (CONFIGS | COPIES)[name].max_registers
 
 
+@pytest.mark.parametrize("name", ["64 kept", "128 kept"])
+def test_where_shifts_are_kept_no_maximum_is_on_the_way(compiled: dict[tuple, Stats], name: str) -> None:
+    """Up to the vote, after which a warp with a large weight goes another way."""
+    for listing in compiled[name, "blocks", "fp16"].loop_listings:
+        vote = next(i for i, text in enumerate(listing) if "VOTE.ANY" in text)
+        before = [opcode(text) for text in listing[:vote]]
+        print(f"{name}: {len(before)} instructions before the vote")
+        assert not {"FMNMX", "SHFL"} & set(before)
+        assert before.count("MUFU.EX2") == before.count("FFMA") == CONFIGS[name].block_n // 2
+
+
 def test_bits_take_two_instructions_for_each_score(compiled: dict[tuple, Stats]) -> None:
     """A test of a bit that the compiler knows, and a select; and a few more for each row."""
-    for name, config in CONFIGS.items():
+    for name in PLAIN:
+        config = CONFIGS[name]
         plain, bits = (compiled[name, kind, "fp16"].loop_size for kind in ("blocks", "bits"))
         scores = 64 * config.block_n // 128
         assert 2 * scores <= bits - plain <= 2 * scores + 24

@@ -37,7 +37,10 @@ def test_hopper(label):
     check_scored(case, "cuda", "hopper")
 
 
-@pytest.mark.parametrize("form", range(len(mask_draws.FORMS)))
+DRAWN = ["-".join(map(str, form)) for form in mask_draws.FORMS]
+
+
+@pytest.mark.parametrize("form", range(len(DRAWN)), ids=[f"{i}-{name}" for i, name in enumerate(DRAWN)])
 def test_drawn(form):
     """One of the calls that random_draws.py checks by the thousand, of each form, and without gradients."""
     drawn = mask_draws.draw(form * mask_draws.TOGETHER)

@@ -76,3 +76,12 @@ def acquire(mem, c, plan: gl.constexpr):
             _kv_free("sync", c, plan)
     else:
         mbarrier.wait(mem.kv_free.index(slot(c, plan)), _parity(c, plan) ^ 1)
+
+
+@gluon.jit
+def as_parts(found, N: gl.constexpr):
+    """What a wait for N products gives, which is a tuple only for more than one."""
+    if N == 1:
+        return (found,)
+    else:
+        return found

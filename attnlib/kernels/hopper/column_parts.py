@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels.common import memory, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import matrix
+from attnlib.kernels.common.ring import as_parts
 
 
 @gluon.jit
@@ -37,15 +38,6 @@ def together(left, right):
         return (left,)
     else:
         return left, right
-
-
-@gluon.jit
-def as_parts(found, N: gl.constexpr):
-    """What a wait for N products gives, which is a tuple only for more than one."""
-    if N == 1:
-        return (found,)
-    else:
-        return found
 
 
 # ---------------------------------------------------------------- copies

@@ -77,21 +77,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import softmax
+from attnlib.kernels.common import kept_shift, softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
-from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
+from attnlib.kernels.common.ring import acquire, as_parts, release, slot, wait_k, wait_v
 from attnlib.kernels.hopper import (
     accumulate,
     column_parts,
     coordinates,
     e4m3,
-    kept_shift,
     masks,
     maxima,
     told,
 )
-from attnlib.kernels.hopper.column_parts import as_parts, nbytes
+from attnlib.kernels.hopper.column_parts import nbytes
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -297,7 +296,7 @@ def _first_weights(s, first, scale, tile, dtype: gl.constexpr, plan: gl.constexp
     weights = softmax.weights(s, shift, scale, plan.mask.blocks > 0)
     sums = softmax.row_sum(weights)  # [64, 4]
     if plan.keep_shift:
-        p, shift = kept_shift.first_operands(weights, shift, sums, dtype)
+        p, shift = kept_shift.first_operands(weights, shift, sums, dtype, False)
     else:
         p = _operand(weights, None, dtype, plan)
     return shift, sums, p
@@ -335,7 +334,7 @@ def _step(q_left, p, acc, shift, sums, c, first, masked, mem, tile, WG: gl.const
     s = warpgroup_mma_wait(len(acc), deps=(s_token,))  # [64, BLOCK_N]; the last ones are P V
     s = masks.later_scores(s, first, masked, tile, plan)
     if plan.keep_shift:
-        p, acc, shift, sums = kept_shift.step(s, o_token, shift, sums, qk_scale, mem, c, plan)
+        p, acc, shift, sums = kept_shift.step(s, o_token, shift, sums, qk_scale, mem, c, dtype, plan)
     else:
         top = maxima.top_of_rows(s, first, qk_scale, tile, plan)  # [64]
         if plan.fp8:

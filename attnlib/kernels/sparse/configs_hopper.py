@@ -24,6 +24,8 @@ class HopperSparseConfig:
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier. With one
             pair only: the rings of two would have the same barriers.
         copies_bias: a bias that TMA can read comes through shared memory; with one pair only.
+        keep_shift: take the largest scores of a step only where a weight came out large, see `kept_shift`;
+            not under ALiBi, a bias or a function. Not measured yet.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -39,6 +41,7 @@ class HopperSparseConfig:
     joint: bool = False
     named: bool = False
     copies_bias: bool = False
+    keep_shift: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168

@@ -14,6 +14,7 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
+- With `keep_shift` the steps of `kept_shift`, with bits or without.
 - A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
   number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
   loads its elements of a bias from global memory; or, with `copies_bias`, the producer copies them behind the
@@ -35,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import softmax, tma
+from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
@@ -335,8 +336,11 @@ def _step(
     """Slot c of a tile: its scores and softmax, and P V of the step before it.
 
     p: P of the step before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
+    With `keep_shift` P and the shift are as there.
     """
     dtype: gl.constexpr = mem.v.dtype
+    if plan.keep_shift:
+        p = kept_shift.unpacked(p, dtype, plan)
     wait_k(mem, c, plan)
     s_token = _issue_scores(q_registers, mem, c, WG, plan)
     if not plan.pipeline.joint:
@@ -346,26 +350,31 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s_token,))  # [64, BLOCK_N]
     s, rest = scored(s, first, bias, score, own, FUNCTION, plan)
     s = _seen(s, mem, c, masked, WG, plan)
-    shift, alpha, changed = softmax.new_shift(top_of_rows(s, rest, plan), shift, qk_scale, plan.hides)
-    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
-    if plan.pipeline.late_wait:
-        left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = weights_of(left, rest, shift, qk_scale, plan)
-        sums = softmax.add_sums(sums, left)
-        if plan.pipeline.pin:
-            sums = softmax.pin(sums)
-        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        right = weights_of(right, rest, shift, qk_scale, plan)
-        sums = softmax.add_sums(sums, right)
-        p = softmax.whole(left.to(dtype), right.to(dtype))
+    if plan.keep_shift:
+        p, parts, shift, sums = kept_shift.step(s, (o_token,), shift, sums, qk_scale, mem, c, dtype, plan)
+        acc = parts[0]
     else:
-        if plan.pipeline.pin:
-            shift = softmax.pin(shift)
-        acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-        weights = weights_of(s, rest, shift, qk_scale, plan)
-        sums = softmax.add_sums(sums, weights)
-        p = weights.to(dtype)
-    return gl.convert_layout(p, plan.p_layout), acc, shift, sums
+        shift, alpha, changed = softmax.new_shift(top_of_rows(s, rest, plan), shift, qk_scale, plan.hides)
+        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+        if plan.pipeline.late_wait:
+            left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
+            left = weights_of(left, rest, shift, qk_scale, plan)
+            sums = softmax.add_sums(sums, left)
+            if plan.pipeline.pin:
+                sums = softmax.pin(sums)
+            acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+            right = weights_of(right, rest, shift, qk_scale, plan)
+            sums = softmax.add_sums(sums, right)
+            p = softmax.whole(left.to(dtype), right.to(dtype))
+        else:
+            if plan.pipeline.pin:
+                shift = softmax.pin(shift)
+            acc = _wait_output(o_token, alpha, changed, mem, c, plan)
+            weights = weights_of(s, rest, shift, qk_scale, plan)
+            sums = softmax.add_sums(sums, weights)
+            p = weights.to(dtype)
+        p = gl.convert_layout(p, plan.p_layout)
+    return p, acc, shift, sums
 
 
 @gluon.jit
@@ -377,22 +386,14 @@ def _store_columns(desc_o, part, mem, at, row, column: gl.constexpr, WG: gl.cons
 
 
 @gluon.jit
-def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
-    """Through shared memory, at once, in two halves or in four parts."""
-    if plan.o_columns == plan.d:
-        _store_columns(desc_o, o, mem, at, row, 0, WG)
-    elif 2 * plan.o_columns == plan.d:
-        left, right = softmax.halves(o)
-        _store_columns(desc_o, left, mem, at, row, 0, WG)
-        _store_columns(desc_o, right, mem, at, row, plan.o_columns, WG)
+def _store_output(desc_o, o, mem, at, row, column: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
+    """Columns from `column` on, through shared memory, at once or in two halves."""
+    if plan.o_columns == o.shape[1]:
+        _store_columns(desc_o, o, mem, at, row, column, WG)
     else:
         left, right = softmax.halves(o)
-        first, second = softmax.halves(left)
-        _store_columns(desc_o, first, mem, at, row, 0, WG)
-        _store_columns(desc_o, second, mem, at, row, plan.o_columns, WG)
-        first, second = softmax.halves(right)
-        _store_columns(desc_o, first, mem, at, row, 2 * plan.o_columns, WG)
-        _store_columns(desc_o, second, mem, at, row, 3 * plan.o_columns, WG)
+        _store_output(desc_o, left, mem, at, row, column, WG, plan)
+        _store_output(desc_o, right, mem, at, row, column + o.shape[1] // 2, WG, plan)
 
 
 @gluon.jit
@@ -458,7 +459,10 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
             shift = gl.maximum(shift, sink)
         weights = weights_of(s, rest, shift, qk_scale, plan)
         sums = softmax.row_sum(weights)  # [64, 4]
-        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+        if plan.keep_shift:
+            p, shift = kept_shift.first_operands(weights, shift, sums, dtype, plan.hides)
+        else:
+            p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
 
         # 2. The other steps.
@@ -474,8 +478,11 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         # 3. The last P V, and what can be done beside it.
         c = end
         wait_v(mem, c, plan)
+        if plan.keep_shift:
+            p = kept_shift.unpacked(p, dtype, plan)
         o_token = _issue_output(p, acc, mem, c, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
+        shift = kept_shift.shift_of_rows(shift, plan)  # [64]
         if plan.sinks:  # shift is its maximum with all scores, less what the maximum grew by little
             row_sums += gl.exp2(sink - gl.where(shift == float("-inf"), 0.0, shift))
         turn += 1
@@ -492,7 +499,7 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
         if row < work.S_q:
             o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc)  # [64, D]
-            _store_output(desc_o, o.to(dtype), mem, at, row, WG, plan)
+            _store_output(desc_o, o.to(dtype), mem, at, row, 0, WG, plan)
     tma.store_wait(0)
 
 

@@ -123,7 +123,9 @@ def make_plan(
     return SparsePlan(
         d=width, block_n=config.block_n, q_columns=config.q_columns, o_columns=config.o_columns, flip=flip,
         store_lse=store_lse, partial=partial, pairs=config.pairs,
-        pipeline=Pipeline(2, config.stages, config.joint, config.named, config.late_wait, config.pin),
+        pipeline=Pipeline(
+            2, config.stages, config.joint, config.named, config.late_wait, config.pin, config.keep_shift
+        ),
         registers=Registers(config.consumer_registers, config.producer_registers),
         soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
         sinks=score is not None and score.sinks, bias_edge=edge,

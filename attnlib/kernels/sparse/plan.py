@@ -61,6 +61,13 @@ class SparsePlan(Constants):
     # Whether a score may be -inf.
     hides = property(lambda self: gl.constexpr(self.partial.value or self.bias.value or self.function.value))
 
+    @property
+    def keep_shift(self):
+        """Where scores are compared as they leave the product or a soft cap. What ALiBi leaves to the
+        exponent, a step that keeps its shift does not know; a bias and a function take its registers."""
+        more = self.alibi.value or self.bias.value or self.function.value
+        return gl.constexpr(self.pipeline.keep_shift.value and not more)
+
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: accumulator(self.block_n.value))
     o_layout = property(lambda self: accumulator(self.d.value))

@@ -13,7 +13,7 @@ from emulated import Call, check_backward, check_forward, mutate
 from mutations import Mutation
 
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import backward_pair, backward_ring, tile_scheduler, turns
+from attnlib.kernels.common import backward_pair, backward_ring, kept_shift, tile_scheduler, turns
 from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import (
     backward_bulk,
@@ -25,7 +25,6 @@ from attnlib.kernels.hopper import (
     backward_wide_kernel,
     column_parts,
     forward_kernel,
-    kept_shift,
     told,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig

@@ -13,7 +13,7 @@ from emulated import Call, mutate, on_the_cpu
 from mutations import Mutation
 
 from attnlib.kernels import hopper
-from attnlib.kernels.hopper import kept_shift
+from attnlib.kernels.common import kept_shift
 from attnlib.kernels.hopper.configs import M128N128, M192N128, HopperConfig, hopper_config
 from attnlib.kernels.reference.dense import attention_fp64
 

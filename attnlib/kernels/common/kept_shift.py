@@ -13,6 +13,9 @@ once more, from the scores, which are still in registers. So the running maximum
 up where it can matter. The slow path is a branch of the warp, in assembly: no other warp waits for it.
 Chapter 37 measures what the maximum costs.
 
+A row that has seen no key yet, which bits may make, has the lowest number as shift instead of -inf: hidden
+scores have weights of 0 then, and the first one that is seen a weight of infinity, which takes the slow path.
+
 Shift and sums lie as [64, 4] here, a value for each row and each of the four threads that share it. Two
 weights of neighboring columns lie in a word: [64, N / 8, 4], in the order of wgmma's first operand. Words are
 what the loop hands on, because weights of 16 bits would be taken apart and moved in each step.
@@ -23,8 +26,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from attnlib.kernels.common import softmax
-from attnlib.kernels.common.ring import release
-from attnlib.kernels.hopper.column_parts import as_parts
+from attnlib.kernels.common.ring import as_parts, release
+
+LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 
 @gluon.constexpr_function
@@ -131,8 +135,11 @@ def _in_words(left, right, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_operands(weights, shift, sums, dtype: gl.constexpr):
-    """(P, shift) of a tile's first block, as its steps take them, from weights [64, N] and shift [64]."""
+def first_operands(weights, shift, sums, dtype: gl.constexpr, MASKED: gl.constexpr):
+    """(P, shift) of a tile's first block, as its steps take them, from weights [64, N] and shift [64], which
+    is -inf in a row that sees no key of it. Only if MASKED there may be one."""
+    if MASKED:
+        shift = gl.maximum(shift, LOWEST)
     left, right = _pairs(weights)
     layout: gl.constexpr = sums.type.layout
     rows = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, layout)), 1)
@@ -184,10 +191,9 @@ def _await_output(o_token, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def step(s, o_token, shift, sums, qk_scale, mem, c, plan: gl.constexpr):
+def step(s, o_token, shift, sums, qk_scale, mem, c, dtype: gl.constexpr, plan: gl.constexpr):
     """(P in words [64, N / 8, 4], O, shift and sums [64, 4]) from the scores of a block [64, N], the product
     for O that is in flight, and the shift and the sums of the blocks before."""
-    dtype: gl.constexpr = mem.v[0].dtype
     m: gl.constexpr = s.shape[1] // 4
     left, right = _pairs(s)
     if plan.pipeline.late_wait:
