@@ -4,6 +4,7 @@
     python tests/gpu/tune_backward.py steps --cells 64-causal-16384 96-dense-4096
     python tests/gpu/tune_backward.py persistent --rounds 5      some 140 s
     python tests/gpu/tune_backward.py grouped --seconds 200      begin no cell after so many
+    python tests/gpu/tune_backward.py wide96 --rounds 4          some 90 s
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
@@ -11,6 +12,8 @@ later: programs that stay, whose second consumer begins later.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.
+wide96: 192 columns, 64 keys a program as calls have it, and 96 ("96"); of grouped heads with one query head
+("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
 
 A cell is D-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are those of the plane
 (`bench.plane`). FlashAttention-3 takes part where ATTNLIB_FA3 names its library. First, processes side by
@@ -50,7 +53,11 @@ from attnlib.bench.plane import KINDS, Cell  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
-from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config  # noqa: E402
+from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
+    KEYS_96,
+    HopperBackwardConfig,
+    hopper_backward_config,
+)
 from attnlib.params import Params, mask_window  # noqa: E402
 
 DEVICE, FA3, DEFAULT = "cuda", "fa3", "default"
@@ -78,6 +85,10 @@ LATER = """
 64-causal-4096 64-dense-4096 128-causal-4096 64-causal-16384 64-dense-16384 128-dense-4096 96-dense-4096
 64-causal-4096-float16 64-window-4096 96-causal-4096 64-causal-1024 128-window-4096 64-dense-4096-float16
 64-causal-16384-float16 64-dense-1024 128-dense-16384 80-dense-4096 112-dense-4096 128-gqa8-4096
+""".split()
+WIDE96 = """
+192-causal-4096 192-dense-4096 192-gqa8-4096 192-causal-16384 192-gqa8-2048 192-dense-16384 192-causal-2048
+192-gqa8-16384 192-dense-2048 192-window-4096 192-causal-4096-float16 192-gqa4-4096
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -153,11 +164,27 @@ def grouped_forms(cell: Cell) -> Forms:
     return found | {f"stays, added {n}": replace(stays, visited=n) for n in sharing.divisors(group)[:-1]}
 
 
+def wide96_forms(cell: Cell) -> Forms:
+    """Of one call of 192 columns: 64 and 96 keys a program."""
+    config, group = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].group
+    found = {DEFAULT: config, "96": KEYS_96}
+    if group > 1:
+        found |= {"96 all": replace(KEYS_96, visited=group)}
+        for n in (1, 2):
+            found |= {f"added {n}": replace(config, visited=n), f"96 added {n}": replace(KEYS_96, visited=n)}
+        return {name: form for name, form in found.items() if name != "96"}
+    found |= {"96 all load": replace(KEYS_96, loaded=3), "96 none load": replace(KEYS_96, loaded=0)}
+    if KINDS[cell.kind].causal:
+        found["96 early"] = replace(KEYS_96, early_mask=True)
+    return found
+
+
 SETS = {
     "steps": (step_forms, STEPS),
     "persistent": (persistent_forms, PERSISTENT),
     "later": (later_forms, LATER),
     "grouped": (grouped_forms, GROUPED),
+    "wide96": (wide96_forms, WIDE96),
 }
 
 
