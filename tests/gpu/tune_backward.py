@@ -14,6 +14,7 @@ it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it 
 behind the kernel; "stays", programs stay on their SM.
 wide96: 192 columns, 64 keys a program as calls have it, and 96 ("96"); of grouped heads with one query head
 ("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
+"not placed": dQ is added at addresses that follow from a thread's number.
 
 A cell is D-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are those of the plane
 (`bench.plane`). FlashAttention-3 takes part where ATTNLIB_FA3 names its library. First, processes side by
@@ -174,6 +175,7 @@ def wide96_forms(cell: Cell) -> Forms:
             found |= {f"added {n}": replace(config, visited=n), f"96 added {n}": replace(KEYS_96, visited=n)}
         return {name: form for name, form in found.items() if name != "96"}
     found |= {"96 all load": replace(KEYS_96, loaded=3), "96 none load": replace(KEYS_96, loaded=0)}
+    found["96 not placed"] = replace(KEYS_96, placed=False)
     if KINDS[cell.kind].causal:
         found["96 early"] = replace(KEYS_96, early_mask=True)
     return found

@@ -142,6 +142,18 @@ def _issue_update(a, b, slot, acc, LOADED: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
+def _finished(tokens, FREE: gl.constexpr, j, LOADED: gl.constexpr, plan: gl.constexpr):
+    """The sums of products whose first operands lay in what is released: before the products end where they
+    were loaded and fenced."""
+    if LOADED:
+        release(FREE, j, plan.consumers)
+    found = warpgroup_mma_wait(0, deps=tokens)
+    if not LOADED:
+        release(FREE, j, plan.consumers)
+    return found
+
+
+@gluon.jit
 def _zeros(N: gl.constexpr, plan: gl.constexpr):
     """Of N parts of dK^T, or dV^T."""
     found = ()
@@ -242,8 +254,7 @@ def _visit_for_values(dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         # dV, then S of the block after.
         tokens = _issue_update(do, mem.p, slot, dv, plan.loaded >= 2, plan)
         release(Q_FREE, j, plan.consumers)
-        dv = warpgroup_mma_wait(0, deps=tokens)
-        release(DO_FREE, j, plan.consumers)
+        dv = _finished(tokens, DO_FREE, j, plan.loaded >= 2, plan)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
@@ -298,8 +309,7 @@ def _visit_for_keys(dk, mem, tile, work, plan: gl.constexpr):
         # dK, then dP of the block after.
         tokens = _issue_update(q, mem.ds, slot, dk, plan.loaded >= 2, plan)
         release(DO_FREE, j, plan.consumers)
-        dk = warpgroup_mma_wait(0, deps=tokens)
-        release(Q_FREE, j, plan.consumers)
+        dk = _finished(tokens, Q_FREE, j, plan.loaded >= 2, plan)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
@@ -353,8 +363,7 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
         dk_tokens = _issue_update(q, mem.ds, slot, dk, plan.loaded == 3, plan)
         dv = warpgroup_mma_wait(2, deps=dv_tokens)
         release(DO_FREE, j, plan.consumers)
-        dk = warpgroup_mma_wait(0, deps=dk_tokens)
-        release(Q_FREE, j, plan.consumers)
+        dk = _finished(dk_tokens, Q_FREE, j, plan.loaded == 3, plan)
         few = mem.ds.few.index(slot).load(plan.loaded_layout)  # read once, not by each part
         for part in gl.static_range(PARTS):
             dq = warpgroup_mma_wait(0, deps=(_issue_dq(mem, few, slot, part, j, plan),))  # [BLOCK_M, 64]
@@ -362,7 +371,7 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * 64, plan, True)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * 64, plan, plan.placed)
         block += 1
         m += 1
         if m == tile.m_end:

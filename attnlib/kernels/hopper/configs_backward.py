@@ -134,10 +134,12 @@ class Keys96BackwardConfig(HopperBackwardConfig):
 
     Attributes:
         loaded: warpgroups that read first operands of dK^T and dV^T into registers: 0, 2 or 3.
+        placed: dQ is added at places that are computed from its elements', not from a thread's number.
     """
 
     block_n: int = 96
     loaded: int = field(default=2, kw_only=True)
+    placed: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

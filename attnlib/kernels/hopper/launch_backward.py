@@ -151,7 +151,7 @@ def make_plan(
     kept = config.consumer_registers, config.producer_registers
     if isinstance(config, Keys96BackwardConfig):
         registers = WideRegisters(*kept, config.dq_registers)
-        how = varlen, BackwardMask(**mask), registers, config.early_mask, config.loaded
+        how = varlen, BackwardMask(**mask), registers, config.early_mask, config.loaded, config.placed
         return Keys96BackwardPlan(config.block_m, *how, shared, shared and config.added)
     parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
     if width > 128:

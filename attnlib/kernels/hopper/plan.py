@@ -355,6 +355,7 @@ class Keys96BackwardPlan(Constants):
         varlen, block_m, early_mask, shared, added: as in `BackwardPlan`.
         loaded: warpgroups that read first operands of dK^T and dV^T into registers, once for 64 and 32 keys;
             0, 2 or 3.
+        placed: dQ is added at places that are computed from its elements', see `backward_ring.place_of`.
     """
 
     block_m: int
@@ -363,6 +364,7 @@ class Keys96BackwardPlan(Constants):
     registers: WideRegisters
     early_mask: bool
     loaded: int
+    placed: bool
     shared: bool = False
     added: bool = False
 

@@ -256,7 +256,7 @@ SHARED_OF_96_KEYS = {
 @pytest.mark.parametrize("name", OF_96_KEYS)
 def test_96_keys_a_program(name: str, order: str) -> None:
     loaded = {"eager": 0, "late": 2, "random": 3}[order]
-    config = replace(KEYS_96, loaded=loaded, early_mask=order == "late")
+    config = replace(KEYS_96, loaded=loaded, placed=loaded != 3, early_mask=order == "late")
     assert check_backward(replace(OF_96_KEYS[name], config=config), order).reports[-1].unwaited == ()
 
 
