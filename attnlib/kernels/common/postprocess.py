@@ -52,13 +52,13 @@ def attention_backward_postprocess(
     COLUMNS: tl.constexpr = desc_dq.block_shape[-1]
     WIDTH: tl.constexpr = BLOCK_D + OTHERS
     for i in tl.static_range(BLOCK_D // COLUMNS):
-        if KEYS:
-            first = (place - place % KEYS) * WIDTH + (i * KEYS + place % KEYS) * COLUMNS
+        if KEYS:  # those of a block's columns before, and of its keys before
+            before = i * KEYS * COLUMNS + place % KEYS * (COLUMNS - WIDTH)
         else:
-            first = place * WIDTH + i * 64 * COLUMNS
-        b_sums = tl.load(sums_ptr + first + tl.arange(0, ROWS * COLUMNS))
+            before = i * 64 * COLUMNS
+        b_sums = tl.load(sums_ptr + place * WIDTH + before + tl.arange(0, ROWS * COLUMNS))
         for part in tl.static_range(1, PARTS):
-            further = first + part * padded * WIDTH
+            further = (place + part * padded) * WIDTH + before
             b_sums += tl.load(sums_ptr + further + tl.arange(0, ROWS * COLUMNS))
         # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
         if KEYS:

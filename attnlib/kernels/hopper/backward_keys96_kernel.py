@@ -142,13 +142,13 @@ def _issue_update(a, b, slot, acc, LOADED: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _finished(tokens, FREE: gl.constexpr, j, LOADED: gl.constexpr, plan: gl.constexpr):
-    """The sums of products whose first operands lay in what is released: before the products end where they
-    were loaded and fenced."""
-    if LOADED:
+def _finished(tokens, FREE: gl.constexpr, j, plan: gl.constexpr):
+    """Two parts of dV^T or dK^T. Their first operands lay in what is released, which is early where they were
+    loaded, and fenced."""
+    if plan.loaded >= 2:
         release(FREE, j, plan.consumers)
     found = warpgroup_mma_wait(0, deps=tokens)
-    if not LOADED:
+    if plan.loaded < 2:
         release(FREE, j, plan.consumers)
     return found
 
@@ -254,7 +254,7 @@ def _visit_for_values(dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         # dV, then S of the block after.
         tokens = _issue_update(do, mem.p, slot, dv, plan.loaded >= 2, plan)
         release(Q_FREE, j, plan.consumers)
-        dv = _finished(tokens, DO_FREE, j, plan.loaded >= 2, plan)
+        dv = _finished(tokens, DO_FREE, j, plan)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
@@ -309,7 +309,7 @@ def _visit_for_keys(dk, mem, tile, work, plan: gl.constexpr):
         # dK, then dP of the block after.
         tokens = _issue_update(q, mem.ds, slot, dk, plan.loaded >= 2, plan)
         release(DO_FREE, j, plan.consumers)
-        dk = _finished(tokens, Q_FREE, j, plan.loaded >= 2, plan)
+        dk = _finished(tokens, Q_FREE, j, plan)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
@@ -357,13 +357,16 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
         mbarrier.wait(mem.p_full.index(slot), parity_of(j))
         dv_tokens = _issue_update(do, mem.p, slot, dv, plan.loaded == 3, plan)
         q = _columns(mem.q, slot, PARTS - 1, 1, plan.loaded == 3, plan)
-        if plan.loaded == 3:
-            fence_async_shared()
         named_barrier("sync", DS_FULL + slot, 256)
         dk_tokens = _issue_update(q, mem.ds, slot, dk, plan.loaded == 3, plan)
         dv = warpgroup_mma_wait(2, deps=dv_tokens)
-        release(DO_FREE, j, plan.consumers)
-        dk = _finished(dk_tokens, Q_FREE, j, plan.loaded == 3, plan)
+        if plan.loaded < 3:
+            release(DO_FREE, j, plan.consumers)
+        dk = warpgroup_mma_wait(0, deps=dk_tokens)
+        if plan.loaded == 3:
+            fence_async_shared()  # late, behind additions that it may wait for
+            release(DO_FREE, j, plan.consumers)
+        release(Q_FREE, j, plan.consumers)
         few = mem.ds.few.index(slot).load(plan.loaded_layout)  # read once, not by each part
         for part in gl.static_range(PARTS):
             dq = warpgroup_mma_wait(0, deps=(_issue_dq(mem, few, slot, part, j, plan),))  # [BLOCK_M, 64]
