@@ -54,6 +54,7 @@ PAIR = "192/128"
 """Columns of queries and of values."""
 KEYS = "192, 96 keys"
 """The kernel with 96 keys a program."""
+KEYS_PAIR = "192/128, 96 keys"
 SPLIT_SPILLS = {
     (80, "causal"): 6, (96, "causal"): 4, (160, "causal"): 0, (192, "causal"): 4,
     (96, "varlen window"): 6, (192, "varlen window"): 0, (PAIR, "causal"): 0, (PAIR, "varlen window"): 0,
@@ -91,6 +92,7 @@ numbers to keep."""
 KEYS_SPILLS = {
     (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
     (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4, (KEYS, "apart causal"): 4,
+    (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0,
 }  # fmt: skip
 """Words that may spill there."""
 CASES = with_more(
@@ -124,16 +126,18 @@ DRAWN = "counter_ptr", "tiles"
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
-IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24], PAIR: [8, 16, 20], KEYS: [34, 40, 40]}
+IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24], PAIR: [8, 16, 20]}
+IN_A_STEP |= {KEYS: [34, 40, 40], KEYS_PAIR: [26, 32, 40]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
-AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16, PAIR: 12 + 8, KEYS: 12 + 12}
+AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16, PAIR: 12 + 8, KEYS: 12 + 12, KEYS_PAIR: 12 + 8}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
 EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32])
-EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32]) | {KEYS: [0, 0, 48]}
+EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32]) | dict.fromkeys((KEYS, KEYS_PAIR), [0, 0, 48])
 """Exponentials of a thread in a step, sorted."""
 ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
 ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32], PAIR: [0, 0, 24], KEYS: [0, 0, 24]}
+ADDITIONS |= {KEYS_PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
@@ -142,7 +146,7 @@ SPILLS = {
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2}
+LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2, KEYS_PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
 """The same where programs share a key head, which keep an address of sums more."""
@@ -156,6 +160,8 @@ def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, 
         return 192, 128, own_values_backward_config(192, 128, deterministic)
     if name == KEYS:
         return 192, 192, KEYS_96
+    if name == KEYS_PAIR:
+        return 192, 128, replace(KEYS_96, value_columns=128)
     return name, name, hopper_backward_config(name, deterministic)
 
 
@@ -291,10 +297,11 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
     # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
     # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
-    uniform = width in (64, 80, 96, 128) and (not shared or "persistent" in option) or width == KEYS
+    of_keys = width in (KEYS, KEYS_PAIR)
+    uniform = width in (64, 80, 96, 128) and (not shared or "persistent" in option) or of_keys
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
-    places = 3 if width == KEYS else 2 * two_parts
+    places = 3 if of_keys else 2 * two_parts
     from_registers = 0 if in_bulk else places
     assert changes == [True] * from_registers, "two places add to dQ, or two for each part, or one"
     # The last step of a tile, which reads of the next one, where there is no mask.

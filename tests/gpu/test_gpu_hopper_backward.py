@@ -152,12 +152,16 @@ OF_96_KEYS = [
     BackwardCase(Shape(1, 4, 700, 192, False, heads_kv=2, seqlen_k=900), window=(200, 100)),
     BackwardCase(Shape(1, 2, 300, 192, seqlen_k=900), window=(127, 0)),
     BackwardCase(Shape(1, 2, 700, 192, False), window=(300, -1)),
+    BackwardCase(Shape(2, 4, 700, 192, True, "bfloat16", 2, head_dim_v=128)),
+    BackwardCase(Shape(1, 2, 300, 136, False, seqlen_k=500, head_dim_v=72)),
 ]
 
 
 def with_96_keys(*call, **changes):
     *rest, params = call
-    return backward(*rest, params._replace(config=replace(KEYS_96, **changes)))
+    value_columns = 192 if rest[3].shape == rest[2].shape else 128
+    config = replace(KEYS_96, value_columns=value_columns, **changes)
+    return backward(*rest, params._replace(config=config))
 
 
 @pytest.mark.parametrize("loaded", [0, 2, 3])

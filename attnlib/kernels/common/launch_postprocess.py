@@ -55,7 +55,8 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
     # Of a head, that are converted.
     tiles = blocks if call.varlen else -(-(S_q if of_queries else S_k) // rows)
     ones = (1, 1, 1) if call.varlen else (1, 1)
-    columns = sums.width & -sums.width  # at a time: a tile has a power of two
+    # At a time: a tile has a power of two, and transposed gradients lie in parts of 64.
+    columns = 64 if sums.keys else sums.width & -sums.width
     heads = H if of_queries else H_kv
     return Launch(
         KERNEL,

@@ -17,6 +17,8 @@ buffers, Q and dO as well, so warpgroups may be a step apart. First operands of 
 ptxas keeps 24 registers of a thread away from products, so S and dP of 64 keys are formed first, and those of
 32 when their registers are free again.
 
+Values of up to 128 columns have two parts, and warpgroup 2 none of dV^T: it needs neither dO nor P.
+
 As in the wide kernel a warpgroup waits for its dV^T, or dK^T, before it starts the next S, or dP, and the
 last step starts an S and a dP for queries that are not there, which are not used.
 
@@ -108,7 +110,7 @@ def _scores(rows, slot, keys, j, plan: gl.constexpr):
     """Q K^T, or dO V^T, of the keys in one buffer: [BLOCK_M, D] x [D, 64 or 32]."""
     N: gl.constexpr = keys[0].shape[-2]
     s = gl.zeros([plan.block_m, N], gl.float32, plan.most_layout if N == 64 else plan.few_layout)
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(len(rows)):
         b = matrix(keys[part], opaque_zero(j)).permute((1, 0))
         s = warpgroup_mma(matrix(rows[part], slot), b, s, use_acc=part > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=(s,))
@@ -155,7 +157,7 @@ def _finished(tokens, FREE: gl.constexpr, j, plan: gl.constexpr):
 
 @gluon.jit
 def _zeros(N: gl.constexpr, plan: gl.constexpr):
-    """Of N parts of dK^T, or dV^T."""
+    """Of N parts of dK^T, or dV^T; there may be none."""
     found = ()
     for _ in gl.static_range(N):
         found = found + (
@@ -323,22 +325,22 @@ def _visit_for_keys(dk, mem, tile, work, plan: gl.constexpr):
 def _queries(desc_dk, desc_dv, dq_ptr, mem, sm_scale, work, plan: gl.constexpr):
     """Warpgroup 2: dQ, and a part of dK and dV."""
     tile = tiling.locate(gl.program_id(0), work, plan)
-    dk, dv = _zeros(1, plan), _zeros(1, plan)
+    dk, dv = _zeros(1, plan), _zeros(plan.value_parts - 2, plan)
     if tiling.seen(tile, plan):
         dk, dv = _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan)
-    last: gl.constexpr = PARTS - 1
-    _gradients(desc_dv, dv, 1.0, mem.v, plan.block_n * plan.width, last, tile, work, plan)
-    _gradients(desc_dk, dk, sm_scale, mem.k, 0, last, tile, work, plan)
+    if plan.value_parts > 2:
+        _gradients(desc_dv, dv, 1.0, mem.v, plan.block_n * plan.width, 2, tile, work, plan)
+    _gradients(desc_dk, dk, sm_scale, mem.k, 0, 2, tile, work, plan)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _issue_dq(mem, few, slot, PART: gl.constexpr, j, plan: gl.constexpr):
-    """Start a part of dS K, `few` being dS of few keys: [BLOCK_M, 96] x [96, 64]."""
+def _issue_dq(mem, most, few, PART: gl.constexpr, j, plan: gl.constexpr):
+    """Start a part of dS K, with dS of 64 and of 32 keys: [BLOCK_M, 96] x [96, 64]."""
     k = matrix(mem.k.most[PART], opaque_zero(j))
     k_few = matrix(mem.k.few[PART], opaque_zero(j))
     dq = gl.zeros([plan.block_m, 64], gl.float32, plan.most_layout)
-    dq = warpgroup_mma(mem.ds.most.index(slot), k, dq, use_acc=False, is_async=True)
+    dq = warpgroup_mma(most, k, dq, use_acc=False, is_async=True)
     return warpgroup_mma(few, k_few, dq, is_async=True)
 
 
@@ -351,15 +353,17 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = slot_of(j)
-        mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        do = _columns(mem.do, slot, PARTS - 1, 1, plan.loaded == 3, plan)
+        if plan.value_parts > 2:
+            mbarrier.wait(mem.do_full.index(slot), parity_of(j))
+            do = _columns(mem.do, slot, 2, 1, plan.loaded == 3, plan)
+            mbarrier.wait(mem.p_full.index(slot), parity_of(j))
+            dv_tokens = _issue_update(do, mem.p, slot, dv, plan.loaded == 3, plan)
         mbarrier.wait(mem.q_full.index(slot), parity_of(j))
-        mbarrier.wait(mem.p_full.index(slot), parity_of(j))
-        dv_tokens = _issue_update(do, mem.p, slot, dv, plan.loaded == 3, plan)
-        q = _columns(mem.q, slot, PARTS - 1, 1, plan.loaded == 3, plan)
+        q = _columns(mem.q, slot, 2, 1, plan.loaded == 3, plan)
         named_barrier("sync", DS_FULL + slot, 256)
         dk_tokens = _issue_update(q, mem.ds, slot, dk, plan.loaded == 3, plan)
-        dv = warpgroup_mma_wait(2, deps=dv_tokens)
+        if plan.value_parts > 2:
+            dv = warpgroup_mma_wait(2, deps=dv_tokens)
         if plan.loaded < 3:
             release(DO_FREE, j, plan.consumers)
         dk = warpgroup_mma_wait(0, deps=dk_tokens)
@@ -367,9 +371,12 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
             fence_async_shared()  # late, behind additions that it may wait for
             release(DO_FREE, j, plan.consumers)
         release(Q_FREE, j, plan.consumers)
-        few = mem.ds.few.index(slot).load(plan.loaded_layout)  # read once, not by each part
+        # As much of it as there are registers for is read once, not by each part.
+        most, few = mem.ds.most.index(slot), mem.ds.few.index(slot).load(plan.loaded_layout)
+        if plan.value_parts == 2:
+            most = most.load(plan.loaded_layout)
         for part in gl.static_range(PARTS):
-            dq = warpgroup_mma_wait(0, deps=(_issue_dq(mem, few, slot, part, j, plan),))  # [BLOCK_M, 64]
+            dq = warpgroup_mma_wait(0, deps=(_issue_dq(mem, most, few, part, j, plan),))  # [BLOCK_M, 64]
             if part == PARTS - 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
@@ -389,9 +396,12 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _three(desc):
-    """A descriptor for each part: the same, for another column."""
-    return desc, desc, desc
+def _each(desc, N: gl.constexpr):
+    """A descriptor for each of 2 or 3 parts: the same, for another column."""
+    if N == 2:
+        return desc, desc
+    else:
+        return desc, desc, desc
 
 
 @gluon.jit
@@ -437,13 +447,15 @@ def attention_backward_hopper_keys96(
         if not any_keys:
             return
     dtype: gl.constexpr = desc_q.dtype
-    desc_q, desc_do = _three(desc_q), _three(desc_do)
-    desc_k, desc_v = Keys(_three(desc_k), _three(desc_k_few)), Keys(_three(desc_v), _three(desc_v_few))
+    values: gl.constexpr = plan.value_parts
+    desc_q, desc_do = _each(desc_q, PARTS), _each(desc_do, values)
+    desc_k = Keys(_each(desc_k, PARTS), _each(desc_k_few, PARTS))
+    desc_v = Keys(_each(desc_v, values), _each(desc_v_few, values))
     if plan.shared:
         desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
-        desc_dk = Keys(_three(desc_dk), _three(desc_dk_few))
-        desc_dv = Keys(_three(desc_dv), _three(desc_dv_few))
+        desc_dk = Keys(_each(desc_dk, PARTS), _each(desc_dk_few, PARTS))
+        desc_dv = Keys(_each(desc_dv, values), _each(desc_dv_few, values))
     mem = Memory(
         Keys(column_parts.buffers(desc_k.most, 1), column_parts.buffers(desc_k.few, 1)),
         Keys(column_parts.buffers(desc_v.most, 1), column_parts.buffers(desc_v.few, 1)),

@@ -135,11 +135,13 @@ class Keys96BackwardConfig(HopperBackwardConfig):
     Attributes:
         loaded: warpgroups that read first operands of dK^T and dV^T into registers: 0, 2 or 3.
         placed: dQ is added at places that are computed from its elements', not from a thread's number.
+        value_columns: of a tile of values, 192 or, where a call's are no more, 128.
     """
 
     block_n: int = 96
     loaded: int = field(default=2, kw_only=True)
     placed: bool = field(default=True, kw_only=True)
+    value_columns: int = field(default=192, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,11 +149,16 @@ class Keys96BackwardConfig(HopperBackwardConfig):
             raise ValueError("deterministic: expected False with block_n=96, got True")
         if self.loaded not in (0, 2, 3):
             raise ValueError(f"loaded: expected 0, 2 or 3, got {self.loaded}")
+        if self.value_columns not in (128, 192):
+            raise ValueError(f"value_columns: expected 128 or 192, got {self.value_columns}")
 
     def width(self, head_dim: int) -> int:
         if not 128 < head_dim <= 192:
             raise ValueError(f"head_dim: expected 129 to 192 with block_n=96, got {head_dim}")
         return 192
+
+    def value_width(self, head_dim: int) -> int:
+        return self.value_columns
 
 
 _CHOSEN = {

@@ -56,6 +56,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
     width = config.width(call.head_dim)
+    if isinstance(config, Keys96BackwardConfig) and call.value_dim > config.value_columns:
+        raise ValueError(f"value_columns: expected {call.value_dim} or more, got {config.value_columns}")
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
     heads, padded = first.heads, first.padded
     left, right = call.window.clipped(S_q, S_k)
@@ -152,6 +154,7 @@ def make_plan(
     if isinstance(config, Keys96BackwardConfig):
         registers = WideRegisters(*kept, config.dq_registers)
         how = varlen, BackwardMask(**mask), registers, config.early_mask, config.loaded, config.placed
+        how += (config.value_columns // 64,)
         return Keys96BackwardPlan(config.block_m, *how, shared, shared and config.added)
     parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
     if width > 128:

@@ -356,6 +356,7 @@ class Keys96BackwardPlan(Constants):
         loaded: warpgroups that read first operands of dK^T and dV^T into registers, once for 64 and 32 keys;
             0, 2 or 3.
         placed: dQ is added at places that are computed from its elements', see `backward_ring.place_of`.
+        value_parts: parts of 64 columns of values, 2 or 3.
     """
 
     block_m: int
@@ -365,12 +366,13 @@ class Keys96BackwardPlan(Constants):
     early_mask: bool
     loaded: int
     placed: bool
+    value_parts: int
     shared: bool = False
     added: bool = False
 
     block_n = gl.constexpr(96)  # keys of a program
     width = gl.constexpr(192)
-    sums_width = gl.constexpr(2 * 192)  # of sums of dK and dV
+    sums_width = property(lambda self: gl.constexpr(192 + 64 * self.value_parts.value))  # of dK and dV
     few, step, consumers = gl.constexpr(True), gl.constexpr(64), gl.constexpr(3)  # as in `BackwardPlan`
     persistent = deterministic = backwards = gl.constexpr(False)
     # They may be seen by no query.

@@ -17,7 +17,11 @@ from attnlib.kernels.hopper.configs import (
     SplitConfig,
     hopper_config,
 )
-from attnlib.kernels.hopper.configs_backward import KEYS_96, hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import (
+    KEYS_96,
+    HopperBackwardConfig,
+    hopper_backward_config,
+)
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -243,7 +247,15 @@ OF_96_KEYS = {
     "varlen, dense": Call(192, 1, 1, varlen=((40, 97), (150, 192)), causal=False),
     "varlen, a window": Call(192, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1)),
 }
+OF_96_KEYS |= {
+    "values of 128": Call(192, 2, 1, 150, 200, D_v=128),
+    "values of 72, dense, bfloat16": Call(136, 4, 2, 70, 190, False, B=2, dtype=torch.bfloat16, D_v=72),
+    "values of 128, keys that nobody sees": Call(192, 1, 1, 60, 200, window=(30, -1), D_v=128),
+    "values of 128, varlen": Call(192, 2, 1, varlen=((40, 70), (150, 90), (0, 9)), D_v=128),
+}
 SHARED_OF_96_KEYS = {
+    "values of 128, added": Call(192, 4, 2, 70, 200, D_v=128),
+    "values of 104, apart": Call(192, 2, 1, 70, 200, causal=False, D_v=104),
     "added": Call(192, 4, 2, 70, 200),
     "apart, dense": Call(192, 2, 1, 150, 200, causal=False),
     "136 columns, batches, bfloat16": Call(136, 8, 2, 70, 100, B=2, dtype=torch.bfloat16),
@@ -252,11 +264,16 @@ SHARED_OF_96_KEYS = {
 }
 
 
+def of_96_keys(call: Call) -> HopperBackwardConfig:
+    return KEYS_96 if call.D_v is None else replace(KEYS_96, value_columns=128)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", OF_96_KEYS)
 def test_96_keys_a_program(name: str, order: str) -> None:
     loaded = {"eager": 0, "late": 2, "random": 3}[order]
-    config = replace(KEYS_96, loaded=loaded, placed=loaded != 3, early_mask=order == "late")
+    config = replace(of_96_keys(OF_96_KEYS[name]), loaded=loaded, placed=loaded != 3)
+    config = replace(config, early_mask=order == "late")
     assert check_backward(replace(OF_96_KEYS[name], config=config), order).reports[-1].unwaited == ()
 
 
@@ -265,7 +282,7 @@ def test_96_keys_a_program(name: str, order: str) -> None:
 def test_programs_of_96_keys_that_share_a_key_head(name: str, order: str) -> None:
     call = SHARED_OF_96_KEYS[name]
     visited = 2 if order == "late" and call.H // call.H_kv == 4 else 1
-    config = replace(KEYS_96, visited=visited, added="apart" not in name)
+    config = replace(of_96_keys(call), visited=visited, added="apart" not in name)
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 

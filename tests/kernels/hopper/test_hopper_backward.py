@@ -246,6 +246,7 @@ def test_which_programs_stay_on_their_sm(config: HopperBackwardConfig, others: s
     [
         ({"deterministic": True}, "deterministic: expected False with block_n=96, got True"),
         ({"loaded": 1}, "loaded: expected 0, 2 or 3, got 1"),
+        ({"value_columns": 64}, "value_columns: expected 128 or 192, got 64"),
         ({"alternate": True}, r"alternate: expected False with block_n=96 \(wide kernel\), got True"),
         ({"persistent": True},
          "persistent: expected False with deterministic=False, alternate=False, block_n=96, got True"),
@@ -264,6 +265,15 @@ def test_96_keys_a_program_only_where_asked() -> None:
             KEYS_96.width(head_dim)
     chosen = {hopper_backward_config(D).block_n for D in range(8, 257, 8)}
     assert chosen == {64, 128}
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    q = torch.zeros(1, 1, 100, 192, dtype=torch.float16)
+    config, shape = replace(KEYS_96, value_columns=128), tuple(q.shape)
+    window, strides = MaskWindow(None, None), (q.stride(),) * 5
+    call = Signature(shape, shape, strides, q.dtype, -1, window, SCALE, None, False, config)
+    with pytest.raises(ValueError, match="^value_columns: expected 192 or more, got 128$"):
+        launch_backward.prepare(call)
 
 
 @pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
