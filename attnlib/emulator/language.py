@@ -306,17 +306,21 @@ def _name_parts(args: tuple) -> None:
         if type(arg) is tuple:
             _name_parts(arg)
         for name in getattr(arg, "_fields", ()):
-            value = getattr(arg, name)
-            if type(value) is tuple:
-                for number, part in enumerate(value):
-                    if isinstance(part, Shared):
-                        part.name = name + "_right" * number
-            elif isinstance(value, Shared):
-                value.name = name
-            elif isinstance(value, Barriers):
-                value.named(name)
-            elif isinstance(value, Barrier):
-                value.name = name
+            _name_field(name, getattr(arg, name))
+
+
+def _name_field(name: str, value) -> None:
+    if type(value) is tuple:
+        for number, part in enumerate(value):
+            if isinstance(part, Shared):
+                part.name = name + "_right" * number
+    elif isinstance(value, Shared | Barrier):
+        value.name = name
+    elif isinstance(value, Barriers):
+        value.named(name)
+    else:
+        for inner in getattr(value, "_fields", ()):
+            _name_field(f"{name}_{inner}", getattr(value, inner))
 
 
 # ---------------------------------------------------------------- functions of values

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 import struct
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from attnlib.kernels import decode, fp8, hopper, portable
 from attnlib.kernels.common import device, direct, forward_plan, hopper_gpu
 from attnlib.kernels.common.fp8 import Recipe
 from attnlib.kernels.common.launcher import Launch, Launches
+from attnlib.kernels.hopper.configs_backward import KEYS_96
 from attnlib.params import DecodeParams, Existing, MaskWindow, Params, Varlen
 
 pytestmark = pytest.mark.skipif(
@@ -71,6 +73,12 @@ def existing(rows: int, keys: int, head_dim: int):
     return q, k, v, params._replace(into=Existing(out[:, :, 3:], lse[:, :, 3:]))
 
 
+def keys96(rows: int, keys: int, head_dim: int):
+    """The same, with 96 keys a program of the backward pass."""
+    q, k, v, params = batch(rows, keys, head_dim)
+    return q, k, v, params._replace(config=replace(KEYS_96, visited=2))
+
+
 def varlen(rows: int, keys: int, head_dim: int):
     """The same of two sequences, one after the other."""
     q = torch.zeros(rows, 4, head_dim, dtype=torch.float16)
@@ -97,6 +105,7 @@ CALLS = {
     "varlen": (varlen, 128, {}),
     "two parts": (varlen, 72, {}),
     "existing": (existing, 64, {}),
+    "96 keys": (keys96, 192, {}),
 }
 DECODE_CALLS = {"cache": (cache, 64, {}), "pages": (cache, 128, {"page": 16})}
 FAMILIES = {"portable": portable, "hopper": hopper}
@@ -105,13 +114,14 @@ EARLY = {decode: [0, 1], fp8: [0, 1, 1]}
 """Launches that may begin before the one ahead of them is done: a merge, and the passes after the first."""
 CASES = [("fp8", "forward", "batch"), *(("decode", "forward", call) for call in DECODE_CALLS)]
 CASES += [("hopper", "forward", "two parts"), ("hopper", "backward", "two parts")]
+CASES += [("hopper", "backward", "96 keys")]
 CASES += [("hopper", "forward", "existing"), ("portable", "forward", "existing")]
 CASES += [
     (family, direction, call)
     for family in FAMILIES
     for direction in ("forward", "backward")
     for call in CALLS
-    if call not in ("two parts", "existing") and (family, call) != ("hopper", "float32")
+    if call not in ("two parts", "existing", "96 keys") and (family, call) != ("hopper", "float32")
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -24,11 +25,11 @@ from attnlib.kernels.common.launcher import Launch
 from attnlib.kernels.common.signature import Lengths, Signature
 from attnlib.kernels.hopper import (
     backward_kernel,
-    backward_wide_kernel,
     launch_backward,
     sharing,
 )
 from attnlib.kernels.hopper.configs_backward import (
+    KEYS_96,
     SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
@@ -51,6 +52,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = 64, 128, 256
 PAIR = "192/128"
 """Columns of queries and of values."""
+KEYS = "192, 96 keys"
+"""The kernel with 96 keys a program."""
+KEYS_PAIR = "192/128, 96 keys"
 SPLIT_SPILLS = {
     (80, "causal"): 6, (96, "causal"): 4, (160, "causal"): 0, (192, "causal"): 4,
     (96, "varlen window"): 6, (192, "varlen window"): 0, (PAIR, "causal"): 0, (PAIR, "varlen window"): 0,
@@ -85,11 +89,17 @@ OPTION_SPILLS = {
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
+KEYS_SPILLS = {
+    (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
+    (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4, (KEYS, "apart causal"): 4,
+    (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0,
+}  # fmt: skip
+"""Words that may spill there."""
 CASES = with_more(
     [*product(WIDTHS, ("causal", "dense", "varlen window"), ["fp16"]), (128, "causal", "bf16")],
     [*product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16")],
 )
-CASES += [(*case, "fp16") for case in SPLIT_SPILLS]
+CASES += [(*case, "fp16") for case in SPLIT_SPILLS | KEYS_SPILLS] + [(KEYS, "causal", "bf16")]
 # No call gets these by itself, or their parts are in others.
 SELDOM = [
     (*case, "fp16")
@@ -117,15 +127,17 @@ PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
 IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24], PAIR: [8, 16, 20]}
+IN_A_STEP |= {KEYS: [34, 40, 40], KEYS_PAIR: [26, 32, 40]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
-AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16, PAIR: 12 + 8}
+AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16, PAIR: 12 + 8, KEYS: 12 + 12, KEYS_PAIR: 12 + 8}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
 EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32])
-EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32])
+EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32]) | dict.fromkeys((KEYS, KEYS_PAIR), [0, 0, 48])
 """Exponentials of a thread in a step, sorted."""
 ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
-ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32], PAIR: [0, 0, 24]}
+ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32], PAIR: [0, 0, 24], KEYS: [0, 0, 24]}
+ADDITIONS |= {KEYS_PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
@@ -134,7 +146,7 @@ SPILLS = {
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0}
+LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2, KEYS_PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
 """The same where programs share a key head, which keep an address of sums more."""
@@ -146,6 +158,10 @@ def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, 
     """Those of queries and of values, and the configuration."""
     if name == PAIR:
         return 192, 128, own_values_backward_config(192, 128, deterministic)
+    if name == KEYS:
+        return 192, 192, KEYS_96
+    if name == KEYS_PAIR:
+        return 192, 128, replace(KEYS_96, value_columns=128)
     return name, name, hopper_backward_config(name, deterministic)
 
 
@@ -195,9 +211,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     shared = "shared" in option or option == "apart"
     config = replace(config, added=option != "apart")
     plan = launch_backward.make_plan(width, config, mask, varlen, shared, config.persistent)
-    kernel = backward_kernel.attention_backward_hopper
-    if width > 128:
-        kernel = backward_wide_kernel.attention_backward_hopper_wide
+    module, _, function = launch_backward.kernel_of(config, width).rpartition(".")
+    kernel = getattr(importlib.import_module(module), function)
     types = dict.fromkeys(("dq_ptr", "turns_ptr", SHARED[0], DRAWN[0]), "*fp32")
     types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
     call, rows = call_of(name, dtype, varlen, deterministic)
@@ -264,7 +279,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
-    own = (SPLIT_SPILLS | OPTION_SPILLS).get((width, kind))
+    own = (SPLIT_SPILLS | OPTION_SPILLS | KEYS_SPILLS).get((width, kind))
     kind = unmarked
     deterministic = option == "deterministic"
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
@@ -282,14 +297,16 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
     # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
     # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
-    narrow = width in (64, 80, 96, 128) and (not shared or "persistent" in option)
-    assert not narrow or max(moved) <= 8, "addresses are taken for different in each thread"
+    of_keys = width in (KEYS, KEYS_PAIR)
+    uniform = width in (64, 80, 96, 128) and (not shared or "persistent" in option) or of_keys
+    assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
-    places = 0 if in_bulk else 2 * two_parts
-    assert changes == [True] * places, "two places add to dQ, or two for each part"
+    places = 3 if of_keys else 2 * two_parts
+    from_registers = 0 if in_bulk else places
+    assert changes == [True] * from_registers, "two places add to dQ, or two for each part, or one"
     # The last step of a tile, which reads of the next one, where there is no mask.
     peeled = 2 if option.startswith("persistent bulk") and kind == "dense" else 1
-    assert stats.opcodes.get("UTMAREDG", 0) == (2 * two_parts - places) * peeled
+    assert stats.opcodes.get("UTMAREDG", 0) == (places - from_registers) * peeled
 
 
 def test_an_address_that_does_not_change_is_found(compiled) -> None:
@@ -308,8 +325,8 @@ def test_the_program_fits_its_registers(compiled) -> None:
         assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 3 * 128 * config.max_registers <= 65536
         assert 2 * config.consumer_registers + config.producer_registers <= 3 * config.max_registers
-    for width in (160, 192, 256):
-        config = hopper_backward_config(width)
+    for width in (160, 192, 256, KEYS):
+        _, _, config = columns_of(width)
         assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 4 * 128 * config.max_registers <= 65536
         kept = 2 * config.consumer_registers + config.dq_registers + config.producer_registers

@@ -18,7 +18,7 @@ from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import hopper
-from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import KEYS_96, hopper_backward_config
 from attnlib.params import Params, mask_window
 
 pytestmark = pytest.mark.skipif(
@@ -137,6 +137,62 @@ def test_programs_share_a_key_head(head_dim, visited, added, causal):
         check_backward(
             BackwardCase(shape), "cuda", lambda *call: backward(*sharing(call, visited, added))
         )
+
+
+# ---------------------------------------------------------------- 96 keys a program
+
+
+OF_96_KEYS = [
+    BackwardCase(Shape(2, 3, 1000, 192, True, "bfloat16")),
+    BackwardCase(Shape(1, 4, 700, 192, False, heads_kv=2)),
+    BackwardCase(Shape(1, 2, 1, 192, seqlen_k=1)),
+    BackwardCase(Shape(1, 2, 129, 192, False, seqlen_k=700)),
+    BackwardCase(Shape(1, 2, 700, 136, seqlen_k=129)),
+    BackwardCase(Shape(1, 2, 257, 176, seqlen_k=511), sm_scale=-0.1),
+    BackwardCase(Shape(1, 4, 700, 192, False, heads_kv=2, seqlen_k=900), window=(200, 100)),
+    BackwardCase(Shape(1, 2, 300, 192, seqlen_k=900), window=(127, 0)),
+    BackwardCase(Shape(1, 2, 700, 192, False), window=(300, -1)),
+    BackwardCase(Shape(2, 4, 700, 192, True, "bfloat16", 2, head_dim_v=128)),
+    BackwardCase(Shape(1, 2, 300, 136, False, seqlen_k=500, head_dim_v=72)),
+]
+
+
+def with_96_keys(*call, **changes):
+    *rest, params = call
+    value_columns = 192 if rest[3].shape == rest[2].shape else 128
+    config = replace(KEYS_96, value_columns=value_columns, **changes)
+    return backward(*rest, params._replace(config=config))
+
+
+@pytest.mark.parametrize("loaded", [0, 2, 3])
+@pytest.mark.parametrize("case", OF_96_KEYS, ids=lambda case: case.label)
+def test_96_keys_a_program(case, loaded):
+    changes = {"loaded": loaded, "early_mask": loaded == 3, "placed": loaded != 3}
+    check_backward(case, "cuda", lambda *call: with_96_keys(*call, **changes))
+
+
+@MASKS
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+@pytest.mark.parametrize("visited", [1, 2, 4])
+def test_programs_of_96_keys_share_a_key_head(visited, added, causal):
+    changes = {"visited": visited, "added": added}
+    for shape in (
+        Shape(2, 8, 700, 192, causal, "bfloat16", 2),
+        Shape(1, 4, 300, 136, causal, heads_kv=1, seqlen_k=555),
+    ):
+        check_backward(BackwardCase(shape), "cuda", lambda *call: with_96_keys(*call, **changes))
+
+
+@MASKS
+def test_a_hundred_launches_with_96_keys(causal):
+    """dk and dv have the same bits each time, dq up to the order of a sum."""
+    call = arguments(Shape(2, 8, 2000, 192, causal, "bfloat16", 4))
+    first, wrong = with_96_keys(*call), torch.zeros((), device="cuda")
+    for _ in range(100):
+        dq, dk, dv = with_96_keys(*call)
+        wrong += (dk != first[1]).any() | (dv != first[2]).any()
+        wrong += ((dq - first[0]).abs().max() > 0.01 * first[0].abs().max()).float()
+    assert wrong.item() == 0
 
 
 @DIMS

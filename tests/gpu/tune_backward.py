@@ -4,6 +4,7 @@
     python tests/gpu/tune_backward.py steps --cells 64-causal-16384 96-dense-4096
     python tests/gpu/tune_backward.py persistent --rounds 5      some 140 s
     python tests/gpu/tune_backward.py grouped --seconds 200      begin no cell after so many
+    python tests/gpu/tune_backward.py wide96 --rounds 4          some 90 s
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
@@ -11,14 +12,17 @@ later: programs that stay, whose second consumer begins later.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.
+wide96: 192 columns, 64 keys a program as calls have it, and 96 ("96"); of grouped heads with one query head
+("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
+"not placed": dQ is added at addresses that follow from a thread's number.
 
-A cell is D-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are those of the plane
-(`bench.plane`). FlashAttention-3 takes part where ATTNLIB_FA3 names its library. First, processes side by
-side compile. The gradients of each form are judged: of the last key head against fp64, all heads against the
-first form's. Nothing wrong is timed. Then shuffled rounds with cold L2. Tables on the screen as they come and
-again at the end, no record: each form's time, and that of FlashAttention-3 over it, without FlashAttention-3
-that of the first form. "default" is the form that calls get. Status 0 when all were right, 1 otherwise, 2
-without a Hopper GPU.
+A cell is D-kind-length, or D/Dv-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are
+those of the plane (`bench.plane`). FlashAttention-3 takes part where ATTNLIB_FA3 names its library. First,
+processes side by side compile. The gradients of each form are judged: of the last key head against fp64, all
+heads against the first form's. Nothing wrong is timed. Then shuffled rounds with cold L2. Tables on the
+screen as they come and again at the end, no record: each form's time, and that of FlashAttention-3 over it,
+without FlashAttention-3 that of the first form. "default" is the form that calls get. Status 0 when all were
+right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +55,12 @@ from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
-from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config  # noqa: E402
+from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
+    KEYS_96,
+    HopperBackwardConfig,
+    hopper_backward_config,
+    own_values_backward_config,
+)
 from attnlib.params import Params, mask_window  # noqa: E402
 
 DEVICE, FA3, DEFAULT = "cuda", "fa3", "default"
@@ -79,6 +88,11 @@ LATER = """
 64-causal-4096 64-dense-4096 128-causal-4096 64-causal-16384 64-dense-16384 128-dense-4096 96-dense-4096
 64-causal-4096-float16 64-window-4096 96-causal-4096 64-causal-1024 128-window-4096 64-dense-4096-float16
 64-causal-16384-float16 64-dense-1024 128-dense-16384 80-dense-4096 112-dense-4096 128-gqa8-4096
+""".split()
+WIDE96 = """
+192-causal-4096 192-dense-4096 192-gqa8-4096 192-causal-16384 192-gqa8-2048 192-dense-16384 192-causal-2048
+192-gqa8-16384 192-dense-2048 192-window-4096 192/128-causal-4096 192-causal-4096-float16 192-gqa4-4096
+192/128-dense-16384
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -154,17 +168,39 @@ def grouped_forms(cell: Cell) -> Forms:
     return found | {f"stays, added {n}": replace(stays, visited=n) for n in sharing.divisors(group)[:-1]}
 
 
+def wide96_forms(cell: Cell) -> Forms:
+    """Of one call of 192 columns: 64 and 96 keys a program."""
+    config, group, keys96 = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].group, KEYS_96
+    if cell.shape.head_dim_v is not None:
+        config = own_values_backward_config(cell.shape.head_dim, cell.shape.head_dim_v)
+        keys96 = replace(keys96, value_columns=128)
+    found = {DEFAULT: config, "96": keys96}
+    if group > 1:
+        found |= {"96 all": replace(KEYS_96, visited=group)}
+        for n in (1, 2):
+            found |= {f"added {n}": replace(config, visited=n), f"96 added {n}": replace(KEYS_96, visited=n)}
+        return {name: form for name, form in found.items() if name != "96"}
+    found |= {"96 all load": replace(keys96, loaded=3), "96 none load": replace(keys96, loaded=0)}
+    found["96 not placed"] = replace(keys96, placed=False)
+    if KINDS[cell.kind].causal:
+        found["96 early"] = replace(keys96, early_mask=True)
+    return found
+
+
 SETS = {
     "steps": (step_forms, STEPS),
     "persistent": (persistent_forms, PERSISTENT),
     "later": (later_forms, LATER),
     "grouped": (grouped_forms, GROUPED),
+    "wide96": (wide96_forms, WIDE96),
 }
 
 
 def cell_of(name: str) -> Cell:
-    head_dim, kind, length, *dtype = name.split("-")
-    return plane.cell(kind, int(head_dim), int(length), *dtype)
+    columns, kind, length, *dtype = name.split("-")
+    head_dim, *values = map(int, columns.split("/"))
+    cell = plane.cell(kind, head_dim, int(length), *dtype)
+    return cell._replace(shape=replace(cell.shape, head_dim_v=values[0])) if values else cell
 
 
 # ---------------------------------------------------------------- calls
@@ -210,7 +246,8 @@ def kernels_of(
         cell = cell_of(name)
         shared = "shared" if KINDS[cell.kind].group > 1 else ""
         for form in forms_of(cell).values():
-            key = cell.shape.dtype, KINDS[cell.kind].causal, KINDS[cell.kind].window, shared, form
+            kind, shape = KINDS[cell.kind], cell.shape
+            key = shape.head_dim_v, shape.dtype, kind.causal, kind.window, shared, form
             found.setdefault(key, (name, form))
     return list(found.values())
 
@@ -272,12 +309,14 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     found = times(calls, rounds)
     calls.pop(FA3, None)
     bad += judge(name, calls, sample, first)  # after hundreds of launches
+    D, values = cell.shape.head_dim, cell.shape.value_dim
+    flops = cell.flops("backward") * (3 * D + 2 * values) / (5 * D)
     base = found.get(FA3) or found.get(first_form) or next(iter(found.values()))
     cells = []
     for form, taken in found.items():
         ratios = sorted(a / b for a, b in zip(base, taken, strict=True))
         ms = statistics.median(taken)
-        cells.append(f"  {form:18} {ms:7.3f} ms {cell.flops('backward') / ms * 1e-9:4.0f} TFLOP/s  "
+        cells.append(f"  {form:18} {ms:7.3f} ms {flops / ms * 1e-9:4.0f} TFLOP/s  "
                      f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})")  # fmt: skip
     if KINDS[cell.kind].group > 1:
         cells.append(f"  model: {visited_by_model(cell)}")

@@ -22,6 +22,7 @@ from attnlib.kernels.bsfa import hopper_kernel as bsfa_kernel
 from attnlib.kernels.common import counters, device, forward_plan, hopper_gpu
 from attnlib.kernels.hopper import (
     backward_kernel,
+    backward_keys96_kernel,
     backward_wide_kernel,
     forward_kernel,
     launch_fp8,
@@ -45,6 +46,7 @@ KERNELS = {
     "attention_backward_hopper": backward_kernel,
     "attention_bsfa_forward_hopper": bsfa_kernel,
     "attention_backward_hopper_wide": backward_wide_kernel,
+    "attention_backward_hopper_keys96": backward_keys96_kernel,
     "attention_sparse_forward_hopper": hopper_kernel,
     "attention_sparse_backward_hopper": hopper_backward_kernel,
     "attention_sparse_backward_hopper_wide": hopper_backward_wide_kernel,

@@ -31,16 +31,16 @@ def parity_of(j):
 
 
 @gluon.jit
-def release(first: gl.constexpr, j):
-    """This consumer no longer needs Q, or dO, of block j."""
-    named_barrier("arrive", first + slot_of(j), 288)
+def release(first: gl.constexpr, j, CONSUMERS: gl.constexpr = 2):
+    """This consumer, one of so many, no longer needs Q, or dO, of block j."""
+    named_barrier("arrive", first + slot_of(j), CONSUMERS * 128 + 32)
 
 
 @gluon.jit
-def acquire(first: gl.constexpr, j):
-    """Wait until both consumers have released what lies where block j goes."""
+def acquire(first: gl.constexpr, j, CONSUMERS: gl.constexpr = 2):
+    """Wait until all consumers have released what lies where block j goes."""
     if j >= STAGES:
-        named_barrier("sync", first + slot_of(j), 288)
+        named_barrier("sync", first + slot_of(j), CONSUMERS * 128 + 32)
 
 
 # ---------------------------------------------------------------- sums in memory

@@ -25,6 +25,7 @@ class Sums(NamedTuple):
         scale: what the sums are multiplied with.
         parts: sums of each head, one after the other, which are added up.
         others: columns of other sums that lie behind each 64 rows of these.
+        keys: of sums of transposed gradients, whose columns are keys, keys of a block of them.
     """
 
     gradient: str
@@ -36,6 +37,7 @@ class Sums(NamedTuple):
     scale: float
     parts: int = 1
     others: int = 0
+    keys: int = 0
 
 
 def postprocess(call: Signature, dq: Window, rows: Preprocess, width: int) -> Launch:
@@ -45,22 +47,26 @@ def postprocess(call: Signature, dq: Window, rows: Preprocess, width: int) -> La
 
 
 def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
-    """The launch that converts the sums of a gradient, 64 rows a program."""
+    """The launch that converts the sums of a gradient, 64 rows a program, or 32 keys."""
+    rows = 32 if sums.keys else 64
     B, H, H_kv, S_q, S_k = call.dimensions()
     of_queries = sums.gradient == "dq"
-    blocks = sums.padded // 64  # of a head
-    tiles = blocks if call.varlen else -(-(S_q if of_queries else S_k) // 64)  # of a head, that are converted
+    blocks = sums.padded // rows  # of a head
+    # Of a head, that are converted.
+    tiles = blocks if call.varlen else -(-(S_q if of_queries else S_k) // rows)
     ones = (1, 1, 1) if call.varlen else (1, 1)
-    columns = sums.width & -sums.width  # at a time: a tile has a power of two
+    # At a time: a tile has a power of two, and transposed gradients lie in parts of 64.
+    columns = 64 if sums.keys else sums.width & -sums.width
     heads = H if of_queries else H_kv
     return Launch(
         KERNEL,
         (tiles * sums.heads, 1, 1),
-        descriptors={"desc_dq": Descriptor(Part(sums.gradient), gradient, (*ones, 64, columns))},
+        descriptors={"desc_dq": Descriptor(Part(sums.gradient), gradient, (*ones, rows, columns))},
         pointers={"sums_ptr": Part("buffer", sums.start), "cu_q": Part("cu_q" if of_queries else "cu_k")},
         scalars={"sm_scale": sums.scale, "H": heads, "B": B, "num_m": blocks, "tiles": tiles},
         constants={
             "BLOCK_D": sums.width, "PADDING": sums.padding, "OTHERS": sums.others, "PARTS": sums.parts,
+            "KEYS": sums.keys,
         },  # fmt: skip
         options={"num_warps": max(4, columns // 16)},  # 32 sums a thread, eight loads of 16 bytes, or fewer
     )

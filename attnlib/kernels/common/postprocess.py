@@ -27,14 +27,19 @@ def attention_backward_postprocess(
     PADDING: tl.constexpr,  # the rows of a varlen sequence are padded to a multiple of this
     OTHERS: tl.constexpr = 0,  # columns of other sums that lie behind each 64 rows of these
     PARTS: tl.constexpr = 1,  # sums for each head to add up, which follow each other in memory
+    KEYS: tl.constexpr = 0,  # of dK and dV whose keys are columns: keys of a block of sums
 ):  # fmt: skip
-    """dq = sm_scale * sums. Grid: (tiles * heads,). dK and dV likewise, where programs share a key head."""
+    """dq = sm_scale * sums. Grid: (tiles * heads,). dK and dV likewise, where programs share a key head.
+
+    KEYS: sums are those of transposed gradients, [64, KEYS] for each 64 columns, and tiles have 32 rows.
+    """
+    ROWS: tl.constexpr = 32 if KEYS else 64
     i_bh = tl.program_id(0) // tiles
     i_m = tl.program_id(0) % tiles
-    row = i_m * 64
+    row = i_m * ROWS
     if cu_q is None:
-        place = (i_bh.to(tl.int64) * PARTS * num_m + i_m) * 64
-        padded = num_m * 64
+        place = (i_bh.to(tl.int64) * PARTS * num_m + i_m) * ROWS
+        padded = num_m * ROWS
         at = (i_bh // H, i_bh % H)
     else:
         padded_row = row
@@ -47,12 +52,20 @@ def attention_backward_postprocess(
     COLUMNS: tl.constexpr = desc_dq.block_shape[-1]
     WIDTH: tl.constexpr = BLOCK_D + OTHERS
     for i in tl.static_range(BLOCK_D // COLUMNS):
-        b_sums = tl.load(sums_ptr + place * WIDTH + i * 64 * COLUMNS + tl.arange(0, 64 * COLUMNS))
+        if KEYS:  # those of a block's columns before, and of its keys before
+            before = i * KEYS * COLUMNS + place % KEYS * (COLUMNS - WIDTH)
+        else:
+            before = i * 64 * COLUMNS
+        b_sums = tl.load(sums_ptr + place * WIDTH + before + tl.arange(0, ROWS * COLUMNS))
         for part in tl.static_range(1, PARTS):
-            further = (place + part * padded) * WIDTH + i * 64 * COLUMNS
-            b_sums += tl.load(sums_ptr + further + tl.arange(0, 64 * COLUMNS))
+            further = (place + part * padded) * WIDTH + before
+            b_sums += tl.load(sums_ptr + further + tl.arange(0, ROWS * COLUMNS))
         # Eights of columns, warps, threads of a warp by row and by column, the two rows, the two columns.
-        b_sums = tl.reshape(b_sums * sm_scale, (COLUMNS // 8, 4, 8, 4, 2, 2))
-        b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, COLUMNS))  # [64, COLUMNS]
+        if KEYS:
+            b_sums = tl.reshape(b_sums * sm_scale, (ROWS // 8, 4, 8, 4, 2, 2))
+            b_dq = tl.reshape(tl.permute(b_sums, (0, 3, 5, 1, 4, 2)), (ROWS, COLUMNS))  # [ROWS, COLUMNS]
+        else:
+            b_sums = tl.reshape(b_sums * sm_scale, (COLUMNS // 8, 4, 8, 4, 2, 2))
+            b_dq = tl.reshape(tl.permute(b_sums, (1, 4, 2, 0, 3, 5)), (64, COLUMNS))  # [64, COLUMNS]
         # Through a descriptor: a mask for the last columns would make it stores of two bytes.
         store_columns(desc_dq, b_dq, at, row, i * COLUMNS)

@@ -26,6 +26,13 @@ NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B SHARE".spli
 # ---------------------------------------------------------------- S and dP
 
 
+class Keys(NamedTuple):
+    """Of 96 keys 64 and 32, because sizes of tiles are powers of two: descriptors, or what is in memory."""
+
+    most: tuple  # of each part of the columns
+    few: tuple
+
+
 class Rows(NamedTuple):
     """64 rows of K or of V, the first operand of S or dP: where they lie, and the parts of their columns that
     stay in registers, as many as `plan.held`. Of these a product reads half as much shared memory."""
@@ -72,9 +79,16 @@ def copy_keys(desc, tile, bar, MORE: gl.constexpr, buffers, first, work, plan: g
     """Of K or V, 64 rows into each buffer from the first on. MORE: bytes of copies that follow."""
     blocks: gl.constexpr = plan.block_n // 64
     at = tiling.keys(tile, work, plan)
-    mbarrier.expect(bar, blocks * nbytes(desc) + MORE)
-    for w in gl.static_range(blocks):
-        column_parts.copy(desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers, first + w)
+    if plan.few:
+        mbarrier.expect(bar, nbytes(desc.most) + nbytes(desc.few) + MORE)
+        place = tiling.coordinates(at, 0, tile.start)
+        column_parts.copy(desc.most, place, bar, buffers.most, first, plan.step)
+        place = tiling.coordinates(at, 0, tile.start + 64)
+        column_parts.copy(desc.few, place, bar, buffers.few, first, plan.step)
+    else:
+        mbarrier.expect(bar, blocks * nbytes(desc) + MORE)
+        for w in gl.static_range(blocks):
+            column_parts.copy(desc, tiling.coordinates(at, 0, tile.start + w * 64), bar, buffers, first + w)
 
 
 @gluon.jit
@@ -82,7 +96,7 @@ def copy_rows(
     descs, desc_rows, WHICH: gl.constexpr, buffers, rows, bar, slot, at, tile, g, m, work, plan: gl.constexpr
 ):
     """Block m of Q and its LSE2, or of dO and its delta, whose bytes `bar` expects."""
-    column_parts.copy(descs, tiling.coordinates(at, g, m * plan.block_m), bar, buffers, slot)
+    column_parts.copy(descs, tiling.coordinates(at, g, m * plan.block_m), bar, buffers, slot, plan.step)
     tma.async_copy_global_to_shared(
         desc_rows, tiling.rows(tile, WHICH, g, m, work, plan), bar, rows.index(slot)
     )
@@ -100,13 +114,13 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
     for j in range(n):
         slot = slot_of(j)
         bar = mem.q_full.index(slot)
-        acquire(Q_FREE, j)
+        acquire(Q_FREE, j, plan.consumers)
         mbarrier.expect(bar, q_bytes)
         copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, m, work, plan)
         if j == 0:
             copy_keys(desc_v, tile, mem.v_full, 0, mem.v, 0, work, plan)
         bar = mem.do_full.index(slot)
-        acquire(DO_FREE, j)
+        acquire(DO_FREE, j, plan.consumers)
         mbarrier.expect(bar, do_bytes)
         copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)
         m += 1

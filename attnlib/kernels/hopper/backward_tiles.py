@@ -236,8 +236,9 @@ def first_sums(tile, work, plan: gl.constexpr):
 
 @gluon.jit
 def key_sums(ptr, WG: gl.constexpr, tile, work, plan: gl.constexpr):
-    """Where the sums of dK and then dV of 64 keys are, which `WG` of 64 keys are before: those of the key
-    head, or where programs do not add up, of their own."""
+    """Where the sums of dK and then dV of 64 keys are, of a plan with `few` of 96, which `WG` of 64 keys are
+    before: those of the key head, or where programs do not add up, of their own."""
+    rows: gl.constexpr = plan.block_n if plan.few else 64
     i_b, head = _split(tile, work)
     heads = work.H // work.GROUP
     if plan.added:
@@ -248,8 +249,8 @@ def key_sums(ptr, WG: gl.constexpr, tile, work, plan: gl.constexpr):
         block = first * heads + head * gl.cdiv(tile.S_k, plan.block_n)
     else:
         block = (i_b * heads + head) * work.num_n
-    block = block * (plan.block_n // 64) + tile.start // 64 + WG
-    return ptr + block.to(gl.int64) * (64 * plan.sums_width)
+    block = block * (plan.block_n // rows) + tile.start // rows + WG
+    return ptr + block.to(gl.int64) * (rows * plan.sums_width)
 
 
 @gluon.jit
@@ -311,4 +312,57 @@ def _mask(p, first, last, keys_left, plan: gl.constexpr):
         seen = place[:, None] - (o_q & 6)[None, :] >= (o_q & ~6)[None, :]
     else:
         seen = (o_k < keys_left)[:, None]  # [64, 1]
+    return _seen_only(p, seen, plan)
+
+
+@gluon.jit
+def visible_keys(p, key, m, tile, work, plan: gl.constexpr):
+    """The same where keys are columns: P [BLOCK_M, N] of the queries of block m and keys from `key` on."""
+    N: gl.constexpr = p.shape[1]
+    keys_left = tile.S_k - key
+    if plan.mask.causal or plan.mask.left:
+        first = m * plan.block_m + tile.S_k - tile.S_q - key  # the first query's place among these keys
+        last = first
+        hides = False
+        if plan.mask.causal:
+            if plan.mask.shifted:
+                last += work.right  # the last key that it sees
+            hides = last < N - 1
+        if plan.mask.left:
+            first -= work.left  # the first one
+            hides = hides | (first > 1 - plan.block_m)
+        if plan.mask.tail:
+            hides = hides | (keys_left < N)
+        if hides:
+            p = _mask_keys(p, first, last, keys_left, plan)
+    elif plan.mask.tail:
+        if keys_left < N:
+            p = _mask_keys(p, 0, 0, keys_left, plan)
+    return p
+
+
+@gluon.jit
+def _mask_keys(p, first, last, keys_left, plan: gl.constexpr):
+    o_q = gl.arange(0, plan.block_m, layout=gl.SliceLayout(1, p.type.layout))  # [BLOCK_M]
+    o_k = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))  # [N]
+    # As in `_mask`: what differs between the threads of a row is taken to the left, the rest is constants.
+    place, column = (o_k & 6)[None, :], (o_k & ~6)[None, :]  # [1, N]
+    if plan.mask.causal:
+        end = o_q + last  # [BLOCK_M] the last key that each query sees
+        if plan.mask.tail:
+            end = gl.minimum(end, keys_left - 1)
+        seen = column <= end[:, None] - place  # [BLOCK_M, N]
+        if plan.mask.left:
+            seen = seen & (column >= (o_q + first)[:, None] - place)
+    elif plan.mask.left:
+        seen = column >= (o_q + first)[:, None] - place
+        if plan.mask.tail:
+            seen = seen & (column < keys_left - place)
+    else:
+        seen = column < keys_left - place  # [1, N]
+    return _seen_only(p, seen, plan)
+
+
+@gluon.jit
+def _seen_only(p, seen, plan: gl.constexpr):
     return gl.where(seen, p, float("-inf") if plan.early_mask else 0.0)

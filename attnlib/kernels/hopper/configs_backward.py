@@ -128,6 +128,39 @@ class ValuesBackwardConfig(SplitBackwardConfig):
         return 2 * self.value_columns
 
 
+@dataclass(frozen=True)
+class Keys96BackwardConfig(HopperBackwardConfig):
+    """The same for `backward_keys96_kernel`, 96 keys a program of up to 192 columns in parts of 64.
+
+    Attributes:
+        loaded: warpgroups that read first operands of dK^T and dV^T into registers: 0, 2 or 3.
+        placed: dQ is added at places that are computed from its elements', not from a thread's number.
+        value_columns: of a tile of values, 192 or, where a call's are no more, 128.
+    """
+
+    block_n: int = 96
+    loaded: int = field(default=2, kw_only=True)
+    placed: bool = field(default=True, kw_only=True)
+    value_columns: int = field(default=192, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.deterministic:
+            raise ValueError("deterministic: expected False with block_n=96, got True")
+        if self.loaded not in (0, 2, 3):
+            raise ValueError(f"loaded: expected 0, 2 or 3, got {self.loaded}")
+        if self.value_columns not in (128, 192):
+            raise ValueError(f"value_columns: expected 128 or 192, got {self.value_columns}")
+
+    def width(self, head_dim: int) -> int:
+        if not 128 < head_dim <= 192:
+            raise ValueError(f"head_dim: expected 129 to 192 with block_n=96, got {head_dim}")
+        return 192
+
+    def value_width(self, head_dim: int) -> int:
+        return self.value_columns
+
+
 _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
@@ -146,6 +179,10 @@ SPLIT = {
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
 holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
 else does."""
+
+
+KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
+"""Of 129 to 192 columns, 96 keys a program. No call gets it by itself: it has not been timed."""
 
 
 _STAYS = {

@@ -13,11 +13,16 @@ from attnlib.kernels.common.launch_preprocess import CHUNK, Preprocess, preproce
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature
 from attnlib.kernels.hopper import sharing
-from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, ValuesBackwardConfig
+from attnlib.kernels.hopper.configs_backward import (
+    HopperBackwardConfig,
+    Keys96BackwardConfig,
+    ValuesBackwardConfig,
+)
 from attnlib.params import Params
 
 KERNEL = "attnlib.kernels.hopper.backward_kernel.attention_backward_hopper"
 WIDE_KERNEL = "attnlib.kernels.hopper.backward_wide_kernel.attention_backward_hopper_wide"
+KEYS_96_KERNEL = "attnlib.kernels.hopper.backward_keys96_kernel.attention_backward_hopper_keys96"
 
 
 def backward(
@@ -51,6 +56,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
     width = config.width(call.head_dim)
+    if isinstance(config, Keys96BackwardConfig) and call.value_dim > config.value_columns:
+        raise ValueError(f"value_columns: expected {call.value_dim} or more, got {config.value_columns}")
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
     heads, padded = first.heads, first.padded
     left, right = call.window.clipped(S_q, S_k)
@@ -79,7 +86,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
     launch = Launch(
-        WIDE_KERNEL if width > 128 else KERNEL,
+        kernel_of(config, width),
         (programs, 1, 1),
         descriptors=descriptors((q, k, v, d_out, *made), first, width, call),
         pointers={
@@ -116,6 +123,12 @@ def prepare(call: Signature) -> BackwardPlan | None:
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
+def kernel_of(config: HopperBackwardConfig, width: int) -> str:
+    if isinstance(config, Keys96BackwardConfig):
+        return KEYS_96_KERNEL
+    return WIDE_KERNEL if width > 128 else KERNEL
+
+
 def make_plan(
     width: int,
     config: HopperBackwardConfig,
@@ -128,6 +141,7 @@ def make_plan(
     from attnlib.kernels.hopper.plan import (
         BackwardMask,
         BackwardPlan,
+        Keys96BackwardPlan,
         Registers,
         SplitBackwardPlan,
         SplitWideBackwardPlan,
@@ -137,6 +151,11 @@ def make_plan(
     )
 
     kept = config.consumer_registers, config.producer_registers
+    if isinstance(config, Keys96BackwardConfig):
+        registers = WideRegisters(*kept, config.dq_registers)
+        how = varlen, BackwardMask(**mask), registers, config.early_mask, config.loaded, config.placed
+        how += (config.value_columns // 64,)
+        return Keys96BackwardPlan(config.block_m, *how, shared, shared and config.added)
     parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
@@ -165,6 +184,13 @@ def descriptors(
     element = getattr(gl, HALF[call.dtype])
     found, values = {}, isinstance(config, ValuesBackwardConfig)
     for (name, size), whole in zip(sizes.items(), windows, strict=False):
+        if isinstance(config, Keys96BackwardConfig):  # three copies along the columns, of keys two of rows
+            tensor = Part("d_out" if name == "do" else name)
+            for suffix, size in zip(("", "_few"), (64,) if name in ("q", "do") else (64, 32), strict=False):
+                block = (*ones, size, 64)
+                layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+                found[f"desc_{name}{suffix}"] = Descriptor(tensor, whole, block, layout)
+            continue
         start, parts = 0, config.columns or (width,)
         if values and name in ("v", "do", "dv"):
             parts = (config.value_columns,) * 2

@@ -224,6 +224,9 @@ class BackwardPlan(Constants):
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))  # of all
     sums_width = property(lambda self: gl.constexpr(2 * self.width.value))  # of sums of dK and dV
     held = gl.constexpr(0)
+    few = gl.constexpr(False)  # keys beyond the blocks of 64
+    step = gl.constexpr(0)  # columns from one part to the next, where they have one descriptor
+    consumers = gl.constexpr(2)  # warpgroups that read Q and dO
     own_right = gl.constexpr(False)
     dq_products = gl.constexpr(2)  # that a consumer starts in a step
     writers = gl.constexpr(2)  # warpgroups that have a part of dQ
@@ -294,6 +297,7 @@ class WideBackwardPlan(Constants):
     rest = property(lambda self: gl.constexpr(self.width.value - self.left.value))
     width = property(lambda self: self.d)
     held = gl.constexpr(0)
+    few, step, consumers = gl.constexpr(False), gl.constexpr(0), gl.constexpr(2)  # as in `BackwardPlan`
     own_values = gl.constexpr(False)
     value_left = property(lambda self: self.left)  # columns of the parts of dV
     value_rest = property(lambda self: self.rest)
@@ -341,3 +345,42 @@ class ValuesBackwardPlan(SplitWideBackwardPlan):
     own_values = gl.constexpr(True)
     value_left = property(lambda self: self.value_columns)
     value_rest = property(lambda self: self.value_columns)
+
+
+@dataclass(frozen=True)
+class Keys96BackwardPlan(Constants):
+    """The same for `backward_keys96_kernel`: 192 columns in parts of 64, 96 keys.
+
+    Attributes:
+        varlen, block_m, early_mask, shared, added: as in `BackwardPlan`.
+        loaded: warpgroups that read first operands of dK^T and dV^T into registers, once for 64 and 32 keys;
+            0, 2 or 3.
+        placed: dQ is added at places that are computed from its elements', see `backward_ring.place_of`.
+        value_parts: parts of 64 columns of values, 2 or 3.
+    """
+
+    block_m: int
+    varlen: bool
+    mask: BackwardMask
+    registers: WideRegisters
+    early_mask: bool
+    loaded: int
+    placed: bool
+    value_parts: int
+    shared: bool = False
+    added: bool = False
+
+    block_n = gl.constexpr(96)  # keys of a program
+    width = gl.constexpr(192)
+    sums_width = property(lambda self: gl.constexpr(192 + 64 * self.value_parts.value))  # of dK and dV
+    few, step, consumers = gl.constexpr(True), gl.constexpr(64), gl.constexpr(3)  # as in `BackwardPlan`
+    persistent = deterministic = backwards = gl.constexpr(False)
+    # They may be seen by no query.
+    sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
+
+    # Of whatever has 64 and 32 columns: S and dP [block_m, 64], a part of dK^T and dV^T [64, 64].
+    most_layout = accumulator(64)
+    few_layout = accumulator(32)
+    loaded_layout = first_operand(most_layout)
+    loaded_few_layout = first_operand(few_layout)
+    row_layout = gl.constexpr(gl.SliceLayout(1, most_layout.value))  # a value per query

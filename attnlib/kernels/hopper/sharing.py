@@ -176,12 +176,13 @@ class SharedKeys(NamedTuple):
     def conversions(self, start: int, dk: Window, dv: Window) -> list[Launch]:
         """What makes dK and dV of the sums, which begin at element `start`."""
         config, (width, values) = self.call.config, self._widths
+        keys = config.block_n if config.block_n % 64 else 0  # of transposed gradients
 
         def sums(name: str, start: int, width: int, others: int, scale: float) -> Sums:
-            more = width, scale, self._parts, others
+            more = width, scale, self._parts, others, keys
             return Sums(name, start, self.heads, self.padded, config.block_n, *more)
 
         return [
             conversion(self.call, dk, sums("dk", start, width, values, self.call.sm_scale)),
-            conversion(self.call, dv, sums("dv", start + 64 * width, values, width, 1.0)),
+            conversion(self.call, dv, sums("dv", start + (keys or 64) * width, values, width, 1.0)),
         ]

@@ -17,7 +17,11 @@ from attnlib.kernels.hopper.configs import (
     SplitConfig,
     hopper_config,
 )
-from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import (
+    KEYS_96,
+    HopperBackwardConfig,
+    hopper_backward_config,
+)
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -225,6 +229,61 @@ def test_forms_of_a_step(name: str, order: str) -> None:
 def test_an_early_mask_in_the_wide_kernel(D: int) -> None:
     config = replace(hopper_backward_config(D), early_mask=True)
     check_backward(Call(D, 1, 1, 100, 150, causal=False, window=(40, 10), config=config), "random")
+
+
+# ---------------------------------------------------------------- 96 keys a program
+
+OF_96_KEYS = {
+    "grouped heads": Call(192, 2, 1, 150, 200),
+    "dense, fewer keys than queries, bfloat16": Call(192, 1, 1, 200, 150, False, dtype=torch.bfloat16),
+    "one row, one key": Call(192, 1, 1, 1, 1),
+    "no keys in the last 32 of a block, batches": Call(136, 1, 1, 70, 150, causal=False, B=2),
+    "rows that see nothing": Call(176, 1, 1, 300, 150),
+    "a window": Call(192, 2, 1, 150, 400, causal=False, window=(60, 20)),
+    "no right bound": Call(192, 1, 1, 150, 170, causal=False, window=(60, -1)),
+    "keys that nobody sees": Call(192, 1, 1, 100, 400, window=(30, -1)),
+    "a negative scale": Call(192, 1, 1, 150, 150, sm_scale=-0.1),
+    "varlen": Call(192, 2, 1, varlen=((40, 170), (0, 5), (150, 70))),
+    "varlen, dense": Call(192, 1, 1, varlen=((40, 97), (150, 192)), causal=False),
+    "varlen, a window": Call(192, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1)),
+}
+OF_96_KEYS |= {
+    "values of 128": Call(192, 2, 1, 150, 200, D_v=128),
+    "values of 72, dense, bfloat16": Call(136, 4, 2, 70, 190, False, B=2, dtype=torch.bfloat16, D_v=72),
+    "values of 128, keys that nobody sees": Call(192, 1, 1, 60, 200, window=(30, -1), D_v=128),
+    "values of 128, varlen": Call(192, 2, 1, varlen=((40, 70), (150, 90), (0, 9)), D_v=128),
+}
+SHARED_OF_96_KEYS = {
+    "values of 128, added": Call(192, 4, 2, 70, 200, D_v=128),
+    "values of 104, apart": Call(192, 2, 1, 70, 200, causal=False, D_v=104),
+    "added": Call(192, 4, 2, 70, 200),
+    "apart, dense": Call(192, 2, 1, 150, 200, causal=False),
+    "136 columns, batches, bfloat16": Call(136, 8, 2, 70, 100, B=2, dtype=torch.bfloat16),
+    "apart, keys that nobody sees": Call(192, 2, 1, 100, 400, window=(30, -1)),
+    "varlen": Call(192, 2, 1, varlen=((40, 170), (150, 70))),
+}
+
+
+def of_96_keys(call: Call) -> HopperBackwardConfig:
+    return KEYS_96 if call.D_v is None else replace(KEYS_96, value_columns=128)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", OF_96_KEYS)
+def test_96_keys_a_program(name: str, order: str) -> None:
+    loaded = {"eager": 0, "late": 2, "random": 3}[order]
+    config = replace(of_96_keys(OF_96_KEYS[name]), loaded=loaded, placed=loaded != 3)
+    config = replace(config, early_mask=order == "late")
+    assert check_backward(replace(OF_96_KEYS[name], config=config), order).reports[-1].unwaited == ()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SHARED_OF_96_KEYS)
+def test_programs_of_96_keys_that_share_a_key_head(name: str, order: str) -> None:
+    call = SHARED_OF_96_KEYS[name]
+    visited = 2 if order == "late" and call.H // call.H_kv == 4 else 1
+    config = replace(of_96_keys(call), visited=visited, added="apart" not in name)
+    assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 
 # ---------------------------------------------------------------- programs that stay on their SM

@@ -19,6 +19,7 @@ from attnlib.kernels.hopper import (
     backward_bulk,
     backward_gradients,
     backward_kernel,
+    backward_keys96_kernel,
     backward_persistent,
     backward_shared,
     backward_tiles,
@@ -28,7 +29,7 @@ from attnlib.kernels.hopper import (
     told,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
-from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import KEYS_96, hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -90,6 +91,12 @@ BACKWARD = {
     "values of 128": Call(192, 1, 1, 70, 70, D_v=128),
     "shared": Call(96, 4, 2, 70, 200, config=replace(hopper_backward_config(96), visited=1)),
     "256, shared": Call(256, 4, 2, 70, 70, config=replace(hopper_backward_config(256), visited=1)),
+    "96 keys": Call(192, 1, 1, 320, 60, causal=False, config=KEYS_96),
+    "96 keys, loaded": Call(192, 1, 1, 320, 60, causal=False, config=replace(KEYS_96, loaded=3)),
+    "96 keys, tail": Call(192, 1, 1, 70, 1, False, sm_scale=4.0, config=KEYS_96),
+    "96 keys, causal": Call(192, 1, 1, 150, 200, config=KEYS_96),
+    "96 keys, shared": Call(192, 4, 2, 70, 70, config=replace(KEYS_96, visited=1)),
+    "96 keys, apart": Call(192, 2, 1, 70, 200, config=replace(KEYS_96, visited=1, added=False)),
     "unseen, apart": Call(
         64, 2, 1, 60, 300, window=(30, -1), config=replace(hopper_backward_config(64), visited=1, added=False)
     ),
@@ -173,6 +180,12 @@ def wide(
     bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "256"
 ) -> Mutation:
     return Mutation(bug, *edit, call, verdict, more, backward_wide_kernel)
+
+
+def keys96(
+    bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "96 keys"
+) -> Mutation:
+    return Mutation(bug, *edit, call, verdict, more, backward_keys96_kernel)
 
 
 def without(line: str, before: str = "", after: str = "") -> tuple[str, str]:
@@ -316,9 +329,10 @@ MUTATIONS = [
     forward("the LSE of a row too many", "one tile", "IndexError: address outside of its tensor",
             ("mask=o_m < seq.S_q", "mask=o_m < seq.S_q + 1")),
 
-    shared("Q is filled without asking", f"{TAKEN}|{COUNT}", without("        acquire(Q_FREE, j)\n")),
+    shared("Q is filled without asking", f"{TAKEN}|{COUNT}",
+           without("        acquire(Q_FREE, j, plan.consumers)\n")),
     shared("dO is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
-             without("        acquire(DO_FREE, j)\n")),
+             without("        acquire(DO_FREE, j, plan.consumers)\n")),
     backward("K is not waited for", TAKEN, without("    mbarrier.wait(mem.k_full, 0)\n")),
     backward("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
     backward("dO is not waited for", TAKEN,
@@ -478,9 +492,9 @@ MUTATIONS = [
              ("gl.static_range(len(descs)):\n        tma", "gl.static_range(1):\n        tma"),
              call="64 + 32"),
     shared("in the wide kernel: Q is filled without asking", f"{TAKEN}|{COUNT}",
-             without("        acquire(Q_FREE, j)\n"), call="256"),
+             without("        acquire(Q_FREE, j, plan.consumers)\n"), call="256"),
     shared("in the wide kernel: dO is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
-             without("        acquire(DO_FREE, j)\n"), call="256"),
+             without("        acquire(DO_FREE, j, plan.consumers)\n"), call="256"),
     slots("in the wide kernel: the parity stays 0", f"{TAKEN}|{DEADLOCK}|{TWICE}",
              ("return (j // STAGES) & 1", "return 0 * j"), call="256"),
 
@@ -534,6 +548,71 @@ MUTATIONS = [
          call="128 + 32"),
     wide("the second part of dQ is added where the first one is", "AssertionError",
          ("part * 64 * plan.left", "0 * plan.left"), call="128 + 32"),
+    shared("of 96 keys: Q is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
+           without("        acquire(Q_FREE, j, plan.consumers)\n"), call="96 keys"),
+    shared("of 96 keys: the bytes of 32 are not expected", f"{TAKEN}|{DEADLOCK}|{COUNT}",
+           ("nbytes(desc.most) + nbytes(desc.few) + MORE", "nbytes(desc.most) + MORE"), call="96 keys"),
+    shared("of 96 keys: all parts of Q are copied from the first columns", "AssertionError",
+           ("bar, buffers, slot, plan.step)", "bar, buffers, slot)"), call="96 keys"),
+    keys96("the parts of dK and dV of few keys are stored to the first columns", "AssertionError",
+           ("buffers.few, 0, FIRST, parts, plan.step)", "buffers.few, 0, FIRST, parts, 0)"),
+           call="96 keys, causal"),
+    keys96("Q of the next block is not waited for", TAKEN,
+           ("mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))", "pass")),
+    keys96("dO of the next block is not waited for", TAKEN,
+           ("mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))", "pass")),
+    keys96("dO of dV is not waited for", TAKEN,
+           without("        mbarrier.wait(mem.do_full.index(slot), parity_of(j))\n", "",
+                   "        do = _columns(mem.do, slot, 0")),
+    keys96("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
+    keys96("Q is released before the last part of dK is done", f"{OVERWRITTEN}|{READING}",
+           without("        release(Q_FREE, j, plan.consumers)\n", "", "        # As much"),
+           ("        dk_tokens", "        release(Q_FREE, j, plan.consumers)\n        dk_tokens")),
+    keys96("P is not waited for by warpgroup 1", f"{STORED}|{OVERWRITTEN}",
+           without("        mbarrier.wait(mem.p_full.index(slot), parity_of(j))\n", "", "        _diff")),
+    keys96("P is not waited for by warpgroup 2", f"{STORED}|{OVERWRITTEN}|{UNFENCED.format('p_most')}",
+           without("            mbarrier.wait(mem.p_full.index(slot), parity_of(j))\n", "",
+                   "            dv_tokens")),
+    keys96("P of few keys is told before it is there",
+           f"{STORED}|{OVERWRITTEN}|{UNFENCED.format('p_(most|few)')}",
+           without("        mbarrier.arrive(mem.p_full.index(slot), count=1)\n"),
+           ("        p_few = _p",
+            "        mbarrier.arrive(mem.p_full.index(slot), count=1)\n        p_few = _p")),
+    keys96("P is not fenced", UNFENCED.format("p_(most|few)"),
+           without("        fence_async_shared()\n", "", "        mbarrier.arrive(mem.p_full")),
+    keys96("dS is not fenced", UNFENCED.format("ds_(most|few)"),
+           without("        fence_async_shared()\n", "", '        named_barrier("arrive", DS_FULL')),
+    keys96("dO is loaded and not fenced before it is given back", LOADED.format("(q|do)_right_right"),
+           ("            fence_async_shared()  # late", "            pass  # late"), call="96 keys, loaded"),
+    keys96("dS is written without asking", f"{OVERWRITTEN}|{READING}|{TWICE}",
+           ('named_barrier("sync", DS_FREE + slot, 256)', "pass")),
+    keys96("dS is released before dQ is done", f"{OVERWRITTEN}|{READING}",
+           without('            if part == PARTS - 1:\n'
+                   '                named_barrier("arrive", DS_FREE + slot, 256)\n'),
+           ("        # As much of",
+            '        named_barrier("arrive", DS_FREE + slot, 256)\n        # As much of')),
+    keys96("dS is not told", DEADLOCK,
+           ('        named_barrier("arrive", DS_FULL + slot, 256)\n',
+            '        if j != 3:\n            named_barrier("arrive", DS_FULL + slot, 256)\n')),
+    keys96("gradients do not wait for the end", f"{STORED}|{OVERWRITTEN}|{READING}",
+           ('"sync", END, 384)\n    return dv\n', '"arrive", END, 384)\n    return dv\n')),
+    keys96("dK and dV are not fenced", UNFENCED.format(r"[kv]_\w+"),
+           without("    fence_async_shared()\n", "", "    at = tiling.keys")),
+    keys96("dV is not waited for", "Race: .* ends and has not waited for its copies out",
+           without("    tma.store_wait(0)\n", "mem.v, plan.block_n * plan.width, 0, tile, work, plan)\n")),
+    keys96("few keys are masked as the first ones", "AssertionError",
+           ("tile.start + 64, m, tile", "tile.start, m, tile"), call="96 keys, causal"),
+    keys96("the parts of dQ are added to the first one", "AssertionError",
+           ("part * 64 * 64, plan, plan.placed", "0, plan, plan.placed")),
+    keys96("the sums of few keys are where those of others are", "AssertionError",
+           ("((FIRST + i) * plan.block_n + 64) * 64", "((FIRST + i) * plan.block_n) * 64"),
+           call="96 keys, shared"),
+    keys96("the sums of dV are where those of dK are", "AssertionError",
+           ("mem.v, plan.block_n * plan.width, 0, tile", "mem.v, 0, 0, tile"), call="96 keys, shared"),
+    tiles("blocks of 96 keys are counted as blocks of 64", "AssertionError|IndexError",
+          ("plan.block_n if plan.few else 64", "64"), call="96 keys, apart"),
+    tiles("the last keys are not masked", "AssertionError",
+          ("            p = _mask_keys(p, 0, 0, keys_left, plan)", "            pass"), call="96 keys, tail"),
     turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", "")),
     turn("the sum is counted before it is complete", BITS, ("fence.acq_rel.gpu; ", ""), call="256, in order"),
     turn("nobody waits", BITS, ("@q bra AGAIN; ", "")),
@@ -560,7 +639,7 @@ MUTATIONS = [
     tiles("each query head has sums", "AssertionError|IndexError",
           ("        head //= work.SHARE\n", ""), call="shared"),
     tiles("the sums of a consumer are where the other's are", "AssertionError",
-          ("tile.start // 64 + WG", "tile.start // 64"), call="shared"),
+          ("tile.start // rows + WG", "tile.start // rows"), call="shared"),
     slots("sums are stored over each other", "AssertionError",
           ('"red.global.add.v4.f32" if ADD', '"st.global.v4.f32" if ADD'), call="shared"),
     backward("the sums of dV are where those of dK are", "AssertionError",

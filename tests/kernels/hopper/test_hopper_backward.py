@@ -21,8 +21,13 @@ from attnlib.kernels.common import device, hopper_gpu
 from attnlib.kernels.common.launch_preprocess import CHUNK, preprocess
 from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.kernels.common.signature import Signature
-from attnlib.kernels.hopper import backward_tiles, launch_backward
-from attnlib.kernels.hopper.configs_backward import SPLIT, HopperBackwardConfig, hopper_backward_config
+from attnlib.kernels.hopper import backward_tiles, launch_backward, sharing
+from attnlib.kernels.hopper.configs_backward import (
+    KEYS_96,
+    SPLIT,
+    HopperBackwardConfig,
+    hopper_backward_config,
+)
 from attnlib.params import MaskWindow, Params, Varlen
 
 SCALE = 0.3
@@ -258,6 +263,70 @@ def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
 def test_which_programs_stay_on_their_sm(config: HopperBackwardConfig, others: str) -> None:
     with pytest.raises(ValueError, match=f"^persistent: expected False with {others}, got True$"):
         replace(config, persistent=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"deterministic": True}, "deterministic: expected False with block_n=96, got True"),
+        ({"loaded": 1}, "loaded: expected 0, 2 or 3, got 1"),
+        ({"value_columns": 64}, "value_columns: expected 128 or 192, got 64"),
+        ({"alternate": True}, r"alternate: expected False with block_n=96 \(wide kernel\), got True"),
+        ({"persistent": True},
+         "persistent: expected False with deterministic=False, alternate=False, block_n=96, got True"),
+    ],
+)  # fmt: skip
+def test_what_96_keys_a_program_do_without(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        replace(KEYS_96, **changes)
+
+
+def test_96_keys_a_program_only_where_asked() -> None:
+    """Of three parts of 64 columns; no call gets them by itself."""
+    assert {KEYS_96.width(D) for D in range(136, 193, 8)} == {192}
+    for head_dim in (128, 200):
+        with pytest.raises(ValueError, match=f"^head_dim: expected 129 to 192 with .*, got {head_dim}$"):
+            KEYS_96.width(head_dim)
+    chosen = {hopper_backward_config(D).block_n for D in range(8, 257, 8)}
+    assert chosen == {64, 128}
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    q = torch.zeros(1, 1, 100, 192, dtype=torch.float16)
+    config, shape = replace(KEYS_96, value_columns=128), tuple(q.shape)
+    window, strides = MaskWindow(None, None), (q.stride(),) * 5
+    call = Signature(shape, shape, strides, q.dtype, -1, window, SCALE, None, False, config)
+    with pytest.raises(ValueError, match="^value_columns: expected 192 or more, got 128$"):
+        launch_backward.prepare(call)
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+def test_sums_of_transposed_gradients_become_rows(device: str, added: bool) -> None:
+    """dK and dV of 96 keys, whose columns are keys in memory."""
+    if device != "cpu":
+        pytest.skip("the conversion runs in the interpreter")
+    shape, keys, parts = (1, 2, 130, 192), (1, 1, 200, 192), 1 if added else 2
+    strides = [torch.empty(tensor, device="meta").stride() for tensor in (shape, keys)]
+    config = replace(KEYS_96, visited=1, added=added)
+    call = Signature(
+        shape, keys, (strides[0], *strides[1:] * 2, *strides[:1] * 2), torch.float32, -1, MaskWindow(None, 0),
+        SCALE, None, False, config,
+    )  # fmt: skip
+    held = sharing.SharedKeys(call, 2, 1, 3 * 96)
+    sums = torch.randn(held.elements)
+    found = [torch.full(keys, 7.0) for _ in range(2)]
+    made = held.conversions(0, (keys, strides[1]), (keys, strides[1]))
+    Launches(made, -1, ("buffer", "dk", "dv", "cu_k"))(sums, *found, None)
+    # Of each part [64 columns, 8 keys] after the other.
+    parts_of = sums.numpy().reshape(parts, 3, 2, 3, 12, 512).sum(0)
+    for which, scale in enumerate((SCALE, 1.0)):
+        for block in range(3):
+            for part in range(3):
+                turned = np.zeros((64, 96), np.float32)
+                places = in_registers(np.arange(64 * 96).reshape(64, 96))
+                turned.reshape(-1)[places] = parts_of[block, which, part].reshape(-1)
+                rows = found[which][0, 0, 96 * block : 96 * block + 96, 64 * part : 64 * part + 64].numpy()
+                np.testing.assert_allclose(rows, turned.T[: len(rows)] * np.float32(scale), rtol=1e-6)
 
 
 @pytest.mark.parametrize("head_dim", [0, 264])
