@@ -108,8 +108,8 @@ def entmax_flops(q, k, v, *options, **named) -> int:
     return _entmax_flops(q, k, v, dict(zip(_ENTMAX_OPTIONS, options, strict=False)) | named)
 
 
-def entmax_backward_flops(d_out, q, k, v, out, tau, flags, *options, **named) -> int:
-    names = [name for name in _ENTMAX_OPTIONS if name != "flags"]
+def entmax_backward_flops(d_out, q, k, v, *options, **named) -> int:
+    names = ["out", "tau", "flags", *(name for name in _ENTMAX_OPTIONS if name != "flags")]
     return _entmax_flops(q, k, v, dict(zip(names, options, strict=False)) | named) * 5 // 2
 
 
