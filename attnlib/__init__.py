@@ -7,6 +7,7 @@ from attnlib.api import (
     attention_decode,
     attention_distr,
     attention_entmax,
+    attention_entmax_varlen,
     attention_fp8,
     attention_fp8_varlen,
     attention_monarch,
@@ -22,8 +23,8 @@ from attnlib.scores import Score
 
 __all__ = [
     "BlockMask", "Fp8", "S2Pattern", "Score", "__version__", "attention", "attention_bsfa",
-    "attention_decode", "attention_distr", "attention_entmax", "attention_fp8", "attention_fp8_varlen",
-    "attention_monarch", "attention_pooled", "attention_varlen", "bsfa_threshold", "explain",
-    "monarch_matrix", "quantize_fp8",
+    "attention_decode", "attention_distr", "attention_entmax", "attention_entmax_varlen", "attention_fp8",
+    "attention_fp8_varlen", "attention_monarch", "attention_pooled", "attention_varlen", "bsfa_threshold",
+    "explain", "monarch_matrix", "quantize_fp8",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -23,6 +23,7 @@ from attnlib.params import (
     Implementation,
     MaskWindow,
     Params,
+    Varlen,
 )
 
 
@@ -121,8 +122,9 @@ def entmax(
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     family = _entmax_family(q, params.impl)
     if nothing_to_do(q, k):
-        tau = torch.full(q.shape[:3], math.inf, dtype=torch.float32, device=q.device)
-        return torch.zeros_like(q), tau, q.new_zeros(entmax_flags(q, k, params.impl), dtype=torch.int32)
+        tau = torch.full(lse_shape(q), math.inf, dtype=torch.float32, device=q.device)
+        words = entmax_flags(q, k, params.impl, params.varlen)
+        return torch.zeros_like(q), tau, q.new_zeros(words, dtype=torch.int32)
     return family.forward(q, k, v, params)
 
 
@@ -148,9 +150,9 @@ def entmax_backward(
     return _entmax_family(q, params.impl).backward(d_out, q, k, v, out, tau, flags, params)
 
 
-def entmax_flags(q: torch.Tensor, k: torch.Tensor, impl: str | None) -> int:
+def entmax_flags(q: torch.Tensor, k: torch.Tensor, impl: str | None, varlen: Varlen | None = None) -> int:
     """How many int32 words of flags `entmax` leaves for the backward pass."""
-    return _entmax_family(q, impl).flags_size(q.shape, k.shape)
+    return _entmax_family(q, impl).flags_size(q.shape, k.shape, varlen)
 
 
 def _entmax_family(q: torch.Tensor, impl: str | None):

@@ -103,13 +103,24 @@ def bsfa_flops(q, k, v, *_, **__) -> int:
     return forward_flops(q, k, v)
 
 
-def entmax_flops(q, k, v, *_, **__) -> int:
+def entmax_flops(q, k, v, *options, **named) -> int:
     """Of all keys: the host does not know which ones have weight."""
-    return forward_flops(q, k, v)
+    return _entmax_flops(q, k, v, dict(zip(_ENTMAX_OPTIONS, options, strict=False)) | named)
 
 
-def entmax_backward_flops(d_out, q, k, v, *_, **__) -> int:
-    return entmax_flops(q, k, v) * 5 // 2
+def entmax_backward_flops(d_out, q, k, v, *options, **named) -> int:
+    names = ["out", "tau", "flags", *(name for name in _ENTMAX_OPTIONS if name != "flags")]
+    return _entmax_flops(q, k, v, dict(zip(names, options, strict=False)) | named) * 5 // 2
+
+
+def _entmax_flops(q, k, v, given: dict) -> int:
+    return forward_flops(q, k, v, **{name: given[name] for name in _ENTMAX_OPTIONS[-4:] if name in given})
+
+
+_ENTMAX_OPTIONS = (
+    "alpha", "causal", "sm_scale", "flags", "impl",
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+)  # fmt: skip
 
 
 def decode_flops(q, k, v, *options, **named) -> int:

@@ -192,6 +192,7 @@ class EntmaxParams(NamedTuple):
         columns: whether the forward pass leaves what the backward pass wants.
         impl: the implementation asked for; None for the first that can run the call.
         config: how the kernels are compiled and launched; None for the family's choice.
+        varlen: the sequences of tensors (tokens, H, D); None for tensors (B, H, S, D).
     """
 
     alpha: float
@@ -200,6 +201,7 @@ class EntmaxParams(NamedTuple):
     columns: bool = False
     impl: str | None = None
     config: Any = None
+    varlen: Varlen | None = None
 
 
 class BsfaParams(NamedTuple):

@@ -341,44 +341,59 @@ attention_bsfa.register_autograd(_no_gradient("attention_bsfa"))
 # ---------------------------------------------------------------- entmax
 
 _ENTMAX = "float alpha, bool causal=False, float? sm_scale=None"
+_ENTMAX_VARLEN = (
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0"
+)
 
 
 @torch.library.custom_op(
     "attnlib::attention_entmax",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_ENTMAX}, bool flags=False, str? impl=None) "
-    "-> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_ENTMAX}, bool flags=False, str? impl=None, "
+    f"{_ENTMAX_VARLEN}) -> (Tensor, Tensor, Tensor)",
 )
-def attention_entmax(q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=None):
+def attention_entmax(
+    q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+):  # fmt: skip
     """(out, tau, flags), the flags those that the backward pass wants, or none."""
-    params = EntmaxParams(alpha, causal, _scale(q, sm_scale), flags, impl)
+    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    params = EntmaxParams(alpha, causal, _scale(q, sm_scale), flags, impl, varlen=varlen)
     out, tau, found = dispatch.entmax(q, k, v, params)
     return _like(q, out), tau, found if flags else q.new_empty(0, dtype=torch.int32)
 
 
 @attention_entmax.register_fake
-def _entmax_fake(q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=None):
-    tau = q.new_empty(q.shape[:3], dtype=torch.float32)
-    words = dispatch.entmax_flags(q, k, impl) if flags else 0
+def _entmax_fake(
+    q, k, v, alpha, causal=False, sm_scale=None, flags=False, impl=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+):  # fmt: skip
+    tau = q.new_empty(dispatch.lse_shape(q), dtype=torch.float32)
+    varlen = None if cu_seqlens_q is None else Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    words = dispatch.entmax_flags(q, k, impl, varlen) if flags else 0
     return torch.empty_like(q), tau, q.new_empty(words, dtype=torch.int32)
 
 
 def _save_entmax(ctx, inputs, output) -> None:
-    q, k, v, *ctx.asked, ctx.has_flags, ctx.impl = inputs
+    q, k, v, *options = inputs
+    ctx.asked, (ctx.has_flags, ctx.impl, cu_seqlens_q, cu_seqlens_k), ctx.max_seqlens = (
+        options[:3], options[3:7], options[7:]
+    )  # fmt: skip
     out, tau, flags = output
-    ctx.save_for_backward(q, k, v, out, tau, flags)
+    ctx.save_for_backward(q, k, v, out, tau, flags, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(tau, flags)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_entmax(ctx, d_out, *_):
     if d_out is None:
-        return (None,) * 8
-    q, k, v, out, tau, flags = ctx.saved_tensors
+        return (None,) * 12
+    q, k, v, out, tau, flags, *offsets = ctx.saved_tensors
+    varlen = *offsets, *ctx.max_seqlens
     if not ctx.has_flags:  # a graph made where no gradient was wanted
-        _, tau, flags = attention_entmax(q, k, v, *ctx.asked, True, ctx.impl)
-    gradients = attention_entmax_backward(d_out, q, k, v, out, tau, flags, *ctx.asked, ctx.impl)
-    return *gradients, *(None,) * 5
+        _, tau, flags = attention_entmax(q, k, v, *ctx.asked, True, ctx.impl, *varlen)
+    gradients = attention_entmax_backward(d_out, q, k, v, out, tau, flags, *ctx.asked, ctx.impl, *varlen)
+    return *gradients, *(None,) * 9
 
 
 attention_entmax.register_autograd(_differentiate_entmax, setup_context=_save_entmax)
@@ -388,13 +403,15 @@ attention_entmax.register_autograd(_differentiate_entmax, setup_context=_save_en
     "attnlib::attention_entmax_backward",
     mutates_args=(),
     schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor tau, Tensor flags, "
-    f"{_ENTMAX}, str? impl=None) -> (Tensor, Tensor, Tensor)",
+    f"{_ENTMAX}, str? impl=None, {_ENTMAX_VARLEN}) -> (Tensor, Tensor, Tensor)",
 )
 def attention_entmax_backward(
-    d_out, q, k, v, out, tau, flags, alpha, causal=False, sm_scale=None, impl=None
+    d_out, q, k, v, out, tau, flags, alpha, causal=False, sm_scale=None, impl=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
 ):  # fmt: skip
     """(dq, dk, dv)."""
-    params = EntmaxParams(alpha, causal, _scale(q, sm_scale), True, impl)
+    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    params = EntmaxParams(alpha, causal, _scale(q, sm_scale), True, impl, varlen=varlen)
     gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, out, tau, flags), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
 

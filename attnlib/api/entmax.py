@@ -7,9 +7,12 @@ from typing import Literal, overload
 import torch
 
 from attnlib import torch_ops
+from attnlib.api.exact import plain
 from attnlib.arguments.entmax import EntmaxOptions, check_entmax
+from attnlib.arguments.offsets import check_offsets
+from attnlib.params import Varlen
 
-__all__ = ["attention_entmax"]
+__all__ = ["attention_entmax", "attention_entmax_varlen"]
 
 
 @overload
@@ -50,9 +53,9 @@ def attention_entmax(
     Nothing is read from the GPU by the host: CUDA graphs may capture it.
 
     Differentiable, in q, k and v, once; equal bits from run to run. `torch.compile(fullgraph=True)` sees it
-    as the operator `torch.ops.attnlib.attention_entmax`. Sequences of different lengths in one tensor are not
-    supported. `torch.autocast` has no effect. For the backward pass `out` and S_q * S_k / 256 bytes a head
-    are kept.
+    as the operator `torch.ops.attnlib.attention_entmax`. `torch.autocast` has no effect. For the backward
+    pass `out` and S_q * S_k / 256 bytes a head are kept. Sequences of different lengths in one tensor:
+    `attention_entmax_varlen`.
 
     Args:
         q: (B, H, Sq, D), float16, bfloat16 or float32; D a multiple of 8 up to 256.
@@ -80,11 +83,83 @@ def attention_entmax(
         >>> q, k, v = (torch.randn(1, 16, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         >>> out = attention_entmax(q, k, v, causal=True)
     """
+    options = EntmaxOptions(alpha, causal, sm_scale, return_tau, impl)
+    return _call("attention_entmax", q, k, v, options)
+
+
+@overload
+def attention_entmax_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    alpha: float = 1.5,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_tau: Literal[False] = False,
+    impl: Literal["triton", "reference"] | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_entmax_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    alpha: float = 1.5,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_tau: Literal[True],
+    impl: Literal["triton", "reference"] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention_entmax_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
+    alpha=1.5, causal=False, sm_scale=None, return_tau=False, impl=None,
+):  # fmt: skip
+    """`attention_entmax` of sequences of different lengths that lie one after the other, without padding.
+
+    Tensors are (Tq, H, D) and (Tk, Hkv, D), and `cu_seqlens_*` and `max_seqlen_*` as in `attention_varlen`,
+    whose rules for the values in `cu_seqlens_*` hold here too. All that `attention_entmax` says holds for
+    each sequence, with Sq and Sk its own lengths. For the backward pass `out` and some (Tq * max_seqlen_k +
+    Tk * max_seqlen_q) / 512 bytes a head are kept: the longest lengths and no more take the least memory.
+
+    Returns:
+        out, (Tq, H, D) in the dtype of `q`; with `return_tau` the pair (out, tau), tau (H, Tq) float32.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: as `attention_entmax`; and ValueError as
+            `attention_varlen`.
+
+    Example:
+        >>> offsets = torch.tensor([0, 100, 1024], dtype=torch.int32, device="cuda")
+        >>> q, k, v = (torch.randn(1024, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        >>> out = attention_entmax_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
+    """
+    options = EntmaxOptions(alpha, causal, sm_scale, return_tau, impl)
+    varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _call("attention_entmax_varlen", q, k, v, options, varlen)
+
+
+def _call(name: str, q, k, v, options: EntmaxOptions, varlen: Varlen | None = None):
     if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("attention_entmax under torch.func: not supported; use torch.autograd")
+        raise NotImplementedError(f"{name} under torch.func: not supported; use torch.autograd")
     symbols = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    check_entmax(q, k, v, EntmaxOptions(alpha, causal, sm_scale, return_tau, impl), symbols)
+    check_entmax(q, k, v, options, symbols, varlen)
+    if varlen is not None and not symbols and plain(q, k, v):
+        check_offsets(q, k, varlen)
+    alpha, causal, sm_scale, return_tau, impl = options
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = None if sm_scale is None else float(sm_scale)
-    out, tau, _ = torch_ops.attention_entmax(q, k, v, float(alpha), causal, scale, wanted, impl)
+    out, tau, _ = torch_ops.attention_entmax(
+        q, k, v, float(alpha), causal, scale, wanted, impl, *(varlen or (None, None, 0, 0))
+    )
     return (out, tau) if return_tau else out

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import certain, check_common, type_name
-from attnlib.arguments.exact import Options
+from attnlib.arguments.exact import Options, check_varlen
 from attnlib.arguments.exact import check as check_exact
+from attnlib.params import Varlen
 
 LEAST_ALPHA = 1 + 2.0**-10
 """Below it p = 1 / (alpha - 1) magnifies the rounding of scores to more than 2^-13 of a weight."""
@@ -25,10 +26,18 @@ class EntmaxOptions(NamedTuple):
     impl: Any = None
 
 
-def check_entmax(q, k, v, options: EntmaxOptions, symbols: bool = False) -> None:
-    """TypeError or ValueError if an argument is wrong. symbols: sizes may be no numbers."""
+def check_entmax(
+    q, k, v, options: EntmaxOptions, symbols: bool = False, varlen: Varlen | None = None
+) -> None:
+    """TypeError or ValueError if an argument is wrong, but for the values in `cu_seqlens_*`. symbols: sizes
+    may be no numbers."""
     alpha, causal, sm_scale, return_tau, impl = options
-    check_exact(q, k, v, _NO_OPTIONS, symbols)
+    if varlen is None:
+        check_exact(q, k, v, _NO_OPTIONS, symbols)
+    else:
+        check_varlen(q, k, v, varlen, _NO_OPTIONS, symbols)
+        if v.shape[-1] != q.shape[-1]:
+            raise ValueError(f"v: expected head dimension {q.shape[-1]} as q has, got {v.shape[-1]}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | torch.SymFloat):
         raise TypeError(f"alpha: {_ALPHA}, got {type_name(alpha)}")
     right = LEAST_ALPHA <= alpha

@@ -83,7 +83,7 @@ ENTMAX = {"triton": entmax, "reference": reference_entmax}
 """What `attention_entmax` runs, in the order of preference: modules with
 
     unsupported(q)                            what they need and a call does not have; None if it has all
-    flags_size(q, k)                          int32 words of flags for the backward pass, from the shapes
+    flags_size(q, k, varlen)                  int32 words of flags for the backward pass, from the shapes
     forward(q, k, v, params)                  (out, tau, flags), params an `attnlib.params.EntmaxParams`
     backward(d_out, q, k, v, out, tau, flags, params)     (dq, dk, dv)
 """

@@ -1,5 +1,5 @@
-"""attention(), attention_varlen(), attention_decode() and attention_entmax(): every wrong argument is named,
-with what was expected and what came."""
+"""attention(), attention_decode(), attention_entmax() and what they have for varlen sequences: every wrong
+argument is named, with what was expected and what came."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from attnlib import (
     attention,
     attention_decode,
     attention_entmax,
+    attention_entmax_varlen,
     attention_varlen,
     explain,
 )
@@ -502,6 +503,10 @@ def test_wrong_parts_of_a_score_are_named(parts, error, message):
 COMMON = [row for row in OPTIONS if not {"deterministic", "impl"} & set(row[0])]
 TABLE = {
     attention_decode: (GOOD_DECODE, [*DECODE, *COMMON]),
+    attention_entmax_varlen: (
+        GOOD_VARLEN,
+        [*TENSORS, *PACKED_TENSORS, *SEQUENCES, ({"v": zeros(8, 2, 8)}, *ONE_WIDTH[1:]), *ENTMAX],
+    ),
     attention_entmax: (GOOD, [*TENSORS, *DENSE_TENSORS, ONE_WIDTH, *ENTMAX]),
     attention: (GOOD, [*TENSORS, *DENSE_TENSORS, *OWN_VALUES, *OPTIONS, *MASKS, *SCORES]),
     attention_varlen: (GOOD_VARLEN, [*TENSORS, *PACKED_TENSORS, *SEQUENCES, *OPTIONS]),
@@ -523,7 +528,7 @@ ROWS = [
 def test_wrong_arguments_are_named(function, good, wrong, error, message):
     impls = (None,)
     if "impl" in parameters(function):
-        own = () if function is attention_entmax else ("decode", "hopper")
+        own = () if function in (attention_entmax, attention_entmax_varlen) else ("decode", "hopper")
         impls = (*own, "triton", "reference", None)
     for options in ({} if impl is None else {"impl": impl} for impl in impls):
         with pytest.raises(error) as raised:
@@ -561,6 +566,8 @@ def test_options_are_keywords_only():
         attention_decode(*GOOD_DECODE.values())
     with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
         attention_entmax(*GOOD.values(), 1.5)
+    with pytest.raises(TypeError, match="takes 7 positional arguments but 8 were given"):
+        attention_entmax_varlen(*GOOD_VARLEN.values(), 1.5)
 
 
 @pytest.mark.parametrize("window", [(0, 0), [3, 2], (-1, -1), (10**30, -1), (2**31, 2**40)])

@@ -8,7 +8,7 @@ from cases import INTERPRETER_REMARKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import attention_entmax
+from attnlib import attention_entmax, attention_entmax_varlen
 
 pytestmark = INTERPRETER_REMARKS
 FORWARD = torch.ops.attnlib.attention_entmax
@@ -42,6 +42,74 @@ def test_opcheck(impl, device):
             BACKWARD.default, (out, q, k, v, out, tau, flags, 1.5, True, 0.3, impl),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
+
+
+def packed(device, grad=False):
+    """Two sequences: (q, k, v) and (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    q, k, v = tensors(device, queries=14)
+    q, k, v = (x[0].transpose(0, 1).contiguous().requires_grad_(grad) for x in (q, k, v))
+    offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 4, 14], [0, 9, 20]))
+    return (q, k, v), (*offsets, 10, 11)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_opcheck_varlen(impl, device):
+    inputs, varlen = packed(device, grad=True)
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    torch.library.opcheck(FORWARD.default, (*inputs, 1.5, True, None, True, impl, *varlen), test_utils=tests)
+    with torch.no_grad():
+        out, tau, flags = FORWARD(*inputs, 1.5, True, 0.3, True, impl, *varlen)
+        torch.library.opcheck(
+            BACKWARD.default, (out, *inputs, out, tau, flags, 1.5, True, 0.3, impl, *varlen),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+
+
+def test_varlen_in_one_graph(device):
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def compiled(q, k, v, cu_q, cu_k, longest_q, longest_k):
+        return attention_entmax_varlen(
+            q, k, v, cu_q, cu_k, longest_q, longest_k, causal=True, return_tau=True
+        )
+
+    inputs, varlen = packed(device, grad=True)
+    found = compiled(*inputs, *varlen)
+    expected = attention_entmax_varlen(*inputs, *varlen, causal=True, return_tau=True)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    gradients = [torch.autograd.grad(x[0].sum(), inputs) for x in (found, expected)]
+    assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+def test_fake_varlen():
+    with FakeTensorMode():
+        inputs, varlen = packed("cpu", grad=True)
+        out, tau = attention_entmax_varlen(*inputs, *varlen, return_tau=True)
+        assert out.shape == inputs[0].shape and tau.shape == (2, 14) and tau.dtype == torch.float32
+        assert torch.autograd.grad(out.sum(), inputs[1])[0].shape == inputs[1].shape
+
+
+def test_varlen_flops_are_those_of_the_sequences(device):
+    inputs, varlen = packed(device, grad=True)
+    with FlopCounterMode(display=False) as counter:
+        attention_entmax_varlen(*inputs, *varlen).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * (4 * 9 + 10 * 11) * 16 * 7 // 2
+
+
+def test_varlen_under_torch_func_is_refused(device):
+    (q, k, v), varlen = packed(device)
+    with pytest.raises(NotImplementedError, match="attention_entmax_varlen under torch.func"):
+        torch.func.grad(lambda q: attention_entmax_varlen(q, k, v, *varlen).sum())(q)
+
+
+def test_wrong_offsets_are_named(device):
+    inputs, (cu_q, cu_k, *longest) = packed(device)
+    wrong = torch.tensor([0, 15, 14], dtype=torch.int32, device=device)
+    with pytest.raises(
+        ValueError, match="^cu_seqlens_q: expected values that never go down, got 14 after 15"
+    ):
+        attention_entmax_varlen(*inputs, wrong, cu_k, *longest)
+    with pytest.raises(ValueError, match="^max_seqlen_k: expected at least 11, the longest sequence"):
+        attention_entmax_varlen(*inputs, cu_q, cu_k, 10, 10)
 
 
 def test_in_one_graph(device):

@@ -10,21 +10,25 @@ from launches import jobs_of
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels.entmax import backward_kernels, forward_kernel, launch, launch_backward, list_kernels
-from attnlib.params import EntmaxParams
+from attnlib.params import EntmaxParams, Varlen
 
-# Head dimension, dtype, alpha, causal. 96: padded.
-HALF = [(64, "bfloat16", 1.5, True), (256, "bfloat16", 1.5, True)]
-HALF += more([(96, "float16", 1.25, False)])
+# Head dimension, dtype, alpha, causal, varlen. 96: padded.
+HALF = [(64, "bfloat16", 1.5, True), (256, "bfloat16", 1.5, True), (64, "bfloat16", 1.5, True, "varlen")]
+HALF += more([(96, "float16", 1.25, False), (256, "float16", 1.5, True, "varlen")])
 FULL = [(64, "float32", 1.5, True)]
 KERNELS = ["entmax_bound", "entmax_flags", "entmax_lists", "attention_entmax_forward"]
 KERNELS += ["entmax_lists", "attention_entmax_dq", "entmax_lists", "attention_entmax_dkdv"]
 GATHERING = [name for name in KERNELS if name.startswith("attention")]
 
 
-def jobs(head_dim: int, dtype: str, alpha: float, causal: bool) -> list[Job]:
+def jobs(head_dim: int, dtype: str, alpha: float, causal: bool, varlen: str = "") -> list[Job]:
     """The kernels that a call and its backward pass would launch."""
     q = torch.zeros(1, 2, 256, head_dim, dtype=getattr(torch, dtype))
     params = EntmaxParams(alpha, causal, 0.1, True)
+    if varlen:
+        offsets = torch.tensor([0, 100, 256], dtype=torch.int32)
+        params = params._replace(varlen=Varlen(offsets, offsets, 156, 156))
+        q = q[0].transpose(0, 1).contiguous()
 
     def call() -> None:
         out, tau, flags = launch.forward(q, q, q, params)

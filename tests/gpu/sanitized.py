@@ -51,6 +51,7 @@ class EntmaxCall(NamedTuple):
     alpha: float
     causal: bool
     room: int
+    varlen: bool = False
     impl: str = "entmax"
 
 
@@ -175,6 +176,7 @@ def calls() -> Iterator[NamedTuple]:
     for head_dim, alpha, causal in ((64, 1.5, True), (64, 2.0, False), (96, 1.25, True), (256, 1.5, False)):
         yield EntmaxCall(head_dim, alpha, causal, 4096)
         yield EntmaxCall(head_dim, alpha, causal, 64)
+        yield EntmaxCall(head_dim, alpha, causal, 64, True)
     for head_dim, causal, size in ((64, True, 64), (128, True, 128), (128, False, 64), (256, True, 64)):
         for kept in ("hopper", "triton"):
             yield PooledCall(head_dim, causal, size, kept)
@@ -310,7 +312,7 @@ def run_entmax(call: EntmaxCall) -> tuple:
     """Output, threshold and gradients."""
     import torch
 
-    from attnlib import attention_entmax
+    from attnlib import attention_entmax, attention_entmax_varlen
     from attnlib.kernels.entmax import call as entmax_call
     from attnlib.kernels.entmax import launch, launch_backward
 
@@ -318,8 +320,14 @@ def run_entmax(call: EntmaxCall) -> tuple:
     for module in (launch, launch_backward):
         module.prepare.cache_clear()
     sizes = (4, 200), (2, 230), (2, 230)
-    q, k, v = (torch.randn(1, h, n, call.head_dim).half().cuda().requires_grad_() for h, n in sizes)
-    out, tau = attention_entmax(q, k, v, alpha=call.alpha, causal=call.causal, return_tau=True)
+    options = {"alpha": call.alpha, "causal": call.causal, "return_tau": True}
+    if call.varlen:
+        ends = (torch.tensor(x, dtype=torch.int32).cuda() for x in ([0, 70, 70, 200], [0, 30, 35, 230]))
+        q, k, v = (torch.randn(n, h, call.head_dim).half().cuda().requires_grad_() for h, n in sizes)
+        out, tau = attention_entmax_varlen(q, k, v, *ends, 130, 195, **options)
+    else:
+        q, k, v = (torch.randn(1, h, n, call.head_dim).half().cuda().requires_grad_() for h, n in sizes)
+        out, tau = attention_entmax(q, k, v, **options)
     out.backward(torch.randn(out.shape).half().cuda())
     torch.cuda.synchronize()
     return out, tau, q.grad, k.grad, v.grad

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from beyond_draws import ENTMAX, entmax_of
-from entmax_cases import CASES, EntmaxCase, check, make
+from entmax_cases import CASES, EntmaxCase, check, make, offsets_of
 
-from attnlib import attention_entmax
+from attnlib import attention_entmax, attention_entmax_varlen
 from attnlib.bench.entmax_oracle import EntmaxOracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -79,6 +79,37 @@ def test_a_graph_is_right_for_other_numbers(device):
         oracle = EntmaxOracle(q.detach(), k.detach(), v.detach(), case.params, d_out)
         for name, tensor in zip(("out", "dq", "dk", "dv"), found, strict=True):
             oracle.judge(name, tensor).raise_if_bad(f"graph, spread {spread}")
+
+
+def test_long_sequences(device):
+    lengths = ((4096, 4096), (1, 3000), (100, 0), (3000, 700), (0, 64), (513, 2000))
+    check(
+        EntmaxCase("long, varlen", 0, 0, heads=4, kv_heads=2, head_dim=64, causal=True, dtype="bfloat16",
+                   lengths=lengths),
+        device,
+    )  # fmt: skip
+
+
+def test_a_graph_is_right_for_other_lengths(device):
+    """A captured call reads where sequences begin when it is replayed."""
+    q, k, v = (torch.randn(1000, 2, 64, device=device, dtype=torch.float16) for _ in range(3))
+    q.requires_grad_()
+    offsets = offsets_of([300, 700], device)
+
+    def call():
+        out = attention_entmax_varlen(q, k, v, offsets, offsets, 1000, 1000, causal=True)
+        return out, *torch.autograd.grad(out.sum(), q)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for lengths in ([1, 999], [1000, 0], [500, 500]):
+        offsets.copy_(offsets_of(lengths, device))
+        graph.replay()
+        replayed = [x.clone() for x in found]
+        assert all(torch.equal(x, y) for x, y in zip(replayed, call(), strict=True))
 
 
 def test_no_wait(device):

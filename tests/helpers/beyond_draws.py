@@ -4,6 +4,7 @@ MonarchAttention, each against its own model in fp64."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import distr_cases
@@ -28,6 +29,7 @@ class EntmaxForm(NamedTuple):
     causal: bool
     group: int = 1
     sm_scale: float | None = None
+    varlen: bool = False
 
 
 ENTMAX = [
@@ -44,6 +46,11 @@ ENTMAX = [
     EntmaxForm("float16", 32, 1.05, True, 3),
     EntmaxForm("float32", 64, 1.5, True),
     EntmaxForm("float32", 32, 2.0, False, 2),
+    EntmaxForm("bfloat16", 64, 1.5, True, 2, varlen=True),
+    EntmaxForm("float16", 128, 1.5, False, varlen=True),
+    EntmaxForm("float16", 64, 2.0, True, varlen=True),
+    EntmaxForm("bfloat16", 256, 1.25, True, varlen=True),
+    EntmaxForm("float32", 40, 1.5, True, 2, varlen=True),
 ]
 
 
@@ -52,12 +59,18 @@ def entmax_of(form: EntmaxForm, seed: int) -> EntmaxCase:
     rng = random.Random(seed)
     kv_heads = rng.choice([1, 2, 3])
     queries, keys = (rng.choice([1, 63, 64, 65, 128, rng.randrange(1, 700)]) for _ in range(2))
-    return EntmaxCase(
-        f"draw {seed} of {form}", queries, rng.choice([keys, queries]), form.alpha, form.causal,
+    keys = rng.choice([keys, queries])
+    case = EntmaxCase(
+        f"draw {seed} of {form}", queries, keys, form.alpha, form.causal,
         kv_heads * form.group, kv_heads, form.head_dim, form.dtype, rng.choice([1, 2]), form.sm_scale,
         kind=rng.choice(["normal", "normal", "outlier", "constant", "sink", "large"]),
         spread=rng.choice([1.0, 1.0, 0.2, 4.0]), room=rng.choice([None, None, None, 64, 128]),
     )  # fmt: skip
+    if not form.varlen:
+        return case
+    sizes = [0, 1, 63, 64, 65, rng.randrange(1, 300)]
+    lengths = [(rng.choice(sizes), rng.choice(sizes)) for _ in range(rng.randint(0, 7))]
+    return replace(case, lengths=(*lengths, (queries, keys)))
 
 
 class DistrForm(NamedTuple):
@@ -107,7 +120,8 @@ class Drawn(NamedTuple):
 def draw_entmax(number: int) -> Drawn:
     form = ENTMAX[number // TOGETHER % len(ENTMAX)]
     mask = "causal" if form.causal else "dense"
-    kind = f"{form.dtype}, D {form.head_dim}, alpha {form.alpha}, {mask}"
+    varlen = ", varlen" if form.varlen else ""
+    kind = f"{form.dtype}, D {form.head_dim}, alpha {form.alpha}, {mask}{varlen}"
     return Drawn(entmax_of(form, number), kind, number)
 
 

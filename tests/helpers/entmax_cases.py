@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from attnlib import attention_entmax
+from attnlib import attention_entmax, attention_entmax_varlen
 from attnlib.bench.entmax_oracle import EntmaxOracle
 from attnlib.bench.oracle import make_inputs, poisoned_empty
 from attnlib.bench.shapes import Shape
@@ -17,7 +21,8 @@ from attnlib.params import EntmaxParams
 
 @dataclass(frozen=True)
 class EntmaxCase:
-    """One call. spread: what q is multiplied with. room: of a list, None for the usual one."""
+    """One call. spread: what q is multiplied with. room: of a list, None for the usual one.
+    lengths: queries and keys of each varlen sequence, in place of `queries` and `keys`."""
 
     name: str
     queries: int
@@ -34,6 +39,7 @@ class EntmaxCase:
     spread: float = 1.0
     room: int | None = None
     backward: bool = True
+    lengths: tuple[tuple[int, int], ...] | None = None
 
     @property
     def params(self) -> EntmaxParams:
@@ -62,30 +68,80 @@ def forget_launches() -> None:
     launch_backward.prepare.cache_clear()
 
 
+@contextmanager
+def room(of: EntmaxCase) -> Iterator[None]:
+    """Lists with the room that a case asks for."""
+    if of.room is None:
+        yield
+        return
+    usual, call.ROOM = call.ROOM, of.room
+    forget_launches()
+    try:
+        yield
+    finally:
+        call.ROOM = usual
+        forget_launches()
+
+
 def check(case: EntmaxCase, device: str, seed: int = 0) -> None:
     """AssertionError unless out, tau and gradients are right; memory is NaN before."""
+    if case.lengths is not None:
+        return check_varlen(case, device, seed)
     inputs = make(case, device, seed)
     oracle = EntmaxOracle(*inputs[:3], case.params, inputs.d_out if case.backward else None)
     q, k, v = (x.requires_grad_(case.backward) for x in inputs[:3])
-    usual = call.ROOM
-    try:
-        if case.room is not None:
-            call.ROOM = case.room
-            forget_launches()
-        with poisoned_empty():
-            out, tau = attention_entmax(
-                q, k, v, alpha=case.alpha, causal=case.causal, sm_scale=case.sm_scale, return_tau=True,
-                impl="triton",
-            )  # fmt: skip
-            found = torch.autograd.grad(out, (q, k, v), inputs.d_out) if case.backward else ()
-    finally:
-        if case.room is not None:
-            call.ROOM = usual
-            forget_launches()
+    with room(case), poisoned_empty():
+        out, tau = attention_entmax(
+            q, k, v, alpha=case.alpha, causal=case.causal, sm_scale=case.sm_scale, return_tau=True,
+            impl="triton",
+        )  # fmt: skip
+        found = torch.autograd.grad(out, (q, k, v), inputs.d_out) if case.backward else ()
     oracle.judge("out", out).raise_if_bad(case.name)
     oracle.judge_tau(tau).raise_if_bad(case.name)
     for name, gradient in zip(("dq", "dk", "dv"), found, strict=False):
         oracle.judge(name, gradient).raise_if_bad(case.name)
+
+
+def offsets_of(lengths: Iterable[int], device: str) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def check_varlen(case: EntmaxCase, device: str, seed: int = 0) -> None:
+    """Each sequence by itself, as `check` does; without queries or keys all of it is 0, and tau +inf."""
+    parts = [
+        make(replace(case, queries=max(rows, 1), keys=max(keys, 1)), device, seed + number)
+        for number, (rows, keys) in enumerate(case.lengths)
+    ]
+    sizes = [(rows, keys, keys, rows) for rows, keys in case.lengths]
+    together = zip(
+        *([x[0, :, :n] for x, n in zip(*of, strict=True)] for of in zip(parts, sizes, strict=True)),
+        strict=True,
+    )
+    q, k, v, d_out = (torch.cat(x, 1).transpose(0, 1).contiguous() for x in together)
+    q, k, v = (x.requires_grad_(case.backward) for x in (q, k, v))
+    lengths = list(zip(*case.lengths, strict=True))
+    offsets = [offsets_of(of, device) for of in lengths]
+    with room(case), poisoned_empty():
+        out, tau = attention_entmax_varlen(
+            q, k, v, *offsets, *map(max, lengths), alpha=case.alpha, causal=case.causal,
+            sm_scale=case.sm_scale, return_tau=True, impl="triton",
+        )  # fmt: skip
+        found = torch.autograd.grad(out, (q, k, v), d_out) if case.backward else ()
+    named = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), found, strict=False))
+    first = [0, 0]
+    for part, (rows, keys) in zip(parts, case.lengths, strict=True):
+        of_q, of_k = slice(first[0], first[0] + rows), slice(first[1], first[1] + keys)
+        first = [of_q.stop, of_k.stop]
+        own = {name: x[of_k if name in ("dk", "dv") else of_q] for name, x in named.items()}
+        if not rows or not keys:
+            assert not any(x.any() for x in own.values()) and (tau[:, of_q] == math.inf).all()
+            continue
+        oracle = EntmaxOracle(
+            *(x.detach() for x in part[:3]), case.params, part.d_out if case.backward else None
+        )
+        for name, x in own.items():
+            oracle.judge(name, x.transpose(0, 1)[None]).raise_if_bad(case.name)
+        oracle.judge_tau(tau[None, :, of_q]).raise_if_bad(case.name)
 
 
 CASES = {
@@ -114,5 +170,48 @@ CASES = {
         EntmaxCase("no room", 100, 130, causal=True, room=64, spread=0.3, head_dim=16),
         EntmaxCase("no room, dense", 70, 70, room=64, spread=0.3),
         EntmaxCase("long", 10, 2300, head_dim=16),  # a list takes two steps of its flags
+        EntmaxCase(
+            "varlen",
+            0,
+            0,
+            head_dim=16,
+            causal=True,
+            heads=2,
+            spread=3.0,
+            lengths=((20, 30), (0, 5), (70, 100), (5, 0), (0, 0), (1, 1), (64, 64)),
+        ),
+        EntmaxCase("varlen, dense", 0, 0, head_dim=16, lengths=((130, 20), (3, 70), (0, 65), (65, 1))),
+        EntmaxCase("varlen, rows without keys", 0, 0, head_dim=16, causal=True, lengths=((70, 20), (30, 70))),
+        EntmaxCase(
+            "varlen, float32",
+            0,
+            0,
+            dtype="float32",
+            alpha=1.25,
+            causal=True,
+            head_dim=16,
+            lengths=((20, 40), (17, 3), (0, 20), (33, 33)),
+        ),
+        EntmaxCase(
+            "varlen, no room",
+            0,
+            0,
+            causal=True,
+            room=64,
+            spread=0.3,
+            head_dim=16,
+            lengths=((3, 3), (100, 130), (65, 66)),
+        ),
+        EntmaxCase(
+            "varlen, padded columns",
+            0,
+            0,
+            alpha=2.0,
+            dtype="bfloat16",
+            head_dim=40,
+            sm_scale=-0.3,
+            lengths=((40, 70), (10, 10)),
+        ),
+        EntmaxCase("one varlen sequence", 0, 0, head_dim=16, lengths=((70, 70),)),
     )
 }

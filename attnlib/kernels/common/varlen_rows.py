@@ -22,8 +22,8 @@ def padded_start(start, i_b, PADDING: tl.constexpr):
 
 
 @triton.jit
-def row_of(row, cu, B, PADDING: tl.constexpr):
-    """Row `row` of all that lie in desc_rows: (its place in its sequence, the end of that, its length).
+def sequence_of(row, cu, B, PADDING: tl.constexpr):
+    """The number of the varlen sequence that row `row` of all padded ones belongs to; it may be past its end.
 
     `hopper.backward_tiles.owner` has the same search in Gluon: neither language can call the other's
     functions.
@@ -39,6 +39,13 @@ def row_of(row, cu, B, PADDING: tl.constexpr):
         start = padded_start(tl.load(cu + tl.minimum(o_b, B)), o_b, PADDING)  # [WIDTH], from B on past all
         i_b = tl.max(tl.where(start <= row, o_b, 0), 0)
         stride //= WIDTH
+    return i_b
+
+
+@triton.jit
+def row_of(row, cu, B, PADDING: tl.constexpr):
+    """Row `row` of all that lie in desc_rows: (its place in its sequence, the end of that, its length)."""
+    i_b = sequence_of(row, cu, B, PADDING)
     end, S_q = sequence(cu, i_b)
     return row - padded_start(end - S_q, i_b, PADDING), end, S_q
 

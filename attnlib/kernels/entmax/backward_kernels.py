@@ -21,9 +21,21 @@ With a guess of 0 the two sums would be large where all values have a common par
 import triton
 import triton.language as tl
 
-from attnlib.kernels.common.tile_access import load_tile, store_tile
+from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile, store_tile
 from attnlib.kernels.entmax.forward_kernel import excess, index_of
-from attnlib.kernels.entmax.walk import ROWS, gather, last_visible, list_of, place, powers
+from attnlib.kernels.entmax.walk import (
+    ROWS,
+    blocks_of,
+    gather,
+    head_of,
+    last_visible,
+    list_of,
+    place,
+    powers,
+    query_block,
+    rows_of,
+    varlen_block,
+)
 
 
 @triton.jit
@@ -83,7 +95,10 @@ def _dkdv(b_dk, b_dv, b_k, b_v, q_ptr, do_ptr, rows_ptr, list_ptr, q_s, do_s, sc
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize="S_q S_k H HEADS room identity k_b k_h k_s v_b v_h v_s".split())
+@triton.jit(
+    do_not_specialize="S_q S_k H HEADS B room identity k_b k_h k_s v_b v_h v_s".split(),
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def attention_entmax_dq(
     desc_q, desc_o, desc_do, desc_dq,  # (B, H, S_q, D)
     k_ptr, v_ptr,  # (B, H_kv, S_k, D)
@@ -93,9 +108,10 @@ def attention_entmax_dq(
     scale,  # (alpha - 1) * sm_scale
     sm_scale,
     exponent,  # 1 / (alpha - 1)
-    S_q, S_k,
+    S_q, S_k,  # of varlen sequences all together
     H,  # query heads
-    HEADS,  # B * H
+    HEADS,  # B * H, of varlen sequences H
+    cu_q, cu_k, B,  # of varlen sequences: where they begin and end [B + 1]; None for a batch
     k_b, k_h, k_s, v_b, v_h, v_s,  # strides in units of UNIT elements
     GROUP: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
     UNIT: tl.constexpr,
@@ -105,21 +121,24 @@ def attention_entmax_dq(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """delta and dQ of a block of queries. Grid: (blocks of BLOCK_M rows * HEADS,)."""
-    i_m, head = place(tl.cdiv(S_q, BLOCK_M), HEADS, SECTION)
-    start = i_m * BLOCK_M
-    i_b, i_h = head // H, head % H
-    k_ptr += (i_b.to(tl.int64) * k_b + (i_h // GROUP).to(tl.int64) * k_h) * UNIT
-    v_ptr += (i_b.to(tl.int64) * v_b + (i_h // GROUP).to(tl.int64) * v_h) * UNIT
+    T_q = S_q
+    i_m, head = place(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
+    start, S_q, S_k, at_q, at_k, _ = query_block(i_m * BLOCK_M, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
+    if cu_q is not None:
+        if start >= S_q:
+            return
+    k_ptr = head_of(k_ptr, at_k, S_k, k_b, k_h, k_s, UNIT)
+    v_ptr = head_of(v_ptr, at_k, S_k, v_b, v_h, v_s, UNIT)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     last_key = last_visible(o_m, S_q, S_k, CAUSAL)
-    own = head.to(tl.int64) * tl.cdiv(S_q, ROWS) + start // ROWS
+    own = head.to(tl.int64) * blocks_of(T_q, cu_q, B, ROWS) + i_m * BLOCK_M // ROWS
     list_ptr, count, middle = list_of(lists_ptr, records_ptr, own, room, identity)
     whole = middle // BLOCK_N * BLOCK_N  # tiles up to here need no mask
-    b_q = load_tile(desc_q, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    b_do = load_tile(desc_do, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    row = head.to(tl.int64) * S_q + o_m
+    b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_do = load_tile(desc_do, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    row = rows_of(at_q, head, S_q, T_q) + o_m
     b_t = tl.load(tau_ptr + row, mask=o_m < S_q, other=float("inf"))  # [BLOCK_M]
-    b_o = load_tile(desc_o, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_o = load_tile(desc_o, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     b_guess = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK_M]
     b_dz_sum = tl.zeros([BLOCK_M], tl.float32)
     b_u_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -138,11 +157,12 @@ def attention_entmax_dq(
     tl.store(rows_ptr + 2 * row, b_t, mask=o_m < S_q)
     tl.store(rows_ptr + 2 * row + 1, b_guess + b_rest, mask=o_m < S_q)
     b_dq -= b_rest[:, None] * b_u_k
-    store_tile(desc_dq, b_dq * sm_scale, (i_b, i_h), start, BLOCK_M, BLOCK_D)
+    store_tile(desc_dq, b_dq * sm_scale, at_q, start, BLOCK_M, BLOCK_D)
 
 
 @triton.jit(
-    do_not_specialize="S_q S_k H H_kv KV_HEADS blocks room identity q_b q_h q_s do_b do_h do_s".split()
+    do_not_specialize="S_q S_k H H_kv KV_HEADS B blocks room identity q_b q_h q_s do_b do_h do_s".split(),
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
 )
 def attention_entmax_dkdv(
     q_ptr, do_ptr,  # (B, H, S_q, D)
@@ -151,7 +171,8 @@ def attention_entmax_dkdv(
     lists_ptr, records_ptr, room, identity,  # queries of each block of 64 keys, for each query head
     scale, sm_scale, exponent, S_q, S_k,  # as in `attention_entmax_dq`
     H, H_kv,
-    KV_HEADS,  # B * H_kv
+    KV_HEADS,  # B * H_kv, of varlen sequences H_kv
+    cu_q, cu_k, B,  # as in `attention_entmax_dq`
     blocks,  # lists of a head
     q_b, q_h, q_s, do_b, do_h, do_s,  # strides in units of UNIT elements
     GROUP: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
@@ -163,24 +184,39 @@ def attention_entmax_dkdv(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of keys. Grid: (blocks of BLOCK_N keys * KV_HEADS,)."""
-    num_n = tl.cdiv(S_k, BLOCK_N)
+    T_q = S_q
+    num_n = blocks_of(S_k, cu_k, B, BLOCK_N)
     i_n, head = place(num_n, KV_HEADS, SECTION)
     start = (num_n - 1 - i_n) * BLOCK_N  # causal, the first keys have the longest lists
-    i_b, i_kv = head // H_kv, head % H_kv
-    b_k = load_tile(desc_k, (i_b, i_kv), start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    b_v = load_tile(desc_v, (i_b, i_kv), start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    if cu_k is None:
+        i_b, i_kv = head // H_kv, head % H_kv
+        at_k = (i_b, i_kv)
+    else:
+        i_b, i_kv = 0, head
+        block = start // ROWS  # among all of a head
+        _, start, end_k, S_k, end_q, S_q = varlen_block(start, cu_k, cu_q, B)
+        if start >= S_k:
+            return
+        at_k = end_k, i_kv, tl.sub(VARLEN_ROWS, S_k)
+    b_k = load_tile(desc_k, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    b_v = load_tile(desc_v, at_k, start, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     o_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    q_ptr += i_b.to(tl.int64) * q_b * UNIT
-    do_ptr += i_b.to(tl.int64) * do_b * UNIT
+    if cu_k is None:
+        q_ptr += i_b.to(tl.int64) * q_b * UNIT
+        do_ptr += i_b.to(tl.int64) * do_b * UNIT
+    else:
+        q_ptr += (end_q - S_q).to(tl.int64) * q_s * UNIT
+        do_ptr += (end_q - S_q).to(tl.int64) * do_s * UNIT
+        rows_ptr += 2 * (end_q - S_q).to(tl.int64)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for g in range(GROUP):
         i_h = i_kv * GROUP + g
-        own = (i_b * H + i_h).to(tl.int64) * blocks + start // ROWS
+        own = (i_b * H + i_h).to(tl.int64) * blocks + (start // ROWS if cu_k is None else block)
         list_ptr, count, middle = list_of(lists_ptr, records_ptr, own, room, identity)
         # A mask is needed where the diagonal passes, and in the last tile, which the list may not fill.
         full = tl.minimum(tl.cdiv(middle, BLOCK_M) * BLOCK_M, count // BLOCK_M * BLOCK_M)
-        rows = (i_b * H + i_h).to(tl.int64) * S_q
+        rows = (i_b * H + i_h).to(tl.int64) * T_q
         head_q = q_ptr + i_h.to(tl.int64) * q_h * UNIT
         head_do = do_ptr + i_h.to(tl.int64) * do_h * UNIT
         part = count // BLOCK_M * BLOCK_M
@@ -195,6 +231,6 @@ def attention_entmax_dkdv(
             KIND, WANT_DK, WANT_DV, UNIT, 1, BLOCK_M, BLOCK_D, HEAD_DIM, PRECISION,
         )  # fmt: skip
     if WANT_DK:
-        store_tile(desc_dk, b_dk * sm_scale, (i_b, i_kv), start, BLOCK_N, BLOCK_D)
+        store_tile(desc_dk, b_dk * sm_scale, at_k, start, BLOCK_N, BLOCK_D)
     if WANT_DV:
-        store_tile(desc_dv, b_dv, (i_b, i_kv), start, BLOCK_N, BLOCK_D)
+        store_tile(desc_dv, b_dv, at_k, start, BLOCK_N, BLOCK_D)

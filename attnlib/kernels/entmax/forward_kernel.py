@@ -13,12 +13,16 @@ from attnlib.kernels.entmax.list_kernels import newton
 from attnlib.kernels.entmax.walk import (
     ROWS,
     THREE_HALVES,
+    blocks_of,
     gather,
+    head_of,
     last_visible,
     list_of,
     place,
     positive,
     powers,
+    query_block,
+    rows_of,
 )
 
 MOST_STEPS = tl.constexpr(24)
@@ -81,7 +85,10 @@ def _values(b_acc, b_l, b_q, b_t, k_ptr, v_ptr, list_ptr, stride_k, stride_v, sc
     return b_acc, b_l
 
 
-@triton.jit(do_not_specialize="S_q S_k H HEADS room identity k_b k_h k_s v_b v_h v_s".split())
+@triton.jit(
+    do_not_specialize="S_q S_k H HEADS B room identity k_b k_h k_s v_b v_h v_s".split(),
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def attention_entmax_forward(
     desc_q, desc_o,  # (B, H, S_q, D)
     k_ptr, v_ptr,  # (B, H_kv, S_k, D)
@@ -91,9 +98,10 @@ def attention_entmax_forward(
     scale,  # (alpha - 1) * sm_scale
     exponent,  # 1 / (alpha - 1)
     enough,  # an error of sum p after which one more step leaves one that does not matter
-    S_q, S_k,
+    S_q, S_k,  # of varlen sequences all together
     H,  # query heads
-    HEADS,  # B * H
+    HEADS,  # B * H, of varlen sequences H
+    cu_q, cu_k, B,  # of varlen sequences: where they begin and end [B + 1]; None for a batch
     k_b, k_h, k_s, v_b, v_h, v_s,  # strides in units of UNIT elements
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
@@ -106,21 +114,24 @@ def attention_entmax_forward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = entmax(sm_scale * Q K^T) V, and tau. Grid: (blocks of BLOCK_M rows * HEADS,)."""
-    i_m, head = place(tl.cdiv(S_q, BLOCK_M), HEADS, SECTION)
-    start = i_m * BLOCK_M
-    i_b, i_h = head // H, head % H
-    k_ptr += (i_b.to(tl.int64) * k_b + (i_h // GROUP).to(tl.int64) * k_h) * UNIT
-    v_ptr += (i_b.to(tl.int64) * v_b + (i_h // GROUP).to(tl.int64) * v_h) * UNIT
+    T_q = S_q
+    i_m, head = place(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
+    start, S_q, S_k, at_q, at_k, _ = query_block(i_m * BLOCK_M, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
+    if cu_q is not None:
+        if start >= S_q:
+            return
+    k_ptr = head_of(k_ptr, at_k, S_k, k_b, k_h, k_s, UNIT)
+    v_ptr = head_of(v_ptr, at_k, S_k, v_b, v_h, v_s, UNIT)
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     last_key = last_visible(o_m, S_q, S_k, CAUSAL)
     sees = (o_m < S_q) & (last_key >= 0)
-    own = head.to(tl.int64) * tl.cdiv(S_q, ROWS) + start // ROWS
+    own = head.to(tl.int64) * blocks_of(T_q, cu_q, B, ROWS) + i_m * BLOCK_M // ROWS
     list_ptr, count, middle = list_of(lists_ptr, records_ptr, own, room, identity)
     whole = middle // BLOCK_N * BLOCK_N  # tiles up to here need no mask
-    b_q = load_tile(desc_q, (i_b, i_h), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    row = head.to(tl.int64) * S_q + o_m
+    b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    row = rows_of(at_q, head, S_q, T_q) + o_m
     b_low = tl.load(rows_ptr + row, mask=sees, other=0.0)  # [BLOCK_M] F >= 1 here
-    b_high = tl.load(rows_ptr + HEADS.to(tl.int64) * S_q + row, mask=sees, other=0.0)  # F = 0 here
+    b_high = tl.load(rows_ptr + HEADS.to(tl.int64) * T_q + row, mask=sees, other=0.0)  # F = 0 here
     b_t = b_low
     error = 1.0
     steps = 0
@@ -162,4 +173,4 @@ def attention_entmax_forward(
     )  # fmt: skip
     tl.store(tau_ptr + row, tl.where(sees, b_t, float("inf")), mask=o_m < S_q)
     b_o = b_acc / tl.where(b_l > 0.0, b_l, 1.0)[:, None]  # [BLOCK_M, BLOCK_D]
-    store_tile(desc_o, b_o, (i_b, i_h), start, BLOCK_M, BLOCK_D)
+    store_tile(desc_o, b_o, at_q, start, BLOCK_M, BLOCK_D)

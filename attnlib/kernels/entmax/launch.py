@@ -14,7 +14,7 @@ from attnlib.kernels.entmax.call import Call, call_of
 from attnlib.kernels.entmax.configs import LIST, EntmaxTile, entmax_config
 from attnlib.params import EntmaxParams
 
-TENSORS = "q k v out tau rows flags lists records none".split()
+TENSORS = "q k v out tau rows flags lists records none cu_q cu_k".split()
 LIST_KERNELS = "attnlib.kernels.entmax.list_kernels"
 FORWARD = "attnlib.kernels.entmax.forward_kernel.attention_entmax_forward"
 SMALLEST = 2.0**-126
@@ -35,23 +35,28 @@ class Plan(NamedTuple):
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: EntmaxParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, tau, flags) of valid arguments, none of them empty: tau (B, H, Sq) float32, and int32 flags of
-    the keys of each block of queries, followed with `params.columns` by those of the queries of each block
-    of keys, which the backward pass wants. Nothing waits for the GPU. ValueError if a length or the grid is
-    beyond 2^31."""
+    """(out, tau, flags) of valid arguments, none of them empty: tau (B, H, Sq) float32, varlen
+    (H, Tq), and int32 flags of the keys of each block of queries, followed with `params.columns` by those of
+    the queries of each block of keys, which the backward pass wants. Nothing waits for the GPU. ValueError
+    if a length or the grid is beyond 2^31."""
     if device.widened(q.dtype):
         out, tau, flags = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), tau, flags
     if not (describable(q) and describable(k) and describable(v)):
         q, k, v = (readable(tensor) for tensor in (q, k, v))
     plan = prepare(call_of(params, q, k, q, k, v))
-    out, tau = plan.out.like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    shape = q.shape[:3] if params.varlen is None else q.shape[1::-1]
+    out, tau = plan.out.like(q), torch.empty(shape, dtype=torch.float32, device=q.device)
     flags = torch.empty(plan.flags, dtype=torch.int32, device=q.device)
     rows = torch.empty((2, *tau.shape), dtype=torch.float32, device=q.device)
     lists = torch.empty(plan.lists, dtype=torch.int32, device=q.device)
     records = torch.empty(plan.blocks * 4, dtype=torch.int32, device=q.device)
-    plan.launches(q, k, v, out, tau, rows, flags, lists, records, None)
+    plan.launches(q, k, v, out, tau, rows, flags, lists, records, None, *offsets(params))
     return out, tau, flags
+
+
+def offsets(params: EntmaxParams) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if params.varlen is None else params.varlen[:2]
 
 
 @lru_cache(PREPARED)
@@ -67,14 +72,15 @@ def prepare(call: Call) -> Plan:
         lists(call, columns=False),
         _walk(call, config.walk, q, out.window),
     ]
-    flags = call.key_flags * (2 if call.columns else 1)
+    flags = call.key_flags + (call.heads * call.key_blocks * call.query_words if call.columns else 0)
     size, blocks = lists_size(call, columns=False), call.heads * call.query_blocks
     return Plan(Launches(launches, call.device, TENSORS), out, flags, size, blocks)
 
 
 def tile_descriptor(name: str, window: Window, rows: int) -> Descriptor:
     """Of `rows` rows of one head."""
-    return Descriptor(Part(name), window, (1, 1, rows, block_d(window[0][-1])))
+    shape = window[0]
+    return Descriptor(Part(name), window, (*(1,) * (len(shape) - 2), rows, block_d(shape[-1])))
 
 
 def options(tile: EntmaxTile) -> dict[str, int]:
@@ -93,8 +99,10 @@ def lists(call: Call, columns: bool) -> Launch:
             "words_ptr": Part("flags", call.key_flags if columns else 0),
             "lists_ptr": Part("lists"),
             "records_ptr": Part("records"),
-        },
-        scalars={"words": words, "blocks": blocks, "S_q": call.q[2], "S_k": call.k[2]}
+        }
+        | call.offsets(),
+        scalars={"words": words, "blocks": blocks, "S_q": call.rows[0], "S_k": call.rows[1]}
+        | call.sequences()
         | places(call, columns),
         constants={"CAUSAL": call.causal, "COLUMNS": columns, "CHUNK": CHUNK},
         options={"num_warps": 4},
@@ -104,7 +112,7 @@ def lists(call: Call, columns: bool) -> Launch:
 def places(call: Call, columns: bool) -> dict[str, int]:
     """Where lists begin."""
     blocks = call.heads * (call.key_blocks if columns else call.query_blocks)
-    room = call.room(call.q[2] if columns else call.k[2])
+    room = call.room(call.longest[0 if columns else 1])
     return {"room": room, "identity": blocks * room}
 
 
@@ -123,12 +131,12 @@ def _positive(call: Call) -> dict[str, float]:
 def _bound(call: Call, tile: EntmaxTile, q: Window, k: Window) -> Launch:
     return Launch(
         f"{LIST_KERNELS}.entmax_bound",
-        (call.heads * -(-call.q[2] // tile.block_m), 1, 1),
+        (call.heads * call.blocks(call.rows[0], tile.block_m), 1, 1),
         descriptors={
             "desc_q": tile_descriptor("q", q, tile.block_m),
             "desc_k": tile_descriptor("k", k, tile.block_n),
         },
-        pointers={"rows_ptr": Part("rows")},
+        pointers={"rows_ptr": Part("rows")} | call.offsets(),
         scalars=_positive(call),
         constants=call.constants(tile)
         | {"BLOCK_M": tile.block_m, "FLIP": call.sm_scale < 0, "KIND": call.kind},
@@ -150,7 +158,8 @@ def _flags(call: Call, tile: EntmaxTile, q: Window, k: Window) -> Launch:
             "rows_ptr": Part("rows"),
             "keys_ptr": Part("flags"),
             "queries_ptr": Part("flags", call.key_flags) if call.columns else Part("none"),
-        },
+        }
+        | call.offsets(),
         scalars=numbers | {"key_words": call.key_words, "query_words": call.query_words},
         constants=call.constants(tile) | {"FLIP": call.sm_scale < 0, "COLUMNS": call.columns},
         options=options(tile),
@@ -168,7 +177,7 @@ def enough(call: Call) -> float:
 def _walk(call: Call, tile: EntmaxTile, q: Window, out: Window) -> Launch:
     return Launch(
         FORWARD,
-        (call.heads * -(-call.q[2] // tile.block_m), 1, 1),
+        (call.heads * call.blocks(call.rows[0], tile.block_m), 1, 1),
         descriptors={
             "desc_q": tile_descriptor("q", q, tile.block_m),
             "desc_o": tile_descriptor("out", out, tile.block_m),
@@ -176,7 +185,8 @@ def _walk(call: Call, tile: EntmaxTile, q: Window, out: Window) -> Launch:
         pointers={
             "k_ptr": Part("k"), "v_ptr": Part("v"), "rows_ptr": Part("rows"), "lists_ptr": Part("lists"),
             "records_ptr": Part("records"), "tau_ptr": Part("tau"),
-        },
+        }
+        | call.offsets(),
         scalars=call.numbers()
         | {"enough": enough(call)}
         | places(call, columns=False)

@@ -11,10 +11,18 @@ from attnlib.kernels.common.launcher import Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
 from attnlib.kernels.entmax.call import Call, call_of
 from attnlib.kernels.entmax.configs import EntmaxTile, entmax_backward_config
-from attnlib.kernels.entmax.launch import lists, lists_size, options, places, strides, tile_descriptor
+from attnlib.kernels.entmax.launch import (
+    lists,
+    lists_size,
+    offsets,
+    options,
+    places,
+    strides,
+    tile_descriptor,
+)
 from attnlib.params import EntmaxParams
 
-TENSORS = "d_out q k v out tau flags rows lists records dq dk dv".split()
+TENSORS = "d_out q k v out tau flags rows lists records dq dk dv cu_q cu_k".split()
 MODULE = "attnlib.kernels.entmax.backward_kernels"
 
 
@@ -52,7 +60,7 @@ def backward(
     lists = torch.empty(plan.lists, dtype=torch.int32, device=q.device)
     records = torch.empty(plan.blocks * 4, dtype=torch.int32, device=q.device)
     plan.launches(
-        d_out, q, k, v, out, tau.contiguous(), flags, rows, lists, records, dq, dk, dv
+        d_out, q, k, v, out, tau.contiguous(), flags, rows, lists, records, dq, dk, dv, *offsets(params)
     )
     return dq, dk, dv
 
@@ -99,14 +107,14 @@ ROWS = {name: Part(name.removesuffix("_ptr")) for name in "rows_ptr lists_ptr re
 def _dq(call: Call, tile: EntmaxTile, at) -> Launch:
     return Launch(
         f"{MODULE}.attention_entmax_dq",
-        (call.heads * -(-call.q[2] // tile.block_m), 1, 1),
+        (call.heads * call.blocks(call.rows[0], tile.block_m), 1, 1),
         descriptors={
             "desc_q": tile_descriptor("q", at["q"], tile.block_m),
             "desc_o": tile_descriptor("out", at["out"], tile.block_m),
             "desc_do": tile_descriptor("d_out", at["d_out"], tile.block_m),
             "desc_dq": tile_descriptor("dq", at["dq"], tile.block_m),
         },
-        pointers={"k_ptr": Part("k"), "v_ptr": Part("v"), "tau_ptr": Part("tau")} | ROWS,
+        pointers={"k_ptr": Part("k"), "v_ptr": Part("v"), "tau_ptr": Part("tau")} | ROWS | call.offsets(),
         scalars=_numbers(call)
         | places(call, columns=False)
         | strides("k", call.units(call.k, call.strides[2]))
@@ -117,18 +125,17 @@ def _dq(call: Call, tile: EntmaxTile, at) -> Launch:
 
 
 def _dkdv(call: Call, tile: EntmaxTile, at, want_dk: bool, want_dv: bool) -> Launch:
-    B, H_kv = call.k[:2]
     numbers = _numbers(call)
     del numbers["HEADS"]
     return Launch(
         f"{MODULE}.attention_entmax_dkdv",
-        (B * H_kv * -(-call.k[2] // tile.block_n), 1, 1),
+        (call.key_heads * call.blocks(call.rows[1], tile.block_n), 1, 1),
         descriptors={
             f"desc_{name}": tile_descriptor(name, at[name], tile.block_n) for name in ("k", "v", "dk", "dv")
         },
-        pointers={"q_ptr": Part("q"), "do_ptr": Part("d_out")} | ROWS,
+        pointers={"q_ptr": Part("q"), "do_ptr": Part("d_out")} | ROWS | call.offsets(),
         scalars=numbers
-        | {"H_kv": H_kv, "KV_HEADS": B * H_kv, "blocks": call.key_blocks}
+        | {"H_kv": call.k[1], "KV_HEADS": call.key_heads, "blocks": call.key_blocks}
         | places(call, columns=True)
         | strides("q", call.units(call.q, call.strides[1]))
         | strides("do", call.units(call.q, call.strides[0])),

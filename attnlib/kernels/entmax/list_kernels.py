@@ -11,7 +11,20 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common.tile_access import load_tile
-from attnlib.kernels.entmax.walk import ANY, ROWS, THREE_HALVES, last_visible, place, positive, powers
+from attnlib.kernels.common.varlen_rows import padded_start
+from attnlib.kernels.entmax.walk import (
+    ANY,
+    ROWS,
+    THREE_HALVES,
+    blocks_of,
+    last_visible,
+    place,
+    positive,
+    powers,
+    query_block,
+    rows_of,
+    varlen_block,
+)
 
 NEWTON_STEPS = tl.constexpr(6)
 WHOLE = tl.constexpr(2.0**23)  # from here to 2^24 floats are whole numbers, and their last bits the number's
@@ -41,15 +54,18 @@ def _highest(b_top, b_q, desc_k, at, first, end, last_key, MASKED: tl.constexpr,
     return b_top
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS"])
+@triton.jit(
+    do_not_specialize=["S_q", "S_k", "H", "HEADS", "B"], do_not_specialize_on_alignment=["cu_q", "cu_k"]
+)
 def entmax_bound(
     desc_q, desc_k,  # (B, H, S_q, D), (B, H_kv, S_k, D)
     rows_ptr,  # (2, HEADS, S_q): the bound, and the highest score
     scale,  # |(alpha - 1) * sm_scale|, positive
     exponent,  # 1 / (alpha - 1)
-    S_q, S_k,
+    S_q, S_k,  # of varlen sequences all together
     H,  # query heads
-    HEADS,  # B * H
+    HEADS,  # B * H, of varlen sequences H
+    cu_q, cu_k, B,  # of varlen sequences: where they begin and end [B + 1]; None for a batch
     GROUP: tl.constexpr,  # query heads that share one key/value head
     KIND: tl.constexpr,  # of alpha
     CAUSAL: tl.constexpr,
@@ -60,13 +76,16 @@ def entmax_bound(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A lower bound of each row's threshold. Grid: (blocks of BLOCK_M rows * HEADS,)."""
-    i_m, head = place(tl.cdiv(S_q, BLOCK_M), HEADS, SECTION)
-    start = i_m * BLOCK_M
-    at_k = (head // H, head % H // GROUP)
+    T_q = S_q
+    i_m, head = place(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
+    start, S_q, S_k, at_q, at_k, _ = query_block(i_m * BLOCK_M, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
+    if cu_q is not None:
+        if start >= S_q:
+            return
     o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     last_key = last_visible(o_m, S_q, S_k, CAUSAL)
     full, end = _tiles(start, S_q, S_k, CAUSAL, BLOCK_M, BLOCK_N)
-    b_q = load_tile(desc_q, (head // H, head % H), start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    b_q = load_tile(desc_q, at_q, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     if FLIP:
         b_q = -b_q
     b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
@@ -85,9 +104,9 @@ def entmax_bound(
         b_t += newton(b_f, tl.where(empty, 1.0, b_d), exponent, KIND)
     # What rounding may have added: scores come from another product next time.
     b_bound = b_max + b_t - (tl.abs(b_max) + 1.0) * 0.0000152587890625
-    rows_ptr += head.to(tl.int64) * S_q + o_m
+    rows_ptr += rows_of(at_q, head, S_q, T_q) + o_m
     tl.store(rows_ptr, tl.where(empty, float("inf"), b_bound), mask=o_m < S_q)
-    tl.store(rows_ptr + HEADS.to(tl.int64) * S_q, tl.where(empty, 0.0, b_max), mask=o_m < S_q)
+    tl.store(rows_ptr + HEADS.to(tl.int64) * T_q, tl.where(empty, 0.0, b_max), mask=o_m < S_q)
 
 
 @triton.jit
@@ -154,13 +173,16 @@ def _flag(b_begun, b_q, b_limit, desc_k, at, keys_ptr, queries_ptr, words, first
     return b_begun
 
 
-@triton.jit(do_not_specialize=["S_q", "S_k", "H", "HEADS", "key_words", "query_words"])
+@triton.jit(
+    do_not_specialize=["S_q", "S_k", "H", "HEADS", "B", "key_words", "query_words"],
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def entmax_flags(
     desc_q, desc_k,  # as in `entmax_bound`
     rows_ptr,  # (2, HEADS, S_q): the bound, and the highest score
     keys_ptr,  # (HEADS, blocks of 64 rows, key_words) int32: which keys are above the bound of some row
     queries_ptr,  # (HEADS, blocks of 64 keys, query_words) int32: which rows have such a key
-    scale, S_q, S_k, H, HEADS,  # as in `entmax_bound`
+    scale, S_q, S_k, H, HEADS, cu_q, cu_k, B,  # as in `entmax_bound`
     key_words, query_words,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, FLIP: tl.constexpr,
     COLUMNS: tl.constexpr,  # write queries_ptr, which the backward pass wants
@@ -171,21 +193,31 @@ def entmax_flags(
 ):  # fmt: skip
     """One bit for each key and block of rows, and one for each row and block of keys.
     Grid: (blocks of 64 rows * HEADS,). Not written: flags of blocks of keys that no row of a block sees."""
-    num_m = tl.cdiv(S_q, ROWS)
+    T_q, T_k = S_q, S_k
+    num_m = blocks_of(T_q, cu_q, B, ROWS)
     i_m, head = place(num_m, HEADS, SECTION)
-    start = i_m * ROWS
-    at_k = (head // H, head % H // GROUP)
+    start, S_q, S_k, at_q, at_k, i_b = query_block(i_m * ROWS, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
+    if cu_q is not None:
+        if start >= S_q:
+            return
     o_m = start + tl.arange(0, ROWS)  # [ROWS]
     last_key = last_visible(o_m, S_q, S_k, CAUSAL)
     full, end = _tiles(start, S_q, S_k, CAUSAL, ROWS, BLOCK_N)
-    b_q = load_tile(desc_q, (head // H, head % H), start, ROWS, BLOCK_D)  # [ROWS, BLOCK_D]
+    b_q = load_tile(desc_q, at_q, start, ROWS, BLOCK_D)  # [ROWS, BLOCK_D]
     if FLIP:
         b_q = -b_q
-    rows_ptr += head.to(tl.int64) * S_q + o_m
+    rows_ptr += rows_of(at_q, head, S_q, T_q) + o_m
     b_limit = tl.load(rows_ptr, mask=o_m < S_q, other=float("inf")) / scale  # [ROWS] of raw scores
     keys_ptr += (head.to(tl.int64) * num_m + i_m) * key_words
     if COLUMNS:
-        queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
+        if cu_q is None:
+            queries_ptr += head.to(tl.int64) * (key_words // 2) * query_words + 2 * i_m
+        else:
+            block = (
+                head.to(tl.int64) * blocks_of(T_k, cu_k, B, ROWS)
+                + padded_start(at_k[0] - S_k, i_b, ROWS) // ROWS
+            )
+            queries_ptr += block * query_words + 2 * (start // ROWS)
     b_begun = tl.zeros([4], tl.int32)
     b_begun = _flag(b_begun, b_q, b_limit, desc_k, at_k, keys_ptr, queries_ptr, query_words, 0, full,
                     last_key, False, COLUMNS, NUM_STAGES, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
@@ -203,7 +235,10 @@ def bits_set(b_word):
     return ((b * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["words", "room", "blocks", "S_q", "S_k", "identity"])
+@triton.jit(
+    do_not_specialize=["words", "room", "blocks", "S_q", "S_k", "B", "identity"],
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def entmax_lists(
     words_ptr,  # (heads * blocks, words) int32
     lists_ptr,  # (heads * blocks, room) int32, and after them `identity`: 0, 1, 2 ...
@@ -211,6 +246,7 @@ def entmax_lists(
     words, room,
     blocks,  # lists of a head
     S_q, S_k,
+    cu_q, cu_k, B,  # as in `entmax_bound`
     identity,  # heads * blocks * room
     CAUSAL: tl.constexpr,
     COLUMNS: tl.constexpr,  # lists of queries for blocks of keys; else of keys for blocks of queries
@@ -229,6 +265,15 @@ def entmax_lists(
         tl.store(lists_ptr + tl.full([], identity, tl.int64) + o_n, o_n)
         return
     start = number % blocks * ROWS
+    if cu_q is not None:
+        if COLUMNS:
+            _, start, _, S_k, _, S_q = varlen_block(start, cu_k, cu_q, B)
+            own = S_k
+        else:
+            _, start, _, S_q, _, S_k = varlen_block(start, cu_q, cu_k, B)
+            own = S_q
+        if start >= own:
+            return
     shift = S_k - S_q
     if COLUMNS:
         first, end, edge = 0, S_q, 0

@@ -1,8 +1,15 @@
-"""What the entmax kernels have in common: the block of a program, its list, rows gathered, and powers."""
+"""What the entmax kernels have in common: the block of a program, its list, rows gathered, and powers.
+
+Varlen sequences (cu is not None) lie one after the other in (T, H, D). Their blocks are numbered as if each
+began at a multiple of ROWS, see `varlen_rows.padded_start`: so a block has rows of one sequence, and some
+blocks have none. Numbers of rows, tau among them, are not padded: they are (H, T_q).
+"""
 
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.tile_access import VARLEN_ROWS
+from attnlib.kernels.common.varlen_rows import padded_start, sequence, sequence_of
 from attnlib.kernels.entmax import configs
 
 ROWS = tl.constexpr(configs.LIST)
@@ -20,6 +27,56 @@ def place(num_blocks, HEADS, SECTION: tl.constexpr):
     rest = tl.program_id(0) % (num_blocks * SECTION)
     heads = tl.minimum(SECTION, HEADS - section * SECTION)
     return num_blocks - 1 - rest // heads, section * SECTION + rest % heads
+
+
+@triton.jit
+def blocks_of(rows, cu, B, BLOCK: tl.constexpr):
+    """Blocks of a head: of the `rows` of a sequence, or of the B varlen ones, `rows` together."""
+    if cu is None:
+        return tl.cdiv(rows, BLOCK)
+    else:
+        return (rows // ROWS + B) * (ROWS // BLOCK)
+
+
+@triton.jit
+def varlen_block(row, cu, other, B):
+    """Of the block that begins at padded row `row`: (its sequence, its first row there, end and length of
+    that, end and length of the sequence's other side, keys of queries and queries of keys)."""
+    i_b = sequence_of(row, cu, B, ROWS)
+    end, length = sequence(cu, i_b)
+    end_other, length_other = sequence(other, i_b)
+    return i_b, row - padded_start(end - length, i_b, ROWS), end, length, end_other, length_other
+
+
+@triton.jit
+def query_block(row, head, S_q, S_k, H, cu_q, cu_k, B, GROUP: tl.constexpr):
+    """(first row in its sequence, S_q, S_k, where `load_tile` finds queries, and keys, the sequence) of the
+    block of queries that begins at row `row` of `head`."""
+    if cu_q is None:
+        i_b, i_h = head // H, head % H
+        return row, S_q, S_k, (i_b, i_h), (i_b, i_h // GROUP), i_b
+    else:
+        i_b, start, end_q, S_q, end_k, S_k = varlen_block(row, cu_q, cu_k, B)
+        at_q = end_q, head, tl.sub(VARLEN_ROWS, S_q)
+        return start, S_q, S_k, at_q, (end_k, head // GROUP, tl.sub(VARLEN_ROWS, S_k)), i_b
+
+
+@triton.jit
+def head_of(x_ptr, at, S, x_b, x_h, x_s, UNIT: tl.constexpr):
+    """Where the rows of a sequence and head begin; `at` as in `load_tile`. Strides in units of UNIT."""
+    if len(at) == 2:
+        return x_ptr + (at[0].to(tl.int64) * x_b + at[1].to(tl.int64) * x_h) * UNIT
+    else:
+        return x_ptr + ((at[0] - S).to(tl.int64) * x_s + at[1].to(tl.int64) * x_h) * UNIT
+
+
+@triton.jit
+def rows_of(at, head, S_q, T_q):
+    """The number of a sequence's first row among the T_q rows of each head; `at` as in `load_tile`."""
+    if len(at) == 2:
+        return head.to(tl.int64) * T_q
+    else:
+        return head.to(tl.int64) * T_q + (at[0] - S_q)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """alpha-entmax attention in PyTorch, in fp64, by bisection; and its gradient, by the implicit derivative."""
 
+from itertools import pairwise
+
 import torch
 
 from attnlib.params import EntmaxParams
@@ -13,7 +15,7 @@ def unsupported(q) -> None:
     """Nothing is."""
 
 
-def flags_size(q, k) -> int:
+def flags_size(q, k, varlen=None) -> int:
     """It computes again what flags would tell."""
     return 0
 
@@ -21,7 +23,9 @@ def flags_size(q, k) -> int:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: EntmaxParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out in the dtype of q, tau (B, H, Sq) float32, no flags)."""
+    """(out in the dtype of q, tau (B, H, Sq) float32, varlen (H, Tq), no flags)."""
+    if params.varlen is not None:
+        return _varlen_forward(q, k, v, params)
     keys, values = (_per_query_head(x, q) for x in (k, v))
     out = torch.empty_like(q, dtype=torch.float64)
     tau = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
@@ -44,6 +48,8 @@ def backward(
     params: EntmaxParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) in the dtypes of q, k and v; weights are computed again."""
+    if params.varlen is not None:
+        return _varlen_backward(d_out, q, k, v, params)
     keys, values = (_per_query_head(x, q) for x in (k, v))
     dq = torch.empty_like(q, dtype=torch.float64)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
@@ -57,6 +63,44 @@ def backward(
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     dk, dv = (x.unflatten(1, groups).sum(2) for x in (dk, dv))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _varlen_forward(q, k, v, params: EntmaxParams):
+    out = torch.zeros_like(q)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    tau = torch.full(q.shape[1::-1], torch.inf, dtype=dtype, device=q.device)
+    for rows, keys in _sequences(params):
+        sequence = _batch(q[rows]), _batch(k[keys]), _batch(v[keys])
+        found, threshold, _ = forward(*sequence, params._replace(varlen=None))
+        out[rows], tau[:, rows] = _packed(found), threshold[0]
+    return out, tau, torch.empty(0, dtype=torch.int32, device=q.device)
+
+
+def _varlen_backward(d_out, q, k, v, params: EntmaxParams):
+    gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, keys in _sequences(params):
+        sequence = (_batch(x) for x in (d_out[rows], q[rows], k[keys], v[keys]))
+        found = backward(*sequence, None, None, None, params._replace(varlen=None))
+        for gradient, part, own in zip(gradients, (rows, keys, keys), found, strict=True):
+            gradient[part] = _packed(own)
+    return gradients
+
+
+def _sequences(params: EntmaxParams):
+    """Rows and keys of each varlen sequence that has some of both."""
+    offsets = zip(*(x.tolist() for x in params.varlen[:2]), strict=True)
+    for (first_q, first_k), (end_q, end_k) in pairwise(offsets):
+        if end_q > first_q and end_k > first_k:
+            yield slice(first_q, end_q), slice(first_k, end_k)
+
+
+def _batch(x: torch.Tensor) -> torch.Tensor:
+    """(T, H, D) as (1, H, T, D)."""
+    return x.transpose(0, 1)[None]
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x[0].transpose(0, 1)
 
 
 def entmax(z: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:

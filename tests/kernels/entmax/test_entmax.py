@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
-from entmax_cases import CASES, EntmaxCase, check, make
+from entmax_cases import CASES, EntmaxCase, check, make, offsets_of
 from layouts import LAYOUTS
 
-from attnlib import attention, attention_entmax
+from attnlib import attention, attention_entmax, attention_entmax_varlen
 from attnlib.bench import entmax_oracle
 from attnlib.kernels.entmax import configs, list_kernels
 from attnlib.kernels.reference import entmax as reference
@@ -157,6 +157,35 @@ def test_nothing_to_do(shape, device):
     assert not any(x.grad.any() for x in (q, k, v))
 
 
+@BOTH
+def test_varlen_is_each_sequence_by_itself(impl, device):
+    """With longer lengths than there are, too."""
+    lengths = [(20, 33), (0, 7), (65, 65), (9, 0)]
+    generator = torch.Generator().manual_seed(3)
+    sizes = (4, sum(n for n, _ in lengths)), (2, sum(n for _, n in lengths)), (2, sum(n for _, n in lengths))
+    q, k, v = (torch.randn(n, h, 16, generator=generator).to(device) for h, n in sizes)
+    offsets = [offsets_of(of, device) for of in zip(*lengths, strict=True)]
+    out, tau = attention_entmax_varlen(q, k, v, *offsets, 80, 200, causal=True, return_tau=True, impl=impl)
+    first = [0, 0]
+    for rows, keys in lengths:
+        of_q, of_k = slice(first[0], first[0] + rows), slice(first[1], first[1] + keys)
+        first = [of_q.stop, of_k.stop]
+        own = (x.transpose(0, 1)[None] for x in (q[of_q], k[of_k], v[of_k]))
+        expected, threshold = attention_entmax(*own, causal=True, return_tau=True, impl=impl)
+        torch.testing.assert_close(out[of_q].transpose(0, 1)[None], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(tau[None, :, of_q], threshold, rtol=0, atol=1e-5)
+
+
+def test_varlen_without_keys_or_rows(device):
+    q, k = torch.ones(5, 2, 16, device=device, requires_grad=True), torch.ones(0, 2, 16, device=device)
+    out, tau = attention_entmax_varlen(
+        q, k, k, offsets_of([2, 3], device), offsets_of([0, 0], device), 3, 0, return_tau=True
+    )
+    assert not out.any() and tau.shape == (2, 5) and (tau == math.inf).all()
+    out.sum().backward()
+    assert not q.grad.any()
+
+
 def test_equal_bits(device):
     q, k, v, d_out = make(EntmaxCase("bits", 70, 70, causal=True, head_dim=16), device)
     q.requires_grad_()
@@ -191,7 +220,21 @@ def test_lists(causal, columns, device):
     lists = torch.full((2 * blocks * room + steps * chunk * 32,), -7, dtype=torch.int32, device=device)
     records = torch.zeros(2 * blocks, 4, dtype=torch.int32, device=device)
     list_kernels.entmax_lists[(2 * blocks + steps,)](
-        flags, lists, records, words, room, blocks, S_q, S_k, 2 * blocks * room, causal, columns, chunk
+        flags,
+        lists,
+        records,
+        words,
+        room,
+        blocks,
+        S_q,
+        S_k,
+        None,
+        None,
+        None,
+        2 * blocks * room,
+        causal,
+        columns,
+        chunk,
     )
     identity = lists[2 * blocks * room :].tolist()
     assert identity == list(range(steps * chunk * 32))

@@ -28,6 +28,9 @@ SMALL = {
     "diagonal": EntmaxCase("diagonal", 128, 128, causal=True, spread=0.2, head_dim=16, backward=False),
     "whole": EntmaxCase("whole", 64, 64, head_dim=16, spread=3.0),
     "tail": EntmaxCase("tail", 220, 64, head_dim=16, spread=0.3),
+    "packed": EntmaxCase(
+        "packed", 0, 0, heads=2, causal=True, head_dim=16, spread=2.0, lengths=((20, 30), (5, 70), (70, 100))
+    ),
 }
 VALUES = "(out|dq|dk|dv): (max error|values are not finite)"
 TAU = "tau: "
@@ -80,6 +83,10 @@ MUTATIONS = [
              "(i_b * H + i_kv * GROUP).to(tl.int64) * blocks", "groups", "d[kv]: ", module=_B),
     Mutation("the masked rest begins where it should end", "at += tl.where(i < gap, 0, skipped)",
              "at += tl.where(i < gap, 0, 0)", "tail", "d[kv]: ", module=_B),
+    Mutation("dO of the first sequence", "do_ptr += (end_q - S_q)", "do_ptr += 0 * (end_q - S_q)", "packed",
+             "d[kv]: ", module=_B),
+    Mutation("thresholds of the first sequence in dK", "rows_ptr += 2 * (end_q - S_q)",
+             "rows_ptr += 0 * (end_q - S_q)", "packed", "d[kv]: ", module=_B),
     Mutation("queries past the list's end", "seen = (at + tl.arange(0, BLOCK_M) < count)[None, :]",
              "seen = (at + tl.arange(0, BLOCK_M) < count + 64)[None, :]", "dense", "d[kv]: ", module=_B),
 ]  # fmt: skip
