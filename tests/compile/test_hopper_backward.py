@@ -92,6 +92,8 @@ numbers to keep."""
 KEYS_SPILLS = {
     (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
     (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4, (KEYS, "apart causal"): 4,
+    (KEYS, "spread causal"): 6, (KEYS, "spread shared causal"): 6, (KEYS, "all load dense"): 6,
+    (KEYS, "early both sides"): 6,
     (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0,
 }  # fmt: skip
 """Words that may spill there."""
@@ -117,6 +119,8 @@ FORMS |= {
     "persistent early shared": ["persistent", "early_mask"],
     "persistent bulk shared": ["persistent", "bulk", "early_mask"],
 }
+FORMS = {name: dict.fromkeys(options, True) for name, options in FORMS.items()}
+FORMS |= {"spread": {"placed": False}, "spread shared": {"placed": False}, "all load": {"loaded": 3}}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
@@ -162,6 +166,8 @@ def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, 
         return 192, 192, KEYS_96
     if name == KEYS_PAIR:
         return 192, 128, replace(KEYS_96, value_columns=128)
+    if name == 192:
+        return 192, 192, replace(SPLIT[192], deterministic=deterministic)
     return name, name, hopper_backward_config(name, deterministic)
 
 
@@ -204,7 +210,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     deterministic = option == "deterministic"
     width, _, config = columns_of(name, deterministic)
     if option in FORMS:
-        config = replace(config, **dict.fromkeys(FORMS[option], True))
+        config = replace(config, **FORMS[option])
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}

@@ -12,7 +12,7 @@ later: programs that stay, whose second consumer begins later.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.
-wide96: 192 columns, 64 keys a program as calls have it, and 96 ("96"); of grouped heads with one query head
+wide96: 192 columns, 64 keys a program, and 96 ("96"); of grouped heads with one query head
 ("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
 "not placed": dQ is added at addresses that follow from a thread's number.
 
@@ -57,6 +57,7 @@ from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
     KEYS_96,
+    SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
     own_values_backward_config,
@@ -170,11 +171,11 @@ def grouped_forms(cell: Cell) -> Forms:
 
 def wide96_forms(cell: Cell) -> Forms:
     """Of one call of 192 columns: 64 and 96 keys a program."""
-    config, group, keys96 = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].group, KEYS_96
+    config, group, keys96 = SPLIT[192], KINDS[cell.kind].group, KEYS_96
     if cell.shape.head_dim_v is not None:
         config = own_values_backward_config(cell.shape.head_dim, cell.shape.head_dim_v)
         keys96 = replace(keys96, value_columns=128)
-    found = {DEFAULT: config, "96": keys96}
+    found = {"64": config, "96": keys96}
     if group > 1:
         found |= {"96 all": replace(KEYS_96, visited=group)}
         for n in (1, 2):

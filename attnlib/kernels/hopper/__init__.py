@@ -38,8 +38,9 @@ def configuration(
     if backward:
         window = params.window.clipped(S_q, S_k)
         masked, left_bound = window != (None, None), window[0] is not None
-        chosen = hopper_backward_config(q.shape[-1], params.deterministic, masked=masked)
-        stays = hopper_backward_config(q.shape[-1], stays=True, masked=masked)
+        asked = {"masked": masked, "left_bound": left_bound}
+        chosen = hopper_backward_config(q.shape[-1], params.deterministic, **asked)
+        stays = hopper_backward_config(q.shape[-1], stays=True, **asked)
         if params.varlen is not None or params.deterministic or not stays.persistent:
             return chosen
         if H == H_kv:

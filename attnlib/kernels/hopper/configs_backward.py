@@ -182,7 +182,14 @@ else does."""
 
 
 KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
-"""Of 129 to 192 columns, 96 keys a program. No call gets it by itself: it has not been timed."""
+"""Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
+
+
+def keys96_config(masked: bool, left_bound: bool) -> Keys96BackwardConfig:
+    """What is fastest on an H100 (docs/lab/hopper-backward.md). left_bound: of a window."""
+    if left_bound:
+        return replace(KEYS_96, early_mask=True)
+    return replace(KEYS_96, placed=False) if masked else replace(KEYS_96, loaded=3)
 
 
 _STAYS = {
@@ -210,7 +217,11 @@ def own_values_backward_config(
 
 
 def hopper_backward_config(
-    head_dim: int, deterministic: bool = False, stays: bool = False, masked: bool = False
+    head_dim: int,
+    deterministic: bool = False,
+    stays: bool = False,
+    masked: bool = False,
+    left_bound: bool = False,
 ) -> HopperBackwardConfig:
     """The configuration of the Hopper backward kernel for one call.
 
@@ -220,6 +231,7 @@ def hopper_backward_config(
         stays: programs stay on their SM, up to 128 columns: where each key head has one query head, and
             sequences lie in batches; of grouped heads see `sharing.visited_by_staying`.
         masked: a diagonal or a window hides keys.
+        left_bound: it is a window with a left bound.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -232,4 +244,6 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         return replace(chosen, deterministic=True)
+    if split == 192:
+        return keys96_config(masked, left_bound)
     return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen

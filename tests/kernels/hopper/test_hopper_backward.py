@@ -93,7 +93,7 @@ def test_head_dimensions_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             config.width(left)
     monkeypatch.delitem(SPLIT, 80)
     monkeypatch.delitem(SPLIT, 160)
-    assert hopper_backward_config(72) == SPLIT[96] and hopper_backward_config(136) == SPLIT[192]
+    assert hopper_backward_config(72) == SPLIT[96] and hopper_backward_config(136, True).columns == (128, 64)
     monkeypatch.delitem(SPLIT, 192)
     assert hopper_backward_config(136) == hopper_backward_config(256)
 
@@ -104,7 +104,7 @@ SWIZZLES = [(80, [64, 32]), (96, [64, 32]), (128, [128]), (192, [128, 128])]
 @pytest.mark.parametrize(("width", "swizzles"), SWIZZLES)
 def test_a_consumers_half_of_the_columns_is_whole_swizzles_of_k(width: int, swizzles: list[int]) -> None:
     """A product reads 16 keys of the columns that one swizzle of shared memory goes round in."""
-    shape, config = (1, 1, 64, width), hopper_backward_config(width)
+    shape, config = (1, 1, 64, width), SPLIT.get(width) or hopper_backward_config(width)
     strides = torch.empty(shape, device="meta").stride()
     call = Signature(
         shape, shape, (strides,) * 5, torch.float16, 0, MaskWindow(None, 0), SCALE, None, False, config
@@ -281,14 +281,19 @@ def test_what_96_keys_a_program_do_without(changes: dict[str, object], reason: s
         replace(KEYS_96, **changes)
 
 
-def test_96_keys_a_program_only_where_asked() -> None:
-    """Of three parts of 64 columns; no call gets them by itself."""
+def test_which_calls_have_96_keys_a_program() -> None:
+    """Of three parts of 64 columns, not where sums have an order."""
     assert {KEYS_96.width(D) for D in range(136, 193, 8)} == {192}
     for head_dim in (128, 200):
         with pytest.raises(ValueError, match=f"^head_dim: expected 129 to 192 with .*, got {head_dim}$"):
             KEYS_96.width(head_dim)
-    chosen = {hopper_backward_config(D).block_n for D in range(8, 257, 8)}
-    assert chosen == {64, 128}
+    for masked, left_bound in ((False, False), (True, False), (True, True)):
+        mask = {"masked": masked, "left_bound": left_bound}
+        chosen = {D: hopper_backward_config(D, **mask).block_n for D in range(8, 257, 8)}
+        assert [D for D, block_n in chosen.items() if block_n == 96] == [168, 176, 184, 192]
+        changes = {"early_mask": True} if left_bound else {"placed": False} if masked else {"loaded": 3}
+        assert hopper_backward_config(192, **mask) == replace(KEYS_96, **changes)
+    assert hopper_backward_config(192, deterministic=True).block_n == 64
 
 
 def test_values_that_do_not_fit_are_refused() -> None:
