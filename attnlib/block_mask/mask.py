@@ -26,10 +26,16 @@ _handles = count()
 _living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
 
 
+SHORT = 12
+"""Steps of 128 keys that a block of 128 queries has on average. With so few, steps of 64 are faster at
+D = 128 (docs/lab/sparse.md)."""
+
+
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
-    of any list needs bits; whether steps of 128 keys cover not much more than those of 64, for 128 queries;
-    and whether 128 keys cover much more than 64 of them, for steps of 64 queries."""
+    of any list needs bits; whether steps of 128 keys cover not much more than those of 64, for 128 queries,
+    and rows have many of them, see `SHORT`; and whether 128 keys cover much more than 64 of them, for steps of
+    64 queries."""
 
     B: int
     H: int
@@ -243,7 +249,8 @@ class BlockMask:
         absent = tiling.by_tile(self._tiles.kinds == ABSENT).all(5).all(4)  # (B, H, tiles down, across)
         empty = absent.all(3).any() | absent.all(2).any()  # a row takes a step of which it sees nothing
         partial = len(self._tiles.words) > 1 or bool(empty)
-        coarse = self.density(TILE) <= 1.1 * self.density(UNIT)
+        steps = self.density(TILE)
+        coarse = steps <= 1.1 * self.density(UNIT) and steps * self._grid.tiles[1] > SHORT
         narrow = self._density(UNIT, TILE) > 1.25 * self._density(UNIT, UNIT)
         return Form(*self.shape[:2], len(self._tiles.words), partial, coarse, narrow)
 

@@ -25,7 +25,7 @@ class HopperSparseConfig:
             pair only: the rings of two would have the same barriers.
         copies_bias: a bias that TMA can read comes through shared memory; with one pair only.
         keep_shift: take the largest scores of a step only where a weight came out large, see `kept_shift`;
-            not under ALiBi, a bias or a function. Not measured yet.
+            not under ALiBi, a bias or a function.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -56,27 +56,32 @@ class HopperSparseConfig:
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
-# Chosen before they were measured (docs/lab/sparse.md), and not compared with others since. At D = 128 and
-# 256 those of `kernels.hopper` for the same tile. At D = 64 that has tiles of four warpgroups, which would
-# have to take the steps of all their rows; here they are two pairs.
+# Chosen before they were measured; kept shifts by measurement, not at D = 256 (docs/lab/sparse.md). At
+# D = 128 and 256 those of `kernels.hopper` for the same tile. At D = 64 that has tiles of four warpgroups,
+# which would have to take the steps of all their rows; here they are two pairs.
 SHARED = HopperSparseConfig(
-    64, 4, 64, pairs=2, joint=True, consumer_registers=112, producer_registers=32, max_registers=96
-)
+    64, 4, 64, pairs=2, joint=True, keep_shift=True,
+    consumer_registers=112, producer_registers=32, max_registers=96,
+)  # fmt: skip
 WIDE = HopperSparseConfig(128, 2, 64, late_wait=True, pin=True, joint=True, named=True)
 _CHOSEN = {
     64: SHARED,
     128: HopperSparseConfig(
-        128, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20
+        128, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, keep_shift=True, l2_bytes=32 << 20
     ),
     256: HopperSparseConfig(64, 2, 64, q_columns=128, named=True),
 }
-_FINE = {128: HopperSparseConfig(64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True)}
+_FINE = {
+    128: HopperSparseConfig(
+        64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True, keep_shift=True
+    ),
+}
 
 
 def hopper_sparse_config(
     head_dim: int, coarse: bool = True, bias: bool = False, copied: bool = False
 ) -> HopperSparseConfig:
-    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64. bias:
+    """For a head dimension. coarse: of `block_mask.Form`, steps of 128 keys are not too many, nor few. bias:
     whether the score has one, or a function of the caller's own, which two pairs have no registers for.
     copied: whether TMA can read the bias.
 
