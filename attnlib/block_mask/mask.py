@@ -34,8 +34,8 @@ D = 128 (docs/lab/sparse.md)."""
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
     of any list needs bits; whether steps of 128 keys cover not much more than those of 64, for 128 queries,
-    and rows have many of them, see `SHORT`; and whether 128 keys cover much more than 64 of them, for steps of
-    64 queries."""
+    and rows have many of them, see `SHORT`; and whether 128 keys cover much more than 64 of them, for steps
+    of 64 queries."""
 
     B: int
     H: int

@@ -30,10 +30,10 @@ from attnlib.kernels.hopper import (
 )
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
+    OWN_VALUES,
     SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
-    own_values_backward_config,
 )
 from attnlib.params import MaskWindow
 
@@ -161,7 +161,7 @@ OWN_LOADS = {(256, "shared varlen window"): 5}
 def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, HopperBackwardConfig]:
     """Those of queries and of values, and the configuration."""
     if name == PAIR:
-        return 192, 128, own_values_backward_config(192, 128, deterministic)
+        return 192, 128, replace(OWN_VALUES, deterministic=deterministic)
     if name == KEYS:
         return 192, 192, KEYS_96
     if name == KEYS_PAIR:

@@ -57,10 +57,10 @@ from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
     KEYS_96,
+    OWN_VALUES,
     SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
-    own_values_backward_config,
 )
 from attnlib.params import Params, mask_window  # noqa: E402
 
@@ -173,7 +173,7 @@ def wide96_forms(cell: Cell) -> Forms:
     """Of one call of 192 columns: 64 and 96 keys a program."""
     config, group, keys96 = SPLIT[192], KINDS[cell.kind].group, KEYS_96
     if cell.shape.head_dim_v is not None:
-        config = own_values_backward_config(cell.shape.head_dim, cell.shape.head_dim_v)
+        config = OWN_VALUES
         keys96 = replace(keys96, value_columns=128)
     found = {"64": config, "96": keys96}
     if group > 1:

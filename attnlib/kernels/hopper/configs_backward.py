@@ -203,17 +203,20 @@ measurement on an H100 (docs/lab/hopper-backward.md)."""
 
 
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
-"""Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there is a kernel for."""
+"""Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there are kernels for; where
+sums have an order. Others have 96 keys a program."""
 
 
 def own_values_backward_config(
     head_dim: int, value_dim: int, deterministic: bool = False
-) -> ValuesBackwardConfig | None:
+) -> ValuesBackwardConfig | Keys96BackwardConfig | None:
     """The configuration of a call with values of a head dimension of their own; None if there is none."""
     columns, values = sum(OWN_VALUES.columns), 2 * OWN_VALUES.value_columns
     if not (OWN_VALUES.columns[0] < head_dim <= columns and OWN_VALUES.value_columns < value_dim <= values):
         return None
-    return replace(OWN_VALUES, deterministic=True) if deterministic else OWN_VALUES
+    if deterministic:
+        return replace(OWN_VALUES, deterministic=True)
+    return replace(KEYS_96, loaded=3, value_columns=128)
 
 
 def hopper_backward_config(
