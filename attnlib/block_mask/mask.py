@@ -27,15 +27,15 @@ _living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictiona
 
 
 SHORT = 12
-"""Steps of 128 keys that a block of 128 queries has on average. With so few, steps of 64 are faster at
-D = 128 (docs/lab/sparse.md)."""
+"""Steps of 128 keys that a block of 128 queries has on average. With so few full
+ones, steps of 64 are faster at D = 128 (docs/lab/sparse.md)."""
 
 
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
-    of any list needs bits; whether steps of 128 keys cover not much more than those of 64, for 128 queries,
-    and rows have many of them, see `SHORT`; and whether 128 keys cover much more than 64 of them, for steps
-    of 64 queries."""
+    of any list needs bits; whether steps of 128 keys cover not much more than those of 64, for 128 queries;
+    whether 128 keys cover much more than 64 of them, for steps of 64 queries; and whether rows have few steps
+    of 128 keys, see `SHORT`."""
 
     B: int
     H: int
@@ -43,6 +43,7 @@ class Form(NamedTuple):
     partial: bool
     coarse: bool
     narrow: bool = False
+    short: bool = False
 
 
 class BlockMask:
@@ -250,9 +251,9 @@ class BlockMask:
         empty = absent.all(3).any() | absent.all(2).any()  # a row takes a step of which it sees nothing
         partial = len(self._tiles.words) > 1 or bool(empty)
         steps = self.density(TILE)
-        coarse = steps <= 1.1 * self.density(UNIT) and steps * self._grid.tiles[1] > SHORT
+        coarse, short = steps <= 1.1 * self.density(UNIT), steps * self._grid.tiles[1] <= SHORT
         narrow = self._density(UNIT, TILE) > 1.25 * self._density(UNIT, UNIT)
-        return Form(*self.shape[:2], len(self._tiles.words), partial, coarse, narrow)
+        return Form(*self.shape[:2], len(self._tiles.words), partial, coarse, narrow, short)
 
     def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
         """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along

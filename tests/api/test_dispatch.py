@@ -397,7 +397,8 @@ def test_what_computes_values_of_another_width(gpu):
     for own, values in ((192, 128), (136, 72)):
         pair = [x[..., :columns] for x, columns in zip(call, (own, own, values), strict=True)]
         choice = resolve(*pair, params, True)
-        assert choice.kernel == "hopper" and choice.configuration == configs_backward.OWN_VALUES
+        expected = configs_backward.own_values_backward_config(own, values)
+        assert choice.kernel == "hopper" and choice.configuration == expected
     for own, values in ((192, 64), (128, 120), (64, 128), (96, 104)):
         pair = [x[..., :columns] for x, columns in zip(call, (own, own, values), strict=True)]
         reason = f"hopper has no backward pass for D = {own} with values of {values} columns"

@@ -250,8 +250,9 @@ def tuned_backward(shape: Shape) -> dict[str, harness.Attention | None]:
 def tuned_values_backward(shape: Shape) -> dict[str, harness.Attention | None]:
     """With more or fewer parts of K and V in registers, where there is such a kernel."""
     found, config = {"as it is": ours}, own_values_backward_config(shape.head_dim, shape.value_dim)
-    for other in () if config is None else (replace(config, held=held) for held in range(3)):
-        label = f"held {other.held}" + " *" * (other == config)
+    others = (replace(configs_backward.OWN_VALUES, held=held) for held in range(3))
+    for other in () if config is None else others:
+        label = f"64 keys, held {other.held}"
         found[label] = partial(with_backward_config, lambda shape, other=other: other)
     return found | {"fa3": None}
 

@@ -31,14 +31,15 @@ def configuration(
     count as the longest."""
     own_values = v.shape[-1] != q.shape[-1]
     if backward and own_values:
-        return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic)
+        how = params.deterministic, params.varlen is not None
+        return own_values_backward_config(q.shape[-1], v.shape[-1], *how)
     if own_values:
         return own_values_config(q.shape[-1], v.shape[-1])
     B, H, H_kv, S_q, S_k = signature(params, q, k).dimensions()
     if backward:
         window = params.window.clipped(S_q, S_k)
         masked, left_bound = window != (None, None), window[0] is not None
-        asked = {"masked": masked, "left_bound": left_bound}
+        asked = {"masked": masked, "left_bound": left_bound, "varlen": params.varlen is not None}
         chosen = hopper_backward_config(q.shape[-1], params.deterministic, **asked)
         stays = hopper_backward_config(q.shape[-1], stays=True, **asked)
         if params.varlen is not None or params.deterministic or not stays.persistent:

@@ -203,19 +203,19 @@ measurement on an H100 (docs/lab/hopper-backward.md)."""
 
 
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
-"""Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there are kernels for; where
-sums have an order. Others have 96 keys a program."""
+"""Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there are kernels for: where
+sums have an order, and of varlen sequences. Others have 96 keys a program."""
 
 
 def own_values_backward_config(
-    head_dim: int, value_dim: int, deterministic: bool = False
+    head_dim: int, value_dim: int, deterministic: bool = False, varlen: bool = False
 ) -> ValuesBackwardConfig | Keys96BackwardConfig | None:
     """The configuration of a call with values of a head dimension of their own; None if there is none."""
     columns, values = sum(OWN_VALUES.columns), 2 * OWN_VALUES.value_columns
     if not (OWN_VALUES.columns[0] < head_dim <= columns and OWN_VALUES.value_columns < value_dim <= values):
         return None
-    if deterministic:
-        return replace(OWN_VALUES, deterministic=True)
+    if deterministic or varlen:
+        return replace(OWN_VALUES, deterministic=deterministic)
     return replace(KEYS_96, loaded=3, value_columns=128)
 
 
@@ -225,6 +225,7 @@ def hopper_backward_config(
     stays: bool = False,
     masked: bool = False,
     left_bound: bool = False,
+    varlen: bool = False,
 ) -> HopperBackwardConfig:
     """The configuration of the Hopper backward kernel for one call.
 
@@ -235,6 +236,7 @@ def hopper_backward_config(
             sequences lie in batches; of grouped heads see `sharing.visited_by_staying`.
         masked: a diagonal or a window hides keys.
         left_bound: it is a window with a left bound.
+        varlen: sequences of their own lengths, which 96 keys a program were not measured for.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -247,6 +249,6 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         return replace(chosen, deterministic=True)
-    if split == 192:
+    if split == 192 and not varlen:
         return keys96_config(masked, left_bound)
     return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen

@@ -56,34 +56,32 @@ class HopperSparseConfig:
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
-# Chosen before they were measured; kept shifts by measurement, not at D = 256 (docs/lab/sparse.md). At
+# Chosen before they were measured (docs/lab/sparse.md), and not compared with others since. At
 # D = 128 and 256 those of `kernels.hopper` for the same tile. At D = 64 that has tiles of four warpgroups,
 # which would have to take the steps of all their rows; here they are two pairs.
 SHARED = HopperSparseConfig(
-    64, 4, 64, pairs=2, joint=True, keep_shift=True,
-    consumer_registers=112, producer_registers=32, max_registers=96,
-)  # fmt: skip
+    64, 4, 64, pairs=2, joint=True, consumer_registers=112, producer_registers=32, max_registers=96
+)
 WIDE = HopperSparseConfig(128, 2, 64, late_wait=True, pin=True, joint=True, named=True)
 _CHOSEN = {
     64: SHARED,
     128: HopperSparseConfig(
-        128, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, keep_shift=True, l2_bytes=32 << 20
+        128, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, l2_bytes=32 << 20
     ),
     256: HopperSparseConfig(64, 2, 64, q_columns=128, named=True),
 }
-_FINE = {
-    128: HopperSparseConfig(
-        64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True, keep_shift=True
-    ),
-}
+_FINE = {128: HopperSparseConfig(64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True)}
+_KEPT = 64, 128
+"""Widths of a tile at which kept shifts were measured, and won, without bits and scores."""
 
 
 def hopper_sparse_config(
-    head_dim: int, coarse: bool = True, bias: bool = False, copied: bool = False
+    head_dim: int, coarse: bool = True, bias: bool = False, copied: bool = False, plain: bool = False
 ) -> HopperSparseConfig:
-    """For a head dimension. coarse: of `block_mask.Form`, steps of 128 keys are not too many, nor few. bias:
-    whether the score has one, or a function of the caller's own, which two pairs have no registers for.
-    copied: whether TMA can read the bias.
+    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64, and rows
+    that are to be `plain` have many. bias: whether the score has one, or a function of the caller's own,
+    which two pairs have no registers for. copied: whether TMA can read the bias. plain: whether all blocks
+    are full, and no score changes.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -94,6 +92,8 @@ def hopper_sparse_config(
     chosen = _CHOSEN[width] if coarse else _FINE.get(width, _CHOSEN[width])
     if bias and width == 64:
         chosen = WIDE
+    if plain and width in _KEPT:
+        return replace(chosen, keep_shift=True)
     if copied and width <= 128:  # with half an output there is room for the bias of a step
         return replace(chosen, copies_bias=True, o_columns=64)
     return chosen

@@ -61,7 +61,10 @@ def configuration(
         scored = bias or own or (score is not None and score.soft_cap is not None)
         return hopper_sparse_backward_config(q.shape[-1], scored, params.block_mask.form.narrow)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
-    return hopper_sparse_config(q.shape[-1], params.block_mask.form.coarse, bias or own, copied)
+    form = params.block_mask.form
+    plain = score is None and not form.partial
+    coarse = form.coarse and not (plain and form.short)
+    return hopper_sparse_config(q.shape[-1], coarse, bias or own, copied, plain)
 
 
 def prepare(call: Signature, backward: bool = False) -> launch_hopper.Plan | BackwardPlan | None:

@@ -27,6 +27,7 @@ from attnlib.kernels.hopper.configs_backward import (
     SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
+    own_values_backward_config,
 )
 from attnlib.params import MaskWindow, Params, Varlen
 
@@ -293,7 +294,10 @@ def test_which_calls_have_96_keys_a_program() -> None:
         assert [D for D, block_n in chosen.items() if block_n == 96] == [168, 176, 184, 192]
         changes = {"early_mask": True} if left_bound else {"placed": False} if masked else {"loaded": 3}
         assert hopper_backward_config(192, **mask) == replace(KEYS_96, **changes)
-    assert hopper_backward_config(192, deterministic=True).block_n == 64
+    for how in ({"deterministic": True}, {"varlen": True}):
+        assert hopper_backward_config(192, **how).block_n == 64
+        assert own_values_backward_config(192, 128, **how).block_n == 64
+    assert own_values_backward_config(136, 72) == replace(KEYS_96, loaded=3, value_columns=128)
 
 
 def test_values_that_do_not_fit_are_refused() -> None:
