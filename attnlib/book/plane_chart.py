@@ -33,11 +33,10 @@ SCALE = Normalize(-math.log(FAR), math.log(FAR))
 
 FA3_COLUMNS = 64, 96, 128, 192, 256
 """Columns that FlashAttention-3's kernels compute with."""
-_ONE_HELD = "of two parts of K and V one in registers: a step reads a third more shared memory than with both"
 KNOWN = {
     ("forward", 192): "64 keys in a block: as few products as FA3, and as few of them under a softmax",
-    ("backward", 96): _ONE_HELD,
-    ("backward", 192): _ONE_HELD,
+    ("backward", 96):
+        "of two parts of K and V one in registers: a step reads a third more shared memory than with both",
 }
 """What is known of a loss, by pass and the columns that attnlib computes: see docs/lab/hopper.md and
 hopper-backward.md. Neither was tested by itself."""
