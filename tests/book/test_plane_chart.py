@@ -85,16 +85,16 @@ def test_ties_are_gray_and_colors_say_who_is_faster():
 
 
 def test_the_table_of_losses():
-    cells = [plane.cell("dense", 192, n) for n in (4096, 512)]
+    cells = [plane.cell("dense", 96, n) for n in (4096, 512)]
     rows = [row_of(cell, "backward", ratio) for cell, ratio in zip(cells, (0.9, 0.97), strict=True)]
-    rows.append(row_of(plane.cell("dense", 192, 1024), "backward", 0.999))  # a tie
+    rows.append(row_of(plane.cell("dense", 96, 1024), "backward", 0.999))  # a tie
     rows.append(row_of(plane.cell("causal", 224, 512), "forward", 0.95))
     rows.append(row_of(FIRST, "forward", 1.3))
     found = plane_chart.slower(table(*rows))
     assert [line["pass"] for line in found] == ["forward", "backward"]
     assert found[0]["columns"] == "256, FA3 256" and found[0]["known"] == "–"
     assert found[1]["S: ratio"] == "512: 0.970, 4096: 0.900" and found[1]["least"] == 0.9
-    assert found[1]["known"] == plane_chart.KNOWN["backward", 192]
+    assert found[1]["known"] == plane_chart.KNOWN["backward", 96]
     assert plane_chart.slower(table()) == []
 
 

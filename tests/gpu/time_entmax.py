@@ -273,12 +273,12 @@ def kernels(length: int, setting: Setting) -> Iterator[dict[str, Any]]:
     flags, rows = torch.zeros(plan.flags, **blocks), torch.empty(2, *tau.shape, device=DEVICE)
     lists, records_ = torch.empty(plan.lists, **blocks), torch.empty(4 * plan.blocks, **blocks)
     out = torch.empty_like(q)
-    given = q, k, v, out, tau, rows, flags, lists, records_, None
+    given = q, k, v, out, tau, rows, flags, lists, records_, None, None, None
     back = launch_backward.prepare(call_of(PARAMS, q, k, d_out, q, k, v, out))
     lists_, others = torch.empty(back.lists, **blocks), torch.empty(4 * back.blocks, **blocks)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     pairs = torch.empty(*tau.shape, 2, device=DEVICE)
-    after = d_out, q, k, v, out, tau, flags, pairs, lists_, others, *gradients
+    after = d_out, q, k, v, out, tau, flags, pairs, lists_, others, *gradients, None, None
     for names, chosen, tensors in (
         (launch.TENSORS, plan.launches, given), (launch_backward.TENSORS, back.launches, after)
     ):  # fmt: skip
