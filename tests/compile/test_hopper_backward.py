@@ -304,7 +304,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
     # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
     of_keys = width in (KEYS, KEYS_PAIR)
-    uniform = width in (64, 80, 96, 128) and (not shared or "persistent" in option) or of_keys
+    uniform = width in (64, 80, 96, 128) and (not shared or "persistent" in option)
+    uniform |= of_keys and "spread" not in option
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
     places = 3 if of_keys else 2 * two_parts
