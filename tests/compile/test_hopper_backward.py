@@ -92,7 +92,7 @@ numbers to keep."""
 KEYS_SPILLS = {
     (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
     (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4, (KEYS, "apart causal"): 4,
-    (KEYS, "spread causal"): 6, (KEYS, "spread shared causal"): 6, (KEYS, "all load dense"): 6,
+    (KEYS, "spread causal"): 8, (KEYS, "spread shared causal"): 8, (KEYS, "all load dense"): 6,
     (KEYS, "early both sides"): 6,
     (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0,
 }  # fmt: skip
