@@ -3,6 +3,8 @@
     python tests/gpu/time_distributed.py             --seconds 300; figures/data/<gpu>/distributed.json
     torchrun --nproc-per-node 2 tests/gpu/time_distributed.py        the same
     python tests/gpu/time_distributed.py --tune      settings of NCCL, streams, heads, 60 s: `settings_...`
+    python tests/gpu/time_distributed.py --tune --passes forward --settings later --rounds 12
+                                                     one setting in one pass, and `calls`
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
 
 `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `calls`: by
@@ -167,13 +169,13 @@ def sampled(call: Callable[[], Any], alone: bool, longest: float) -> tuple[Sampl
     return Sampled(call, alone, settle, max(1, round(span / ms)), []), ms
 
 
-def in_rounds(calls: dict[Any, Sampled], until: float, seed: str) -> None:
+def in_rounds(calls: dict[Any, Sampled], until: float, seed: str, rounds: range | None = None) -> None:
     """All of them in each round, in a new order, for as long as a whole round fits. Each call has orders of
     its own: what a window follows changes its clock, so no two should follow each other everywhere."""
-    begin, taken, order = time.monotonic(), 0.0, list(calls)
-    for i in range(ROUNDS.stop - 1):
+    rounds, begin, taken, order = rounds or ROUNDS, time.monotonic(), 0.0, list(calls)
+    for i in range(rounds.stop - 1):
         spent = time.monotonic() - begin
-        enough = i >= ROUNDS.start and spent + taken > CALL_SECONDS
+        enough = i >= rounds.start and spent + taken > CALL_SECONDS
         if i and ranks.late(until - taken if not enough else 0.0):
             return
         random.Random(f"{seed} {i}").shuffle(order)  # the same on all ranks
@@ -330,11 +332,13 @@ SETTINGS: dict[str, tuple[Any, str, Any]] = {
 """What is set instead of what is there."""
 
 
-def settings_rows(case: Case, which: str, until: float) -> list[dict[str, Any]]:
+def settings_rows(
+    case: Case, which: str, until: float, chosen: Sequence[str], rounds: range | None
+) -> list[dict[str, Any]]:
     *tensors, d_out = whole(case)
     grad, calls = own(d_out, case), {}
     calls[ONE], longest = sampled(passes(one_gpu(case, tensors), d_out)[which], True, 0.0)
-    for name, setting in SETTINGS.items():
+    for name, setting in ((name, SETTINGS[name]) for name in chosen):
         call = passes(ours(case, tensors), grad)[which]
 
         def with_it(call=call, setting=setting) -> None:
@@ -342,7 +346,7 @@ def settings_rows(case: Case, which: str, until: float) -> list[dict[str, Any]]:
                 call()
 
         calls[name], _ = sampled(with_it, False, longest)
-    in_rounds(calls, until, f"settings {which}")
+    in_rounds(calls, until, f"settings {which}", rounds)
     first, rows = next(iter(SETTINGS)), []
     for name, each in calls.items():
         row = {"call": case.label, **case.shape.to_dict(), "impl": name, "pass": which}
@@ -413,8 +417,12 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
     case_of = (lambda n, causal: Case(n, causal, count, 16, "reference")) if args.device == "cpu" else Case
     first = args.lengths[0]
     if args.tune:
-        for which in ("forward", "backward"):
-            report.add(f"settings_{which}", settings_rows(case_of(first, True), which, until))
+        some = [name for name in SETTINGS if "as it is" in name or args.settings in name]
+        rounds = range(args.rounds, args.rounds + 1) if args.rounds else None
+        for which in args.passes.split(","):
+            report.add(f"settings_{which}", settings_rows(case_of(first, True), which, until, some, rounds))
+        if args.device == "cuda" and not ranks.late(until):
+            report.add("calls", timeline(case_of(first, True))[1])
         return 0
     for causal in (True, False):
         for length in dict.fromkeys((min(8192, first), first)):
@@ -442,6 +450,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300,
                         help="begin nothing that would end later (default: %(default)s)")  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="settings beside each other, two tables")
+    parser.add_argument("--passes", default="forward,backward", help="of --tune (default: %(default)s)")
+    parser.add_argument("--settings", default="", help="of --tune: those with this in their names")
+    parser.add_argument("--rounds", type=int, help="of --tune (default: by the time that is there)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/distributed.json)")
     args = parser.parse_args(argv)
