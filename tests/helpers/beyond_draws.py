@@ -70,7 +70,7 @@ def entmax_of(form: EntmaxForm, seed: int) -> EntmaxCase:
         return case
     sizes = [0, 1, 63, 64, 65, rng.randrange(1, 300)]
     lengths = [(rng.choice(sizes), rng.choice(sizes)) for _ in range(rng.randint(0, 7))]
-    return replace(case, lengths=(*lengths, (queries, keys)))
+    return replace(case, batch=1, lengths=(*lengths, (queries, keys)))  # sequences are its only batch
 
 
 class DistrForm(NamedTuple):
