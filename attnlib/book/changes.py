@@ -75,11 +75,13 @@ def show(step: str, name: str) -> None:
 
 def between(step: str, base: str, old: str, new: str) -> None:
     """Show the diff of two kernels on the way from one step, `base`, to the next: either of them by its name,
-    or a variant of `base` that the notebook of `step` has."""
+    or a variant of `base` that the notebook of `step` has. A notebook may have variants and no kernel."""
     from attnlib.book import lesson  # switches the interpreter on
 
     notebook = sources.notebook_of(step)
-    texts = sources.variant_sources(notebook, base) | {step: sources.kernel_source(notebook)}
+    texts = sources.variant_sources(notebook, base)
+    if sources.cells_tagged(notebook, "kernel"):
+        texts |= {step: sources.kernel_source(notebook)}
     for name in (old, new):
         if name not in texts:
             raise ValueError(f"{step}: expected one of {', '.join(texts)}, got {name!r}")

@@ -26,7 +26,9 @@ GLUON_FROM = 10
 
 CHAPTERS: list[tuple[str, str]] = [
     ("00_how_we_measure", "How we measure"),
-    *STEPS,
+    *(step for step in STEPS if step[0] < "07"),
+    ("07_descriptors_and_late_tile", "Descriptors and the late tile"),
+    *(step for step in STEPS if step[0] > "07"),
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
     ("21_hopper_backward", "The backward pass on Hopper"),
@@ -44,7 +46,8 @@ CHAPTERS: list[tuple[str, str]] = [
     ("41_finetuning", "Memory and time of fine-tuning"),
     ("42_context_parallel", "One sequence on several GPUs"),
 ]
-"""All chapters: the steps, and those that build no kernel of their own."""
+"""All chapters: the steps, and those that have no kernel in the ladder, though their own may stand on the way
+to one."""
 
 _TITLES = dict(CHAPTERS)
 

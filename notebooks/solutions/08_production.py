@@ -1,6 +1,5 @@
 """Solutions of chapter 08."""
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -9,23 +8,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnlib.book import lesson
 
 eight = lesson.load_kernel("08_production")
-
-
-def late_attention(scores, values, tiles):
-    """Softmax-weighted sum over all tiles; the product of each tile is started one tile late."""
-
-    def softmax_step(s, m, total):
-        m_new = np.maximum(m, s.max(1))
-        p, alpha = np.exp(s - m_new[:, None]), np.exp(m - m_new)
-        return p, alpha, m_new, total * alpha + p.sum(1)
-
-    p, alpha, m, total = softmax_step(scores(0), -np.inf, 0.0)
-    o = 0.0
-    for j in range(1, tiles):
-        s = scores(j)
-        o = o * alpha[:, None] + values(p, j - 1)
-        p, alpha, m, total = softmax_step(s, m, total)
-    return (o * alpha[:, None] + values(p, tiles - 1)) / total[:, None]
 
 
 def shared_bytes_per_clock(block_n, a_in_registers):

@@ -33,6 +33,16 @@ PLANTED = {
         ("packed", "(i_m * BLOCK_M // group if", "((i_m + 1) * BLOCK_M // group if", "not finite"),
         ("packed", "triton.cdiv(S * group, 32)", "triton.cdiv(S * group, 32) + 1", "expected the grid"),
     ),
+    "07_descriptors_and_late_tile": (
+        ("token_major", "i_h, 0]).reshape([BLOCK_N", "0, 0]).reshape([BLOCK_N", "max error"),
+        ("token_major", "[B, S, H, D], [S", "[1, B * S, H, D], [S", "B=2.*(max error|not finite)"),
+        ("token_major", "tiles(k, 32)", "tiles(k.clone(), 32)", "a copy was made"),
+        ("kept_keys", "start - BLOCK_N, 0", "start, 0", "max error"),
+        ("kept_keys", "k_desc.load([i_h, begin", "k_desc.load([i_h, 0 * begin", "max error"),
+        ("kept_keys", "(S - 1) // BLOCK_N * BLOCK_N, 0", "S // BLOCK_N * BLOCK_N, 0", "max error"),
+        ("kept_keys", "begin + BLOCK_N, S", "begin, S", "max error"),
+        ("late_attention", "values(p, j - 1)", "values(p, j)", "off by"),
+    ),
     "08_production": (
         ("cached_attention", "i_kv = i_h // group", "i_kv = i_h", "max error"),
         ("cached_attention", "S_k - S, H // H_kv", "S_k * 0, H // H_kv", "max error"),

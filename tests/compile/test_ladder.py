@@ -13,6 +13,7 @@ from launches import jobs_of
 from attnlib.bench import inspect_sm90, sources
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.bench.paths import NOTEBOOKS
+from attnlib.book import late_tile
 from attnlib.book.chapters import STEPS
 
 HAVE_KERNELS = [step for step, _ in STEPS if step != "08_production"]  # whose cell c08-sass compiles it
@@ -77,7 +78,8 @@ def on_the_way() -> dict[str, list[Stats]]:
         "two_loops": ("05_two_pass_causal", "04_exp2", {}),
     }
     tile = module_of("06_autotuning").Config(64, 64, 4, 2)
-    ways |= {name: ("08_production", "06_autotuning", {"config": tile}) for name in ("descriptors", "late")}
+    beside = "07_descriptors_and_late_tile", "06_autotuning", {"config": tile}
+    ways |= dict.fromkeys(("descriptors", "late"), beside)
     found = {}
     for name, (step, base, options) in ways.items():
         text = sources.variant_sources(NOTEBOOKS / f"{step}.ipynb", base)[name]
@@ -102,7 +104,18 @@ def test_two_loops_of_chapter_05_are_what_its_ablation_timed(on_the_way: dict[st
     assert ours.listing and ours.listing == timed.listing
 
 
-def test_the_second_change_of_chapter_08_overlaps(on_the_way: dict[str, list[Stats]]) -> None:
+@pytest.mark.parametrize("name", ["06_autotuning", "descriptors", "late"])
+def test_chapter_07_compiles_what_its_launchers_launch(name: str) -> None:
+    texts = sources.variant_sources(NOTEBOOKS / "07_descriptors_and_late_tile.ipynb", "06_autotuning")
+    module = sources.load_source(name, texts[name])
+    tile = module.Config(64, 32, 4, 2)
+    (launched,) = launched_by(module, 256, config=tile)
+    described = late_tile.job(module, 256, tile)
+    first, second = inspect_sm90.compile_all([launched, described])
+    assert first.listing and first.listing == second.listing
+
+
+def test_the_second_change_of_chapter_07_overlaps(on_the_way: dict[str, list[Stats]]) -> None:
     (in_order,), (late,) = on_the_way["descriptors"], on_the_way["late"]
     for stats in (in_order, late):
         assert stats.loops[0].get("UTMALDG") and not stats.loops[0].get("LDGSTS")
