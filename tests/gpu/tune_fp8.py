@@ -75,6 +75,11 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "3x128 q named": three(128, 4, 64, q_columns=64, pin=True, joint=True, named=True),
         "4x64 q pin": four(64, 8, 64, q_columns=64, joint=True, pin=True),
         "2x128 q late": Fp8Config(128, 2, 4, 64, q_columns=64, joint=True, named=True, **LATE),
+        "3x128 q kept": three(128, 4, 64, q_columns=64, joint=True, keep_shift=True),
+        "3x128 q late kept": three(128, 4, 64, q_columns=64, joint=True, keep_shift=True, **LATE),
+        "2x128 q late kept": Fp8Config(
+            128, 2, 4, 64, q_columns=64, joint=True, named=True, keep_shift=True, **LATE
+        ),
         "2x256 pin": Fp8Config(256, 2, 2, 64, pin=True, joint=True),
     },
     128: {
@@ -82,6 +87,10 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "2x128 q late": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, **LATE),
         "2x128 q late named": Fp8Config(128, 2, 4, 128, q_columns=128, named=True, **LATE),
         "2x128 q pin": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, pin=True),
+        "2x128 q kept named": Fp8Config(128, 2, 4, 128, q_columns=128, named=True, keep_shift=True),
+        "2x128 q late kept named": Fp8Config(
+            128, 2, 4, 128, q_columns=128, named=True, keep_shift=True, **LATE
+        ),
         "3x64 q": three(64, 8, 64, q_columns=128, pin=True, joint=True),
     },
     256: {
@@ -90,6 +99,7 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "2x128 pin joint": Fp8Config(128, 2, 2, 128, pin=True, joint=True),
         "2x128 pin named": Fp8Config(128, 2, 2, 128, pin=True, named=True),
         "2x128 late named": Fp8Config(128, 2, 2, 128, named=True, **LATE),
+        "2x128 kept named": Fp8Config(128, 2, 2, 128, named=True, keep_shift=True),
     },
 }
 
