@@ -242,7 +242,7 @@ def _together(first, second, like):
 
 @gluon.jit
 def _weights(scores, shift, qk_scale):
-    """(P of the scores of words [64, n, 4], its sums [64, 4], and of sums of four the largest, as integer)."""
+    """(P of the scores of words [64, n, 4], its sums [64, 4], of sums of four the largest, as integer)."""
     before, weights = _over(shift, scores[0]), ()
     for i in gl.static_range(len(scores)):
         weights = weights + (gl.exp2(scores[i] * qk_scale - before),)
