@@ -250,7 +250,8 @@ def rows(
     for name, taken in sorted(samples.items(), key=lambda item: statistics.median(item[1])):
         yield {
             "head_dim": head_dim, "shape": shape, "causal": causal, "name": name,
-            "ms": statistics.median(taken), "tflops": flops / statistics.median(taken) / 1e9, "fastest": flops / min(taken) / 1e9,
+            "ms": statistics.median(taken), "tflops": flops / statistics.median(taken) / 1e9,
+            "fastest": flops / min(taken) / 1e9,
             "slowest": flops / max(taken) / 1e9,
         }  # fmt: skip
 
