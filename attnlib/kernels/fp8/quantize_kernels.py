@@ -220,6 +220,38 @@ def _key_at(position):
     return position // GROUP * GROUP + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
 
 
+@triton.jit
+def quantize_blocks(
+    x_ptr,  # of a sequence and head
+    columns,  # where each column's positions begin, [CHUNK]
+    mean,  # [CHUNK], or None
+    factor, begin, end, length,
+    groups,  # of keys that are written
+    x_s, o_c,
+    D: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Blocks `begin` to `end` of values, of CHUNK columns."""
+    o_p = tl.arange(0, ROWS)  # [ROWS], positions in a block
+    o_n = _key_at(o_p)  # [ROWS]
+    x_ptr = x_ptr + (o_n.to(tl.int64) * x_s * UNIT)[:, None] + o_c[None, :]  # [ROWS, CHUNK]
+    data_ptr = columns[:, None] + o_p[None, :]  # [CHUNK, ROWS]
+    for i_n in tl.range(begin, end):
+        seen = (o_n < length - i_n * ROWS)[:, None]
+        mask = seen & (o_c < D)[None, :] if D < WIDTH else seen
+        block = x_ptr + x_s.to(tl.int64) * (i_n * ROWS * UNIT)
+        b_x = tl.load(block, mask=mask, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
+        b_x = b_x * 0.0 + b_x
+        if mean is not None:
+            b_x -= mean[None, :]
+            if (i_n + 1) * ROWS > length:  # what is past the end stays 0
+                b_x = tl.where((_key_at(i_n * ROWS + o_p) < length)[:, None], b_x, 0.0)
+        b_y = _rounded(b_x * factor, INTERPRETED).T  # [CHUNK, ROWS]
+        tl.store(data_ptr + i_n * ROWS, b_y, mask=(o_p < groups * GROUP - i_n * ROWS)[None, :])
+
+
 @triton.jit(
     do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "blocks", "span", "room"],
     do_not_specialize_on_alignment=["cu"],
@@ -265,19 +297,8 @@ def quantize_values(
     columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + (i_b * H + i_h).to(tl.int64) * WIDTH + o_c)  # [CHUNK]
-    o_p = tl.arange(0, ROWS)  # [ROWS], positions in a block
-    o_n = _key_at(o_p)  # [ROWS]
-    x_ptr = x_ptr + (o_n.to(tl.int64) * x_s * UNIT)[:, None] + o_c[None, :]  # [ROWS, CHUNK]
-    data_ptr = columns[:, None] + o_p[None, :]  # [CHUNK, ROWS]
-    for i_n in tl.range(begin, end):
-        seen = (o_n < length - i_n * ROWS)[:, None]
-        mask = seen & (o_c < D)[None, :] if D < WIDTH else seen
-        block = x_ptr + x_s.to(tl.int64) * (i_n * ROWS * UNIT)
-        b_x = tl.load(block, mask=mask, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
-        b_x = b_x * 0.0 + b_x
-        if mean_ptr is not None:
-            b_x -= mean[None, :]
-            if (i_n + 1) * ROWS > length:  # what is past the end stays 0
-                b_x = tl.where((_key_at(i_n * ROWS + o_p) < length)[:, None], b_x, 0.0)
-        b_y = _rounded(b_x * factor, INTERPRETED).T  # [CHUNK, ROWS]
-        tl.store(data_ptr + i_n * ROWS, b_y, mask=(o_p < groups * GROUP - i_n * ROWS)[None, :])
+    else:
+        mean = None
+    quantize_blocks(
+        x_ptr, columns, mean, factor, begin, end, length, groups, x_s, o_c, D, WIDTH, ROWS, UNIT, INTERPRETED
+    )
