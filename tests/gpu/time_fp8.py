@@ -1,7 +1,8 @@
 """FP8 attention on this Hopper GPU, timed beside 16 bits and the peers.
 
     python tests/gpu/time_fp8.py            about 100 seconds; figures/data/<gpu>/fp8.json
-    python tests/gpu/time_fp8.py --values   some 15 seconds: the pass over values, centered or not; no record
+    python tests/gpu/time_fp8.py --values   some 50 seconds: the pass over values in three launches and in
+                                            one; whole calls with each, and with kept shifts; no record
     python tests/gpu/time_fp8.py --tune     the quantizing kernels with other numbers of programs; no record
 
 Three tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,10 @@ from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels.common.fp8 import Recipe  # noqa: E402
 from attnlib.kernels.fp8 import launch_quantize  # noqa: E402
+from attnlib.kernels.fp8.launch_quantize import OneLaunch  # noqa: E402
+from attnlib.kernels.hopper import launch_fp8  # noqa: E402
+from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config  # noqa: E402
+from attnlib.kernels.reference import fp8 as reference  # noqa: E402
 from attnlib.kernels.reference.dense import attention_fp64  # noqa: E402
 
 DEVICE = "cuda"
@@ -46,6 +52,19 @@ RECIPES = {
     ("q", "block"): Recipe(), ("k", "block"): Recipe(), ("k", "block, not rotated"): Recipe("block", False),
     ("k", "head"): Recipe("head"), ("v", "head"): Recipe(), ("v", "head, not centered"): Recipe(center=False),
 }  # fmt: skip
+
+ONE = {
+    "one launch": OneLaunch(), "one launch, 64 KB": OneLaunch(task=64 << 10),
+    "one launch, nearer": OneLaunch(extra=0), "one launch, further": OneLaunch(extra=2),
+}  # fmt: skip
+"""Ways to center and quantize values in one launch."""
+ODD = (3, 5, 1000, 40), (1, 1, 1, 128), (2, 3, 8192, 256), (1, 40, 129, 64), (4, 33, 4097, 128)
+"""B, H, S, D of calls for which they are judged, and not timed."""
+REPEATS = 50
+WHOLE = [Shape(2, 16, 8192, 128, dtype="bfloat16"), Shape(4, 16, 4096, 128, dtype="bfloat16"),
+         Shape(1, 16, 16384, 128, dtype="bfloat16"), Shape(2, 16, 8192, 128, False, "bfloat16"),
+         Shape(2, 8, 8192, 256, dtype="bfloat16")]  # fmt: skip
+EIGHT = Setting("eight rounds", rounds=8)
 
 Function = Callable[[], torch.Tensor]
 
@@ -177,13 +196,71 @@ def mean_rows(head_dim: int) -> Iterator[dict[str, Any]]:
             yield {"impl": name, **shape.to_dict(), **found}
 
 
+def kept(width: int) -> Fp8Config:
+    """The configuration with kept shifts that has no spill in its loop."""
+    late = {} if width == 128 else {"late_wait": False, "pin": False}
+    return replace(fp8_config(width), keep_shift=True, **late)
+
+
+def so(call: Function, one: OneLaunch | None, config: Callable[[int], Fp8Config] = fp8_config) -> Function:
+    """The call with values quantized so, and with these configurations."""
+
+    def called() -> torch.Tensor:
+        before = launch_quantize.ONE_LAUNCH, launch_fp8.fp8_config
+        launch_quantize.ONE_LAUNCH, launch_fp8.fp8_config = one, config
+        try:
+            return call()
+        finally:
+            launch_quantize.ONE_LAUNCH, launch_fp8.fp8_config = before
+
+    return called
+
+
+def amiss(x: torch.Tensor, one: OneLaunch, repeats: int = REPEATS) -> str:
+    """What is wrong with values that are quantized in one launch; "" if nothing. The first and the last head
+    are judged by the model, the others by the scale; and all have the same bits each time."""
+    found = so(lambda: quantize_fp8(x, "v"), one)()
+    for place in (0, -1):
+        head, mean = x[place, place][None, None], found.mean[place, place][None, None].contiguous()
+        own = reference.quantize(head, "v", Recipe()).mean
+        if not (mean - own).abs().max() <= 1e-5 * head.float().abs().max():
+            return "the mean is another"
+        model = reference.quantize(head, "v", Recipe(), mean=mean)
+        data = found.data[place, place].view(torch.uint8), model.data[0, 0].view(torch.uint8)
+        if not torch.equal(*data) or not torch.equal(found.scale[place, place], model.scale[0, 0]):
+            return "data or scale are others"
+    left = (x.float() - found.mean[:, :, None, : x.shape[3]]).abs().amax((2, 3))
+    if not torch.allclose((left / 448).where(left > 0, 1.0), found.scale, rtol=1e-5, atol=0):
+        return "a scale is not that of the largest magnitude"
+    for number in range(repeats):
+        again = so(lambda: quantize_fp8(x, "v"), one)()
+        same = torch.equal(again.data.view(torch.uint8), found.data.view(torch.uint8))
+        if not (same and torch.equal(again.mean, found.mean) and torch.equal(again.scale, found.scale)):
+            return f"run {number + 2} differs from the first"
+    return ""
+
+
+def judged() -> bool:
+    """Whether one launch is right everywhere; says where not."""
+    right = True
+    for size in (*ODD, *((s.batch, s.heads, s.seqlen, s.head_dim) for s in QUANTIZED)):
+        x = torch.randn(*size, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE) + 3
+        for name, one in ONE.items():
+            wrong = amiss(x.bfloat16(), one)
+            if wrong:
+                print(f"WRONG {size} {name}: {wrong}", flush=True)
+            right &= not wrong
+    return right
+
+
 def values_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
-    """The pass over values, centered and not, beside a copy."""
+    """The pass over values, in three launches or one, centered and not, beside a copy."""
     x = make_inputs(shape, device=DEVICE)[2]
     calls = {
-        "attnlib v": lambda: quantize_fp8(x, "v").data,
-        "attnlib v, not centered": lambda: quantize_fp8(x, "v", center=False).data,
+        "attnlib v": so(lambda: quantize_fp8(x, "v").data, None),
+        "attnlib v, not centered": so(lambda: quantize_fp8(x, "v", center=False).data, None),
     }
+    calls |= {f"attnlib v, {name}": so(lambda: quantize_fp8(x, "v").data, one) for name, one in ONE.items()}
     moved = x.numel() * (x.element_size() + 1)
     runs = [Run(name, shape, lambda call=call: call, None, moved=moved) for name, call in calls.items()]
     runs.append(Run("attnlib v", shape, lambda: calls["attnlib v"], None, True, moved))
@@ -195,13 +272,33 @@ def values_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
         yield run.row
 
 
+def whole_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
+    """Whole calls with the quantizing pass beside bfloat16."""
+    q, k, v = tensors = make_inputs(shape, device=DEVICE)
+    judge = Judge(tensors, shape.causal)
+    call = lambda: attention_fp8(q, k, v, causal=shape.causal)  # noqa: E731
+    calls = {
+        f"{OURS}, with the pass": so(call, None),
+        f"{OURS}, one launch": so(call, OneLaunch()),
+        f"{OURS}, kept": so(call, None, kept),
+        f"{OURS}, one launch, kept": so(call, OneLaunch(), kept),
+        "attnlib bf16": lambda: attention(q, k, v, causal=shape.causal),
+    }
+    runs = [Run(name, shape, lambda call=call: call, judge) for name, call in calls.items()]
+    runs.append(Run("attnlib bf16", shape, lambda: calls["attnlib bf16"], judge, control=True))
+    harness.time_rounds(runs, None, setting, lambda text: None)
+    yield from (run.row for run in runs)
+
+
 def values(setting: Setting) -> bool:
-    """Whether all ran; the most important first."""
-    right = True
-    for shape in QUANTIZED:
-        for row in values_rows(shape, setting):
-            print(show(row), flush=True)
-            right &= row["status"] == "ok"
+    """Whether all ran and was right; the most important first."""
+    right = judged()
+    for shapes, rows in ((QUANTIZED, values_rows), (WHOLE, whole_rows)):
+        for shape in shapes:
+            for row in rows(shape, setting):
+                print(show(row), flush=True)
+                right &= row["status"] == "ok"
+            torch.cuda.empty_cache()
     return right
 
 
@@ -245,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     if args.values:
-        return int(not values(SWEEP))
+        return int(not values(EIGHT))
     if args.tune:
         tune(SWEEP)
         return 0

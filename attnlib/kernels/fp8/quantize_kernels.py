@@ -85,7 +85,7 @@ def _maximum(b_max, chunks):
 
 
 @triton.jit
-def _scale(amax, NORM: tl.constexpr):
+def scale_of(amax, NORM: tl.constexpr):
     """(the scale, what to multiply values with) of values that are as large as `amax` times NORM."""
     used = tl.maximum(amax, SMALLEST * LARGEST)
     scale = tl.where(amax == 0.0, 1.0, used * (NORM / LARGEST))
@@ -198,7 +198,7 @@ def quantize_rows(
     o_c = tl.arange(0, CHUNK)  # [CHUNK]
     if not PER_BLOCK:
         place = head if PER_HEAD else 0
-        scale, factor = _scale(tl.load(amax_ptr + place), NORM)
+        scale, factor = scale_of(tl.load(amax_ptr + place), NORM)
         tl.store(scale_ptr + place, scale)
     for i_n in tl.range(begin, end, num_stages=NUM_STAGES):
         o_n = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -206,7 +206,7 @@ def quantize_rows(
         chunks = _load_rows(rows, o_n < length, b_h, D, WIDTH, ROTATE, PRECISION)
         if PER_BLOCK:
             b_max = _maximum(tl.zeros([ROWS, CHUNK], tl.float32), chunks)
-            scale, factor = _scale(tl.max(tl.max(b_max, 1), 0), NORM)
+            scale, factor = scale_of(tl.max(tl.max(b_max, 1), 0), NORM)
             tl.store(scale_ptr + of_scale + i_n, scale)
         rows = data_ptr + of_data * WIDTH + o_n.to(tl.int64) * stride  # [ROWS]
         for first in tl.static_range(0, WIDTH, CHUNK):
@@ -291,7 +291,7 @@ def quantize_values(
         x_ptr += start.to(tl.int64) * x_s * UNIT
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h) * UNIT
     place = head if PER_HEAD else 0
-    scale, factor = _scale(tl.load(amax_ptr + place), 1.0)
+    scale, factor = scale_of(tl.load(amax_ptr + place), 1.0)
     tl.store(scale_ptr + place, scale)
     o_c = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
     columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
