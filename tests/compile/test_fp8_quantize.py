@@ -98,7 +98,7 @@ def test_values_in_one_launch(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many programs of an SM as of the three launches, and each load of both readings asks for 16 bytes.
     A task's number, a sum that is done and the wait for mean and scale are atomic; what others have written
     is not looked for in L1."""
-    monkeypatch.setattr(launch_quantize, "ONE_LAUNCH", launch_quantize.OneLaunch())
+    monkeypatch.setattr(launch_quantize, "CENTERING", launch_quantize.ONE_LAUNCH)
     x = torch.zeros(1, 2, 512, D, dtype=torch.bfloat16)
     [job] = jobs_of((values_kernel,), lambda: fp8.quantize(x, "v", Recipe()))
     [stats] = inspect_sm90.compile_all([job])

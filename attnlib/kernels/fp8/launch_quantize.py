@@ -33,24 +33,29 @@ REGISTERS = 65536
 
 
 @dataclass(frozen=True)
-class OneLaunch:
-    """How `values_kernel` centers and quantizes the values of a batch in one launch.
+class Centering:
+    """How values are centered: in three launches, or those of a batch in one, see `values_kernel`.
 
     Attributes:
-        task: bytes that a program reads, about.
-        parts: of a head that are summed by themselves, at most.
-        head: bytes of the largest head that is small beside L2; with larger ones there are three launches.
+        waves: of three launches, how many times as many programs sum up as run at a time. With several, what
+            is left in L2 are the last heads, which are quantized first, and not the end of each part.
+        one_launch: all in one, where no scale is shared by heads and a head has at most so many bytes, which
+            is small beside L2; 0: always three.
+        task: bytes that a program of the one launch reads, about.
+        parts: of a head that it sums by themselves, at most.
         extra: stages that quantizing is behind the sums, beyond those that run at a time.
     """
 
+    waves: int = 1
+    one_launch: int = 0
     task: int = 32 << 10
     parts: int = 256
-    head: int = 8 << 20
     extra: int = 1
 
 
-ONE_LAUNCH: OneLaunch | None = None
-"""How centered values of a batch are quantized; None: in three launches."""
+CENTERING = Centering()
+ONE_LAUNCH = Centering(one_launch=8 << 20)
+"""Not measured yet."""
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 
@@ -59,7 +64,7 @@ class Call(NamedTuple):
     """A call without its addresses: what its launches depend on.
 
     shape, strides: of x, (B, H, S, D), of varlen sequences (T, H, D). sequences: their number, None for a
-    batch. longest: the tokens of the longest. one_launch: as `ONE_LAUNCH`.
+    batch. longest: the tokens of the longest. centering: as `CENTERING`.
     """
 
     shape: torch.Size
@@ -70,7 +75,7 @@ class Call(NamedTuple):
     recipe: Recipe
     sequences: int | None
     longest: int
-    one_launch: OneLaunch | None = None
+    centering: Centering = Centering()
 
 
 class Plan(NamedTuple):
@@ -106,7 +111,7 @@ def quantize(
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     longest = x.shape[2] if cu_seqlens is None else max_seqlen
     call = Call(
-        x.shape, x.stride(), x.dtype, x.get_device(), role, recipe, sequences, longest, ONE_LAUNCH
+        x.shape, x.stride(), x.dtype, x.get_device(), role, recipe, sequences, longest, CENTERING
     )  # fmt: skip
     plan = prepare(call)
     data = torch.empty(plan.data, dtype=torch.float8_e4m3fn, device=x.device)
@@ -224,7 +229,7 @@ def _centering(
     tall = SUMMED // width
     rows = tall * TILES
     blocks = num_blocks(sizes["S"], rows, call.sequences)
-    span = max(1, -(-blocks * math.prod(heads) // (SUMMING * sms)))
+    span = max(1, -(-blocks * math.prod(heads) // (SUMMING * sms * call.centering.waves)))
     room = num_blocks(sizes["S"], rows * span, call.sequences)
     longest = -(-call.longest // (rows * span))
     pointers = {"parts_ptr": Part("parts"), "amax_ptr": Part("amax"), "cu": Part("cu")}
@@ -252,16 +257,16 @@ def _centering(
 
 def _in_one_launch(call: Call) -> bool:
     """Whether centered values are."""
-    if call.one_launch is None or call.sequences is not None or call.recipe.scaling == "tensor":
+    if call.sequences is not None or call.recipe.scaling == "tensor":
         return False
-    return math.prod(call.shape[2:]) * call.dtype.itemsize <= call.one_launch.head
+    return math.prod(call.shape[2:]) * call.dtype.itemsize <= call.centering.one_launch
 
 
 def _ordered(
     call: Call, sizes: dict[str, int], constants: dict[str, int], sms: int, blocks: int, room: int
 ) -> tuple[Launch, tuple[int, ...]]:
     """The launch of `values_kernel`, and the shape of what its tasks leave for each other."""
-    one, width, (B, H, S, _) = call.one_launch, constants["WIDTH"], call.shape
+    one, width, (B, H, S, _) = call.centering, constants["WIDTH"], call.shape
     tall = SUMMED // width
     rows = tall * TILES
     row = width * call.dtype.itemsize

@@ -17,17 +17,17 @@ from attnlib.kernels import fp8
 from attnlib.kernels.common.fp8 import Recipe
 from attnlib.kernels.common.launcher import Launches
 from attnlib.kernels.fp8 import launch_quantize, values_kernel
-from attnlib.kernels.fp8.launch_quantize import OneLaunch
+from attnlib.kernels.fp8.launch_quantize import ONE_LAUNCH, Centering
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.usefixtures("fresh_launches")]
 
-SMALL = OneLaunch(task=1)
+SMALL = replace(ONE_LAUNCH, task=1)
 """Tasks as small as they can be."""
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, one: OneLaunch) -> list[torch.Tensor]:
+def asked(monkeypatch: pytest.MonkeyPatch, one: Centering) -> list[torch.Tensor]:
     """From now on it is one launch; returns the counters of each."""
-    monkeypatch.setattr(launch_quantize, "ONE_LAUNCH", one)
+    monkeypatch.setattr(launch_quantize, "CENTERING", one)
     seen, call = [], Launches.__call__
 
     def observed(self, *tensors):
@@ -52,9 +52,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("one", [SMALL, OneLaunch(), replace(SMALL, parts=2, extra=0)], ids=str)
+@pytest.mark.parametrize("one", [SMALL, ONE_LAUNCH, replace(SMALL, parts=2, extra=0)], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_kernel_is_the_model(case: QuantizeCase, one: OneLaunch, device: str, monkeypatch) -> None:
+def test_kernel_is_the_model(case: QuantizeCase, one: Centering, device: str, monkeypatch) -> None:
     states = asked(monkeypatch, one)
     check_quantize(case, device)
     assert len(states) == 1 and len(states[0]) >= 1 + case.B * case.H
@@ -65,7 +65,7 @@ def test_the_same_as_of_three_launches(device: str, monkeypatch) -> None:
     """Where a part is all of a head, sums are taken in the same order."""
     x = QuantizeCase("v", D=128, S=60, mean=7.0).tensors(device)[0]
     three = fp8.quantize(x, "v", Recipe())
-    asked(monkeypatch, OneLaunch())
+    asked(monkeypatch, ONE_LAUNCH)
     one = fp8.quantize(x, "v", Recipe())
     assert torch.equal(one.data.view(torch.uint8), three.data.view(torch.uint8))
     assert torch.equal(one.scale, three.scale) and torch.equal(one.mean, three.mean)
@@ -80,7 +80,7 @@ def test_the_same_as_of_three_launches(device: str, monkeypatch) -> None:
 def test_calls_that_take_several(case: QuantizeCase, device: str, monkeypatch) -> None:
     """A scale that heads share, sequences of their own lengths, values as they are, and heads that are
     large."""
-    states = asked(monkeypatch, replace(SMALL, head=300 * 64 * 2))
+    states = asked(monkeypatch, replace(SMALL, one_launch=300 * 64 * 2))
     check_quantize(case, device)
     assert not states
 
@@ -111,9 +111,15 @@ MUTATIONS = [
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_planted_bug_is_found(mutation: Mutation, device: str, tmp_path, monkeypatch) -> None:
     case = QuantizeCase("v", Recipe(), 128, 700, 2, 2, mean=5.0)
-    states = asked(monkeypatch, OneLaunch(task=40000))
+    states = asked(monkeypatch, replace(ONE_LAUNCH, task=40000))
     mutant = load(mutation.of(inspect.getsource(values_kernel)), tmp_path)
     monkeypatch.setattr(values_kernel, "center_values", mutant.center_values)
     with pytest.raises(AssertionError, match=mutation.verdict):
         check_quantize(case, device)
         assert not states[0].any(), "counters are not 0 for the next launch"
+
+
+def test_many_programs_sum_up(device: str, monkeypatch) -> None:
+    monkeypatch.setattr(launch_quantize, "CENTERING", Centering(waves=5))
+    for about in ({"D": 128, "S": 700}, {"lengths": (300, 0, 133)}):
+        check_quantize(QuantizeCase("v", mean=5.0, **about), device)
