@@ -262,3 +262,25 @@ def test_outliers_and_a_sink() -> None:
         x += 10 * torch.randn(x.shape, generator=rng) * (torch.rand(x.shape, generator=rng) < 0.001)
     for given in (tensors, sink):
         check(call, tensors=[x.half() for x in given])
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
+def test_the_kernel_is_the_model_of_kept_shifts(scale: float) -> None:
+    """Not only as exact: the same shifts, so the same rounded weights. Of these a few may be others, where
+    an exponential in float32 is next to the middle of two neighbors."""
+    config = replace(fp8_config(128), keep_shift=True)
+    call = Call(128, 1, 1, 128, 1024, causal=False, sm_scale=scale * 128**-0.5, config=config)
+    call = replace(call, out_dtype=torch.float32)
+    operands = call.operands(*call.tensors())
+    with on_the_cpu():
+        out, _ = launch.forward(*operands, call.params(), torch.float32)
+    exact, model, lagging = (
+        reference.forward(*operands, call.params(), torch.float64, rounding)[0]
+        for rounding in (
+            reference.Rounding(offset=None), reference.Rounding(kept=True), reference.Rounding()
+        )
+    )  # fmt: skip
+    error = (model - exact).pow(2).mean().sqrt()
+    assert (out - model).pow(2).mean().sqrt() < 0.1 * error
+    if scale == 1.0:
+        assert (out - lagging).pow(2).mean().sqrt() > 0.1 * error, "the models do not differ here"
