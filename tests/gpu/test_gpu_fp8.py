@@ -33,7 +33,10 @@ def test_quantizing_is_the_model(case: QuantizeCase) -> None:
     check_quantize(case, DEVICE)
 
 
-@pytest.mark.parametrize("way", [ONE_LAUNCH, replace(ONE_LAUNCH, task=1, extra=0), Centering(waves=8)], ids=str)
+WAYS = ONE_LAUNCH, replace(ONE_LAUNCH, task=1, extra=0), Centering(waves=8)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_ways_to_center(way: Centering, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one launch a task waits for others; a fault may show as another result, or never come back."""
     monkeypatch.setattr(launch_quantize, "CENTERING", way)
