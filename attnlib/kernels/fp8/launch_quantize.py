@@ -259,7 +259,7 @@ def _in_one_launch(call: Call) -> bool:
     """Whether centered values are."""
     if call.sequences is not None or call.recipe.scaling == "tensor":
         return False
-    return math.prod(call.shape[2:]) * call.dtype.itemsize <= call.centering.one_launch
+    return 0 < math.prod(call.shape[2:]) * call.dtype.itemsize <= call.centering.one_launch
 
 
 def _ordered(

@@ -74,12 +74,13 @@ def test_the_same_as_of_three_launches(device: str, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "case",
     [QuantizeCase("v", Recipe("tensor")), QuantizeCase("v", lengths=(15, 0, 133)),
-     QuantizeCase("v", Recipe(center=False)), QuantizeCase("k"), QuantizeCase("v", S=400)],
+     QuantizeCase("v", Recipe(center=False)), QuantizeCase("k"), QuantizeCase("v", S=400),
+     QuantizeCase("v", S=0), QuantizeCase("v", Recipe(), 128, 301)],
     ids=str,
 )  # fmt: skip
-def test_calls_that_take_several(case: QuantizeCase, device: str, monkeypatch) -> None:
-    """A scale that heads share, sequences of their own lengths, values as they are, and heads that are
-    large."""
+def test_calls_that_take_several_or_none(case: QuantizeCase, device: str, monkeypatch) -> None:
+    """A scale that heads share, sequences of their own lengths, values as they are, heads that are large, and
+    none at all."""
     states = asked(monkeypatch, replace(SMALL, one_launch=300 * 64 * 2))
     check_quantize(case, device)
     assert not states
