@@ -56,6 +56,7 @@ class Centering:
 CENTERING = Centering()
 ONE_LAUNCH = Centering(one_launch=8 << 20)
 """Not measured yet."""
+
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 

@@ -5,6 +5,7 @@ written is written once.
 - `quantize_rows`: queries and keys: rotated, scaled and rounded. A scale per block needs no pass before.
 - `quantize_values`: values: centered, scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for
   the layouts, and `mean_kernels` for what finds the mean and the largest magnitude of centered values.
+  `values_kernel` does both in one launch.
 
 The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. For 128 or 256 columns that is
 one of 64 for each 64 columns, which tensor cores multiply with, exactly but for the order of the sum, and
