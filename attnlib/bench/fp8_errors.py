@@ -27,6 +27,7 @@ from attnlib.kernels.reference.fp8 import (
     AS_KERNEL,
     Rounding,
     attend,
+    looked_up,
     means_of,
     quantize,
     rotation,
@@ -128,6 +129,7 @@ def error_rows(
 
 SHIFTS = {
     "as the kernel": AS_KERNEL,
+    "kept": AS_KERNEL._replace(kept=True),
     "sum of the rounded weights": AS_KERNEL._replace(sum_rounded=True),
     "moves by more than 2": Rounding(offset=7.0, lazy=1.0),
     "follows every maximum": Rounding(offset=8.0, lazy=0.0),
@@ -159,24 +161,30 @@ def shift_rows(keys: int, head_dim: int, rows: int = 512) -> Iterator[dict[str, 
     window = mask_window(False, None)
     for kind in ("N(0, 1)", "4 times N(0, 1)", "16 times N(0, 1)", "a key for each row", "two keys"):
         tensors, scale = peaked(kind, rows, keys, head_dim)
-        truth, _ = attend(*tensors, window, scale, EXACT)
+        head = [x[None] for x in tensors]
+        truth = attend(*head, window, scale, EXACT)[0][0]
         for name, rounding in SHIFTS.items():
-            error = attend(*tensors, window, scale, rounding)[0] - truth
+            error = attend(*head, window, scale, rounding)[0][0] - truth
             by_row = (error.square().sum(-1) / truth.square().sum(-1)).sqrt()
             scores = tensors[0] @ tensors[1].mT * (scale * math.log2(math.e))
-            share = _moves(scores.unflatten(1, (-1, rounding.keys)).amax(-1), rounding.lazy)
+            share = _moves(scores.unflatten(1, (-1, rounding.keys)), rounding)
             found = (error.square().sum() / truth.square().sum()).sqrt()
             row = {"inputs": kind, "shift": name, "rms": found.item(), "row": by_row.max().item()}
             yield row | {"steps": share}
 
 
-def _moves(largest: torch.Tensor, lazy: float) -> float:
-    """largest: [rows, blocks] of scores in base 2, of which the last block is looked at first."""
-    now, moves = largest[:, -1], 0.0
+def _moves(scores: torch.Tensor, rounding: Rounding) -> float:
+    """Of scores in base 2, [rows, blocks, keys], of which the last block is looked at first. Of kept shifts
+    the steps in which a warp looks up its largest scores."""
+    largest, moves = scores.amax(-1), 0.0
+    now = largest[:, -1]
     for block in reversed(range(largest.shape[1] - 1)):
-        grown = largest[:, block] > now + lazy
+        grown = looking = largest[:, block] > now + rounding.lazy
+        if rounding.kept:
+            looking = looked_up(scores[None, :, block] - now[None, :, None] + rounding.offset)[0]
+            grown = looking & (largest[:, block] > now)
         now = torch.where(grown, largest[:, block], now)
-        moves += grown.unflatten(0, (-1, 16)).any(1).double().mean().item()
+        moves += looking.unflatten(0, (-1, 16)).any(1).double().mean().item()
     return moves / max(1, largest.shape[1] - 1)
 
 

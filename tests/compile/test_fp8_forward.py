@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ from gluon_kernels import tile_types
 from hopper_forward import compile_forward
 
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
+from attnlib.bench.sass import opcode
 from attnlib.kernels.hopper import launch_fp8 as launch
 from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
 from attnlib.kernels.hopper.launch import plan_fields
@@ -36,6 +38,14 @@ CASES = with_more(
 KINDS[PLAIN] = (False, 0, False, False, "not centered")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPILLS: dict[tuple[int, str, str], int] = {}
+EARLY = {"late_wait": False, "pin": False}
+KEPT = {64: replace(fp8_config(64), keep_shift=True, **EARLY), 128: replace(fp8_config(128), keep_shift=True),
+        256: replace(fp8_config(256), keep_shift=True, **EARLY)}  # fmt: skip
+"""With kept shifts, without a spill in the loop: at 64 and 256 columns no room is left for half of the
+weights beside P."""
+KEPT_CASES = with_more(
+    [(128, "causal", "bf16"), (256, "dense", "bf16")], product(KEPT, ("causal", "dense"), ("bf16",))
+)
 
 
 def compile_case(case: tuple[int, str, str], config: Fp8Config | None = None) -> Stats:
@@ -88,3 +98,27 @@ def test_weights_move_to_no_other_thread(compiled: dict[tuple, Stats], case: tup
     assert len(loops) == fp8_config(case[0]).warpgroups
     for loop in loops:
         assert loop["QGMMA"] and not loop.get("PRMT") and loop["SHFL"] == 4
+
+
+def compile_kept(case: tuple[int, str, str]) -> Stats:
+    return compile_case(case, KEPT[case[0]])
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[tuple, Stats]:
+    return dict(zip(KEPT_CASES, side_by_side.run(compile_kept, KEPT_CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", KEPT_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_where_shifts_are_kept_no_maximum_is_on_the_way(kept: dict[tuple, Stats], case: tuple) -> None:
+    """Up to the vote, after which a warp with a large weight goes another way: 64 exponentials, the largest
+    of 16 sums of four, no exchange between threads, no spill."""
+    stats = kept[case]
+    assert stats.warnings == () and stats.registers == KEPT[case[0]].max_registers
+    for listing in stats.loop_listings:
+        vote = next(i for i, text in enumerate(listing) if "VOTE.ANY" in text)
+        before = [opcode(text) for text in listing[:vote]]
+        assert len(before) < 325 and not {"FMNMX", "SHFL", "LDS", "STS"} & set(before)
+        assert before.count("MUFU.EX2") == before.count("FFMA") == 64
+        assert before.count("VIMNMX") + before.count("VIMNMX3") <= 12
+        assert not {"LDL", "STL"} & {opcode(text) for text in listing}

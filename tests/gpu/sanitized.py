@@ -118,10 +118,12 @@ class DistrCall(NamedTuple):
 
 
 class KeptCall(NamedTuple):
-    """The forward Hopper kernel with `keep_shift`, of more tiles than an H200 has SMs."""
+    """The forward Hopper kernel with `keep_shift`, of more tiles than an H200 has SMs. fp8: in e4m3, and
+    values are centered in one launch."""
 
     head_dim: int
     causal: bool
+    fp8: bool = False
     impl: str = "kept"
 
 
@@ -201,6 +203,7 @@ def calls() -> Iterator[NamedTuple]:
             yield DistrCall(head_dim, group, rows, rows is None, impl)
     for head_dim, causal in product((64, 128, 256), (True, False)):
         yield KeptCall(head_dim, causal)
+        yield KeptCall(head_dim, causal, fp8=True)
 
 
 def run(call: NamedTuple) -> tuple:
@@ -389,8 +392,12 @@ def run_kept(call: KeptCall) -> tuple:
 
     import torch
 
-    from attnlib.kernels import hopper
+    from attnlib.kernels import fp8, hopper
+    from attnlib.kernels.common.fp8 import Recipe
+    from attnlib.kernels.fp8 import launch_quantize
+    from attnlib.kernels.hopper import launch_fp8
     from attnlib.kernels.hopper.configs import hopper_config
+    from attnlib.kernels.hopper.configs_fp8 import fp8_config
     from attnlib.params import Params, mask_window
 
     if torch.cuda.get_device_capability()[0] != 9:
@@ -398,9 +405,17 @@ def run_kept(call: KeptCall) -> tuple:
     q, k, v = (torch.randn(1, 75, 512, call.head_dim) for _ in "qkv")
     q[..., 0], k[..., 0] = 8.0, torch.arange(512, 0, -1) / 8
     q, k, v = (x.half().cuda() for x in (q, k, v))
-    config = replace(hopper_config(call.head_dim), keep_shift=True)
+    of_width = fp8_config if call.fp8 else hopper_config
+    config = replace(of_width(call.head_dim), keep_shift=True)
     params = Params(mask_window(call.causal, None), call.head_dim**-0.5, return_lse=True, config=config)
-    found = hopper.forward(q, k, v, params)
+    if call.fp8:
+        chosen = launch_quantize.CENTERING
+        launch_quantize.CENTERING = replace(launch_quantize.ONE_LAUNCH, task=1)
+        operands = [fp8.quantize(x, role, Recipe()) for x, role in zip((q, k, v), "qkv", strict=True)]
+        launch_quantize.CENTERING = chosen
+        found = launch_fp8.forward(*operands, params, torch.float16)
+    else:
+        found = hopper.forward(q, k, v, params)
     torch.cuda.synchronize()
     return found
 

@@ -3,13 +3,15 @@
     python tests/gpu/tune_fp8.py                                those of SHORT, a minute on 16 cores
     python tests/gpu/tune_fp8.py --all                          all of them, about three minutes
     python tests/gpu/tune_fp8.py --pick "128:2x128 q pin,64:3x128"
+    python tests/gpu/tune_fp8.py --kept                         the chosen ones beside kept shifts, some 70 s
 
-Processes compile the candidates side by side, and judge each on a small and on the timed call: the RMS of
-what it adds to exact attention of the same quantized operands (fp64) must be that of a model that rounds P as
-the kernel does. What is wrong, or does not compile, is reported and not timed. Then all of one shape are
-timed in shuffled rounds, with attnlib's 16-bit kernel, and FlashAttention-3 in FP8 where ATTNLIB_FA3_FP8 is a
-folder that holds its fa3_fwd.so. Quantizing is not timed. A shape's rows are printed, and the record in $OUT
-(or where --out says) is written, as soon as the shape is timed: what is cut off by a limit has told of those
+Processes compile the candidates side by side, and judge each on small calls of all KINDS, some of which are
+made to mislead kept shifts, and on the timed call: the RMS of what it adds to exact attention of the same
+quantized operands (fp64) must be that of a model that rounds P as the kernel does. What is wrong, or does not
+compile, is reported and not timed. Then all of one shape are timed in shuffled rounds, with attnlib's 16-bit
+kernel, and FlashAttention-3 in FP8 where ATTNLIB_FA3_FP8 is a folder that holds its fa3_fwd.so. Quantizing is
+not timed. A shape's rows are printed, and the record in $OUT (or where --out says) is written, as soon as the
+shape is timed: what is cut off by a limit has told of those
 before. Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -47,6 +49,9 @@ from attnlib.params import Params, mask_window  # noqa: E402
 
 SHAPES = {64: (4, 32, 4096), 128: (2, 16, 8192), 256: (1, 8, 16384)}
 """Head dimension -> B, H, S of the timed call."""
+MORE = {128: [(4, 16, 4096), (1, 16, 16384)]}
+"""Those that --kept times besides."""
+KINDS = "normal", "flat", "outliers", "rising"
 SMALL = 2, 4, 512
 DEVICE = "cuda"
 FOLDER = "ATTNLIB_FA3_FP8"
@@ -75,6 +80,11 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "3x128 q named": three(128, 4, 64, q_columns=64, pin=True, joint=True, named=True),
         "4x64 q pin": four(64, 8, 64, q_columns=64, joint=True, pin=True),
         "2x128 q late": Fp8Config(128, 2, 4, 64, q_columns=64, joint=True, named=True, **LATE),
+        "3x128 q kept": three(128, 4, 64, q_columns=64, joint=True, keep_shift=True),
+        "3x128 q late kept": three(128, 4, 64, q_columns=64, joint=True, keep_shift=True, **LATE),
+        "2x128 q late kept": Fp8Config(
+            128, 2, 4, 64, q_columns=64, joint=True, named=True, keep_shift=True, **LATE
+        ),
         "2x256 pin": Fp8Config(256, 2, 2, 64, pin=True, joint=True),
     },
     128: {
@@ -82,6 +92,10 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "2x128 q late": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, **LATE),
         "2x128 q late named": Fp8Config(128, 2, 4, 128, q_columns=128, named=True, **LATE),
         "2x128 q pin": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, pin=True),
+        "2x128 q kept named": Fp8Config(128, 2, 4, 128, q_columns=128, named=True, keep_shift=True),
+        "2x128 q late kept named": Fp8Config(
+            128, 2, 4, 128, q_columns=128, named=True, keep_shift=True, **LATE
+        ),
         "3x64 q": three(64, 8, 64, q_columns=128, pin=True, joint=True),
     },
     256: {
@@ -90,6 +104,7 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "2x128 pin joint": Fp8Config(128, 2, 2, 128, pin=True, joint=True),
         "2x128 pin named": Fp8Config(128, 2, 2, 128, pin=True, named=True),
         "2x128 late named": Fp8Config(128, 2, 2, 128, named=True, **LATE),
+        "2x128 kept named": Fp8Config(128, 2, 2, 128, named=True, keep_shift=True),
     },
 }
 
@@ -100,6 +115,12 @@ SHORT = {
     256: ("2x128 late named", "2x128 pin named", "2x128 pin joint"),
 }
 """Those that differ most from each other, with the ones that `fp8_config` chooses."""
+KEPT = {
+    64: ("3x128 q late", "3x128 q kept", "3x128 q late kept", "2x128 q late kept"),
+    128: ("2x128 q late named", "2x128 q late kept named", "2x128 q kept named"),
+    256: ("2x128 late named", "2x128 kept named"),
+}
+"""The chosen ones, and what they are with kept shifts."""
 
 
 class Quantized(NamedTuple):
@@ -118,14 +139,25 @@ def _head(x: Fp8) -> Fp8:
     return Fp8(x.data[-1:, -1:], x.scale[-1:, -1:], *rest, mean=mean)
 
 
-def tensors(head_dim: int, shape: tuple[int, int, int]) -> list[torch.Tensor]:
+def tensors(head_dim: int, shape: tuple[int, int, int], kind: str = "normal") -> list[torch.Tensor]:
+    """q, k, v. Of rows of kind rising scores grow by 11.5 powers of two in every 64 keys that a row visits,
+    from the last on; those of kind flat differ by a tenth of what is usual."""
     generator = torch.Generator(DEVICE).manual_seed(head_dim)
     make = {"device": DEVICE, "dtype": torch.bfloat16, "generator": generator}
-    return [torch.randn(*shape, head_dim, **make) for _ in range(3)]
+    q, k, v = (torch.randn(*shape, head_dim, **make) for _ in range(3))
+    if kind == "flat":
+        q *= 0.1
+    if kind == "outliers":
+        for x in (q, k, v):
+            x += 10 * torch.randn(x.shape, **make) * (torch.rand(x.shape, **make) < 0.001)
+    if kind == "rising":
+        q[..., 0], S = head_dim**0.5, shape[-1]
+        k[..., 0] = 8.0 * (S // 64 - torch.arange(S, device=DEVICE) // 64).to(k.dtype)
+    return [q, k, v]
 
 
-def quantized(head_dim: int, shape: tuple[int, int, int], scaling: str) -> Quantized:
-    inputs = zip(tensors(head_dim, shape), "qkv", strict=True)
+def quantized(head_dim: int, shape: tuple[int, int, int], scaling: str, kind: str = "normal") -> Quantized:
+    inputs = zip(tensors(head_dim, shape, kind), "qkv", strict=True)
     return Quantized(*(reference.quantize(x, role, Recipe(scaling)) for x, role in inputs))
 
 
@@ -153,8 +185,9 @@ def judged(job: tuple[int, str]) -> tuple[int, str, dict[str, Any]]:
     config = CANDIDATES[head_dim][name]
     found: dict[str, Any] = {"wrong": None}
     try:
-        for shape, causal in product((SMALL, SHAPES[head_dim]), (True, False)):
-            operands = quantized(head_dim, shape, scaling_of(config))
+        cases = [*((SMALL, kind) for kind in KINDS), (SHAPES[head_dim], "normal")]
+        for (shape, kind), causal in product(cases, (True, False)):
+            operands = quantized(head_dim, shape, scaling_of(config), kind)
             out = kernel(operands, causal, config)()[-1:, -1:]
             asked = params(head_dim, causal, None)
             exact, model = (
@@ -162,7 +195,7 @@ def judged(job: tuple[int, str]) -> tuple[int, str, dict[str, Any]]:
                 for rounding in (EXACT, reference.AS_KERNEL._replace(keys=config.block_n))
             )
             error, expected = rms(out - exact), rms(model.bfloat16() - exact)
-            call = f"{'causal' if causal else 'dense'} {shape[-1]}"
+            call = f"{'causal' if causal else 'dense'} {shape[-1]} {kind}"
             found[call] = [error / rms(exact), expected / rms(exact)]
             if not error <= LARGEST * expected:
                 found["wrong"] = f"{call}: RMS error {error:.3e}, the model's {expected:.3e}"
@@ -192,9 +225,11 @@ def fa3_fp8(inputs: Sequence[torch.Tensor], causal: bool) -> Callable[[], torch.
     return lambda: torch.ops.fa3_fwd.fwd(*data, **options)[0].transpose(1, 2)
 
 
-def rows(head_dim: int, causal: bool, names: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def rows(
+    head_dim: int, shape: tuple[int, int, int], causal: bool, names: Sequence[str], rounds: int
+) -> Iterator[dict[str, Any]]:
     """Times of one shape, the fastest first."""
-    shape = B, H, S = SHAPES[head_dim]
+    B, H, S = shape
     q, k, v = tensors(head_dim, shape)
     operands = {scaling: quantized(head_dim, shape, scaling) for scaling in ("block", "head")}
     configs = {name: CANDIDATES[head_dim][name] for name in names}
@@ -214,8 +249,9 @@ def rows(head_dim: int, causal: bool, names: Sequence[str], rounds: int) -> Iter
     flops = 4 * B * H * S * S * head_dim / (2 if causal else 1)
     for name, taken in sorted(samples.items(), key=lambda item: statistics.median(item[1])):
         yield {
-            "head_dim": head_dim, "causal": causal, "name": name, "ms": statistics.median(taken),
-            "tflops": flops / statistics.median(taken) / 1e9, "fastest": flops / min(taken) / 1e9,
+            "head_dim": head_dim, "shape": shape, "causal": causal, "name": name,
+            "ms": statistics.median(taken), "tflops": flops / statistics.median(taken) / 1e9,
+            "fastest": flops / min(taken) / 1e9,
             "slowest": flops / max(taken) / 1e9,
         }  # fmt: skip
 
@@ -223,7 +259,7 @@ def rows(head_dim: int, causal: bool, names: Sequence[str], rounds: int) -> Iter
 def chosen(asked: argparse.Namespace) -> list[tuple[int, str]]:
     """(head dimension, name) of the candidates that are asked for; ValueError for one that is not there."""
     if asked.pick is None:
-        table = CANDIDATES if asked.all else SHORT
+        table = CANDIDATES if asked.all else KEPT if asked.kept else SHORT
         return [(d, name) for d in map(int, asked.dims.split(",")) for name in table[d]]
     jobs = []
     for pick in asked.pick.split(","):
@@ -241,11 +277,13 @@ def show(found: list[dict[str, Any]]) -> None:
     default = next((n for n, c in CANDIDATES[head_dim].items() if c == fp8_config(head_dim)), None)
     peer = next((row["ms"] for row in found if row["name"] == "FA3 FP8"), None)
     mask = "causal" if causal else "dense"
-    print(f"D {head_dim} {mask}: TFLOP/s [slowest-fastest]{' x FA3' if peer else ''}")
+    usual = next((row["ms"] for row in found if row["name"] == default), None)
+    told = "ms, TFLOP/s [slowest-fastest]" + ", x the default" * bool(usual) + ", x FA3" * bool(peer)
+    print(f"D {head_dim} S {found[0]['shape'][-1]} {mask}: {told}")
     for row in found:
         mark = " (default)" if row["name"] == default else ""
-        ratio = f" {peer / row['ms']:.3f}" if peer else ""
-        speed = f"{row['tflops']:5.0f} [{row['slowest']:.0f}-{row['fastest']:.0f}]{ratio}"
+        ratio = "".join(f" {ms / row['ms']:.3f}" for ms in (usual, peer) if ms)
+        speed = f"{row['ms']:.4f} {row['tflops']:5.0f} [{row['slowest']:.0f}-{row['fastest']:.0f}]{ratio}"
         print(f"  {row['name'] + mark:28} {speed}", flush=True)
 
 
@@ -253,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time configurations of the FP8 kernel on this GPU.")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="all candidates, not the short list")
+    parser.add_argument("--kept", action="store_true", help="the chosen ones beside kept shifts")
     parser.add_argument("--pick", help="these alone: D:name,D:name (names hold no comma)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="(default: tune_fp8.json in $OUT, or in build/)")
@@ -280,9 +319,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     records.write_json(path, records.rounded(record))
     print(f"compiled and judged after {time.perf_counter() - begin:.0f} s", flush=True)
     wrong = {job for job in jobs if record["judged"][f"{job[0]} {job[1]}"]["wrong"]}
-    for head_dim, causal in product(dict.fromkeys(d for d, _ in jobs), (True, False)):
+    dims = dict.fromkeys(d for d, _ in jobs)
+    shapes = [(d, shape) for d in dims for shape in [SHAPES[d], *(MORE.get(d, []) if args.kept else [])]]
+    for (head_dim, shape), causal in product(shapes, (True, False)):
         names = [name for d, name in jobs if d == head_dim and (d, name) not in wrong]
-        found = list(rows(head_dim, causal, names, args.rounds))
+        found = list(rows(head_dim, shape, causal, names, args.rounds))
         record["rows"] += found
         records.write_json(path, records.rounded(record))
         show(found)

@@ -12,6 +12,8 @@ Scaling = Literal["block", "head", "tensor"]
 
 LARGEST = 448.0
 """Of float8_e4m3fn, which has NaN but no infinity."""
+OFFSET = 6
+"""Under a new shift a row's largest weight is 2**OFFSET."""
 ROWS = {"q": 64, "k": 128}
 """Rows that share a scale with scaling "block"."""
 GROUP = 16

@@ -19,33 +19,74 @@ scores have weights of 0 then, and the first one that is seen a weight of infini
 Shift and sums lie as [64, 4] here, a value for each row and each of the four threads that share it. Two
 weights of neighboring columns lie in a word: [64, N / 8, 4], in the order of wgmma's first operand. Words are
 what the loop hands on, because weights of 16 bits would be taken apart and moved in each step.
+
+In e4m3 a word has four weights: [64, N / 16, 4]. A weight of more than 448 would be cut off there, and under
+a new shift a row's largest is 2**6 (`fp8`), so that the sum of a thread's 32 weights says too little: where
+scores differ little it would send every step the slow way. A sum of four is no more than 2**8 while no score
+is above the row's largest so far, and one of at most 448 proves that none of the four is cut off. These sums
+are taken anyway; the largest of them is found as integers, which for positive numbers have the same order,
+and three of which the hardware compares in one instruction.
 """
+
+import struct
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from attnlib.kernels.common import softmax
+from attnlib.kernels.common import fp8, softmax
 from attnlib.kernels.common.ring import as_parts, release
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 
+def _bits(number: float) -> str:
+    """Of a float32, in hexadecimal digits."""
+    return f"{struct.unpack('<I', struct.pack('<f', number))[0]:08X}"
+
+
+LARGEST = gl.constexpr(_bits(fp8.LARGEST))
+OFFSET = gl.constexpr(_bits(fp8.OFFSET))
+
+
 @gluon.constexpr_function
-def _cvt(dtype):
-    return f"cvt.rn.{'f16' if dtype == gl.float16 else 'bf16'}x2.f32"
+def _in_a_word(dtype):
+    """Weights."""
+    return 4 if dtype == gl.float8e4nv else 2
 
 
-# For m pairs of scores of a thread, pair i of its row i & 1. Results, m registers each: words of weights;
+@gluon.constexpr_function
+def _pack(dtype, word, weights):
+    """Instructions that round weights to a word."""
+    if dtype == gl.float8e4nv:
+        a, b, c, d = weights
+        cvt = "cvt.rn.satfinite.e4m3x2.f32"
+        return f"{cvt} low, {b}, {a}; {cvt} high, {d}, {c}; mov.b32 {word}, {{low, high}}"
+    left, right = weights
+    return f"cvt.rn.{'f16' if dtype == gl.float16 else 'bf16'}x2.f32 {word}, {right}, {left}"
+
+
+@gluon.constexpr_function
+def _vote(dtype, parts, largest=None):
+    """Instructions: is a weight of one of both rows perhaps too large?"""
+    if dtype == gl.float8e4nv:
+        return [f"max.s32 both, {largest[0]}, {largest[1]}", f"setp.gt.s32 q, both, 0x{LARGEST.value}"]
+    most = f"0f{(127 + softmax.LAZY.value) << 23:08X}"
+    return [f"setp.gtu.f32 q, {parts[0]}, {most}", f"setp.gtu.or.f32 q, {parts[1]}, {most}, q"]
+
+
+# For m words of weights of a thread, word i of its row i & 1. Results, m registers each: words of weights;
 # numbers, of which the first are shift, sum and alpha of both rows; and flags, of which the first say whether
-# a row of the warp has changed. Operands: the scores of the pairs, words, shifts, sums, this block's part of
-# them, the scale.
+# a row of the warp has changed. Operands: the scores of the words, words, shifts, sums, this block's part of
+# them, in e4m3 the largest sum of four as an integer, the scale.
 @gluon.constexpr_function
 def _asm(m, dtype):
-    words, found, flags, left, right, trial, shift, sums, parts, scale = (
-        [f"${number * m + i}" for i in range(m)] for number in range(10)
+    n, wide = _in_a_word(dtype), dtype == gl.float8e4nv
+    words, found, flags, *operands = (
+        [f"${number * m + i}" for i in range(m)] for number in range(8 + n + wide)
     )
-    most = f"0f{(127 + softmax.LAZY.value) << 23:08X}"
+    scores = operands[:n]
+    trial, shift, sums, parts, *largest, scale = operands[n:]
     lines = [f"mov.b32 {words[i]}, {trial[i]}" for i in range(m)]
     for row in 0, 1:
         lines += [
@@ -54,43 +95,48 @@ def _asm(m, dtype):
             f"mov.b32 {found[4 + row]}, 0f3F800000",
         ]
     lines += [
-        f"setp.gtu.f32 q, {parts[0]}, {most}",
-        f"setp.gtu.or.f32 q, {parts[1]}, {most}, q",
+        *_vote(dtype, parts, *largest),
         "vote.sync.any.pred q, q, 0xffffffff",
         f"selp.b32 {flags[0]}, 1, 0, q",
         f"mov.b32 {flags[1]}, {flags[0]}",
         "@!q bra DONE",
     ]
     for row in 0, 1:
-        lines += [f"max.f32 a, {left[row]}, {right[row]}"]
-        lines += [f"max.f32 a, a, {score[i]}" for i in range(row + 2, m, 2) for score in (left, right)]
+        lines += [f"max.f32 a, {scores[0][row]}, {scores[1][row]}"]
+        lines += [f"max.f32 a, a, {score[row]}" for score in scores[2:]]
+        lines += [f"max.f32 a, a, {score[i]}" for i in range(row + 2, m, 2) for score in scores]
         for lanes in 1, 2:
             lines += [f"shfl.sync.bfly.b32 b, a, {lanes}, 31, 0xffffffff", "max.f32 a, a, b"]
+        lines += [f"mul.f32 a, a, {scale[0]}"]
+        lines += [f"sub.f32 a, a, 0f{OFFSET.value}"] if wide else []
         lines += [
-            f"mul.f32 a, a, {scale[0]}",
             f"max.f32 {found[row]}, a, {shift[row]}",
             f"neg.f32 c{row}, {found[row]}",
             f"add.f32 a, {shift[row]}, c{row}",
             f"ex2.approx.ftz.f32 {found[4 + row]}, a",
             f"mul.f32 {found[2 + row]}, {sums[row]}, {found[4 + row]}",
         ]
+    names = "abcd"[:n]
     for i in range(m):
         total = found[2 + i % 2]
-        for weight, score in ("a", left[i]), ("b", right[i]):
+        for weight, score in zip(names, scores, strict=True):
             lines += [
-                f"fma.rn.f32 {weight}, {score}, {scale[0]}, c{i % 2}",
+                f"fma.rn.f32 {weight}, {score[i]}, {scale[0]}, c{i % 2}",
                 f"ex2.approx.ftz.f32 {weight}, {weight}",
                 f"add.f32 {total}, {total}, {weight}",
             ]
-        lines += [f"{_cvt(dtype)} {words[i]}, b, a"]
-    return f"{{ .reg .pred q; .reg .f32 a, b, c0, c1; {'; '.join(lines)}; DONE: }}"
+        lines += [_pack(dtype, words[i], names)]
+    registers = f".reg .pred q; .reg .f32 {', '.join(names)}, c0, c1"
+    registers += "; .reg .b32 both; .reg .b16 low, high" * wide
+    return f"{{ {registers}; {'; '.join(lines)}; DONE: }}"
 
 
 # "&": results are written before the operands were read for the last time. Without it the compiler gives a
 # sum and the sum that it replaces one register, and the slow path reads what the fast one has written.
 @gluon.constexpr_function
-def _constraints(m):
-    kinds = "=&r", "=&f", "=&r", "f", "f", "r", "f", "f", "f", "f"
+def _constraints(m, dtype):
+    n, wide = _in_a_word(dtype), dtype == gl.float8e4nv
+    kinds = "=&r", "=&f", "=&r", *"f" * n, "r", "f", "f", "f", *"r" * wide, "f"
     return ",".join(kind for kind in kinds for _ in range(m))
 
 
@@ -100,9 +146,16 @@ def _results():
 
 
 @gluon.jit
-def _pairs(x):
-    """[64, N] -> [64, N / 8, 4] twice: the two elements of each pair of columns that a thread has."""
-    return gl.split(x.reshape([64, x.shape[1] // 8, 4, 2]))
+def _of_words(x, dtype: gl.constexpr):
+    """[64, N] -> the elements that a thread has in a word: of 16 bits two of [64, N / 8, 4], neighbors; of 8
+    four of [64, N / 16, 4], of which the last two are 8 columns further on (see `common.fp8.Fp8`)."""
+    if dtype == gl.float8e4nv:
+        even, odd = gl.split(x.reshape([64, x.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        return a, b, c, d
+    else:
+        return gl.split(x.reshape([64, x.shape[1] // 8, 4, 2]))
 
 
 @gluon.jit
@@ -126,12 +179,20 @@ def _over(x, tile):
     return x
 
 
+@gluon.constexpr_function
+def _words_asm(dtype):
+    """(assembly, constraints) of `_in_words`."""
+    n = _in_a_word(dtype)
+    packing = f"{_pack(dtype, '$0', [f'${i}' for i in range(1, n + 1)])};"
+    if dtype == gl.float8e4nv:
+        packing = f"{{ .reg .b16 low, high; {packing} }}"
+    return packing, "=r" + ",f" * n
+
+
 @gluon.jit
-def _in_words(left, right, dtype: gl.constexpr):
-    asm: gl.constexpr = _cvt(dtype)
-    return gl.inline_asm_elementwise(
-        asm + " $0, $2, $1;", "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
-    )
+def _in_words(weights, dtype: gl.constexpr):
+    asm: gl.constexpr = _words_asm(dtype)
+    return gl.inline_asm_elementwise(asm[0], asm[1], weights, dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -140,18 +201,23 @@ def first_operands(weights, shift, sums, dtype: gl.constexpr, MASKED: gl.constex
     is -inf in a row that sees no key of it. Only if MASKED there may be one."""
     if MASKED:
         shift = gl.maximum(shift, LOWEST)
-    left, right = _pairs(weights)
+    of_words = _of_words(weights, dtype)
     layout: gl.constexpr = sums.type.layout
     rows = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, layout)), 1)
-    return _in_words(left, right, dtype), rows + gl.zeros([64, 4], gl.float32, layout)
+    return _in_words(of_words, dtype), rows + gl.zeros([64, 4], gl.float32, layout)
 
 
 @gluon.jit
 def unpacked(p, dtype: gl.constexpr, plan: gl.constexpr):
-    """P as first operand of a product [64, N], from what steps hand on; takes no instruction."""
-    low = (p & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    high = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.join(low, high).reshape([64, 8 * p.shape[1]]), plan.p_layout)
+    """P as first operand of a product [64, N], from what steps hand on; in e4m3 as `e4m3.start_output` takes
+    it. Takes no instruction."""
+    if dtype == gl.float8e4nv:
+        words = p.reshape([64, 4 * p.shape[1]])
+        return gl.convert_layout(words, plan.word_layout, assert_trivial=True)
+    else:
+        low = (p & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+        high = (p >> 16).to(gl.int16).to(dtype, bitcast=True)
+        return gl.convert_layout(gl.join(low, high).reshape([64, 8 * p.shape[1]]), plan.p_layout)
 
 
 @gluon.jit
@@ -175,11 +241,16 @@ def _together(first, second, like):
 
 
 @gluon.jit
-def _weights(left, right, shift, qk_scale):
-    """P of both scores of pairs [64, n, 4], and their sums [64, 4]."""
-    before = _over(shift, left)
-    left, right = gl.exp2(left * qk_scale - before), gl.exp2(right * qk_scale - before)
-    return left, right, gl.sum(left + right, 1)
+def _weights(scores, shift, qk_scale):
+    """(P of the scores of words [64, n, 4], its sums [64, 4], of sums of four the largest, as integer)."""
+    before, weights = _over(shift, scores[0]), ()
+    for i in gl.static_range(len(scores)):
+        weights = weights + (gl.exp2(scores[i] * qk_scale - before),)
+    if len(weights) == 2:
+        return weights, gl.sum(weights[0] + weights[1], 1), 0
+    else:
+        of_words = (weights[0] + weights[1]) + (weights[2] + weights[3])  # [64, n, 4]
+        return weights, gl.sum(of_words, 1), gl.max(of_words.to(gl.int32, bitcast=True), 1)
 
 
 @gluon.jit
@@ -192,29 +263,38 @@ def _await_output(o_token, mem, c, plan: gl.constexpr):
 
 @gluon.jit
 def step(s, o_token, shift, sums, qk_scale, mem, c, dtype: gl.constexpr, plan: gl.constexpr):
-    """(P in words [64, N / 8, 4], O, shift and sums [64, 4]) from the scores of a block [64, N], the product
+    """(P in words [64, n, 4], O, shift and sums [64, 4]) from the scores of a block [64, N], the product
     for O that is in flight, and the shift and the sums of the blocks before."""
-    m: gl.constexpr = s.shape[1] // 4
-    left, right = _pairs(s)
+    scores = _of_words(s, dtype)
+    like = scores[0]
+    m: gl.constexpr = like.shape[1] * 2
     if plan.pipeline.late_wait:
-        left_1, left_2 = _halves(left)
-        right_1, right_2 = _halves(right)
-        left_1, right_1, parts = _weights(left_1, right_1, shift, qk_scale)
+        first, second = (), ()
+        for i in gl.static_range(len(scores)):
+            left, right = _halves(scores[i])
+            first, second = first + (left,), second + (right,)
+        first, parts, largest = _weights(first, shift, qk_scale)
         if plan.pipeline.pin:
             parts = softmax.pin(parts)
         acc = _await_output(o_token, mem, c, plan)
-        left_2, right_2, more = _weights(left_2, right_2, shift, qk_scale)
+        second, more, larger = _weights(second, shift, qk_scale)
         parts += gl.convert_layout(more, parts.type.layout)
-        p_left, p_right = _together(left_1, left_2, left), _together(right_1, right_2, left)
+        if len(scores) == 4:
+            largest = gl.maximum(largest, gl.convert_layout(larger, largest.type.layout))
+        p = ()
+        for i in gl.static_range(len(scores)):
+            p = p + (_together(first[i], second[i], like),)
     else:
         acc = _await_output(o_token, mem, c, plan)
-        p_left, p_right, parts = _weights(left, right, shift, qk_scale)
+        p, parts, largest = _weights(scores, shift, qk_scale)
+    trial = _in_words(p, dtype)
+    given = scores + (trial, _over(shift, like), _over(sums, like), _over(parts, like))
+    if len(scores) == 4:
+        given = given + (_over(largest, like),)
+    given = given + (gl.full(like.shape, qk_scale, gl.float32, like.type.layout),)
     words, found, flags = gl.inline_asm_elementwise(
-        _asm(m, dtype), _constraints(m),
-        [left, right, _in_words(p_left, p_right, dtype), _over(shift, left), _over(sums, left),
-         _over(parts, left), gl.full(left.shape, qk_scale, gl.float32, left.type.layout)],
-        dtype=_results(), is_pure=False, pack=m,
-    )  # fmt: skip
+        _asm(m, dtype), _constraints(m, dtype), given, dtype=_results(), is_pure=False, pack=m
+    )
     layout: gl.constexpr = sums.type.layout
     alpha, changed, rescaled = _at(found, 2), _at(flags, 0), ()
     for i in gl.static_range(len(acc)):

@@ -15,8 +15,6 @@ class Fp8Config(HopperConfig):
     def __post_init__(self) -> None:
         if self.named and self.stages > NAMED:
             raise ValueError(f"stages: expected at most {NAMED} with named barriers, got {self.stages}")
-        if self.keep_shift:
-            raise ValueError("keep_shift: expected False for operands in e4m3, got True")
 
 
 _THREE = {"joint": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128}

@@ -3,7 +3,8 @@ mean. Chapter 22 builds it.
 
 P is rounded to e4m3, whose largest number is 448 and whose smallest is 2**-9. Under a new shift a row's
 largest weight is 2**OFFSET; the shift moves before a weight exceeds 2**ROOM. Sums are of weights before
-they are rounded, so that the LSE is that of the scores. docs/lab/fp8.md has what other choices cost.
+they are rounded, so that the LSE is that of the scores. docs/lab/fp8.md has what other choices cost. With
+`keep_shift` steps are those of `common.kept_shift`.
 """
 
 from typing import NamedTuple
@@ -12,13 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from attnlib.kernels.common import softmax
+from attnlib.kernels.common import fp8, softmax
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.softmax import rows_of_o, whole
 from attnlib.kernels.hopper.column_parts import scaled
 from attnlib.kernels.hopper.told import MEAN, SCALES, word
 
-OFFSET = gl.constexpr(6)
+OFFSET = gl.constexpr(fp8.OFFSET)
 ROOM = gl.constexpr(8.8)  # 448 = 2**8.807
 
 

@@ -28,6 +28,7 @@ from attnlib.params import MaskWindow, Params
 
 _SCRATCH = 1 << 23  # scores that are looked at together
 _SMALLEST = 2.0**-126
+_WARP = 16  # rows
 
 
 def unsupported(where: torch.device) -> None:
@@ -200,7 +201,8 @@ class Rounding(NamedTuple):
     up, so that roundings do not depend on which maximum was known. keys: in a block; the shift is the largest
     score of the blocks so far, the last block being the first to be looked at; None for the largest of the
     row. lazy: the shift stays while no score exceeds it by more than this. sum_rounded: P is divided by the
-    sum of what it was rounded to.
+    sum of what it was rounded to. kept: as `common.kept_shift` has it, in place of lazy: the shift stays
+    while no sum of four weights of a thread exceeds LARGEST in any of 16 rows, else it follows in all.
     """
 
     offset: float | None = 6.0
@@ -208,6 +210,7 @@ class Rounding(NamedTuple):
     keys: int | None = 128
     lazy: float = 2.8
     sum_rounded: bool = False
+    kept: bool = False
 
 
 AS_KERNEL = Rounding()
@@ -245,6 +248,8 @@ def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
     undefined = v.isnan()
     known = v.masked_fill(undefined, 0.0)
     rows = max(1, _SCRATCH // max(1, H * S_k))
+    if rounding.kept:
+        rows = -(-rows // _WARP) * _WARP
     for start in range(0, S_q if S_k else 0, rows):
         part = slice(start, min(start + rows, S_q))
         scores = q[:, part] @ k.mT * (sm_scale * math.log2(math.e))  # [H, rows, S_k], in base 2
@@ -269,9 +274,18 @@ def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
     return out, lse
 
 
+def looked_up(exponents: torch.Tensor) -> torch.Tensor:
+    """The rows [H, rows] of warps that look up their largest scores, from exponents [H, rows, keys]."""
+    weights = torch.exp2(exponents.nan_to_num(math.inf, math.inf, -math.inf))  # nan: no key was seen yet
+    fours = F.pad(weights, (0, -weights.shape[-1] % GROUP)).unflatten(-1, (-1, 2, 4, 2)).sum((-3, -1))
+    above = (fours.amax((-2, -1)) > LARGEST).double()  # [H, rows]
+    warps = F.pad(above, (0, -above.shape[-1] % _WARP)).unflatten(-1, (-1, _WARP)).amax(-1)
+    return warps.repeat_interleave(_WARP, -1)[..., : above.shape[-1]] > 0
+
+
 def _rounded(scores: torch.Tensor, m: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """exp2(scores - m) as the second product gets it: scores [H, rows, S_k], m [H, rows, 1] their maximum."""
-    offset, whole, keys, lazy, _ = rounding
+    offset, whole, keys, lazy, _, kept = rounding
     shift = m
     if keys is not None:
         S_k = scores.shape[-1]
@@ -280,7 +294,11 @@ def _rounded(scores: torch.Tensor, m: torch.Tensor, rounding: Rounding) -> torch
         known = torch.empty_like(largest)
         now = torch.full_like(m[..., 0], -math.inf)
         for block in reversed(range(largest.shape[-1])):
-            now = torch.where(largest[..., block] > now + lazy, largest[..., block], now)
+            grown = largest[..., block] > now + lazy
+            if kept:
+                grown = looked_up(blocks[..., block, :] - now[..., None] + offset)
+                grown &= largest[..., block] > now
+            now = torch.where(grown, largest[..., block], now)
             known[..., block] = now
         shift = torch.where(known == -math.inf, 0.0, known).repeat_interleave(keys, -1)[..., :S_k]
     if whole:

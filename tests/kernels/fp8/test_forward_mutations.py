@@ -42,7 +42,7 @@ MUTATIONS = [
     Mutation("V is not scaled back", "factor *= v_scale", "factor *= 1.0", "heads", "(RMS|max) error",
              (), e4m3),
     Mutation("weights are 16 times too large for e4m3",
-             "OFFSET = gl.constexpr(6)", "OFFSET = gl.constexpr(10)", "spread",
+             "OFFSET = gl.constexpr(fp8.OFFSET)", "OFFSET = gl.constexpr(10)", "spread",
              "(RMS|max) error", (), e4m3),
     Mutation("the shift does not follow the maximum",
              "ROOM = gl.constexpr(8.8)", "ROOM = gl.constexpr(16.8)", "large", "(RMS|max) error", (), e4m3),

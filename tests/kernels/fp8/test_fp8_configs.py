@@ -20,11 +20,6 @@ def test_a_slot_has_a_barrier_of_its_own() -> None:
         replace(NAMED, stages=16)
 
 
-def test_shifts_are_not_kept() -> None:
-    with pytest.raises(ValueError, match="keep_shift: expected False for operands in e4m3, got True"):
-        replace(fp8_config(64), keep_shift=True)
-
-
 @pytest.mark.parametrize(("scaling", "refused"), [("block", True), ("head", False), ("tensor", False)])
 def test_a_block_has_one_scale(scaling: str, refused: bool) -> None:
     config = replace(fp8_config(64), block_n=256, warpgroups=2, stages=2)
