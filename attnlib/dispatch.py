@@ -270,11 +270,11 @@ class _Road:
         if call is not None:  # another thread may do the same meanwhile; the results are equal
             self.plan = self.family.prepare(call, self.backward)
             self._call = None
-        _, sm_scale, varlen, return_lse, deterministic, impl, _, _, mask, score, into = params
+        _, sm_scale, varlen, return_lse, deterministic, impl, _, _, mask, score, into, spare = params
         choice = self.choice
         return Params(
             choice.window, sm_scale, varlen, return_lse, deterministic, impl, choice.configuration, self.plan,
-            mask, score, into,
+            mask, score, into, spare,
         )  # fmt: skip
 
 

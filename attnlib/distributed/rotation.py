@@ -12,13 +12,16 @@ from typing import NamedTuple
 import torch
 
 from attnlib import dispatch
-from attnlib.distributed.links import Links, Sent, Transfer
+from attnlib.distributed.links import CTAS, Links, Sent, Transfer
 from attnlib.distributed.pieces import as_slice, nothing_seen, overlap, part_of, summed
 from attnlib.distributed.schedule import Call, Method, Round, rounds
 from attnlib.distributed.streams import Streams
 from attnlib.params import Existing, Params
 
 ALL = slice(None)
+SPARE = CTAS
+"""Multiprocessors that own keys leave to the first transfer: both begin at once on an idle GPU, and the
+kernel of attention keeps all that it gets until it ends. Where it came first, keys came only then."""
 
 
 class Job(NamedTuple):
@@ -92,10 +95,10 @@ class _Heads:
         heads, self.kv_heads = group
         self.q, self.result, self.params = q[:, heads], part_of(whole, heads), params
 
-    def own(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attention to the rank's own keys."""
-        kv = self.kv_heads
-        dispatch.accumulate(self.q, k[:, kv], v[:, kv], self.result, self.params)
+    def own(self, k: torch.Tensor, v: torch.Tensor, spare: int = 0) -> None:
+        """Attention to the rank's own keys, on all multiprocessors but `spare`."""
+        kv, params = self.kv_heads, self.params._replace(spare=spare)
+        dispatch.accumulate(self.q, k[:, kv], v[:, kv], self.result, params)
 
     def others(self, keys: tuple[torch.Tensor, torch.Tensor], calls: tuple[Call, ...]) -> None:
         """Attention to the keys of a round."""
@@ -120,7 +123,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job) -> tupl
     streams = Streams(q.device)
     keys.start(0)
     with streams.side():
-        first.own(k, v)
+        first.own(k, v, SPARE)
     used = []  # ends of the calls that read the buffers which are filled next
     for i, each in enumerate(plan):
         with streams.transfers():

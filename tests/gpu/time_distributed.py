@@ -313,11 +313,11 @@ def changed(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def later(heads: rotation._Heads, k: torch.Tensor, v: torch.Tensor, begin=rotation._Heads.own) -> None:
+def later(heads: rotation._Heads, *given: Any, begin=rotation._Heads.own) -> None:
     """Own keys 10 µs later, for NCCL's kernel to take its multiprocessors first."""
-    if k.is_cuda:
+    if given[0].is_cuda:
         torch.cuda._sleep(20_000)
-    begin(heads, k, v)
+    begin(heads, *given)
 
 
 SETTINGS: dict[str, tuple[Any, str, Any]] = {
@@ -326,6 +326,8 @@ SETTINGS: dict[str, tuple[Any, str, Any]] = {
     "8 programs of NCCL": (links, "CTAS", 8),
     "4 programs of NCCL": (links, "CTAS", 4),
     "side stream without priority": (streams, "SIDE_PRIORITY", 0),
+    "own keys on all multiprocessors, forward": (rotation, "SPARE", 0),
+    "own keys on all but 8, forward": (rotation, "SPARE", 8),
     "own keys later, forward": (rotation._Heads, "own", later),
     "one group of heads": (rotation, "head_groups", lambda *_, **__: [(slice(None), slice(None))]),
 }
@@ -422,7 +424,7 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
         for which in args.passes.split(","):
             report.add(f"settings_{which}", settings_rows(case_of(first, True), which, until, some, rounds))
         if args.device == "cuda" and not ranks.late(until):
-            report.add("calls", timeline(case_of(first, True))[1])
+            report.add("calls", timeline(case_of(first, True))[1], shown=False)
         return 0
     for causal in (True, False):
         for length in dict.fromkeys((min(8192, first), first)):

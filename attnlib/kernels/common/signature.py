@@ -28,7 +28,8 @@ class Signature(NamedTuple):
     q, k and v; of the backward pass those of d_out and out as well. device: a CUDA device's index, -1 for a
     CPU. mask, score: what launches depend on of a block mask (`block_mask.mask.Form`) and of a score
     (`scores.ScoreForm`). own_value_dim: columns of v and of the output, None for as many as q and k have.
-    into: of the result that the call is merged into, None for one of its own.
+    into: of the result that the call is merged into, None for one of its own. spare: multiprocessors that are
+    left to other kernels.
     """
 
     q: tuple[int, ...]
@@ -45,6 +46,7 @@ class Signature(NamedTuple):
     score: Any = None
     own_value_dim: int | None = None
     into: ExistingForm | None = None
+    spare: int = 0
 
     @property
     def varlen(self) -> bool:
@@ -83,7 +85,7 @@ class Signature(NamedTuple):
 def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.Tensor) -> Signature:
     """The signature of a call. strided: the tensors whose strides it has, of which the last one is v or the
     output; none where strides and columns of values do not matter."""
-    window, sm_scale, varlen, return_lse, _, _, config, _, mask, score, into = params
+    window, sm_scale, varlen, return_lse, _, _, config, _, mask, score, into, spare = params
     lengths = None
     if varlen is not None:
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
@@ -93,6 +95,7 @@ def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.
         q.shape, k.shape, strides, q.dtype, q.get_device(), window, sm_scale, lengths, return_lse, config,
         None if mask is None else mask.form, None if score is None else score.form,
         None if own == q.shape[-1] else own, None if into is None else into.form,
+        spare,
     )  # fmt: skip
 
 

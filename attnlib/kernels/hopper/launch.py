@@ -64,7 +64,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
         own_keys = {"shared_rows": narrow.rows, "key_blocks": -(-S_q // narrow.rows)}
     launch = Launch(
         KERNEL,
-        (min(tiles, device.num_sms(call.device)), 1, 1),
+        (min(tiles, max(1, device.num_sms(call.device) - call.spare)), 1, 1),
         descriptors=descriptors(
             (*windows, *(() if into else (out.window,))), width, config, call.dtype, call.varlen, narrow
         ),

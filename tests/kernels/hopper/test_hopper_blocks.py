@@ -146,6 +146,13 @@ def forward(q, k, window, varlen=None):
     return families.forward(hopper, q, k, k, Params(window, 0.1, varlen, return_lse=True))
 
 
+def test_multiprocessors_that_are_left_to_others(launched):
+    q = torch.zeros(2, 40, 300, 128, dtype=torch.float16)
+    for spare in (0, 16, 1000):
+        families.forward(hopper, q, q, q, Params(MaskWindow(None, 0), 0.1, return_lse=True, spare=spare))
+    assert [call["grid"] for call in launched] == [(132, 1, 1), (116, 1, 1), (1, 1, 1)]
+
+
 def test_what_a_window_launches(launched):
     q, k = (torch.zeros(2, 4, rows, 128, dtype=torch.float16) for rows in (300, 400))
     for window in [(None, 0), (70, 0), (10**6, 10**6), (None, 5)]:
