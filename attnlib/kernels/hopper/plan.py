@@ -78,7 +78,7 @@ class ForwardPlan(Constants):
         """Where each row sees a key of its first block, and no block after it needs a mask. A result that is
         merged into another leaves no registers for it: words would spill."""
         plain = self.mask.blocks.value < 2 and not self.mask.left.value and not self.pooled.value
-        return gl.constexpr(self.pipeline.keep_shift.value and plain and not self.accumulate.value)
+        return gl.constexpr(self.pipeline.keep_shift.value and plain)
 
     qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
     right = gl.constexpr(0)  # columns of a second part
