@@ -27,7 +27,7 @@ class HopperSparseConfig:
         keep_shift: take the largest scores of a step only where a weight came out large, see `kept_shift`;
             not under ALiBi, a bias or a function.
         q_buffers: places for the queries of a tile, 1 or 2; with 2 those of the next tile are copied beside
-            this tile's last steps.
+            this tile's last steps. Two pairs have room for 2 without bits alone.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.

@@ -140,7 +140,11 @@ def test_call(call):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("call", ["apart", "named", "many tiles", "short", "Q in registers", "64 random"])
+@pytest.mark.parametrize(
+    "call",
+    ["apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
+     "two Q, pairs", "two Q in registers", "two Q, of 128"],
+)
 def test_orders(call, order):
     kernel = check(CALLS[call], order, 1)
     for seed in range(2, 4 if order == "random" else 3):
@@ -215,7 +219,7 @@ MUTATIONS = [
     planted("the second warpgroup reads the words of the first", "apart", WRONG,
             ("mem.words.index(2 * slot(c, plan) + WG)", "mem.words.index(2 * slot(c, plan))")),
     planted("the first step with bits is taken for a whole one", "apart", WRONG,
-            ("sums, i, i >= middle, mem", "sums, i, i > middle, mem")),
+            ("sums, i, i >= middle, turn", "sums, i, i > middle, turn")),
     planted("a tile of bits alone has a first step without", "many tiles", WRONG,
             ("_seen(s, mem, c, c >= middle, WG, plan)\n        release",
              "_seen(s, mem, c, c > middle, WG, plan)\n        release")),
@@ -257,7 +261,7 @@ MUTATIONS = [
     planted("registers read the first Q", "two Q in registers", "Race|Assertion",
             ("matrix(mem.q, q_at).slice", "matrix(mem.q, WG).slice")),
     planted("Q in registers without a fence", "two Q in registers", "Race",
-            ("            fence_async_shared()  # between the load of Q", "            pass  # between the load of Q")),
+            ("            fence_async_shared()  # between the load of Q", "            pass  # of Q")),
     planted("all heads have the mask of the first", "by both", WRONG,
             ("(i_b * work.mask_b + i_h * work.mask_h)", "(i_b * work.mask_b)")),
     planted("the output of a row that sees nothing is divided by 0", "none", WRONG,
