@@ -14,11 +14,7 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
-- With two buffers for Q the producer copies the next tile's queries as soon as that tile is drawn, and not
-  when both consumers have given Q back; its copies of keys are not held up then. It waits for the place of
-  those queries before it tells of their tile. Tile t of a program has
-  buffer t & 1, and the parity of that buffer's barriers is t >> 1 & 1.
-- With `keep_shift` the steps of `kept_shift`, with bits or without.
+- Q has one buffer or two (`queries`). With `keep_shift` the steps of `kept_shift`, with bits or without.
 - A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
   number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
   loads its elements of a bias from global memory; or, with `copies_bias`, the producer copies them behind the
@@ -47,6 +43,7 @@ from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_scores import LOG2_E, Score, of_tile, scored, top_of_rows, weights_of
+from attnlib.kernels.sparse.queries import copy_q, q_place
 
 BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
 LN2 = gl.constexpr(0.6931471805599453)
@@ -115,32 +112,7 @@ class Tile(NamedTuple):
     end: gl.tensor
 
 
-@gluon.jit
-def _q_place(turn, w, plan: gl.constexpr):
-    """(number among the buffers of Q, and among their barriers, parity) of a program's tile number `turn` for
-    warpgroup w."""
-    if plan.q_buffers == 1:
-        return w, turn & 1
-    else:
-        return (turn & 1) * 2 + w, (turn >> 1) & 1
-
-
 # ---------------------------------------------------------------- producer
-
-
-@gluon.jit
-def _copy_q(desc_q, mem, turn, tile, there, plan: gl.constexpr):
-    """Wait for the place of the queries of a program's tile number `turn`, and start to copy them, if that
-    tile is there."""
-    for w in gl.static_range(2):
-        at, parity = _q_place(turn, w, plan)
-        mbarrier.wait(mem.q_free.index(at), parity ^ 1)
-        if there:
-            mbarrier.expect(mem.q_full.index(at), desc_q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                desc_q, tiling.coordinates((tile.i_b, tile.i_h), tile.row + w * 64, 0),
-                mem.q_full.index(at), mem.q.index(at),
-            )
 
 
 @gluon.jit
@@ -253,10 +225,10 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     if plan.q_buffers > 1:
-        _copy_q(desc_q, mem, 0, tile, number < work.tiles, plan)
+        copy_q(desc_q, mem, 0, tile, number < work.tiles, plan)
     while number < work.tiles:
         if plan.q_buffers == 1:
-            _copy_q(desc_q, mem, turn, tile, True, plan)
+            copy_q(desc_q, mem, turn, tile, True, plan)
         steps = tile.end - tile.first
         before = step
         step = gl.load(work.steps + gl.minimum(tile.first + 1, tile.end - 1))
@@ -273,8 +245,7 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
         first = gl.load(work.steps + next_tile.first)
         turn += 1
         if plan.q_buffers > 1:
-            # What is told overwrites words that consumers have read when they give this place back.
-            _copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)
+            copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)
         _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)
         before, step = _copy_steps(
             desc_k, desc_v, desc_words, desc_bias, mem, c, late, steps, tile, before, step, work, plan
@@ -298,7 +269,7 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
 def _issue_scores(q_registers, mem, c, turn, WG: gl.constexpr, plan: gl.constexpr):
     """Start Q K^T of slot c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers."""
     zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
-    at, _ = _q_place(turn, WG, plan)
+    at, _ = q_place(turn, WG, plan)
     q = matrix(mem.q, at)  # [64, D]
     k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
@@ -470,12 +441,11 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         if plan.sinks:
             sink = gl.load(score.sinks + head) * LOG2_E
 
-        q_at, q_parity = _q_place(turn, WG, plan)
+        q_at, q_parity = q_place(turn, WG, plan)
         mbarrier.wait(mem.q_full.index(q_at), q_parity)
         q_registers = 0
         if plan.q_columns > 0:
-            q_left = matrix(mem.q, q_at).slice(0, plan.q_columns, 1)
-            q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
+            q_registers = matrix(mem.q, q_at).slice(0, plan.q_columns, 1).load(plan.q_layout)
 
         # 1. The first step. Its slot's values are of the tile before.
         wait_k(mem, c, plan)

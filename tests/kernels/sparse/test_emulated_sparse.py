@@ -20,7 +20,7 @@ from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.common import backward_pair, tile_scheduler
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
-from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel
+from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel, queries
 from attnlib.kernels.sparse import hopper_backward_steps as steps
 from attnlib.kernels.sparse import hopper_backward_wide_kernel as wide
 from attnlib.kernels.sparse.configs_hopper import (
@@ -238,26 +238,26 @@ MUTATIONS = [
              "many tiles", "AssertionError: the counter", module=tile_scheduler),
     planted("the producer fills a slot that is in use", "apart", "Race",
             ("        acquire(mem, c + i, plan)\n", "")),
-    planted("Q is overwritten while it is read", "apart", "Race|Deadlock|Assertion",
-            ("        mbarrier.wait(mem.q_free.index(at), parity ^ 1)\n", "")),
-    planted("the second Q is overwritten while it is read", "two Q, one step", "Race|Deadlock|Assertion",
-            ("        mbarrier.wait(mem.q_free.index(at), parity ^ 1)\n", "")),
-    planted("the parity of two Q is that of one", "two Q", "Race|Deadlock|Assertion",
-            ("* 2 + w, (turn >> 1) & 1", "* 2 + w, turn & 1")),
+    Mutation("Q is overwritten while it is read",
+             "        mbarrier.wait(mem.q_free.index(at), parity ^ 1)\n", "", "apart", "Race|Deadlock|Assertion", module=queries),
+    Mutation("the second Q is overwritten while it is read",
+             "        mbarrier.wait(mem.q_free.index(at), parity ^ 1)\n", "", "two Q, one step", "Race|Deadlock|Assertion", module=queries),
+    Mutation("the parity of two Q is that of one", "* 2 + w, (turn >> 1) & 1", "* 2 + w, turn & 1",
+             "two Q", "Race|Deadlock|Assertion", module=queries),
     planted("what is told of a tile is overwritten", "two Q, one step", "Race",
-            ("_copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)\n"
+            ("copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)\n"
              "        _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)\n",
              "pass\n        _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)\n"
              "        if plan.q_buffers > 1:\n"
-             "            _copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)\n")),
-    planted("two Q have one place", "two Q", "Race|Deadlock|Assertion",
-            ("return (turn & 1) * 2 + w,", "return w,")),
+             "            copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)\n")),
+    Mutation("two Q have one place", "return (turn & 1) * 2 + w,", "return w,",
+             "two Q", "Race|Deadlock|Assertion", module=queries),
     planted("the next tile's Q is that of this tile", "two Q", WRONG,
-            ("_copy_q(desc_q, mem, turn, next_tile, number", "_copy_q(desc_q, mem, turn, tile, number")),
+            ("copy_q(desc_q, mem, turn, next_tile, number", "copy_q(desc_q, mem, turn, tile, number")),
     planted("Q is not waited for", "two Q", "Race|Deadlock|Assertion",
             ("        mbarrier.wait(mem.q_full.index(q_at), q_parity)\n", "")),
     planted("products read the first Q", "two Q", "Race|Assertion",
-            ("    at, _ = _q_place(turn, WG, plan)\n", "    at = WG\n")),
+            ("    at, _ = q_place(turn, WG, plan)\n", "    at = WG\n")),
     planted("registers read the first Q", "two Q in registers", "Race|Assertion",
             ("matrix(mem.q, q_at).slice", "matrix(mem.q, WG).slice")),
     planted("Q in registers without a fence", "two Q in registers", "Race",
