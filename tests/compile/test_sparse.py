@@ -52,6 +52,12 @@ CONFIGS = {
 }
 CONFIGS |= {f"{name} kept": replace(config, keep_shift=True) for name, config in CONFIGS.items()}
 PLAIN = [name for name in CONFIGS if "kept" not in name]
+TWO_Q = {
+    "64 kept, two Q": replace(CONFIGS["64 kept"], o_columns=32, q_buffers=2),
+    "128 fine kept, two Q": replace(CONFIGS["128 fine kept"], o_columns=64, q_buffers=2),
+}
+CONFIGS |= TWO_Q
+"""Two buffers for queries: at D = 64 without bits, which leave no room."""
 COPIES = {
     "64 copied": hopper_sparse_config(64, True, True, True),
     "128 copied": hopper_sparse_config(128, True, True, True),
@@ -79,6 +85,7 @@ SCORED += product(("64 wide", "128"), ("bits, LSE, every part",))
 """All parts of a score take the most registers."""
 CASES = [*product(PLAIN, ("blocks", "bits"), ("fp16",)), ("128", "bits, negative, LSE", "bf16")]
 CASES += product(("64 kept", "128 kept"), ("blocks",), ("fp16", "bf16"))
+CASES += product(TWO_Q, ("blocks",), ("fp16",))
 CASES += [("64 kept", "bits, negative, LSE", "bf16"), ("128 kept", "bits, LSE, cap", "fp16")]
 CASES += [("256", "bits, LSE, all", "fp16"), ("128", "bits, LSE, every part", "fp16")]
 CASES += [("128 copied", "bits, LSE, half", "fp16"), ("64 copied", "bits, LSE, half", "bf16")]
@@ -86,7 +93,8 @@ CASES += [("128", "bits, LSE, own", "fp16")]
 CASES = with_more(
     CASES,
     [
-        *product(CONFIGS, ("bits, negative, LSE",), ("fp16",)),
+        *product((name for name in CONFIGS if name != "64 kept, two Q"), ("bits, negative, LSE",), ("fp16",)),
+        *product(TWO_Q, ("blocks, LSE",), ("bf16",)),
         *product(("64 wide kept", "128 fine kept", "256 kept"), ("blocks", "bits"), ("fp16",)),
         ("64", "blocks, LSE", "fp16"),
         *product(("64", "256"), ("bits, negative, LSE",), ("bf16",)),
@@ -126,6 +134,7 @@ LOADED = "single", "relative", "every part"
 and moves them, some 80 in a step. Why is not known."""
 HGMMA = {"64": 64, "64 wide": 48, "128": 64, "128 fine": 48, "256": 80}
 HGMMA |= {f"{name} kept": number for name, number in HGMMA.items()}
+HGMMA |= {name: HGMMA[name.removesuffix(", two Q")] for name in TWO_Q}
 HGMMA |= {name: HGMMA[name.replace("64 copied", "64 wide").removesuffix(" copied")] for name in COPIES}
 """Products in the code of all consumers: first step, loop, last values."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -256,7 +265,7 @@ def test_hopper(compiled: dict[tuple, Stats], case: tuple) -> None:
     assert stats.registers == (CONFIGS | COPIES)[name].max_registers
 
 
-@pytest.mark.parametrize("name", ["64 kept", "128 kept"])
+@pytest.mark.parametrize("name", ["64 kept", "128 kept", *TWO_Q])
 def test_where_shifts_are_kept_no_maximum_is_on_the_way(compiled: dict[tuple, Stats], name: str) -> None:
     """Up to the vote, after which a warp with a large weight goes another way."""
     for listing in compiled[name, "blocks", "fp16"].loop_listings:

@@ -1,13 +1,16 @@
-"""Judge and time forms of the Hopper forward kernel under a block mask, with kept shifts and without.
+"""Judge and time forms of the Hopper forward kernel under a block mask: two buffers for the queries, and kept
+shifts where steps carry bits or scores change.
 
-    python tests/gpu/tune_sparse.py              D = 64 and 128, some 90 s
-    python tests/gpu/tune_sparse.py --dims 64    one head dimension alone
+    python tests/gpu/tune_sparse.py                  D = 64 and 128, some 90 s
+    python tests/gpu/tune_sparse.py --dims 64        one head dimension alone
+    python tests/gpu/tune_sparse.py --groups blocks  random blocks alone
 
-Tables on the screen, no record. First, processes side by side compile. Then each form is judged against fp64:
-random blocks, and a causal mask with bits and LSE, fp16 and bf16, for normal inputs, large ones, and scores
-that rise from block to block. Last, random blocks of 16384 tokens at 50 to 3%, fp16, shuffled rounds, cold
-L2: milliseconds, percent of ideal (the dense kernel's time times the part that is kept), and speed over the
-form that is chosen. A form that was wrong is not timed.
+Tables on the screen, no record. First, processes side by side compile. Then each form is judged against fp64
+where a program has several tiles: for normal inputs, large ones, and scores that rise from block to block.
+Last, fp16, 16384 tokens, shuffled rounds, cold L2: random blocks at 50 to 3%, a causal mask and documents,
+which have bits, and a soft cap and sinks under the causal mask. Milliseconds, for blocks the percent of ideal
+(the dense kernel's time times the part that is kept), and speed over the form that a call gets. A form that
+was wrong is not timed.
 Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -18,7 +21,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -29,126 +32,163 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from time_sparse import KEPT, TOKENS, causal, inputs_of, kept_blocks, times  # noqa: E402
+from time_sparse import KEPT, TOKENS, causal, documents, inputs_of, kept_blocks, scores_of, times  # noqa: E402
 
 from attnlib import BlockMask, attention  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
 from attnlib.kernels.sparse import hopper  # noqa: E402
-from attnlib.kernels.sparse.configs_hopper import WIDE, HopperSparseConfig, hopper_sparse_config  # noqa: E402
+from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig, hopper_sparse_config  # noqa: E402
 from attnlib.params import MaskWindow, Params  # noqa: E402
+from attnlib.scores import ScoreParts, parts_of  # noqa: E402
 
 DEVICE = "cuda"
 CHOSEN = "chosen"
-JUDGED = 1024
-"""Tokens."""
+JUDGED, HEADS = 1024, 96
+"""Tokens and heads: 768 tiles, which are three for each pair of consumers at D = 64 and six at D = 128."""
 KINDS = "normal", "large", "rising"
-MASKS = ("blocks", "float16", False), ("causal", "float16", True), ("causal", "bfloat16", True)
-"""Mask, dtype, LSE: the first is the kernel that is timed, the others have bits."""
+GROUPS = {
+    "blocks": ("half", "one block"), "bits": ("causal", "documents"),
+    "soft cap": ("causal",), "sinks": ("causal",),
+}  # fmt: skip
+"""What is compared -> the masks under which it is judged. Those of functions are timed, too."""
 
 
-def configs(head_dim: int) -> dict[str, HopperSparseConfig]:
-    """Forms by name."""
-    chosen = hopper_sparse_config(head_dim)
-    kept = replace(chosen, keep_shift=True)
-    found = {CHOSEN: replace(chosen, keep_shift=False), "kept": kept}
+def forms(head_dim: int, group: str, chosen: HopperSparseConfig) -> dict[str, HopperSparseConfig]:
+    """Forms by name; chosen: that of a call."""
+    if group != "blocks":
+        return {CHOSEN: chosen, "kept": replace(chosen, keep_shift=True)}
+    kept = hopper_sparse_config(head_dim, plain=True)
     if head_dim == 64:
-        found["kept, late wait"] = replace(kept, late_wait=True, pin=True)
-        found["kept, wide"] = replace(WIDE, keep_shift=True)
+        two = replace(kept, q_buffers=2, o_columns=32)
+        found = {"two Q": two, "two Q, apart": replace(two, joint=False)}
     else:
-        found["kept, early wait"] = replace(kept, late_wait=False, pin=False)
-        found["kept, steps of 64"] = replace(hopper_sparse_config(head_dim, coarse=False), keep_shift=True)
-    return found
+        fine = hopper_sparse_config(head_dim, coarse=False, plain=True)
+        two = replace(fine, q_buffers=2, o_columns=64)
+        found = {
+            "steps of 64": fine, "steps of 128": kept, "two Q": two,
+            "two Q, O whole": replace(two, o_columns=128), "two Q, joint": replace(two, joint=True),
+            "two Q, of 128": replace(kept, q_buffers=2, o_columns=64),
+        }  # fmt: skip
+    return {CHOSEN: chosen} | {name: config for name, config in found.items() if config != chosen}
 
 
-def inputs(head_dim: int, kind: str, dtype: str) -> list[torch.Tensor]:
-    """q, k, v of two heads; rising: scores grow by 16 powers of e from one block of 64 keys to the next."""
-    q, k, v = (x[:, :2].float() for x in inputs_of(head_dim, JUDGED, DEVICE)[:3])
+def inputs(head_dim: int, kind: str) -> list[torch.Tensor]:
+    """q, k, v that are judged; rising: scores grow by 16 powers of e from a block of 64 keys to the next."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, JUDGED, head_dim, generator=rng, device=DEVICE) for _ in range(3))
     if kind == "large":
         q *= 12
     if kind == "rising":
         q[..., 0] = head_dim**0.5
         k[..., 0] = 16.0 * (torch.arange(JUDGED, device=DEVICE) // 64)
-    return [x.to(getattr(torch, dtype)) for x in (q, k, v)]
+    return [x.half() for x in (q, k, v)]
 
 
-def mask_of(name: str) -> BlockMask:
-    """Of `MASKS`."""
-    if name == "causal":
-        return BlockMask.from_function(causal, JUDGED, JUDGED, device=DEVICE)
-    return BlockMask.from_blocks(kept_blocks(2, JUDGED, 1 / 4, DEVICE), JUDGED, JUDGED)
+def mask_of(name: str, tokens: int) -> BlockMask:
+    """Of `GROUPS`, for inputs that are judged or timed."""
+    if name in ("half", "one block"):
+        part = 1 / 2 if name == "half" else 128 / tokens
+        return BlockMask.from_blocks(kept_blocks(HEADS, tokens, part, DEVICE), tokens, tokens)
+    function = causal if name == "causal" else documents(tokens, DEVICE)
+    return BlockMask.from_function(function, tokens, tokens, device=DEVICE)
 
 
-def called(config: HopperSparseConfig, q, k, v, mask: BlockMask, lse: bool = False):
-    """(out, lse)"""
-    window, scale = MaskWindow(None, None), q.shape[-1] ** -0.5
-    return hopper.forward(q, k, v, Params(window, scale, return_lse=lse, config=config, block_mask=mask))
+def score_of(group: str, q: torch.Tensor) -> ScoreParts | None:
+    if group not in ("soft cap", "sinks"):
+        return None
+    return parts_of(scores_of(q.shape[1], q.shape[2], DEVICE)[group][0], q, q)
 
 
-def wrong(head_dim: int, config: HopperSparseConfig) -> Iterator[str]:
+def params_of(q: torch.Tensor, mask: BlockMask, score: ScoreParts | None) -> Params:
+    """With the form that a call gets."""
+    params = Params(MaskWindow(None, None), q.shape[-1] ** -0.5, block_mask=mask, score=score)
+    return params._replace(config=hopper.configuration(q, q, q, params))
+
+
+def wrong(head_dim: int, group: str, name: str) -> Iterator[str]:
     """What is wrong with a form; nothing if it is right."""
-    for kind, (name, dtype, lse) in product(KINDS, MASKS):
-        q, k, v = inputs(head_dim, kind, dtype)
-        mask = mask_of(name)
-        out, found_lse = called(config, q, k, v, mask, lse)
-        found = Oracle(q, k, v, mask=mask.to_dense()).judge(out, found_lse)
+    for kind, mask_name in product(KINDS, GROUPS[group]):
+        q, k, v = inputs(head_dim, kind)
+        mask, score = mask_of(mask_name, JUDGED), score_of(group, q)
+        params = params_of(q, mask, score)
+        config = forms(head_dim, group, params.config).get(name, params.config)
+        out, _ = hopper.forward(q, k, v, params._replace(config=config))
+        found = Oracle(q, k, v, mask=mask.to_dense(), score=score).judge(out)
         if not found.ok:
-            yield f"{name}, {dtype}, {kind}: {found.reason}"
+            yield f"{mask_name}, {kind}: {found.reason}"
 
 
-def compile_one(head_dim: int, name: str, case: tuple[str, str, bool]) -> None:
+def names_of(head_dim: int, group: str) -> list[str]:
+    """Of all forms: under some masks one of them is the chosen one."""
+    return list(forms(head_dim, group, replace(hopper_sparse_config(head_dim), stages=1)))
+
+
+def compile_one(head_dim: int, group: str, name: str) -> None:
     """In a child: what it compiles stays in Triton's cache."""
-    mask, dtype, lse = case
-    called(configs(head_dim)[name], *inputs(head_dim, "normal", dtype), mask_of(mask), lse)
+    q, k, v = inputs(head_dim, "normal")
+    params = params_of(q, mask_of(GROUPS[group][0], JUDGED), score_of(group, q))
+    config = forms(head_dim, group, params.config).get(name, params.config)
+    hopper.forward(q, k, v, params._replace(config=config))
     torch.cuda.synchronize()
 
 
-def compile_all(dims: Sequence[int]) -> None:
-    work = [(d, name, case) for case in MASKS for d in dims for name in configs(d)]
+def compile_all(work: Sequence[tuple[int, str, str]]) -> None:
     children = min(len(work), len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, *zip(*work, strict=True)))
 
 
-def timed(head_dim: int, right: dict[str, HopperSparseConfig], rounds: int) -> Iterator[str]:
+def timed(head_dim: int, group: str, left_out: Collection[str], rounds: int) -> Iterator[str]:
     """Lines of a table."""
     q, k, v = inputs_of(head_dim, TOKENS, DEVICE)[:3]
-    for part in KEPT:
-        mask = BlockMask.from_blocks(kept_blocks(q.shape[1], TOKENS, part, DEVICE), TOKENS, TOKENS)
-        calls = {
-            name: lambda config=config, mask=mask: called(config, q, k, v, mask)
-            for name, config in right.items()
+    score = score_of(group, q)
+    for label in KEPT if group == "blocks" else GROUPS[group]:
+        if group == "blocks":
+            mask = BlockMask.from_blocks(kept_blocks(q.shape[1], TOKENS, label, DEVICE), TOKENS, TOKENS)
+        else:
+            mask = mask_of(label, TOKENS)
+        params = params_of(q, mask, score)
+        own = {
+            name: params._replace(config=config)
+            for name, config in forms(head_dim, group, params.config).items()
+            if name not in left_out
         }
-        found = times(calls | {"dense": lambda: attention(q, k, v)}, rounds)
-        ideal = found.pop("dense") * part
+        calls = {name: lambda given=given: hopper.forward(q, k, v, given) for name, given in own.items()}
+        if group == "blocks":
+            calls["dense"] = lambda: attention(q, k, v)
+        found = times(calls, rounds)
+        dense, what = found.pop("dense", None), f"{100 * label:.1f}%" if group == "blocks" else label
         for name, ms in found.items():
+            share = "" if dense is None else f"  {100 * dense * label / ms:5.1f}% of ideal"
             over = f"  {found[CHOSEN] / ms:5.3f} x {CHOSEN}" if CHOSEN in found else ""
-            label = f"D{head_dim} {100 * part:4.1f}%  {name:18}"
-            yield f"{label} {ms:7.4f} ms  {100 * ideal / ms:5.1f}% of ideal{over}"
+            yield f"D{head_dim} {group:8} {what:9} {name:14} {ms:7.4f} ms{share}{over}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Judge and time forms of attention under block masks.")
     parser.add_argument("--dims", type=int, nargs="+", choices=(64, 128), default=(64, 128))
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--rounds", type=int, default=4, help="(default: %(default)s)")
     args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    compile_all(args.dims)
+    work = [(d, group, name) for d in args.dims for group in args.groups for name in names_of(d, group)]
+    compile_all(work)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    forms, bad = {d: configs(d) for d in args.dims}, 0
-    for head_dim, found in forms.items():
-        for name in list(found):
-            for said in wrong(head_dim, found[name]):
-                print(f"WRONG D{head_dim} {name}: {said}", flush=True)
-                bad, _ = bad + 1, found.pop(name, None)
-    judged = sum(map(len, map(configs, args.dims))) * len(KINDS) * len(MASKS)
-    print(f"judged: {judged}, wrong: {bad}, {time.monotonic() - begin:.0f} s", flush=True)
-    for head_dim, found in forms.items():
-        for line in timed(head_dim, found, args.rounds):
+    bad: dict[tuple[int, str], set[str]] = {}
+    for head_dim, group, name in work:
+        for said in wrong(head_dim, group, name):
+            print(f"WRONG D{head_dim} {group} {name}: {said}", flush=True)
+            bad.setdefault((head_dim, group), set()).add(name)
+    judged = sum(len(KINDS) * len(GROUPS[group]) for _, group, _ in work)
+    forms_bad = sum(map(len, bad.values()))
+    print(f"judged: {judged}, wrong forms: {forms_bad}, {time.monotonic() - begin:.0f} s", flush=True)
+    for head_dim, group in product(args.dims, args.groups):
+        for line in timed(head_dim, group, bad.get((head_dim, group), ()), args.rounds):
             print(line, flush=True)
     print(f"{time.monotonic() - begin:.0f} s")
-    return int(bad > 0)
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

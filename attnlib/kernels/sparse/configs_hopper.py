@@ -26,6 +26,8 @@ class HopperSparseConfig:
         copies_bias: a bias that TMA can read comes through shared memory; with one pair only.
         keep_shift: take the largest scores of a step only where a weight came out large, see `kept_shift`;
             not under ALiBi, a bias or a function.
+        q_buffers: places for the queries of a tile, 1 or 2; with 2 those of the next tile are copied beside
+            this tile's last steps. Two pairs have room for 2 without bits alone.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -42,6 +44,7 @@ class HopperSparseConfig:
     named: bool = False
     copies_bias: bool = False
     keep_shift: bool = False
+    q_buffers: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -50,6 +53,8 @@ class HopperSparseConfig:
     def __post_init__(self) -> None:
         if self.pairs > 1 and (self.named or self.copies_bias):
             raise ValueError(f"pairs: expected 1 with named or copies_bias, got {self.pairs}")
+        if self.q_buffers not in (1, 2):
+            raise ValueError(f"q_buffers: expected 1 or 2, got {self.q_buffers}")
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""

@@ -14,7 +14,7 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
-- With `keep_shift` the steps of `kept_shift`, with bits or without.
+- Q has one buffer or two (`queries`). With `keep_shift` the steps of `kept_shift`, with bits or without.
 - A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
   number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
   loads its elements of a bias from global memory; or, with `copies_bias`, the producer copies them behind the
@@ -43,6 +43,7 @@ from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_scores import LOG2_E, Score, of_tile, scored, top_of_rows, weights_of
+from attnlib.kernels.sparse.queries import copy_q, q_place
 
 BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
 LN2 = gl.constexpr(0.6931471805599453)
@@ -63,7 +64,7 @@ BATCH = gl.constexpr(6)  # of this tile, for a bias
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory."""
 
-    q: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
+    q: gl.shared_memory_descriptor  # [2 * q_buffers, 1, 1, 64, d]: of buffer b for warpgroup w, 2 b + w
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
@@ -223,14 +224,11 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
         mbarrier.arrive(mem.v_full.index(0), count=1)  # the first slot of all has no values to wait for
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
+    if plan.q_buffers > 1:
+        copy_q(desc_q, mem, 0, tile, number < work.tiles, plan)
     while number < work.tiles:
-        for w in gl.static_range(2):
-            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(mem.q_full.index(w), desc_q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                desc_q, tiling.coordinates((tile.i_b, tile.i_h), tile.row + w * 64, 0), mem.q_full.index(w),
-                mem.q.index(w),
-            )
+        if plan.q_buffers == 1:
+            copy_q(desc_q, mem, turn, tile, True, plan)
         steps = tile.end - tile.first
         before = step
         step = gl.load(work.steps + gl.minimum(tile.first + 1, tile.end - 1))
@@ -246,6 +244,8 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
         next_tile = _locate(number, work)
         first = gl.load(work.steps + next_tile.first)
         turn += 1
+        if plan.q_buffers > 1:
+            copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)
         _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)
         before, step = _copy_steps(
             desc_k, desc_v, desc_words, desc_bias, mem, c, late, steps, tile, before, step, work, plan
@@ -266,10 +266,11 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
+def _issue_scores(q_registers, mem, c, turn, WG: gl.constexpr, plan: gl.constexpr):
     """Start Q K^T of slot c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers."""
     zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
-    q = matrix(mem.q, WG)  # [64, D]
+    at, _ = q_place(turn, WG, plan)
+    q = matrix(mem.q, at)  # [64, D]
     k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
     if plan.q_columns == 0:
         return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -330,8 +331,8 @@ def _copied_bias(mem, c, WG: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q_registers, p, acc, shift, sums, c, masked, mem, qk_scale, score, own, FUNCTION: gl.constexpr,
-    WG: gl.constexpr, plan: gl.constexpr,
+    q_registers, p, acc, shift, sums, c, masked, turn, mem, qk_scale, score, own,
+    FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """Slot c of a tile: its scores and softmax, and P V of the step before it.
 
@@ -342,7 +343,7 @@ def _step(
     if plan.keep_shift:
         p = kept_shift.unpacked(p, dtype, plan)
     wait_k(mem, c, plan)
-    s_token = _issue_scores(q_registers, mem, c, WG, plan)
+    s_token = _issue_scores(q_registers, mem, c, turn, WG, plan)
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _issue_output(p, acc, mem, c, plan)
@@ -440,15 +441,15 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         if plan.sinks:
             sink = gl.load(score.sinks + head) * LOG2_E
 
-        mbarrier.wait(mem.q_full.index(WG), turn & 1)
+        q_at, q_parity = q_place(turn, WG, plan)
+        mbarrier.wait(mem.q_full.index(q_at), q_parity)
         q_registers = 0
         if plan.q_columns > 0:
-            q_left = matrix(mem.q, WG).slice(0, plan.q_columns, 1)
-            q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
+            q_registers = matrix(mem.q, q_at).slice(0, plan.q_columns, 1).load(plan.q_layout)
 
         # 1. The first step. Its slot's values are of the tile before.
         wait_k(mem, c, plan)
-        s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        s_token = _issue_scores(q_registers, mem, c, turn, WG, plan)
         first, bias = _first_key(mem, c, plan), _copied_bias(mem, c, WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         s, rest = scored(s, first, bias, score, own, FUNCTION, plan)
@@ -468,12 +469,12 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         # 2. The other steps.
         for i in range(c + 1, end):
             p, acc, shift, sums = _step(
-                q_registers, p, acc, shift, sums, i, i >= middle, mem, qk_scale, score, own, FUNCTION, WG,
-                plan,
+                q_registers, p, acc, shift, sums, i, i >= middle, turn, mem, qk_scale, score, own, FUNCTION,
+                WG, plan,
             )  # fmt: skip
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it
-        mbarrier.arrive(mem.q_free.index(WG), count=1)
+        mbarrier.arrive(mem.q_free.index(q_at), count=1)
 
         # 3. The last P V, and what can be done beside it.
         c = end
@@ -579,7 +580,7 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.cons
     if plan.copies_bias:
         bias, bias_full = buffers(desc_bias, 2), barriers(2, 1)
     return Memory(
-        buffers(desc_q, 2),
+        buffers(desc_q, 2 * plan.q_buffers),
         buffers(desc_k, stages),
         buffers(desc_v, stages),
         buffers(desc_o, 2),
@@ -589,8 +590,8 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.cons
             gl.int32, [stages if plan.tells_steps else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
         ),
         gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(2, 1),  # q_full
-        barriers(2, 1),  # q_free
+        barriers(2 * plan.q_buffers, 1),  # q_full
+        barriers(2 * plan.q_buffers, 1),  # q_free
         k_full,
         v_full,
         barriers(stages, 2),  # kv_free

@@ -16,7 +16,7 @@ class SparsePlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64, 128 or 256.
         block_n: keys of a step of the lists, 64 or 128.
-        q_columns, o_columns: as in `HopperSparseConfig`.
+        q_columns, o_columns, q_buffers: as in `HopperSparseConfig`.
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         store_lse: write the LSE.
         partial: some steps carry bits.
@@ -36,6 +36,7 @@ class SparsePlan(Constants):
     pairs: int
     pipeline: Pipeline
     registers: Registers
+    q_buffers: int = 1
     soft_cap: bool = False
     alibi: bool = False
     sinks: bool = False

@@ -20,7 +20,7 @@ from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.common import backward_pair, tile_scheduler
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
-from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel
+from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel, queries
 from attnlib.kernels.sparse import hopper_backward_steps as steps
 from attnlib.kernels.sparse import hopper_backward_wide_kernel as wide
 from attnlib.kernels.sparse.configs_hopper import (
@@ -107,6 +107,7 @@ LATE_PAIRS = replace(SHARED, late_wait=True, pin=True)
 APART = HopperSparseConfig(64, 2, 32)
 NAMED = HopperSparseConfig(128, 2, 64, joint=True, named=True)
 Q_KEPT = HopperSparseConfig(64, 2, 64, q_columns=32, late_wait=True, pin=True)
+TWO_Q = replace(hopper_sparse_config(128, coarse=False), o_columns=64, keep_shift=True, q_buffers=2)
 CALLS = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
     **{f"{D} random": Call(D, "random", 300, 384, 3, 3) for D in (64, 128, 256)},
@@ -125,6 +126,11 @@ CALLS = {
     "many tiles": Call(64, "causal", 520, 520, 5, 1, config=PAIRS),
     "short": Call(64, "random", 100, 128, 9, 1, config=PAIRS),
     "late": Call(64, "band by head", 300, 384, 4, 2, config=LATE_PAIRS),
+    "two Q": Call(64, "documents", 390, 390, 3, 3, config=replace(APART, q_buffers=2)),
+    "two Q, one step": Call(64, "all", 520, 60, 3, 3, config=replace(APART, q_buffers=2)),
+    "two Q, pairs": Call(64, "causal", 520, 520, 5, 1, config=replace(PAIRS, o_columns=32, q_buffers=2)),
+    "two Q in registers": Call(64, "random", 520, 384, 3, 3, config=replace(Q_KEPT, q_buffers=2)),
+    "two Q, of 128": Call(128, "random", 520, 384, 3, 3, config=TWO_Q),
 }
 
 
@@ -134,7 +140,11 @@ def test_call(call):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("call", ["apart", "named", "many tiles", "short", "Q in registers", "64 random"])
+@pytest.mark.parametrize(
+    "call",
+    ["apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
+     "two Q, pairs", "two Q in registers", "two Q, of 128"],
+)
 def test_orders(call, order):
     kernel = check(CALLS[call], order, 1)
     for seed in range(2, 4 if order == "random" else 3):
@@ -171,6 +181,12 @@ def test_two_pairs_share_no_barriers_and_no_bias(given):
         replace(PAIRS, **{given: True})
 
 
+@pytest.mark.parametrize("given", [0, 3])
+def test_there_are_one_or_two_buffers_for_queries(given):
+    with pytest.raises(ValueError, match=f"^q_buffers: expected 1 or 2, got {given}$"):
+        replace(PAIRS, q_buffers=given)
+
+
 @pytest.mark.parametrize("call", BACKWARD)
 def test_backward(call):
     check_backward(BACKWARD[call])
@@ -203,7 +219,7 @@ MUTATIONS = [
     planted("the second warpgroup reads the words of the first", "apart", WRONG,
             ("mem.words.index(2 * slot(c, plan) + WG)", "mem.words.index(2 * slot(c, plan))")),
     planted("the first step with bits is taken for a whole one", "apart", WRONG,
-            ("sums, i, i >= middle, mem", "sums, i, i > middle, mem")),
+            ("sums, i, i >= middle, turn", "sums, i, i > middle, turn")),
     planted("a tile of bits alone has a first step without", "many tiles", WRONG,
             ("_seen(s, mem, c, c >= middle, WG, plan)\n        release",
              "_seen(s, mem, c, c > middle, WG, plan)\n        release")),
@@ -222,8 +238,32 @@ MUTATIONS = [
              "many tiles", "AssertionError: the counter", module=tile_scheduler),
     planted("the producer fills a slot that is in use", "apart", "Race",
             ("        acquire(mem, c + i, plan)\n", "")),
-    planted("Q is overwritten while it is read", "apart", "Race|Deadlock|Assertion",
-            ("            mbarrier.wait(mem.q_free.index(w), (turn & 1) ^ 1)\n", "")),
+    Mutation("Q is overwritten while it is read",
+             "        mbarrier.wait(mem.q_free.index(at), parity ^ 1)\n", "",
+             "apart", "Race|Deadlock|Assertion", module=queries),
+    Mutation("the second Q is overwritten while it is read",
+             "        mbarrier.wait(mem.q_free.index(at), parity ^ 1)\n", "",
+             "two Q, one step", "Race|Deadlock|Assertion", module=queries),
+    Mutation("the parity of two Q is that of one", "* 2 + w, (turn >> 1) & 1", "* 2 + w, turn & 1",
+             "two Q", "Race|Deadlock|Assertion", module=queries),
+    planted("what is told of a tile is overwritten", "two Q, one step", "Race",
+            ("copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)\n"
+             "        _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)\n",
+             "pass\n        _tell(mem, turn, number >= work.tiles, next_tile, (tile.i_b, tile.i_h), plan)\n"
+             "        if plan.q_buffers > 1:\n"
+             "            copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)\n")),
+    Mutation("two Q have one place", "return (turn & 1) * 2 + w,", "return w,",
+             "two Q", "Race|Deadlock|Assertion", module=queries),
+    planted("the next tile's Q is that of this tile", "two Q", WRONG,
+            ("copy_q(desc_q, mem, turn, next_tile, number", "copy_q(desc_q, mem, turn, tile, number")),
+    planted("Q is not waited for", "two Q", "Race|Deadlock|Assertion",
+            ("        mbarrier.wait(mem.q_full.index(q_at), q_parity)\n", "")),
+    planted("products read the first Q", "two Q", "Race|Assertion",
+            ("    at, _ = q_place(turn, WG, plan)\n", "    at = WG\n")),
+    planted("registers read the first Q", "two Q in registers", "Race|Assertion",
+            ("matrix(mem.q, q_at).slice", "matrix(mem.q, WG).slice")),
+    planted("Q in registers without a fence", "two Q in registers", "Race",
+            ("            fence_async_shared()  # between the load of Q", "            pass  # of Q")),
     planted("all heads have the mask of the first", "by both", WRONG,
             ("(i_b * work.mask_b + i_h * work.mask_h)", "(i_b * work.mask_b)")),
     planted("the output of a row that sees nothing is divided by 0", "none", WRONG,
