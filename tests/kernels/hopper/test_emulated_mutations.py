@@ -608,7 +608,7 @@ MUTATIONS = [
            ("((FIRST + i) * plan.block_n + 64) * 64", "((FIRST + i) * plan.block_n) * 64"),
            call="96 keys, shared"),
     keys96("the sums of dV are where those of dK are", "AssertionError",
-           ("mem.v, plan.block_n * plan.width, 0, tile", "mem.v, 0, 0, tile"), call="96 keys, shared"),
+           ("mem.v, plan.block_n * PARTS * 64, 0, tile", "mem.v, 0, 0, tile"), call="96 keys, shared"),
     tiles("blocks of 96 keys are counted as blocks of 64", "AssertionError|IndexError",
           ("plan.block_n if plan.few else 64", "64"), call="96 keys, apart"),
     tiles("the last keys are not masked", "AssertionError",
