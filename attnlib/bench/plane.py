@@ -22,12 +22,14 @@ PASSES = "forward", "backward"
 
 
 class Kind(NamedTuple):
-    """Which keys a query sees, and how many query heads share a head of keys. window: as of `attention`."""
+    """Which keys a query sees, and how many query heads share a head of keys. window: as of `attention`.
+    varlen: sequences lie one after the other, and differ in length."""
 
     label: str
     causal: bool = True
     group: int = 1
     window: tuple[int, int] | None = None
+    varlen: bool = False
 
 
 KINDS = {
@@ -41,6 +43,10 @@ OTHERS = {
     "gqa8dense": Kind("GQA 8:1", causal=False, group=8),
     "gqa8window": Kind("window of 1024 keys, GQA 8:1", group=8, window=(1023, 0)),
     "gqa16": Kind("causal, GQA 16:1", group=16),
+    "varlen": Kind("varlen, causal", varlen=True),
+    "varlendense": Kind("varlen", causal=False, varlen=True),
+    "varlengqa8": Kind("varlen, causal, GQA 8:1", group=8, varlen=True),
+    "varlengqa4": Kind("varlen, causal, GQA 4:1", group=4, varlen=True),
 }
 """Kinds of calls that are tuned beside those of the plane."""
 ALL = KINDS | OTHERS
@@ -62,12 +68,24 @@ class Cell(NamedTuple):
     @property
     def pairs(self) -> float:
         """Queries and keys that see each other, of a head: an area, as the FLOPs of `roofline` are counted;
-        with a window, exactly."""
-        n, (_, causal, _, window) = self.shape.seqlen, ALL[self.kind]
+        with a window, exactly. Of varlen sequences the average over all."""
+        n, kind = self.shape.seqlen, ALL[self.kind]
+        causal, window = kind.causal, kind.window
+        if kind.varlen:
+            squares = sum(length**2 for length in self.lengths) / self.shape.batch
+            return squares / 2 if causal else squares
         if window is None:
             return n * n / 2 if causal else n * n
         wide = min(n, window[0] + 1)
         return wide * (wide + 1) / 2 + (n - wide) * wide
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the sequences; varlen from a 64th to twice what the shape says, which is about their average."""
+        n, count = self.shape.seqlen, self.shape.batch
+        if not ALL[self.kind].varlen:
+            return (n,) * count
+        return tuple(n * ((37 * i + 64) % 128 + 1) // 64 for i in range(count))
 
     def flops(self, way: str) -> float:
         """That a pass is credited with."""

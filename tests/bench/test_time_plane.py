@@ -77,11 +77,22 @@ def test_flops_are_those_of_the_pairs_that_see_each_other(kind):
     assert cell.flops("backward") == 2.5 * cell.flops("forward") == 2.5 * 4 * 8 * 16 * 64 * cell.pairs
 
 
+@pytest.mark.parametrize("length", [256, 1024, 4096])
+def test_varlen_cells_have_sequences_of_different_lengths(length):
+    """About as many tokens in all as the plane's, and pairs that are counted sequence by sequence."""
+    cell, dense = plane.cell("varlen", 192, length), plane.cell("varlendense", 192, length)
+    assert len(cell.lengths) == cell.shape.batch == len(set(cell.lengths)) and min(cell.lengths) > 0
+    assert 0.8 < sum(cell.lengths) / plane.TOKENS < 1.2 and max(cell.lengths) <= 2 * length
+    assert dense.pairs * cell.shape.batch == sum(n * n for n in cell.lengths)
+    assert dense.pairs == 2 * cell.pairs
+    assert plane.cell("causal", 192, length).lengths == (length,) * cell.shape.batch
+
+
 def test_the_record(small, tmp_path, capsys):
     path = tmp_path / "plane.json"
     assert time_plane.main(["--out", str(path)]) == 0, capsys.readouterr().out
     rows = rows_of(path)
-    assert [plane.key(row) for row in rows] == [(cell, way) for cell, in SMALL for way in plane.PASSES]
+    assert [plane.key(row) for row in rows] == [(cell, way) for (cell,) in SMALL for way in plane.PASSES]
     for row in rows:
         assert (row["attnlib_status"], row["fa3_status"]) == ("ok", "ok"), row
         assert len(row["round_ratios"]) == 2 and row["attnlib_of_budget"] <= 1

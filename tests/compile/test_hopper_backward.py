@@ -54,7 +54,7 @@ PAIR = "192/128"
 """Columns of queries and of values."""
 KEYS = "192, 96 keys"
 """The kernel with 96 keys a program."""
-KEYS_PAIR = "192/128, 96 keys"
+KEYS_160, KEYS_PAIR = "160, 96 keys", "192/128, 96 keys"
 SPLIT_SPILLS = {
     (80, "causal"): 6, (96, "causal"): 4, (160, "causal"): 0, (192, "causal"): 4,
     (96, "varlen window"): 6, (192, "varlen window"): 0, (PAIR, "causal"): 0, (PAIR, "varlen window"): 0,
@@ -94,6 +94,8 @@ KEYS_SPILLS = {
     (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4, (KEYS, "apart causal"): 4,
     (KEYS, "spread causal"): 8, (KEYS, "spread shared causal"): 8, (KEYS, "all load dense"): 6,
     (KEYS, "early both sides"): 6,
+    (KEYS_160, "causal"): 6, (KEYS_160, "dense"): 6, (KEYS_160, "spread causal"): 12,
+    (KEYS_160, "spread shared causal"): 8, (KEYS_160, "all load dense"): 6, (KEYS_160, "early both sides"): 8,
     (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0,
 }  # fmt: skip
 """Words that may spill there."""
@@ -131,17 +133,19 @@ PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
 IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24], PAIR: [8, 16, 20]}
-IN_A_STEP |= {KEYS: [34, 40, 40], KEYS_PAIR: [26, 32, 40]}
+IN_A_STEP |= {KEYS: [34, 40, 40], KEYS_160: [34, 36, 36], KEYS_PAIR: [26, 32, 40]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
 AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16, PAIR: 12 + 8, KEYS: 12 + 12, KEYS_PAIR: 12 + 8}
+AROUND |= {KEYS_160: 10 + 10}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
 EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32])
-EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32]) | dict.fromkeys((KEYS, KEYS_PAIR), [0, 0, 48])
+EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32])
+EX2 |= dict.fromkeys((KEYS, KEYS_160, KEYS_PAIR), [0, 0, 48])
 """Exponentials of a thread in a step, sorted."""
 ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
 ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32], PAIR: [0, 0, 24], KEYS: [0, 0, 24]}
-ADDITIONS |= {KEYS_PAIR: [0, 0, 24]}
+ADDITIONS |= {KEYS_160: [0, 0, 20], KEYS_PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
@@ -150,7 +154,7 @@ SPILLS = {
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2, KEYS_PAIR: 0}
+LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2, KEYS_160: 2, KEYS_PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
 """The same where programs share a key head, which keep an address of sums more."""
@@ -164,6 +168,8 @@ def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, 
         return 192, 128, replace(OWN_VALUES, deterministic=deterministic)
     if name == KEYS:
         return 192, 192, KEYS_96
+    if name == KEYS_160:
+        return 160, 160, replace(KEYS_96, query_columns=160, value_columns=160)
     if name == KEYS_PAIR:
         return 192, 128, replace(KEYS_96, value_columns=128)
     if name == 192:
@@ -208,7 +214,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     name, kind, dtype = case
     option, kind = option_of(kind)
     deterministic = option == "deterministic"
-    width, _, config = columns_of(name, deterministic)
+    columns, _, config = columns_of(name, deterministic)
     if option in FORMS:
         config = replace(config, **FORMS[option])
     causal, tail, *asked = KINDS[kind]
@@ -216,8 +222,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
     shared = "shared" in option or option == "apart"
     config = replace(config, added=option != "apart")
-    plan = launch_backward.make_plan(width, config, mask, varlen, shared, config.persistent)
-    module, _, function = launch_backward.kernel_of(config, width).rpartition(".")
+    plan = launch_backward.make_plan(columns, config, mask, varlen, shared, config.persistent)
+    module, _, function = launch_backward.kernel_of(config, columns).rpartition(".")
     kernel = getattr(importlib.import_module(module), function)
     types = dict.fromkeys(("dq_ptr", "turns_ptr", SHARED[0], DRAWN[0]), "*fp32")
     types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
@@ -225,7 +231,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     call = call._replace(config=config)
     own, values = ((shape, call.strides[0]) for shape in (call.q, call.v))
     windows = own, own, values, values, own, values  # what is compiled depends on their columns alone
-    found = launch_backward.descriptors(windows[: 4 if shared else 6], rows, width, call)
+    found = launch_backward.descriptors(windows[: 4 if shared else 6], rows, columns, call)
     floats = "desc_rows", "desc_sums", "desc_sums_right"
     types |= tile_types(found, dtype, **dict.fromkeys(floats, "fp32"))
     names = kernel.arg_names
@@ -303,7 +309,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
     # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
     # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
-    of_keys = width in (KEYS, KEYS_PAIR)
+    of_keys = width in (KEYS, KEYS_160, KEYS_PAIR)
     uniform = width in (64, 80, 96, 128) and (not shared or "persistent" in option)
     uniform |= of_keys and "spread" not in option
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
@@ -332,7 +338,7 @@ def test_the_program_fits_its_registers(compiled) -> None:
         assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 3 * 128 * config.max_registers <= 65536
         assert 2 * config.consumer_registers + config.producer_registers <= 3 * config.max_registers
-    for width in (160, 192, 256, KEYS):
+    for width in (160, 192, 256, KEYS, KEYS_160):
         _, _, config = columns_of(width)
         assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 4 * 128 * config.max_registers <= 65536

@@ -18,8 +18,8 @@ from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import hopper
-from attnlib.kernels.hopper.configs_backward import KEYS_96, hopper_backward_config
-from attnlib.params import Params, mask_window
+from attnlib.kernels.hopper.configs_backward import KEYS_96, HopperBackwardConfig, hopper_backward_config
+from attnlib.params import Params, Varlen, mask_window
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -157,18 +157,34 @@ OF_96_KEYS = [
 ]
 
 
-def with_96_keys(*call, **changes):
+OF_96_KEYS += [
+    BackwardCase(Shape(2, 3, 1000, 160, True, "bfloat16")),
+    BackwardCase(Shape(1, 4, 700, 160, False, heads_kv=2)),
+    BackwardCase(Shape(1, 2, 129, 136, False, seqlen_k=700)),
+    BackwardCase(Shape(1, 2, 257, 152, seqlen_k=511), sm_scale=-0.1),
+    BackwardCase(Shape(1, 4, 700, 160, False, heads_kv=2, seqlen_k=900), window=(200, 100)),
+    BackwardCase(Shape(2, 4, 700, 160, True, "bfloat16", 2, head_dim_v=128)),
+]
+
+
+def with_96_keys(*call, columns: int = 192, **changes):
     *rest, params = call
-    value_columns = 192 if rest[3].shape == rest[2].shape else 128
-    config = replace(KEYS_96, value_columns=value_columns, **changes)
+    values = columns if rest[3].shape == rest[2].shape else 128
+    config = replace(KEYS_96, query_columns=columns, value_columns=values, **changes)
     return backward(*rest, params._replace(config=config))
+
+
+def tiles_of(head_dim: int) -> tuple[int, ...]:
+    """Columns of a tile that holds them."""
+    return (160, 192) if head_dim <= 160 else (192,)
 
 
 @pytest.mark.parametrize("loaded", [0, 2, 3])
 @pytest.mark.parametrize("case", OF_96_KEYS, ids=lambda case: case.label)
 def test_96_keys_a_program(case, loaded):
     changes = {"loaded": loaded, "early_mask": loaded == 3, "placed": loaded != 3}
-    check_backward(case, "cuda", lambda *call: with_96_keys(*call, **changes))
+    for changes["columns"] in tiles_of(case.shape.head_dim):
+        check_backward(case, "cuda", lambda *call: with_96_keys(*call, **changes))
 
 
 @MASKS
@@ -180,19 +196,58 @@ def test_programs_of_96_keys_share_a_key_head(visited, added, causal):
         Shape(2, 8, 700, 192, causal, "bfloat16", 2),
         Shape(1, 4, 300, 136, causal, heads_kv=1, seqlen_k=555),
     ):
-        check_backward(BackwardCase(shape), "cuda", lambda *call: with_96_keys(*call, **changes))
+        for changes["columns"] in tiles_of(shape.head_dim):
+            check_backward(BackwardCase(shape), "cuda", lambda *call: with_96_keys(*call, **changes))
 
 
 @MASKS
-def test_a_hundred_launches_with_96_keys(causal):
+@pytest.mark.parametrize("head_dim", [160, 192])
+def test_a_hundred_launches_with_96_keys(head_dim, causal):
     """dk and dv have the same bits each time, dq up to the order of a sum."""
-    call = arguments(Shape(2, 8, 2000, 192, causal, "bfloat16", 4))
-    first, wrong = with_96_keys(*call), torch.zeros((), device="cuda")
+    call, how = arguments(Shape(2, 8, 2000, head_dim, causal, "bfloat16", 4)), {"columns": head_dim}
+    first, wrong = with_96_keys(*call, **how), torch.zeros((), device="cuda")
     for _ in range(100):
-        dq, dk, dv = with_96_keys(*call)
+        dq, dk, dv = with_96_keys(*call, **how)
         wrong += (dk != first[1]).any() | (dv != first[2]).any()
         wrong += ((dq - first[0]).abs().max() > 0.01 * first[0].abs().max()).float()
     assert wrong.item() == 0
+
+
+VARLEN = (0, 0), (1, 1), (17, 17), (129, 129), (0, 5), (5, 0), (300, 500), (700, 300), (1000, 1000)
+"""(queries, keys) of sequences: empty ones, ones without keys, and neighbors of all lengths."""
+
+
+def check_varlen(call: Draw, config: HopperBackwardConfig) -> None:
+    """Gradients of each sequence, by the kernel of this configuration."""
+    q, k, v, d_out = draws.tensors(call, "cuda")
+    sides = [list(side) for side in zip(*call.lengths, strict=True)]
+    ends = [torch.tensor([0, *side], device="cuda").cumsum(0).int() for side in sides]
+    window = mask_window(call.causal, call.window)
+    params = Params(window, call.head_dim**-0.5, Varlen(*ends, *map(max, sides)), return_lse=True)
+    out, lse = hopper.forward(q, k, v, params._replace(config=hopper.configuration(q, k, v, params)))
+    found = hopper.backward(d_out, q, k, v, out, lse, params._replace(config=config))
+    for parts in draws.sequences(call, (d_out, q, k, v), found):
+        for verdict in GradientOracle(*parts[:4], **call.options).judge(*parts[4:]).values():
+            draws.raise_if_bad(verdict, draws.SLACK, str(call))
+
+
+@pytest.mark.parametrize("window", [None, (100, 0), (64, 33), (-1, 9), (300, -1)], ids=str)
+@pytest.mark.parametrize("loaded, visited", [(2, None), (3, 2), (0, 1)])
+@pytest.mark.parametrize(
+    "head_dim, value_dim", [(192, None), (136, None), (160, None), (192, 128), (136, 72)]
+)
+def test_varlen_sequences_of_96_keys_a_program(head_dim, value_dim, loaded, visited, window):
+    changes = {"loaded": loaded, "placed": loaded != 2, "early_mask": loaded == 0, "visited": visited}
+    for columns in tiles_of(head_dim):
+        values = columns if value_dim is None else 128
+        config = replace(KEYS_96, query_columns=columns, value_columns=values, **changes)
+        for causal, dtype in ((True, "bfloat16"), (False, "float16")):
+            call = Draw(
+                lengths=VARLEN, varlen=True, batch=1, kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+                causal=causal, window=window, sm_scale=None, layouts=(0, 0, 0, 0), seed=0,
+                value_dim=value_dim,
+            )  # fmt: skip
+            check_varlen(call, config)
 
 
 @DIMS

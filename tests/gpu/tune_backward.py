@@ -5,6 +5,9 @@
     python tests/gpu/tune_backward.py persistent --rounds 5      some 140 s
     python tests/gpu/tune_backward.py grouped --seconds 200      begin no cell after so many
     python tests/gpu/tune_backward.py wide96 --rounds 4          some 90 s
+    python tests/gpu/tune_backward.py wide160 --rounds 4         some 90 s
+    python tests/gpu/tune_backward.py choices --rounds 4         some 80 s, and as long `narrow`
+    python tests/gpu/tune_backward.py varlen96 --rounds 4        some 70 s
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
@@ -15,10 +18,16 @@ behind the kernel; "stays", programs stay on their SM.
 wide96: 192 columns, 64 keys a program, and 96 ("96"); of grouped heads with one query head
 ("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
 "not placed": dQ is added at addresses that follow from a thread's number.
+wide160: the same of 160 columns; "filled": 96 keys in a tile of 192 columns, as calls of 192 have it.
+choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, and
+how much of L2 the heads that advance together may take ("8 MB"). narrow: the same of up to 128 columns;
+"half": dS from P as it was rounded.
+varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96.
 
 A cell is D-kind-length, or D/Dv-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are
-those of the plane (`bench.plane`). FlashAttention-3 takes part where ATTNLIB_FA3 names its library. First,
-processes side by side compile. The gradients of each form are judged: of the last key head against fp64, all
+those of the plane (`bench.plane`); of varlen sequences the average is about that long. FlashAttention-3 takes
+part where ATTNLIB_FA3 names its library, but not beside varlen sequences. First, processes side by side
+compile. The gradients of each form are judged: of the last key head (of the last sequence) against fp64, all
 heads against the first form's. Nothing wrong is timed. Then shuffled rounds with cold L2. Tables on the
 screen as they come and again at the end, no record: each form's time, and that of FlashAttention-3 over it,
 without FlashAttention-3 that of the first form. "default" is the form that calls get. Status 0 when all were
@@ -53,6 +62,7 @@ from attnlib.bench.oracle import make_inputs  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
+from attnlib.bench.verdict import Verdict  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
@@ -60,9 +70,11 @@ from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
     OWN_VALUES,
     SPLIT,
     HopperBackwardConfig,
+    Keys96BackwardConfig,
     hopper_backward_config,
+    keys96_config,
 )
-from attnlib.params import Params, mask_window  # noqa: E402
+from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
 DEVICE, FA3, DEFAULT = "cuda", "fa3", "default"
 SHORT = Setting("one short window", rounds=1, pause_ms=8, warmup_ms=2, rep_ms=4)
@@ -94,6 +106,23 @@ WIDE96 = """
 192-causal-4096 192-dense-4096 192-gqa8-4096 192-causal-16384 192-gqa8-2048 192-dense-16384 192-causal-2048
 192-gqa8-16384 192-dense-2048 192-window-4096 192/128-causal-4096 192-causal-4096-float16 192-gqa4-4096
 192/128-dense-16384
+""".split()
+WIDE160 = """
+160-causal-4096 160-dense-4096 160-gqa8-4096 160-gqa4-16384 160-causal-16384 160-dense-16384 160-causal-2048
+160-gqa4-4096 160-gqa8-16384 160-window-4096 160-causal-4096-float16 144-causal-4096
+""".split()
+CHOICES = """
+192-causal-4096 256-gqa4-4096 192-causal-2048 224-gqa4-4096 256-gqa8-4096 192-gqa8-1024 192-gqa4-1024
+256-gqa4-16384 256-gqa8-16384 192-gqa8-512 192-gqa4-512 192/128-causal-4096 256-causal-4096
+256-causal-16384 256-dense-4096
+""".split()
+NARROW = """
+96-gqa8-16384 64-gqa8-16384 64-gqa4-16384 64-causal-16384 96-causal-4096 96-gqa4-16384 112-dense-16384
+128-dense-4096 112-gqa8-16384 96-causal-16384 128-gqa8-16384 96-gqa8-4096
+""".split()
+VARLEN96 = """
+192-varlen-1024 192-varlen-4096 192-varlendense-1024 192/128-varlen-1024 192-varlengqa8-1024 192-varlen-256
+160-varlen-1024 192/128-varlendense-1024 192-varlengqa4-4096 192/128-varlen-4096
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -188,12 +217,106 @@ def wide96_forms(cell: Cell) -> Forms:
     return found
 
 
+def wide160_forms(cell: Cell) -> Forms:
+    """Of one call of up to 160 columns: 64 keys a program, 96 in a tile of 160 columns and in one of 192."""
+    kind, config = KINDS[cell.kind], SPLIT[160]
+    keys96 = replace(KEYS_96, query_columns=160, value_columns=160)
+    filled = keys96_config(kind.causal, kind.window is not None)
+    if kind.group > 1:
+        found: Forms = {"64": config}
+        for n in (1, 2):
+            found[f"96 added {n}"] = replace(keys96, visited=n)
+            found[f"filled, added {n}"] = replace(filled, visited=n)
+        spread = {"96 added 2, not placed": replace(keys96, visited=2, placed=False)}
+        return found | spread | {"96 all": replace(keys96, visited=kind.group)}
+    found = {"64": config, "96": keys96, "filled": filled, "96 all load": replace(keys96, loaded=3)}
+    found["96 not placed"] = replace(keys96, placed=False)
+    if kind.causal:
+        found["96 early"] = replace(keys96, early_mask=True)
+        found["96, 64 MB"] = replace(keys96, l2_bytes=64 << 20)
+    return found
+
+
+def default_of(cell: Cell) -> HopperBackwardConfig:
+    """What calls get."""
+    shape = cell.shape
+    dtype = getattr(torch, shape.dtype)
+    q = torch.empty(shape.batch, shape.heads, shape.seqlen, shape.head_dim, dtype=dtype, device="meta")
+    k, v = (
+        q.new_empty(shape.batch, shape.kv_heads, shape.seqlen, n) for n in (shape.head_dim, shape.value_dim)
+    )
+    params = Params(mask_window(shape.causal, KINDS[cell.kind].window), 1.0)
+    return hopper.configuration(q, k, v, params, backward=True)
+
+
+def choice_forms(cell: Cell) -> Forms:
+    """Of one call beyond 160 columns: query heads a program, heads that advance together, and 64 keys."""
+    config, group = default_of(cell), KINDS[cell.kind].group
+    found = {DEFAULT: config}
+    if isinstance(config, Keys96BackwardConfig) and group > 1:
+        keys64 = SPLIT[192]
+        for n, name in ((1, "added 1"), (2, "added 2"), (group, "all")):
+            found |= {name: replace(config, visited=n), f"64, {name}": replace(keys64, visited=n)}
+        return found | {"placed, added 2": replace(config, placed=True, visited=2)}
+    if group == 1:
+        first, prefix = config, ""
+    else:
+        found |= {f"added {n}": replace(config, visited=n) for n in (1, 2, 4) if n < group}
+        found |= {"all": replace(config, visited=group)}
+        for megabytes in (32, 64):
+            found[f"added 2, {megabytes} MB"] = replace(config, visited=2, l2_bytes=megabytes << 20)
+        first, prefix = replace(config, visited=1), "added 1, "
+    for megabytes in (8, 32, 64, 128):
+        found[f"{prefix}{megabytes} MB"] = replace(first, l2_bytes=megabytes << 20)
+    if KINDS[cell.kind].causal:
+        found[f"{prefix}early"] = replace(first, early_mask=True)
+    return found
+
+
+def narrow_forms(cell: Cell) -> Forms:
+    """Of one call of up to 128 columns: heads that advance together, P as it was rounded, dQ in bulk where
+    there is room, P masked early; of grouped heads how many a program that stays visits."""
+    kind, head_dim = KINDS[cell.kind], cell.shape.head_dim
+    config = default_of(cell)
+    stays = replace(hopper_backward_config(head_dim, stays=True, masked=kind.causal), visited=config.visited)
+    found = {DEFAULT: config}
+    if kind.group > 1:
+        found |= {f"stays, added {n}": replace(stays, visited=n) for n in (1, 2, 4) if n < kind.group}
+        if not config.persistent:
+            stays = replace(stays, visited=1)
+    for megabytes in (8, 32, 64):
+        found[f"{megabytes} MB"] = replace(stays, l2_bytes=megabytes << 20)
+    found["whole P" if stays.half_p else "half"] = replace(stays, half_p=not stays.half_p)
+    if head_dim <= 96:
+        found["no bulk" if stays.bulk else "bulk"] = replace(stays, bulk=not stays.bulk)
+    if kind.causal:
+        found["late" if stays.early_mask else "early"] = replace(stays, early_mask=not stays.early_mask)
+    return found
+
+
+def varlen96_forms(cell: Cell) -> Forms:
+    """Of one call of varlen sequences: 64 keys a program and 96."""
+    columns, group = (160 if cell.shape.head_dim <= 160 else 192), KINDS[cell.kind].group
+    config, keys96 = SPLIT[columns], replace(KEYS_96, query_columns=columns, value_columns=columns)
+    if cell.shape.head_dim_v is not None:
+        config, keys96 = OWN_VALUES, replace(KEYS_96, value_columns=128)
+    found = {"64": config, "96": keys96, "96 all load": replace(keys96, loaded=3)}
+    found["96 not placed"] = replace(keys96, placed=False)
+    for n in (1, 2) if group > 1 else ():
+        found |= {f"64 added {n}": replace(config, visited=n), f"96 added {n}": replace(keys96, visited=n)}
+    return found
+
+
 SETS = {
     "steps": (step_forms, STEPS),
     "persistent": (persistent_forms, PERSISTENT),
     "later": (later_forms, LATER),
     "grouped": (grouped_forms, GROUPED),
     "wide96": (wide96_forms, WIDE96),
+    "wide160": (wide160_forms, WIDE160),
+    "choices": (choice_forms, CHOICES),
+    "narrow": (narrow_forms, NARROW),
+    "varlen96": (varlen96_forms, VARLEN96),
 }
 
 
@@ -208,19 +331,29 @@ def cell_of(name: str) -> Cell:
 
 
 def inputs(cell: Cell) -> tuple[Tensor, ...]:
-    """d_out, q, k, v."""
+    """d_out, q, k, v; of varlen sequences (1, H, T, D), one after the other."""
+    if KINDS[cell.kind].varlen:
+        cell = cell._replace(shape=replace(cell.shape, batch=1, seqlen=sum(cell.lengths)))
     return make_gradient(cell.shape, device=DEVICE), *make_inputs(cell.shape, device=DEVICE)
 
 
 def calls_of(cell: Cell, forms: Forms, *tensors: Tensor) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     d_out, q, k, v = tensors
-    window = mask_window(cell.shape.causal, KINDS[cell.kind].window)
-    params = Params(window, cell.shape.head_dim**-0.5, return_lse=True)
+    window, varlen = mask_window(cell.shape.causal, KINDS[cell.kind].window), None
+    if KINDS[cell.kind].varlen:
+        d_out, q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors)
+        ends = torch.tensor([0, *cell.lengths], device=q.device).cumsum(0).int()
+        varlen = Varlen(ends, ends, max(cell.lengths), max(cell.lengths))
+    params = Params(window, cell.shape.head_dim**-0.5, varlen, return_lse=True)
     forward = params._replace(config=hopper.configuration(q, k, v, params))
     out, lse = hopper.forward(q, k, v, forward)
 
     def one(config: HopperBackwardConfig) -> Callable[[], tuple[Tensor, ...]]:
-        return lambda: hopper.backward(d_out, q, k, v, out, lse, params._replace(config=config))
+        asked = params._replace(config=config)
+        if varlen is None:
+            return lambda: hopper.backward(d_out, q, k, v, out, lse, asked)
+        made = d_out, q, k, v, out, lse, asked
+        return lambda: tuple(x.transpose(0, 1)[None] for x in hopper.backward(*made))
 
     return {name: one(config) for name, config in forms.items()}
 
@@ -229,7 +362,7 @@ def compile_one(name: str, form: HopperBackwardConfig) -> str:
     """In a child: what it compiles stays in Triton's cache."""
     cell = cell_of(name)
     length = min(cell.shape.seqlen, 1152)  # beyond a window of the plane
-    small = cell._replace(shape=replace(cell.shape, batch=1, seqlen=length))
+    small = cell._replace(shape=replace(cell.shape, batch=1, seqlen=length))  # varlen of one sequence
     try:
         calls_of(small, {name: form}, *inputs(small))[name]()
         torch.cuda.synchronize()
@@ -245,10 +378,11 @@ def kernels_of(
     found = {}
     for name in names:
         cell = cell_of(name)
-        shared = "shared" if KINDS[cell.kind].group > 1 else ""
         for form in forms_of(cell).values():
             kind, shape = KINDS[cell.kind], cell.shape
-            key = shape.head_dim_v, shape.dtype, kind.causal, kind.window, shared, form
+            shared = form.visited is None and kind.group > 1, form.visited in (None, kind.group)
+            made = replace(form, visited=None, l2_bytes=0)  # what else decides is known when it is launched
+            key = shape.head_dim, shape.head_dim_v, shape.dtype, kind._replace(label=""), shared, made
             found.setdefault(key, (name, form))
     return list(found.values())
 
@@ -256,7 +390,21 @@ def kernels_of(
 # ---------------------------------------------------------------- judging and timing
 
 
-def wrong(sample: GradientSample, first: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> str:
+class SequenceSample:
+    """`GradientSample` of the last varlen sequence."""
+
+    def __init__(self, cell: Cell, *tensors: Tensor) -> None:
+        self.rows = cell.lengths[-1]
+        self.sample = GradientSample(KINDS[cell.kind], None, *(x[:, :, -self.rows :] for x in tensors))
+
+    def judge(self, *gradients: Tensor) -> dict[str, Verdict]:
+        return self.sample.judge(*(x[:, :, -self.rows :] for x in gradients))
+
+
+Sample = GradientSample | SequenceSample
+
+
+def wrong(sample: Sample, first: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> str:
     """Why gradients are wrong; empty when they are right."""
     found = sample.judge(*gradients)
     for name, mine, other in zip(GRADIENTS, gradients, first, strict=True):
@@ -268,9 +416,7 @@ def wrong(sample: GradientSample, first: tuple[Tensor, ...], gradients: tuple[Te
     return ""
 
 
-def judge(
-    name: str, calls: dict[str, Callable], sample: GradientSample, first: tuple[Tensor, ...]
-) -> list[str]:
+def judge(name: str, calls: dict[str, Callable], sample: Sample, first: tuple[Tensor, ...]) -> list[str]:
     """What is wrong; the calls that are go."""
     bad = []
     for form in list(calls):
@@ -302,10 +448,11 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     calls = calls_of(cell, forms, *tensors)
     first_form = next(iter(forms))
     first = calls[first_form]()
-    sample = GradientSample(KINDS[cell.kind], None, *tensors)
+    kind = KINDS[cell.kind]
+    sample = SequenceSample(cell, *tensors) if kind.varlen else GradientSample(kind, None, *tensors)
     bad += judge(name, calls, sample, first)
-    peer = peers.fa3(KINDS[cell.kind].window)
-    if not peer.available():
+    peer = peers.fa3(kind.window)
+    if not kind.varlen and not peer.available():
         calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
     found = times(calls, rounds)
     calls.pop(FA3, None)
@@ -319,7 +466,7 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
         ms = statistics.median(taken)
         cells.append(f"  {form:18} {ms:7.3f} ms {flops / ms * 1e-9:4.0f} TFLOP/s  "
                      f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})")  # fmt: skip
-    if KINDS[cell.kind].group > 1:
+    if kind.group > 1 and not kind.varlen:
         cells.append(f"  model: {visited_by_model(cell)}")
     best = min((form for form in found if form != FA3), key=lambda form: statistics.median(found[form]))
     return "\n".join([f"{name}: best {best}", *cells]), bad

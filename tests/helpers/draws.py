@@ -116,7 +116,7 @@ def check(
     assert not out[(oracle.lse if q.dim() == 4 else oracle.lse.T) == -math.inf].any(), f"{draw}: empty rows"
     if backward:
         found = torch.autograd.grad(out, inputs, d_out)
-        for parts in _sequences(draw, (d_out, q, k, v), found):
+        for parts in sequences(draw, (d_out, q, k, v), found):
             verdicts = GradientOracle(*parts[:4], **draw.options).judge(*parts[4:])
             for verdict in verdicts.values():
                 raise_if_bad(verdict, SLACK, str(draw))
@@ -136,7 +136,7 @@ def raise_if_bad(verdict: Verdict, slack: float, name: str) -> None:
         raise AssertionError(f"{name} is wrong: {verdict.reason}")
 
 
-def _sequences(draw: Draw, given, found):
+def sequences(draw: Draw, given, found):
     """(d_out, q, k, v, dq, dk, dv) of each sequence as (1, H, S, D), or of the whole batch."""
     everything = (*given, *found)
     if not draw.varlen:

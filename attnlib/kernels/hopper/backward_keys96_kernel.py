@@ -19,6 +19,9 @@ ptxas keeps 24 registers of a thread away from products, so S and dP of 64 keys 
 
 Values of up to 128 columns have two parts, and warpgroup 2 none of dV^T: it needs neither dO nor P.
 
+Of a tile of 160 columns products that contract columns, and dQ, use 32 of part 2. Its buffers have 64, filled
+with zeros, because dK^T and dV^T have 64 rows whatever is in them; swizzles of 64 bytes let products take 32.
+
 As in the wide kernel a warpgroup waits for its dV^T, or dK^T, before it starts the next S, or dP, and the
 last step starts an S and a dP for queries that are not there, which are not used.
 
@@ -106,13 +109,23 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
+def _used(x, PART: gl.constexpr, plan: gl.constexpr):
+    """The columns of a part that are not all zeros."""
+    if PART == PARTS - 1 and plan.last < 64:
+        return x.slice(0, plan.last, 1)
+    else:
+        return x
+
+
+@gluon.jit
 def _scores(rows, slot, keys, j, plan: gl.constexpr):
     """Q K^T, or dO V^T, of the keys in one buffer: [BLOCK_M, D] x [D, 64 or 32]."""
     N: gl.constexpr = keys[0].shape[-2]
     s = gl.zeros([plan.block_m, N], gl.float32, plan.most_layout if N == 64 else plan.few_layout)
     for part in gl.static_range(len(rows)):
-        b = matrix(keys[part], opaque_zero(j)).permute((1, 0))
-        s = warpgroup_mma(matrix(rows[part], slot), b, s, use_acc=part > 0, is_async=True)
+        b = _used(matrix(keys[part], opaque_zero(j)), part, plan).permute((1, 0))
+        a = _used(matrix(rows[part], slot), part, plan)
+        s = warpgroup_mma(a, b, s, use_acc=part > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=(s,))
 
 
@@ -217,7 +230,7 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     dv = _zeros(2, plan)
     if tiling.seen(tile, plan):
         dv = _visit_for_values(dv, mem, qk_scale, tile, work, plan)
-    _gradients(desc_dv, dv, 1.0, mem.v, plan.block_n * plan.width, 0, tile, work, plan)
+    _gradients(desc_dv, dv, 1.0, mem.v, plan.block_n * PARTS * 64, 0, tile, work, plan)
     tma.store_wait(0)
 
 
@@ -329,17 +342,18 @@ def _queries(desc_dk, desc_dv, dq_ptr, mem, sm_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         dk, dv = _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan)
     if plan.value_parts > 2:
-        _gradients(desc_dv, dv, 1.0, mem.v, plan.block_n * plan.width, 2, tile, work, plan)
+        _gradients(desc_dv, dv, 1.0, mem.v, plan.block_n * PARTS * 64, 2, tile, work, plan)
     _gradients(desc_dk, dk, sm_scale, mem.k, 0, 2, tile, work, plan)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _issue_dq(mem, most, few, PART: gl.constexpr, j, plan: gl.constexpr):
-    """Start a part of dS K, with dS of 64 and of 32 keys: [BLOCK_M, 96] x [96, 64]."""
-    k = matrix(mem.k.most[PART], opaque_zero(j))
-    k_few = matrix(mem.k.few[PART], opaque_zero(j))
-    dq = gl.zeros([plan.block_m, 64], gl.float32, plan.most_layout)
+    """Start a part of dS K, with dS of 64 and of 32 keys: [BLOCK_M, 96] x [96, 64 or 32]."""
+    k = _used(matrix(mem.k.most[PART], opaque_zero(j)), PART, plan)
+    k_few = _used(matrix(mem.k.few[PART], opaque_zero(j)), PART, plan)
+    N: gl.constexpr = k.shape[1]
+    dq = gl.zeros([plan.block_m, N], gl.float32, plan.most_layout if N == 64 else plan.few_layout)
     dq = warpgroup_mma(most, k, dq, use_acc=False, is_async=True)
     return warpgroup_mma(few, k_few, dq, is_async=True)
 
@@ -376,7 +390,8 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
         if plan.value_parts == 2:
             most = most.load(plan.loaded_layout)
         for part in gl.static_range(PARTS):
-            dq = warpgroup_mma_wait(0, deps=(_issue_dq(mem, most, few, part, j, plan),))  # [BLOCK_M, 64]
+            # [BLOCK_M, 64], of the last part 32 columns of a tile of 160
+            dq = warpgroup_mma_wait(0, deps=(_issue_dq(mem, most, few, part, j, plan),))
             if part == PARTS - 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the

@@ -79,6 +79,10 @@ class HopperBackwardConfig:
         """The same for values."""
         return self.width(head_dim)
 
+    def sums_widths(self, head_dim: int) -> tuple[int, int]:
+        """Columns of the sums of dK and of dV in memory, where programs share a key head."""
+        return self.width(head_dim), self.value_width(head_dim)
+
     def heads_per_section(self, heads: int, group: int, blocks: int, rows: int, width: int) -> int:
         """Key/value heads that advance together, see `l2_sections`."""
         if self.whole_groups and group > 1:
@@ -130,17 +134,19 @@ class ValuesBackwardConfig(SplitBackwardConfig):
 
 @dataclass(frozen=True)
 class Keys96BackwardConfig(HopperBackwardConfig):
-    """The same for `backward_keys96_kernel`, 96 keys a program of up to 192 columns in parts of 64.
+    """The same for `backward_keys96_kernel`, 96 keys a program of 129 to 192 columns in parts of 64.
 
     Attributes:
         loaded: warpgroups that read first operands of dK^T and dV^T into registers: 0, 2 or 3.
         placed: dQ is added at places that are computed from its elements', not from a thread's number.
-        value_columns: of a tile of values, 192 or, where a call's are no more, 128.
+        query_columns: of a tile of queries and keys, 192 or, where a call's are no more, 160.
+        value_columns: of a tile of values, as many or, where a call's are no more, 128.
     """
 
     block_n: int = 96
     loaded: int = field(default=2, kw_only=True)
     placed: bool = field(default=True, kw_only=True)
+    query_columns: int = field(default=192, kw_only=True)
     value_columns: int = field(default=192, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -149,16 +155,23 @@ class Keys96BackwardConfig(HopperBackwardConfig):
             raise ValueError("deterministic: expected False with block_n=96, got True")
         if self.loaded not in (0, 2, 3):
             raise ValueError(f"loaded: expected 0, 2 or 3, got {self.loaded}")
-        if self.value_columns not in (128, 192):
-            raise ValueError(f"value_columns: expected 128 or 192, got {self.value_columns}")
+        if self.query_columns not in (160, 192):
+            raise ValueError(f"query_columns: expected 160 or 192, got {self.query_columns}")
+        if self.value_columns not in (128, self.query_columns):
+            raise ValueError(f"value_columns: expected 128 or {self.query_columns}, got {self.value_columns}")
 
     def width(self, head_dim: int) -> int:
-        if not 128 < head_dim <= 192:
-            raise ValueError(f"head_dim: expected 129 to 192 with block_n=96, got {head_dim}")
-        return 192
+        if not 128 < head_dim <= self.query_columns:
+            raise ValueError(
+                f"head_dim: expected 129 to {self.query_columns} with block_n=96, got {head_dim}"
+            )
+        return self.query_columns
 
     def value_width(self, head_dim: int) -> int:
         return self.value_columns
+
+    def sums_widths(self, head_dim: int) -> tuple[int, int]:
+        return 192, -(-self.value_columns // 64) * 64  # whole parts
 
 
 _CHOSEN = {
@@ -183,13 +196,16 @@ else does."""
 
 KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
+KEYS_96_WIDTHS = (192,)
+"""Widths of tiles whose calls get it, of 160 and 192. 160 has not been timed."""
 
 
-def keys96_config(masked: bool, left_bound: bool) -> Keys96BackwardConfig:
-    """What is fastest on an H100 (docs/lab/hopper-backward.md). left_bound: of a window."""
+def keys96_config(masked: bool, left_bound: bool, columns: int = 192) -> Keys96BackwardConfig:
+    """What is fastest on an H100 (docs/lab/hopper-backward.md). left_bound: a window has one."""
+    config = replace(KEYS_96, query_columns=columns, value_columns=columns)
     if left_bound:
-        return replace(KEYS_96, early_mask=True)
-    return replace(KEYS_96, placed=False) if masked else replace(KEYS_96, loaded=3)
+        return replace(config, early_mask=True)
+    return replace(config, placed=False) if masked else replace(config, loaded=3)
 
 
 _STAYS = {
@@ -249,6 +265,6 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         return replace(chosen, deterministic=True)
-    if split == 192 and not varlen:
-        return keys96_config(masked, left_bound)
+    if split in KEYS_96_WIDTHS and not varlen:
+        return keys96_config(masked, left_bound, split)
     return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen

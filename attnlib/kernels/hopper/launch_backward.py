@@ -154,8 +154,8 @@ def make_plan(
     if isinstance(config, Keys96BackwardConfig):
         registers = WideRegisters(*kept, config.dq_registers)
         how = varlen, BackwardMask(**mask), registers, config.early_mask, config.loaded, config.placed
-        how += (config.value_columns // 64,)
-        return Keys96BackwardPlan(config.block_m, *how, shared, shared and config.added)
+        how += (-(-config.value_columns // 64),)
+        return Keys96BackwardPlan(config.block_m, *how, shared, shared and config.added, width)
     parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
@@ -188,7 +188,8 @@ def descriptors(
             tensor = Part("d_out" if name == "do" else name)
             for suffix, size in zip(("", "_few"), (64,) if name in ("q", "do") else (64, 32), strict=False):
                 block = (*ones, size, 64)
-                layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+                # Products take 32 columns of a part of a tile of 160: a swizzle does not reach beyond them.
+                layout = gl.NVMMASharedLayout(128 if width == 192 else 64, 16, len(block))
                 found[f"desc_{name}{suffix}"] = Descriptor(tensor, whole, block, layout)
             continue
         start, parts = 0, config.columns or (width,)

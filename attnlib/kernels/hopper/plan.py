@@ -349,7 +349,7 @@ class ValuesBackwardPlan(SplitWideBackwardPlan):
 
 @dataclass(frozen=True)
 class Keys96BackwardPlan(Constants):
-    """The same for `backward_keys96_kernel`: 192 columns in parts of 64, 96 keys.
+    """The same for `backward_keys96_kernel`: 192 or 160 columns in parts of 64, 96 keys.
 
     Attributes:
         varlen, block_m, early_mask, shared, added: as in `BackwardPlan`.
@@ -357,6 +357,7 @@ class Keys96BackwardPlan(Constants):
             0, 2 or 3.
         placed: dQ is added at places that are computed from its elements', see `backward_ring.place_of`.
         value_parts: parts of 64 columns of values, 2 or 3.
+        width: columns of a tile of queries, 192 or 160.
     """
 
     block_m: int
@@ -369,9 +370,10 @@ class Keys96BackwardPlan(Constants):
     value_parts: int
     shared: bool = False
     added: bool = False
+    width: int = 192
 
     block_n = gl.constexpr(96)  # keys of a program
-    width = gl.constexpr(192)
+    last = property(lambda self: gl.constexpr(self.width.value - 128))  # columns of part 2 that are used
     sums_width = property(lambda self: gl.constexpr(192 + 64 * self.value_parts.value))  # of dK and dV
     few, step, consumers = gl.constexpr(True), gl.constexpr(64), gl.constexpr(3)  # as in `BackwardPlan`
     persistent = deterministic = backwards = gl.constexpr(False)

@@ -166,8 +166,7 @@ class SharedKeys(NamedTuple):
 
     @property
     def _widths(self) -> tuple[int, int]:
-        config, head_dim = self.call.config, self.call.head_dim
-        return config.width(head_dim), config.value_width(head_dim)
+        return self.call.config.sums_widths(self.call.head_dim)
 
     @property
     def elements(self) -> int:

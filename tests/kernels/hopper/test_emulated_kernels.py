@@ -264,8 +264,23 @@ SHARED_OF_96_KEYS = {
 }
 
 
-def of_96_keys(call: Call) -> HopperBackwardConfig:
-    return KEYS_96 if call.D_v is None else replace(KEYS_96, value_columns=128)
+OF_160_COLUMNS = {
+    "grouped heads": Call(160, 2, 1, 150, 200),
+    "dense, fewer keys than queries, bfloat16": Call(160, 1, 1, 200, 150, False, dtype=torch.bfloat16),
+    "no keys in the last 32 of a block, batches": Call(136, 1, 1, 70, 150, causal=False, B=2),
+    "rows that see nothing": Call(152, 1, 1, 300, 150),
+    "a window": Call(160, 2, 1, 150, 400, causal=False, window=(60, 20)),
+    "varlen": Call(160, 2, 1, varlen=((40, 170), (0, 5), (150, 70))),
+    "values of 128": Call(160, 2, 1, 150, 200, D_v=128),
+    "added": Call(160, 4, 2, 70, 200),
+    "added, values of 72, dense": Call(136, 4, 2, 70, 200, False, D_v=72),
+    "apart, batches": Call(136, 4, 2, 70, 100, B=2),
+}
+
+
+def of_96_keys(call: Call, query_columns: int = 192) -> HopperBackwardConfig:
+    value_columns = query_columns if call.D_v is None else 128
+    return replace(KEYS_96, query_columns=query_columns, value_columns=value_columns)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -275,6 +290,16 @@ def test_96_keys_a_program(name: str, order: str) -> None:
     config = replace(of_96_keys(OF_96_KEYS[name]), loaded=loaded, placed=loaded != 3)
     config = replace(config, early_mask=order == "late")
     assert check_backward(replace(OF_96_KEYS[name], config=config), order).reports[-1].unwaited == ()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", OF_160_COLUMNS)
+def test_96_keys_of_160_columns(name: str, order: str) -> None:
+    call, loaded = OF_160_COLUMNS[name], {"eager": 3, "late": 0, "random": 2}[order]
+    config = replace(of_96_keys(call, 160), loaded=loaded, placed=loaded != 3, early_mask=order == "late")
+    if "added" in name or "apart" in name:
+        config = replace(config, visited=1, added="added" in name)
+    assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -96,6 +96,9 @@ BACKWARD = {
     "96 keys, tail": Call(192, 1, 1, 70, 1, False, sm_scale=4.0, config=KEYS_96),
     "96 keys, causal": Call(192, 1, 1, 150, 200, config=KEYS_96),
     "96 keys, shared": Call(192, 4, 2, 70, 70, config=replace(KEYS_96, visited=1)),
+    "160 columns, shared": Call(
+        160, 2, 1, 70, 70, config=replace(KEYS_96, visited=1, query_columns=160, value_columns=160)
+    ),
     "96 keys, apart": Call(192, 2, 1, 70, 200, config=replace(KEYS_96, visited=1, added=False)),
     "unseen, apart": Call(
         64, 2, 1, 60, 300, window=(30, -1), config=replace(hopper_backward_config(64), visited=1, added=False)
@@ -599,7 +602,7 @@ MUTATIONS = [
     keys96("dK and dV are not fenced", UNFENCED.format(r"[kv]_\w+"),
            without("    fence_async_shared()\n", "", "    at = tiling.keys")),
     keys96("dV is not waited for", "Race: .* ends and has not waited for its copies out",
-           without("    tma.store_wait(0)\n", "mem.v, plan.block_n * plan.width, 0, tile, work, plan)\n")),
+           without("    tma.store_wait(0)\n", "mem.v, plan.block_n * PARTS * 64, 0, tile, work, plan)\n")),
     keys96("few keys are masked as the first ones", "AssertionError",
            ("tile.start + 64, m, tile", "tile.start, m, tile"), call="96 keys, causal"),
     keys96("the parts of dQ are added to the first one", "AssertionError",
@@ -608,7 +611,12 @@ MUTATIONS = [
            ("((FIRST + i) * plan.block_n + 64) * 64", "((FIRST + i) * plan.block_n) * 64"),
            call="96 keys, shared"),
     keys96("the sums of dV are where those of dK are", "AssertionError",
-           ("mem.v, plan.block_n * plan.width, 0, tile", "mem.v, 0, 0, tile"), call="96 keys, shared"),
+           ("mem.v, plan.block_n * PARTS * 64, 0, tile", "mem.v, 0, 0, tile"), call="96 keys, shared"),
+    keys96("the sums of dV begin behind 160 columns of dK", "AssertionError",
+           ("mem.v, plan.block_n * PARTS * 64, 0, tile", "mem.v, plan.block_n * plan.width, 0, tile"),
+           call="160 columns, shared"),
+    keys96("dQ of part 2 takes the columns that are zeros", "AssertionError",
+           ("x.slice(0, plan.last, 1)", "x.slice(64 - plan.last, plan.last, 1)"), call="160 columns, shared"),
     tiles("blocks of 96 keys are counted as blocks of 64", "AssertionError|IndexError",
           ("plan.block_n if plan.few else 64", "64"), call="96 keys, apart"),
     tiles("the last keys are not masked", "AssertionError",

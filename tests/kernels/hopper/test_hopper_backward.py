@@ -272,6 +272,8 @@ def test_which_programs_stay_on_their_sm(config: HopperBackwardConfig, others: s
         ({"deterministic": True}, "deterministic: expected False with block_n=96, got True"),
         ({"loaded": 1}, "loaded: expected 0, 2 or 3, got 1"),
         ({"value_columns": 64}, "value_columns: expected 128 or 192, got 64"),
+        ({"query_columns": 176}, "query_columns: expected 160 or 192, got 176"),
+        ({"query_columns": 160}, "value_columns: expected 128 or 160, got 192"),
         ({"alternate": True}, r"alternate: expected False with block_n=96 \(wide kernel\), got True"),
         ({"persistent": True},
          "persistent: expected False with deterministic=False, alternate=False, block_n=96, got True"),
@@ -284,10 +286,13 @@ def test_what_96_keys_a_program_do_without(changes: dict[str, object], reason: s
 
 def test_which_calls_have_96_keys_a_program() -> None:
     """Of three parts of 64 columns, not where sums have an order."""
-    assert {KEYS_96.width(D) for D in range(136, 193, 8)} == {192}
-    for head_dim in (128, 200):
-        with pytest.raises(ValueError, match=f"^head_dim: expected 129 to 192 with .*, got {head_dim}$"):
-            KEYS_96.width(head_dim)
+    narrow = replace(KEYS_96, query_columns=160, value_columns=160)
+    assert {KEYS_96.width(D) for D in range(136, 193, 8)} == {192} and narrow.width(136) == 160
+    assert KEYS_96.sums_widths(160) == narrow.sums_widths(160) == (192, 192), "whole parts"
+    for config, head_dim in ((KEYS_96, 128), (KEYS_96, 200), (narrow, 168)):
+        most = config.query_columns
+        with pytest.raises(ValueError, match=f"^head_dim: expected 129 to {most} with .*, got {head_dim}$"):
+            config.width(head_dim)
     for masked, left_bound in ((False, False), (True, False), (True, True)):
         mask = {"masked": masked, "left_bound": left_bound}
         chosen = {D: hopper_backward_config(D, **mask).block_n for D in range(8, 257, 8)}
