@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
@@ -123,19 +124,23 @@ def names_of(head_dim: int, group: str) -> list[str]:
     return list(forms(head_dim, group, replace(hopper_sparse_config(head_dim), stages=1)))
 
 
-def compile_one(head_dim: int, group: str, name: str) -> None:
-    """In a child: what it compiles stays in Triton's cache."""
+def compile_one(head_dim: int, group: str, name: str) -> str:
+    """In a child: what it compiles stays in Triton's cache. Why it does not fit, or ""."""
     q, k, v = inputs(head_dim, "normal")
     params = params_of(q, mask_of(GROUPS[group][0], JUDGED), score_of(group, q))
     config = forms(head_dim, group, params.config).get(name, params.config)
-    hopper.forward(q, k, v, params._replace(config=config))
+    try:
+        hopper.forward(q, k, v, params._replace(config=config))
+    except OutOfResources as why:
+        return str(why)
     torch.cuda.synchronize()
+    return ""
 
 
-def compile_all(work: Sequence[tuple[int, str, str]]) -> None:
+def compile_all(work: Sequence[tuple[int, str, str]]) -> list[str]:
     children = min(len(work), len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, *zip(*work, strict=True)))
+        return list(pool.map(compile_one, *zip(*work, strict=True)))
 
 
 def timed(head_dim: int, group: str, left_out: Collection[str], rounds: int) -> Iterator[str]:
@@ -174,10 +179,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     work = [(d, group, name) for d in args.dims for group in args.groups for name in names_of(d, group)]
-    compile_all(work)
+    refused = dict(zip(work, compile_all(work), strict=True))
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     bad: dict[tuple[int, str], set[str]] = {}
     for head_dim, group, name in work:
+        if refused[head_dim, group, name]:
+            print(f"left out: D{head_dim} {group} {name}: {refused[head_dim, group, name]}", flush=True)
+            bad.setdefault((head_dim, group), set()).add(name)
+            continue
         for said in wrong(head_dim, group, name):
             print(f"WRONG D{head_dim} {group} {name}: {said}", flush=True)
             bad.setdefault((head_dim, group), set()).add(name)
