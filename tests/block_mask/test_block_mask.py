@@ -128,6 +128,17 @@ def test_words_are_bits_in_the_order_of_registers():
     assert torch.equal(tiles.unpack(tiles.transposed(words)), seen.mT)
 
 
+def test_a_row_or_a_column_of_absent_blocks_needs_bits_where_it_is_walked():
+    blocks = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    row, column = (0, 0, 2), (0, 0, slice(None), 2)
+    for gone, expected in ((None, (False, False)), (row, (True, True)), (column, (True, False))):
+        some = blocks.clone()
+        if gone is not None:
+            some[gone] = False
+        form = BlockMask.from_blocks(some, 512, 512).form
+        assert (form.partial, form.partial_rows) == expected
+
+
 def test_full_and_absent_blocks_carry_no_bits():
     assert not BlockMask.from_function(FUNCTIONS["all"], 256, 256).form.partial
     assert len(BlockMask.from_function(FUNCTIONS["causal"], 1024, 1024).words) == 1 + 8

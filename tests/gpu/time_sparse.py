@@ -418,7 +418,7 @@ class Run:
         from attnlib.kernels.sparse import hopper
         from attnlib.kernels.sparse.configs_hopper import SHARED, WIDE, hopper_sparse_config
 
-        chosen = hopper_sparse_config(self.head_dim)
+        chosen = hopper_sparse_config(self.head_dim, keep=True)
         tried = {"chosen": chosen}
         if self.head_dim == 64:
             tried |= {"wide": WIDE, "halves": replace(SHARED, o_columns=32)}

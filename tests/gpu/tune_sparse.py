@@ -57,13 +57,13 @@ GROUPS = {
 def forms(head_dim: int, group: str, chosen: HopperSparseConfig) -> dict[str, HopperSparseConfig]:
     """Forms by name; chosen: that of a call."""
     if group != "blocks":
-        return {CHOSEN: chosen, "kept": replace(chosen, keep_shift=True)}
-    kept = hopper_sparse_config(head_dim, plain=True)
+        return {CHOSEN: chosen, "not kept": replace(chosen, keep_shift=False)}
+    kept = hopper_sparse_config(head_dim, keep=True)
     if head_dim == 64:
         two = replace(kept, q_buffers=2, o_columns=32)
         found = {"two Q": two, "two Q, apart": replace(two, joint=False)}
     else:
-        fine = hopper_sparse_config(head_dim, coarse=False, plain=True)
+        fine = hopper_sparse_config(head_dim, coarse=False, keep=True)
         two = replace(fine, q_buffers=2, o_columns=64)
         found = {
             "steps of 64": fine, "steps of 128": kept, "two Q": two,

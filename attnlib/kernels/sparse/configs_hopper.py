@@ -77,16 +77,22 @@ _CHOSEN = {
 }
 _FINE = {128: HopperSparseConfig(64, 4, 128, q_columns=64, late_wait=True, pin=True, named=True)}
 _KEPT = 64, 128
-"""Widths of a tile at which kept shifts were measured, and won, without bits and scores."""
+"""Widths of a tile at which kept shifts were measured, and won: full blocks, bits, soft caps and sinks."""
 
 
 def hopper_sparse_config(
-    head_dim: int, coarse: bool = True, bias: bool = False, copied: bool = False, plain: bool = False
+    head_dim: int,
+    coarse: bool = True,
+    bias: bool = False,
+    copied: bool = False,
+    keep: bool = False,
+    short: bool = False,
 ) -> HopperSparseConfig:
-    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64, and rows
-    that are to be `plain` have many. bias: whether the score has one, or a function of the caller's own,
-    which two pairs have no registers for. copied: whether TMA can read the bias. plain: whether all blocks
-    are full, and no score changes.
+    """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64. bias:
+    whether the score has one, or a function of the caller's own, which two pairs have no registers for.
+    copied: whether TMA can read the bias. keep: whether steps can keep their shifts, which those with ALiBi,
+    a bias or a function can't. short: whether all blocks are full, no score changes, and rows have few steps
+    of 128 keys.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -94,11 +100,14 @@ def hopper_sparse_config(
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
-    chosen = _CHOSEN[width] if coarse else _FINE.get(width, _CHOSEN[width])
+    chosen = _CHOSEN[width] if coarse and not short else _FINE.get(width, _CHOSEN[width])
     if bias and width == 64:
         chosen = WIDE
-    if plain and width in _KEPT:
-        return replace(chosen, keep_shift=True)
+    if keep and width in _KEPT:
+        chosen = replace(chosen, keep_shift=True)
+        if short and width == 128:  # the next tile's queries are copied beside this one's few steps
+            chosen = replace(chosen, q_buffers=2, o_columns=64)
+        return chosen
     if copied and width <= 128:  # with half an output there is room for the bias of a step
         return replace(chosen, copies_bias=True, o_columns=64)
     return chosen

@@ -62,9 +62,9 @@ def configuration(
         return hopper_sparse_backward_config(q.shape[-1], scored, params.block_mask.form.narrow)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
     form = params.block_mask.form
-    plain = score is None and not form.partial
-    coarse = form.coarse and not (plain and form.short)
-    return hopper_sparse_config(q.shape[-1], coarse, bias or own, copied, plain)
+    keep = not (bias or own or (score is not None and score.alibi is not None))
+    short = form.short and score is None and not form.partial_rows
+    return hopper_sparse_config(q.shape[-1], form.coarse, bias or own, copied, keep, short)
 
 
 def prepare(call: Signature, backward: bool = False) -> launch_hopper.Plan | BackwardPlan | None:

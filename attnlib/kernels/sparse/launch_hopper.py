@@ -91,8 +91,8 @@ def prepare(call: Signature) -> Plan:
         },
         constants={
             "plan": make_plan(
-                width, config, call.sm_scale < 0 and inner is None, call.return_lse, call.mask.partial, score,
-                bias is not None,
+                width, config, call.sm_scale < 0 and inner is None, call.return_lse, call.mask.partial_rows,
+                score, bias is not None,
             ),
             "FUNCTION": None if score is None else score.function,
         },
