@@ -25,11 +25,12 @@ from attnlib.kernels.hopper import (
     backward_tiles,
     backward_wide_kernel,
     column_parts,
+    configs_backward,
     forward_kernel,
     told,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
-from attnlib.kernels.hopper.configs_backward import KEYS_96, OWN_VALUES, SPLIT, hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import KEYS_96, OWN_VALUES, hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -88,7 +89,7 @@ BACKWARD = {
     "persistent, shared": Call(64, 2, 1, 150, 300, config=PERSISTENT[64]),
     "64 + 16": Call(72, 1, 1, 70, 70, config=ONE_TILE[72]),
     "64 + 32": Call(96, 1, 1, 70, 70, config=ONE_TILE[96]),
-    "128 + 32": Call(136, 1, 1, 70, 70, config=SPLIT[160]),
+    "128 + 32": Call(136, 1, 1, 70, 70, config=configs_backward.SPLIT[160]),
     "values of 128": Call(192, 1, 1, 70, 70, D_v=128, config=OWN_VALUES),
     "shared": Call(96, 4, 2, 70, 200, config=replace(hopper_backward_config(96), visited=1)),
     "256, shared": Call(256, 4, 2, 70, 70, config=replace(hopper_backward_config(256), visited=1)),
