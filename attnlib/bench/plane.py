@@ -45,6 +45,7 @@ OTHERS = {
     "gqa16": Kind("causal, GQA 16:1", group=16),
     "varlen": Kind("varlen, causal", varlen=True),
     "varlendense": Kind("varlen", causal=False, varlen=True),
+    "varlenwindow": Kind("varlen, window of 1024 keys", window=(1023, 0), varlen=True),
     "varlengqa8": Kind("varlen, causal, GQA 8:1", group=8, varlen=True),
     "varlengqa4": Kind("varlen, causal, GQA 4:1", group=4, varlen=True),
 }
@@ -69,15 +70,11 @@ class Cell(NamedTuple):
     def pairs(self) -> float:
         """Queries and keys that see each other, of a head: an area, as the FLOPs of `roofline` are counted;
         with a window, exactly. Of varlen sequences the average over all."""
-        n, kind = self.shape.seqlen, ALL[self.kind]
-        causal, window = kind.causal, kind.window
-        if kind.varlen:
-            squares = sum(length**2 for length in self.lengths) / self.shape.batch
-            return squares / 2 if causal else squares
+        causal, window = ALL[self.kind].causal, ALL[self.kind].window
         if window is None:
-            return n * n / 2 if causal else n * n
-        wide = min(n, window[0] + 1)
-        return wide * (wide + 1) / 2 + (n - wide) * wide
+            return sum(n * n for n in self.lengths) / len(self.lengths) / (2 if causal else 1)
+        wide = [(n, min(n, window[0] + 1)) for n in self.lengths]
+        return sum(w * (w + 1) / 2 + (n - w) * w for n, w in wide) / len(wide)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -79,6 +79,12 @@ def keys96(rows: int, keys: int, head_dim: int):
     return q, k, v, params._replace(config=replace(KEYS_96, visited=2))
 
 
+def varlen_keys96(rows: int, keys: int, head_dim: int):
+    """The same of two sequences."""
+    q, k, v, params = varlen(rows, keys, head_dim)
+    return q, k, v, params._replace(config=replace(KEYS_96, placed=False))
+
+
 def varlen(rows: int, keys: int, head_dim: int):
     """The same of two sequences, one after the other."""
     q = torch.zeros(rows, 4, head_dim, dtype=torch.float16)
@@ -106,6 +112,7 @@ CALLS = {
     "two parts": (varlen, 72, {}),
     "existing": (existing, 64, {}),
     "96 keys": (keys96, 192, {}),
+    "96 keys, varlen": (varlen_keys96, 192, {}),
 }
 DECODE_CALLS = {"cache": (cache, 64, {}), "pages": (cache, 128, {"page": 16})}
 FAMILIES = {"portable": portable, "hopper": hopper}
@@ -114,14 +121,15 @@ EARLY = {decode: [0, 1], fp8: [0, 1, 1]}
 """Launches that may begin before the one ahead of them is done: a merge, and the passes after the first."""
 CASES = [("fp8", "forward", "batch"), *(("decode", "forward", call) for call in DECODE_CALLS)]
 CASES += [("hopper", "forward", "two parts"), ("hopper", "backward", "two parts")]
-CASES += [("hopper", "backward", "96 keys")]
+CASES += [("hopper", "backward", "96 keys"), ("hopper", "backward", "96 keys, varlen")]
 CASES += [("hopper", "forward", "existing"), ("portable", "forward", "existing")]
 CASES += [
     (family, direction, call)
     for family in FAMILIES
     for direction in ("forward", "backward")
     for call in CALLS
-    if call not in ("two parts", "existing", "96 keys") and (family, call) != ("hopper", "float32")
+    if call not in ("two parts", "existing", "96 keys", "96 keys, varlen")
+    and (family, call) != ("hopper", "float32")
 ]
 
 

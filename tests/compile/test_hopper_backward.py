@@ -86,6 +86,7 @@ OPTION_SPILLS = {
     (80, "persistent bulk shared causal"): 4, (96, "persistent shared causal"): 10,
     (128, "persistent shared causal"): 6, (128, "persistent shared dense"): 4,
     (128, "persistent shared both sides"): 4,
+    (64, "persistent whole shared causal"): 2,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
@@ -93,10 +94,15 @@ KEYS_SPILLS = {
     (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
     (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4, (KEYS, "apart causal"): 4,
     (KEYS, "spread causal"): 8, (KEYS, "spread shared causal"): 8, (KEYS, "all load dense"): 6,
-    (KEYS, "early both sides"): 6,
+    (KEYS, "early both sides"): 6, (KEYS, "spread varlen"): 2, (KEYS, "spread varlen dense"): 2,
+    (KEYS, "spread shared varlen"): 4,
+    (KEYS_160, "both sides"): 8, (KEYS_160, "shared causal"): 2, (KEYS_160, "spread varlen"): 2,
+    (KEYS_160, "spread varlen dense"): 4, (KEYS_160, "spread shared varlen"): 4,
     (KEYS_160, "causal"): 6, (KEYS_160, "dense"): 6, (KEYS_160, "spread causal"): 12,
     (KEYS_160, "spread shared causal"): 8, (KEYS_160, "all load dense"): 6, (KEYS_160, "early both sides"): 8,
-    (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0,
+    (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0, (KEYS_PAIR, "all load causal"): 2,
+    (KEYS_PAIR, "all load dense"): 0, (KEYS_PAIR, "all load both sides"): 4, (KEYS_PAIR, "spread varlen"): 2,
+    (KEYS_PAIR, "spread varlen dense"): 4,
 }  # fmt: skip
 """Words that may spill there."""
 CASES = with_more(
@@ -122,6 +128,7 @@ FORMS |= {
     "persistent bulk shared": ["persistent", "bulk", "early_mask"],
 }
 FORMS = {name: dict.fromkeys(options, True) for name, options in FORMS.items()}
+FORMS["persistent whole shared"] = FORMS["persistent early shared"] | {"half_p": False}
 FORMS |= {"spread": {"placed": False}, "spread shared": {"placed": False}, "all load": {"loaded": 3}}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
@@ -158,8 +165,8 @@ LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2,
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
 """The same where programs share a key head, which keep an address of sums more."""
-OWN_LOADS = {(256, "shared varlen window"): 5}
-"""A form that no call gets by itself: varlen calls visit all query heads of a group."""
+OWN_LOADS = {(256, "shared varlen window"): 5, (KEYS_PAIR, "spread varlen"): 1}
+"""Of single kinds. No call gets the first by itself: such varlen calls visit all query heads of a group."""
 
 
 def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, HopperBackwardConfig]:

@@ -7,7 +7,7 @@
     python tests/gpu/tune_backward.py wide96 --rounds 4          some 90 s
     python tests/gpu/tune_backward.py wide160 --rounds 4         some 90 s
     python tests/gpu/tune_backward.py choices --rounds 4         some 80 s, and as long `narrow`
-    python tests/gpu/tune_backward.py varlen96 --rounds 4        some 70 s
+    python tests/gpu/tune_backward.py varlen96 --rounds 4        some 50 s
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
@@ -18,11 +18,12 @@ behind the kernel; "stays", programs stay on their SM.
 wide96: 192 columns, 64 keys a program, and 96 ("96"); of grouped heads with one query head
 ("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
 "not placed": dQ is added at addresses that follow from a thread's number.
-wide160: the same of 160 columns; "filled": 96 keys in a tile of 192 columns, as calls of 192 have it.
+wide160: the same of 160 columns.
 choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, and
 how much of L2 the heads that advance together may take ("8 MB"). narrow: the same of up to 128 columns;
 "half": dS from P as it was rounded.
-varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96.
+varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96; "96" is what calls get that have
+96 keys, grouped heads as many a program as those.
 
 A cell is D-kind-length, or D/Dv-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are
 those of the plane (`bench.plane`); of varlen sequences the average is about that long. FlashAttention-3 takes
@@ -122,7 +123,8 @@ NARROW = """
 """.split()
 VARLEN96 = """
 192-varlen-1024 192-varlen-4096 192-varlendense-1024 192/128-varlen-1024 192-varlengqa8-1024 192-varlen-256
-160-varlen-1024 192/128-varlendense-1024 192-varlengqa4-4096 192/128-varlen-4096
+160-varlen-1024 192/128-varlendense-1024 192-varlengqa4-4096 192/128-varlen-4096 192-varlenwindow-4096
+160-varlengqa8-1024 192-varlen-128 160-varlenwindow-4096 160-varlengqa8-4096
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -133,7 +135,8 @@ GROUPED = [
 
 def step_forms(cell: Cell) -> Forms:
     """Of one call: dQ from registers or in bulk, P masked late or early, and a later second consumer."""
-    config, masked = hopper_backward_config(cell.shape.head_dim), KINDS[cell.kind].causal
+    masked = KINDS[cell.kind].causal
+    config = hopper_backward_config(cell.shape.head_dim, masked=masked)
     delay = "masked_stagger" if masked else "stagger"
     changes: dict[str, dict[str, object]] = {DEFAULT: {}}
     early = {"early_mask": True} if masked else {}
@@ -189,7 +192,7 @@ def grouped_forms(cell: Cell) -> Forms:
     """Of one call: programs of one tile, and up to 128 columns such that stay on their SM, as calls have them
     with heads of their own."""
     head_dim, group, masked = cell.shape.head_dim, KINDS[cell.kind].group, KINDS[cell.kind].causal
-    config = hopper_backward_config(head_dim)
+    config = hopper_backward_config(head_dim, masked=masked)
     stays = hopper_backward_config(head_dim, stays=True, masked=masked)
     found = {"all": replace(config, visited=group), DEFAULT: config}
     found |= {f"added {n}": replace(config, visited=n) for n in sharing.divisors(group)[:-1]}
@@ -217,36 +220,31 @@ def wide96_forms(cell: Cell) -> Forms:
     return found
 
 
-def wide160_forms(cell: Cell) -> Forms:
-    """Of one call of up to 160 columns: 64 keys a program, 96 in a tile of 160 columns and in one of 192."""
-    kind, config = KINDS[cell.kind], SPLIT[160]
-    keys96 = replace(KEYS_96, query_columns=160, value_columns=160)
-    filled = keys96_config(kind.causal, kind.window is not None)
-    if kind.group > 1:
-        found: Forms = {"64": config}
-        for n in (1, 2):
-            found[f"96 added {n}"] = replace(keys96, visited=n)
-            found[f"filled, added {n}"] = replace(filled, visited=n)
-        spread = {"96 added 2, not placed": replace(keys96, visited=2, placed=False)}
-        return found | spread | {"96 all": replace(keys96, visited=kind.group)}
-    found = {"64": config, "96": keys96, "filled": filled, "96 all load": replace(keys96, loaded=3)}
-    found["96 not placed"] = replace(keys96, placed=False)
-    if kind.causal:
-        found["96 early"] = replace(keys96, early_mask=True)
-        found["96, 64 MB"] = replace(keys96, l2_bytes=64 << 20)
-    return found
-
-
 def default_of(cell: Cell) -> HopperBackwardConfig:
     """What calls get."""
-    shape = cell.shape
-    dtype = getattr(torch, shape.dtype)
+    shape, dtype = cell.shape, getattr(torch, cell.shape.dtype)
     q = torch.empty(shape.batch, shape.heads, shape.seqlen, shape.head_dim, dtype=dtype, device="meta")
     k, v = (
         q.new_empty(shape.batch, shape.kv_heads, shape.seqlen, n) for n in (shape.head_dim, shape.value_dim)
     )
     params = Params(mask_window(shape.causal, KINDS[cell.kind].window), 1.0)
     return hopper.configuration(q, k, v, params, backward=True)
+
+
+def wide160_forms(cell: Cell) -> Forms:
+    """Of one call of up to 160 columns: 64 keys a program and 96."""
+    kind, keys96 = KINDS[cell.kind], default_of(cell)
+    found: Forms = {"64": SPLIT[160], DEFAULT: keys96}
+    if kind.group > 1:
+        found |= {f"added {n}": replace(keys96, visited=n) for n in (1, 2)}
+        spread = {"added 2, not placed": replace(keys96, visited=2, placed=False)}
+        return found | spread | {"all": replace(keys96, visited=kind.group)}
+    found["all load"], found["not placed"] = replace(keys96, loaded=3), replace(keys96, placed=False)
+    if kind.causal:
+        found["early"] = replace(keys96, early_mask=True)
+        others = [megabytes for megabytes in (16, 64) if megabytes << 20 != keys96.l2_bytes]
+        found |= {f"{megabytes} MB": replace(keys96, l2_bytes=megabytes << 20) for megabytes in others}
+    return found
 
 
 def choice_forms(cell: Cell) -> Forms:
@@ -263,10 +261,12 @@ def choice_forms(cell: Cell) -> Forms:
     else:
         found |= {f"added {n}": replace(config, visited=n) for n in (1, 2, 4) if n < group}
         found |= {"all": replace(config, visited=group)}
-        for megabytes in (32, 64):
+        for megabytes in (16, 64):
             found[f"added 2, {megabytes} MB"] = replace(config, visited=2, l2_bytes=megabytes << 20)
         first, prefix = replace(config, visited=1), "added 1, "
-    for megabytes in (8, 32, 64, 128):
+    for megabytes in (8, 16, 32, 64, 128):
+        if megabytes << 20 == first.l2_bytes:
+            continue
         found[f"{prefix}{megabytes} MB"] = replace(first, l2_bytes=megabytes << 20)
     if KINDS[cell.kind].causal:
         found[f"{prefix}early"] = replace(first, early_mask=True)
@@ -278,7 +278,9 @@ def narrow_forms(cell: Cell) -> Forms:
     there is room, P masked early; of grouped heads how many a program that stays visits."""
     kind, head_dim = KINDS[cell.kind], cell.shape.head_dim
     config = default_of(cell)
-    stays = replace(hopper_backward_config(head_dim, stays=True, masked=kind.causal), visited=config.visited)
+    stays = config
+    if not config.persistent:
+        stays = hopper_backward_config(head_dim, stays=True, masked=kind.causal)
     found = {DEFAULT: config}
     if kind.group > 1:
         found |= {f"stays, added {n}": replace(stays, visited=n) for n in (1, 2, 4) if n < kind.group}
@@ -297,11 +299,16 @@ def narrow_forms(cell: Cell) -> Forms:
 def varlen96_forms(cell: Cell) -> Forms:
     """Of one call of varlen sequences: 64 keys a program and 96."""
     columns, group = (160 if cell.shape.head_dim <= 160 else 192), KINDS[cell.kind].group
-    config, keys96 = SPLIT[columns], replace(KEYS_96, query_columns=columns, value_columns=columns)
+    config, keys96 = SPLIT[columns], keys96_config(varlen=True, columns=columns)
     if cell.shape.head_dim_v is not None:
-        config, keys96 = OWN_VALUES, replace(KEYS_96, value_columns=128)
-    found = {"64": config, "96": keys96, "96 all load": replace(keys96, loaded=3)}
-    found["96 not placed"] = replace(keys96, placed=False)
+        config, keys96 = OWN_VALUES, keys96_config(varlen=True, value_columns=128)
+    found = {"64": config, "96": keys96, "96 placed": replace(keys96, placed=True)}
+    found["96 all load"] = replace(keys96, placed=True, loaded=3)
+    if KINDS[cell.kind].window is not None:
+        found["96 early"] = replace(keys96, early_mask=True)
+        found["96 placed, early"] = replace(keys96, placed=True, early_mask=True)
+    if group > 1:
+        found["96 all"] = replace(keys96, visited=group)
     for n in (1, 2) if group > 1 else ():
         found |= {f"64 added {n}": replace(config, visited=n), f"96 added {n}": replace(keys96, visited=n)}
     return found
@@ -474,7 +481,7 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
 
 def visited_by_model(cell: Cell) -> str:
     """Time of one program for a group over that of programs that visit fewer query heads, predicted."""
-    shape, config = cell.shape, hopper_backward_config(cell.shape.head_dim)
+    shape, config = cell.shape, default_of(cell)
     widths = config.width(shape.head_dim), config.value_width(shape.head_dim)
     heads, group = shape.batch * shape.kv_heads, KINDS[cell.kind].group
     call = sharing.Launched(config, heads, group, shape.seqlen, shape.keys, *widths, shape.causal)

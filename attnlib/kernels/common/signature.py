@@ -70,6 +70,13 @@ class Signature(NamedTuple):
         """The shape of the output."""
         return self.q if self.own_value_dim is None else (*self.q[:-1], self.own_value_dim)
 
+    def mean_lengths(self) -> tuple[int, int]:
+        """(S_q, S_k); of varlen sequences the mean lengths."""
+        if self.lengths is None:
+            return self.q[2], self.k[2]
+        sequences = max(self.lengths.sequences, 1)
+        return self.q[0] // sequences, self.k[0] // sequences
+
     def dimensions(self) -> tuple[int, int, int, int, int]:
         """(B, H, H_kv, S_q, S_k); of varlen sequences their number and the longest lengths."""
         if self.lengths is None:
@@ -106,6 +113,11 @@ def mean_keys(S_q: int, S_k: int, window: MaskWindow) -> int:
     if right is not None:
         seen -= max(0, min(S_q, S_k) - right) // 2
     return seen if left is None else min(seen, left + 1 + (seen if right is None else right))
+
+
+def mean_rows(S_q: int, S_k: int, window: MaskWindow) -> float:
+    """Queries of a head that see a key on average, about."""
+    return mean_keys(S_q, S_k, window) * S_q / max(S_k, 1)
 
 
 def exp2_scale(sm_scale: float) -> float:

@@ -196,16 +196,37 @@ else does."""
 
 KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
-KEYS_96_WIDTHS = (192,)
-"""Widths of tiles whose calls get it, of 160 and 192. 160 has not been timed."""
+VARLEN_KEYS = 256
+"""Varlen sequences of fewer keys on average have 64 keys a program: 96 were not timed there."""
+DIAGONAL_BYTES = 40 << 20
+"""`l2_bytes` beyond 128 columns, of batches under a diagonal, four fifths of the L2: with 16 MB a section has
+fewer programs than there are SMs, and its longest ones begin late."""
 
 
-def keys96_config(masked: bool, left_bound: bool, columns: int = 192) -> Keys96BackwardConfig:
-    """What is fastest on an H100 (docs/lab/hopper-backward.md). left_bound: a window has one."""
-    config = replace(KEYS_96, query_columns=columns, value_columns=columns)
-    if left_bound:
-        return replace(config, early_mask=True)
-    return replace(config, placed=False) if masked else replace(config, loaded=3)
+def keys96_config(
+    masked: bool = False,
+    left_bound: bool = False,
+    varlen: bool = False,
+    columns: int = 192,
+    value_columns: int | None = None,
+) -> Keys96BackwardConfig:
+    """What is fastest on an H100 (docs/lab/hopper-backward.md). Arguments as of `hopper_backward_config`;
+    columns, value_columns: of a tile, None for as many."""
+    values = columns if value_columns is None else value_columns
+    config = replace(KEYS_96, query_columns=columns, value_columns=values)
+    if varlen:
+        return replace(config, placed=False)
+    if masked and not left_bound:
+        config = replace(config, l2_bytes=DIAGONAL_BYTES)
+    if columns == 160:
+        return config
+    if values < columns or not masked:
+        return replace(config, loaded=3)
+    return replace(config, early_mask=True) if left_bound else replace(config, placed=False)
+
+
+def _takes_96_keys(left_bound: bool, varlen: float | None) -> bool:
+    return varlen is None or (varlen >= VARLEN_KEYS and not left_bound)
 
 
 _STAYS = {
@@ -220,19 +241,25 @@ measurement on an H100 (docs/lab/hopper-backward.md)."""
 
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
 """Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there are kernels for: where
-sums have an order, and of varlen sequences. Others have 96 keys a program."""
+sums have an order, and of the varlen sequences that have 64 keys a program. Others have 96."""
 
 
 def own_values_backward_config(
-    head_dim: int, value_dim: int, deterministic: bool = False, varlen: bool = False
+    head_dim: int,
+    value_dim: int,
+    deterministic: bool = False,
+    masked: bool = False,
+    left_bound: bool = False,
+    varlen: float | None = None,
 ) -> ValuesBackwardConfig | Keys96BackwardConfig | None:
-    """The configuration of a call with values of a head dimension of their own; None if there is none."""
+    """The configuration of a call with values of a head dimension of their own; None if there is none. Other
+    arguments as of `hopper_backward_config`."""
     columns, values = sum(OWN_VALUES.columns), 2 * OWN_VALUES.value_columns
     if not (OWN_VALUES.columns[0] < head_dim <= columns and OWN_VALUES.value_columns < value_dim <= values):
         return None
-    if deterministic or varlen:
+    if deterministic or not _takes_96_keys(left_bound, varlen):
         return replace(OWN_VALUES, deterministic=deterministic)
-    return replace(KEYS_96, loaded=3, value_columns=128)
+    return keys96_config(masked, left_bound, varlen is not None, value_columns=values)
 
 
 def hopper_backward_config(
@@ -241,7 +268,7 @@ def hopper_backward_config(
     stays: bool = False,
     masked: bool = False,
     left_bound: bool = False,
-    varlen: bool = False,
+    varlen: float | None = None,
 ) -> HopperBackwardConfig:
     """The configuration of the Hopper backward kernel for one call.
 
@@ -249,10 +276,10 @@ def hopper_backward_config(
         head_dim: D, 1 to 256.
         deterministic: gradients have the same bits in every run.
         stays: programs stay on their SM, up to 128 columns: where each key head has one query head, and
-            sequences lie in batches; of grouped heads see `sharing.visited_by_staying`.
+            sequences lie in batches; of grouped heads see `sharing.staying`.
         masked: a diagonal or a window hides keys.
         left_bound: it is a window with a left bound.
-        varlen: sequences of their own lengths, which 96 keys a program were not measured for.
+        varlen: keys of a sequence on average, where sequences have lengths of their own; None for batches.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -265,6 +292,9 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         return replace(chosen, deterministic=True)
-    if split in KEYS_96_WIDTHS and not varlen:
-        return keys96_config(masked, left_bound, split)
-    return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen
+    if width <= 128:
+        return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen
+    if split is not None and _takes_96_keys(left_bound, varlen):
+        return keys96_config(masked, left_bound, varlen is not None, split)
+    diagonal = masked and not left_bound and varlen is None
+    return replace(chosen, l2_bytes=DIAGONAL_BYTES) if diagonal else chosen

@@ -3,6 +3,7 @@ a key head leave dK and dV."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import heapreplace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.l2_sections import SMS
 from attnlib.kernels.common.launch_postprocess import Sums, conversion
 from attnlib.kernels.common.launcher import Launch
-from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.common.signature import Signature, mean_rows
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
 
 # Constants of the model of a launch. docs/lab/hopper-backward.md says where the numbers are from.
@@ -104,11 +105,24 @@ def divisors(group: int) -> list[int]:
     return [n for n in range(1, group + 1) if group % n == 0]
 
 
-def visited_by_staying(width: int, group: int, rows: float, masked: bool, left_bound: bool) -> int | None:
-    """How many query heads of a group a program visits that stays on its SM; None where programs of one tile
-    are as fast. Measured on an H100, docs/lab/hopper-backward.md.
+TIE = 1.02
+"""Two query heads are taken rather than one where the model says less than this between them: timed they were
+as fast or faster."""
+LONG_ROWS = 8192
+"""From so many rows that see a key on, programs of 64 columns that stay have P in full for dS."""
+SHORT_ROWS = 768
+"""With fewer rows that see a key a program of 96 keys visits one query head: the least that were timed with
+two as fast were 1024, the most with one 564."""
+
+
+def staying(
+    config: HopperBackwardConfig, width: int, group: int, rows: float, masked: bool, left_bound: bool
+) -> HopperBackwardConfig | None:
+    """What grouped heads get whose programs stay on their SM; None where programs of one tile are as fast.
+    Measured on an H100, docs/lab/hopper-backward.md.
 
     Args:
+        config: of programs that stay.
         width: columns of a tile.
         group: query heads of a key head.
         rows: queries of a head that see a key, on average.
@@ -116,17 +130,21 @@ def visited_by_staying(width: int, group: int, rows: float, masked: bool, left_b
         left_bound: it is a window with a left bound.
     """
     if width == 128:
-        return 1 if rows >= 256 and (group >= 8 or (group >= 4 and rows <= 4096)) else None
-    if not masked or group < 8 or rows < 512 or (left_bound and width < 96):
+        shares = rows >= 256 and (group >= 8 or (group >= 4 and rows <= 4096))
+        return replace(config, visited=1) if shares else None
+    long = width == 64 and rows >= LONG_ROWS
+    if not masked or group < (4 if long else 8) or rows < 512 or (left_bound and width < 96):
         return None
-    return max(visited for visited in divisors(group) if 4 * visited <= group)
+    visited = max(visited for visited in divisors(group) if 4 * visited <= group)
+    return replace(config, visited=visited, half_p=config.half_p and not long)
 
 
 def query_heads(call: Signature) -> int:
-    """How many query heads of a group one program visits. It visits all of varlen sequences, of windows with
-    a left bound and of deterministic calls: the model does not know the programs of the former, and the
-    latter must not add in any order. Beyond 128 columns it visits at most two of a group of four and more
-    under a diagonal: so it was faster than the model knows in all lengths (docs/lab/hopper-backward.md).
+    """How many query heads of a group one program visits. It visits all of windows with a left bound and of
+    deterministic calls, which must not add in any order, and of most varlen sequences, whose programs the
+    model does not know. Beyond 128 columns it visits at most one or two of a group of four and more under a
+    diagonal: so it was faster than the model knows in all lengths, with 96 keys in varlen sequences, too
+    (docs/lab/hopper-backward.md).
 
     Raises:
         ValueError: the configuration says a number that does not divide the group.
@@ -140,13 +158,19 @@ def query_heads(call: Signature) -> int:
             )
         return config.visited
     left, right = call.window.clipped(S_q, S_k)
-    if group == 1 or call.varlen or left is not None or config.deterministic:
+    keys96 = config.block_n == 96
+    if group == 1 or left is not None or config.deterministic or (call.varlen and not keys96):
         return group
     widths = config.width(call.head_dim), config.value_width(call.head_dim)
-    visited = chosen(Launched(config, B * H_kv, group, S_q, S_k, *widths, right is not None))
-    if right is not None and group >= 4 and config.block_n < 128:
-        return min(visited, 2 - group % 2)
-    return visited
+    launched = Launched(config, B * H_kv, group, S_q, S_k, *widths, right is not None)
+    visited = group if call.varlen else chosen(launched)
+    if right is None or group < 4 or config.block_n == 128:
+        return visited
+    short = keys96 and mean_rows(*call.mean_lengths(), call.window) < SHORT_ROWS
+    most = 1 if short else 2 - group % 2
+    if visited < most and launched.clocks(most) < TIE * launched.clocks(visited):
+        return most
+    return min(visited, most)
 
 
 class SharedKeys(NamedTuple):

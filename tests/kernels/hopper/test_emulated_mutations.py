@@ -25,6 +25,7 @@ from attnlib.kernels.hopper import (
     backward_tiles,
     backward_wide_kernel,
     column_parts,
+    configs_backward,
     forward_kernel,
     told,
 )
@@ -87,7 +88,8 @@ BACKWARD = {
     ),
     "persistent, shared": Call(64, 2, 1, 150, 300, config=PERSISTENT[64]),
     "64 + 16": Call(72, 1, 1, 70, 70, config=ONE_TILE[72]),
-    "64 + 32": Call(96, 1, 1, 70, 70, config=ONE_TILE[96]), "128 + 32": Call(136, 1, 1, 70, 70),
+    "64 + 32": Call(96, 1, 1, 70, 70, config=ONE_TILE[96]),
+    "128 + 32": Call(136, 1, 1, 70, 70, config=configs_backward.SPLIT[160]),
     "values of 128": Call(192, 1, 1, 70, 70, D_v=128, config=OWN_VALUES),
     "shared": Call(96, 4, 2, 70, 200, config=replace(hopper_backward_config(96), visited=1)),
     "256, shared": Call(256, 4, 2, 70, 70, config=replace(hopper_backward_config(256), visited=1)),

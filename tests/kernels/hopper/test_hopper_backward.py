@@ -167,21 +167,26 @@ def test_which_programs_stay_on_their_sm() -> None:
         (128, 8, 4096, 1), (128, 8, 16384, 1), (128, 4, 4096, 1), (128, 4, 16384, None), (128, 2, 4096, None),
         (128, 8, 256, None), (64, 8, 4096, 2), (64, 8, 512, None), (64, 4, 4096, None), (96, 8, 4096, 2),
         (64, 12, 4096, 3), (64, 11, 4096, 1), (80, 8, 4096, 2), (112, 8, 4096, 1), (64, 16, 4096, 4),
+        (64, 8, 16384, 2), (64, 4, 16384, 1), (64, 4, 8192, None), (64, 2, 16384, None),
+        (40, 8, 16384, 2), (64, 8, 8192, 2), (80, 4, 16384, None), (96, 8, 16384, 2),
     ],
 )  # fmt: skip
 def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> None:
     """As docs/lab/hopper-backward.md has measured it, under a diagonal; of windows and dense calls, which see
-    every key with more rows, some. Never where sums have an order."""
+    every key with more rows, some. Never where sums have an order. From 8192 rows that see a key on P is
+    whole at 64 columns."""
     q, k = (torch.empty(1, heads, S, head_dim, dtype=torch.float16, device="meta") for heads in (group, 1))
     params = Params(MaskWindow(None, 0), SCALE)
     config = hopper.configuration(q, k, k, params, backward=True)
     stays = hopper_backward_config(head_dim, stays=True, masked=True)
     expected = hopper_backward_config(head_dim, masked=True)
-    assert config == (expected if visited is None else replace(stays, visited=visited))
+    if visited is not None:
+        expected = replace(stays, visited=visited, half_p=head_dim <= 64 and S < 16384)
+    assert config == expected
     for window, widths in ((MaskWindow(1023, 0), (96, 112, 128)), (MaskWindow(None, None), (112, 128))):
         config = hopper.configuration(q, k, k, params._replace(window=window), backward=True)
         if visited is not None:
-            assert config.persistent is (head_dim in widths)
+            assert config.persistent is (head_dim in widths) and config.half_p is (head_dim <= 64)
     assert not hopper.configuration(q, k, k, params._replace(deterministic=True), backward=True).persistent
 
 
@@ -261,7 +266,7 @@ def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
         (hopper_backward_config(64, deterministic=True), "deterministic=True, alternate=False, block_n=128"),
     ],
 )
-def test_which_programs_stay_on_their_sm(config: HopperBackwardConfig, others: str) -> None:
+def test_who_can_stay_on_an_sm(config: HopperBackwardConfig, others: str) -> None:
     with pytest.raises(ValueError, match=f"^persistent: expected False with {others}, got True$"):
         replace(config, persistent=True)
 
@@ -293,16 +298,51 @@ def test_which_calls_have_96_keys_a_program() -> None:
         most = config.query_columns
         with pytest.raises(ValueError, match=f"^head_dim: expected 129 to {most} with .*, got {head_dim}$"):
             config.width(head_dim)
-    for masked, left_bound in ((False, False), (True, False), (True, True)):
-        mask = {"masked": masked, "left_bound": left_bound}
-        chosen = {D: hopper_backward_config(D, **mask).block_n for D in range(8, 257, 8)}
-        assert [D for D, block_n in chosen.items() if block_n == 96] == [168, 176, 184, 192]
-        changes = {"early_mask": True} if left_bound else {"placed": False} if masked else {"loaded": 3}
-        assert hopper_backward_config(192, **mask) == replace(KEYS_96, **changes)
-    for how in ({"deterministic": True}, {"varlen": True}):
-        assert hopper_backward_config(192, **how).block_n == 64
+    for how in ({"deterministic": True}, {"varlen": 255}, {"varlen": 4096, "left_bound": True}):
+        assert hopper_backward_config(192, **how).block_n == hopper_backward_config(160, **how).block_n == 64
         assert own_values_backward_config(192, 128, **how).block_n == 64
-    assert own_values_backward_config(136, 72) == replace(KEYS_96, loaded=3, value_columns=128)
+    for head_dim in range(8, 257, 8):
+        wide = 128 < head_dim <= 192
+        assert (hopper_backward_config(head_dim).block_n == 96) is wide
+        assert (hopper_backward_config(head_dim, varlen=256).block_n == 96) is wide
+
+
+MB = 1 << 20
+FORMS = {  # no mask, a diagonal, a window with a left bound, varlen sequences
+    (160, 160): ({}, {"l2_bytes": 40 * MB}, {}, {"placed": False}),
+    (192, 192): (
+        {"loaded": 3}, {"l2_bytes": 40 * MB, "placed": False}, {"early_mask": True}, {"placed": False}
+    ),
+    (192, 128): ({"loaded": 3}, {"l2_bytes": 40 * MB, "loaded": 3}, {"loaded": 3}, {"placed": False}),
+}  # fmt: skip
+"""Columns of queries and of values -> what differs from `KEYS_96`."""
+
+
+@pytest.mark.parametrize("columns", FORMS, ids=str)
+def test_which_form_of_96_keys_calls_get(columns: tuple[int, int]) -> None:
+    """By the call itself, with one head of 256 rows and keys."""
+    own, values = columns
+    q, v = (torch.empty(1, 2, 256, n, dtype=torch.float16, device="meta") for n in columns)
+    base = replace(KEYS_96, query_columns=own, value_columns=values)
+    windows = MaskWindow(None, None), MaskWindow(None, 0), MaskWindow(100, 0)
+    for window, changes in zip(windows, FORMS[columns], strict=False):
+        found = hopper.configuration(q, q, v, Params(window, SCALE), backward=True)
+        assert found == replace(base, **changes)
+    tokens, values = (x[0].transpose(0, 1) for x in (q, v))
+    starts = torch.tensor([0, 256], dtype=torch.int32)
+    for window in windows:
+        params = Params(window, SCALE, Varlen(starts, starts, 256, 256))
+        found = hopper.configuration(tokens, tokens, values, params, backward=True)
+        assert found == replace(base, **FORMS[columns][3]) if window.left is None else found.block_n == 64
+        shorter = params._replace(varlen=Varlen(torch.tensor([0, 1, 256]), starts, 255, 255))
+        assert hopper.configuration(tokens, tokens, values, shorter, backward=True).block_n == 64
+
+
+def test_what_heads_of_256_columns_may_take_of_l2() -> None:
+    for mask, megabytes in (({}, 16), ({"masked": True}, 40), ({"masked": True, "left_bound": True}, 16)):
+        assert hopper_backward_config(256, **mask).l2_bytes == megabytes * MB
+        assert hopper_backward_config(256, varlen=4096, **mask).l2_bytes == 16 * MB
+        assert hopper_backward_config(256, deterministic=True, **mask).l2_bytes == 16 * MB
 
 
 def test_values_that_do_not_fit_are_refused() -> None:

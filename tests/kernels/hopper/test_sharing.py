@@ -127,7 +127,11 @@ def test_the_sums_are_in_the_buffer_of_the_call(D: int, varlen: bool) -> None:
 
 
 def chosen(D: int, B: int, H: int, H_kv: int, S: int, **more) -> int:
-    config = hopper_backward_config(D, more.pop("deterministic", False))
+    window = more.get("window", MaskWindow(None, 0))
+    asked = {"masked": window.right is not None, "left_bound": window.left is not None}
+    if more.get("varlen"):
+        asked["varlen"] = S
+    config = hopper_backward_config(D, more.pop("deterministic", False), **asked)
     return sharing.query_heads(signature(D, B, H, H_kv, S, config, **more))
 
 
@@ -142,7 +146,8 @@ def test_heads_of_their_own_have_programs_of_their_own(window: MaskWindow, D: in
 
 CHOICES = {  # causal; columns, group -> query heads of a program at 1024, 2048, 4096, 16384 of 16384 tokens
     (64, 8): (8, 8, 8, 8), (64, 4): (4, 4, 4, 4), (128, 4): (4, 4, 4, 4), (128, 8): (8, 8, 8, 8),
-    (192, 4): (2, 2, 2, 2), (192, 8): (2, 2, 2, 2), (256, 4): (2, 2, 2, 2), (256, 8): (2, 1, 1, 2),
+    (160, 4): (1, 2, 2, 2), (160, 8): (1, 2, 2, 2), (192, 4): (1, 2, 2, 2), (192, 8): (1, 2, 2, 2),
+    (256, 4): (2, 2, 2, 2), (256, 8): (2, 2, 2, 2),
 }  # fmt: skip
 
 
@@ -151,6 +156,19 @@ def test_which_calls_share(D: int, group: int) -> None:
     heads = 16 if D <= 128 else 8
     found = [chosen(D, 16384 // S, heads, heads // group, S) for S in (1024, 2048, 4096, 16384)]
     assert tuple(found) == CHOICES[D, group]
+
+
+@pytest.mark.parametrize(
+    ("S", "group", "window", "visited"),
+    [
+        (256, 8, (None, 0), 1), (1128, 8, (None, 0), 1), (1534, 4, (None, 0), 1), (1536, 4, (None, 0), 2),
+        (3616, 4, (None, 0), 2), (3616, 7, (None, 0), 1), (3616, 3, (None, 0), 3), (3616, 8, (None, None), 8),
+    ],
+)  # fmt: skip
+def test_grouped_varlen_sequences_of_96_keys_share(S, group, window, visited) -> None:
+    """By their mean length, under a diagonal, as batches of such a length."""
+    how = {"window": MaskWindow(*window), "varlen": True}
+    assert chosen(192, 8, group, 1, S, **how) == chosen(160, 8, group, 1, S, **how) == visited
 
 
 @pytest.mark.parametrize("D", [64, 128, 192, 256])
