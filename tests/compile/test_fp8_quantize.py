@@ -12,7 +12,7 @@ from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels import fp8
 from attnlib.kernels.common import device
 from attnlib.kernels.common.fp8 import Recipe
-from attnlib.kernels.fp8 import launch_quantize, mean_kernels, quantize_kernels, values_kernel
+from attnlib.kernels.fp8 import launch_quantize, mean_kernels, quantize_kernels
 
 DIMS = (64, 128, 256)
 CASES = [
@@ -91,20 +91,3 @@ def test_loads_feed_the_tensor_core(compiled: dict[tuple, list[Stats]]) -> None:
     for D in DIMS:
         [stats] = compiled["q", Recipe(), D, "bfloat16", False]
         assert not stats.opcodes.get("LDG") and stats.opcodes["LDGSTS"]
-
-
-@pytest.mark.parametrize("D", DIMS)
-def test_values_in_one_launch(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many programs of an SM as of the three launches, and each load of both readings asks for 16 bytes.
-    A task's number, a sum that is done and the wait for mean and scale are atomic; what others have written
-    is not looked for in L1."""
-    monkeypatch.setattr(launch_quantize, "CENTERING", launch_quantize.ONE_LAUNCH)
-    x = torch.zeros(1, 2, 512, D, dtype=torch.bfloat16)
-    [job] = jobs_of((values_kernel,), lambda: fp8.quantize(x, "v", Recipe()))
-    [stats] = inspect_sm90.compile_all([job])
-    print(f"{stats.registers} registers, {stats.shared_bytes} bytes")
-    assert stats.spills == 0 and stats.warnings == ()
-    assert stats.ctas_per_sm == launch_quantize.SUMMING and stats.num_warps == 8
-    atomic = [text for text in stats.listing if "ATOMG" in text]
-    assert len(atomic) >= 3 and sum("CCTL.IVALL" in text for text in stats.listing) >= 2
-    assert sum("LDG.E.128" in text for text in stats.listing) >= 8

@@ -118,8 +118,7 @@ class DistrCall(NamedTuple):
 
 
 class KeptCall(NamedTuple):
-    """The forward Hopper kernel with `keep_shift`, of more tiles than an H200 has SMs. fp8: in e4m3, and
-    values are centered in one launch."""
+    """The forward Hopper kernel with `keep_shift`, of more tiles than an H200 has SMs. fp8: in e4m3."""
 
     head_dim: int
     causal: bool
@@ -394,7 +393,6 @@ def run_kept(call: KeptCall) -> tuple:
 
     from attnlib.kernels import fp8, hopper
     from attnlib.kernels.common.fp8 import Recipe
-    from attnlib.kernels.fp8 import launch_quantize
     from attnlib.kernels.hopper import launch_fp8
     from attnlib.kernels.hopper.configs import hopper_config
     from attnlib.kernels.hopper.configs_fp8 import fp8_config
@@ -409,10 +407,7 @@ def run_kept(call: KeptCall) -> tuple:
     config = replace(of_width(call.head_dim), keep_shift=True)
     params = Params(mask_window(call.causal, None), call.head_dim**-0.5, return_lse=True, config=config)
     if call.fp8:
-        chosen = launch_quantize.CENTERING
-        launch_quantize.CENTERING = replace(launch_quantize.ONE_LAUNCH, task=1)
         operands = [fp8.quantize(x, role, Recipe()) for x, role in zip((q, k, v), "qkv", strict=True)]
-        launch_quantize.CENTERING = chosen
         found = launch_fp8.forward(*operands, params, torch.float16)
     else:
         found = hopper.forward(q, k, v, params)

@@ -1,8 +1,8 @@
 """FP8 attention on this Hopper GPU, timed beside 16 bits and the peers.
 
     python tests/gpu/time_fp8.py            about 100 seconds; figures/data/<gpu>/fp8.json
-    python tests/gpu/time_fp8.py --values   some 50 seconds: the pass over values in three launches and in
-                                            one; whole calls with each, and with kept shifts; no record
+    python tests/gpu/time_fp8.py --values   some 30 seconds: the pass over values, centered or not, and whole
+                                            calls with the pass; no record
     python tests/gpu/time_fp8.py --tune     the quantizing kernels with other numbers of programs; no record
 
 Three tables. `attention`: prepared operands, tensors (with the quantizing pass), attention in bfloat16, and
@@ -17,13 +17,8 @@ Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,10 +36,6 @@ from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels.common.fp8 import Recipe  # noqa: E402
 from attnlib.kernels.fp8 import launch_quantize  # noqa: E402
-from attnlib.kernels.fp8.launch_quantize import CENTERING, ONE_LAUNCH, Centering  # noqa: E402
-from attnlib.kernels.hopper import launch_fp8  # noqa: E402
-from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config  # noqa: E402
-from attnlib.kernels.reference import fp8 as reference  # noqa: E402
 from attnlib.kernels.reference.dense import attention_fp64  # noqa: E402
 
 DEVICE = "cuda"
@@ -52,25 +43,14 @@ OURS = "attnlib fp8"
 SIZES = (4, 32, 4096, 64), (2, 16, 8192, 128), (1, 8, 16384, 256), (1, 16, 32768, 128)
 SHAPES = [Shape(*size, causal, "bfloat16") for size in SIZES for causal in (True, False)]
 QUANTIZED = [Shape(*size, False, "bfloat16") for size in SIZES[:3]]
-RECIPES = {
-    ("q", "block"): Recipe(), ("k", "block"): Recipe(), ("k", "block, not rotated"): Recipe("block", False),
-    ("k", "head"): Recipe("head"), ("v", "head"): Recipe(), ("v", "head, not centered"): Recipe(center=False),
-}  # fmt: skip
-
-WAYS = {
-    "4 waves": Centering(waves=4), "8 waves": Centering(waves=8), "one launch": ONE_LAUNCH,
-    "one launch, 64 KB": replace(ONE_LAUNCH, task=64 << 10),
-    "one launch, nearer": replace(ONE_LAUNCH, extra=0), "one launch, further": replace(ONE_LAUNCH, extra=2),
-}  # fmt: skip
-"""To center and quantize values, besides the chosen one."""
-ODD = (3, 5, 1000, 40), (1, 1, 1, 128), (2, 3, 8192, 256), (1, 40, 129, 64), (4, 33, 4097, 128)
-"""B, H, S, D of calls for which they are judged, and not timed."""
-REPEATS = 20
 WHOLE = [
     Shape(2, 16, 8192, 128, dtype="bfloat16"), Shape(1, 16, 16384, 128, dtype="bfloat16"),
     Shape(2, 8, 8192, 256, dtype="bfloat16"),
 ]  # fmt: skip
-EIGHT = Setting("eight rounds", rounds=8)
+RECIPES = {
+    ("q", "block"): Recipe(), ("k", "block"): Recipe(), ("k", "block, not rotated"): Recipe("block", False),
+    ("k", "head"): Recipe("head"), ("v", "head"): Recipe(), ("v", "head, not centered"): Recipe(center=False),
+}  # fmt: skip
 
 Function = Callable[[], torch.Tensor]
 
@@ -202,71 +182,13 @@ def mean_rows(head_dim: int) -> Iterator[dict[str, Any]]:
             yield {"impl": name, **shape.to_dict(), **found}
 
 
-def kept(width: int) -> Fp8Config:
-    """The configuration with kept shifts that has no spill in its loop."""
-    late = {} if width == 128 else {"late_wait": False, "pin": False}
-    return replace(fp8_config(width), keep_shift=True, **late)
-
-
-def so(call: Function, way: Centering, config: Callable[[int], Fp8Config] = fp8_config) -> Function:
-    """The call with values quantized so, and with these configurations."""
-
-    def called() -> torch.Tensor:
-        before = launch_quantize.CENTERING, launch_fp8.fp8_config
-        launch_quantize.CENTERING, launch_fp8.fp8_config = way, config
-        try:
-            return call()
-        finally:
-            launch_quantize.CENTERING, launch_fp8.fp8_config = before
-
-    return called
-
-
-def amiss(x: torch.Tensor, way: Centering, repeats: int = REPEATS) -> str:
-    """What is wrong with values that are centered in this way; "" if nothing. The first and the last head
-    are judged by the model, the others by the scale; and all have the same bits each time."""
-    found = so(lambda: quantize_fp8(x, "v"), way)()
-    for place in (0, -1):
-        head, mean = x[place, place][None, None], found.mean[place, place][None, None].contiguous()
-        own = reference.quantize(head, "v", Recipe()).mean
-        if not (mean - own).abs().max() <= 1e-5 * head.float().abs().max():
-            return "the mean is another"
-        model = reference.quantize(head, "v", Recipe(), mean=mean)
-        data = found.data[place, place].view(torch.uint8), model.data[0, 0].view(torch.uint8)
-        if not torch.equal(*data) or not torch.equal(found.scale[place, place], model.scale[0, 0]):
-            return "data or scale are others"
-    left = (x.float() - found.mean[:, :, None, : x.shape[3]]).abs().amax((2, 3))
-    if not torch.allclose((left / 448).where(left > 0, 1.0), found.scale, rtol=1e-5, atol=0):
-        return "a scale is not that of the largest magnitude"
-    for number in range(repeats):
-        again = so(lambda: quantize_fp8(x, "v"), way)()
-        same = torch.equal(again.data.view(torch.uint8), found.data.view(torch.uint8))
-        if not (same and torch.equal(again.mean, found.mean) and torch.equal(again.scale, found.scale)):
-            return f"run {number + 2} differs from the first"
-    return ""
-
-
-def judged() -> bool:
-    """Whether all ways are right; says where not."""
-    right = True
-    for size in (*ODD, *((s.batch, s.heads, s.seqlen, s.head_dim) for s in QUANTIZED)):
-        x = torch.randn(*size, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE) + 3
-        for name, way in WAYS.items():
-            wrong = amiss(x.bfloat16(), way)
-            if wrong:
-                print(f"WRONG {size} {name}: {wrong}", flush=True)
-            right &= not wrong
-    return right
-
-
 def values_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
-    """The pass over values, in three launches or one, centered and not, beside a copy."""
+    """The pass over values, centered and not, beside a copy."""
     x = make_inputs(shape, device=DEVICE)[2]
     calls = {
-        "attnlib v": so(lambda: quantize_fp8(x, "v").data, CENTERING),
-        "attnlib v, not centered": so(lambda: quantize_fp8(x, "v", center=False).data, CENTERING),
+        "attnlib v": lambda: quantize_fp8(x, "v").data,
+        "attnlib v, not centered": lambda: quantize_fp8(x, "v", center=False).data,
     }
-    calls |= {f"attnlib v, {name}": so(lambda: quantize_fp8(x, "v").data, way) for name, way in WAYS.items()}
     moved = x.numel() * (x.element_size() + 1)
     runs = [Run(name, shape, lambda call=call: call, None, moved=moved) for name, call in calls.items()]
     runs.append(Run("attnlib v", shape, lambda: calls["attnlib v"], None, True, moved))
@@ -279,15 +201,11 @@ def values_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def whole_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
-    """Whole calls with the quantizing pass beside bfloat16."""
+    """Whole calls, with the quantizing pass, beside bfloat16."""
     q, k, v = tensors = make_inputs(shape, device=DEVICE)
     judge = Judge(tensors, shape.causal)
-    call = lambda: attention_fp8(q, k, v, causal=shape.causal)  # noqa: E731
     calls = {
-        f"{OURS}, with the pass": so(call, CENTERING),
-        f"{OURS}, one launch": so(call, ONE_LAUNCH),
-        f"{OURS}, kept": so(call, CENTERING, kept),
-        f"{OURS}, one launch, kept": so(call, ONE_LAUNCH, kept),
+        f"{OURS}, with the pass": lambda: attention_fp8(q, k, v, causal=shape.causal),
         "attnlib bf16": lambda: attention(q, k, v, causal=shape.causal),
     }
     runs = [Run(name, shape, lambda call=call: call, judge) for name, call in calls.items()]
@@ -296,39 +214,9 @@ def whole_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
     yield from (run.row for run in runs)
 
 
-def jobs() -> list[tuple[str, int]]:
-    """What `values` compiles: a kind of call, and a head dimension."""
-    dims = dict.fromkeys([*(d for *_, d in ODD), *(shape.head_dim for shape in QUANTIZED)])
-    wholes = dict.fromkeys(shape.head_dim for shape in WHOLE)
-    return [*product(("fp8", "kept", "bf16"), wholes), *product(("three launches", "one launch"), dims)]
-
-
-def compile_one(kind: str, head_dim: int) -> None:
-    """In a child: what it compiles stays in Triton's cache. All that is timed as a whole is causal."""
-    q, k, v = make_inputs(Shape(1, 1, 512, head_dim, dtype="bfloat16"), device=DEVICE)
-    if kind == "bf16":
-        attention(q, k, v, causal=True)
-    elif kind.endswith("launches") or kind.endswith("launch"):
-        so(lambda: quantize_fp8(v, "v"), CENTERING if kind == "three launches" else ONE_LAUNCH)()
-    else:
-        so(lambda: attention_fp8(q, k, v, causal=True), CENTERING, kept if kind == "kept" else fp8_config)()
-    torch.cuda.synchronize()
-
-
-def compile_all() -> None:
-    work = jobs()
-    children = min(len(work), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, *zip(*work, strict=True)))
-
-
 def values(setting: Setting) -> bool:
     """Whether all ran and was right; the most important first."""
-    begin = time.monotonic()
-    compile_all()
-    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    right = judged()
-    print(f"judged after {time.monotonic() - begin:.0f} s", flush=True)
+    right = True
     for shapes, rows in ((WHOLE, whole_rows), (QUANTIZED, values_rows)):
         for shape in shapes:
             for row in rows(shape, setting):
@@ -370,7 +258,7 @@ def show(row: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time FP8 attention on this GPU.")
-    parser.add_argument("--values", action="store_true", help="time the pass over values; no record")
+    parser.add_argument("--values", action="store_true", help="the pass over values, whole calls; no record")
     parser.add_argument("--tune", action="store_true", help="time the quantizing kernels alone, no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/fp8.json)")
     args = parser.parse_args(argv)
@@ -378,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     if args.values:
-        return int(not values(EIGHT))
+        return int(not values(SWEEP))
     if args.tune:
         tune(SWEEP)
         return 0

@@ -3,7 +3,7 @@
     python tests/gpu/tune_fp8.py                                those of SHORT, a minute on 16 cores
     python tests/gpu/tune_fp8.py --all                          all of them, about three minutes
     python tests/gpu/tune_fp8.py --pick "128:2x128 q pin,64:3x128"
-    python tests/gpu/tune_fp8.py --kept                         the chosen ones beside kept shifts, some 70 s
+    python tests/gpu/tune_fp8.py --kept                         kept shifts and lagging ones, some 70 s
 
 Processes compile the candidates side by side, and judge each on small calls of all KINDS, some of which are
 made to mislead kept shifts, and on the timed call: the RMS of what it adds to exact attention of the same
@@ -120,7 +120,7 @@ KEPT = {
     128: ("2x128 q late named", "2x128 q late kept named", "2x128 q kept named"),
     256: ("2x128 late named", "2x128 kept named"),
 }
-"""The chosen ones, and what they are with kept shifts."""
+"""The chosen ones, with kept shifts and without."""
 
 
 class Quantized(NamedTuple):
@@ -274,7 +274,8 @@ def chosen(asked: argparse.Namespace) -> list[tuple[int, str]]:
 def show(found: list[dict[str, Any]]) -> None:
     """Rows of one shape."""
     head_dim, causal = found[0]["head_dim"], found[0]["causal"]
-    default = next((n for n, c in CANDIDATES[head_dim].items() if c == fp8_config(head_dim)), None)
+    config = fp8_config(head_dim, dense=not causal)
+    default = next((n for n, c in CANDIDATES[head_dim].items() if c == config), None)
     peer = next((row["ms"] for row in found if row["name"] == "FA3 FP8"), None)
     mask = "causal" if causal else "dense"
     usual = next((row["ms"] for row in found if row["name"] == default), None)
@@ -291,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time configurations of the FP8 kernel on this GPU.")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="all candidates, not the short list")
-    parser.add_argument("--kept", action="store_true", help="the chosen ones beside kept shifts")
+    parser.add_argument("--kept", action="store_true", help="the chosen ones, with kept shifts and without")
     parser.add_argument("--pick", help="these alone: D:name,D:name (names hold no comma)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="(default: tune_fp8.json in $OUT, or in build/)")

@@ -1,14 +1,12 @@
 """Launch the quantizing kernels."""
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import describable, legal, readable
 from attnlib.kernels.common.fp8 import CHUNK, GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
@@ -16,8 +14,7 @@ from attnlib.kernels.common.signature import PREPARED
 
 MODULE = "attnlib.kernels.fp8.quantize_kernels"
 MEANS = "attnlib.kernels.fp8.mean_kernels"
-ORDERED = "attnlib.kernels.fp8.values_kernel"
-TENSORS = "x", "data", "scale", "amax", "cu", "mean", "parts", "state"
+TENSORS = "x", "data", "scale", "amax", "cu", "mean", "parts"
 POINTERS = "x_ptr", "data_ptr", "scale_ptr", "amax_ptr", "cu"
 BLOCK = 128
 """Rows of a block where no scale depends on it."""
@@ -30,33 +27,6 @@ SUMMED, TILES, SUMMING = 2048, 4, 4
 asked for together; and programs for each SM, which all run at a time. Each writes a part."""
 REGISTERS = 65536
 """Of an SM, from Ada on."""
-
-
-@dataclass(frozen=True)
-class Centering:
-    """How values are centered: in three launches, or those of a batch in one, see `values_kernel`.
-
-    Attributes:
-        waves: of three launches, how many times as many programs sum up as run at a time. With several, what
-            is left in L2 are the last heads, which are quantized first, and not the end of each part.
-        one_launch: all in one, where no scale is shared by heads and a head has at most so many bytes, which
-            is small beside L2; 0: always three.
-        task: bytes that a program of the one launch reads, about.
-        parts: of a head that it sums by themselves, at most.
-        extra: stages that quantizing is behind the sums, beyond those that run at a time.
-    """
-
-    waves: int = 1
-    one_launch: int = 0
-    task: int = 32 << 10
-    parts: int = 256
-    extra: int = 1
-
-
-CENTERING = Centering()
-ONE_LAUNCH = Centering(one_launch=8 << 20)
-"""Not measured yet."""
-
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 
@@ -65,7 +35,7 @@ class Call(NamedTuple):
     """A call without its addresses: what its launches depend on.
 
     shape, strides: of x, (B, H, S, D), of varlen sequences (T, H, D). sequences: their number, None for a
-    batch. longest: the tokens of the longest. centering: as `CENTERING`.
+    batch. longest: the tokens of the longest.
     """
 
     shape: torch.Size
@@ -76,12 +46,11 @@ class Call(NamedTuple):
     recipe: Recipe
     sequences: int | None
     longest: int
-    centering: Centering = Centering()
 
 
 class Plan(NamedTuple):
     """The launches, the shapes of data and scale as they are in memory, and the scale's as it is seen; of
-    centered values, the shapes of mean and parts; how many counters there are."""
+    centered values, the shapes of mean and parts."""
 
     launches: Launches
     data: tuple[int, ...]
@@ -89,7 +58,6 @@ class Plan(NamedTuple):
     scale: tuple[int, ...]
     mean: tuple[int, ...] | None
     parts: tuple[int, ...] | None
-    counters: int = 0
 
 
 def quantize(
@@ -111,10 +79,7 @@ def quantize(
     recipe = recipe._replace(rotate=recipe.rotate and role != "v", center=recipe.center and role == "v")
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     longest = x.shape[2] if cu_seqlens is None else max_seqlen
-    call = Call(
-        x.shape, x.stride(), x.dtype, x.get_device(), role, recipe, sequences, longest, CENTERING
-    )  # fmt: skip
-    plan = prepare(call)
+    plan = prepare(Call(x.shape, x.stride(), x.dtype, x.get_device(), role, recipe, sequences, longest))
     data = torch.empty(plan.data, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(plan.stored, dtype=torch.float32, device=x.device)
     mean = None if plan.mean is None else torch.empty(plan.mean, dtype=torch.float32, device=x.device)
@@ -125,12 +90,7 @@ def quantize(
             amax = torch.empty_like(scale)
         elif len(plan.launches.launches) > 1:
             amax = torch.zeros_like(scale)
-        state = None
-        if plan.counters and x.is_cuda:
-            state = counter(x.get_device(), plan.counters)
-        elif plan.counters:
-            state = torch.zeros(plan.counters, dtype=torch.int32)
-        plan.launches(x, data, scale, amax, cu_seqlens, mean, parts, state)
+        plan.launches(x, data, scale, amax, cu_seqlens, mean, parts)
     else:
         data.zero_()
         scale.fill_(1.0)
@@ -181,12 +141,7 @@ def prepare(call: Call) -> Plan:
     staged = {"NUM_STAGES": 2}
     overlaps = (center or not per_block) and device.overlaps(call.device)  # the launch before it
     constants["OVERLAPS"] = overlaps
-    data = (*heads, width, room * GROUP) if is_v else (*call.shape[:-1], width)
     launches, mean, parts = [], None, None
-    if center and _in_one_launch(call):
-        launch, parts = _ordered(call, sizes, constants, sms, blocks, room)
-        launches = Launches([launch], call.device, TENSORS)
-        return Plan(launches, data, stored, heads, (B, H, width), parts, 1 + B * H)
     if center:
         mean = B, H, width
         found, parts = _centering(call, sizes, constants, sms)
@@ -216,6 +171,7 @@ def prepare(call: Call) -> Plan:
         constants={**constants, "ROWS": rows, "INTERPRETED": device.interpreted()},
         options={"num_warps": max(4, rows // 16), **({"launch_pdl": True} if overlaps else {})},
     )
+    data = (*heads, width, room * GROUP) if is_v else (*call.shape[:-1], width)
     launches = Launches([*launches, quantizing], call.device, TENSORS)
     return Plan(launches, data, stored, heads if is_v else (*heads, room), mean, parts)
 
@@ -230,7 +186,7 @@ def _centering(
     tall = SUMMED // width
     rows = tall * TILES
     blocks = num_blocks(sizes["S"], rows, call.sequences)
-    span = max(1, -(-blocks * math.prod(heads) // (SUMMING * sms * call.centering.waves)))
+    span = max(1, -(-blocks * math.prod(heads) // (SUMMING * sms)))
     room = num_blocks(sizes["S"], rows * span, call.sequences)
     longest = -(-call.longest // (rows * span))
     pointers = {"parts_ptr": Part("parts"), "amax_ptr": Part("amax"), "cu": Part("cu")}
@@ -254,43 +210,3 @@ def _centering(
         options={"num_warps": 4, **({"launch_pdl": True} if constants["OVERLAPS"] else {})},
     )
     return [summing, joining], (*heads, room, 3, width)
-
-
-def _in_one_launch(call: Call) -> bool:
-    """Whether centered values are."""
-    if call.sequences is not None or call.recipe.scaling == "tensor":
-        return False
-    return 0 < math.prod(call.shape[2:]) * call.dtype.itemsize <= call.centering.one_launch
-
-
-def _ordered(
-    call: Call, sizes: dict[str, int], constants: dict[str, int], sms: int, blocks: int, room: int
-) -> tuple[Launch, tuple[int, ...]]:
-    """The launch of `values_kernel`, and the shape of what its tasks leave for each other."""
-    one, width, (B, H, S, _) = call.centering, constants["WIDTH"], call.shape
-    tall = SUMMED // width
-    rows = tall * TILES
-    row = width * call.dtype.itemsize
-    span = max(1, one.task // (rows * row), -(-S // (rows * one.parts)))
-    parts = -(-S // (rows * span))
-    each = max(1, one.task // (BLOCK * CHUNK * call.dtype.itemsize))
-    stage = parts + -(-blocks // each) * (width // CHUNK)
-    ahead = -(-SUMMING * sms // stage) + one.extra
-    if stage * (B * H + ahead) >= LIMIT:
-        raise ValueError(f"x: expected fewer than 2^31 tasks, got {stage * (B * H + ahead)}")
-    names = "x_ptr", "data_ptr", "scale_ptr", "amax_ptr", "mean_ptr", "parts_ptr", "state"
-    launch = Launch(
-        f"{ORDERED}.center_values",
-        (stage * (B * H + ahead), 1, 1),
-        descriptors={},
-        pointers={name: Part(name.removesuffix("_ptr")) for name in names},
-        scalars={
-            **sizes, "heads": B * H, "parts": parts, "span": span, "blocks": blocks, "each": each,
-            "ahead": ahead, "groups": room,
-        },
-        constants={name: constants[name] for name in ("D", "WIDTH", "UNIT")}
-        | {"ROWS": BLOCK, "SUMMED": rows, "TALL": tall, "STEP": SUMMED // width,
-           "INTERPRETED": device.interpreted()},
-        options={"num_warps": 8, "maxnreg": REGISTERS // (SUMMING * 256)},
-    )  # fmt: skip
-    return launch, (B, H, parts, 3, width)

@@ -30,22 +30,42 @@ def _parts(cu, i_b, S, room, span, H, i_h, ROWS: tl.constexpr):
     return start, length, first, tl.cdiv(length, ROWS * span)
 
 
-@triton.jit
-def sum_part(
-    x_ptr,  # of a sequence and head
-    parts_ptr,  # as in `sum_values`
-    first, i_n,  # the first part of these, and the number of this one
-    x_s, length, span,
+@triton.jit(
+    do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "parts", "span", "room"],
+    do_not_specialize_on_alignment=["cu"],
+)
+def sum_values(
+    x_ptr,  # (B, H, S, D), or varlen (T, H, D)
+    parts_ptr,  # (B, H, room, 3, WIDTH), varlen (H, room, 3, WIDTH): sums over S, minima, maxima
+    amax_ptr,  # (B, H) or (1,), varlen (H) or (1,): set to 0
+    cu,  # (B + 1), None for a batch
+    x_b, x_h, x_s,  # strides of x, in UNITs
+    S,  # tokens of a batch's sequence
+    H, parts, span,  # parts of the longest sequence; their blocks of ROWS
+    room,  # parts of a head
+    PER_HEAD: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, TALL: tl.constexpr,
+    ROWS: tl.constexpr, TALL: tl.constexpr,  # rows of a block, and of each of the tiles that it is loaded in
     UNIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum, minimum and maximum of part i_n of a sequence, of `span` blocks.
+    """A part of a head of a sequence. Grid: (parts * H * B,).
 
     Memory is read as fast as it can be only with few instructions for a number: blocks whose rows all exist
     are added up as they are. A sum that is not finite then tells that one of their numbers is not, or that
     the sum was too large: such a part is done again with care, and so is the last block of a sequence.
     """
+    if OVERLAPS:
+        gdc_launch_dependents()
+    i_n, i_bh = tl.program_id(0) % parts, tl.program_id(0) // parts
+    i_h, i_b = i_bh % H, i_bh // H
+    if i_n == 0:
+        place = 0 if not PER_HEAD else i_bh if cu is None else i_h
+        tl.store(amax_ptr + place, 0.0)
+    start, length, first, count = _parts(cu, i_b, S, room, span, H, i_h, ROWS)
+    if i_n >= count:
+        return
+    x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h + start.to(tl.int64) * x_s) * UNIT
     o_c, row = tl.arange(0, WIDTH), x_s.to(tl.int64) * UNIT  # [WIDTH]
     x_ptr = x_ptr + (tl.arange(0, TALL) * row)[:, None] + o_c[None, :]  # [TALL, WIDTH]
     inside = (o_c < D)[None, :]
@@ -81,65 +101,6 @@ def sum_part(
     tl.store(columns + 2 * WIDTH, tl.max(b_max, 0))
 
 
-@triton.jit(
-    do_not_specialize=["x_b", "x_h", "x_s", "S", "H", "parts", "span", "room"],
-    do_not_specialize_on_alignment=["cu"],
-)
-def sum_values(
-    x_ptr,  # (B, H, S, D), or varlen (T, H, D)
-    parts_ptr,  # (B, H, room, 3, WIDTH), varlen (H, room, 3, WIDTH): sums over S, minima, maxima
-    amax_ptr,  # (B, H) or (1,), varlen (H) or (1,): set to 0
-    cu,  # (B + 1), None for a batch
-    x_b, x_h, x_s,  # strides of x, in UNITs
-    S,  # tokens of a batch's sequence
-    H, parts, span,  # parts of the longest sequence; their blocks of ROWS
-    room,  # parts of a head
-    PER_HEAD: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, TALL: tl.constexpr,  # rows of a block, and of each of the tiles that it is loaded in
-    UNIT: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """A part of a head of a sequence. Grid: (parts * H * B,)."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-    i_n, i_bh = tl.program_id(0) % parts, tl.program_id(0) // parts
-    i_h, i_b = i_bh % H, i_bh // H
-    if i_n == 0:
-        place = 0 if not PER_HEAD else i_bh if cu is None else i_h
-        tl.store(amax_ptr + place, 0.0)
-    start, length, first, count = _parts(cu, i_b, S, room, span, H, i_h, ROWS)
-    if i_n >= count:
-        return
-    x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h + start.to(tl.int64) * x_s) * UNIT
-    sum_part(x_ptr, parts_ptr, first, i_n, x_s, length, span, D, WIDTH, ROWS, TALL, UNIT)
-
-
-@triton.jit
-def joined(
-    parts_ptr,  # as in `sum_values`
-    first, count,  # of a head of a sequence
-    o_c,  # the columns
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,  # parts that are looked at together
-):  # fmt: skip
-    """(mean, largest magnitude that is left without it) of each of some columns, [COLUMNS]."""
-    b_sum = tl.zeros([STEP, COLUMNS], tl.float32)
-    b_min, b_max = b_sum + INF, b_sum - INF
-    for i in range(0, count, STEP):
-        o_n = i + tl.arange(0, STEP)  # [STEP]
-        parts = parts_ptr + (first + o_n)[:, None] * 3 * WIDTH + o_c[None, :]  # [STEP, COLUMNS]
-        seen = (o_n < count)[:, None]
-        b_sum += tl.load(parts, mask=seen, other=0.0)
-        b_min = tl.minimum(b_min, tl.load(parts + WIDTH, mask=seen, other=INF))
-        b_max = tl.maximum(b_max, tl.load(parts + 2 * WIDTH, mask=seen, other=-INF))
-    mean, least, most = tl.sum(b_sum, 0), tl.min(b_min, 0), tl.max(b_max, 0)  # [COLUMNS]
-    left = tl.maximum(most - mean, mean - least)
-    possible = left < INF  # or numbers are too far apart for a difference in float32
-    return tl.where(possible, mean, 0.0), tl.where(possible, left, tl.maximum(most, -least))
-
-
 @triton.jit(do_not_specialize=["S", "H", "span", "room"], do_not_specialize_on_alignment=["cu"])
 def join_parts(
     parts_ptr,  # as in `sum_values`
@@ -161,7 +122,19 @@ def join_parts(
     i_h, i_b = i_bh % H, i_bh // H
     _, _, first, count = _parts(cu, i_b, S, room, span, H, i_h, ROWS)
     o_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    mean, left = joined(parts_ptr, first, count, o_c, WIDTH, COLUMNS, STEP)  # [COLUMNS]
+    b_sum = tl.zeros([STEP, COLUMNS], tl.float32)
+    b_min, b_max = b_sum + INF, b_sum - INF
+    for i in range(0, count, STEP):
+        o_n = i + tl.arange(0, STEP)  # [STEP]
+        parts = parts_ptr + (first + o_n)[:, None] * 3 * WIDTH + o_c[None, :]  # [STEP, COLUMNS]
+        seen = (o_n < count)[:, None]
+        b_sum += tl.load(parts, mask=seen, other=0.0)
+        b_min = tl.minimum(b_min, tl.load(parts + WIDTH, mask=seen, other=INF))
+        b_max = tl.maximum(b_max, tl.load(parts + 2 * WIDTH, mask=seen, other=-INF))
+    mean, least, most = tl.sum(b_sum, 0), tl.min(b_min, 0), tl.max(b_max, 0)  # [COLUMNS]
+    left = tl.maximum(most - mean, mean - least)
+    possible = left < INF  # or numbers are too far apart for a difference in float32
+    mean, left = tl.where(possible, mean, 0.0), tl.where(possible, left, tl.maximum(most, -least))
     tl.store(mean_ptr + i_bh.to(tl.int64) * WIDTH + o_c, mean)
     place = 0 if not PER_HEAD else i_bh if cu is None else i_h
     tl.atomic_max(amax_ptr + place, tl.maximum(tl.max(left, 0), 0.0))

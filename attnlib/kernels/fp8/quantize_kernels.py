@@ -5,7 +5,6 @@ written is written once.
 - `quantize_rows`: queries and keys: rotated, scaled and rounded. A scale per block needs no pass before.
 - `quantize_values`: values: centered, scaled, rounded, transposed, keys permuted. See `common.fp8.Fp8` for
   the layouts, and `mean_kernels` for what finds the mean and the largest magnitude of centered values.
-  `values_kernel` does both in one launch.
 
 The rotation is x -> x S H / sqrt(width): signs S, then a Hadamard matrix H. For 128 or 256 columns that is
 one of 64 for each 64 columns, which tensor cores multiply with, exactly but for the order of the sum, and
@@ -86,7 +85,7 @@ def _maximum(b_max, chunks):
 
 
 @triton.jit
-def scale_of(amax, NORM: tl.constexpr):
+def _scale(amax, NORM: tl.constexpr):
     """(the scale, what to multiply values with) of values that are as large as `amax` times NORM."""
     used = tl.maximum(amax, SMALLEST * LARGEST)
     scale = tl.where(amax == 0.0, 1.0, used * (NORM / LARGEST))
@@ -199,7 +198,7 @@ def quantize_rows(
     o_c = tl.arange(0, CHUNK)  # [CHUNK]
     if not PER_BLOCK:
         place = head if PER_HEAD else 0
-        scale, factor = scale_of(tl.load(amax_ptr + place), NORM)
+        scale, factor = _scale(tl.load(amax_ptr + place), NORM)
         tl.store(scale_ptr + place, scale)
     for i_n in tl.range(begin, end, num_stages=NUM_STAGES):
         o_n = i_n * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -207,7 +206,7 @@ def quantize_rows(
         chunks = _load_rows(rows, o_n < length, b_h, D, WIDTH, ROTATE, PRECISION)
         if PER_BLOCK:
             b_max = _maximum(tl.zeros([ROWS, CHUNK], tl.float32), chunks)
-            scale, factor = scale_of(tl.max(tl.max(b_max, 1), 0), NORM)
+            scale, factor = _scale(tl.max(tl.max(b_max, 1), 0), NORM)
             tl.store(scale_ptr + of_scale + i_n, scale)
         rows = data_ptr + of_data * WIDTH + o_n.to(tl.int64) * stride  # [ROWS]
         for first in tl.static_range(0, WIDTH, CHUNK):
@@ -219,38 +218,6 @@ def quantize_rows(
 def _key_at(position):
     """The key that stands at a position of values: see `common.fp8.Fp8`."""
     return position // GROUP * GROUP + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
-
-
-@triton.jit
-def quantize_blocks(
-    x_ptr,  # of a sequence and head
-    columns,  # where each column's positions begin, [CHUNK]
-    mean,  # [CHUNK], or None
-    factor, begin, end, length,
-    groups,  # of keys that are written
-    x_s, o_c,
-    D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Blocks `begin` to `end` of values, of CHUNK columns."""
-    o_p = tl.arange(0, ROWS)  # [ROWS], positions in a block
-    o_n = _key_at(o_p)  # [ROWS]
-    x_ptr = x_ptr + (o_n.to(tl.int64) * x_s * UNIT)[:, None] + o_c[None, :]  # [ROWS, CHUNK]
-    data_ptr = columns[:, None] + o_p[None, :]  # [CHUNK, ROWS]
-    for i_n in tl.range(begin, end):
-        seen = (o_n < length - i_n * ROWS)[:, None]
-        mask = seen & (o_c < D)[None, :] if D < WIDTH else seen
-        block = x_ptr + x_s.to(tl.int64) * (i_n * ROWS * UNIT)
-        b_x = tl.load(block, mask=mask, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
-        b_x = b_x * 0.0 + b_x
-        if mean is not None:
-            b_x -= mean[None, :]
-            if (i_n + 1) * ROWS > length:  # what is past the end stays 0
-                b_x = tl.where((_key_at(i_n * ROWS + o_p) < length)[:, None], b_x, 0.0)
-        b_y = _rounded(b_x * factor, INTERPRETED).T  # [CHUNK, ROWS]
-        tl.store(data_ptr + i_n * ROWS, b_y, mask=(o_p < groups * GROUP - i_n * ROWS)[None, :])
 
 
 @triton.jit(
@@ -292,14 +259,25 @@ def quantize_values(
         x_ptr += start.to(tl.int64) * x_s * UNIT
     x_ptr += (i_b.to(tl.int64) * x_b + i_h.to(tl.int64) * x_h) * UNIT
     place = head if PER_HEAD else 0
-    scale, factor = scale_of(tl.load(amax_ptr + place), 1.0)
+    scale, factor = _scale(tl.load(amax_ptr + place), 1.0)
     tl.store(scale_ptr + place, scale)
     o_c = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
     columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + (i_b * H + i_h).to(tl.int64) * WIDTH + o_c)  # [CHUNK]
-    else:
-        mean = None
-    quantize_blocks(
-        x_ptr, columns, mean, factor, begin, end, length, groups, x_s, o_c, D, WIDTH, ROWS, UNIT, INTERPRETED
-    )
+    o_p = tl.arange(0, ROWS)  # [ROWS], positions in a block
+    o_n = _key_at(o_p)  # [ROWS]
+    x_ptr = x_ptr + (o_n.to(tl.int64) * x_s * UNIT)[:, None] + o_c[None, :]  # [ROWS, CHUNK]
+    data_ptr = columns[:, None] + o_p[None, :]  # [CHUNK, ROWS]
+    for i_n in tl.range(begin, end):
+        seen = (o_n < length - i_n * ROWS)[:, None]
+        mask = seen & (o_c < D)[None, :] if D < WIDTH else seen
+        block = x_ptr + x_s.to(tl.int64) * (i_n * ROWS * UNIT)
+        b_x = tl.load(block, mask=mask, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
+        b_x = b_x * 0.0 + b_x
+        if mean_ptr is not None:
+            b_x -= mean[None, :]
+            if (i_n + 1) * ROWS > length:  # what is past the end stays 0
+                b_x = tl.where((_key_at(i_n * ROWS + o_p) < length)[:, None], b_x, 0.0)
+        b_y = _rounded(b_x * factor, INTERPRETED).T  # [CHUNK, ROWS]
+        tl.store(data_ptr + i_n * ROWS, b_y, mask=(o_p < groups * GROUP - i_n * ROWS)[None, :])

@@ -1,6 +1,6 @@
 """Configurations of the FP8 forward kernel, chosen by a pure function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnlib.kernels.hopper.configs import HopperConfig
 
@@ -26,6 +26,15 @@ _CONFIGS = {
 }
 
 
-def fp8_config(width: int) -> Fp8Config:
-    """The configuration for tiles of 64, 128 or 256 columns."""
-    return _CONFIGS[width]
+# Kept shifts won there, and lost under a causal mask and at 256 columns (docs/lab/fp8.md). At 64 columns
+# words would spill with the late wait.
+_DENSE = {
+    64: replace(_CONFIGS[64], keep_shift=True, late_wait=False, pin=False),
+    128: replace(_CONFIGS[128], keep_shift=True),
+}
+
+
+def fp8_config(width: int, dense: bool = False) -> Fp8Config:
+    """The configuration for tiles of 64, 128 or 256 columns. dense: each query of a batch sees all keys; no
+    varlen call is."""
+    return _DENSE.get(width, _CONFIGS[width]) if dense else _CONFIGS[width]

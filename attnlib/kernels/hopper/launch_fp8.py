@@ -63,11 +63,12 @@ def forward(
     varlen, lengths = varlen_of(q, k), None
     if varlen is not None:
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
+    dense = lengths is None and params.window == MaskWindow(None, None)
     tensors = q.data, k.data, v.data, q.scale, k.scale, v.scale
     call = Call(
         tuple(q.data.shape), tuple(k.data.shape), tuple(v.data.shape), tuple(x.stride() for x in tensors),
         params.window, params.sm_scale, params.return_lse, lengths, out_dtype, index,
-        params.config or fp8_config(q.width), v.centered,
+        params.config or fp8_config(q.width, dense), v.centered,
     )  # fmt: skip
     out = torch.empty(q.data.shape, dtype=out_dtype, device=q.device)
     lse = None

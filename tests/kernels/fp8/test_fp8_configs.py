@@ -1,10 +1,11 @@
-"""Configurations of the FP8 forward kernel that can't run are refused."""
+"""Which configuration of the FP8 forward kernel a call gets, and that those which can't run are refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 from emulated import on_the_cpu
 from emulated_fp8 import Call
 
@@ -31,3 +32,52 @@ def test_a_block_has_one_scale(scaling: str, refused: bool) -> None:
                 launch_fp8.forward(*operands, call.params(), call.out_dtype)
         else:
             launch_fp8.forward(*operands, call.params(), call.out_dtype)
+
+
+DENSE = {
+    64: {"keep_shift": True, "late_wait": False, "pin": False}, 128: {"keep_shift": True}, 256: {},
+}  # fmt: skip
+"""What a dense call of a batch has otherwise."""
+CALLS = {
+    "dense": ({"causal": False}, True), "dense, a tail of keys": ({"causal": False, "S_k": 300}, True),
+    "dense, LSE, another sign": ({"causal": False, "sm_scale": -0.1}, True),
+    "causal": ({}, False), "left": ({"causal": False, "window": (70, -1)}, False),
+    "right": ({"causal": False, "window": (-1, 70)}, False),
+    "both": ({"causal": False, "window": (70, 10)}, False),
+    "varlen": ({"causal": False, "varlen": ((40, 70), (0, 5))}, False),
+    "varlen, causal": ({"varlen": ((40, 70), (0, 5))}, False),
+}  # fmt: skip
+
+
+def prepared(call: Call) -> launch_fp8.Call:
+    """What is launched for it, which is not run."""
+    found = []
+    with on_the_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_fp8, "prepare", lambda asked: found.append(asked) or (lambda *tensors: None))
+        launch_fp8.forward(*call.operands(*call.tensors()), call.params(), torch.float16)
+    [asked] = found
+    return asked
+
+
+@pytest.mark.parametrize("width", DENSE)
+def test_a_dense_batch_has_its_own(width: int) -> None:
+    assert not fp8_config(width).keep_shift and fp8_config(width).late_wait
+    assert fp8_config(width, dense=True) == replace(fp8_config(width), **DENSE[width])
+
+
+@pytest.mark.parametrize("width", DENSE)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_gets(name: str, width: int) -> None:
+    """Where shifts are kept the plan keeps them, whatever else the call asks for: a wait that is chosen for
+    kept shifts is not used without them."""
+    options, dense = CALLS[name]
+    call = Call(width, **{"H": 1, "H_kv": 1, "S_q": 200, "S_k": 256} | options)
+    asked = prepared(call)
+    assert asked.config == fp8_config(width, dense)
+    assert launch_fp8.plan_of(asked).keep_shift.value == (dense and width < 256)
+
+
+def test_what_a_call_brings_is_taken() -> None:
+    """No choice by the mask replaces it."""
+    config = replace(fp8_config(64), warpgroups=2, stages=2)
+    assert prepared(Call(64, 1, 1, 200, 256, causal=False, config=config)).config == config

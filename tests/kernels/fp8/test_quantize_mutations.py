@@ -82,7 +82,7 @@ MUTATIONS = [
     Mutation("the mean of the first head", PLACE, PLACE.replace(" + i_h", ""), MEAN, DATA),
     Mutation("the largest magnitude with the mean", "tl.maximum(most - mean, mean - least)",
              "tl.maximum(most, -least)", MEAN, EITHER, (), mean_kernels),
-    Mutation("a key too many has a share", "share = 1.0 / length", "share = 1.0 / (length + 1)", MEAN, "mean",
+    Mutation("keys past the end have a share", "share = 1.0 / length", "share = 1.0 / S", MEAN_VARLEN, "mean",
              (), mean_kernels),
     Mutation("a part is its first block", "tl.minimum((i_n + 1) * span, tl.cdiv(length, ROWS))",
              "i_n * span + 1", LONG_VALUES, "mean", (), mean_kernels),
