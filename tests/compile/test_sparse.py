@@ -196,7 +196,7 @@ def compile_backward(case: tuple) -> Stats:
     strides = (torch.empty(shape, device="meta").stride(),) * 5
     call = Signature(
         shape, shape, strides, DTYPES[dtype], -1, MaskWindow(None, None), 0.1, None, True, config,
-        Form(1, 1, 1, partial, True), score,
+        Form(1, 1, 1, partial, partial, True), score,
     )  # fmt: skip
     window = shape, strides[0]
     rows = preprocess_of(call, window, window, 128, width)
