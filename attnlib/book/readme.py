@@ -285,6 +285,7 @@ def sparse_tables() -> str:
     for name, title, column, form in (
         ("blocks", "Random blocks of 128 x 128, fp16, TFLOP/s of what is kept", "tflops", ".0f"),
         ("scores_128", "Scores, fp16, ms", "ms", ".2f"),
+        ("scores_bias_128", "Scores, fp16, ms", "ms", ".2f"),
         ("scores", "Scores, fp16, ms", "ms", ".2f"),
     ):
         try:
@@ -293,6 +294,7 @@ def sparse_tables() -> str:
             continue
         columns = {"call": title, "attnlib": "attnlib", "FlexAttention": "FlexAttention"}
         if name == "blocks":
+            columns |= {"FlashAttention-4": "FlashAttention-4", "cuDNN": "cuDNN"}
             columns["of_ideal"] = "attnlib, of the dense kernel times the part kept"
         lines: Lines = {}
         for row in table.rows:
