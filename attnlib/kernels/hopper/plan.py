@@ -75,8 +75,7 @@ class ForwardPlan(Constants):
 
     @property
     def keep_shift(self):
-        """Where each row sees a key of its first block, and no block after it needs a mask. A result that is
-        merged into another leaves no registers for it: words would spill."""
+        """Where each row sees a key of its first block, and no block after it needs a mask."""
         plain = self.mask.blocks.value < 2 and not self.mask.left.value and not self.pooled.value
         return gl.constexpr(self.pipeline.keep_shift.value and plain)
 
