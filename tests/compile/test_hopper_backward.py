@@ -179,8 +179,8 @@ def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, 
         return 160, 160, replace(KEYS_96, query_columns=160, value_columns=160)
     if name == KEYS_PAIR:
         return 192, 128, replace(KEYS_96, value_columns=128)
-    if name == 192:
-        return 192, 192, replace(SPLIT[192], deterministic=deterministic)
+    if name in (160, 192):
+        return name, name, replace(SPLIT[name], deterministic=deterministic)
     return name, name, hopper_backward_config(name, deterministic)
 
 
