@@ -27,8 +27,8 @@ _living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictiona
 
 
 SHORT = 12
-"""Steps of 128 keys that a block of 128 queries has on average. With so few full
-ones, steps of 64 are faster at D = 128 (docs/lab/sparse.md)."""
+"""Steps of 128 keys that a block of 128 queries has on average. With so few full ones, steps of 64 are faster
+at D = 128 (docs/lab/sparse.md)."""
 
 
 class Form(NamedTuple):

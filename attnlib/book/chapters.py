@@ -24,11 +24,10 @@ decades, one a part, so that a part can grow: numbers have gaps."""
 GLUON_FROM = 10
 """The first chapter number whose step is written in Gluon, for Hopper."""
 
-CHAPTERS: list[tuple[str, str]] = [
+CHAPTERS: list[tuple[str, str]] = sorted([
+    *STEPS,
     ("00_how_we_measure", "How we measure"),
-    *(step for step in STEPS if step[0] < "07"),
     ("07_descriptors_and_late_tile", "Descriptors and the late tile"),
-    *(step for step in STEPS if step[0] > "07"),
     ("19_record", "The record"),
     ("20_backward", "The backward pass"),
     ("21_hopper_backward", "The backward pass on Hopper"),
@@ -45,9 +44,9 @@ CHAPTERS: list[tuple[str, str]] = [
     ("40_fastattention", "FastAttention's ideas"),
     ("41_finetuning", "Memory and time of fine-tuning"),
     ("42_context_parallel", "One sequence on several GPUs"),
-]
-"""All chapters: the steps, and those that have no kernel in the ladder, though their own may stand on the way
-to one."""
+])  # fmt: skip
+"""All chapters, by their numbers: the steps, and those that have no kernel in the ladder, though their own
+may stand on the way to one."""
 
 _TITLES = dict(CHAPTERS)
 

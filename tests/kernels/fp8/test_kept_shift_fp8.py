@@ -4,6 +4,7 @@ below and just above the largest that e4m3 has, in one row or column alone, or t
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cases import INTERPRETER_REMARKS
 from emulated import mutate, on_the_cpu
 from emulated_fp8 import Call, check
 from mutations import Mutation
+from rising import BLOCKS, N, levels_of
 
 from attnlib.kernels.common import kept_shift
 from attnlib.kernels.common.fp8 import Fp8
@@ -22,7 +24,7 @@ from attnlib.kernels.reference import fp8 as reference
 pytestmark = INTERPRETER_REMARKS
 
 SCALE = 0.6931471805599453  # so that a score is the exponent of a weight, a power of two
-N, BLOCKS, D = 64, 5, 64
+D = 64
 KEPT = replace(
     fp8_config(128), block_n=N, stages=2, o_columns=64, q_columns=0, late_wait=False, pin=False,
     keep_shift=True,
@@ -30,6 +32,7 @@ KEPT = replace(
 LATE = replace(KEPT, late_wait=True, pin=True)
 FAR = -400.0
 """A score whose weight is 0 beside any other here."""
+rising = partial(levels_of, far=FAR)
 TERMS = 5
 """Numbers of e4m3 whose sum is a score."""
 
@@ -74,13 +77,6 @@ def judge(q, k, v, config: Fp8Config = KEPT, mutants=None) -> None:
     (out, lse), (truth, truth_lse) = forward(q, k, v, config, mutants)
     torch.testing.assert_close(out.double(), truth, rtol=1 / 16 + 1e-4, atol=2.0**-15 * N)
     torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=1e-5, atol=1e-5)
-
-
-def rising(step: float, keys: slice) -> torch.Tensor:
-    """Levels of these keys of each block, `step` more in each that a row visits; all others far below."""
-    levels = torch.full((BLOCKS, N), FAR)
-    levels[:, keys] = step * torch.arange(BLOCKS).flip(0)[:, None]
-    return levels.flatten()
 
 
 EDGE = 2.0**-6

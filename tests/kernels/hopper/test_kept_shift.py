@@ -4,6 +4,7 @@ rise by just less or just more than it lets pass, in one row or column alone, or
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import families
 import pytest
@@ -11,6 +12,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 from emulated import Call, mutate, on_the_cpu
 from mutations import Mutation
+from rising import BLOCKS, N, levels_of
 
 from attnlib.kernels import hopper
 from attnlib.kernels.common import kept_shift
@@ -20,12 +22,11 @@ from attnlib.kernels.reference.dense import attention_fp64
 pytestmark = INTERPRETER_REMARKS
 
 SCALE = 0.6931471805599453  # so that a score is the exponent of a weight, a power of two
-N = 64
 KEPT = HopperConfig(N, 2, 2, 64, keep_shift=True)
 LATE = replace(KEPT, late_wait=True, pin=True)
-BLOCKS = 5
 FAR = -2000.0
 """A score whose weight is 0 beside any other here."""
+rising = partial(levels_of, far=FAR)
 
 
 def forward(q, k, v, config: HopperConfig, causal: bool = False, mutants=None):
@@ -53,14 +54,6 @@ def tensors(levels: torch.Tensor, rows: int = 128) -> tuple[torch.Tensor, ...]:
     q[..., :3] = 1
     v = torch.randn(1, 1, len(levels), 64, generator=torch.Generator().manual_seed(0))
     return q.half(), k.half(), v.half()
-
-
-def rising(step: float, keys: slice) -> torch.Tensor:
-    """Levels of these keys of each block of 64, `step` more in each that a row visits; all others are far
-    below."""
-    levels = torch.full((BLOCKS, N), FAR)
-    levels[:, keys] = step * torch.arange(BLOCKS).flip(0)[:, None]
-    return levels.flatten()
 
 
 EDGE = 2.0**-10
