@@ -83,7 +83,7 @@ class BsfaCall(NamedTuple):
     causal: bool
     heads: int
     impl: str
-    turns: str | None = None
+    turns: bool | None = None
 
 
 class ScoredCall(NamedTuple):
@@ -184,7 +184,7 @@ def calls() -> Iterator[NamedTuple]:
     for head_dim, causal, impl in product((64, 128), (True, False), ("hopper", "triton")):
         yield BsfaCall(head_dim, causal, 2, impl)
     yield BsfaCall(128, True, 150, "hopper")  # more tiles than an H200 has SMs
-    for head_dim, turns in product((64, 128), ("issued", "done")):
+    for head_dim, turns in product((64, 128), (False, True)):
         yield BsfaCall(head_dim, True, 150, "hopper", turns)
     for head_dim, score in product((64, 128), ("ALiBi", "bias")):
         yield ScoredCall(head_dim, score, 75)  # more tiles than an H200 has SMs

@@ -24,11 +24,11 @@ from attnlib.params import BsfaParams
 
 pytestmark = INTERPRETER_REMARKS
 
-APART = HopperBsfaConfig(2, 32)
-Q_KEPT = HopperBsfaConfig(3, 64, 32)
-VOTES = HopperBsfaConfig(3, 64, 64, named=True, vote=True)
-IN_TURNS = HopperBsfaConfig(4, 64, 64, named=True, turns="done")
-ISSUED = HopperBsfaConfig(2, 32, vote=True, turns="issued")
+TWO_SLOTS = HopperBsfaConfig(2)
+Q_KEPT = HopperBsfaConfig(3, 32)
+VOTES = HopperBsfaConfig(3, 64, named=True, vote=True)
+IN_TURNS = HopperBsfaConfig(4, 64, named=True, turns=True)
+ALL_OF_IT = HopperBsfaConfig(2, vote=True, turns=True)
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ CALLS = {
     "one row": Call(S_q=1, S_k=400),
     "nothing told": Call(S_q=200, told=False),
     "batches": Call(S_q=140, S_k=260, H=4, H_kv=2, B=2),
-    "two slots": Call(S_q=260, S_k=640, config=APART),
+    "two slots": Call(S_q=260, S_k=640, config=TWO_SLOTS),
     "Q in registers": Call(S_q=260, S_k=640, config=Q_KEPT),
     "many tiles": Call(S_q=520, S_k=520, H=3),
     "votes": Call(S_q=260, S_k=640, config=VOTES),
     "votes, bfloat16": Call(S_q=130, S_k=600, dtype=torch.bfloat16, config=VOTES),
     "turns": Call(S_q=520, S_k=520, H=3, config=IN_TURNS),
     "turns, more queries": Call(S_k=130, config=IN_TURNS),
-    "turns, more keys": Call(config=ISSUED),
-    "turns, dense": Call(causal=False, S_q=330, S_k=330, config=ISSUED),
+    "turns, more keys": Call(config=ALL_OF_IT),
+    "turns, dense": Call(causal=False, S_q=330, S_k=330, config=ALL_OF_IT),
 }
 
 
