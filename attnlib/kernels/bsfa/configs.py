@@ -38,7 +38,6 @@ class HopperBsfaConfig:
         q_columns: leading columns of Q that stay in registers.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
         vote: warps vote on a block through shared memory, in place of a maximum over the warpgroup.
-        turns: consumers take turns at the tensor cores.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -48,7 +47,6 @@ class HopperBsfaConfig:
     q_columns: int = 0
     named: bool = False
     vote: bool = False
-    turns: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -64,7 +62,7 @@ class HopperBsfaConfig:
 # compared at D = 128 alone: docs/lab/sparse.md.
 _HOPPER = {
     64: HopperBsfaConfig(4, 64, named=True),
-    128: HopperBsfaConfig(2, 64, named=True, vote=True, turns=True),
+    128: HopperBsfaConfig(2, 64, named=True, vote=True),
 }
 
 

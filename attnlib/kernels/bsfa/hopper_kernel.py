@@ -28,14 +28,6 @@ decision makes sure of that: it is a reduction over the warpgroup, and each warp
 it. At the end of a tile a barrier does. Then the output leaves through the buffer that was used last; the
 first block of the next tile takes the other one, and the copy has left when its second one is kept.
 
-    Turns
-
-With `turns` the consumers take turns at the tensor cores: each begins the products of a slot when the other
-one has issued its own. So the decision and the exponentials of one lie beside the products of the other; by
-themselves both may march in step. A turn is a
-slot, whether its rows see it or not, so both have as many. Named barriers 14 and 15 hand it over, and the
-second consumer begins by passing the first turn of all. The last turn that it passes is not taken.
-
 How tiles are drawn and told of is in `kernels.hopper.forward_kernel`. A word of a tile may be read until its
 consumer arrives at q_free.
 """
@@ -61,7 +53,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 TOGETHER = gl.constexpr(12)  # and 13: named barriers of the warps of a consumer
-TURN = gl.constexpr(14)  # and 15: of both consumers; the turn of the first one, of the second one
 
 # What the producer tells of a tile, word by word.
 FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
@@ -262,20 +253,6 @@ def _mask(s, row, block, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _take_turn(WG: gl.constexpr, plan: gl.constexpr):
-    """Wait until the other consumer is through with its products."""
-    if plan.turns:
-        named_barrier("sync", TURN + WG, 256)
-
-
-@gluon.jit
-def _pass_turn(WG: gl.constexpr, plan: gl.constexpr):
-    """The other consumer may begin its products."""
-    if plan.turns:
-        named_barrier("arrive", TURN + 1 - WG, 256)
-
-
-@gluon.jit
 def _tops_of_threads(s):
     """[64, BLOCK_N] -> [64, 4]: the largest score of a row that each of its four threads has."""
     return gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
@@ -314,16 +291,13 @@ def _step(
     block is kept, its softmax. always: the diagonal crosses it."""
     block_of = block, row, always, limit, at, desc_v, kept
     wait_k(mem, c, plan)
-    _take_turn(WG, plan)
     if now.pending != 0:
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
         o_token = _issue_output(now.p, now.acc, now.asked, mem, WG)
-        _pass_turn(WG, plan)
         s = warpgroup_mma_wait(1, deps=(s_token,))  # not for P V
         now = _decide(s, o_token, now, c, block_of, mem, qk_scale, work, True, WG, plan)
     else:
         s_token = _issue_scores(q_registers, mem, c, WG, plan)
-        _pass_turn(WG, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         now = _decide(s, None, now, c, block_of, mem, qk_scale, work, False, WG, plan)
     return now
@@ -408,8 +382,6 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     asked = 0
-    if WG == 1:
-        _pass_turn(WG, plan)  # the first turn of all
     first_row = _told(mem, 0)
     while first_row >= 0:
         row = first_row + WG * 64
@@ -434,16 +406,12 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
         for i in range(c, start):
             wait_k(mem, i, plan)
-            _take_turn(WG, plan)  # a slot is a turn, of both
-            _pass_turn(WG, plan)
             release(mem, i, plan)
 
         # 1. The last block that these rows see, always kept.
         asked = _ask(desc_v, mem, at, own - 1, asked, WG, plan)
         wait_k(mem, start, plan)
-        _take_turn(WG, plan)
         s_token = _issue_scores(q_registers, mem, start, WG, plan)
-        _pass_turn(WG, plan)
         tma.store_wait(0)  # the output of the tile before has left the other buffer
         s = warpgroup_mma_wait(0, deps=(s_token,))
         release(mem, start, plan)
