@@ -20,6 +20,9 @@ class BsfaTile:
     heads_per_section: int = 4
 
 
+NAMED_STAGES = 4
+"""Slots that have a named barrier of their own: 8 to 11; the next ones are those of each consumer's warps."""
+
 # Not compared with others.
 _TILES = {64: BsfaTile(num_stages=3), 128: BsfaTile()}
 
@@ -52,14 +55,17 @@ class HopperBsfaConfig:
     max_registers: int = 168
     l2_bytes: int = 32 << 20
 
+    def __post_init__(self) -> None:
+        if self.named and self.stages > NAMED_STAGES:
+            raise ValueError(f"stages: expected at most {NAMED_STAGES} with named, got {self.stages}")
+
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
 # At D = 128 two slots and the buffers of values fill the shared memory. Columns of Q in registers spare the
-# products of scores, of which there are more than of outputs, reads of shared memory. Votes and turns were
-# compared at D = 128 alone: docs/lab/sparse.md.
+# products of scores, of which there are more than of outputs, reads of shared memory. docs/lab/bsfa.md.
 _HOPPER = {
     64: HopperBsfaConfig(4, 64, named=True),
     128: HopperBsfaConfig(2, 64, named=True, vote=True),

@@ -23,10 +23,10 @@ are read twice, from the L2.
     drawn[b]         producer has told of tile        each consumer            (tile number // 2) & 1
                      2 n + b
 
-Copies take both buffers in turn. One is free when P V of its values is done in all four warps. In the loop the
-decision makes sure of that: it is a reduction over the warpgroup, and each warp has waited in the step before
-it. At the end of a tile a barrier does. Then the output leaves through the buffer that was used last; the
-first block of the next tile takes the other one, and the copy has left when its second one is kept.
+Copies take both buffers in turn. One is free when P V of its values is done in all four warps. In the loop
+the decision makes sure of that: it is a reduction over the warpgroup, and each warp has waited in the step
+before it. At the end of a tile a barrier does. Then the output leaves through the buffer that was used last:
+the first block of the next tile takes the other one, and when its second one is kept, the output has left.
 
 How tiles are drawn and told of is in `kernels.hopper.forward_kernel`. A word of a tile may be read until its
 consumer arrives at q_free.
