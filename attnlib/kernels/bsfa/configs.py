@@ -1,7 +1,6 @@
 """Configurations of the BSFA kernels: frozen dataclasses, chosen by pure functions."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from attnlib.kernels.common import l2_sections
 
@@ -21,6 +20,9 @@ class BsfaTile:
     heads_per_section: int = 4
 
 
+NAMED_STAGES = 4
+"""Slots that have a named barrier of their own: 8 to 11; the next ones are those of each consumer's warps."""
+
 # Not compared with others.
 _TILES = {64: BsfaTile(num_stages=3), 128: BsfaTile()}
 
@@ -36,39 +38,37 @@ class HopperBsfaConfig:
 
     Attributes:
         stages: slots of the ring of blocks of keys in shared memory.
-        o_columns: columns of the buffer through which the output leaves: all, or half of them in two goes.
         q_columns: leading columns of Q that stay in registers.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
         vote: warps vote on a block through shared memory, in place of a maximum over the warpgroup.
-        turns: consumers take turns at the tensor cores, and pass the turn when their products are "issued",
-            or "done"; "": they do not.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
     """
 
     stages: int
-    o_columns: int
     q_columns: int = 0
     named: bool = False
     vote: bool = False
-    turns: Literal["", "issued", "done"] = ""
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        if self.named and self.stages > NAMED_STAGES:
+            raise ValueError(f"stages: expected at most {NAMED_STAGES} with named, got {self.stages}")
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
-# At D = 128 three slots and the other buffers fill the shared memory. Columns of Q in registers spare the
-# products of scores, of which there are more than of outputs, reads of shared memory. Votes and turns were
-# compared at D = 128 alone: docs/lab/sparse.md.
+# At D = 128 two slots and the buffers of values fill the shared memory. Columns of Q in registers spare the
+# products of scores, of which there are more than of outputs, reads of shared memory. docs/lab/bsfa.md.
 _HOPPER = {
-    64: HopperBsfaConfig(4, 64, 64, named=True),
-    128: HopperBsfaConfig(3, 128, 64, named=True, vote=True, turns="issued"),
+    64: HopperBsfaConfig(4, 64, named=True),
+    128: HopperBsfaConfig(2, 64, named=True, vote=True),
 }
 
 

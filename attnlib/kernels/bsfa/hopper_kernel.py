@@ -7,33 +7,26 @@ decides for itself which blocks its rows keep: a block of scores is 64 x 128.
     Who copies what
 
 The producer streams keys through a ring, whatever becomes of them: all scores are computed. Values are not in
-the ring. A consumer has one buffer for the values of one block, and starts the copy itself, as soon as it has
-decided to keep the block. It needs them a step later: P V of a block is issued together with Q K^T of the
-next one. In between are the exponentials, and they take about as long as the copy. So no value is read in
-vain, no consumer waits for the other's decision, and a wait for a copy is rare. Where both keep a block, its
-values are read twice, from the L2.
+the ring. A consumer has two buffers for the values of a block, and starts a copy itself, as soon as it has
+decided to keep a block. It needs the values a step later: P V of a block is issued together with Q K^T of the
+next one, and runs beside that one's decision and half of its exponentials. So no value is read in vain, no
+consumer waits for the other's decision, and a wait for a copy is rare. Where both keep a block, its values
+are read twice, from the L2.
 
     barrier          completes when                   waited for by            parity of the wait
     k_full[slot]     TMA has written K of slot c      each consumer            (c // STAGES) & 1
     kv_free[slot]    both consumers have released c   producer, to fill        see `common.ring`
-    v_full[w]        TMA has written the values that  consumer w               number of that copy & 1
+    v_full[2 w + b]  TMA has written the values that  consumer w               (number of the copy // 2) & 1
                      consumer w asked for
     q_full[w]        TMA has written Q of consumer w  consumer w               tile number & 1
     q_free[w]        consumer w needs Q no more       producer                 tile number & 1, flipped
     drawn[b]         producer has told of tile        each consumer            (tile number // 2) & 1
                      2 n + b
 
-The buffer of the values is free when P V is done in all four warps. In the loop the decision makes sure of
-that: it is a reduction over the warpgroup, after the wait for P V. At the first block of a tile, which is
-always kept, a barrier does.
-
-    Turns
-
-With `turns` the consumers take turns at the tensor cores: each begins the products of a slot when the other
-one has passed the turn, either as soon as its own were issued or when they are done. So the decision and the
-exponentials of one lie beside the products of the other; by themselves both may march in step. A turn is a
-slot, whether its rows see it or not, so both have as many. Named barriers 14 and 15 hand it over, and the
-second consumer begins by passing the first turn of all. The last turn that it passes is not taken.
+Copies take both buffers in turn. One is free when P V of its values is done in all four warps. In the loop
+the decision makes sure of that: it is a reduction over the warpgroup, and each warp has waited in the step
+before it. At the end of a tile a barrier does. Then the output leaves through the buffer that was used last:
+the first block of the next tile takes the other one, and when its second one is kept, the output has left.
 
 How tiles are drawn and told of is in `kernels.hopper.forward_kernel`. A word of a tile may be read until its
 consumer arrives at q_free.
@@ -52,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
-from attnlib.kernels.common.memory import barriers, buffers, matrix
+from attnlib.kernels.common.memory import barriers, buffers, matrix, room
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k
 
@@ -60,7 +53,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 TOGETHER = gl.constexpr(12)  # and 13: named barriers of the warps of a consumer
-TURN = gl.constexpr(14)  # and 15: of both consumers; the turn of the first one, of the second one
 
 # What the producer tells of a tile, word by word.
 FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
@@ -78,8 +70,7 @@ class Memory(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [2, 1, 1, 64, d]
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
-    v: gl.shared_memory_descriptor  # [2, 1, 1, block_n, d]: one of each consumer
-    o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns]
+    v: gl.shared_memory_descriptor  # [4, 1, 1, block_n, d]: two of each consumer
     next_tile: gl.shared_memory_descriptor  # [2 * WORDS, 32]
     votes: gl.shared_memory_descriptor  # [2, 4, 32]: of the warps of each consumer
     q_full: gl.shared_memory_descriptor
@@ -224,20 +215,28 @@ def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _issue_output(p, acc, asked, mem, WG: gl.constexpr):
-    """Start acc += P V, of the values that were asked for last: [64, BLOCK_N] x [BLOCK_N, D]."""
-    mbarrier.wait(mem.v_full.index(WG), (asked - 1) & 1)
-    return warpgroup_mma(p, matrix(mem.v, WG), acc, is_async=True)
+def _buffer(number, WG: gl.constexpr):
+    """Where this consumer's copy of that number puts its values."""
+    return 2 * WG + (number & 1)
 
 
 @gluon.jit
-def _ask(desc_v, mem, at, block, WG: gl.constexpr, plan: gl.constexpr):
-    """Start to copy the values of a block to this consumer's buffer."""
-    bar = mem.v_full.index(WG)
+def _issue_output(p, acc, asked, mem, WG: gl.constexpr):
+    """Start acc += P V, of the values that were asked for last: [64, BLOCK_N] x [BLOCK_N, D]."""
+    number = asked - 1  # of the copy
+    mbarrier.wait(mem.v_full.index(_buffer(number, WG)), (number >> 1) & 1)
+    return warpgroup_mma(p, matrix(mem.v, _buffer(number, WG)), acc, is_async=True)
+
+
+@gluon.jit
+def _ask(desc_v, mem, at, block, asked, WG: gl.constexpr, plan: gl.constexpr):
+    """Start to copy the values of a block to this consumer's next buffer; returns how many were asked for."""
+    bar = mem.v_full.index(_buffer(asked, WG))
     mbarrier.expect(bar, desc_v.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(WG)
+        desc_v, tiling.coordinates(at, block * plan.block_n, 0), bar, mem.v.index(_buffer(asked, WG))
     )
+    return asked + 1
 
 
 @gluon.jit
@@ -251,44 +250,6 @@ def _mask(s, row, block, work, plan: gl.constexpr):
     # Bits 1 and 2 of a column are those of the thread, the others are known to the compiler.
     after = last[:, None] - (o_n & 6)  # [64, BLOCK_N], a number for each row of a thread
     return gl.where((o_n & -7) <= after, s, float("-inf"))
-
-
-@gluon.jit
-def _take_turn(WG: gl.constexpr, plan: gl.constexpr):
-    """Wait until the other consumer is through with its products."""
-    if plan.turns != "":
-        named_barrier("sync", TURN + WG, 256)
-
-
-@gluon.jit
-def _pass_turn(WHEN: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
-    """WHEN: what has become of the products, "issued" or "done"."""
-    if plan.turns != "":
-        if plan.turns == WHEN:
-            named_barrier("arrive", TURN + 1 - WG, 256)
-
-
-@gluon.jit
-def _products(q_registers, now, mem, c, WG: gl.constexpr, plan: gl.constexpr):
-    """(scores of slot c [64, BLOCK_N], O of all blocks kept so far), with P V of the last one of these if it
-    is still to be done."""
-    wait_k(mem, c, plan)
-    _take_turn(WG, plan)
-    acc = now.acc
-    if now.pending != 0:
-        s_token = _issue_scores(q_registers, mem, c, WG, plan)
-        o_token = _issue_output(now.p, acc, now.asked, mem, WG)
-        _pass_turn("issued", WG, plan)
-        s, acc = warpgroup_mma_wait(0, deps=(s_token, o_token))
-    else:
-        s_token = _issue_scores(q_registers, mem, c, WG, plan)
-        _pass_turn("issued", WG, plan)
-        s = warpgroup_mma_wait(0, deps=(s_token,))
-    _pass_turn("done", WG, plan)
-    release(mem, c, plan)
-    if plan.flip:
-        s = -s
-    return s, acc
 
 
 @gluon.jit
@@ -326,10 +287,34 @@ def _step(
     q_registers, now, c, row, block, always, limit, at, desc_v, kept, mem, qk_scale, work,
     WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """Slot c: its scores, the product of the block before, and, if it is kept, its softmax. always: the
-    diagonal crosses it."""
+    """Slot c: its scores, the product of the block before if that is still to be done, and, if the slot's
+    block is kept, its softmax. always: the diagonal crosses it."""
+    block_of = block, row, always, limit, at, desc_v, kept
+    wait_k(mem, c, plan)
+    if now.pending != 0:
+        s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        o_token = _issue_output(now.p, now.acc, now.asked, mem, WG)
+        s = warpgroup_mma_wait(1, deps=(s_token,))  # not for P V
+        now = _decide(s, o_token, now, c, block_of, mem, qk_scale, work, True, WG, plan)
+    else:
+        s_token = _issue_scores(q_registers, mem, c, WG, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+        now = _decide(s, None, now, c, block_of, mem, qk_scale, work, False, WG, plan)
+    return now
+
+
+@gluon.jit
+def _decide(
+    s, product, now, c, block_of, mem, qk_scale, work,
+    PENDING: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
+    """Keep the block with scores s [64, BLOCK_N], or not. product: of the block before, in
+    flight, if that is PENDING."""
     dtype: gl.constexpr = mem.v.dtype
-    s, acc = _products(q_registers, now, mem, c, WG, plan)
+    block, row, always, limit, at, desc_v, kept = block_of
+    release(mem, c, plan)
+    if plan.flip:
+        s = -s
     if plan.crosses:
         if always:
             s = _mask(s, row, block, work, plan)
@@ -343,38 +328,36 @@ def _step(
         keep = gl.where(top < limit, 0, 1)
     if plan.crosses:
         keep = gl.where(always, 1, keep)
-    p, shift, sums, asked = now.p, now.shift, now.sums, now.asked
+    p, acc, shift, sums, asked = now.p, now.acc, now.shift, now.sums, now.asked
     if keep != 0:
-        _ask(desc_v, mem, at, block, WG, plan)
-        asked += 1
+        asked = _ask(desc_v, mem, at, block, asked, WG, plan)
         if plan.store_kept:
             gl.store(kept + block, 1)
         shift, alpha, changed = softmax.new_shift(_of_rows(tops, plan), shift, qk_scale, plan.crosses)
-        acc = softmax.rescale(acc, alpha, changed)
-        weights = softmax.weights(s, shift, qk_scale, plan.crosses)
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
-        sums = softmax.add_sums(sums, weights)
-        p = gl.convert_layout(weights.to(dtype), plan.p_layout)
+        left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
+        left = softmax.weights(left, shift, qk_scale, plan.crosses)
+        sums = softmax.add_sums(sums, left)
+        if PENDING:
+            sums = softmax.pin(sums)
+            acc = warpgroup_mma_wait(0, deps=(product,))  # [64, D]
+        acc = softmax.rescale(acc, alpha, changed)
+        right = softmax.weights(right, shift, qk_scale, plan.crosses)
+        sums = softmax.add_sums(sums, right)
+        p = gl.convert_layout(softmax.whole(left.to(dtype), right.to(dtype)), plan.p_layout)
+    else:
+        if PENDING:
+            acc = warpgroup_mma_wait(0, deps=(product,))
     return Row(p, acc, shift, sums, keep, asked)
 
 
 @gluon.jit
-def _store_output(desc_o, o, mem, at, row, WG: gl.constexpr, plan: gl.constexpr):
-    """Through shared memory, at once or in two halves; the copy of the tile before must have left it."""
-    if plan.o_columns == plan.d:
-        _store_columns(desc_o, o, mem, at, row, 0, WG)
-    else:
-        left, right = softmax.halves(o)
-        _store_columns(desc_o, left, mem, at, row, 0, WG)
-        _store_columns(desc_o, right, mem, at, row, plan.o_columns, WG)
-
-
-@gluon.jit
-def _store_columns(desc_o, part, mem, at, row, column: gl.constexpr, WG: gl.constexpr):
-    tma.store_wait(0)
-    matrix(mem.o, WG).store(part)
+def _store_output(desc_o, o, mem, at, row, buffer):
+    """Through a buffer of values."""
+    o_buffer = room(mem.v, buffer, desc_o)
+    o_buffer.reshape([64, o.shape[1]]).store(o)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, column), mem.o.index(WG))
+    tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, 0), o_buffer)
 
 
 @gluon.jit
@@ -399,8 +382,6 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     asked = 0
-    if WG == 1:
-        _pass_turn(plan.turns, WG, plan)  # the first turn of all
     first_row = _told(mem, 0)
     while first_row >= 0:
         row = first_row + WG * 64
@@ -425,20 +406,14 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             q_registers = q_left.load(plan.q_layout)  # [64, Q_COLUMNS]
         for i in range(c, start):
             wait_k(mem, i, plan)
-            _take_turn(WG, plan)  # a slot is a turn, of both
-            _pass_turn(plan.turns, WG, plan)
             release(mem, i, plan)
 
         # 1. The last block that these rows see, always kept.
-        named_barrier("sync", TOGETHER + WG, 128)  # P V of the tile before is done in all warps
-        _ask(desc_v, mem, at, own - 1, WG, plan)
-        asked += 1
+        asked = _ask(desc_v, mem, at, own - 1, asked, WG, plan)
         wait_k(mem, start, plan)
-        _take_turn(WG, plan)
         s_token = _issue_scores(q_registers, mem, start, WG, plan)
-        _pass_turn("issued", WG, plan)
+        tma.store_wait(0)  # the output of the tile before has left the other buffer
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        _pass_turn("done", WG, plan)
         release(mem, start, plan)
         if plan.flip:
             s = -s
@@ -484,9 +459,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             lse = gl.where(empty, float("-inf"), (now.shift + gl.log2(row_sums)) * LN2)
             place = (at_o[0] * work.H + at_o[1]).to(gl.int64) * work.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
+        named_barrier("sync", TOGETHER + WG, 128)  # P V is done in all warps
         if row < work.S_q:
             o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc)  # [64, D]
-            _store_output(desc_o, o.to(dtype), mem, at_o, row, WG, plan)
+            _store_output(desc_o, o.to(dtype), mem, at_o, row, _buffer(asked - 1, WG))
     tma.store_wait(0)
 
 
@@ -522,14 +498,13 @@ def attention_bsfa_forward_hopper(
     mem = Memory(
         buffers(desc_q, 2),
         buffers(desc_k, plan.pipeline.stages),
-        buffers(desc_v, 2),
-        buffers(desc_o, 2),
+        buffers(desc_v, 4),
         gl.allocate_shared_memory(gl.int32, [2 * WORDS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         votes,
         barriers(2, 1),  # q_full
         barriers(2, 1),  # q_free
         barriers(plan.pipeline.stages, 1),  # k_full
-        barriers(2, 1),  # v_full
+        barriers(4, 1),  # v_full
         barriers(plan.pipeline.stages, 2),  # kv_free
         barriers(2, 1),  # drawn
     )

@@ -70,10 +70,9 @@ def make_plan(call: Signature, kept: bool):
     _, _, _, S_q, S_k = call.dimensions()
     causal = call.window.right is not None
     return BsfaPlan(
-        d=call.head_dim, q_columns=config.q_columns, o_columns=config.o_columns, vote=config.vote,
-        turns=config.turns, flip=call.sm_scale < 0, causal=causal,
-        crosses=causal and (S_k - S_q) % 64 != 0, tail=S_k % KEYS != 0, store_lse=call.return_lse,
-        store_kept=kept,
+        d=call.head_dim, q_columns=config.q_columns, vote=config.vote, flip=call.sm_scale < 0,
+        causal=causal, crosses=causal and (S_k - S_q) % 64 != 0, tail=S_k % KEYS != 0,
+        store_lse=call.return_lse, store_kept=kept,
         pipeline=Pipeline(2, config.stages, False, config.named, False, False),
         registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip
@@ -84,7 +83,7 @@ def descriptors(windows: tuple, call: Signature) -> dict[str, Descriptor]:
     from triton.experimental.gluon import language as gl
 
     keys, D = (1, 1, KEYS, call.head_dim), call.head_dim
-    blocks = (1, 1, 64, D), keys, keys, (1, 1, 64, call.config.o_columns)
+    blocks = (1, 1, 64, D), keys, keys, (1, 1, 64, D)
     element = getattr(gl, HALF[call.dtype])
     return {
         f"desc_{letter}": Descriptor(

@@ -16,7 +16,7 @@ class BsfaPlan(Constants):
 
     Attributes:
         d: head dimension, 64 or 128.
-        q_columns, o_columns, vote, turns: as in `HopperBsfaConfig`.
+        q_columns, vote: as in `HopperBsfaConfig`.
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         causal: the keys of a query end on a diagonal.
         crosses: 64 rows may cross it in two blocks.
@@ -26,9 +26,7 @@ class BsfaPlan(Constants):
 
     d: int
     q_columns: int
-    o_columns: int
     vote: bool
-    turns: str
     flip: bool
     causal: bool
     crosses: bool

@@ -32,3 +32,9 @@ def matrix(buffers, i):
     rows: gl.constexpr = buffers.shape[-2]
     columns: gl.constexpr = buffers.shape[-1]
     return buffers.index(i).reshape([rows, columns])
+
+
+@gluon.jit
+def room(buffers, i, desc):
+    """Buffer i as room for one copy of a descriptor, which needs no more."""
+    return buffers.index(i)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
