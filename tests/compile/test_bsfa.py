@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import side_by_side
 import torch
@@ -57,8 +55,7 @@ def test_portable(compiled: dict[tuple, list[tuple[Job, Stats]]], case: tuple) -
 
 # Head dimension, dtype, causal, keys beyond the queries, whether the LSE and the kept blocks are asked for.
 HOPPER = [(64, "bf16", False, 30, True), (128, "fp16", True, 0, False), (128, "bf16", True, 30, False)]
-# With votes besides.
-HOPPER += [(64, "fp16", True, 0, True, True)]
+HOPPER += [(64, "fp16", True, 0, True)]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -66,11 +63,9 @@ def compile_hopper(case: tuple) -> Stats:
     """The compiled kernel in numbers."""
     from attnlib.kernels.bsfa.hopper_kernel import attention_bsfa_forward_hopper as kernel
 
-    head_dim, dtype, causal, more, all_of_it, *votes = case
+    head_dim, dtype, causal, more, all_of_it = case
     q, k = torch.zeros(1, 2, 256, head_dim, dtype=DTYPES[dtype]), torch.zeros(1, 2, 256 + more, head_dim)
     config = hopper_bsfa_config(head_dim)
-    if votes:
-        config = replace(config, vote=True)
     params = BsfaParams(torch.zeros(1, 2, 4), causal, 0.1, all_of_it, all_of_it, config)
     call = launch.call_of(q, k, params, q, k, k)
     plan = launch_hopper.make_plan(call, params.return_kept)

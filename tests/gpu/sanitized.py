@@ -76,14 +76,12 @@ class AccumulateCall(NamedTuple):
 
 
 class BsfaCall(NamedTuple):
-    """Queries and keys of different lengths, some blocks kept. vote: as in `HopperBsfaConfig`;
-    None for the usual configuration."""
+    """Queries and keys of different lengths, some blocks kept."""
 
     head_dim: int
     causal: bool
     heads: int
     impl: str
-    vote: bool | None = None
 
 
 class ScoredCall(NamedTuple):
@@ -184,7 +182,7 @@ def calls() -> Iterator[NamedTuple]:
     for head_dim, causal, impl in product((64, 128), (True, False), ("hopper", "triton")):
         yield BsfaCall(head_dim, causal, 2, impl)
     yield BsfaCall(128, True, 150, "hopper")  # more tiles than an H200 has SMs
-    yield BsfaCall(64, True, 150, "hopper", True)
+    yield BsfaCall(64, True, 150, "hopper")
     for head_dim, score in product((64, 128), ("ALiBi", "bias")):
         yield ScoredCall(head_dim, score, 75)  # more tiles than an H200 has SMs
     for head_dim, score in ((64, "table"), (128, "table"), (256, "ALiBi"), (256, "bias"), (256, "table")):
@@ -416,25 +414,15 @@ def run_kept(call: KeptCall) -> tuple:
 
 def run_bsfa(call: BsfaCall) -> tuple:
     """Output, LSE and what was kept."""
-    from dataclasses import replace
 
     import torch
 
     from attnlib import attention_bsfa
-    from attnlib.kernels.bsfa import hopper
-    from attnlib.kernels.bsfa.configs import hopper_bsfa_config
-    from attnlib.params import BsfaParams
 
     sizes = (call.heads, 200), (call.heads // 2, 530), (call.heads // 2, 530)
     q, k, v = (torch.randn(1, h, n, call.head_dim).half().cuda() for h, n in sizes)
     options = {"threshold": 3.9, "causal": call.causal, "impl": call.impl}
-    if call.vote is None:
-        found = attention_bsfa(q, k, v, return_lse=True, return_kept=True, **options)
-    else:
-        limits = torch.full((1, call.heads, 4), 3.9).cuda()
-        config = replace(hopper_bsfa_config(call.head_dim), vote=call.vote)
-        params = BsfaParams(limits, call.causal, call.head_dim**-0.5, True, True, config)
-        found = hopper.forward(q, k, v, params)
+    found = attention_bsfa(q, k, v, return_lse=True, return_kept=True, **options)
     torch.cuda.synchronize()
     return found
 

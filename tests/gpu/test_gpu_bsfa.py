@@ -4,7 +4,6 @@ equal bits, streams, CUDA graphs, more than 2^31 elements."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from bsfa_cases import FAMILIES, BsfaCase, check, draw, make
 
 from attnlib import attention, attention_bsfa, bsfa_threshold
 from attnlib.kernels.bsfa import hopper
-from attnlib.kernels.bsfa.configs import hopper_bsfa_config
 from attnlib.params import BsfaParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -57,21 +55,6 @@ def test_minus_infinity_is_the_dense_kernel(head_dim: int, causal: bool) -> None
     dense = attention(q, k, v, causal=causal, impl="hopper")
     assert (out.float() - dense.float()).abs().max() < 4e-3
     check(BsfaCase("dense", 3000, 3000, -math.inf, causal, head_dim=head_dim), DEVICE, 0, "hopper")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_votes_give_the_same_bits(head_dim: int) -> None:
-    skip_unless("hopper")
-    for rows, keys, causal in ((4096, 4096, True), (3000, 3100, True), (2050, 1300, False)):
-        q, k, v = make(BsfaCase("options", rows, keys, head_dim=head_dim, heads=4), DEVICE)
-        limits = bsfa_threshold(q, k, kept=0.2, causal=causal)
-        params = BsfaParams(limits[None], causal, head_dim**-0.5, True, True)
-        config = hopper_bsfa_config(head_dim)
-        config = replace(config, vote=not config.vote)
-        wanted = hopper.forward(q, k, v, params)
-        for _ in range(5):
-            found = hopper.forward(q, k, v, params._replace(config=config))
-            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

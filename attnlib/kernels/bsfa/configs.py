@@ -40,7 +40,6 @@ class HopperBsfaConfig:
         stages: slots of the ring of blocks of keys in shared memory.
         q_columns: leading columns of Q that stay in registers.
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
-        vote: warps vote on a block through shared memory, in place of a maximum over the warpgroup.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -49,7 +48,6 @@ class HopperBsfaConfig:
     stages: int
     q_columns: int = 0
     named: bool = False
-    vote: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -68,7 +66,7 @@ class HopperBsfaConfig:
 # products of scores, of which there are more than of outputs, reads of shared memory. docs/lab/bsfa.md.
 _HOPPER = {
     64: HopperBsfaConfig(4, 64, named=True),
-    128: HopperBsfaConfig(2, 64, named=True, vote=True),
+    128: HopperBsfaConfig(2, 64, named=True),
 }
 
 

@@ -259,15 +259,6 @@ def _tops_of_threads(s):
 
 
 @gluon.jit
-def _of_rows(tops, plan: gl.constexpr):
-    """[64] from what `_tops_of_threads` found, if that was it."""
-    if plan.vote:
-        return gl.convert_layout(gl.max(tops, 1), plan.row_layout)
-    else:
-        return tops
-
-
-@gluon.jit
 def _vote(tops, row, limit, votes, qk_scale, work):
     """1 if a score of a block reaches the limit, in a row that there is; tops: [64, 4]. A maximum over the
     warpgroup takes seven shuffles and two rounds through shared memory, one after the other. Here each warp
@@ -318,14 +309,8 @@ def _decide(
     if plan.crosses:
         if always:
             s = _mask(s, row, block, work, plan)
-    if plan.vote:
-        tops = _tops_of_threads(s)  # [64, 4]
-        keep = _vote(tops, row, limit, mem.votes.index(WG), qk_scale, work)
-    else:
-        tops = softmax.row_max(s)  # [64]
-        o_m = gl.arange(0, 64, layout=plan.row_layout)
-        top = gl.max(gl.where(row + o_m < work.S_q, tops, float("-inf")), 0) * qk_scale
-        keep = gl.where(top < limit, 0, 1)
+    tops = _tops_of_threads(s)  # [64, 4]
+    keep = _vote(tops, row, limit, mem.votes.index(WG), qk_scale, work)
     if plan.crosses:
         keep = gl.where(always, 1, keep)
     p, acc, shift, sums, asked = now.p, now.acc, now.shift, now.sums, now.asked
@@ -333,7 +318,8 @@ def _decide(
         asked = _ask(desc_v, mem, at, block, asked, WG, plan)
         if plan.store_kept:
             gl.store(kept + block, 1)
-        shift, alpha, changed = softmax.new_shift(_of_rows(tops, plan), shift, qk_scale, plan.crosses)
+        top = gl.convert_layout(gl.max(tops, 1), plan.row_layout)  # [64]
+        shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, plan.crosses)
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
         left = softmax.weights(left, shift, qk_scale, plan.crosses)
@@ -492,15 +478,12 @@ def attention_bsfa_forward_hopper(
     plan: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(sm_scale * Q K^T) V over kept blocks; see the module docstring."""
-    votes = 0
-    if plan.vote:
-        votes = gl.allocate_shared_memory(gl.int32, [2, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     mem = Memory(
         buffers(desc_q, 2),
         buffers(desc_k, plan.pipeline.stages),
         buffers(desc_v, 4),
         gl.allocate_shared_memory(gl.int32, [2 * WORDS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        votes,
+        gl.allocate_shared_memory(gl.int32, [2, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
         barriers(2, 1),  # q_full
         barriers(2, 1),  # q_free
         barriers(plan.pipeline.stages, 1),  # k_full

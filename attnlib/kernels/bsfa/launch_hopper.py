@@ -70,9 +70,9 @@ def make_plan(call: Signature, kept: bool):
     _, _, _, S_q, S_k = call.dimensions()
     causal = call.window.right is not None
     return BsfaPlan(
-        d=call.head_dim, q_columns=config.q_columns, vote=config.vote, flip=call.sm_scale < 0,
-        causal=causal, crosses=causal and (S_k - S_q) % 64 != 0, tail=S_k % KEYS != 0,
-        store_lse=call.return_lse, store_kept=kept,
+        d=call.head_dim, q_columns=config.q_columns, flip=call.sm_scale < 0, causal=causal,
+        crosses=causal and (S_k - S_q) % 64 != 0, tail=S_k % KEYS != 0, store_lse=call.return_lse,
+        store_kept=kept,
         pipeline=Pipeline(2, config.stages, False, config.named, False, False),
         registers=Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip
