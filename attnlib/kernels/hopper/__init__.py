@@ -8,6 +8,7 @@ from attnlib.kernels.common.signature import Signature, mean_keys, mean_rows, si
 from attnlib.kernels.hopper import launch, launch_backward
 from attnlib.kernels.hopper.configs import HopperConfig, hopper_config, own_values_config
 from attnlib.kernels.hopper.configs_backward import (
+    SHORT_KEYS,
     HopperBackwardConfig,
     hopper_backward_config,
     own_values_backward_config,
@@ -35,13 +36,14 @@ def configuration(
     if backward:
         window = params.window.clipped(S_q, S_k)
         masked, left_bound = window != (None, None), window[0] is not None
-        varlen = None if params.varlen is None else call.mean_lengths()[1]
-        asked = {"masked": masked, "left_bound": left_bound, "varlen": varlen}
+        varlen = params.varlen is not None
+        short = H == H_kv and S_k < SHORT_KEYS
+        asked = {"masked": masked, "left_bound": left_bound, "varlen": varlen, "short": short}
         if own_values:
             return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, **asked)
         chosen = hopper_backward_config(q.shape[-1], params.deterministic, **asked)
         stays = hopper_backward_config(q.shape[-1], stays=True, **asked)
-        if varlen is not None or params.deterministic or not stays.persistent:
+        if varlen or params.deterministic or not stays.persistent:
             return chosen
         if H == H_kv:
             return stays

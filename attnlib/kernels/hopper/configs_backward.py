@@ -196,17 +196,18 @@ else does."""
 
 KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
-VARLEN_KEYS = 256
-"""Varlen sequences of fewer keys on average have 64 keys a program: 96 were not timed there."""
-DIAGONAL_BYTES = 40 << 20
-"""`l2_bytes` beyond 128 columns, of batches under a diagonal, four fifths of the L2: with 16 MB a section has
-fewer programs than there are SMs, and its longest ones begin late."""
+SHORT_KEYS = 2048
+SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
+"""`l2_bytes` beyond 128 columns, of batches under a diagonal: where query heads do not share fewer than
+`SHORT_KEYS` keys, and of all others four fifths of the L2. With 16 MB a section of those has fewer programs
+than there are SMs, and its longest ones begin late."""
 
 
 def keys96_config(
     masked: bool = False,
     left_bound: bool = False,
     varlen: bool = False,
+    short: bool = False,
     columns: int = 192,
     value_columns: int | None = None,
 ) -> Keys96BackwardConfig:
@@ -217,16 +218,12 @@ def keys96_config(
     if varlen:
         return replace(config, placed=False)
     if masked and not left_bound:
-        config = replace(config, l2_bytes=DIAGONAL_BYTES)
+        config = replace(config, l2_bytes=SHORT_BYTES if short else DIAGONAL_BYTES)
     if columns == 160:
         return config
     if values < columns or not masked:
         return replace(config, loaded=3)
     return replace(config, early_mask=True) if left_bound else replace(config, placed=False)
-
-
-def _takes_96_keys(left_bound: bool, varlen: float | None) -> bool:
-    return varlen is None or (varlen >= VARLEN_KEYS and not left_bound)
 
 
 _STAYS = {
@@ -241,7 +238,7 @@ measurement on an H100 (docs/lab/hopper-backward.md)."""
 
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
 """Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there are kernels for: where
-sums have an order, and of the varlen sequences that have 64 keys a program. Others have 96."""
+sums have an order. Other calls have 96 keys a program."""
 
 
 def own_values_backward_config(
@@ -250,16 +247,17 @@ def own_values_backward_config(
     deterministic: bool = False,
     masked: bool = False,
     left_bound: bool = False,
-    varlen: float | None = None,
+    varlen: bool = False,
+    short: bool = False,
 ) -> ValuesBackwardConfig | Keys96BackwardConfig | None:
     """The configuration of a call with values of a head dimension of their own; None if there is none. Other
     arguments as of `hopper_backward_config`."""
     columns, values = sum(OWN_VALUES.columns), 2 * OWN_VALUES.value_columns
     if not (OWN_VALUES.columns[0] < head_dim <= columns and OWN_VALUES.value_columns < value_dim <= values):
         return None
-    if deterministic or not _takes_96_keys(left_bound, varlen):
-        return replace(OWN_VALUES, deterministic=deterministic)
-    return keys96_config(masked, left_bound, varlen is not None, value_columns=values)
+    if deterministic:
+        return replace(OWN_VALUES, deterministic=True)
+    return keys96_config(masked, left_bound, varlen, short, value_columns=values)
 
 
 def hopper_backward_config(
@@ -268,7 +266,8 @@ def hopper_backward_config(
     stays: bool = False,
     masked: bool = False,
     left_bound: bool = False,
-    varlen: float | None = None,
+    varlen: bool = False,
+    short: bool = False,
 ) -> HopperBackwardConfig:
     """The configuration of the Hopper backward kernel for one call.
 
@@ -279,7 +278,8 @@ def hopper_backward_config(
             sequences lie in batches; of grouped heads see `sharing.staying`.
         masked: a diagonal or a window hides keys.
         left_bound: it is a window with a left bound.
-        varlen: keys of a sequence on average, where sequences have lengths of their own; None for batches.
+        varlen: sequences have lengths of their own.
+        short: those of a batch have fewer than `SHORT_KEYS` keys, and no query heads share them.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -294,7 +294,8 @@ def hopper_backward_config(
         return replace(chosen, deterministic=True)
     if width <= 128:
         return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen
-    if split is not None and _takes_96_keys(left_bound, varlen):
-        return keys96_config(masked, left_bound, varlen is not None, split)
-    diagonal = masked and not left_bound and varlen is None
-    return replace(chosen, l2_bytes=DIAGONAL_BYTES) if diagonal else chosen
+    if split is not None:
+        return keys96_config(masked, left_bound, varlen, short, split)
+    if masked and not left_bound and not varlen:
+        chosen = replace(chosen, l2_bytes=SHORT_BYTES if short else DIAGONAL_BYTES)
+    return chosen

@@ -298,34 +298,32 @@ def test_which_calls_have_96_keys_a_program() -> None:
         most = config.query_columns
         with pytest.raises(ValueError, match=f"^head_dim: expected 129 to {most} with .*, got {head_dim}$"):
             config.width(head_dim)
-    for how in ({"deterministic": True}, {"varlen": 255}, {"varlen": 4096, "left_bound": True}):
+    for varlen in (False, True):
+        how = {"deterministic": True, "varlen": varlen}
         assert hopper_backward_config(192, **how).block_n == hopper_backward_config(160, **how).block_n == 64
         assert own_values_backward_config(192, 128, **how).block_n == 64
-    for head_dim in range(8, 257, 8):
-        wide = 128 < head_dim <= 192
-        assert (hopper_backward_config(head_dim).block_n == 96) is wide
-        assert (hopper_backward_config(head_dim, varlen=256).block_n == 96) is wide
+        for head_dim in range(8, 257, 8):
+            wide = 128 < head_dim <= 192
+            assert (hopper_backward_config(head_dim, varlen=varlen).block_n == 96) is wide
 
 
 MB = 1 << 20
-FORMS = {  # no mask, a diagonal, a window with a left bound, varlen sequences
-    (160, 160): ({}, {"l2_bytes": 40 * MB}, {}, {"placed": False}),
-    (192, 192): (
-        {"loaded": 3}, {"l2_bytes": 40 * MB, "placed": False}, {"early_mask": True}, {"placed": False}
-    ),
-    (192, 128): ({"loaded": 3}, {"l2_bytes": 40 * MB, "loaded": 3}, {"loaded": 3}, {"placed": False}),
-}  # fmt: skip
+FORMS = {  # no mask, a diagonal, a window with a left bound
+    (160, 160): ({}, {"l2_bytes": 8 * MB}, {}),
+    (192, 192): ({"loaded": 3}, {"l2_bytes": 8 * MB, "placed": False}, {"early_mask": True}),
+    (192, 128): ({"loaded": 3}, {"l2_bytes": 8 * MB, "loaded": 3}, {"loaded": 3}),
+}
 """Columns of queries and of values -> what differs from `KEYS_96`."""
 
 
 @pytest.mark.parametrize("columns", FORMS, ids=str)
 def test_which_form_of_96_keys_calls_get(columns: tuple[int, int]) -> None:
-    """By the call itself, with one head of 256 rows and keys."""
+    """By the call itself, with two heads of 256 rows and keys; varlen sequences have one form."""
     own, values = columns
     q, v = (torch.empty(1, 2, 256, n, dtype=torch.float16, device="meta") for n in columns)
     base = replace(KEYS_96, query_columns=own, value_columns=values)
     windows = MaskWindow(None, None), MaskWindow(None, 0), MaskWindow(100, 0)
-    for window, changes in zip(windows, FORMS[columns], strict=False):
+    for window, changes in zip(windows, FORMS[columns], strict=True):
         found = hopper.configuration(q, q, v, Params(window, SCALE), backward=True)
         assert found == replace(base, **changes)
     tokens, values = (x[0].transpose(0, 1) for x in (q, v))
@@ -333,16 +331,23 @@ def test_which_form_of_96_keys_calls_get(columns: tuple[int, int]) -> None:
     for window in windows:
         params = Params(window, SCALE, Varlen(starts, starts, 256, 256))
         found = hopper.configuration(tokens, tokens, values, params, backward=True)
-        assert found == replace(base, **FORMS[columns][3]) if window.left is None else found.block_n == 64
-        shorter = params._replace(varlen=Varlen(torch.tensor([0, 1, 256]), starts, 255, 255))
-        assert hopper.configuration(tokens, tokens, values, shorter, backward=True).block_n == 64
+        assert found == replace(base, placed=False)
 
 
 def test_what_heads_of_256_columns_may_take_of_l2() -> None:
     for mask, megabytes in (({}, 16), ({"masked": True}, 40), ({"masked": True, "left_bound": True}, 16)):
         assert hopper_backward_config(256, **mask).l2_bytes == megabytes * MB
-        assert hopper_backward_config(256, varlen=4096, **mask).l2_bytes == 16 * MB
+        assert hopper_backward_config(256, short=True, **mask).l2_bytes == (8 if megabytes == 40 else 16) * MB
+        assert hopper_backward_config(256, varlen=True, **mask).l2_bytes == 16 * MB
         assert hopper_backward_config(256, deterministic=True, **mask).l2_bytes == 16 * MB
+
+
+@pytest.mark.parametrize("columns", [160, 192, 256])
+@pytest.mark.parametrize(("keys", "heads", "megabytes"), [(2047, 2, 8), (2048, 2, 40), (512, 1, 40)])
+def test_few_keys_that_are_not_shared_are_short(columns: int, keys: int, heads: int, megabytes: int) -> None:
+    q, k = (torch.empty(1, n, keys, columns, dtype=torch.float16, device="meta") for n in (2, heads))
+    found = hopper.configuration(q, k, k, Params(MaskWindow(None, 0), SCALE), backward=True)
+    assert found.l2_bytes == megabytes * MB
 
 
 def test_values_that_do_not_fit_are_refused() -> None:
