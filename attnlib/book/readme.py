@@ -286,6 +286,7 @@ def sparse_tables() -> str:
         ("blocks", "Random blocks of 128 x 128, fp16, TFLOP/s of what is kept", "tflops", ".0f"),
         ("scores_128", "Scores, fp16, ms", "ms", ".2f"),
         ("scores_bias_128", "Scores, fp16, ms", "ms", ".2f"),
+        ("scores_64", "Scores, fp16, ms", "ms", ".2f"),
         ("scores", "Scores, fp16, ms", "ms", ".2f"),
     ):
         try:
