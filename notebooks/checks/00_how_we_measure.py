@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnlib.bench.roofline import H100, H200, Hardware
+from attnlib.book import lesson
 
 
 def check_binding_roof(answer: Callable[[int, int, Hardware], str]) -> None:
@@ -70,3 +71,22 @@ def check_visited_tiles(answer: Callable[[int, int, int], int]) -> None:
                 expected += column <= min(row + block_m, seqlen) - 1
         got = answer(seqlen, block_m, block_n)
         assert got == expected, f"S={seqlen}, tiles {block_m}x{block_n}: expected {expected}, got {got}"
+
+
+def check_row_sums(answer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """answer(x, m) -> the sum of exp(x - m) over each row of x [rows, columns], m its maximum."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns, scale in ((1, 1, 1), (5, 17, 1), (16, 32, 1), (33, 100, 50)):
+        x = (torch.randn(rows, columns, generator=generator) * scale).to(lesson.device(), torch.float16)
+        m = x.float().amax(1)
+        got, expected = answer(x, m), (x.double() - m.double()[:, None]).exp().sum(1)
+        case = f"{rows} rows of {columns}"
+        assert isinstance(got, torch.Tensor), f"{case}: expected a tensor, got {type(got).__name__}"
+        assert got.shape == m.shape, f"{case}: expected {rows} sums, got shape {tuple(got.shape)}"
+        wrong = ~((got - expected).abs() <= 1e-5 * expected)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise AssertionError(
+                f"{case}: {int(wrong.sum())} sums are wrong, the first in row {row}: "
+                f"expected {expected[row]:.4f}, got {got[row]:.4f}"
+            )

@@ -15,6 +15,10 @@ LOAD_V = "        if i + 2 < tiles:\n" + NEXT_V
 NEVER_FILLED = "    if c >= plan.stages:  # what was never filled is not given back\n"
 
 PLANTED = {
+    "00_how_we_measure": (
+        ("row_sums", "b_l += tl.sum", "b_l = tl.sum", "33 rows of 100: 32 sums are wrong"),
+        ("row_sums", 'other=float("-inf")', "other=0.0", "sums are wrong"),
+    ),
     "03_online_softmax": (
         ("causal_head", "tl.minimum(S, (tl.program_id(0) + 1) * BLOCK)", "S", "later keys: error of O nan"),
         ("causal_head", "<= o_m[:, None], b_s", "< o_m[:, None], b_s", "error of O"),
