@@ -34,8 +34,7 @@ at D = 128 (docs/lab/sparse.md)."""
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
     of any list needs bits, or of a list of rows; whether steps of 128 keys cover not much more than those of
-    64, for 128 queries; whether 128 keys cover much more than 64 of them, for steps of 64 queries; and
-    whether rows have few steps of 128 keys, see `SHORT`."""
+    64, for 128 queries; and whether rows have few steps of 128 keys, see `SHORT`."""
 
     B: int
     H: int
@@ -43,7 +42,6 @@ class Form(NamedTuple):
     partial: bool
     partial_rows: bool
     coarse: bool
-    narrow: bool = False
     short: bool = False
 
 
@@ -247,7 +245,7 @@ class BlockMask:
         """What launches depend on."""
         if self._chosen is not None:
             coarse = self._chosen.coarse
-            return Form(*self.shape[:2], SLOTS, True, True, coarse, not coarse)
+            return Form(*self.shape[:2], SLOTS, True, True, coarse)
         absent = tiling.by_tile(self._tiles.kinds == ABSENT).all(5).all(4)  # (B, H, tiles down, across)
         # A row, or a column, takes a step in any case, and may see nothing of it.
         empty = torch.stack([absent.all(3).any(), absent.all(2).any()]).tolist()
@@ -255,8 +253,7 @@ class BlockMask:
         partial = bits or any(empty), bits or empty[0]
         steps = self.density(TILE)
         coarse, short = steps <= 1.1 * self.density(UNIT), steps * self._grid.tiles[1] <= SHORT
-        narrow = self._density(UNIT, TILE) > 1.25 * self._density(UNIT, UNIT)
-        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, narrow, short)
+        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short)
 
     def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
         """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along

@@ -107,14 +107,13 @@ CASES = with_more(
 BACKWARD = [(64, False, "fp16"), (128, True, "bf16"), (128, True, "fp16", "all")]
 BACKWARD += [(128, True, "fp16", "bias"), (64, True, "bf16", "relative")]
 BACKWARD += [(128, True, "fp16", "own")]
-BACKWARD += more(product((64, 128, "128 narrow", 256), (True,), ("fp16",), ("own, capped",)))
+BACKWARD += more(product((64, 128, 256), (True,), ("fp16",), ("own, capped",)))
 BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
-BACKWARD += [(256, True, "fp16"), ("128 narrow", True, "bf16"), (256, True, "fp16", "every part")]
+BACKWARD += [(256, True, "fp16"), (256, True, "fp16", "every part")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
-BACKWARD += more([(256, False, "fp16"), ("128 narrow", False, "fp16"), ("128 narrow", True, "fp16", "bias")])
-BACKWARD += more(product((256, "128 narrow"), (True,), ("fp16",), ("all", "relative", "half")))
-"""Head dimension, whether steps carry bits, dtype, and the score if there is one. "narrow": programs of 64
-keys."""
+BACKWARD += more([(256, False, "fp16")])
+BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half")))
+"""Head dimension, whether steps carry bits, dtype, and the score if there is one."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
 lists and are not uniform to the compiler, and up to two of a consumer in a step."""
@@ -174,15 +173,14 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
 
 def config_of(case: tuple) -> HopperSparseBackwardConfig:
     """Of a case of `BACKWARD`."""
-    width, _, narrow = str(case[0]).partition(" ")
     scored = bool(case[3:]) and case[3] != "alibi"
-    return hopper_sparse_backward_config(int(width), scored, bool(narrow))
+    return hopper_sparse_backward_config(case[0], scored)
 
 
 def compile_backward(case: tuple) -> Stats:
     """The same for the backward pass."""
-    name, partial, dtype, *rest = case
-    width, score = int(str(name).split()[0]), None
+    width, partial, dtype, *rest = case
+    score = None
     shape = 1, 2, 256, width
     if rest:
         own = SCORES[rest[0]]
@@ -242,7 +240,7 @@ def test_hopper_backward(compiled: dict[tuple, Stats], case: tuple) -> None:
     assert stats.shared_bytes <= SMEM_LIMIT
     assert stats.registers == config_of(case).max_registers
     if config_of(case).block_n == 64:
-        assert sorted(loop["HGMMA"] for loop in stats.loops) == ([8, 24, 24] if width == 256 else [8, 16, 16])
+        assert sorted(loop["HGMMA"] for loop in stats.loops) == [8, 24, 24]
         assert case[3:] or not any(loop.get("LDL", 0) for loop in stats.loops), "words are spilled in a step"
         return
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]

@@ -485,8 +485,6 @@ class Run:
         if self.head_dim <= 128:
             configs |= {"rounded P": replace(chosen, half_p=not chosen.half_p)}
             configs |= {"64 queries": replace(chosen, block_m=64)}
-        if self.head_dim == 128:
-            configs["64 keys"] = hopper_sparse_backward_config(128, narrow=True)
         tried |= {name: (hopper, config) for name, config in configs.items()}
         for name, (family, config) in tried.items():
             own = params._replace(config=config)

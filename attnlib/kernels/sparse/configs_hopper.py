@@ -151,28 +151,23 @@ class HopperSparseBackwardConfig:
         return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
 
 
-_WIDE_BACKWARD = HopperSparseBackwardConfig(
-    64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128
-)
 # Not compared with others: those of `kernels.hopper`. At D = 256 the warpgroup with the scores gets what is
 # left of the registers.
 _BACKWARD = {
     64: HopperSparseBackwardConfig(128, half_p=True, bias=BIAS[64]),
     128: HopperSparseBackwardConfig(64),
-    256: replace(_WIDE_BACKWARD, consumer_registers=200, copies_bias=False, bias=BIAS[256]),
+    256: HopperSparseBackwardConfig(
+        64, block_n=64, copies_bias=False, bias=BIAS[256], consumer_registers=200, dq_registers=96,
+        max_registers=128,
+    ),
 }
 _SCORED = {64: HopperSparseBackwardConfig(64, bias=BIAS[64])}
 """Under a soft cap or a function, whose derivative takes registers that steps of 128 queries do not leave;
 under a bias, which has no room beside those in shared memory."""
-_NARROW = {128: _WIDE_BACKWARD}
-"""Under masks of which 64 keys see much less than 128."""
 
 
-def hopper_sparse_backward_config(
-    head_dim: int, scored: bool = False, narrow: bool = False
-) -> HopperSparseBackwardConfig:
-    """For a head dimension. scored: whether there is a soft cap, a bias or a function; narrow: whether
-    programs of 64 keys have much less to do than those of 128.
+def hopper_sparse_backward_config(head_dim: int, scored: bool = False) -> HopperSparseBackwardConfig:
+    """For a head dimension. scored: whether there is a soft cap, a bias or a function.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -180,6 +175,4 @@ def hopper_sparse_backward_config(
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
-    if narrow and width in _NARROW:
-        return _NARROW[width]
     return _SCORED.get(width, _BACKWARD[width]) if scored else _BACKWARD[width]

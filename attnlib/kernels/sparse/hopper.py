@@ -59,7 +59,7 @@ def configuration(
     own = score is not None and score.function is not None
     if backward:
         scored = bias or own or (score is not None and score.soft_cap is not None)
-        return hopper_sparse_backward_config(q.shape[-1], scored, params.block_mask.form.narrow)
+        return hopper_sparse_backward_config(q.shape[-1], scored)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
     form = params.block_mask.form
     keep = not (bias or own or (score is not None and score.alibi is not None))
