@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnlib.emulator import Deadlock, Emulated, Race, run
 from attnlib.emulator.values import Int
-from attnlib.kernels.common.memory import barriers
+from attnlib.kernels.common.memory import barriers, room
 
 RUNS = [("eager", 0), ("late", 0), ("random", 0), ("random", 1), ("random", 2)]
 runs = pytest.mark.parametrize(("order", "seed"), RUNS)
@@ -182,6 +182,8 @@ def shapes(desc_a, desc_b, WHAT: gl.constexpr):
         a.store(gl.zeros([64, 64], gl.float32))
     elif WHAT == "a copy":
         tma.async_copy_shared_to_global(desc_a, [0, 0], b)
+    elif WHAT == "too much room":
+        room(b.reshape([1, 32, 64]), 0, desc_a)
     elif WHAT == "a branch on a tile":
         if zero > 0.0:
             pass
@@ -194,12 +196,39 @@ def shapes(desc_a, desc_b, WHAT: gl.constexpr):
         ("types", "fp32 times fp16"),
         ("a store", r"\[64, 64\] of fp16, got \[64, 64\] of fp32"),
         ("a copy", r"\[32, 64\] of fp16, copies of \[64, 64\]"),
+        ("too much room", r"\[32, 64\] of fp16 as \[64, 64\] of fp16"),
         ("a branch on a tile", "only a scalar can be a condition"),
     ],
 )
 def test_shapes_and_types(what: str, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         run(shapes, (1,), descriptor(halves(64, 64)), descriptor(halves(32, 64), 32), what)
+
+
+@gluon.jit
+def reuse(desc_x, desc_y, BUG: gl.constexpr):
+    """The first rows of x leave through the memory of all of them."""
+    x = gl.allocate_shared_memory(desc_x.dtype, [1, 64, desc_x.block_shape[1]], desc_x.layout)
+    bar = barriers(2, 1)
+    fence_async_shared()
+    for i in gl.static_range(2):
+        mbarrier.expect(bar.index(i), desc_x.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc_x, [0, 0], bar.index(i), x.index(0))
+        mbarrier.wait(bar.index(i), 0)
+        if i == 0:
+            tma.async_copy_shared_to_global(desc_y, [0, 0], room(x, 0, desc_y))
+            if not BUG:
+                tma.store_wait(0)
+    tma.store_wait(0)
+
+
+@runs
+def test_the_start_of_a_buffer_as_another_one(order: str, seed: int) -> None:
+    x, y = halves(64, 32), torch.zeros(16, 32).half()
+    run(reuse, (1,), descriptor(x), descriptor(y, 16), False, order=order, seed=seed)
+    assert torch.equal(y, x[:16])
+    with pytest.raises(Race, match=r"overwrites shared memory\[0\] while a .* copy out reads it"):
+        run(reuse, (1,), descriptor(x), descriptor(y, 16), True, order=order, seed=seed)
 
 
 @gluon.jit
