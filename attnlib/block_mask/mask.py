@@ -211,11 +211,8 @@ class BlockMask:
 
     def density(self, step: int = UNIT) -> float:
         """Which part of all 128 x `step` blocks is not absent."""
-        return self._density(TILE, step)
-
-    def _density(self, rows: int, columns: int) -> float:
         some = self._tiles.kinds != ABSENT
-        some = some.unflatten(3, (-1, columns // UNIT)).unflatten(2, (-1, rows // UNIT)).any(5).any(3)
+        some = some.unflatten(3, (-1, step // UNIT)).unflatten(2, (-1, TILE // UNIT)).any(5).any(3)
         return some.float().mean().item() if some.numel() else 0.0
 
     def to_dense(self) -> torch.Tensor:

@@ -189,7 +189,7 @@ def variants() -> dict[str, HopperBsfaConfig]:
     """The usual configuration and its neighbors, each once."""
     own = hopper_bsfa_config(128)
     changes: list[dict[str, Any]] = [{"q_columns": n} for n in (0, 64, 128) if n != own.q_columns]
-    changes += [{"named": not own.named}, {"l2_bytes": 16 << 20}]
+    changes += [{"named": not own.named}, *({"l2_bytes": n << 20} for n in (16, 64))]
     return {"as it is": own} | {
         ", ".join(f"{name} {value}" for name, value in change.items()): replace(own, **change)
         for change in changes

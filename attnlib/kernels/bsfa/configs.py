@@ -20,9 +20,6 @@ class BsfaTile:
     heads_per_section: int = 4
 
 
-NAMED_STAGES = 4
-"""Slots that have a named barrier of their own: 8 to 11; the next ones are those of each consumer's warps."""
-
 # Not compared with others.
 _TILES = {64: BsfaTile(num_stages=3), 128: BsfaTile()}
 
@@ -30,6 +27,10 @@ _TILES = {64: BsfaTile(num_stages=3), 128: BsfaTile()}
 def bsfa_tile(head_dim: int) -> BsfaTile:
     """For a head dimension of 64 or 128."""
     return _TILES[head_dim]
+
+
+NAMED_STAGES = 4
+"""Slots that have a named barrier of their own: 8 to 11; the next ones are those of each consumer's warps."""
 
 
 @dataclass(frozen=True)

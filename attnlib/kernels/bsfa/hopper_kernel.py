@@ -299,8 +299,8 @@ def _decide(
     s, product, now, c, block_of, mem, qk_scale, work,
     PENDING: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """Keep the block with scores s [64, BLOCK_N], or not. product: of the block before, in
-    flight, if that is PENDING."""
+    """Keep the block with scores s [64, BLOCK_N], or not. product: P V of the block before, in
+    flight; only if PENDING there is one."""
     dtype: gl.constexpr = mem.v.dtype
     block, row, always, limit, at, desc_v, kept = block_of
     release(mem, c, plan)

@@ -82,8 +82,8 @@ def descriptors(windows: tuple, call: Signature) -> dict[str, Descriptor]:
     """Of Q, K, V and the output: what one copy of each moves."""
     from triton.experimental.gluon import language as gl
 
-    keys, D = (1, 1, KEYS, call.head_dim), call.head_dim
-    blocks = (1, 1, 64, D), keys, keys, (1, 1, 64, D)
+    rows, keys = ((1, 1, n, call.head_dim) for n in (64, KEYS))
+    blocks = rows, keys, keys, rows
     element = getattr(gl, HALF[call.dtype])
     return {
         f"desc_{letter}": Descriptor(

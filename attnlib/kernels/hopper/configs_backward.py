@@ -203,6 +203,15 @@ SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
 than there are SMs, and its longest ones begin late."""
 
 
+def _in_sections(
+    config: HopperBackwardConfig, masked: bool, left_bound: bool, varlen: bool, short: bool
+) -> HopperBackwardConfig:
+    """Beyond 128 columns: with the `l2_bytes` of a batch under a diagonal, if that is the call."""
+    if not masked or left_bound or varlen:
+        return config
+    return replace(config, l2_bytes=SHORT_BYTES if short else DIAGONAL_BYTES)
+
+
 def keys96_config(
     masked: bool = False,
     left_bound: bool = False,
@@ -215,10 +224,9 @@ def keys96_config(
     columns, value_columns: of a tile, None for as many."""
     values = columns if value_columns is None else value_columns
     config = replace(KEYS_96, query_columns=columns, value_columns=values)
+    config = _in_sections(config, masked, left_bound, varlen, short)
     if varlen:
         return replace(config, placed=False)
-    if masked and not left_bound:
-        config = replace(config, l2_bytes=SHORT_BYTES if short else DIAGONAL_BYTES)
     if columns == 160:
         return config
     if values < columns or not masked:
@@ -296,6 +304,4 @@ def hopper_backward_config(
         return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen
     if split is not None:
         return keys96_config(masked, left_bound, varlen, short, split)
-    if masked and not left_bound and not varlen:
-        chosen = replace(chosen, l2_bytes=SHORT_BYTES if short else DIAGONAL_BYTES)
-    return chosen
+    return _in_sections(chosen, masked, left_bound, varlen, short)

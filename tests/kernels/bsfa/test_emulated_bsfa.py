@@ -100,6 +100,12 @@ def test_orders(call: str, order: str) -> None:
         kernel.repeat(order, seed)
 
 
+def test_slots_have_named_barriers_of_their_own() -> None:
+    assert HopperBsfaConfig(4, named=True).stages == 4 and HopperBsfaConfig(5).stages == 5
+    with pytest.raises(ValueError, match="^stages: expected at most 4 with named, got 5$"):
+        HopperBsfaConfig(5, named=True)
+
+
 LANDING = r"Race: .* touches \S+: a copy writes it, which was not waited for"
 OVERWRITTEN = r"Race: .* overwrites \S+: .* has not said that it read"
 READING = r"Race: .* overwrites \S+ while a product or copy out reads it"
