@@ -89,5 +89,6 @@ def tables_of(notebook: str, source: str = "") -> list[records.Table]:
     for name in sorted(wanted):
         paths = sorted(records.data_dir().glob(f"*/{name}.json"))
         tables = {table for path in paths for table in records.read(path)["tables"]}
-        found += [records.load_anywhere(name, table, records.REFERENCE_GPU) for table in sorted(tables)]
+        gpu = records.reference_gpu(name)
+        found += [records.load_anywhere(name, table, gpu) for table in sorted(tables)]
     return found

@@ -120,9 +120,10 @@ def _recorded(notebook: str) -> str:
     show is a script's."""
     from attnlib.bench import records
 
-    path = records.data_dir() / records.REFERENCE_GPU / f"{notebook}.json"
+    gpu = records.reference_gpu(notebook)
+    path = records.data_dir() / gpu / f"{notebook}.json"
     if not path.exists():
-        return f"records of {records.REFERENCE_GPU} that tables and charts name, where there are any"
+        return f"records of {gpu} that tables and charts name, where there are any"
     record = records.read(path)
     return f"{record['gpu']['name']}, {record['date']}"
 

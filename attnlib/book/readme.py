@@ -30,14 +30,15 @@ KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
 
 def ladder_table(record: tuple[str, str] = LADDER) -> str:
     """A ladder of README: a record's, causal fp16 at the task's shapes, with its provenance."""
-    table = records.load(*record, gpu=records.REFERENCE_GPU)
+    table = records.load(*record, gpu=records.reference_gpu(record[0]))
     rows, columns = ladder.ladder_rows(table.rows, label=book_chapters.label)
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
 
 def modes_table() -> str:
     """README's burst and sustained speeds at the task's shapes, with the clock, and both verdicts on FA3."""
-    burst, sustained = (records.load(*where, gpu=records.REFERENCE_GPU) for where in (LADDER, SUSTAINED))
+    gpu = records.reference_gpu("19_record")
+    burst, sustained = (records.load(*where, gpu=gpu) for where in (LADDER, SUSTAINED))
     label = book_chapters.label
     task = [shape for shape in shapes.TASK.values() if burst.select(shape) and sustained.select(shape)]
     rows, columns = modes.mode_rows(burst, sustained, task, label=label)

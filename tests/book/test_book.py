@@ -446,13 +446,15 @@ def record(tmp_path, monkeypatch):
     ]
     lasting = [row | {"tflops": row["tflops"] * 0.9, "ms": row["ms"] / 0.9, "sm_mhz": 1500.0} for row in rows]
     head = {"schema": records.SCHEMA, "gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
-    path = tmp_path / records.REFERENCE_GPU / "19_record.json"
+    path = tmp_path / records.reference_gpu("19_record") / "19_record.json"
+    reference = tmp_path / records.REFERENCE_GPU
     path.parent.mkdir()
+    reference.mkdir()
     tables = {"ladder": {"rows": rows}, "sustained": {"rows": lasting}}
     path.write_text(json.dumps(head | {"notebook": "19_record", "tables": tables}))
     taught = [row | {"impl": row["impl"].replace("08_production", "15_teaching")} for row in rows]
     teaching = head | {"notebook": "15_teaching", "tables": {"ladder": {"rows": taught}}}
-    (path.parent / "15_teaching.json").write_text(json.dumps(teaching))
+    (reference / "15_teaching.json").write_text(json.dumps(teaching))
     call = {
         "call": "backward 2x16x300x64",
         "kernels_us": 23.4,
@@ -464,46 +466,46 @@ def record(tmp_path, monkeypatch):
     step = {"batch": 4, "layers": 12, "tokens": 1024, "attnlib_us": 9800.0, "sdpa_us": 10000.0, **shares}
     timed = {"backward": {"rows": [call]}, "step": {"rows": [step]}}
     host = head | {"notebook": "host_time", "tables": timed}
-    (path.parent / "host_time.json").write_text(json.dumps(host))
+    (reference / "host_time.json").write_text(json.dumps(host))
     speeds = ("attnlib", "ok", 1335.8), ("fa3", "failed", None), ("copy", "ok", 4231.0)
     read = [{"call": "B1 S8192", "impl": x, "status": y, "gb_per_s": z} for x, y, z in speeds]
     decode = head | {"notebook": "decode", "tables": {"calls": {"rows": read}}}
-    (path.parent / "decode.json").write_text(json.dumps(decode))
+    (reference / "decode.json").write_text(json.dumps(decode))
     call = {"batch": 2, "heads": 16, "seqlen": 8192, "head_dim": 128, "causal": True, "dtype": "bfloat16"}
     speeds = ("attnlib fp8", "ok", 995.4, 0.0025), ("fa3 fp8", "failed", None, None)
     read = [call | {"impl": w, "status": x, "tflops": y, "rms_error": z} for w, x, y, z in speeds]
     fp8 = head | {"notebook": "fp8", "tables": {"attention": {"rows": read}}}
-    (path.parent / "fp8.json").write_text(json.dumps(fp8))
+    (reference / "fp8.json").write_text(json.dumps(fp8))
     call = {"batch": 1, "heads": 12, "seqlen": 4096, "head_dim": 64, "causal": False, "dtype": "float16"}
     speeds = ("attnlib", 0.1), ("monarch, 1 rounds", 0.02)
     read = [call | {"impl": x, "status": "ok", "ms": y} for x, y in speeds]
     monarch = head | {"notebook": "monarch", "tables": {"sweep": {"rows": read}}}
-    (path.parent / "monarch.json").write_text(json.dumps(monarch))
+    (reference / "monarch.json").write_text(json.dumps(monarch))
     call |= {"causal": True, "status": "ok"}
     speeds = ("attnlib", 0.5, 0.0022), ("distr G2", 0.557, 0.829)
     read = [call | {"impl": x, "ms": y, "relative_error": z} for x, y, z in speeds]
     distr = head | {"notebook": "distr", "tables": {"attention": {"rows": read}}}
-    (path.parent / "distr.json").write_text(json.dumps(distr))
+    (reference / "distr.json").write_text(json.dumps(distr))
     call |= {"codes": 10}
     speeds = ("attnlib, forward", 1.548), ("adasplash 2, forward", 4.132)
     read = [call | {"impl": x, "ms": y} for x, y in speeds]
     shares = [{"codes": 10, "seqlen": 4096, "blocks": 0.104}]
     entmax = {"calls": {"rows": []}, "blocks": {"rows": read}, "lists": {"rows": shares}}
-    (path.parent / "entmax.json").write_text(json.dumps(head | {"notebook": "entmax", "tables": entmax}))
+    (reference / "entmax.json").write_text(json.dumps(head | {"notebook": "entmax", "tables": entmax}))
     read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in (("attnlib", 529), ("fa3", 493))]
     slower = [row | {"tflops": row["tflops"] / 2, "ms": row["ms"] * 2} for row in read]
     measured = {"calls": {"rows": read}, "backward": {"rows": slower}}
     widths = head | {"notebook": "head_dims", "tables": measured}
-    (path.parent / "head_dims.json").write_text(json.dumps(widths))
+    (reference / "head_dims.json").write_text(json.dumps(widths))
     tiles = ("M256N64", 500.0), ("M256N64, kept", 550.0), ("M256N64, kept, early wait", 520.0), ("fa3", 440.0)
     read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in tiles]
     measured = {"calls": {"rows": read}, "more": {"rows": []}}
     kept = head | {"notebook": "kept_shift", "tables": measured}
-    (path.parent / "kept_shift.json").write_text(json.dumps(kept))
+    (reference / "kept_shift.json").write_text(json.dumps(kept))
     cell = call | {"kind": "causal", "dtype": "bfloat16", "verdict": "faster"}
     ratios = ("forward", 1.2), ("forward", 1.1), ("forward", 1.3), ("backward", 0.9)
     cells = [cell | {"pass": way, "ratio": x, "spread": 1.01, "control": 1.0} for way, x in ratios]
-    (path.parent / "plane.json").write_text(
+    (reference / "plane.json").write_text(
         json.dumps(head | {"notebook": "plane", "tables": {"cells": {"rows": cells}}})
     )
     gains = [("attnlib, one GPU", 1, 49.01, 1.0), ("attnlib", 2, 25.6, 1.914)]
@@ -517,10 +519,10 @@ def record(tmp_path, monkeypatch):
     read.append(read[1] | {"status": "failed", "impl": "ring-flash-attn, FA3, zigzag"})
     passes = dict.fromkeys(("forward", "backward"), {"rows": read})
     two_gpus = head | {"notebook": "distributed", "tables": passes}
-    (path.parent / "distributed.json").write_text(json.dumps(two_gpus))
+    (reference / "distributed.json").write_text(json.dumps(two_gpus))
     kept = {"call": "D128 kept 25%", "implementation": "attnlib", "tflops": 711, "of_ideal": 0.95, "ms": 0.77}
     masks = {"blocks": {"rows": [kept]}, "scores": {"rows": [kept | {"call": "D128 causal, soft cap"}]}}
-    (path.parent / "sparse.json").write_text(json.dumps(head | {"notebook": "sparse", "tables": masks}))
+    (reference / "sparse.json").write_text(json.dumps(head | {"notebook": "sparse", "tables": masks}))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
