@@ -19,9 +19,9 @@ wide96: 192 columns, 64 keys a program, and 96 ("96"); of grouped heads with one
 ("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
 "not placed": dQ is added at addresses that follow from a thread's number.
 wide160: the same of 160 columns.
-choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, and
-how much of L2 the heads that advance together may take ("8 MB"). narrow: the same of up to 128 columns;
-"half": dS from P as it was rounded.
+choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, how
+much of L2 the heads that advance together may take ("8 MB"), and the last queries first ("downwards").
+narrow: the same of up to 128 columns; "half": dS from P as it was rounded.
 varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96; "96" is what calls get that have
 96 keys, grouped heads as many a program as those.
 
@@ -234,7 +234,7 @@ def default_of(cell: Cell) -> HopperBackwardConfig:
 def wide160_forms(cell: Cell) -> Forms:
     """Of one call of up to 160 columns: 64 keys a program and 96."""
     kind, keys96 = KINDS[cell.kind], default_of(cell)
-    found: Forms = {"64": SPLIT[160], DEFAULT: keys96}
+    found: Forms = {"64": SPLIT[160], DEFAULT: keys96, "downwards": replace(keys96, downwards=True)}
     if kind.group > 1:
         found |= {f"added {n}": replace(keys96, visited=n) for n in (1, 2)}
         spread = {"added 2, not placed": replace(keys96, visited=2, placed=False)}
@@ -256,6 +256,7 @@ def choice_forms(cell: Cell) -> Forms:
         for n, name in ((1, "added 1"), (2, "added 2"), (group, "all")):
             found |= {name: replace(config, visited=n), f"64, {name}": replace(keys64, visited=n)}
         return found | {"placed, added 2": replace(config, placed=True, visited=2)}
+    found["downwards"] = replace(config, downwards=True)
     if group == 1:
         first, prefix = config, ""
     else:

@@ -145,6 +145,15 @@ def seen(tile, plan: gl.constexpr):
 
 
 @gluon.jit
+def visited(m, tile, plan: gl.constexpr):
+    """The block of queries of a step, whose place among the steps of a query head is m - m_start."""
+    if plan.downwards:
+        return tile.m_start + tile.m_end - 1 - m
+    else:
+        return m
+
+
+@gluon.jit
 def turn(tile, m, work, plan: gl.constexpr):
     """How many programs add to the sums of block m of queries before this one, which visits it.
 

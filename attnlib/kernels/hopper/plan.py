@@ -224,6 +224,7 @@ class BackwardPlan(Constants):
     sums_width = property(lambda self: gl.constexpr(2 * self.width.value))  # of sums of dK and dV
     held = gl.constexpr(0)
     few = gl.constexpr(False)  # keys beyond the blocks of 64
+    downwards = gl.constexpr(False)
     step = gl.constexpr(0)  # columns from one part to the next, where they have one descriptor
     consumers = gl.constexpr(2)  # warpgroups that read Q and dO
     own_right = gl.constexpr(False)
@@ -272,6 +273,7 @@ class WideBackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
         varlen, block_m, deterministic, early_mask, shared, added: as in `BackwardPlan`.
+        downwards: as in `HopperBackwardConfig`.
     """
 
     d: int
@@ -283,6 +285,7 @@ class WideBackwardPlan(Constants):
     early_mask: bool = False
     shared: bool = False
     added: bool = False
+    downwards: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
     persistent = gl.constexpr(False)
@@ -352,6 +355,7 @@ class Keys96BackwardPlan(Constants):
 
     Attributes:
         varlen, block_m, early_mask, shared, added: as in `BackwardPlan`.
+        downwards: as in `HopperBackwardConfig`.
         loaded: warpgroups that read first operands of dK^T and dV^T into registers, once for 64 and 32 keys;
             0, 2 or 3.
         placed: dQ is added at places that are computed from its elements', see `backward_ring.place_of`.
@@ -370,6 +374,7 @@ class Keys96BackwardPlan(Constants):
     shared: bool = False
     added: bool = False
     width: int = 192
+    downwards: bool = False
 
     block_n = gl.constexpr(96)  # keys of a program
     last = property(lambda self: gl.constexpr(self.width.value - 128))  # columns of part 2 that are used
