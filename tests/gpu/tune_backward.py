@@ -70,6 +70,7 @@ from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
     KEYS_96,
     OWN_VALUES,
     SPLIT,
+    BackwardKind,
     HopperBackwardConfig,
     Keys96BackwardConfig,
     hopper_backward_config,
@@ -136,7 +137,7 @@ GROUPED = [
 def step_forms(cell: Cell) -> Forms:
     """Of one call: dQ from registers or in bulk, P masked late or early, and a later second consumer."""
     masked = KINDS[cell.kind].causal
-    config = hopper_backward_config(cell.shape.head_dim, masked=masked)
+    config = hopper_backward_config(cell.shape.head_dim, kind=BackwardKind(masked))
     delay = "masked_stagger" if masked else "stagger"
     changes: dict[str, dict[str, object]] = {DEFAULT: {}}
     early = {"early_mask": True} if masked else {}
@@ -192,8 +193,8 @@ def grouped_forms(cell: Cell) -> Forms:
     """Of one call: programs of one tile, and up to 128 columns such that stay on their SM, as calls have them
     with heads of their own."""
     head_dim, group, masked = cell.shape.head_dim, KINDS[cell.kind].group, KINDS[cell.kind].causal
-    config = hopper_backward_config(head_dim, masked=masked)
-    stays = hopper_backward_config(head_dim, stays=True, masked=masked)
+    config = hopper_backward_config(head_dim, kind=BackwardKind(masked))
+    stays = hopper_backward_config(head_dim, stays=True, kind=BackwardKind(masked))
     found = {"all": replace(config, visited=group), DEFAULT: config}
     found |= {f"added {n}": replace(config, visited=n) for n in sharing.divisors(group)[:-1]}
     if not stays.persistent:
@@ -281,7 +282,7 @@ def narrow_forms(cell: Cell) -> Forms:
     config = default_of(cell)
     stays = config
     if not config.persistent:
-        stays = hopper_backward_config(head_dim, stays=True, masked=kind.causal)
+        stays = hopper_backward_config(head_dim, stays=True, kind=BackwardKind(kind.causal))
     found = {DEFAULT: config}
     if kind.group > 1:
         found |= {f"stays, added {n}": replace(stays, visited=n) for n in (1, 2, 4) if n < kind.group}
@@ -300,9 +301,9 @@ def narrow_forms(cell: Cell) -> Forms:
 def varlen96_forms(cell: Cell) -> Forms:
     """Of one call of varlen sequences: 64 keys a program and 96."""
     columns, group = (160 if cell.shape.head_dim <= 160 else 192), KINDS[cell.kind].group
-    config, keys96 = SPLIT[columns], keys96_config(varlen=True, columns=columns)
+    config, keys96 = SPLIT[columns], keys96_config(BackwardKind(varlen=True), columns)
     if cell.shape.head_dim_v is not None:
-        config, keys96 = OWN_VALUES, keys96_config(varlen=True, value_columns=128)
+        config, keys96 = OWN_VALUES, keys96_config(BackwardKind(varlen=True), value_columns=128)
     found = {"64": config, "96": keys96, "96 placed": replace(keys96, placed=True)}
     found["96 all load"] = replace(keys96, placed=True, loaded=3)
     if KINDS[cell.kind].window is not None:

@@ -9,6 +9,7 @@ from attnlib.kernels.hopper import launch, launch_backward
 from attnlib.kernels.hopper.configs import HopperConfig, hopper_config, own_values_config
 from attnlib.kernels.hopper.configs_backward import (
     SHORT_KEYS,
+    BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
     own_values_backward_config,
@@ -35,20 +36,22 @@ def configuration(
     B, H, H_kv, S_q, S_k = call.dimensions()
     if backward:
         window = params.window.clipped(S_q, S_k)
-        masked, left_bound = window != (None, None), window[0] is not None
-        varlen = params.varlen is not None
-        short = H == H_kv and S_k < SHORT_KEYS
-        asked = {"masked": masked, "left_bound": left_bound, "varlen": varlen, "short": short}
+        kind = BackwardKind(
+            masked=window != (None, None),
+            left_bound=window[0] is not None,
+            varlen=params.varlen is not None,
+            short=H == H_kv and S_k < SHORT_KEYS,
+        )
         if own_values:
-            return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, **asked)
-        chosen = hopper_backward_config(q.shape[-1], params.deterministic, **asked)
-        stays = hopper_backward_config(q.shape[-1], stays=True, **asked)
-        if varlen or params.deterministic or not stays.persistent:
+            return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
+        chosen = hopper_backward_config(q.shape[-1], params.deterministic, kind=kind)
+        stays = hopper_backward_config(q.shape[-1], stays=True, kind=kind)
+        if kind.varlen or params.deterministic or not stays.persistent:
             return chosen
         if H == H_kv:
             return stays
         rows = mean_rows(S_q, S_k, params.window)
-        return staying(stays, stays.width(q.shape[-1]), H // H_kv, rows, masked, left_bound) or chosen
+        return staying(stays, stays.width(q.shape[-1]), H // H_kv, rows, kind) or chosen
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

@@ -200,6 +200,24 @@ holds it and is below the next power of two, else that power. So a line here tur
 else does."""
 
 
+@dataclass(frozen=True)
+class BackwardKind:
+    """What decides about a configuration beside columns and whether sums have an order.
+
+    Attributes:
+        masked: a diagonal or a window hides keys.
+        left_bound: it is a window with a left bound.
+        varlen: sequences have lengths of their own.
+        short: those of a batch have fewer than `SHORT_KEYS` keys, and no query heads share them.
+    """
+
+    masked: bool = False
+    left_bound: bool = False
+    varlen: bool = False
+    short: bool = False
+
+
+DENSE = BackwardKind()
 KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
 SHORT_KEYS = 2048
@@ -209,35 +227,28 @@ SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
 than there are SMs, and its longest ones begin late."""
 
 
-def _in_sections(
-    config: HopperBackwardConfig, masked: bool, left_bound: bool, varlen: bool, short: bool
-) -> HopperBackwardConfig:
+def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
     """Beyond 128 columns: with the `l2_bytes` of a batch under a diagonal, if that is the call."""
-    if not masked or left_bound or varlen:
+    if not kind.masked or kind.left_bound or kind.varlen:
         return config
-    return replace(config, l2_bytes=SHORT_BYTES if short else DIAGONAL_BYTES)
+    return replace(config, l2_bytes=SHORT_BYTES if kind.short else DIAGONAL_BYTES)
 
 
 def keys96_config(
-    masked: bool = False,
-    left_bound: bool = False,
-    varlen: bool = False,
-    short: bool = False,
-    columns: int = 192,
-    value_columns: int | None = None,
+    kind: BackwardKind = DENSE, columns: int = 192, value_columns: int | None = None
 ) -> Keys96BackwardConfig:
-    """What is fastest on an H100 (docs/lab/hopper-backward.md). Arguments as of `hopper_backward_config`;
-    columns, value_columns: of a tile, None for as many."""
+    """What is fastest on an H100 (docs/lab/hopper-backward.md). columns, value_columns: of a tile, None for
+    as many."""
     values = columns if value_columns is None else value_columns
     config = replace(KEYS_96, query_columns=columns, value_columns=values)
-    config = _in_sections(config, masked, left_bound, varlen, short)
-    if varlen:
+    config = _in_sections(config, kind)
+    if kind.varlen:
         return replace(config, placed=False)
     if columns == 160:
         return config
-    if values < columns or not masked:
+    if values < columns or not kind.masked:
         return replace(config, loaded=3)
-    return replace(config, early_mask=True) if left_bound else replace(config, placed=False)
+    return replace(config, early_mask=True) if kind.left_bound else replace(config, placed=False)
 
 
 _STAYS = {
@@ -259,10 +270,7 @@ def own_values_backward_config(
     head_dim: int,
     value_dim: int,
     deterministic: bool = False,
-    masked: bool = False,
-    left_bound: bool = False,
-    varlen: bool = False,
-    short: bool = False,
+    kind: BackwardKind = DENSE,
 ) -> ValuesBackwardConfig | Keys96BackwardConfig | None:
     """The configuration of a call with values of a head dimension of their own; None if there is none. Other
     arguments as of `hopper_backward_config`."""
@@ -271,17 +279,14 @@ def own_values_backward_config(
         return None
     if deterministic:
         return replace(OWN_VALUES, deterministic=True)
-    return keys96_config(masked, left_bound, varlen, short, value_columns=values)
+    return keys96_config(kind, value_columns=values)
 
 
 def hopper_backward_config(
     head_dim: int,
     deterministic: bool = False,
     stays: bool = False,
-    masked: bool = False,
-    left_bound: bool = False,
-    varlen: bool = False,
-    short: bool = False,
+    kind: BackwardKind = DENSE,
 ) -> HopperBackwardConfig:
     """The configuration of the Hopper backward kernel for one call.
 
@@ -290,10 +295,7 @@ def hopper_backward_config(
         deterministic: gradients have the same bits in every run.
         stays: programs stay on their SM, up to 128 columns: where each key head has one query head, and
             sequences lie in batches; of grouped heads see `sharing.staying`.
-        masked: a diagonal or a window hides keys.
-        left_bound: it is a window with a left bound.
-        varlen: sequences have lengths of their own.
-        short: those of a batch have fewer than `SHORT_KEYS` keys, and no query heads share them.
+        kind: whose keys are hidden or not, and how its sequences lie.
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -307,7 +309,7 @@ def hopper_backward_config(
     if deterministic:
         return replace(chosen, deterministic=True)
     if width <= 128:
-        return replace(chosen, **_STAYS.get(split or width, ({}, {}))[masked]) if stays else chosen
+        return replace(chosen, **_STAYS.get(split or width, ({}, {}))[kind.masked]) if stays else chosen
     if split is not None:
-        return keys96_config(masked, left_bound, varlen, short, split)
-    return _in_sections(chosen, masked, left_bound, varlen, short)
+        return keys96_config(kind, split)
+    return _in_sections(chosen, kind)

@@ -12,7 +12,7 @@ from attnlib.kernels.common.l2_sections import SMS
 from attnlib.kernels.common.launch_postprocess import Sums, conversion
 from attnlib.kernels.common.launcher import Launch
 from attnlib.kernels.common.signature import Signature, mean_rows
-from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig
+from attnlib.kernels.hopper.configs_backward import BackwardKind, HopperBackwardConfig
 
 # Constants of the model of a launch. docs/lab/hopper-backward.md says where the numbers are from.
 FLOPS = 2450
@@ -116,7 +116,7 @@ two as fast were 1024, the most with one 564."""
 
 
 def staying(
-    config: HopperBackwardConfig, width: int, group: int, rows: float, masked: bool, left_bound: bool
+    config: HopperBackwardConfig, width: int, group: int, rows: float, kind: BackwardKind
 ) -> HopperBackwardConfig | None:
     """What grouped heads get whose programs stay on their SM; None where programs of one tile are as fast.
     Measured on an H100, docs/lab/hopper-backward.md.
@@ -126,14 +126,13 @@ def staying(
         width: columns of a tile.
         group: query heads of a key head.
         rows: queries of a head that see a key, on average.
-        masked: a diagonal or a window hides keys.
-        left_bound: it is a window with a left bound.
+        kind: of a batch.
     """
     if width == 128:
         shares = rows >= 256 and (group >= 8 or (group >= 4 and rows <= 4096))
         return replace(config, visited=1) if shares else None
     long = width == 64 and rows >= LONG_ROWS
-    if not masked or group < (4 if long else 8) or rows < 512 or (left_bound and width < 96):
+    if not kind.masked or group < (4 if long else 8) or rows < 512 or (kind.left_bound and width < 96):
         return None
     visited = max(visited for visited in divisors(group) if 4 * visited <= group)
     return replace(config, visited=visited, half_p=config.half_p and not long)

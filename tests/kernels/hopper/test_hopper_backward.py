@@ -25,6 +25,7 @@ from attnlib.kernels.hopper import backward_tiles, launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
     SPLIT,
+    BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
     own_values_backward_config,
@@ -178,8 +179,8 @@ def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> No
     q, k = (torch.empty(1, heads, S, head_dim, dtype=torch.float16, device="meta") for heads in (group, 1))
     params = Params(MaskWindow(None, 0), SCALE)
     config = hopper.configuration(q, k, k, params, backward=True)
-    stays = hopper_backward_config(head_dim, stays=True, masked=True)
-    expected = hopper_backward_config(head_dim, masked=True)
+    stays = hopper_backward_config(head_dim, stays=True, kind=BackwardKind(masked=True))
+    expected = hopper_backward_config(head_dim, kind=BackwardKind(masked=True))
     if visited is not None:
         expected = replace(stays, visited=visited, half_p=head_dim <= 64 and S < 16384)
     assert config == expected
@@ -262,6 +263,18 @@ def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
 @pytest.mark.parametrize(
     ("config", "others"),
     [
+        (hopper_backward_config(128), "deterministic=False, block_n=128"),
+        (hopper_backward_config(256, deterministic=True), "deterministic=True, block_n=64"),
+    ],
+)
+def test_who_visits_the_last_queries_first(config: HopperBackwardConfig, others: str) -> None:
+    with pytest.raises(ValueError, match=f"^downwards: expected False with {others}, got True$"):
+        replace(config, downwards=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
         (hopper_backward_config(256), "deterministic=False, alternate=False, block_n=64"),
         (hopper_backward_config(64, deterministic=True), "deterministic=True, alternate=False, block_n=128"),
     ],
@@ -299,12 +312,12 @@ def test_which_calls_have_96_keys_a_program() -> None:
         with pytest.raises(ValueError, match=f"^head_dim: expected 129 to {most} with .*, got {head_dim}$"):
             config.width(head_dim)
     for varlen in (False, True):
-        how = {"deterministic": True, "varlen": varlen}
+        how = {"deterministic": True, "kind": BackwardKind(varlen=varlen)}
         assert hopper_backward_config(192, **how).block_n == hopper_backward_config(160, **how).block_n == 64
         assert own_values_backward_config(192, 128, **how).block_n == 64
         for head_dim in range(8, 257, 8):
             wide = 128 < head_dim <= 192
-            assert (hopper_backward_config(head_dim, varlen=varlen).block_n == 96) is wide
+            assert (hopper_backward_config(head_dim, kind=BackwardKind(varlen=varlen)).block_n == 96) is wide
 
 
 MB = 1 << 20
@@ -335,11 +348,13 @@ def test_which_form_of_96_keys_calls_get(columns: tuple[int, int]) -> None:
 
 
 def test_what_heads_of_256_columns_may_take_of_l2() -> None:
-    for mask, megabytes in (({}, 16), ({"masked": True}, 40), ({"masked": True, "left_bound": True}, 16)):
-        assert hopper_backward_config(256, **mask).l2_bytes == megabytes * MB
-        assert hopper_backward_config(256, short=True, **mask).l2_bytes == (8 if megabytes == 40 else 16) * MB
-        assert hopper_backward_config(256, varlen=True, **mask).l2_bytes == 16 * MB
-        assert hopper_backward_config(256, deterministic=True, **mask).l2_bytes == 16 * MB
+    def megabytes(deterministic: bool = False, **kind: bool) -> int:
+        return hopper_backward_config(256, deterministic, kind=BackwardKind(**kind)).l2_bytes // MB
+
+    for mask, most in (({}, 16), ({"masked": True}, 40), ({"masked": True, "left_bound": True}, 16)):
+        assert megabytes(**mask) == most
+        assert megabytes(short=True, **mask) == (8 if most == 40 else 16)
+        assert megabytes(varlen=True, **mask) == megabytes(deterministic=True, **mask) == 16
 
 
 @pytest.mark.parametrize("columns", [160, 192, 256])

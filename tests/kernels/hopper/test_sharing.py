@@ -12,6 +12,7 @@ from emulated import Call, check_backward
 from attnlib.kernels.common.signature import Lengths, Signature
 from attnlib.kernels.hopper import launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
+    BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
     own_values_backward_config,
@@ -128,10 +129,9 @@ def test_the_sums_are_in_the_buffer_of_the_call(D: int, varlen: bool) -> None:
 
 def chosen(D: int, B: int, H: int, H_kv: int, S: int, **more) -> int:
     window = more.get("window", MaskWindow(None, 0))
-    asked = {"masked": window.right is not None, "left_bound": window.left is not None}
-    if more.get("varlen"):
-        asked["varlen"] = S
-    config = hopper_backward_config(D, more.pop("deterministic", False), **asked)
+    how = {"masked": window.right is not None, "left_bound": window.left is not None}
+    kind = BackwardKind(**how, varlen=bool(more.get("varlen")))
+    config = hopper_backward_config(D, more.pop("deterministic", False), kind=kind)
     return sharing.query_heads(signature(D, B, H, H_kv, S, config, **more))
 
 
