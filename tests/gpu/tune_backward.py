@@ -288,6 +288,7 @@ def narrow_forms(cell: Cell) -> Forms:
         found |= {f"stays, added {n}": replace(stays, visited=n) for n in (1, 2, 4) if n < kind.group}
         if not config.persistent:
             stays = replace(stays, visited=1)
+    found["downwards"] = replace(config, downwards=True)
     for megabytes in (8, 32, 64):
         found[f"{megabytes} MB"] = replace(stays, l2_bytes=megabytes << 20)
     found["whole P" if stays.half_p else "half"] = replace(stays, half_p=not stays.half_p)

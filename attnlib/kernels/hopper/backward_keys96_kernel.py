@@ -368,7 +368,7 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = slot_of(j)
-        sums = block + (tiling.visited(m, tile, plan) - m)
+        sums = tiling.sums_visited(block, m, tile, plan)
         if plan.value_parts > 2:
             mbarrier.wait(mem.do_full.index(slot), parity_of(j))
             do = _columns(mem.do, slot, 2, 1, plan.loaded == 3, plan)

@@ -335,7 +335,7 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = slot_of(j)
-        sums = block + (tiling.visited(m, tile, plan) - m)
+        sums = tiling.sums_visited(block, m, tile, plan)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
         for part in gl.static_range(2):

@@ -28,7 +28,7 @@ class HopperBackwardConfig:
             not for varlen sequences.
         early_mask: P is masked before its exponentials, not after.
         downwards: a program visits the last block of queries first. Under a diagonal all programs begin with
-            the same one then. Beyond 128 columns, and not with deterministic sums.
+            the same one then. Not with deterministic sums.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -69,9 +69,8 @@ class HopperBackwardConfig:
         if self.persistent and (self.deterministic or self.alternate or self.block_n != 128):
             others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
             raise ValueError(f"persistent: expected False with {others}, got True")
-        if self.downwards and (self.deterministic or self.block_n == 128):
-            others = f"deterministic={self.deterministic}, block_n={self.block_n}"
-            raise ValueError(f"downwards: expected False with {others}, got True")
+        if self.downwards and self.deterministic:
+            raise ValueError("downwards: expected False with deterministic=True, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"

@@ -158,10 +158,10 @@ def make_plan(
         how += shared, shared and config.added, width, config.downwards
         return Keys96BackwardPlan(config.block_m, *how)
     parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
+    parts |= {"downwards": config.downwards}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
         how += WideRegisters(*kept, config.dq_registers), config.deterministic
-        parts |= {"downwards": config.downwards}
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
         how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate

@@ -179,8 +179,8 @@ class BackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
-        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent: as
-            in `HopperBackwardConfig`.
+        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent,
+            downwards: as in `HopperBackwardConfig`.
         shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
         added: where they do, in one place, else each in its own.
     """
@@ -200,6 +200,7 @@ class BackwardPlan(Constants):
     persistent: bool = False
     shared: bool = False
     added: bool = False
+    downwards: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -224,7 +225,6 @@ class BackwardPlan(Constants):
     sums_width = property(lambda self: gl.constexpr(2 * self.width.value))  # of sums of dK and dV
     held = gl.constexpr(0)
     few = gl.constexpr(False)  # keys beyond the blocks of 64
-    downwards = gl.constexpr(False)
     step = gl.constexpr(0)  # columns from one part to the next, where they have one descriptor
     consumers = gl.constexpr(2)  # warpgroups that read Q and dO
     own_right = gl.constexpr(False)

@@ -234,15 +234,26 @@ DOWNWARDS = {
     "varlen": Call(256, 2, 1, varlen=((40, 70), (0, 5), (150, 90))),
     "values of 128": Call(192, 2, 1, 150, 100, D_v=128),
     "added": Call(256, 4, 2, 70, 100),
+    "64 columns, grouped heads, queries in halves": Call(64, 2, 1, 300, 200),
+    "96 columns, varlen": Call(96, 2, 1, varlen=((40, 170), (0, 5), (300, 90))),
+    "128 columns, a window": Call(128, 1, 1, 320, 200, window=(90, -1)),
+    "128 columns, in bulk, added": Call(128, 4, 2, 150, 201),
+    "80 columns, stays, in bulk": Call(80, 2, 2, 200, 280),
+    "128 columns, stays, grouped heads": Call(128, 2, 1, 200, 280),
 }
 
 
 @pytest.mark.parametrize("name", DOWNWARDS)
-def test_the_last_queries_first_in_the_wide_kernel(name: str) -> None:
+def test_the_last_queries_first(name: str) -> None:
     call = DOWNWARDS[name]
-    config = {256: hopper_backward_config(256), 192: SPLIT[192] if call.D_v is None else OWN_VALUES}[call.D]
-    config = replace(config, downwards=True, visited=1 if name == "added" else None)
-    assert check_backward(replace(call, config=config), "random").reports[-1].unwaited == ()
+    config = hopper_backward_config(call.D)
+    if call.D == 192:
+        config = SPLIT[192] if call.D_v is None else OWN_VALUES
+    options = {"bulk": "in bulk" in name, "persistent": "stays" in name}
+    config = replace(config, downwards=True, visited=1 if "added" in name else None, **options)
+    if config.persistent:
+        config = replace(config, visited=call.H // call.H_kv)
+    assert check_backward(replace(call, config=config), "random", sms=2).reports[-1].unwaited == ()
 
 
 @pytest.mark.parametrize("D", [192, 256])
