@@ -284,9 +284,11 @@ def sparse_tables() -> str:
     """README's tables of block masks and of scores, of the record of `tests/gpu/time_sparse.py`."""
     parts, told = [], set()
     blocks = "Random blocks of 128 x 128, fp16, TFLOP/s of what is kept", "tflops", ".0f"
+    functions = "Masks made by functions, fp16, TFLOP/s of what is kept", "tflops", ".0f"
     scores = "Scores, fp16, ms", "ms", ".2f"
     for name, (title, column, form) in (
-        ("blocks", blocks), *((f"scores{of}", scores) for of in ("_128", "_bias_128", "_64", "")),
+        ("blocks", blocks), ("functions", functions),
+        *((f"scores{of}", scores) for of in ("_128", "_bias_128", "_64", "")),
     ):  # fmt: skip
         try:
             table = records.load_anywhere(SPARSE, name, records.REFERENCE_GPU)
