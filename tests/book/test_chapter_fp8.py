@@ -12,6 +12,7 @@ import attnlib
 from attnlib.bench import sources
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
+from attnlib.book import lesson
 from attnlib.book.layouts import columns_of
 from attnlib.emulator import emulated
 from attnlib.kernels.reference import fp8 as reference
@@ -84,3 +85,24 @@ def test_sums_of_the_chapter() -> None:
     assert module.relative_error(module.multiplied(p, v, 128), p, v) < 1e-6
     found = module.tensor_core(p[0].double().numpy(), v.double().T.numpy(), bits=40)
     np.testing.assert_allclose(found, (p[0].double() @ v.double().T).numpy(), rtol=1e-9)
+
+
+def test_contest_takes_the_chapters_kernel_and_not_weights_that_are_cut_off() -> None:
+    """Its last rows on a GPU, whose tensor cores cut sums off: right, if P is rounded as the chapter does."""
+    checks, shape, rows = lesson.checks(STEP), Shape(1, 1, 2048, 256), 32
+    tensors = make_inputs(shape, device="cpu")
+    eight = [attnlib.quantize_fp8(x, role, center=False) for x, role in zip(tensors, "qkv", strict=True)]
+    q, k, v = (torch.stack(list(reference.values_of(x))) for x in eight)
+    call = q[0, :, -rows:], k[0], v[0], mask_window(True, None), shape.head_dim**-0.5
+    exact, right, cut_off = (
+        reference.attend(*call, how)[0]
+        for how in (reference.Rounding(None), reference.Rounding(8, lazy=0), reference.Rounding(8, lazy=8))
+    )
+    notebook = sources.notebook_of(STEP)
+    module = sources.load_source("22_sums", sources.cells_tagged(notebook, "variant")[1])
+    p = torch.softmax(call[0][0].double() @ call[1][0].double().T * call[4], 1).numpy()  # but for the mask
+    lost = np.stack([module.tensor_core(row, v[0, 0].double().numpy()) for row in p])
+    lost = torch.from_numpy(lost - p @ v[0, 0].double().numpy())
+    checks.judge_output((right + lost).half()[None], eight, True, "the chapter's")
+    with pytest.raises(AssertionError, match="times what rounding P costs"):
+        checks.judge_output(cut_off.half()[None], eight, True, "lag and offset of 8")
