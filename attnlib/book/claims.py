@@ -82,13 +82,14 @@ def unjudged(text: str) -> Iterator[str]:
 
 
 def tables_of(notebook: str, source: str = "") -> list[records.Table]:
-    """The tables of a notebook's record, and of those that its source loads by name: of the reference GPU,
-    and of another one where that has none."""
+    """The tables of a notebook's record, and of those that its source loads by name: of the GPU that is
+    replayed, of another one where that has none, and of the reference GPU where the source asks for it."""
     wanted = {notebook, *re.findall(r"\b(?:load|recorded)\(\s*[\"'](\w+)[\"']", source)}
     found = generation.tables(records.REFERENCE_GPU) if "generation.tables(" in source else []
     for name in sorted(wanted):
         paths = sorted(records.data_dir().glob(f"*/{name}.json"))
         tables = {table for path in paths for table in records.read(path)["tables"]}
-        gpu = records.reference_gpu(name)
-        found += [records.load_anywhere(name, table, gpu) for table in sorted(tables)]
+        gpus = {records.reference_gpu(name)}
+        gpus |= {records.REFERENCE_GPU} if "records.REFERENCE_GPU" in source else set()
+        found += [records.load_anywhere(name, table, gpu) for gpu in sorted(gpus) for table in sorted(tables)]
     return found
