@@ -1,10 +1,10 @@
 """The tables of README between its markers, from the records."""
 
 import re
-from dataclasses import replace
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
