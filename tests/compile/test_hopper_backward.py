@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import side_by_side
 import torch
-from chosen import with_more
+from chosen import more, with_more
 from gluon_kernels import compile_kernel, tile_types
 from triton.experimental import gluon
 
@@ -109,15 +109,30 @@ CASES = with_more(
     [*product(WIDTHS, ("causal", "dense", "varlen window"), ["fp16"]), (128, "causal", "bf16")],
     [*product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16")],
 )
-CASES += [(*case, "fp16") for case in SPLIT_SPILLS | KEYS_SPILLS] + [(KEYS, "causal", "bf16")]
 # No call gets these by itself, or their parts are in others.
-SELDOM = [
-    (*case, "fp16")
-    for case in OPTION_SPILLS
+SELDOM = {
+    case
+    for case in list(OPTION_SPILLS)[:-1]
     if case[1].startswith("persistent") and {"shared", "both"} & set(case[1].split())
-]
-CASES += [(*case, "fp16") for case in OPTION_SPILLS if (*case, "fp16") not in SELDOM]
-CASES += with_more(SELDOM[-1:], SELDOM)
+}
+# Calls get other options there, see `keys96_config`; of the pair in parts, where sums of dQ have an order.
+SELDOM |= {
+    *product([KEYS], ("dense", "both sides", "early causal", "shared causal")),
+    *product([KEYS_160], ("spread causal", "spread shared causal", "all load dense", "early both sides")),
+    *product([KEYS_PAIR], ("causal", "dense")),
+    *product([PAIR], ("causal", "varlen window", "shared causal")),
+}
+# Of each, the option is in another kind or width, and the kind in another option.
+SELDOM |= {
+    (128, "deterministic dense"), (256, "deterministic dense"), (256, "shared dense"), (160, "shared causal"),
+    (64, "shared varlen window"), (64, "alternate dense"), (128, "alternate causal"), (64, "bulk dense"),
+    (80, "bulk causal"), (96, "bulk dense"), (128, "bulk causal"), (64, "early causal"),
+    (64, "persistent dense"), (96, "persistent bulk dense"), (128, "persistent early causal"),
+}  # fmt: skip
+EVERY = [*SPLIT_SPILLS, *KEYS_SPILLS, *OPTION_SPILLS]
+assert SELDOM < set(EVERY)
+CASES += [(*case, "fp16") for case in EVERY if case not in SELDOM] + [(KEYS, "causal", "bf16")]
+CASES += more((*case, "fp16") for case in EVERY if case in SELDOM)
 FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
 FORMS |= {
     "persistent": ["persistent"],
