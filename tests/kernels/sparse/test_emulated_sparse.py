@@ -230,7 +230,7 @@ MUTATIONS = [
     planted("the next tile begins with the step of this one", "many tiles", WRONG,
             ("        tile = next_tile\n        step = first\n", "        tile = next_tile\n")),
     Mutation("a drawn tile is that of one pair", "number + producers * gl.num_programs(0)",
-             "number + gl.num_programs(0)", "many tiles", f"{WRONG}|AssertionError: the counter",
+             "number + gl.num_programs(0)", "short", f"{WRONG}|AssertionError: the counter",
              module=tile_scheduler),
     planted("both pairs begin with one tile", "many tiles", WRONG,
             ("plan.pairs * gl.program_id(0) + PAIR", "plan.pairs * gl.program_id(0)")),
