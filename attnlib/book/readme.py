@@ -44,7 +44,7 @@ def ladder_table(record: tuple[str, str] = LADDER) -> str:
 
 def modes_table() -> str:
     """README's burst and sustained speeds at the task's shapes, with the clock, and both verdicts on FA3."""
-    gpu = records.reference_gpu("19_record")
+    gpu = records.reference_gpu(LADDER[0])
     burst, sustained = (records.load(*where, gpu=gpu) for where in (LADDER, SUSTAINED))
     label = book_chapters.label
     task = [shape for shape in shapes.TASK.values() if burst.select(shape) and sustained.select(shape)]

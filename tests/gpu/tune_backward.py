@@ -251,13 +251,12 @@ def wide160_forms(cell: Cell) -> Forms:
 def choice_forms(cell: Cell) -> Forms:
     """Of one call beyond 160 columns: query heads a program, heads that advance together, and 64 keys."""
     config, group = default_of(cell), KINDS[cell.kind].group
-    found = {DEFAULT: config}
+    found = {DEFAULT: config, "downwards": replace(config, downwards=True)}
     if isinstance(config, Keys96BackwardConfig) and group > 1:
         keys64 = SPLIT[192]
         for n, name in ((1, "added 1"), (2, "added 2"), (group, "all")):
             found |= {name: replace(config, visited=n), f"64, {name}": replace(keys64, visited=n)}
         return found | {"placed, added 2": replace(config, placed=True, visited=2)}
-    found["downwards"] = replace(config, downwards=True)
     if group == 1:
         first, prefix = config, ""
     else:
@@ -283,12 +282,11 @@ def narrow_forms(cell: Cell) -> Forms:
     stays = config
     if not config.persistent:
         stays = hopper_backward_config(head_dim, stays=True, kind=BackwardKind(kind.causal))
-    found = {DEFAULT: config}
+    found = {DEFAULT: config, "downwards": replace(config, downwards=True)}
     if kind.group > 1:
         found |= {f"stays, added {n}": replace(stays, visited=n) for n in (1, 2, 4) if n < kind.group}
         if not config.persistent:
             stays = replace(stays, visited=1)
-    found["downwards"] = replace(config, downwards=True)
     for megabytes in (8, 32, 64):
         found[f"{megabytes} MB"] = replace(stays, l2_bytes=megabytes << 20)
     found["whole P" if stays.half_p else "half"] = replace(stays, half_p=not stays.half_p)

@@ -342,8 +342,8 @@ def test_which_form_of_96_keys_calls_get(columns: tuple[int, int]) -> None:
 
 
 def test_what_heads_of_256_columns_may_take_of_l2() -> None:
-    def megabytes(deterministic: bool = False, **kind: bool) -> int:
-        return hopper_backward_config(256, deterministic, kind=BackwardKind(**kind)).l2_bytes // MB
+    def megabytes(deterministic: bool = False, **kind: bool) -> float:
+        return hopper_backward_config(256, deterministic, kind=BackwardKind(**kind)).l2_bytes / MB
 
     for mask, most in (({}, 16), ({"masked": True}, 40), ({"masked": True, "left_bound": True}, 16)):
         assert megabytes(**mask) == most
