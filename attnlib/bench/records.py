@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ class Table:
         return (
             f"replayed from {self.source}" if self.replayed and not _flag("ATTNLIB_PAPER") else self.source
         )
+
+    def measured(self) -> Table:
+        """Without the implementations of which no row is ok, such as a package that was not installed."""
+        there = {row["impl"] for row in self.rows if row["status"] == "ok"}
+        return replace(self, rows=[row for row in self.rows if row["impl"] in there])
 
     def select(self, shape: Shape | None = None, **equal: Any) -> list[dict[str, Any]]:
         """Rows of this shape, when given, whose values equal `equal`. An unknown column is a RecordError."""

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,16 +28,10 @@ KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
 """Records and tables that README shows."""
 
 
-def _measured(table: records.Table) -> records.Table:
-    """Without what was not at hand in the run."""
-    present = {row["impl"] for row in table.rows if row["status"] == "ok"}
-    return replace(table, rows=[row for row in table.rows if row["impl"] in present])
-
-
 def ladder_table(record: tuple[str, str] = LADDER) -> str:
     """A ladder of README: a record's, causal fp16 at the task's shapes, with its provenance."""
     table = records.load(*record, gpu=records.reference_gpu(record[0]))
-    rows, columns = ladder.ladder_rows(_measured(table).rows, label=book_chapters.label)
+    rows, columns = ladder.ladder_rows(table.measured().rows, label=book_chapters.label)
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
 
@@ -48,7 +41,7 @@ def modes_table() -> str:
     burst, sustained = (records.load(*where, gpu=gpu) for where in (LADDER, SUSTAINED))
     label = book_chapters.label
     task = [shape for shape in shapes.TASK.values() if burst.select(shape) and sustained.select(shape)]
-    rows, columns = modes.mode_rows(_measured(burst), _measured(sustained), task, label=label)
+    rows, columns = modes.mode_rows(burst.measured(), sustained.measured(), task, label=label)
     dates = " and ".join(dict.fromkeys((burst.date, sustained.date)))
     return f"{tables.markdown(rows, columns)}\n\n*{burst.gpu}, {dates}*"
 

@@ -124,6 +124,12 @@ def test_own_gpu_first_then_the_reference_gpu(data, monkeypatch):
     assert records.load("00_test", "a").rows == [{"x": "reference"}]
 
 
+def test_what_was_not_at_hand_is_left_out():
+    rows = [{"impl": i, "status": s} for i, s in (("a", "ok"), ("b", "not installed"), ("a", "failed"))]
+    table = records.Table("t", rows, "NVIDIA H200", "2026-11-21", replayed=True)
+    assert [row["status"] for row in table.measured().rows] == ["ok", "failed"]
+
+
 def test_a_notebook_measured_again_is_replayed_from_there(data, monkeypatch):
     notebook = next(iter(records.MEASURED_AGAIN))
     for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
