@@ -19,8 +19,8 @@ wide96: 192 columns, 64 keys a program, and 96 ("96"); of grouped heads with one
 ("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
 "not placed": dQ is added at addresses that follow from a thread's number.
 wide160: the same of 160 columns.
-choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, how
-much of L2 the heads that advance together may take ("8 MB"), and the last queries first ("downwards").
+choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, and
+how much of L2 the heads that advance together may take ("8 MB").
 narrow: the same of up to 128 columns; "half": dS from P as it was rounded.
 varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96; "96" is what calls get that have
 96 keys, grouped heads as many a program as those.
@@ -235,7 +235,7 @@ def default_of(cell: Cell) -> HopperBackwardConfig:
 def wide160_forms(cell: Cell) -> Forms:
     """Of one call of up to 160 columns: 64 keys a program and 96."""
     kind, keys96 = KINDS[cell.kind], default_of(cell)
-    found: Forms = {"64": SPLIT[160], DEFAULT: keys96, "downwards": replace(keys96, downwards=True)}
+    found: Forms = {"64": SPLIT[160], DEFAULT: keys96}
     if kind.group > 1:
         found |= {f"added {n}": replace(keys96, visited=n) for n in (1, 2)}
         spread = {"added 2, not placed": replace(keys96, visited=2, placed=False)}
@@ -251,7 +251,7 @@ def wide160_forms(cell: Cell) -> Forms:
 def choice_forms(cell: Cell) -> Forms:
     """Of one call beyond 160 columns: query heads a program, heads that advance together, and 64 keys."""
     config, group = default_of(cell), KINDS[cell.kind].group
-    found = {DEFAULT: config, "downwards": replace(config, downwards=True)}
+    found = {DEFAULT: config}
     if isinstance(config, Keys96BackwardConfig) and group > 1:
         keys64 = SPLIT[192]
         for n, name in ((1, "added 1"), (2, "added 2"), (group, "all")):
@@ -282,7 +282,7 @@ def narrow_forms(cell: Cell) -> Forms:
     stays = config
     if not config.persistent:
         stays = hopper_backward_config(head_dim, stays=True, kind=BackwardKind(kind.causal))
-    found = {DEFAULT: config, "downwards": replace(config, downwards=True)}
+    found = {DEFAULT: config}
     if kind.group > 1:
         found |= {f"stays, added {n}": replace(stays, visited=n) for n in (1, 2, 4) if n < kind.group}
         if not config.persistent:

@@ -100,7 +100,7 @@ def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
         m = tile.m_start
         parts: gl.constexpr = len(descs)
         for j in range(n):
-            line = tiling.sums_visited(block, m, tile, plan) * (plan.block_m * plan.width // LINE)
+            line = block * (plan.block_m * plan.width // LINE)
             for w in gl.static_range(plan.writers):
                 named_barrier("sync", SUMS_FULL + w, 160)
                 for i in gl.static_range(parts):

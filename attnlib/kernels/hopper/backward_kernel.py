@@ -185,14 +185,12 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _before(block, m, j, last, tile, gap, plan: gl.constexpr):
-    """The block of sums of the step before: the one before this, or the last of the head before, or, in a
+def _before(block, m, j, last, m_start, gap, plan: gl.constexpr):
+    """The block of queries of the step before: the one before this, or the last of the head before, or, in a
     first step of a persistent plan, of the tile before."""
     # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
     # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
-    first = m == tile.m_start
-    found = block - 1 - gl.where(first, gap, 0)
-    found = tiling.sums_visited(found, gl.where(first, tile.m_end, m) - 1, tile, plan)
+    found = block - 1 - gl.where(m == m_start, gap, 0)
     if plan.persistent:
         found = gl.where(j == 0, last, found)
     return found
@@ -325,7 +323,7 @@ def _visit(
     else:
         if plan.deterministic:
             await_grant(mem.turns, n - 1)
-        _add_dq(dq_ptr, _before(block, m, 1, 0, tile, gap, plan), dq, n > 0, WG, plan)
+        _add_dq(dq_ptr, _before(block, m, 1, 0, tile.m_start, gap, plan), dq, n > 0, WG, plan)
         if plan.deterministic:
             tell_added(mem.turns, n - 1)
     if plan.shared:
@@ -361,7 +359,7 @@ def _visit_tiles(
         s, dk, dv, block, m = _steps(
             dq_ptr, mem, own_k, own_v, s, i, first, before, block, gap, n, qk_scale, tile, work, WG, plan
         )
-        before = _before(block, m, 1, before, tile, gap, plan)
+        before = _before(block, m, 1, before, tile.m_start, gap, plan)
         if plan.shared:
             sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
             leave(sums, dv, 64 * plan.width, plan)
@@ -428,12 +426,11 @@ def _steps(
         mbarrier.wait(mem.do_full.index(slot), parity_of(i))
         dp_token = issue_scores(v, first + WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        seen_m = tiling.visited(m, tile, plan)
         if plan.early_mask:
-            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, seen_m, tile, work, plan))  # [64, BLOCK_M]
+            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan))  # [64, BLOCK_M]
         else:
             p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-            p = tiling.visible(p, row, seen_m, tile, work, plan)
+            p = tiling.visible(p, row, m, tile, work, plan)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
@@ -470,7 +467,7 @@ def _steps(
             if plan.deterministic:
                 await_grant(mem.turns, j - 1)
             # Not before the fence in write_ds, which might wait for it.
-            _add_dq(dq_ptr, _before(block, m, j, last, tile, gap, plan), dq, i > 0, WG, plan)
+            _add_dq(dq_ptr, _before(block, m, j, last, tile.m_start, gap, plan), dq, i > 0, WG, plan)
         dk = await_parts(dk_token, parts)
         release(Q_FREE, i)
         if plan.deterministic:

@@ -256,11 +256,10 @@ def _visit_for_values(dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([plan.block_m]).load(plan.row_layout)
-        block = tiling.visited(m, tile, plan)
-        p = _probabilities(s, lse, qk_scale, tile.start, block, tile, work, plan)
+        p = _probabilities(s, lse, qk_scale, tile.start, m, tile, work, plan)
         mem.p.most.index(slot).store(p.to(dtype))
         few = _scores(mem.q, slot, mem.k.few, j, plan)
-        p_few = _probabilities(few, lse, qk_scale, tile.start + 64, block, tile, work, plan)
+        p_few = _probabilities(few, lse, qk_scale, tile.start + 64, m, tile, work, plan)
         mem.p.few.index(slot).store(p_few.to(dtype))
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         do = _columns(mem.do, slot, 0, 2, plan.loaded >= 2, plan)
@@ -368,7 +367,6 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = slot_of(j)
-        sums = tiling.sums_visited(block, m, tile, plan)
         if plan.value_parts > 2:
             mbarrier.wait(mem.do_full.index(slot), parity_of(j))
             do = _columns(mem.do, slot, 2, 1, plan.loaded == 3, plan)
@@ -398,7 +396,7 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, sums, dq, opaque_zero(j) == 0, part * 64 * 64, plan, plan.placed)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * 64, plan, plan.placed)
         block += 1
         m += 1
         if m == tile.m_end:

@@ -126,7 +126,6 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             if j == n - 1:  # earlier, and an idle program could have computed the tile
                 asked = draw(work.counter_ptr)
             slot = slot_of(i)
-            block = tiling.visited(m, tile, plan)
             bar = mem.q_full.index(slot)
             acquire(Q_FREE, i)
             if j == 0:
@@ -134,14 +133,14 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
                 copy_keys(desc_k, tile, bar, q_bytes, mem.k, first, work, plan)
             else:
                 mbarrier.expect(bar, q_bytes)
-            copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, block, work, plan)
+            copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, m, work, plan)
             bar = mem.do_full.index(slot)
             acquire(DO_FREE, i)
             if j == 0:
                 copy_keys(desc_v, tile, bar, do_bytes, mem.v, first, work, plan)
             else:
                 mbarrier.expect(bar, do_bytes)
-            copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, block, work, plan)
+            copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)
             i += 1
             m += 1
             if m == tile.m_end:

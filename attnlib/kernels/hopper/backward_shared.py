@@ -113,17 +113,16 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
     g = 0
     for j in range(n):
         slot = slot_of(j)
-        block = tiling.visited(m, tile, plan)
         bar = mem.q_full.index(slot)
         acquire(Q_FREE, j, plan.consumers)
         mbarrier.expect(bar, q_bytes)
-        copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, block, work, plan)
+        copy_rows(desc_q, desc_rows, LSE2, mem.q, mem.lse, bar, slot, at, tile, g, m, work, plan)
         if j == 0:
             copy_keys(desc_v, tile, mem.v_full, 0, mem.v, 0, work, plan)
         bar = mem.do_full.index(slot)
         acquire(DO_FREE, j, plan.consumers)
         mbarrier.expect(bar, do_bytes)
-        copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, block, work, plan)
+        copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)
         m += 1
         if m == tile.m_end:
             m = tile.m_start

@@ -145,26 +145,6 @@ def seen(tile, plan: gl.constexpr):
 
 
 @gluon.jit
-def visited(m, tile, plan: gl.constexpr):
-    """The block of queries of a step, whose place among the steps of a query head is m - m_start."""
-    return m + _beside(m, tile, plan)
-
-
-@gluon.jit
-def sums_visited(block, m, tile, plan: gl.constexpr):
-    """And the block of sums of dQ, where `block` is that of block m of queries."""
-    return block + _beside(m, tile, plan)
-
-
-@gluon.jit
-def _beside(m, tile, plan: gl.constexpr):
-    if plan.downwards:
-        return tile.m_start + tile.m_end - 1 - 2 * m
-    else:
-        return 0
-
-
-@gluon.jit
 def turn(tile, m, work, plan: gl.constexpr):
     """How many programs add to the sums of block m of queries before this one, which visits it.
 

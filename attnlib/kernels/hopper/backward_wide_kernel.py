@@ -219,12 +219,11 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
-        block = tiling.visited(m, tile, plan)
         if plan.early_mask:
-            p = gl.exp2(tiling.visible(s * qk_scale - lse, tile.start, block, tile, work, plan))
+            p = gl.exp2(tiling.visible(s * qk_scale - lse, tile.start, m, tile, work, plan))  # [64, BLOCK_M]
         else:
             p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-            p = tiling.visible(p, tile.start, block, tile, work, plan)
+            p = tiling.visible(p, tile.start, m, tile, work, plan)
         p_half = p.to(dtype)  # [64, BLOCK_M]
         mem.p.index(slot).store(p_half)
         named_barrier("arrive", P_FULL + slot, 256)
@@ -335,7 +334,6 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
     mbarrier.wait(mem.k_full, 0)
     for j in range(n):
         slot = slot_of(j)
-        sums = tiling.sums_visited(block, m, tile, plan)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
         for part in gl.static_range(2):
@@ -349,7 +347,7 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, sums, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan)
         if plan.deterministic:
             tell_added(mem.turns, j)
         block += 1

@@ -27,8 +27,6 @@ class HopperBackwardConfig:
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
             not for varlen sequences.
         early_mask: P is masked before its exponentials, not after.
-        downwards: a program visits the last block of queries first. Under a diagonal all programs begin with
-            the same one then. Not with deterministic sums.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -51,7 +49,6 @@ class HopperBackwardConfig:
     alternate: bool = False
     bulk: bool = False
     early_mask: bool = False
-    downwards: bool = False
     masked_stagger: int = 0
     persistent: bool = False
     visited: int | None = None
@@ -69,8 +66,6 @@ class HopperBackwardConfig:
         if self.persistent and (self.deterministic or self.alternate or self.block_n != 128):
             others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
             raise ValueError(f"persistent: expected False with {others}, got True")
-        if self.downwards and self.deterministic:
-            raise ValueError("downwards: expected False with deterministic=True, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"

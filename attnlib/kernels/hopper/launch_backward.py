@@ -155,10 +155,8 @@ def make_plan(
         registers = WideRegisters(*kept, config.dq_registers)
         how = varlen, BackwardMask(**mask), registers, config.early_mask, config.loaded, config.placed
         how += (-(-config.value_columns // 64),)
-        how += shared, shared and config.added, width, config.downwards
-        return Keys96BackwardPlan(config.block_m, *how)
+        return Keys96BackwardPlan(config.block_m, *how, shared, shared and config.added, width)
     parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
-    parts |= {"downwards": config.downwards}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
         how += WideRegisters(*kept, config.dq_registers), config.deterministic

@@ -179,8 +179,8 @@ class BackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
-        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent,
-            downwards: as in `HopperBackwardConfig`.
+        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent: as
+            in `HopperBackwardConfig`.
         shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
         added: where they do, in one place, else each in its own.
     """
@@ -200,7 +200,6 @@ class BackwardPlan(Constants):
     persistent: bool = False
     shared: bool = False
     added: bool = False
-    downwards: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -273,7 +272,6 @@ class WideBackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
         varlen, block_m, deterministic, early_mask, shared, added: as in `BackwardPlan`.
-        downwards: as in `HopperBackwardConfig`.
     """
 
     d: int
@@ -285,7 +283,6 @@ class WideBackwardPlan(Constants):
     early_mask: bool = False
     shared: bool = False
     added: bool = False
-    downwards: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
     persistent = gl.constexpr(False)
@@ -355,7 +352,6 @@ class Keys96BackwardPlan(Constants):
 
     Attributes:
         varlen, block_m, early_mask, shared, added: as in `BackwardPlan`.
-        downwards: as in `HopperBackwardConfig`.
         loaded: warpgroups that read first operands of dK^T and dV^T into registers, once for 64 and 32 keys;
             0, 2 or 3.
         placed: dQ is added at places that are computed from its elements', see `backward_ring.place_of`.
@@ -374,7 +370,6 @@ class Keys96BackwardPlan(Constants):
     shared: bool = False
     added: bool = False
     width: int = 192
-    downwards: bool = False
 
     block_n = gl.constexpr(96)  # keys of a program
     last = property(lambda self: gl.constexpr(self.width.value - 128))  # columns of part 2 that are used

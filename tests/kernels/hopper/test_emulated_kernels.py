@@ -19,7 +19,6 @@ from attnlib.kernels.hopper.configs import (
 )
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
-    OWN_VALUES,
     SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
@@ -227,35 +226,6 @@ def test_forms_of_a_step(name: str, order: str) -> None:
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 
-DOWNWARDS = {
-    "grouped heads": Call(256, 2, 1, 150, 200),
-    "dense, in parts": Call(192, 1, 1, 200, 70, causal=False),
-    "a window, rows that see nothing": Call(256, 1, 1, 300, 150, window=(90, -1)),
-    "varlen": Call(256, 2, 1, varlen=((40, 70), (0, 5), (150, 90))),
-    "values of 128": Call(192, 2, 1, 150, 100, D_v=128),
-    "added": Call(256, 4, 2, 70, 100),
-    "64 columns, grouped heads, queries in halves": Call(64, 2, 1, 300, 200),
-    "96 columns, varlen": Call(96, 2, 1, varlen=((40, 170), (0, 5), (300, 90))),
-    "128 columns, a window": Call(128, 1, 1, 320, 200, window=(90, -1)),
-    "128 columns, in bulk, added": Call(128, 4, 2, 150, 201),
-    "80 columns, stays, in bulk": Call(80, 2, 2, 200, 280),
-    "128 columns, stays, grouped heads": Call(128, 2, 1, 200, 280),
-}
-
-
-@pytest.mark.parametrize("name", DOWNWARDS)
-def test_the_last_queries_first(name: str) -> None:
-    call = DOWNWARDS[name]
-    config = hopper_backward_config(call.D)
-    if call.D == 192:
-        config = SPLIT[192] if call.D_v is None else OWN_VALUES
-    options = {"bulk": "in bulk" in name, "persistent": "stays" in name}
-    config = replace(config, downwards=True, visited=1 if "added" in name else None, **options)
-    if config.persistent:
-        config = replace(config, visited=call.H // call.H_kv)
-    assert check_backward(replace(call, config=config), "random", sms=2).reports[-1].unwaited == ()
-
-
 @pytest.mark.parametrize("D", [192, 256])
 def test_an_early_mask_in_the_wide_kernel(D: int) -> None:
     config = replace(hopper_backward_config(D), early_mask=True)
@@ -319,7 +289,7 @@ def of_96_keys(call: Call, query_columns: int = 192) -> HopperBackwardConfig:
 def test_96_keys_a_program(name: str, order: str) -> None:
     loaded = {"eager": 0, "late": 2, "random": 3}[order]
     config = replace(of_96_keys(OF_96_KEYS[name]), loaded=loaded, placed=loaded != 3)
-    config = replace(config, early_mask=order == "late", downwards=order != "late")
+    config = replace(config, early_mask=order == "late")
     assert check_backward(replace(OF_96_KEYS[name], config=config), order).reports[-1].unwaited == ()
 
 
@@ -339,7 +309,6 @@ def test_programs_of_96_keys_that_share_a_key_head(name: str, order: str) -> Non
     call = SHARED_OF_96_KEYS[name]
     visited = 2 if order == "late" and call.H // call.H_kv == 4 else 1
     config = replace(of_96_keys(call), visited=visited, added="apart" not in name)
-    config = replace(config, downwards=order == "late")
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 

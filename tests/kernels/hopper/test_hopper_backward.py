@@ -260,12 +260,6 @@ def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
         replace(config, bulk=True)
 
 
-@pytest.mark.parametrize("columns", [128, 256])
-def test_sums_in_order_begin_with_the_first_queries(columns: int) -> None:
-    with pytest.raises(ValueError, match="^downwards: expected False with deterministic=True, got True$"):
-        replace(hopper_backward_config(columns, deterministic=True), downwards=True)
-
-
 @pytest.mark.parametrize(
     ("config", "others"),
     [
