@@ -165,13 +165,10 @@ def backward(
     results = [own(*groups[0])]
     dq_parts: list[tuple[range, torch.Tensor]] = []
     returns: list[Returned] = []
-    mark = None
     with streams.side():
         for i, each in enumerate(plan):
             if i + 1 < len(plan):
                 keys.start(i + 1)
-            else:
-                mark = streams.mark()
             b_k, b_v = keys.wait(i)
             given = saved._replace(k=b_k, v=b_v)
             gradient = _KeyGradient(each.keys)
@@ -180,9 +177,9 @@ def backward(
                 dq_parts.append((call.rows, dq))
                 gradient.add(call.keys, dk, dv)
             returns.append(_give_back(job.links, each, gradient.whole(k), k))
-    streams.wait(mark)
-    results += [own(*group) for group in groups[1:]]
+    # Beside the last round they would keep the multiprocessors that its gradients and their way back need.
     streams.join()
+    results += [own(*group) for group in groups[1:]]
     for each in returns:
         each.transfer.wait()
     others = [[(rows, unpacked(x[which])) for each in returns for rows, x in each.parts] for which in (0, 1)]

@@ -607,7 +607,7 @@ MUTATIONS = [
     keys96("dV is not waited for", "Race: .* ends and has not waited for its copies out",
            without("    tma.store_wait(0)\n", "mem.v, plan.block_n * PARTS * 64, 0, tile, work, plan)\n")),
     keys96("few keys are masked as the first ones", "AssertionError",
-           ("tile.start + 64, block, tile", "tile.start, block, tile"), call="96 keys, causal"),
+           ("tile.start + 64, m, tile", "tile.start, m, tile"), call="96 keys, causal"),
     keys96("the parts of dQ are added to the first one", "AssertionError",
            ("part * 64 * 64, plan, plan.placed", "0, plan, plan.placed")),
     keys96("the sums of few keys are where those of others are", "AssertionError",
