@@ -64,3 +64,13 @@ def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE) -> Lis
             bits[place] += (column % 2).int() if step == UNIT else 0
     order = counts.view(masks, rows).sort(dim=1, descending=True, stable=True).indices
     return Lists(starts, middles, steps, bits, order.int().flatten())
+
+
+def last_first(lists: Lists) -> Lists:
+    """The same with the steps of a row in descending order, those with bits among the others; `middles` are
+    `starts`. Of rows that end at the same column, whatever they begin with, programs that start together are
+    at the same columns then, so that one reads what another has brought to the L2."""
+    lengths = lists.starts.diff()
+    row = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    order = ((row << 32) - lists.steps).argsort()
+    return lists._replace(middles=lists.starts[:-1], steps=lists.steps[order], bits=lists.bits[order])

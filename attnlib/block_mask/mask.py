@@ -14,7 +14,8 @@ from attnlib.arguments import masks as checks
 from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.chosen import SLOTS, Chosen
 from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
-from attnlib.block_mask.lists import Lists, lists_of
+from attnlib.block_mask.gathered import MOST_KEYS, gathered_tiles, units_of_tiles
+from attnlib.block_mask.lists import Lists, last_first, lists_of
 from attnlib.block_mask.tiles import ABSENT, FULL, PARTIAL, TILE, UNIT, Grid, Tiles
 from attnlib.params import MaskWindow
 
@@ -34,7 +35,8 @@ at D = 128 (docs/lab/sparse.md)."""
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
     of any list needs bits, or of a list of rows; whether steps of 128 keys cover not much more than those of
-    64, for 128 queries; and whether rows have few steps of 128 keys, see `SHORT`."""
+    64, for 128 queries; and whether rows have few steps of 128 keys, see `SHORT`. The last one is the form of
+    `BlockMask.gathered`, None where there is none."""
 
     B: int
     H: int
@@ -43,6 +45,7 @@ class Form(NamedTuple):
     partial_rows: bool
     coarse: bool
     short: bool = False
+    gathered: Form | None = None
 
 
 class BlockMask:
@@ -65,9 +68,12 @@ class BlockMask:
         device: of its tensors, which has to be that of the queries.
     """
 
-    def __init__(self, tiles: Tiles | None, grid: Grid, chosen: Chosen | None = None) -> None:
-        """For the functions that make one, and `within`. The tiles, or the choice that they follow from."""
-        self._grid, self._chosen = grid, chosen
+    def __init__(
+        self, tiles: Tiles | None, grid: Grid, chosen: Chosen | None = None, order: torch.Tensor | None = None
+    ) -> None:
+        """For the functions that make one, and `within`. The tiles, or the choice that they follow from.
+        order: int64 (H, units across), in which kernels may take units of 64 keys, see `gathered`."""
+        self._grid, self._chosen, self._order = grid, chosen, order
         if tiles is not None:
             self._tiles = tiles
         self._lists: dict[tuple[int, bool, int], Lists] = {}
@@ -202,7 +208,7 @@ class BlockMask:
             inside = (offset <= right) & (offset >= -left)
             return inside & self._elements(b, h, queries[:, 0] // TILE, keys[:, 0] // TILE)
 
-        return BlockMask(tiling.build(kinds.to(torch.int8), seen, grid), grid)
+        return BlockMask(tiling.build(kinds.to(torch.int8), seen, grid), grid, order=self._order)
 
     # ------------------------------------------------------------ what it holds
 
@@ -250,7 +256,16 @@ class BlockMask:
         partial = bits or any(empty), bits or empty[0]
         steps = self.density(TILE)
         coarse, short = steps <= 1.1 * self.density(UNIT), steps * self._grid.tiles[1] <= SHORT
-        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short)
+        gathered = None if self.gathered is None else self.gathered.form
+        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short, gathered)
+
+    @cached_property
+    def gathered(self) -> GatheredMask | None:
+        """The same with the keys in another order, if the mask knows one that leaves fewer tiles."""
+        if self._order is None or self.shape[3] > MOST_KEYS:
+            return None
+        found = GatheredMask(gathered_tiles(self._tiles, self._order), self._grid, self._order)
+        return found if found.density(TILE) < self.density(TILE) else None
 
     def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
         """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along
@@ -296,6 +311,26 @@ class BlockMask:
     def short_words_of_columns(self) -> torch.Tensor:
         """`words_of` steps of 64 queries as int16, for a kernel that has no room for more."""
         return self._halves_of_columns.to(torch.int16)
+
+
+class GatheredMask(BlockMask):
+    """See `block_mask.gathered`. For a kernel alone that walks along columns, which are not in the order of
+    the keys.
+
+    Attributes:
+        units: int32 (B, H, tiles across), of a tile's keys, as `units_of_tiles` packs them.
+    """
+
+    def __init__(self, tiles: Tiles, grid: Grid, order: torch.Tensor) -> None:
+        super().__init__(tiles, grid)
+        self.units = units_of_tiles(order).expand(grid.B, -1, -1).contiguous()
+
+    def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
+        """Of keys along queries, the last queries first."""
+        key = step, columns, rows
+        if key not in self._lists:
+            self._lists[key] = last_first(lists_of(self._tiles, *key))
+        return self._lists[key]
 
 
 def by_handle(handle: int) -> BlockMask:

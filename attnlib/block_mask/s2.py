@@ -88,8 +88,10 @@ class S2Pattern:
         seen = (seen | strided[:, None, :]) & (row >= column)  # (key heads, down, across)
         kinds = seen.to(torch.int8) * FULL
         kinds[:, row == column] = PARTIAL
-        kinds = kinds.repeat_interleave(self.heads // self.key_heads, 0)[None]
-        return BlockMask(tiling.build(kinds, _causal, grid), grid)
+        # A kernel's tile has two units. Those that all later queries see come first, two of them in a tile.
+        order = (~strided).to(torch.int8).sort(dim=1, stable=True).indices
+        kinds, order = (x.repeat_interleave(self.heads // self.key_heads, 0) for x in (kinds, order))
+        return BlockMask(tiling.build(kinds[None], _causal, grid), grid, order=order)
 
     def kept(self, seqlen: int) -> int:
         """How many blocks of scores all query heads keep."""

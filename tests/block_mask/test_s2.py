@@ -10,10 +10,14 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS, judge_forward
 
-from attnlib import S2Pattern, attention, attention_decode
+from attnlib import BlockMask, S2Pattern, attention, attention_decode
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle
 from attnlib.block_mask import tiles
+from attnlib.block_mask.gathered import gathered_tiles
+from attnlib.block_mask.lists import lists_of
+from attnlib.block_mask.mask import GatheredMask
+from attnlib.params import MaskWindow
 
 SMALL = S2Pattern(heads=4, local_blocks=2, stride=4)
 GROUPED = S2Pattern(heads=6, kv_heads=3, local_blocks=1, stride=3)
@@ -47,6 +51,52 @@ def test_the_mask_is_the_definition(name: str, seqlen: int) -> None:
     mask = pattern.mask(seqlen)
     assert mask.shape == (1, pattern.heads, seqlen, seqlen)
     assert torch.equal(mask.to_dense()[0], defined(pattern, seqlen))
+
+
+def in_units(mask: BlockMask) -> torch.Tensor:
+    """Bool (H, S, units across, 64) of a mask of one batch element, False past the last key."""
+    dense = mask.to_dense()[0]
+    missing = mask.tiles.kinds.shape[3] * tiles.UNIT - dense.shape[2]
+    return torch.nn.functional.pad(dense, (0, missing)).unflatten(2, (-1, tiles.UNIT))
+
+
+@pytest.mark.parametrize("seqlen", [700, 1024, 3000])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gathered_keys_are_the_same_in_another_order(name: str, seqlen: int) -> None:
+    mask = PATTERNS[name].mask(seqlen)
+    gathered = GatheredMask(gathered_tiles(mask.tiles, mask._order), mask._grid, mask._order)
+    units = torch.stack([gathered.units & 0xFFFF, gathered.units >> 16 & 0xFFFF], 3)[0].flatten(1)
+    assert torch.equal(units.sort(1).values, torch.arange(units.shape[1]).expand_as(units)), "each once"
+    slots, kinds = gathered.tiles.slots[0], tiles.by_tile(gathered.tiles.kinds)[0]
+    words = gathered.tiles.words[slots.clamp(min=0).long()]
+    bits = tiles.unpack(words.flatten(0, 2)).unflatten(0, slots.shape)
+    full = (kinds[..., 0, 0] == tiles.FULL)[..., None, None]
+    found = torch.where((slots < 0)[..., None, None], full, bits)  # (H, down, across, 128, 128)
+    found = found.transpose(2, 3).flatten(1, 2)[:, :seqlen].flatten(2).unflatten(2, (-1, tiles.UNIT))
+    for own, theirs, order in zip(found, in_units(mask), units, strict=True):
+        assert torch.equal(own, theirs[:, order.long()])
+
+
+def test_keys_are_gathered_where_that_leaves_fewer_tiles() -> None:
+    published = S2Pattern(16)
+    assert published.mask(2048).gathered is None
+    mask = published.mask(8192)
+    steps = [len(each.lists(64, columns=True).steps) for each in (mask, mask.gathered)]
+    assert steps[0] > 1.2 * steps[1]
+    assert mask.form.gathered == mask.gathered.form and mask.gathered.form.gathered is None
+    assert mask.within(MaskWindow(2000, 0)).gathered is not None, "a part of it has the same order"
+    assert BlockMask.from_function(lambda b, h, q, k: q >= k, 500, 500).gathered is None
+
+
+def test_programs_begin_with_the_last_queries() -> None:
+    mask = S2Pattern(16).mask(4096)
+    lists, before = mask.gathered.lists(64, columns=True), lists_of(mask.gathered.tiles, 64, True)
+    for number in (0, 5, len(lists.starts) - 2):
+        own = slice(*lists.starts[number : number + 2].tolist())
+        steps = lists.steps[own].tolist()
+        assert steps == sorted(steps, reverse=True)
+        pairs = [set(zip(x.steps[own].tolist(), x.bits[own].tolist(), strict=True)) for x in (lists, before)]
+        assert pairs[0] == pairs[1]
 
 
 @pytest.mark.parametrize("name", PATTERNS)

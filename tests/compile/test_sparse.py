@@ -106,14 +106,15 @@ CASES = with_more(
 )
 BACKWARD = [(64, False, "fp16"), (128, True, "bf16"), (128, True, "fp16", "all")]
 BACKWARD += [(128, True, "fp16", "bias"), (64, True, "bf16", "relative")]
-BACKWARD += [(128, True, "fp16", "own")]
+BACKWARD += [(128, True, "fp16", "own"), (128, True, "fp16", "gathered"), (64, True, "bf16", "gathered")]
 BACKWARD += more(product((64, 128, 256), (True,), ("fp16",), ("own, capped",)))
-BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
+BACKWARD += [(128, True, "fp16")]
+BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (64, True, "fp16", "cap")])
 BACKWARD += [(256, True, "fp16"), (256, True, "fp16", "every part")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
 BACKWARD += more([(256, False, "fp16")])
 BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half")))
-"""Head dimension, whether steps carry bits, dtype, and the score if there is one."""
+"""Head dimension, whether steps carry bits, dtype, and the score if there is one, or "gathered" keys."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
 lists and are not uniform to the compiler, and up to two of a consumer in a step."""
@@ -173,8 +174,9 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
 
 def config_of(case: tuple) -> HopperSparseBackwardConfig:
     """Of a case of `BACKWARD`."""
-    scored = bool(case[3:]) and case[3] != "alibi"
-    return hopper_sparse_backward_config(case[0], scored)
+    gathered = case[3:] == ("gathered",)
+    scored = bool(case[3:]) and case[3] != "alibi" and not gathered
+    return replace(hopper_sparse_backward_config(case[0], scored), gathered=gathered)
 
 
 def compile_backward(case: tuple) -> Stats:
@@ -182,7 +184,7 @@ def compile_backward(case: tuple) -> Stats:
     width, partial, dtype, *rest = case
     score = None
     shape = 1, 2, 256, width
-    if rest:
+    if rest and rest[0] in SCORES:
         own = SCORES[rest[0]]
         q = torch.zeros(shape)
         k = q if own.bias is None else q[:, :, : own.bias.shape[-1]]
@@ -200,7 +202,7 @@ def compile_backward(case: tuple) -> Stats:
     rows = preprocess_of(call, window, window, 128, width)
     plan = launch_hopper_backward.make_plan(width, config, partial, score, bias is not None)
     has = {"inner": plan.curved.value, "after": plan.soft_cap.value and plan.function.value}
-    has |= {"alibi_ptr": plan.alibi.value, "place": plan.alibi.value}
+    has |= {"alibi_ptr": plan.alibi.value, "place": plan.alibi.value, "units_ptr": config.gathered}
     has |= dict.fromkeys(("bias_ptr", "bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
     has["desc_bias"] = bias
     absent = [name for name, there in has.items() if not there]

@@ -6,7 +6,8 @@
 
 Three tables, of 4 sequences and 16 heads of 128 columns in bfloat16, causal, under the published pattern:
 blocks of 64, 8 near ones, a stride of 16. `forward` and `backward`: the block-sparse engine, the same with
-two dense heads at some lengths, the kernel of chapter 33 at two of them, and dense attention. `decode`: one
+two dense heads at some lengths, the kernel of chapter 33 at two of them, and dense attention; of the backward
+pass also what it was made of, its keys in order, and gathered with the first queries first. `decode`: one
 token against a cache that keeps what the pattern needs, and against one that keeps all. `share` is the part
 of causal attention's blocks that a pattern keeps, `mask_ms` what making the mask and its lists takes.
 
@@ -30,15 +31,18 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import S2Pattern, attention, attention_decode  # noqa: E402
+from attnlib import BlockMask, S2Pattern, attention, attention_decode  # noqa: E402
 from attnlib.bench import backward, harness, records, sources  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
+from attnlib.block_mask.lists import lists_of  # noqa: E402
+from attnlib.kernels.sparse.configs_hopper import hopper_sparse_backward_config  # noqa: E402
 
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
+IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
 HYBRID_LENGTHS = 16384, 65536
@@ -46,7 +50,8 @@ STEP_LENGTHS = 4096, 16384
 CACHES = 16384, 65536, 131072
 PATTERN = S2Pattern(HEADS)
 PATTERNS = {
-    OURS: PATTERN, STEP: PATTERN, HYBRID: S2Pattern(HEADS, dense_heads=2),
+    OURS: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
+    HYBRID: S2Pattern(HEADS, dense_heads=2),
     DENSE: S2Pattern(HEADS, dense_heads=HEADS),
 }  # fmt: skip
 JUDGED, JUDGED_DENSE = 2048, 256
@@ -132,9 +137,22 @@ def made(pattern: S2Pattern, length: int) -> tuple[Any, dict[str, float]]:
         start = time.perf_counter()
         mask = pattern.mask(length, DEVICE)
         mask.lists(64), mask.lists(64, columns=True)
+        if mask.gathered is not None:
+            mask.gathered.lists(64, columns=True)
         torch.cuda.synchronize()
         taken = 1e3 * (time.perf_counter() - start)
     return mask, {"mask_ms": taken}
+
+
+def before(length: int) -> dict[str, BlockMask]:
+    """Masks that have the kernel of the backward pass walk as it did before keys were gathered, and before
+    it began with the last queries; none where keys are not gathered."""
+    mask, gathered = (PATTERN.mask(length, DEVICE) for _ in range(2))
+    if gathered.gathered is None:
+        return {}
+    step = hopper_sparse_backward_config(WIDTH).block_m
+    gathered.gathered._lists[step, True, 128] = lists_of(gathered.gathered.tiles, step, columns=True)
+    return {IN_ORDER: BlockMask(mask.tiles, mask._grid), FIRST_FIRST: gathered}
 
 
 def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[str, float]]]:
@@ -147,6 +165,8 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
     if length in STEP_LENGTHS and not backward_too:
         step = sources.load_step(STEP)
         calls[STEP] = (lambda q, k, v: step.attention(q, k, v, True, None)), {}
+    for name, mask in before(length).items() if backward_too else ():
+        calls[name] = (lambda q, k, v, m=mask: attention(q, k, v, block_mask=m)), {}
     calls[DENSE] = (lambda q, k, v: attention(q, k, v, causal=True)), {}
     return calls
 

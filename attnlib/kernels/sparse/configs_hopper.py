@@ -123,6 +123,7 @@ class HopperSparseBackwardConfig:
         block_n: keys of a program, 128 or 64.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         copies_bias: a bias that TMA can read comes through shared memory.
+        gathered: walk along `BlockMask.gathered`, whose programs have two units of 64 keys from any place.
         bias: tile of the kernel, in plain Triton, that makes the gradient of a bias.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -134,12 +135,17 @@ class HopperSparseBackwardConfig:
     block_n: int = 128
     half_p: bool = False
     copies_bias: bool = True
+    gathered: bool = False
     bias: SparseTile = BIAS[128]
     consumer_registers: int = 240
     dq_registers: int = 0
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        if self.gathered and self.block_n != 128:
+            raise ValueError(f"gathered: expected False with block_n={self.block_n}, got True")
 
     @property
     def word_bits(self) -> int:

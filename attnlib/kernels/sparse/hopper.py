@@ -1,5 +1,7 @@
 """The family for Hopper under a block mask, in Gluon, forward and backward."""
 
+from dataclasses import replace
+
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.descriptors import describable
@@ -54,17 +56,20 @@ def configuration(
     q, k, v, params: Params, backward: bool = False
 ) -> HopperSparseConfig | HopperSparseBackwardConfig:
     """How the kernels are compiled and launched for queries and a mask like these."""
-    score = params.score
+    score, head_dim = params.score, q.shape[-1]
     bias = score is not None and score.bias is not None
     own = score is not None and score.function is not None
+    # Scores that do not depend on the place of a key.
+    alike = not (bias or own or (score is not None and score.alibi is not None))
+    form = params.block_mask.form
     if backward:
         scored = bias or own or (score is not None and score.soft_cap is not None)
-        return hopper_sparse_backward_config(q.shape[-1], scored)
+        chosen = hopper_sparse_backward_config(head_dim, scored)
+        gathered = form.gathered is not None and alike and chosen.block_n == 128
+        return replace(chosen, gathered=gathered)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
-    form = params.block_mask.form
-    keep = not (bias or own or (score is not None and score.alibi is not None))
     short = form.short and score is None and not form.partial_rows
-    return hopper_sparse_config(q.shape[-1], form.coarse, bias or own, copied, keep, short)
+    return hopper_sparse_config(head_dim, form.coarse, bias or own, copied, alike, short)
 
 
 def prepare(call: Signature, backward: bool = False) -> launch_hopper.Plan | BackwardPlan | None:

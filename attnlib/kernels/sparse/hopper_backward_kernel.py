@@ -33,7 +33,15 @@ from attnlib.kernels.common.backward_ring import (
 )
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_backward_steps import Work, locate, memory, produce, told, weights
+from attnlib.kernels.sparse.hopper_backward_steps import (
+    Work,
+    first_row,
+    locate,
+    memory,
+    produce,
+    told,
+    weights,
+)
 
 
 @gluon.jit
@@ -105,7 +113,7 @@ def _consume(
 
     await_ds(n - 1, WG)
     dq_token = issue_dq(mem.ds, mem.k, n - 1, WG, plan)
-    row = told(mem, 4) * plan.block_n + WG * 64  # first key
+    row = first_row(told(mem, 4), WG, plan)
     _store(desc_dv, dv.to(dtype), mem.v.index(WG), row, work)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
     add_sums(dq_ptr, told(mem, (n - 1) & 3) >> 1, dq, n > 0, own_dq, plan)
@@ -128,6 +136,7 @@ def attention_sparse_backward_hopper(
     desc_words,  # (slots, 2, 256): words of steps, of the first and the second 64 keys of a tile
     dq_ptr,  # float32, see common.postprocess
     starts_ptr, steps_ptr, bits_ptr, order_ptr,  # of columns, see `block_mask.lists.Lists`
+    units_ptr,  # (masks * num_n), see `block_mask.gathered`; None without
     alibi_ptr,  # (H), None without
     bias_ptr,  # of query 0 and key 0; this and the next four are None without
     bias_b, bias_h, bias_m,  # its strides; that of keys is plan.bias_n
@@ -155,7 +164,7 @@ def attention_sparse_backward_hopper(
     )
     work = Work(
         H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
-        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k,
+        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
     )  # fmt: skip
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()

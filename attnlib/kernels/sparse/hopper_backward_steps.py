@@ -49,7 +49,7 @@ class Memory(NamedTuple):
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     words: gl.shared_memory_descriptor  # [parts * STAGES, 1, 1, 256]: of buffer w, parts * slot + w
-    told: gl.shared_memory_descriptor  # [5, LANES]: the last one has the number of the program's keys
+    told: gl.shared_memory_descriptor  # [5, LANES]: the last one says which keys the program has
     places: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of the first key, from a step's first query
     slopes: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of a step's head, times log2(e)
     bias: gl.shared_memory_descriptor  # copied, [parts * STAGES, 1, 1, block_m, 64]: numbered as words
@@ -89,6 +89,7 @@ class Work(NamedTuple):
     bias_m: gl.tensor
     S_q: gl.tensor
     S_k: gl.tensor
+    units: gl.tensor  # see `block_mask.gathered`; None without
 
 
 # ---------------------------------------------------------------- begin of a program
@@ -156,6 +157,24 @@ def _words(dtype: gl.constexpr):
     return gl.allocate_shared_memory(dtype, [4, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+@gluon.jit
+def place_of_keys(work, plan: gl.constexpr):
+    """The number of a program's keys; of those that are gathered, the numbers of both units."""
+    if plan.gathered:
+        return gl.load(work.units + work.number)
+    else:
+        return work.i_n
+
+
+@gluon.jit
+def first_row(place, w, plan: gl.constexpr):
+    """Of the keys in buffer w, from that number."""
+    if plan.gathered:
+        return ((place >> (16 * w)) & 0xFFFF) * 64
+    else:
+        return place * plan.block_n + w * 64
+
+
 # ---------------------------------------------------------------- producer
 
 
@@ -164,7 +183,7 @@ def _copy_keys(desc, bar, buffers, work, plan: gl.constexpr):
     """Of K or V, 64 rows into each buffer."""
     mbarrier.expect(bar, plan.parts * desc.block_type.nbytes)
     for w in gl.static_range(plan.parts):
-        row = work.i_n * plan.block_n + w * 64
+        row = first_row(place_of_keys(work, plan), w, plan)
         tma.async_copy_global_to_shared(desc, [work.i_b, work.i_kv, row, 0], bar, buffers.index(w))
 
 
@@ -232,7 +251,8 @@ def produce(
     desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan: gl.constexpr
 ):  # fmt: skip
     # Consumers need the place of their keys at the end alone, and have no register for it until then.
-    mem.told.index(4).store(gl.full([LANES], work.i_n, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    place = place_of_keys(work, plan)
+    mem.told.index(4).store(gl.full([LANES], place, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     _copy_keys(desc_k, mem.k_full, mem.k, work, plan)
     j = 0
     for g in range(work.GROUP):

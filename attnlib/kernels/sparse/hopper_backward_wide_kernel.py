@@ -188,6 +188,7 @@ def attention_sparse_backward_hopper_wide(
     desc_words,
     dq_ptr,
     starts_ptr, steps_ptr, bits_ptr, order_ptr,  # but of columns of 64 keys
+    units_ptr,  # None
     alibi_ptr,
     bias_ptr,
     bias_b, bias_h, bias_m,
@@ -214,7 +215,7 @@ def attention_sparse_backward_hopper_wide(
     )
     work = Work(
         H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
-        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k,
+        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
     )  # fmt: skip
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()

@@ -30,7 +30,7 @@ from attnlib.kernels.sparse.launch_hopper import scales, words_descriptor
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 
-TENSORS = (*backward_plan.TENSORS, *COLUMNS, *TILES, *GRADIENTS)
+TENSORS = (*backward_plan.TENSORS, *COLUMNS, *TILES, *GRADIENTS, "units")
 KERNELS = {
     128: "attnlib.kernels.sparse.hopper_backward_kernel.attention_sparse_backward_hopper",
     64: "attnlib.kernels.sparse.hopper_backward_wide_kernel.attention_sparse_backward_hopper_wide",
@@ -50,11 +50,12 @@ def backward(
     """(dq, dk, dv) on a GPU of compute capability 9.x, none of the arguments empty. dk and dv are the same in
     every run, dq up to the order of a sum. With a score also (dsinks, dbias)."""
     mask, config = params.block_mask, params.config
+    mask = mask.gathered if config.gathered else mask
     lists = mask.lists(config.block_m, columns=True, rows=config.block_n)
     short = config.word_bits == 16
     words = mask.short_words_of_columns if short else mask.words_of(config.block_m, columns=True)
     score = score_tensors(params)
-    more = *lists, words, *tiles_of(params), *score
+    more = *lists, words, *tiles_of(params), *score, mask.units if config.gathered else None
     found = backward_plan.run(prepare, (d_out, q, k, v, out), lse, params, more)
     return found if params.score is None else (*found, *score[3:])
 
@@ -79,13 +80,14 @@ def prepare(call: Signature) -> BackwardPlan | None:
     scale, inner, after = scales(call)
     score, alibi = call.score, call.score is not None and call.score.alibi
     bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
+    mask = call.mask.gathered if config.gathered else call.mask
     launch = Launch(
         KERNELS[config.block_n],
         (num_n * B * H_kv, 1, 1),
-        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), call.mask.slots, first, call, bias),
+        descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), mask.slots, first, call, bias),
         pointers={"dq_ptr": Part("buffer")}
         | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")}
-        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call)},
+        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), "units_ptr": Part("units")},
         scalars={
             "qk_scale": scale,
             "inner": inner,
@@ -103,7 +105,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             **mask_strides(call),
         },
         constants={
-            "plan": make_plan(width, config, call.mask.partial, score, bias is not None),
+            "plan": make_plan(width, config, mask.partial, score, bias is not None),
             "FUNCTION": None if score is None else score.function,
             "DERIVATIVE": None if score is None else score.derivative,
         },
@@ -132,7 +134,8 @@ def make_plan(
     half_p = config.half_p and cap is None and not function
     return kind(
         width, config.block_m, half_p, partial, registers, cap is not None, alibi,
-        diagonal=score is not None and score.diagonal, function=function, **bias_plan(score, copies_bias),
+        diagonal=score is not None and score.diagonal, function=function, gathered=config.gathered,
+        **bias_plan(score, copies_bias),
     )  # fmt: skip
 
 

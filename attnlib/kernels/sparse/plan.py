@@ -85,8 +85,8 @@ class SparseBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
-        block_m, half_p: as in `HopperSparseBackwardConfig`; half_p never under a soft cap or a function,
-            where dS is not made of P.
+        block_m, half_p, gathered: as in `HopperSparseBackwardConfig`; half_p never under a soft cap or a
+            function, where dS is not made of P.
         partial: some steps carry bits.
         soft_cap, alibi, function: what the score has.
         bias, bias_n, copies_bias, bias_batches, bias_heads: as in `SparsePlan`.
@@ -107,6 +107,7 @@ class SparseBackwardPlan(Constants):
     bias_batches: bool = False
     bias_heads: bool = False
     function: bool = False
+    gathered: bool = False
 
     loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
     # The producer tells consumers the head of a step, and its first query.

@@ -15,7 +15,7 @@ from emulated import ORDERS, Recorded, mutate, on_the_cpu
 from mutations import Mutation
 from sparse_cases import FUNCTIONS
 
-from attnlib import BlockMask
+from attnlib import BlockMask, S2Pattern
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.common import backward_pair, tile_scheduler
 from attnlib.kernels.reference.dense import attention_fp64
@@ -32,13 +32,22 @@ from attnlib.kernels.sparse.configs_hopper import (
     hopper_sparse_config,
 )
 from attnlib.params import MaskWindow, Params
+from attnlib.scores import Score, parts_of
 
 pytestmark = INTERPRETER_REMARKS
 
 
+S2 = {
+    "S2": S2Pattern(3, local_blocks=1, stride=3),
+    "S2, shared keys": S2Pattern(4, kv_heads=2, local_blocks=1, stride=2),
+    "S2, a dense head": S2Pattern(3, local_blocks=1, stride=4, dense_heads=1),
+}
+"""Whose keys the backward kernel gathers."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """A call under a mask of `FUNCTIONS`, or under random blocks of 128 without bits."""
+    """A call under a mask of `FUNCTIONS` or of `S2`, or under random blocks of 128 without bits."""
 
     D: int = 64
     mask: str = "causal"
@@ -53,6 +62,8 @@ class Call:
     config: HopperSparseConfig | HopperSparseBackwardConfig | None = None
 
     def block_mask(self) -> BlockMask:
+        if self.mask.startswith("S2"):
+            return S2[self.mask].mask(self.S_k)
         if self.mask == "random":
             rng = torch.Generator().manual_seed(1)
             blocks = torch.rand(1, self.H, -(-self.S_q // 128), self.S_k // 128, generator=rng) < 0.5
@@ -168,6 +179,9 @@ BACKWARD = {
     "wide by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=WIDE),
     "wide many steps": Call(128, "dots", 390, 100, config=WIDE),
     "wide bfloat16": Call(128, "dots", 140, 150, dtype=torch.bfloat16, config=WIDE),
+    "gathered": Call(64, "S2", 1000, 1000, 3, 3),
+    "128 gathered": Call(128, "S2, shared keys", 650, 650, 4, 2, 2, torch.bfloat16),
+    "gathered, a dense head": Call(64, "S2, a dense head", 900, 900, 3, 3),
     "256 random": Call(256, "random", 300, 384, 3, 3),
     "256 documents": Call(256, "documents", 260, 390),
     "256 many steps": Call(256, "dots", 390, 70, sm_scale=-0.05),
@@ -187,6 +201,25 @@ def test_there_are_one_or_two_buffers_for_queries(given):
         replace(PAIRS, q_buffers=given)
 
 
+def test_programs_of_64_keys_gather_none():
+    with pytest.raises(ValueError, match="^gathered: expected False with block_n=64, got True$"):
+        replace(WIDE, gathered=True)
+
+
+@pytest.mark.parametrize("score", [None, "soft cap", "ALiBi"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_who_gathers_keys(head_dim, score):
+    """Not programs of 64 keys, and not where scores depend on the places of keys."""
+    q = torch.zeros(1, 3, 1000, head_dim)
+    own = {"soft cap": Score(soft_cap=9.0), "ALiBi": Score(alibi=torch.zeros(3))}.get(score)
+    params = Params(MaskWindow(None, None), 1.0, block_mask=S2["S2"].mask(1000))
+    params = params._replace(score=None if own is None else parts_of(own, q, q))
+    gathered = head_dim < 256 and score != "ALiBi"
+    assert hopper.configuration(q, q, q, params, backward=True).gathered == gathered
+    params = params._replace(block_mask=BlockMask.from_function(FUNCTIONS["causal"], 1000, 1000), score=None)
+    assert not hopper.configuration(q, q, q, params, backward=True).gathered
+
+
 @pytest.mark.parametrize("call", BACKWARD)
 def test_backward(call):
     check_backward(BACKWARD[call])
@@ -194,7 +227,9 @@ def test_backward(call):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "call", ["many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both"]
+    "call",
+    ["many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both",
+     "128 gathered"],
 )
 def test_orders_of_the_backward_pass(call, order):
     kernel = check_backward(BACKWARD[call], order, 1)
@@ -305,6 +340,15 @@ MUTATIONS += [
     backward("steps of the first head alone are counted", "one group", "Race|Deadlock|Assertion",
              ("count += gl.load(own + 1) - gl.load(own)", "count = gl.load(own + 1) - gl.load(own)"), steps),
     backward("dK is not scaled", "many steps", WRONG, ("(dk * sm_scale)", "(dk * 1.0)")),
+    *(backward(bug, "128 gathered", WRONG, edit, steps) for bug, edit in (
+        ("both buffers have the first unit of keys", ("(16 * w)) & 0xFFFF) * 64", "(0 * w)) & 0xFFFF) * 64")),
+        ("all key heads have the units of the first",
+         ("work.units + work.number)", "work.units + work.i_n)")),
+        ("gathered keys lie at the place of their tile",
+         ("gl.load(work.units + work.number)", "2 * work.i_n + ((2 * work.i_n + 1) << 16)")),
+    )),
+    backward("gradients of gathered keys go to the first unit", "128 gathered", WRONG,
+             ("first_row(told(mem, 4), WG, plan)", "first_row(told(mem, 4), 0, plan)")),
     *(backward(bug, "wide many steps", verdict, edit, wide) for bug, verdict, edit in (
         ("the bits are those of the other slot", "Race|Assertion",
          ("mem.words.index(slot)", "mem.words.index(1 - slot)")),
