@@ -23,7 +23,7 @@ HEAD_DIMS, HEAD_DIMS_BACKWARD = ("head_dims", "calls"), ("head_dims", "backward"
 MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
-DISTRIBUTED, SPARSE = "distributed", "sparse"
+DISTRIBUTED, SPARSE, S2 = "distributed", "sparse", "s2"
 KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
 """Records and tables that README shows."""
 
@@ -328,11 +328,28 @@ def sparse_tables() -> str:
     return "\n\n".join(parts)
 
 
+def s2_table() -> str:
+    """README's table of S2-Attention: how many times as fast as all keys, in the record of
+    `tests/gpu/time_s2.py`, beside what its blocks allow."""
+    impls = {"forward": "forward", "backward": "backward", "decode": "a token against the cache"}
+    columns = {"call": "S2-Attention, bf16 B4 H16 D128, over dense attention", "bound": "at most", **impls}
+    lines: Lines = {}
+    for way in impls:
+        table = records.load_anywhere(S2, way, records.REFERENCE_GPU)
+        for row in table.select(impl="S2", status="ok"):
+            shape = Shape.of_row(row)
+            cells = _cells(lines, f"{shape.keys} tokens", columns)
+            cells[way] = verdict.judge(table, shape, "S2", "attnlib").cell()
+            if way != "decode":
+                cells["bound"] = f"{1 / row['share']:.2f}x"
+    return _shown(lines, columns, table)
+
+
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
     "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table, "host": host_table,
     "decode": decode_table, "generate": generate_table, "fp8": fp8_table,
-    "sparse": sparse_tables, "approximate": approximate_tables, "entmax": entmax_table,
+    "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables, "entmax": entmax_table,
     "distributed": distributed_table,
 }  # fmt: skip
 """What README shows between `<!-- name -->` and `<!-- /name -->`."""
