@@ -523,6 +523,14 @@ def record(tmp_path, monkeypatch):
     kept = {"call": "D128 kept 25%", "implementation": "attnlib", "tflops": 711, "of_ideal": 0.95, "ms": 0.77}
     masks = {"blocks": {"rows": [kept]}, "scores": {"rows": [kept | {"call": "D128 causal, soft cap"}]}}
     (reference / "sparse.json").write_text(json.dumps(head | {"notebook": "sparse", "tables": masks}))
+    call = {"batch": 4, "heads": 16, "head_dim": 128, "causal": True, "dtype": "bfloat16", "status": "ok"}
+    sides = {"forward": {"seqlen": 8192}, "backward": {"seqlen": 8192},
+             "decode": {"seqlen": 1, "seqlen_k": 8192}}  # fmt: skip
+    took = ("S2", 1.0), ("attnlib", 3.5)
+    read = {way: [call | side | {"impl": x, "ms": y, "share": 0.2} for x, y in took]
+            for way, side in sides.items()}  # fmt: skip
+    s2 = head | {"notebook": "s2", "tables": {way: {"rows": rows} for way, rows in read.items()}}
+    (reference / "s2.json").write_text(json.dumps(s2))
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     return path
 
@@ -534,6 +542,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
         "<!-- teaching -->\nold\n<!-- /teaching -->\n"
         "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
         "<!-- generate -->\n<!-- /generate -->\n"
+        "<!-- s2 -->\n<!-- /s2 -->\n"
         "<!-- sparse -->\n<!-- /sparse -->\n<!-- approximate -->\n<!-- /approximate -->\n"
         "<!-- entmax -->\n<!-- /entmax -->\n<!-- head_dims -->\n<!-- /head_dims -->\n"
         "<!-- kept_shift -->\n<!-- /kept_shift -->\n<!-- plane -->\n<!-- /plane -->\n"
@@ -556,6 +565,7 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "| B1 H12 S4096 D64 causal fp16 | 0.557 | – | 0.500 | – | 0.829 | 0.002 | – |" in text
     assert "| D128 kept 25% | 711 | – | – | – | 95% |" in text
     assert "| D128 causal, soft cap | 0.77 | – |" in text
+    assert "| 8192 tokens | 5.00x |" + 3 * " 3.5x, noise not measured |" in text
     assert "causal fp16, weights in 10% of the blocks | 1.548 | 4.132 | – | – | – | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 529 | – | 493 | – | 1.073, noise not measured |" in text
     assert "D64 causal fp16, M256N64 | 500 | 550 | 440 | 1.100, noise not measured | 1.250, noise" in text
