@@ -303,7 +303,7 @@ def test_96_keys_of_160_columns(name: str, order: str) -> None:
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["late", "random"])
 @pytest.mark.parametrize("name", SHARED_OF_96_KEYS)
 def test_programs_of_96_keys_that_share_a_key_head(name: str, order: str) -> None:
     call = SHARED_OF_96_KEYS[name]
@@ -389,7 +389,7 @@ def bits_of_runs(call: Call) -> set[bytes]:
     gradients are right."""
     kernel = check_backward(call, "random", sms=3)
     found = set()
-    orders = zip(ORDERS + ("random", "random"), (1, 2, 5, 1, 2), strict=True)
+    orders = zip((*ORDERS, "random"), (1, 2, 5, 2), strict=True)
     for seed, (order, sms) in enumerate(orders):
         kernel.options["sms"] = sms
         kernel.repeat(order, seed)
@@ -453,8 +453,8 @@ TINY = {
 }
 
 
-RUNS = dict.fromkeys(TINY, 40)
-RUNS |= {"backward, 256 columns": 60, "backward, varlen": 20, "backward, a window": 20}
+RUNS = dict.fromkeys(TINY, 25)
+RUNS |= {"backward, 256 columns": 40, "backward, varlen": 20, "backward, a window": 20}
 RUNS |= {"backward, persistent": 20, "backward, persistent, bulk": 20}
 RUNS |= {"backward, shared": 10, "backward, 72 of 80 columns": 10, "backward, 136 of 160 columns": 10}
 

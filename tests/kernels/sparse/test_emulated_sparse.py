@@ -158,7 +158,7 @@ def test_call(call):
 )
 def test_orders(call, order):
     kernel = check(CALLS[call], order, 1)
-    for seed in range(2, 4 if order == "random" else 3):
+    for seed in (2, 3) if order == "random" else ():
         kernel.repeat(order, seed)
 
 
@@ -233,7 +233,7 @@ def test_backward(call):
 )
 def test_orders_of_the_backward_pass(call, order):
     kernel = check_backward(BACKWARD[call], order, 1)
-    for seed in range(2, 4 if order == "random" else 3):
+    for seed in (2, 3) if order == "random" else ():
         kernel.repeat(order, seed)
 
 
