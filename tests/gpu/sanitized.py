@@ -157,6 +157,8 @@ def calls() -> Iterator[NamedTuple]:
             yield Call(impl, Shape(2, 4, 300, head_dim, False, heads_kv=2, seqlen_k=390), mask=mask)
         # More tiles than an H200 has SMs.
         yield Call(impl, Shape(1, 75, 260, head_dim, False, seqlen_k=260), mask="dots")
+    for head_dim in (64, 128):  # keys are gathered
+        yield Call("hopper", Shape(1, 4, 600, head_dim, False, heads_kv=2), mask="S2")
     for head_dim, page, split, same_launch in product(
         (64, 96, 256), (None, 16), ("none", "fixed", "stream_k"), (False, True)
     ):
@@ -451,11 +453,13 @@ def run_scored(call: ScoredCall) -> tuple:
 
 
 def block_mask(name: str, shape: Any):
-    """Made of a tensor that was made on the CPU; some keys are seen by nobody."""
+    """Made of a tensor that was made on the CPU, some keys seen by nobody; "S2" by its pattern."""
     import torch
 
-    from attnlib import BlockMask
+    from attnlib import BlockMask, S2Pattern
 
+    if name == "S2":
+        return S2Pattern(shape.heads, shape.heads_kv, local_blocks=1, stride=2).mask(shape.seqlen, "cuda")
     q, k = torch.arange(shape.seqlen)[:, None], torch.arange(shape.keys)
     seen = (q + k) % 3 == 0 if name == "dots" else (q // 128 + k // 128) % 2 == 0
     return BlockMask.from_mask((seen & (k >= 128)).cuda())
