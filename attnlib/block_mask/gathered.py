@@ -48,6 +48,5 @@ def _half_words(words: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
 
 def units_of_tiles(order: torch.Tensor) -> torch.Tensor:
     """int32 (H, tiles across): the numbers of the two units of a tile, the second 16 bits further up."""
-    left, right = order.unflatten(1, (-1, 2)).unbind(2)
-    packed = left | (right << 16)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+    left, right = order.int().unflatten(1, (-1, 2)).unbind(2)
+    return left | (right << 16)

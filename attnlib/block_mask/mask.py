@@ -272,11 +272,14 @@ class BlockMask:
         queries."""
         key = step, columns, rows
         if key not in self._lists:
-            found = None
-            if self._chosen is not None and not columns and rows == TILE:
-                found = self._chosen.lists(step)
-            self._lists[key] = lists_of(self._tiles, step, columns, rows) if found is None else found
+            self._lists[key] = self._made_lists(*key)
         return self._lists[key]
+
+    def _made_lists(self, step: int, columns: bool, rows: int) -> Lists:
+        found = None
+        if self._chosen is not None and not columns and rows == TILE:
+            found = self._chosen.lists(step)
+        return lists_of(self._tiles, step, columns, rows) if found is None else found
 
     @property
     def tiles(self) -> Tiles:
@@ -325,12 +328,9 @@ class GatheredMask(BlockMask):
         super().__init__(tiles, grid)
         self.units = units_of_tiles(order).expand(grid.B, -1, -1).contiguous()
 
-    def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
+    def _made_lists(self, step: int, columns: bool, rows: int) -> Lists:
         """Of keys along queries, the last queries first."""
-        key = step, columns, rows
-        if key not in self._lists:
-            self._lists[key] = last_first(lists_of(self._tiles, *key))
-        return self._lists[key]
+        return last_first(super()._made_lists(step, columns, rows))
 
 
 def by_handle(handle: int) -> BlockMask:

@@ -131,7 +131,7 @@ SELDOM |= {
     (64, "deterministic dense"), (160, "deterministic causal"), (192, "deterministic causal"),
     (80, "shared causal"), (192, "shared causal"), (256, "shared varlen window"), (256, "apart causal"),
     (128, "bulk varlen window"), (128, "persistent dense"),
-    *product((KEYS, KEYS_160, KEYS_PAIR), ["spread varlen dense"]), (KEYS_PAIR, "all load dense"),
+    *product((KEYS_160, KEYS_PAIR), ["spread varlen dense"]), (KEYS_PAIR, "all load dense"),
 }  # fmt: skip
 EVERY = [*SPLIT_SPILLS, *KEYS_SPILLS, *OPTION_SPILLS]
 assert SELDOM < set(EVERY)

@@ -147,12 +147,11 @@ def made(pattern: S2Pattern, length: int) -> tuple[Any, dict[str, float]]:
 def before(length: int) -> dict[str, BlockMask]:
     """Masks that have the kernel of the backward pass walk as it did before keys were gathered, and before
     it began with the last queries; none where keys are not gathered."""
-    mask, gathered = (PATTERN.mask(length, DEVICE) for _ in range(2))
-    if gathered.gathered is None:
+    mask, step = PATTERN.mask(length, DEVICE), hopper_sparse_backward_config(WIDTH).block_m
+    if mask.gathered is None:
         return {}
-    step = hopper_sparse_backward_config(WIDTH).block_m
-    gathered.gathered._lists[step, True, 128] = lists_of(gathered.gathered.tiles, step, columns=True)
-    return {IN_ORDER: BlockMask(mask.tiles, mask._grid), FIRST_FIRST: gathered}
+    mask.gathered._lists[step, True, 128] = lists_of(mask.gathered.tiles, step, columns=True)
+    return {IN_ORDER: BlockMask(mask.tiles, mask._grid), FIRST_FIRST: mask}
 
 
 def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[str, float]]]:

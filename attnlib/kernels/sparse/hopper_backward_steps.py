@@ -179,11 +179,11 @@ def first_row(place, w, plan: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(desc, bar, buffers, work, plan: gl.constexpr):
-    """Of K or V, 64 rows into each buffer."""
+def _copy_keys(desc, bar, buffers, keys, work, plan: gl.constexpr):
+    """Of K or V, 64 rows into each buffer. keys: `place_of_keys`."""
     mbarrier.expect(bar, plan.parts * desc.block_type.nbytes)
     for w in gl.static_range(plan.parts):
-        row = first_row(place_of_keys(work, plan), w, plan)
+        row = first_row(keys, w, plan)
         tma.async_copy_global_to_shared(desc, [work.i_b, work.i_kv, row, 0], bar, buffers.index(w))
 
 
@@ -251,9 +251,9 @@ def produce(
     desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan: gl.constexpr
 ):  # fmt: skip
     # Consumers need the place of their keys at the end alone, and have no register for it until then.
-    place = place_of_keys(work, plan)
-    mem.told.index(4).store(gl.full([LANES], place, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    _copy_keys(desc_k, mem.k_full, mem.k, work, plan)
+    keys = place_of_keys(work, plan)
+    mem.told.index(4).store(gl.full([LANES], keys, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    _copy_keys(desc_k, mem.k_full, mem.k, keys, work, plan)
     j = 0
     for g in range(work.GROUP):
         number = work.number + g * work.mask_h * work.num_n
@@ -264,7 +264,7 @@ def produce(
             acquire(Q_FREE, j)
             _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, plan)
             if j == 0:
-                _copy_keys(desc_v, mem.v_full, mem.v, work, plan)
+                _copy_keys(desc_v, mem.v_full, mem.v, keys, work, plan)
             acquire(DO_FREE, j)
             _copy_do(desc_do, desc_rows, mem, j, head, m, work, plan)
             j += 1
