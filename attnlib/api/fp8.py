@@ -253,10 +253,8 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     rotate = next((x.rotated for x in (q, k) if isinstance(x, Fp8)), rotate)
     recipe = Recipe(scaling, rotate, center)
     of_q, of_k = ((None, None),) * 2 if varlen is None else (varlen[0::2], varlen[1::2])
-    q, k, v = (
-        x if isinstance(x, Fp8) else _quantized(x, role, recipe, *lengths)
-        for x, role, lengths in ((q, "q", of_q), (k, "k", of_k), (v, "v", of_k))
-    )
+    q = _plain(q) if family.quantizes(q, scaling) else _prepared(q, "q", recipe, of_q)
+    k, v = _prepared(k, "k", recipe, of_k), _prepared(v, "v", recipe, of_k)
     scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     params = Params(mask_window(causal, window), scale, varlen, return_lse, impl=impl)
     out, lse = family.forward(q, k, v, params, out_dtype)
@@ -267,6 +265,15 @@ def _tensors(**operands: Operand) -> dict[str, torch.Tensor]:
     return {name: x for name, x in operands.items() if not isinstance(x, Fp8)}
 
 
+def _prepared(x: Operand, role: Role, recipe: Recipe, lengths: tuple) -> Fp8:
+    return x if isinstance(x, Fp8) else _quantized(x, role, recipe, *lengths)
+
+
 def _quantized(x: torch.Tensor, role: Role, recipe: Recipe, cu_seqlens, max_seqlen) -> Fp8:
     family = next(family for family in QUANTIZERS.values() if family.unsupported(x.device) is None)
-    return family.quantize(x.detach().resolve_neg(), role, recipe, cu_seqlens, max_seqlen)
+    return family.quantize(_plain(x), role, recipe, cu_seqlens, max_seqlen)
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor as they lie in memory."""
+    return x.detach().resolve_neg()

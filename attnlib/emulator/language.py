@@ -82,7 +82,7 @@ class Language:
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
             abs=lambda x: abs(x) if isinstance(x, int) else Tensor(x.data.abs(), x.dtype),
-            exp2=_exp2, log2=_log2, ceil=_ceil, max=_max, sum=_sum, broadcast=_broadcast,
+            exp2=_exp2, log2=_log2, ceil=_ceil, div_rn=lambda a, b: a / b, max=_max, sum=_sum, broadcast=_broadcast,
             expand_dims=lambda x, axis: Tensor(x.data.unsqueeze(axis), x.dtype),
             convert_layout=lambda x, layout, assert_trivial=False: x, split=_split,
             join=_join, load=_load, store=_store,
@@ -345,7 +345,8 @@ def _zeros(shape: list[int], dtype: gl.dtype, layout: object = None) -> Tensor:
 def _where(condition, a, b):
     if not isinstance(condition, Tensor):
         return a if condition else b
-    like = next((x.data.dtype for x in (a, b) if isinstance(x, Tensor)), torch.float32)
+    numbers = torch.float32 if any(isinstance(x, float) for x in (a, b)) else torch.int32
+    like = next((x.data.dtype for x in (a, b) if isinstance(x, Tensor)), numbers)
     values = (plain(x) if isinstance(x, Tensor) else torch.tensor(plain(x), dtype=like) for x in (a, b))
     return result(torch.where(condition.data, *values), a, b)
 

@@ -36,6 +36,13 @@ CASES = with_more(
     CASES, [*product(WIDTHS, KINDS, ("bf16",)), *product(WIDTHS, ("varlen, all, LSE",), ("fp32",))]
 )
 KINDS[PLAIN] = (False, 0, False, False, "not centered")
+OWN_QUERIES = "causal, own queries", "dense, own queries", "varlen, own queries"
+KINDS |= {
+    OWN_QUERIES[0]: (True, 1, None, False, "own queries"),
+    OWN_QUERIES[1]: (False, 0, False, False, "own queries"),
+    OWN_QUERIES[2]: (True, 2, True, True, "varlen", "left", "shifted", "own queries"),
+}
+CASES += product((64, 128), OWN_QUERIES, ("bf16",))
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPILLS: dict[tuple[int, str, str], int] = {}
 
@@ -59,10 +66,14 @@ def compile_case(case: tuple[int, str, str]) -> Stats:
     varlen, centered = "varlen" in others, "not centered" not in others
     mask = {"causal": causal, "shifted": "shifted" in others, "left": "left" in others}
     mask |= {"blocks": masked, "skip": skip}
-    plan = launch.make_plan(plan_fields(width, config, mask, False, lse, varlen), centered)
-    described = launch.described((None,) * 4, width, config, DTYPES[dtype], varlen)
-    types = tile_types(described, "fp8e4nv", desc_o=dtype)
+    own = "own queries" in others
+    plan = launch.make_plan(plan_fields(width, config, mask, False, lse, varlen), centered, own, own)
+    queries = DTYPES[dtype] if own else None
+    described = launch.described((None,) * 4, width, config, DTYPES[dtype], varlen, queries)
+    types = tile_types(described, "fp8e4nv", desc_o=dtype, **({"desc_q": dtype} if own else {}))
     options = {*others, "fp8", "LSE" if lse else "", "" if varlen else "fp8 batch"}
+    if not own:
+        options |= {"fp8 queries", "" if varlen else "fp8 queries, batch"}
     options.add("centered" if centered else "")
     return compile_forward(plan, types, options, config.max_registers)
 
@@ -76,7 +87,9 @@ def compiled() -> dict[tuple, Stats]:
 def test_configuration(compiled: dict[tuple, Stats], case: tuple) -> None:
     stats, config = compiled[case], config_of(case)
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
-    assert stats.opcodes["QGMMA"] and not stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
+    rotations = case[0] // 64 * config.warpgroups if case[1] in OWN_QUERIES else 0
+    assert stats.opcodes["QGMMA"] and not stats.opcodes.get("HMMA")
+    assert (stats.opcodes.get("HGMMA", 0) > 0) == (rotations > 0), "queries are rotated by tensor cores"
     assert stats.opcodes.get("UTMALDG") and stats.opcodes.get("UTMASTG"), "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.registers == config.max_registers

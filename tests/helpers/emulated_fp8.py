@@ -21,7 +21,8 @@ ROUNDING = 1e-3
 @dataclass(frozen=True)
 class Call(emulated.Call):
     """A call of FP8 attention. `spread`: blocks of 16 rows differ in size by up to so many powers of two.
-    `mean`: of the first column of the values of the first head; others have other means."""
+    `mean`: of the first column of the values of the first head; others have other means. `own_queries`: the
+    kernel quantizes them."""
 
     scaling: str = "block"
     rotate: bool = True
@@ -29,6 +30,7 @@ class Call(emulated.Call):
     mean: float = 0.0
     spread: float = 0.0
     out_dtype: torch.dtype = torch.float16
+    own_queries: bool = False
 
     def tensors(self) -> list[torch.Tensor]:
         """q, k, v."""
@@ -64,9 +66,13 @@ def check(
     call: Call, order: str = "random", seed: int = 0, tensors: tuple | None = None, **where
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """AssertionError for a wrong result; returns it."""
-    q, k, v = call.operands(*(tensors or call.tensors()))
+    tensors = tensors or call.tensors()
+    q, k, v = call.operands(*tensors)
+    if call.own_queries:
+        assert launch.quantizes(tensors[0], call.scaling)
     with on_the_cpu(order, seed, **where):
-        out, lse = launch.forward(q, k, v, call.params(), call.out_dtype)
+        given = tensors[0] if call.own_queries else q
+        out, lse = launch.forward(given, k, v, call.params(), call.out_dtype)
     roundings = reference.Rounding(offset=None), reference.Rounding(6.0, keys=128)
     (exact, exact_lse), (model, _) = (
         reference.forward(q, k, v, call.params(), torch.float64, rounding) for rounding in roundings

@@ -5,8 +5,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from attnlib.params import Varlen
-
 Role = Literal["q", "k", "v"]
 Scaling = Literal["block", "head", "tensor"]
 
@@ -132,10 +130,3 @@ def first_block(start, sequence, rows: int):
     """The first block of a varlen sequence that begins at token `start`: far enough from that of the one
     before it whatever the lengths are (`common.varlen_rows.padded_start`)."""
     return start // rows + sequence
-
-
-def varlen_of(q: Fp8, k: Fp8) -> Varlen | None:
-    """Where the sequences of queries and keys begin and end; None for a batch."""
-    if q.cu_seqlens is None:
-        return None
-    return Varlen(q.cu_seqlens, k.cu_seqlens, q.max_seqlen, k.max_seqlen)

@@ -164,7 +164,7 @@ def prepare(call: Call) -> Plan:
     each = span(blocks, B * H * (width // CHUNK), VALUES) if is_v else span(blocks, B * H)
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
-        (-(-blocks // each) * H * B, width // CHUNK if is_v else 1, 1),
+        (-(-blocks // each) * H * B * (width // CHUNK if is_v else 1), 1, 1),
         descriptors={},
         pointers={name: Part(name.removesuffix("_ptr")) for name in POINTERS + ("mean_ptr",) * is_v},
         scalars={**sizes, "blocks": blocks, "span": each, "room": room},

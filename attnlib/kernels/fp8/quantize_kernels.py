@@ -241,8 +241,10 @@ def quantize_values(
     OVERLAPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of values: centered, scaled, rounded, transposed, keys permuted."""
-    begin, end, i_h, i_b = _place(_backwards(), blocks, span, H)
+    """Blocks of values: centered, scaled, rounded, transposed, keys permuted. Grid: as in `_place`, times
+    WIDTH / CHUNK: programs side by side read the columns of the same rows."""
+    chunks: tl.constexpr = WIDTH // CHUNK
+    begin, end, i_h, i_b = _place(_backwards() // chunks, blocks, span, H)
     if OVERLAPS:
         gdc_wait()
     if cu is None:
@@ -261,7 +263,7 @@ def quantize_values(
     place = head if PER_HEAD else 0
     scale, factor = _scale(tl.load(amax_ptr + place), 1.0)
     tl.store(scale_ptr + place, scale)
-    o_c = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
+    o_c = _backwards() % chunks * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
     columns = data_ptr + (of_data + o_c.to(tl.int64) * room) * GROUP  # [CHUNK]
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + (i_b * H + i_h).to(tl.int64) * WIDTH + o_c)  # [CHUNK]

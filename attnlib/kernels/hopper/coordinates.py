@@ -87,12 +87,13 @@ def of_scales(row, i_b, i_h, work, plan: gl.constexpr):
     i_kv, _ = divide(i_h, work.GROUP)
     s = work.scales
     if plan.varlen:
-        first_q = (gl.load(work.cu_q + i_b) // 64 + i_b + row // 64) * s.q_n
+        of_q = 0
+        if not plan.quantizes:
+            of_q = i_h * s.q_h + (gl.load(work.cu_q + i_b) // 64 + i_b + row // 64) * s.q_n
         first_k = (gl.load(work.cu_k + i_b) // 128 + i_b) * s.k_n
-        return i_h * s.q_h + first_q, i_kv * s.k_h + first_k, i_kv * s.v_h
+        return of_q, i_kv * s.k_h + first_k, i_kv * s.v_h
     else:
-        return (
-            i_b * s.q_b + i_h * s.q_h + (row // 64) * s.q_n,
-            i_b * s.k_b + i_kv * s.k_h,
-            i_b * s.v_b + i_kv * s.v_h,
-        )
+        of_q = 0
+        if not plan.quantizes:
+            of_q = i_b * s.q_b + i_h * s.q_h + (row // 64) * s.q_n
+        return of_q, i_b * s.k_b + i_kv * s.k_h, i_b * s.v_b + i_kv * s.v_h

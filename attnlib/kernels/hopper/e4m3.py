@@ -59,7 +59,9 @@ def tile_scales(qk_scale, mem, number, first_row, row, seq, work, plan: gl.const
         of_v = word(mem, number, plan.words + SCALES + 2, plan)
         before = gl.minimum(row, seq.S_q - 1) - first_row  # rows of the tile
         scales = work.scales
-        of_queries = qk_scale * gl.load(scales.q + of_q + (before >> 6) * scales.q_n)
+        of_queries = qk_scale  # where the kernel quantizes queries, `queries.quantized` finds their scale
+        if not plan.quantizes:
+            of_queries *= gl.load(scales.q + of_q + (before >> 6) * scales.q_n)
         return (of_queries, scales.k + of_k, scales.k_n), gl.load(scales.v + of_v)
     else:
         return qk_scale, 1.0
@@ -154,16 +156,17 @@ def operand(left, right, plan: gl.constexpr):
 def start_output(p, acc, mem, b, plan: gl.constexpr):
     """Start acc += P V, P in words, V^T in buffer b: [64, BLOCK_N] x [BLOCK_N, D]."""
     v = matrix(mem.v[0], b).permute((1, 0))
-    return (warpgroup_mma(_unpacked(p, plan), v, acc[0], is_async=True),)
+    return (warpgroup_mma(unpacked(p, plan.p_layout), v, acc[0], is_async=True),)
 
 
 @gluon.jit
-def _unpacked(words, plan: gl.constexpr):
-    """[64, N / 4] -> the same as first operand of a product [64, N]; takes no instruction."""
+def unpacked(words, layout: gl.constexpr):
+    """[64, N / 4] -> the same as first operand of a product [64, N], which has this layout; takes no
+    instruction."""
     N: gl.constexpr = 4 * words.shape[1]
     a, b, c, d = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
     p = gl.join(gl.join(a, c), gl.join(b, d)).reshape([64, N])
-    return gl.convert_layout(p, plan.p_layout, assert_trivial=True)
+    return gl.convert_layout(p, layout, assert_trivial=True)
 
 
 @gluon.jit

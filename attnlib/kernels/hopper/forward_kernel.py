@@ -10,6 +10,7 @@ each of which does for a plain call what that needs, often nothing:
     column_parts    a head dimension in two parts; without, tuples of one element
     kept_shift      steps that take a row's maximum only where it may matter (`keep_shift`)
     e4m3            operands in e4m3: scales, the range of P, the mean of V
+    queries         of these, queries that come in 16 bits
     accumulate      the end of a tile that is merged into an existing output
     maxima          the largest score of each row and 64 keys is kept
 
@@ -37,6 +38,7 @@ The n-th completion of a barrier has parity n & 1, so a wait names c // STAGES; 
                                                       c                        the release of c - STAGES
     q_full[w]        TMA has written Q of warpgroup w consumer w               tile number & 1
     q_free[w]        consumer w needs Q no more       producer                 tile number & 1, flipped
+                     (with `quantizes`: has it in registers)
     drawn[b]         producer has told of tile         each consumer           (tile number // 2) & 1
                      2 n + b
 
@@ -88,6 +90,7 @@ from attnlib.kernels.hopper import (
     e4m3,
     masks,
     maxima,
+    queries,
     told,
 )
 from attnlib.kernels.hopper.column_parts import nbytes
@@ -104,6 +107,7 @@ class Memory(NamedTuple):
     k: tuple  # [stages, 1, 1, block_n, d]
     v: tuple  # [stages, 1, 1, block_n, d]
     o: tuple  # [warpgroups, 1, 1, 64, o_columns]
+    rotation: gl.shared_memory_descriptor  # see `queries`
     next_tile: gl.shared_memory_descriptor  # [2 * words, 32]
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
@@ -382,7 +386,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         first = (top - 1) * plan.block_n  # first key of the block of slot `start`
         scale, v_scale = e4m3.tile_scales(qk_scale, mem, turn, first_row, row, seq, work, plan)
         mbarrier.wait(mem.q_full.index(WG), turn & 1)
-        q_left = _load_q(mem, WG, plan)
+        if plan.quantizes:
+            q_left, of_queries = queries.quantized(mem, WG, plan)
+            scale = scale[0] * of_queries, scale[1], scale[2]
+        else:
+            q_left = _load_q(mem, WG, plan)
         if plan.mask.skip:
             start, first = _skip(mem, c, end, row, low, seq, work, plan)
 
@@ -408,11 +416,12 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         for i in range(start, end):
             key, masked = masks.later_block(i, start, end, first, cut, tile, plan)
             p, acc, shift, sums = _step(q_left, p, acc, shift, sums, i, key, masked, mem, tile, WG, plan)
-        if plan.q_columns > 0:
-            # Between the load of Q and the copy that overwrites it. Where a product in flight would hide the
-            # fence, after the first Q K^T has begun, ptxas crashes.
-            fence_async_shared()
-        mbarrier.arrive(mem.q_free.index(WG), count=1)
+        if not plan.quantizes:
+            if plan.q_columns > 0:
+                # Between the load of Q and the copy that overwrites it. Where a product in flight would hide
+                # the fence, after the first Q K^T has begun, ptxas crashes.
+                fence_async_shared()
+            mbarrier.arrive(mem.q_free.index(WG), count=1)
 
         # 3. The last P V, and what can be done beside it.
         c = end
@@ -460,6 +469,7 @@ def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
         column_parts.buffers(desc_k, plan.pipeline.stages),
         column_parts.buffers(desc_v, plan.pipeline.stages),
         () if plan.accumulate else column_parts.buffers(out, plan.pipeline.warpgroups),
+        queries.rotation(desc_q, plan),
         gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(plan.pipeline.warpgroups, 1),  # q_full
         barriers(plan.pipeline.warpgroups, 1),  # q_free

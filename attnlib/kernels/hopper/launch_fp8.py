@@ -7,8 +7,9 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.counters import counter
-from attnlib.kernels.common.descriptors import Window, varlen_window
-from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, varlen_of
+from attnlib.kernels.common.descriptors import Window, legal, readable, varlen_window
+from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, Scaling, padded_width
+from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, VARLEN_ROWS, Lengths, exp2_scale
 from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
@@ -25,6 +26,8 @@ class Call(NamedTuple):
 
     q, k, v: shapes of their data. strides: of the data of q, k and v, and of their scales. window, sm_scale,
     return_lse: as in `Params`. lengths: of varlen sequences. dtype: of the output. center: V has no mean.
+    queries: the dtype of queries that the kernel quantizes, which have no scale; None where they are `Fp8`.
+    rotated: queries and keys are.
     """
 
     q: tuple[int, ...]
@@ -39,10 +42,12 @@ class Call(NamedTuple):
     device: int
     config: Fp8Config
     center: bool
+    queries: torch.dtype | None
+    rotated: bool
 
     @property
     def width(self) -> int:
-        return self.q[-1]
+        return self.k[-1]
 
     def dimensions(self) -> tuple[int, int, int, int, int]:
         """(B, H, H_kv, S_q, S_k); of varlen sequences their number and the longest lengths."""
@@ -51,33 +56,45 @@ class Call(NamedTuple):
         return self.lengths.sequences, self.q[1], self.k[1], self.lengths.max_q, self.lengths.max_k
 
 
+def quantizes(q: torch.Tensor | Fp8, scaling: Scaling) -> bool:
+    """Whether `forward` takes these queries as they are and quantizes them itself: those of 16 bits with a
+    scale for each block, where the kernel has all their columns in registers."""
+    if isinstance(q, Fp8) or q.dtype not in HALF or scaling != "block":
+        return False
+    width = padded_width(q.shape[-1])
+    return fp8_config(width).q_columns == width
+
+
 def forward(
-    q: Fp8, k: Fp8, v: Fp8, params: Params, out_dtype: torch.dtype
+    q: Fp8 | torch.Tensor, k: Fp8, v: Fp8, params: Params, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of quantized operands, no argument empty: (out, lse), both as if nothing were quantized.
 
-    out: (B, H, Sq, D), varlen (Tq, H, D), with the head dimension before padding. lse: of the scores of what
-    the operands hold; None unless `params.return_lse`.
+    q: a tensor if it is one that the kernel `quantizes`; it is rotated if k is. out: (B, H, Sq, D), varlen
+    (Tq, H, D), with the head dimension before padding. lse: of the scores of what the operands hold; None
+    unless `params.return_lse`.
     """
-    index = q.device.index if q.data.is_cuda else -1
-    varlen, lengths = varlen_of(q, k), None
+    index = k.device.index if k.data.is_cuda else -1
+    varlen, lengths = params.varlen, None
     if varlen is not None:
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
     dense = lengths is None and params.window == MaskWindow(None, None)
-    tensors = q.data, k.data, v.data, q.scale, k.scale, v.scale
+    queries, scale, dtype = (q.data, q.scale, None) if isinstance(q, Fp8) else (readable(q), None, q.dtype)
+    tensors = queries, k.data, v.data, scale, k.scale, v.scale
     call = Call(
-        tuple(q.data.shape), tuple(k.data.shape), tuple(v.data.shape), tuple(x.stride() for x in tensors),
+        tuple(queries.shape), tuple(k.data.shape), tuple(v.data.shape),
+        tuple(() if x is None else x.stride() for x in tensors),
         params.window, params.sm_scale, params.return_lse, lengths, out_dtype, index,
-        params.config or fp8_config(q.width, dense), v.centered,
+        params.config or fp8_config(k.width, dense), v.centered, dtype, k.rotated,
     )  # fmt: skip
-    out = torch.empty(q.data.shape, dtype=out_dtype, device=q.device)
+    out = torch.empty((*queries.shape[:-1], k.width), dtype=out_dtype, device=q.device)
     lse = None
     if params.return_lse:
-        shape = q.data.shape[:3] if varlen is None else q.data.shape[1::-1]
+        shape = queries.shape[:3] if varlen is None else queries.shape[1::-1]
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     cu_q, cu_k = (None, None) if varlen is None else varlen[:2]
-    prepare(call)(q.data, k.data, v.data, out, lse, counter(index), cu_q, cu_k, *tensors[3:], v.mean)
-    return out[..., : q.head_dim], lse
+    prepare(call)(queries, k.data, v.data, out, lse, counter(index), cu_q, cu_k, *tensors[3:], v.mean)
+    return out[..., : v.head_dim], lse
 
 
 @lru_cache(PREPARED)
@@ -100,8 +117,10 @@ def prepare(call: Call) -> Launches:
         )
     left, right = call.window.clipped(S_q, S_k)
     names = "q_b q_h q_n", "k_b k_h k_n", "v_b v_h"
-    scales = {}
+    scales = dict.fromkeys(("q_scale_h", "q_scale_n"))
     for letters, strides in zip(names, call.strides[3:], strict=True):
+        if not strides:
+            continue
         # of varlen sequences there is no batch
         letters = letters.split()[1:] if varlen else letters.split()
         scales |= {f"{x[0]}_scale_{x[2]}": n for x, n in zip(letters, strides, strict=True)}
@@ -147,31 +166,37 @@ def plan_of(call: Call):
     fields = plan_fields(
         call.width, call.config, mask, call.sm_scale < 0, call.return_lse, bool(call.lengths)
     )
-    return make_plan(fields, call.center)
+    quantizes = call.queries is not None
+    return make_plan(fields, call.center, quantizes, quantizes and call.rotated)
 
 
-def make_plan(fields: dict, center: bool):
+def make_plan(fields: dict, center: bool, quantizes: bool = False, rotates: bool = False):
     """The kernel's constants; `fields` are those of `plan.ForwardPlan`."""
     from attnlib.kernels.hopper.plan import Fp8Plan
 
-    return Fp8Plan(**fields, center=center)
+    return Fp8Plan(**fields, center=center, quantizes=quantizes, rotates=rotates)
 
 
 def descriptors(call: Call) -> dict[str, Descriptor]:
     """Of Q, K, V^T and the output: what one copy of each moves."""
     varlen = call.lengths is not None
-    out = call.q, torch.empty(call.q, device="meta").stride()
-    tensors = (call.q, call.strides[0]), (call.k, call.strides[1]), (call.v, call.strides[2]), out
+    shape = *call.q[:-1], call.width
+    out = shape, torch.empty(shape, device="meta").stride()
+    q = call.strides[0]
+    if call.queries is not None:
+        q = legal(call.q, q, call.queries)
+    tensors = (call.q, q), (call.k, call.strides[1]), (call.v, call.strides[2]), out
     if varlen:
         of = varlen_window, varlen_window, transposed_window, varlen_window
         windows = [window(*tensor) for window, tensor in zip(of, tensors, strict=True)]
     else:
         windows = tensors
-    return described(windows, call.width, call.config, call.dtype, varlen)
+    return described(windows, call.width, call.config, call.dtype, varlen, call.queries)
 
 
 def described(
-    windows, width: int, config: Fp8Config, dtype: torch.dtype, varlen: bool
+    windows, width: int, config: Fp8Config, dtype: torch.dtype, varlen: bool,
+    queries: torch.dtype | None = None,
 ) -> dict[str, Descriptor]:
     """The same with these windows."""
     from triton.experimental.gluon import language as gl
@@ -179,6 +204,8 @@ def described(
     ones = (1, 1, 1) if varlen else (1, 1)
     rows = (64, width), (config.block_n, width), (width, config.block_n), (64, config.o_columns)
     elements = [gl.float8e4nv] * 3 + [getattr(gl, ELEMENTS[dtype])]
+    if queries is not None:
+        elements[0] = getattr(gl, HALF[queries])
     described = {}
     for letter, name, window, block, element in zip("qkvo", TENSORS, windows, rows, elements, strict=False):
         layout = gl.NVMMASharedLayout.get_default_for([*ones, *block], element)

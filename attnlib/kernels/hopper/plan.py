@@ -67,7 +67,7 @@ class ForwardPlan(Constants):
     registers: Registers
     accumulate: int = field(default=0, kw_only=True)
 
-    fp8 = gl.constexpr(False)
+    fp8 = quantizes = gl.constexpr(False)
     centered = early_mean = late_mean = gl.constexpr(False)  # V is without its mean
     element_bits = gl.constexpr(16)
     own_keys = gl.constexpr(False)  # of each block of query rows
@@ -101,9 +101,13 @@ class Fp8Plan(ForwardPlan):
 
     Attributes:
         center: V is without its mean, which is added to the output.
+        quantizes: queries come in 16 bits; see `queries`.
+        rotates: these are rotated first.
     """
 
     center: bool
+    quantizes: bool = False
+    rotates: bool = False
 
     centered = property(lambda self: self.center)
     # When a mean is loaded: beside the last product, or after it, where registers are needed for that.
@@ -112,6 +116,9 @@ class Fp8Plan(ForwardPlan):
     words = property(
         lambda self: gl.constexpr(ForwardPlan.words.fget(self).value + (4 if self.center.value else 3))
     )
+    norm = property(lambda self: gl.constexpr(self.d.value**-0.5 if self.rotates.value else 1.0))
+    # Accumulator of the rotation of 64 columns of queries.
+    chunk_layout = accumulator(64)
     # Four elements of P as one of 32 bits.
     word_layout = property(lambda self: first_operand(accumulator(self.d.value, 32), 32))
 

@@ -20,6 +20,7 @@ from attnlib.kernels.common.fp8 import (
     Fp8,
     Recipe,
     Role,
+    Scaling,
     first_block,
     num_blocks,
     padded_width,
@@ -33,6 +34,11 @@ _WARP = 16  # rows
 
 def unsupported(where: torch.device) -> None:
     """Nothing is."""
+
+
+def quantizes(q: torch.Tensor | Fp8, scaling: Scaling) -> bool:
+    """No queries; `quantize` does."""
+    return False
 
 
 # ---------------------------------------------------------------- quantizing

@@ -52,6 +52,15 @@ CALLS = {
     "varlen, 256 columns": Call(256, 2, 1, varlen=((70, 70), (100, 130)), spread=4.0, mean=3.0),
     "varlen, not centered": Call(64, 2, 1, varlen=((40, 70), (30, 90)), center=False),
     "varlen, a window": Call(64, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1), scaling="head"),
+    "own queries": Call(64, 4, 2, 300, 170, B=2, spread=6.0, own_queries=True),
+    "own queries, 128 columns": Call(128, 2, 1, 300, 170, spread=6.0, own_queries=True),
+    "own queries, dense": Call(128, 1, 1, 130, 129, causal=False, dtype=torch.bfloat16, own_queries=True),
+    "own queries, not rotated": Call(128, 2, 1, 100, 70, rotate=False, own_queries=True),
+    "own queries of 40 columns": Call(40, 2, 1, 70, 90, own_queries=True),
+    "own queries of 104 columns": Call(104, 2, 1, 70, 90, own_queries=True),
+    "own queries, varlen": Call(
+        128, 2, 1, varlen=((40, 70), (0, 5), (300, 90), (1, 300)), spread=4.0, own_queries=True
+    ),
 }  # fmt: skip
 
 
