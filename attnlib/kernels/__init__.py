@@ -60,8 +60,8 @@ FP8 = {"hopper": hopper_fp8, "reference": reference_fp8}
 Modules with
 
     unsupported(device)                       what they need and a device does not have; None if it has all
-    quantizes(q, scaling)                     whether `forward` takes these queries as a tensor
-    forward(q, k, v, params, out_dtype)       (out, lse), of operands that are `common.fp8.Fp8`
+    forward(q, k, v, params, out_dtype)       (out, lse), of operands that are `common.fp8.Fp8`; queries may
+                                              be a tensor where `common.fp8.scaled_by_row` says so
 """
 
 QUANTIZERS = {"triton": fp8, "reference": reference_fp8}

@@ -19,6 +19,9 @@ GROUP = 16
 WIDTHS = (64, 128, 256)
 """Head dimensions that the kernels have; others are padded with zeros."""
 
+MOST_IN_REGISTERS = 128
+"""Columns of queries that kernels hold in registers."""
+
 CHUNK = 64
 """Columns that one multiplication with a Hadamard matrix takes, where queries and keys are rotated."""
 
@@ -119,6 +122,18 @@ class Fp8:
 def padded_width(head_dim: int) -> int:
     """The head dimension that a kernel works with."""
     return next(width for width in WIDTHS if width >= head_dim)
+
+
+def rows_of(role: Role, scaling: str) -> int | None:
+    """Rows that share a scale: "row" is what kernels give queries that they quantize themselves."""
+    return 1 if scaling == "row" else ROWS.get(role)
+
+
+def scaled_by_row(q, scaling: str) -> bool:
+    """Whether attention takes these queries as they are, and quantizes them with a scale for each row: a
+    tensor of 16 bits with scaling "block", of which a kernel has all columns in registers."""
+    plain = isinstance(q, torch.Tensor) and q.dtype in (torch.float16, torch.bfloat16)
+    return plain and scaling == "block" and padded_width(q.shape[-1]) <= MOST_IN_REGISTERS
 
 
 def num_blocks(tokens: int, rows: int, sequences: int | None = None) -> int:

@@ -107,7 +107,7 @@ def _asm(m, dtype):
         lines += [f"max.f32 a, a, {score[i]}" for i in range(row + 2, m, 2) for score in scores]
         for lanes in 1, 2:
             lines += [f"shfl.sync.bfly.b32 b, a, {lanes}, 31, 0xffffffff", "max.f32 a, a, b"]
-        lines += [f"mul.f32 a, a, {scale[0]}"]
+        lines += [f"mul.f32 a, a, {scale[row]}"]
         lines += [f"sub.f32 a, a, 0f{OFFSET.value}"] if wide else []
         lines += [
             f"max.f32 {found[row]}, a, {shift[row]}",
@@ -121,7 +121,7 @@ def _asm(m, dtype):
         total = found[2 + i % 2]
         for weight, score in zip(names, scores, strict=True):
             lines += [
-                f"fma.rn.f32 {weight}, {score[i]}, {scale[0]}, c{i % 2}",
+                f"fma.rn.f32 {weight}, {score[i]}, {scale[i % 2]}, c{i % 2}",
                 f"ex2.approx.ftz.f32 {weight}, {weight}",
                 f"add.f32 {total}, {total}, {weight}",
             ]
@@ -201,10 +201,15 @@ def first_operands(weights, shift, sums, dtype: gl.constexpr, MASKED: gl.constex
     is -inf in a row that sees no key of it. Only if MASKED there may be one."""
     if MASKED:
         shift = gl.maximum(shift, LOWEST)
-    of_words = _of_words(weights, dtype)
-    layout: gl.constexpr = sums.type.layout
-    rows = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, layout)), 1)
-    return _in_words(of_words, dtype), rows + gl.zeros([64, 4], gl.float32, layout)
+    return _in_words(_of_words(weights, dtype), dtype), _of_threads(shift, sums)
+
+
+@gluon.jit
+def _of_threads(x, like):
+    """A value for each row [64] for each of its four threads [64, 4], as `like` lies."""
+    layout: gl.constexpr = like.type.layout
+    rows = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
+    return rows + gl.zeros([64, 4], gl.float32, layout)
 
 
 @gluon.jit
@@ -241,9 +246,11 @@ def _together(first, second, like):
 
 
 @gluon.jit
-def _weights(scores, shift, qk_scale):
+def _weights(scores, shift, qk_scale, BY_ROW: gl.constexpr):
     """(P of the scores of words [64, n, 4], its sums [64, 4], of sums of four the largest, as integer)."""
     before, weights = _over(shift, scores[0]), ()
+    if BY_ROW:
+        qk_scale = _over(qk_scale, scores[0])
     for i in gl.static_range(len(scores)):
         weights = weights + (gl.exp2(scores[i] * qk_scale - before),)
     if len(weights) == 2:
@@ -262,10 +269,16 @@ def _await_output(o_token, mem, c, plan: gl.constexpr):
 
 
 @gluon.jit
-def step(s, o_token, shift, sums, qk_scale, mem, c, dtype: gl.constexpr, plan: gl.constexpr):
+def step(
+    s, o_token, shift, sums, qk_scale, mem, c, dtype: gl.constexpr, plan: gl.constexpr,
+    BY_ROW: gl.constexpr = False,
+):
     """(P in words [64, n, 4], O, shift and sums [64, 4]) from the scores of a block [64, N], the product
-    for O that is in flight, and the shift and the sums of the blocks before."""
+    for O that is in flight, and the shift and the sums of the blocks before. qk_scale: a number, or BY_ROW
+    [64]."""
     scores = _of_words(s, dtype)
+    if BY_ROW:
+        qk_scale = _of_threads(qk_scale, sums)
     like = scores[0]
     m: gl.constexpr = like.shape[1] * 2
     if plan.pipeline.late_wait:
@@ -273,11 +286,11 @@ def step(s, o_token, shift, sums, qk_scale, mem, c, dtype: gl.constexpr, plan: g
         for i in gl.static_range(len(scores)):
             left, right = _halves(scores[i])
             first, second = first + (left,), second + (right,)
-        first, parts, largest = _weights(first, shift, qk_scale)
+        first, parts, largest = _weights(first, shift, qk_scale, BY_ROW)
         if plan.pipeline.pin:
             parts = softmax.pin(parts)
         acc = _await_output(o_token, mem, c, plan)
-        second, more, larger = _weights(second, shift, qk_scale)
+        second, more, larger = _weights(second, shift, qk_scale, BY_ROW)
         parts += gl.convert_layout(more, parts.type.layout)
         if len(scores) == 4:
             largest = gl.maximum(largest, gl.convert_layout(larger, largest.type.layout))
@@ -286,12 +299,15 @@ def step(s, o_token, shift, sums, qk_scale, mem, c, dtype: gl.constexpr, plan: g
             p = p + (_together(first[i], second[i], like),)
     else:
         acc = _await_output(o_token, mem, c, plan)
-        p, parts, largest = _weights(scores, shift, qk_scale)
+        p, parts, largest = _weights(scores, shift, qk_scale, BY_ROW)
     trial = _in_words(p, dtype)
     given = scores + (trial, _over(shift, like), _over(sums, like), _over(parts, like))
     if len(scores) == 4:
         given = given + (_over(largest, like),)
-    given = given + (gl.full(like.shape, qk_scale, gl.float32, like.type.layout),)
+    if BY_ROW:
+        given = given + (_over(qk_scale, like),)
+    else:
+        given = given + (gl.full(like.shape, qk_scale, gl.float32, like.type.layout),)
     words, found, flags = gl.inline_asm_elementwise(
         _asm(m, dtype), _constraints(m, dtype), given, dtype=_results(), is_pure=False, pack=m
     )

@@ -139,12 +139,15 @@ def new_shift(
 
 
 @gluon.jit
-def weights(s, shift, qk_scale, MASKED: gl.constexpr):
-    """P = 2**(s * qk_scale - shift) [64, N]; 0 in a row that has seen no key and has a shift of -inf."""
+def weights(s, shift, qk_scale, MASKED: gl.constexpr, BY_ROW: gl.constexpr = False):
+    """P = 2**(s * qk_scale - shift) [64, N]; 0 in a row that has seen no key and has a shift of -inf.
+    qk_scale: a number, or BY_ROW [64]."""
     if MASKED:
         shift = gl.where(shift == float("-inf"), 0.0, shift)
-    shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
-    return gl.exp2(s * qk_scale - shift[:, None])
+    layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    if BY_ROW:
+        qk_scale = gl.convert_layout(qk_scale, layout)[:, None]
+    return gl.exp2(s * qk_scale - gl.convert_layout(shift, layout)[:, None])
 
 
 @gluon.jit

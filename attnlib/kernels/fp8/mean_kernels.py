@@ -49,7 +49,8 @@ def sum_values(
     UNIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a head of a sequence. Grid: (parts * H * B,).
+    """A part of a head of a sequence: of `count` parts every count-th block, so that programs side by side
+    read what lies side by side. Grid: (parts * H * B,).
 
     Memory is read as fast as it can be only with few instructions for a number: blocks whose rows all exist
     are added up as they are. A sum that is not finite then tells that one of their numbers is not, or that
@@ -72,9 +73,8 @@ def sum_values(
     share = 1.0 / length.to(tl.float32)  # of a key
     b_sum = tl.zeros([TALL, WIDTH], tl.float32)
     b_min, b_max = b_sum + INF, b_sum - INF
-    begin, end = i_n * span, tl.minimum((i_n + 1) * span, tl.cdiv(length, ROWS))
-    whole = tl.minimum(end, length // ROWS)  # blocks before it have all their rows
-    for i in tl.range(begin, whole):
+    whole, blocks = length // ROWS, tl.cdiv(length, ROWS)  # blocks that have all their rows, and all blocks
+    for i in tl.range(i_n, whole, count):
         tiles = ()  # all are asked for before the first is used
         for n in tl.static_range(0, ROWS, TALL):
             tile = x_ptr + (i * ROWS + n) * row  # [TALL, WIDTH]
@@ -86,15 +86,15 @@ def sum_values(
     finite = tl.sum(tl.sum(b_sum * 0.0, 1), 0) == 0.0
     b_sum = tl.where(finite, b_sum * share, 0.0)
     b_min, b_max = tl.where(finite, b_min, INF), tl.where(finite, b_max, -INF)
-    careful = tl.where(finite, whole, begin) * (ROWS // TALL)
-    for i in tl.range(careful, tl.minimum(end * (ROWS // TALL), tl.cdiv(length, TALL))):
-        o_n = i * TALL + tl.arange(0, TALL)  # [TALL]
-        seen = (o_n < length)[:, None] & inside  # [TALL, WIDTH]
-        b_x = tl.load(x_ptr + i * TALL * row, mask=seen, other=INF).to(tl.float32)  # [TALL, WIDTH]
-        counts = tl.abs(b_x) < INF
-        b_sum += tl.where(counts, b_x, 0.0) * share  # their mean is no larger than the largest
-        b_min = tl.minimum(b_min, tl.where(counts, b_x, INF))
-        b_max = tl.maximum(b_max, tl.where(counts, b_x, -INF))
+    last = tl.where(whole % count == i_n, whole, blocks)  # the one that has not, if it is of this part
+    for i in tl.range(tl.where(finite, last, i_n), blocks, count):
+        for n in tl.range(i * ROWS, tl.minimum((i + 1) * ROWS, length), TALL):
+            seen = (n + tl.arange(0, TALL) < length)[:, None] & inside  # [TALL, WIDTH]
+            b_x = tl.load(x_ptr + n * row, mask=seen, other=INF).to(tl.float32)  # [TALL, WIDTH]
+            counts = tl.abs(b_x) < INF
+            b_sum += tl.where(counts, b_x, 0.0) * share  # their mean is no larger than the largest
+            b_min = tl.minimum(b_min, tl.where(counts, b_x, INF))
+            b_max = tl.maximum(b_max, tl.where(counts, b_x, -INF))
     columns = parts_ptr + (first + i_n) * 3 * WIDTH + o_c  # [WIDTH]
     tl.store(columns, tl.sum(b_sum, 0))
     tl.store(columns + WIDTH, tl.min(b_min, 0))

@@ -297,7 +297,7 @@ def _first_weights(s, first, scale, tile, dtype: gl.constexpr, plan: gl.constexp
     shift = maxima.top_of_rows(s, first, scale, tile, plan) * scale  # [64]
     if plan.fp8:
         shift -= e4m3.OFFSET
-    weights = softmax.weights(s, shift, scale, plan.mask.blocks > 0)
+    weights = softmax.weights(s, shift, scale, plan.mask.blocks > 0, plan.quantizes)
     sums = softmax.row_sum(weights)  # [64, 4]
     if plan.keep_shift:
         p, shift = kept_shift.first_operands(weights, shift, sums, dtype, False)
@@ -338,7 +338,9 @@ def _step(q_left, p, acc, shift, sums, c, first, masked, mem, tile, WG: gl.const
     s = warpgroup_mma_wait(len(acc), deps=(s_token,))  # [64, BLOCK_N]; the last ones are P V
     s = masks.later_scores(s, first, masked, tile, plan)
     if plan.keep_shift:
-        p, acc, shift, sums = kept_shift.step(s, o_token, shift, sums, qk_scale, mem, c, dtype, plan)
+        p, acc, shift, sums = kept_shift.step(
+            s, o_token, shift, sums, qk_scale, mem, c, dtype, plan, plan.quantizes
+        )
     else:
         top = maxima.top_of_rows(s, first, qk_scale, tile, plan)  # [64]
         if plan.fp8:
@@ -348,19 +350,19 @@ def _step(q_left, p, acc, shift, sums, c, first, masked, mem, tile, WG: gl.const
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
         if plan.pipeline.late_wait:
             left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-            left = softmax.weights(left, shift, qk_scale, MASKED)
+            left = softmax.weights(left, shift, qk_scale, MASKED, plan.quantizes)
             sums = softmax.add_sums(sums, left)
             if plan.pipeline.pin:
                 sums = softmax.pin(sums)
             acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-            right = softmax.weights(right, shift, qk_scale, MASKED)
+            right = softmax.weights(right, shift, qk_scale, MASKED, plan.quantizes)
             sums = softmax.add_sums(sums, right)
             p = _operand(left, right, dtype, plan)
         else:
             if plan.pipeline.pin:
                 shift = softmax.pin(shift)
             acc = _wait_output(o_token, alpha, changed, mem, c, plan)
-            p = softmax.weights(s, shift, qk_scale, MASKED)
+            p = softmax.weights(s, shift, qk_scale, MASKED, plan.quantizes)
             sums = softmax.add_sums(sums, p)
             p = _operand(p, None, dtype, plan)
     return p, acc, shift, sums

@@ -8,7 +8,7 @@ import torch
 from attnlib.kernels.common import device
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import Window, legal, readable, varlen_window
-from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8, Scaling, padded_width
+from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, VARLEN_ROWS, Lengths, exp2_scale
@@ -56,21 +56,12 @@ class Call(NamedTuple):
         return self.lengths.sequences, self.q[1], self.k[1], self.lengths.max_q, self.lengths.max_k
 
 
-def quantizes(q: torch.Tensor | Fp8, scaling: Scaling) -> bool:
-    """Whether `forward` takes these queries as they are and quantizes them itself: those of 16 bits with a
-    scale for each block, where the kernel has all their columns in registers."""
-    if isinstance(q, Fp8) or q.dtype not in HALF or scaling != "block":
-        return False
-    width = padded_width(q.shape[-1])
-    return fp8_config(width).q_columns == width
-
-
 def forward(
     q: Fp8 | torch.Tensor, k: Fp8, v: Fp8, params: Params, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of quantized operands, no argument empty: (out, lse), both as if nothing were quantized.
 
-    q: a tensor if it is one that the kernel `quantizes`; it is rotated if k is. out: (B, H, Sq, D), varlen
+    q: a tensor where `common.fp8.scaled_by_row` says so; it is rotated if k is. out: (B, H, Sq, D), varlen
     (Tq, H, D), with the head dimension before padding. lse: of the scores of what the operands hold; None
     unless `params.return_lse`.
     """

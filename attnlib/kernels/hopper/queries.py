@@ -2,8 +2,9 @@
 
 A kernel before this one would read them, write them in e4m3, and this one would read that: at 8192 tokens and
 128 columns a tenth of the time that attention takes. Here a consumer multiplies its 64 rows with the matrix
-of the rotation on the tensor cores, which are there anyway, and the result stays in registers: scaled by
-the largest magnitude of the 64 rows and packed in words, it is the first operand of Q K^T.
+of the rotation on the tensor cores, which are there anyway, and the result stays in registers: each
+row scaled by its largest magnitude, and packed in words, it is the first operand of Q K^T. A scale for each
+row, not for 64, because four threads share a row, and no barrier is needed between them.
 
 The result of a product has its columns in another order than a first operand in e4m3 (`e4m3._words`). So the
 columns of the matrix are permuted beforehand, within each 16, and no number moves between threads.
@@ -61,8 +62,8 @@ def rotation(desc_q, plan: gl.constexpr):
 
 @gluon.jit
 def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
-    """(Q of a warpgroup in e4m3 [64, D], first operand of Q K^T; its scale), from its buffer, which is free
-    afterwards."""
+    """(Q of a warpgroup in e4m3 [64, D], first operand of Q K^T; the scale of each row [64]), from its
+    buffer, which is free afterwards. A row with a number that is not finite becomes NaN."""
     zero = gl.zeros([64, CHUNK], gl.float32, plan.chunk_layout)
     q, tokens = matrix(mem.q[0], WG), ()
     for first in gl.static_range(0, plan.d, CHUNK):
@@ -71,26 +72,18 @@ def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
     chunks = as_parts(warpgroup_mma_wait(0, deps=tokens), len(tokens))
     mbarrier.arrive(mem.q_free.index(WG), count=1)
     if plan.d == CHUNK:
-        left, right = _finite(chunks[0]), None
+        left, right = chunks[0], None
         size = gl.abs(left)
     else:
         left, right = chunks
         if plan.rotates:
             left, right = left + right, left - right
-        left, right = _finite(left), _finite(right)
         size = gl.maximum(gl.abs(left), gl.abs(right))
-    top = gl.maximum(gl.max(gl.max(size, 1), 0), 0.0)  # NaN takes no part
-    used = gl.maximum(top, SMALLEST)
-    scale = gl.where(top == 0.0, 1.0, used * (plan.norm / LARGEST))
-    factor = gl.where(top == 0.0, 1.0, gl.div_rn(LARGEST, used))
+    used = gl.maximum(gl.max(size, 1), SMALLEST)  # [64]
+    factor = gl.div_rn(LARGEST, used)[:, None]
     left *= factor
     if right is not None:
         right *= factor
     words = e4m3.operand(left, right, plan)
+    scale = gl.convert_layout(used * (plan.norm / LARGEST), plan.row_layout)
     return e4m3.unpacked(words, plan.q_layout), scale
-
-
-@gluon.jit
-def _finite(x):
-    """What is not finite becomes NaN."""
-    return x * 0.0 + x

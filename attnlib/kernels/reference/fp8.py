@@ -15,15 +15,14 @@ from attnlib.kernels.common.fp8 import (
     CHUNK,
     GROUP,
     LARGEST,
-    ROWS,
     SIGNS,
     Fp8,
     Recipe,
     Role,
-    Scaling,
     first_block,
     num_blocks,
     padded_width,
+    rows_of,
 )  # fmt: skip
 from attnlib.params import MaskWindow, Params
 
@@ -34,11 +33,6 @@ _WARP = 16  # rows
 
 def unsupported(where: torch.device) -> None:
     """Nothing is."""
-
-
-def quantizes(q: torch.Tensor | Fp8, scaling: Scaling) -> bool:
-    """No queries; `quantize` does."""
-    return False
 
 
 # ---------------------------------------------------------------- quantizing
@@ -74,7 +68,8 @@ def quantize(
 
     Bit for bit, but for rotated queries and keys and for the mean of values: these are computed in fp64 here
     and in float32 there, so that a value next to the middle of two neighbors may become either. mean: what to
-    subtract from values in place of that, as in `Fp8`.
+    subtract from values in place of that, as in `Fp8`. scaling "row": a scale for each query, as kernels
+    have it that quantize queries themselves.
     """
     scaling, rotate, center = recipe
     rotate, center = rotate and role != "v", center and role == "v"
@@ -83,7 +78,7 @@ def quantize(
     if rotate:
         values = values.double() @ rotation(width).to(x.device)
     values = values.float().transpose(0, 1) if varlen else values.float()  # [..., H, S, width]
-    tokens, rows = values.shape[-2], ROWS.get(role)
+    tokens, rows = values.shape[-2], rows_of(role, scaling)
     starts = [0, tokens] if not varlen else cu_seqlens.tolist()
     sequences = None if not varlen else len(starts) - 1
     if center:
@@ -97,15 +92,15 @@ def quantize(
         factor = torch.full_like(used, LARGEST) / used  # LARGEST / used would be rounded twice
         return scale.where(amax > 0, 1.0), factor.where(amax > 0, 1.0)
 
-    if scaling == "block" and role != "v":
+    if scaling in ("block", "row") and role != "v":
         scale = torch.ones(*heads, num_blocks(tokens, rows, sequences), device=x.device)
         factor = torch.ones(*heads, tokens, 1, device=x.device)
         for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-            first = first_block(start, b, rows) if varlen else 0
-            for block, row in enumerate(range(start, end, rows), first):
-                part = slice(row, min(row + rows, end))
-                scale[..., block], factors = scaled(size[..., part, :].amax((-2, -1)))
-                factor[..., part, :] = factors[..., None, None]
+            first, blocks = first_block(start, b, rows) if varlen else 0, -(-(end - start) // rows)
+            amax = F.pad(size[..., start:end, :].amax(-1), (0, start - end + blocks * rows))
+            of_blocks, factors = scaled(amax.unflatten(-1, (blocks, rows)).amax(-1))
+            scale[..., first : first + blocks] = of_blocks
+            factor[..., start:end, 0] = factors.repeat_interleave(rows, -1)[..., : end - start]
     else:
         if not values.numel():
             amax = size.new_zeros(heads)
@@ -181,7 +176,7 @@ def values_of(x: Fp8) -> Iterator[torch.Tensor]:
             data = data.flatten(-3, -2)[..., : end - start, :]
             scale = (x.scale if x.varlen else x.scale[b])[..., None, None]
         else:
-            rows = ROWS[x.role]
+            rows = rows_of(x.role, x.scaling)
             data = x.data[start:end].transpose(0, 1).double() if x.varlen else x.data[b].double()
             scale = x.scale if x.varlen else x.scale[b]
             first = first_block(start, b, rows) if x.varlen else 0
@@ -224,14 +219,18 @@ AS_KERNEL = Rounding()
 
 @torch.no_grad()
 def forward(
-    q: Fp8,
+    q: Fp8 | torch.Tensor,
     k: Fp8,
     v: Fp8,
     params: Params,
     out_dtype: torch.dtype,
     rounding: Rounding = AS_KERNEL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`."""
+    """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`. q: a tensor is
+    quantized with a scale for each row, and rotated if k is."""
+    if isinstance(q, torch.Tensor):
+        lengths = () if params.varlen is None else params.varlen[0::2]
+        q = quantize(q, "q", Recipe("row", k.rotated), *lengths)
     outs, lses = [], []
     for b_q, b_k, b_v, mean in zip(values_of(q), values_of(k), values_of(v), means_of(v), strict=True):
         group = len(b_q) // max(1, len(b_k))
