@@ -197,7 +197,7 @@ def _centering(
         pointers={"x_ptr": Part("x"), **pointers},
         scalars={**sizes, "parts": longest, "span": span, "room": room},
         constants={**constants, "ROWS": rows, "TALL": tall},
-        options={"num_warps": 8, "maxnreg": REGISTERS // (SUMMING * 256)},
+        options={"num_warps": SUMMED // 256, "maxnreg": min(255, REGISTERS // (SUMMING * SUMMED // 8))},
     )
     joining = Launch(
         f"{MEANS}.join_parts",

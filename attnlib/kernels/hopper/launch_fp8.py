@@ -61,7 +61,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of quantized operands, no argument empty: (out, lse), both as if nothing were quantized.
 
-    q: a tensor where `common.fp8.scaled_by_row` says so; it is rotated if k is. out: (B, H, Sq, D), varlen
+    q: a tensor where `common.fp8.scaled_by_warps` says so; it is rotated if k is. out: (B, H, Sq, D), varlen
     (Tq, H, D), with the head dimension before padding. lse: of the scores of what the operands hold; None
     unless `params.return_lse`.
     """
