@@ -16,7 +16,8 @@ from attnlib.emulator import emulated
 
 STEP, BASE = "37_exponentials", "15_teaching"
 TEXTS = sources.variant_sources(sources.notebook_of(STEP), BASE)
-RIGHT = "whole", "poly3", "poly4", "pairs", "keys_128", "two", "two_q"
+RIGHT = ("whole", "poly3", "poly4", "pairs", "keys_128", "two", "two_q",
+         "three", "poly6", "staggered", "twice", "thrice")  # fmt: skip
 ROUGH = {"poly2": 1e-3, "schraudolph": 3e-2, "vexp": 4e-3, "pairs_bf16": 2e-2}
 """Kernels that approximate, and what the RMS error of their output stays below, relative to the output."""
 WRONG = [name for name in TEXTS if name.startswith("no_")]
@@ -73,6 +74,7 @@ def test_coefficients() -> None:
         if degree > 1:
             module = module_of(TEXTS[f"poly{degree}"])
             assert tuple(module.COEFFICIENTS.value) == c
+    assert tuple(module_of(TEXTS["poly6"]).COEFFICIENTS.value) == exponentials.coefficients(6)
     with pytest.raises(ValueError, match="degree: expected 1 to 6, got 0"):
         exponentials.coefficients(0)
 
