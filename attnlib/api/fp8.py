@@ -12,7 +12,7 @@ from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.fp8 import Options, check_fp8, check_quantize
 from attnlib.arguments.offsets import check_offsets_of
 from attnlib.kernels import FP8, QUANTIZERS
-from attnlib.kernels.common.fp8 import Fp8, Recipe, Role, Scaling, scaled_by_warps
+from attnlib.kernels.common.fp8 import Fp8, Recipe, Role, Scaling, scaled_by_row
 from attnlib.params import Params, Varlen, mask_window
 
 __all__ = ["Fp8", "attention_fp8", "attention_fp8_varlen", "quantize_fp8"]
@@ -253,7 +253,7 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     rotate = next((x.rotated for x in (q, k) if isinstance(x, Fp8)), rotate)
     recipe = Recipe(scaling, rotate, center)
     of_q, of_k = ((None, None),) * 2 if varlen is None else (varlen[0::2], varlen[1::2])
-    q = _plain(q) if scaled_by_warps(q, scaling) else _prepared(q, "q", recipe, of_q)
+    q = _plain(q) if scaled_by_row(q, scaling) else _prepared(q, "q", recipe, of_q)
     k, v = _prepared(k, "k", recipe, of_k), _prepared(v, "v", recipe, of_k)
     scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     params = Params(mask_window(causal, window), scale, varlen, return_lse, impl=impl)

@@ -139,7 +139,6 @@ OPERATIONS: dict[str, Callable] = {
     "setp.ne.or.b32": lambda a, b, c: (a != b) | c,
     "selp.b32": lambda a, b, c: np.where(c, a, b),
     "vote.sync.any.pred": lambda a, mask: np.repeat(a.reshape(-1, 32).any(1), 32),
-    "redux.sync.max.u32": lambda a, mask: np.repeat(a.reshape(-1, 32).max(1), 32),
 }
 
 

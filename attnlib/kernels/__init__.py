@@ -61,7 +61,7 @@ Modules with
 
     unsupported(device)                       what they need and a device does not have; None if it has all
     forward(q, k, v, params, out_dtype)       (out, lse), of operands that are `common.fp8.Fp8`; queries may
-                                              be a tensor where `common.fp8.scaled_by_warps` says so
+                                              be a tensor where `common.fp8.scaled_by_row` says so
 """
 
 QUANTIZERS = {"triton": fp8, "reference": reference_fp8}

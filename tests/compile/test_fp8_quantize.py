@@ -80,7 +80,7 @@ def test_passes_over_values_keep_memory_busy(compiled: dict[tuple, list[Stats]])
     for D in DIMS:
         summing, _, quantizing = compiled["v", Recipe(), D, "bfloat16", False]
         for stats in (summing, quantizing):
-            assert stats.ctas_per_sm >= launch_quantize.SUMMING and stats.num_warps == 8
+            assert stats.ctas_per_sm >= launch_quantize.SUMMING
             loads = [i for i, text in enumerate(stats.listing) if "LDG.E.128" in text]
             between = {sass.opcode(text) for text in stats.listing[loads[0] : loads[3]]}
             assert not between & {"PRMT", "FMNMX", "FADD", "STS", "BAR"}

@@ -8,7 +8,7 @@ import emulated
 import torch
 from emulated import on_the_cpu
 
-from attnlib.kernels.common.fp8 import Recipe, scaled_by_warps
+from attnlib.kernels.common.fp8 import Recipe, scaled_by_row
 from attnlib.kernels.hopper import launch_fp8 as launch
 from attnlib.kernels.reference import fp8 as reference
 
@@ -53,7 +53,7 @@ class Call(emulated.Call):
     def operands(self, q, k, v) -> list:
         """The same quantized."""
         varlen, recipe = self._varlen(), Recipe(self.scaling, self.rotate, self.center)
-        ends, of_q = [(None, None)] * 3, recipe._replace(scaling="warp") if self.own_queries else recipe
+        ends, of_q = [(None, None)] * 3, recipe._replace(scaling="row") if self.own_queries else recipe
         if varlen is not None:
             ends = [(varlen[0], varlen[2]), (varlen[1], varlen[3]), (varlen[1], varlen[3])]
         return [
@@ -69,7 +69,7 @@ def check(
     tensors = tensors or call.tensors()
     q, k, v = call.operands(*tensors)
     if call.own_queries:
-        assert scaled_by_warps(tensors[0], call.scaling)
+        assert scaled_by_row(tensors[0], call.scaling)
     with on_the_cpu(order, seed, **where):
         given = tensors[0] if call.own_queries else q
         out, lse = launch.forward(given, k, v, call.params(), call.out_dtype)

@@ -14,8 +14,6 @@ OFFSET = 6
 """Under a new shift a row's largest weight is 2**OFFSET."""
 ROWS = {"q": 64, "k": 128}
 """Rows that share a scale with scaling "block"."""
-WARP_ROWS = 16
-"""Of 64 rows of a warpgroup."""
 GROUP = 16
 """Keys of V that are permuted among each other; of every sequence their number is padded to a multiple."""
 WIDTHS = (64, 128, 256)
@@ -127,13 +125,13 @@ def padded_width(head_dim: int) -> int:
 
 
 def rows_of(role: Role, scaling: str) -> int | None:
-    """Rows that share a scale: "warp" is how kernels scale queries that they quantize themselves."""
-    return WARP_ROWS if scaling == "warp" else ROWS.get(role)
+    """Rows that share a scale: "row" is what kernels give queries that they quantize themselves."""
+    return 1 if scaling == "row" else ROWS.get(role)
 
 
-def scaled_by_warps(q, scaling: str) -> bool:
-    """Whether attention takes these queries as they are, and quantizes them with a scale for the rows of each
-    warp: a tensor of 16 bits with scaling "block", of which a kernel has all columns in registers."""
+def scaled_by_row(q, scaling: str) -> bool:
+    """Whether attention takes these queries as they are, and quantizes them with a scale for each row: a
+    tensor of 16 bits with scaling "block", of which a kernel has all columns in registers."""
     plain = isinstance(q, torch.Tensor) and q.dtype in (torch.float16, torch.bfloat16)
     return plain and scaling == "block" and padded_width(q.shape[-1]) <= MOST_IN_REGISTERS
 

@@ -22,11 +22,11 @@ PROGRAMS, SPAN = 16, 8
 """Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
 VALUES = 8
 """Programs for each SM that quantize values: four of them run at a time."""
-SUMMED, TILES, SUMMING = 2048, 4, 4
-"""Values of a tile that programs of 256 threads sum up, 16 bytes of 16-bit numbers a thread; tiles that are
-asked for together; and programs for each SM, which all run at a time. Each writes a part."""
-REGISTERS = 65536
-"""Of an SM, from Ada on."""
+SUMMED, TILES, SUMMING = 512, 16, 4
+"""Values of a tile that programs sum up, 16 bytes of 16-bit numbers a thread; tiles that are asked for
+together; and programs for each SM, which all run at a time. Each writes a part. 64 threads, because at the
+end threads that have the same columns add up what they have, through shared memory: with 256 that took as
+long as a fourth of the reading (docs/lab/fp8.md)."""
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 
@@ -197,7 +197,7 @@ def _centering(
         pointers={"x_ptr": Part("x"), **pointers},
         scalars={**sizes, "parts": longest, "span": span, "room": room},
         constants={**constants, "ROWS": rows, "TALL": tall},
-        options={"num_warps": SUMMED // 256, "maxnreg": min(255, REGISTERS // (SUMMING * SUMMED // 8))},
+        options={"num_warps": SUMMED // 256},
     )
     joining = Launch(
         f"{MEANS}.join_parts",

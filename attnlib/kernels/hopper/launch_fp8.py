@@ -61,7 +61,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of quantized operands, no argument empty: (out, lse), both as if nothing were quantized.
 
-    q: a tensor where `common.fp8.scaled_by_warps` says so; it is rotated if k is. out: (B, H, Sq, D), varlen
+    q: a tensor where `common.fp8.scaled_by_row` says so; it is rotated if k is. out: (B, H, Sq, D), varlen
     (Tq, H, D), with the head dimension before padding. lse: of the scores of what the operands hold; None
     unless `params.return_lse`.
     """
@@ -76,7 +76,7 @@ def forward(
         tuple(queries.shape), tuple(k.data.shape), tuple(v.data.shape),
         tuple(() if x is None else x.stride() for x in tensors),
         params.window, params.sm_scale, params.return_lse, lengths, out_dtype, index,
-        params.config or fp8_config(k.width, dense), v.centered, dtype, k.rotated,
+        params.config or fp8_config(k.width, dense, dtype is not None), v.centered, dtype, k.rotated,
     )  # fmt: skip
     out = torch.empty((*queries.shape[:-1], k.width), dtype=out_dtype, device=q.device)
     lse = None

@@ -2,9 +2,9 @@
 
 A kernel before this one would read them, write them in e4m3, and this one would read that: at 8192 tokens and
 128 columns a tenth of the time that attention takes. Here a consumer multiplies its 64 rows with the matrix
-of the rotation on the tensor cores, which are there anyway, and the result stays in registers:
-scaled by the largest magnitude and packed in words, it is the first operand of Q K^T. The 16 rows of a warp
-share a scale, not 64, because the threads of a warp need no barrier between them.
+of the rotation on the tensor cores, which are there anyway, and the result stays in registers: each
+row scaled by its largest magnitude, and packed in words, it is the first operand of Q K^T. A scale for each
+row, not for 64, because four threads share a row, and no barrier is needed between them.
 
 The result of a product has its columns in another order than a first operand in e4m3 (`e4m3._words`). So the
 columns of the matrix are permuted beforehand, within each 16, and no number moves between threads.
@@ -63,8 +63,7 @@ def rotation(desc_q, plan: gl.constexpr):
 @gluon.jit
 def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
     """(Q of a warpgroup in e4m3 [64, D], first operand of Q K^T; the scale of each row [64]), from its
-    buffer, which is free afterwards. A row with a number that is not finite becomes NaN, and takes no part in
-    a scale."""
+    buffer, which is free afterwards. A row with a number that is not finite becomes NaN."""
     zero = gl.zeros([64, CHUNK], gl.float32, plan.chunk_layout)
     q, tokens = matrix(mem.q[0], WG), ()
     for first in gl.static_range(0, plan.d, CHUNK):
@@ -80,29 +79,11 @@ def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
         if plan.rotates:
             left, right = left + right, left - right
         size = gl.maximum(gl.abs(left), gl.abs(right))
-    top = gl.max(size, 1)  # [64]
-    spoiled = top == float("inf")
-    used = gl.maximum(_largest_in_warp(gl.where(spoiled, 0.0, top)), SMALLEST)  # [64]
-    factor = gl.where(spoiled, float("nan"), gl.div_rn(LARGEST, used))[:, None]
+    used = gl.maximum(gl.max(size, 1), SMALLEST)  # [64]
+    factor = gl.div_rn(LARGEST, used)[:, None]
     left *= factor
     if right is not None:
         right *= factor
     words = e4m3.operand(left, right, plan)
     scale = gl.convert_layout(used * (plan.norm / LARGEST), plan.row_layout)
     return e4m3.unpacked(words, plan.q_layout), scale
-
-
-@gluon.jit
-def _largest_in_warp(x):
-    """The largest of the values of all rows of a warp, none of them negative: [64] -> [64]. As integers they
-    have the same order. A thread has two rows: pack=2."""
-    asm: gl.constexpr = """{
-        .reg .f32 most;
-        .reg .b32 both;
-        max.f32 most, $2, $3;
-        mov.b32 both, most;
-        redux.sync.max.u32 both, both, 0xffffffff;
-        mov.b32 $0, both;
-        mov.b32 $1, both;
-    }"""
-    return gl.inline_asm_elementwise(asm, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)

@@ -16,7 +16,6 @@ from attnlib.kernels.common.fp8 import (
     GROUP,
     LARGEST,
     SIGNS,
-    WARP_ROWS,
     Fp8,
     Recipe,
     Role,
@@ -29,6 +28,7 @@ from attnlib.params import MaskWindow, Params
 
 _SCRATCH = 1 << 23  # scores that are looked at together
 _SMALLEST = 2.0**-126
+_WARP = 16  # rows
 
 
 def unsupported(where: torch.device) -> None:
@@ -68,8 +68,8 @@ def quantize(
 
     Bit for bit, but for rotated queries and keys and for the mean of values: these are computed in fp64 here
     and in float32 there, so that a value next to the middle of two neighbors may become either. mean: what to
-    subtract from values in place of that, as in `Fp8`. scaling "warp": a scale for each 16 queries, as
-    kernels have it that quantize queries themselves.
+    subtract from values in place of that, as in `Fp8`. scaling "row": a scale for each query, as kernels
+    have it that quantize queries themselves.
     """
     scaling, rotate, center = recipe
     rotate, center = rotate and role != "v", center and role == "v"
@@ -92,7 +92,7 @@ def quantize(
         factor = torch.full_like(used, LARGEST) / used  # LARGEST / used would be rounded twice
         return scale.where(amax > 0, 1.0), factor.where(amax > 0, 1.0)
 
-    if scaling in ("block", "warp") and role != "v":
+    if scaling in ("block", "row") and role != "v":
         scale = torch.ones(*heads, num_blocks(tokens, rows, sequences), device=x.device)
         factor = torch.ones(*heads, tokens, 1, device=x.device)
         for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
@@ -227,10 +227,10 @@ def forward(
     rounding: Rounding = AS_KERNEL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, LSE in float32) of operands that fit together; see `attnlib.attention_fp8`. q: a tensor is
-    quantized with a scale for each 16 rows, and rotated if k is."""
+    quantized with a scale for each row, and rotated if k is."""
     if isinstance(q, torch.Tensor):
         lengths = () if params.varlen is None else params.varlen[0::2]
-        q = quantize(q, "q", Recipe("warp", k.rotated), *lengths)
+        q = quantize(q, "q", Recipe("row", k.rotated), *lengths)
     outs, lses = [], []
     for b_q, b_k, b_v, mean in zip(values_of(q), values_of(k), values_of(v), means_of(v), strict=True):
         group = len(b_q) // max(1, len(b_k))
@@ -254,7 +254,7 @@ def attend(q, k, v, window: MaskWindow, sm_scale: float, rounding: Rounding):
     known = v.masked_fill(undefined, 0.0)
     rows = max(1, _SCRATCH // max(1, H * S_k))
     if rounding.kept:
-        rows = -(-rows // WARP_ROWS) * WARP_ROWS
+        rows = -(-rows // _WARP) * _WARP
     for start in range(0, S_q if S_k else 0, rows):
         part = slice(start, min(start + rows, S_q))
         scores = q[:, part] @ k.mT * (sm_scale * math.log2(math.e))  # [H, rows, S_k], in base 2
@@ -284,8 +284,8 @@ def looked_up(exponents: torch.Tensor) -> torch.Tensor:
     weights = torch.exp2(exponents.nan_to_num(math.inf, math.inf, -math.inf))  # nan: no key was seen yet
     fours = F.pad(weights, (0, -weights.shape[-1] % GROUP)).unflatten(-1, (-1, 2, 4, 2)).sum((-3, -1))
     above = (fours.amax((-2, -1)) > LARGEST).double()  # [H, rows]
-    warps = F.pad(above, (0, -above.shape[-1] % WARP_ROWS)).unflatten(-1, (-1, WARP_ROWS)).amax(-1)
-    return warps.repeat_interleave(WARP_ROWS, -1)[..., : above.shape[-1]] > 0
+    warps = F.pad(above, (0, -above.shape[-1] % _WARP)).unflatten(-1, (-1, _WARP)).amax(-1)
+    return warps.repeat_interleave(_WARP, -1)[..., : above.shape[-1]] > 0
 
 
 def _rounded(scores: torch.Tensor, m: torch.Tensor, rounding: Rounding) -> torch.Tensor:
