@@ -100,8 +100,8 @@ MUTATIONS = [
              INFINITE, "mean", (), mean_kernels),
     Mutation("a sequence's parts begin at its tokens' part", "(start // (ROWS * span) + i_b)",
              "(start // (ROWS * span))", MEAN_VARLEN, "mean", (), mean_kernels),
-    Mutation("a sequence is its first part", "return start, length, first, tl.cdiv(length, ROWS * span)",
-             "return start, length, first, 1", LONG_VALUES, "mean", (), mean_kernels),
+    Mutation("a part too many", "return start, length, first, tl.cdiv(length, ROWS * span)",
+             "return start, length, first, tl.cdiv(length, ROWS * span) + 1", LONG_VALUES, "mean", (), mean_kernels),
 ]  # fmt: skip
 
 
