@@ -82,7 +82,7 @@ class Language:
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
             abs=lambda x: abs(x) if isinstance(x, int) else Tensor(x.data.abs(), x.dtype),
-            exp2=_exp2, log2=_log2, ceil=_ceil, div_rn=lambda a, b: a / b, max=_max, sum=_sum, broadcast=_broadcast,
+            exp2=_exp2, log2=_log2, ceil=_ceil, max=_max, sum=_sum, broadcast=_broadcast,
             expand_dims=lambda x, axis: Tensor(x.data.unsqueeze(axis), x.dtype),
             convert_layout=lambda x, layout, assert_trivial=False: x, split=_split,
             join=_join, load=_load, store=_store,

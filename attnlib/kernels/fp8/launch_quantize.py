@@ -20,6 +20,9 @@ BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
 """Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
+AT_A_TIME = {64: 3, 128: 2, 256: 1}
+"""Programs that run at a time on an SM and quantize rows of so many columns: so many are started, and each
+reads the next block while it rounds one."""
 VALUES = 8
 """Programs for each SM that quantize values: four of them run at a time."""
 SUMMED, TILES, SUMMING = 512, 16, 4
@@ -27,6 +30,8 @@ SUMMED, TILES, SUMMING = 512, 16, 4
 together; and programs for each SM, which all run at a time. Each writes a part. 64 threads, because at the
 end threads that have the same columns add up what they have, through shared memory: with 256 that took as
 long as a fourth of the reading (docs/lab/fp8.md)."""
+MOST_REGISTERS = 255
+"""Of a thread, for the numbers that it has asked for. Without a word ptxas takes 64, which is slower."""
 COLUMNS, STEP = 16, 32
 """Columns of a program that joins parts, and how many of these it looks at together."""
 
@@ -161,7 +166,10 @@ def prepare(call: Call) -> Plan:
         launches.append(amax)
     if not is_v:
         constants |= {**rotation, **staged, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
-    each = span(blocks, B * H * (width // CHUNK), VALUES) if is_v else span(blocks, B * H)
+    if is_v:
+        each = span(blocks, B * H * (width // CHUNK), VALUES)
+    else:  # one wave
+        each = min(-(-blocks * B * H // (AT_A_TIME[width] * sms)), blocks)
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
         (-(-blocks // each) * H * B * (width // CHUNK if is_v else 1), 1, 1),
@@ -197,7 +205,7 @@ def _centering(
         pointers={"x_ptr": Part("x"), **pointers},
         scalars={**sizes, "parts": longest, "span": span, "room": room},
         constants={**constants, "ROWS": rows, "TALL": tall},
-        options={"num_warps": SUMMED // 256},
+        options={"num_warps": SUMMED // 256, "maxnreg": MOST_REGISTERS},
     )
     joining = Launch(
         f"{MEANS}.join_parts",

@@ -246,6 +246,7 @@ def quantize_values(
     chunks: tl.constexpr = WIDTH // CHUNK
     begin, end, i_h, i_b = _place(_backwards() // chunks, blocks, span, H)
     if OVERLAPS:
+        gdc_launch_dependents()
         gdc_wait()
     if cu is None:
         length, head = S, i_b * H + i_h

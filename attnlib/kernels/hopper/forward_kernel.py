@@ -526,6 +526,8 @@ def attention_forward_hopper(
         out = column_parts.together(desc_o, desc_o_right)
     mem = _memory(desc_q, desc_k, desc_v, out, plan)
     fence_async_shared()
+    if plan.quantizes:
+        queries.await_launch_before()
     scales = e4m3.Scales(
         q_scale, q_scale_b, q_scale_h, q_scale_n, k_scale, k_scale_b, k_scale_h, k_scale_n,
         v_scale, v_scale_b, v_scale_h, v_mean, v_mean_b,

@@ -106,6 +106,7 @@ def prepare(call: Call) -> Launches:
         raise ValueError(
             f"config: expected blocks of at most {ROWS['k']} keys, which have a scale, got {config.block_n}"
         )
+    early = call.queries is not None and device.overlaps(call.device)  # it waits for the launch before
     left, right = call.window.clipped(S_q, S_k)
     names = "q_b q_h q_n", "k_b k_h k_n", "v_b v_h"
     scales = dict.fromkeys(("q_scale_h", "q_scale_n"))
@@ -145,7 +146,7 @@ def prepare(call: Call) -> Launches:
             "v_mean_b": H_kv if call.center else None,
         },
         constants={"plan": plan_of(call)},
-        options={"num_warps": 4, "maxnreg": config.max_registers},
+        options={"num_warps": 4, "maxnreg": config.max_registers, **({"launch_pdl": True} if early else {})},
     )
     return Launches([launch], call.device, TENSORS)
 

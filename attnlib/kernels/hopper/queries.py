@@ -28,7 +28,7 @@ from attnlib.kernels.hopper import e4m3
 
 CHUNK = gl.constexpr(fp8.CHUNK)
 LARGEST = gl.constexpr(fp8.LARGEST)
-SMALLEST = gl.constexpr(2.0**-126 * fp8.LARGEST)  # a smaller amax would make the scale less exact
+SMALLEST = gl.constexpr(2.0**-120 * fp8.LARGEST)  # of a row's largest magnitude, as the scale sees it
 LOW, HIGH = gl.constexpr(fp8.SIGNS[0]), gl.constexpr(fp8.SIGNS[1] - 2**32)  # as int32
 
 
@@ -61,6 +61,15 @@ def rotation(desc_q, plan: gl.constexpr):
 
 
 @gluon.jit
+def await_launch_before():
+    """Until the launch before this one is done, which may have made keys and values: this one may begin
+    before that (programmatic dependent launch)."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
     """(Q of a warpgroup in e4m3 [64, D], first operand of Q K^T; the scale of each row [64]), from its
     buffer, which is free afterwards. A row with a number that is not finite becomes NaN."""
@@ -80,7 +89,8 @@ def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
             left, right = left + right, left - right
         size = gl.maximum(gl.abs(left), gl.abs(right))
     used = gl.maximum(gl.max(size, 1), SMALLEST)  # [64]
-    factor = gl.div_rn(LARGEST, used)[:, None]
+    # A sixteenth of both: the fast division gives 0 for divisors beyond 2**126.
+    factor = ((LARGEST / 16) / (used * 0.0625))[:, None]
     left *= factor
     if right is not None:
         right *= factor
