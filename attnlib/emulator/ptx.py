@@ -85,7 +85,7 @@ def _exp2(x: np.ndarray) -> np.ndarray:
 
 
 def _log2(x: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         return np.log2(x)
 
 
