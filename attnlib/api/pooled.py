@@ -94,14 +94,14 @@ def _units(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def _by_maxima(family: ModuleType, q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, map of units of 64); in halves of the heads or batch elements where memory is short."""
+    """(out, map of units of 64); in parts of the batch elements, then of the heads, where memory is short."""
     *_, down, across = _units(q, k)
     bytes_kept = 4 * 64 * q.shape[0] * q.shape[1] * down * across
-    for dim in (1, 0):
-        if bytes_kept > MOST_BYTES and k.shape[dim] > 1:
-            middle = k.shape[dim] // 2
-            at = middle * (q.shape[dim] // k.shape[dim])
-            cut = [x.tensor_split((n,), dim) for x, n in ((q, at), (k, middle), (v, middle))]
+    for dim in (0, 1):
+        at_once = max(1, MOST_BYTES * k.shape[dim] // bytes_kept)
+        if at_once < k.shape[dim]:
+            group = q.shape[dim] // k.shape[dim]
+            cut = q.split(at_once * group, dim), k.split(at_once, dim), v.split(at_once, dim)
             parts = [_by_maxima(family, *one, params) for one in zip(*cut, strict=True)]
             return tuple(torch.cat(both, dim) for both in zip(*parts, strict=True))
     out, lse, maxima = family.forward(q, k, v, params)

@@ -84,6 +84,11 @@ def _exp2(x: np.ndarray) -> np.ndarray:
         return np.exp2(x)
 
 
+def _log2(x: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log2(x)
+
+
 def _unordered_above(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return ~(a <= b)
 
@@ -124,6 +129,7 @@ OPERATIONS: dict[str, Callable] = {
     "neg.f32": operator.neg,
     "fma.rn.f32": lambda a, b, c: a * b + c,
     "ex2.approx.ftz.f32": _exp2,
+    "lg2.approx.ftz.f32": _log2,
     "cvt.rn.f16x2.f32": _halves(torch.float16),
     "cvt.rn.bf16x2.f32": _halves(torch.bfloat16),
     "shfl.sync.bfly.b32": _butterfly,

@@ -61,6 +61,7 @@ def test_instructions_of_floats() -> None:
         ("neg.f32 $0, $1;", -x),
         ("fma.rn.f32 $0, $1, $1, $1;", x * x + x),
         ("ex2.approx.ftz.f32 $0, $1;", x.exp2()),
+        ("lg2.approx.ftz.f32 $0, $1;", x.log2()),
     ):
         run(elementwise, (1,), x, y, asm, "=f,f", gl.float32)
         torch.testing.assert_close(y, expected, equal_nan=True)

@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import fresh_launches  # noqa: F401  (a fixture)
 from pooled_cases import CASES, PooledCase, check
 
 from attnlib import BlockMask, attention, attention_pooled
 from attnlib.bench.oracle import Oracle
 from attnlib.block_mask.lists import lists_of
+from attnlib.kernels import hopper as kernels_hopper
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64
 from attnlib.seer import SeerGate, decode_chosen, mask_of, top
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -25,6 +28,7 @@ FORMS = [  # D, dtype, causal, query heads of a key head, implementation
     (32, "float32", True, 1, "triton"),
 ]  # fmt: skip
 EACH = 30
+LN2 = 0.6931471805599453
 
 
 def hopper() -> bool:
@@ -52,18 +56,31 @@ def test_pooled_draws(form, device):
         ), device)  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_keeping_maxima_changes_no_bit(head_dim, device):
+TILES = {"64": (64, None), "M256N64": (64, M256N64), "M192N128": (64, M192N128), "M128N128": (64, M128N128),
+         "128": (128, None), "256": (256, None)}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tile", TILES)
+def test_keeping_maxima_changes_no_bit(tile, dtype, device, monkeypatch, fresh_launches):
+    """And the map is that of another kernel. In the order of the visit scores rise over four times 64 keys
+    and fall back, by less or more than a look-up needs, or than a float32 has room for."""
     if not hopper():
         pytest.skip("needs compute capability 9.x")
-    case = PooledCase(5000, D=head_dim, heads=8, kv_heads=4)
-    q, k, v = case.tensors(device)
-    out, pooled = attention_pooled(q, k, v, causal=True, impl="hopper")
-    assert torch.equal(out, attention(q, k, v, causal=True, impl="hopper"))
-    other = attention_pooled(q, k, v, causal=True, impl="triton")[1]
-    torch.testing.assert_close(pooled, other, rtol=1e-3, atol=1e-6)
-    for _ in range(10):
-        assert torch.equal(attention_pooled(q, k, v, causal=True)[1], pooled)
+    D, config = TILES[tile]
+    if config is not None:
+        monkeypatch.setattr(kernels_hopper, "hopper_config", lambda *call: config)
+    case = PooledCase(5000, D=D, heads=8, kv_heads=4, dtype=dtype)
+    for step, causal in ((0.0, True), (3.0, True), (-3.0, False), (160.0, True), (-160.0, True)):
+        q, k, v = case.tensors(device)
+        if step:  # in powers of two
+            q[..., 0], k[..., 0] = 4, torch.arange(5000, device=device) // 64 % 4 * -step * D**0.5 * LN2 / 4
+        out, pooled = attention_pooled(q, k, v, causal=causal, impl="hopper")
+        assert torch.equal(out, attention(q, k, v, causal=causal, impl="hopper")), step
+        other = attention_pooled(q, k, v, causal=causal, impl="triton")[1]
+        torch.testing.assert_close(pooled, other, rtol=2e-3, atol=1e-6)
+        for _ in range(10):
+            assert torch.equal(attention_pooled(q, k, v, causal=causal)[1], pooled)
 
 
 def drawn_blocks(B: int, H: int, S: int, size: int, share: float, device) -> torch.Tensor:

@@ -6,11 +6,12 @@
 
 Five tables, all causal, of 1 sequence, 32 heads of 128 columns, float16, but for the last two. `pooled`:
 attention that also gives the pooled map, by maxima that the forward kernel keeps and by Q K^T a second time,
-beside the dense kernel. `prefill`: the block-sparse engine under random causal masks of 128 x 128 blocks, at
-one sparsity also of 64 x 64; `whole, 0.9` begins with queries and keys: gate, choice, mask, attention.
-`parts`: what gate, choice and lists take by themselves. `decode`: one token, 32 heads on 8 key heads, against
-blocks of 64 that each key head chose, and against the whole cache. `quality`: a small model that copies, its
-gates, recall and loss (`attnlib.bench.seer_quality`). `share` is the part of the causal blocks that are kept.
+beside the dense kernel; and up to 32768 tokens that forward kernel alone. `prefill`: the block-sparse engine
+under random causal masks of 128 x 128 blocks, at one sparsity also of 64 x 64; `whole, 0.9` begins with
+queries and keys: gate, choice, mask, attention. `parts`: what gate, choice and lists take by themselves.
+`decode`: one token, 32 heads on 8 key heads, against blocks of 64 that each key head chose, and against the
+whole cache. `quality`: a small model that copies, its gates, recall and loss (`attnlib.bench.seer_quality`).
+`share` is the part of the causal blocks that are kept.
 
 All that is compared is timed in the same shuffled rounds, cold L2, with a control row. What has many short
 kernels (`whole`, `parts`, `decode`) is replayed from CUDA graphs. Outputs are judged
@@ -36,7 +37,8 @@ from attnlib.bench import harness, records, seer_quality, timing  # noqa: E402
 from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
-from attnlib.kernels import LISTERS  # noqa: E402
+from attnlib.kernels import KEEPS_MAXIMA, LISTERS  # noqa: E402
+from attnlib.params import Params, mask_window  # noqa: E402
 from attnlib.seer import SeerGate, decode_chosen, mask_of, top, top_of_density  # noqa: E402
 
 DEVICE, DENSE = "cuda", "attnlib"
@@ -156,7 +158,10 @@ def pooled_rows(length: int, setting: Setting) -> Iterator[dict[str, Any]]:
         "pooled": lambda: attention_pooled(q, k, v, causal=True, block=BLOCK),
         "pooled, QK^T twice": lambda: attention_pooled(q, k, v, causal=True, block=BLOCK, impl="triton"),
     }
-    if length > 32768:
+    if length <= 32768:  # the maxima of all heads at once
+        params = Params(mask_window(True, None), WIDTH**-0.5, return_lse=True)
+        calls["forward that keeps maxima"] = lambda: KEEPS_MAXIMA["hopper"].forward(q, k, v, params)[0]
+    else:
         del calls["pooled, QK^T twice"]
     runs = [Run(name, shape, call, judge) for name, call in calls.items()]
     yield from timed([*runs, Run(DENSE, shape, calls[DENSE], judge, control=True)], setting)

@@ -7,6 +7,8 @@ import torch
 
 BLOCKS, N = 5, 64
 """Blocks of keys, and keys of a block."""
+SCALE = 0.6931471805599453
+"""With it a score is the exponent of a weight, a power of two."""
 
 
 def levels_of(step: float, keys: slice, far: float) -> torch.Tensor:
@@ -15,3 +17,16 @@ def levels_of(step: float, keys: slice, far: float) -> torch.Tensor:
     levels = torch.full((BLOCKS, N), far)
     levels[:, keys] = step * torch.arange(BLOCKS).flip(0)[:, None]
     return levels.flatten()
+
+
+def tensors(levels: torch.Tensor, rows: int = 128) -> tuple[torch.Tensor, ...]:
+    """q, k, v of one head whose scores are `levels`, one for each key: exactly, as three terms make each."""
+    q, k = torch.zeros(1, 1, rows, 64), torch.zeros(1, 1, len(levels), 64)
+    rest = levels.double()
+    for d in range(3):
+        k[0, 0, :, d] = rest.half()
+        rest = rest - k[0, 0, :, d].double()
+    assert rest.abs().max() < 1e-5
+    q[..., :3] = 1
+    v = torch.randn(1, 1, len(levels), 64, generator=torch.Generator().manual_seed(0))
+    return q.half(), k.half(), v.half()

@@ -26,6 +26,10 @@ scores differ little it would send every step the slow way. A sum of four is no 
 is above the row's largest so far, and one of at most 448 proves that none of the four is cut off. These sums
 are taken anyway; the largest of them is found as integers, which for positive numbers have the same order,
 and three of which the hardware compares in one instruction.
+
+A plan with `units` wants to know the largest weight of each row and 64 keys, too (`hopper.maxima`). It is
+found likewise: on the fast path among the weights that are there, on the slow path among the new ones. So it
+is finite, and under the shift that the step hands on.
 """
 
 import struct
@@ -76,23 +80,27 @@ def _vote(dtype, parts, largest=None):
 
 
 # For m words of weights of a thread, word i of its row i & 1. Results, m registers each: words of weights;
-# numbers, of which the first are shift, sum and alpha of both rows; and flags, of which the first say whether
-# a row of the warp has changed. Operands: the scores of the words, words, shifts, sums, this block's part of
-# them, in e4m3 the largest sum of four as an integer, the scale.
+# numbers, of which the first are shift, sum and alpha of both rows, and the largest weights of both rows in
+# each of so many units; and flags, of which the first say whether a row of the warp has changed. Operands:
+# the scores of the words, words, shifts, sums, this block's part of them, in e4m3 the largest sum of four as
+# an integer, the largest weight of each unit, the scale.
 @gluon.constexpr_function
-def _asm(m, dtype):
+def _asm(m, dtype, units):
     n, wide = _in_a_word(dtype), dtype == gl.float8e4nv
     words, found, flags, *operands = (
-        [f"${number * m + i}" for i in range(m)] for number in range(8 + n + wide)
+        [f"${number * m + i}" for i in range(m)] for number in range(8 + n + wide + units)
     )
     scores = operands[:n]
-    trial, shift, sums, parts, *largest, scale = operands[n:]
+    trial, shift, sums, parts, *others, scale = operands[n:]
+    largest, tops = others[:wide], others[wide:]
+    found_tops = [found[6 + 2 * unit : 8 + 2 * unit] for unit in range(units)]
     lines = [f"mov.b32 {words[i]}, {trial[i]}" for i in range(m)]
     for row in 0, 1:
         lines += [
             f"mov.b32 {found[row]}, {shift[row]}",
             f"add.f32 {found[2 + row]}, {sums[row]}, {parts[row]}",
             f"mov.b32 {found[4 + row]}, 0f3F800000",
+            *(f"mov.b32 {new[row]}, {top[row]}" for new, top in zip(found_tops, tops, strict=True)),
         ]
     lines += [
         *_vote(dtype, parts, *largest),
@@ -115,6 +123,7 @@ def _asm(m, dtype):
             f"add.f32 a, {shift[row]}, c{row}",
             f"ex2.approx.ftz.f32 {found[4 + row]}, a",
             f"mul.f32 {found[2 + row]}, {sums[row]}, {found[4 + row]}",
+            *(f"mov.b32 {new[row]}, 0f00000000" for new in found_tops),
         ]
     names = "abcd"[:n]
     for i in range(m):
@@ -125,6 +134,8 @@ def _asm(m, dtype):
                 f"ex2.approx.ftz.f32 {weight}, {weight}",
                 f"add.f32 {total}, {total}, {weight}",
             ]
+            for top in found_tops[i * units // m :][:1]:  # of its unit, if there are any
+                lines += [f"max.f32 {top[i % 2]}, {top[i % 2]}, {weight}"]
         lines += [_pack(dtype, words[i], names)]
     registers = f".reg .pred q; .reg .f32 {', '.join(names)}, c0, c1"
     registers += "; .reg .b32 both; .reg .b16 low, high" * wide
@@ -134,9 +145,9 @@ def _asm(m, dtype):
 # "&": results are written before the operands were read for the last time. Without it the compiler gives a
 # sum and the sum that it replaces one register, and the slow path reads what the fast one has written.
 @gluon.constexpr_function
-def _constraints(m, dtype):
+def _constraints(m, dtype, units):
     n, wide = _in_a_word(dtype), dtype == gl.float8e4nv
-    kinds = "=&r", "=&f", "=&r", *"f" * n, "r", "f", "f", "f", *"r" * wide, "f"
+    kinds = "=&r", "=&f", "=&r", *"f" * n, "r", "f", "f", "f", *"r" * wide, *"f" * units, "f"
     return ",".join(kind for kind in kinds for _ in range(m))
 
 
@@ -196,12 +207,16 @@ def _in_words(weights, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_operands(weights, shift, sums, dtype: gl.constexpr, MASKED: gl.constexpr):
-    """(P, shift) of a tile's first block, as its steps take them, from weights [64, N] and shift [64], which
-    is -inf in a row that sees no key of it. Only if MASKED there may be one."""
+def first_operands(weights, shift, sums, dtype: gl.constexpr, MASKED: gl.constexpr, plan: gl.constexpr):
+    """(P, shift, largest weights of units) of a tile's first block, as its steps take them, from weights
+    [64, N] and shift [64], which is -inf in a row that sees no key of it. Only if MASKED there may be one."""
     if MASKED:
         shift = gl.maximum(shift, LOWEST)
-    return _in_words(_of_words(weights, dtype), dtype), _of_threads(shift, sums)
+    of_words = _of_words(weights, dtype)
+    tops, own = _tops(of_words, plan), ()
+    for unit in gl.static_range(len(tops)):
+        own = own + (gl.convert_layout(tops[unit], sums.type.layout),)
+    return _in_words(of_words, dtype), _of_threads(shift, sums), own
 
 
 @gluon.jit
@@ -240,6 +255,16 @@ def _halves(x):
 
 
 @gluon.jit
+def _both_halves(tiles):
+    """Of each of some tiles."""
+    first, second = (), ()
+    for i in gl.static_range(len(tiles)):
+        left, right = _halves(tiles[i])
+        first, second = first + (left,), second + (right,)
+    return first, second
+
+
+@gluon.jit
 def _together(first, second, like):
     whole = gl.join(first, second).permute((0, 3, 1, 2)).reshape([64, 2 * first.shape[1], 4])
     return gl.convert_layout(whole, like.type.layout, assert_trivial=True)
@@ -261,6 +286,61 @@ def _weights(scores, shift, qk_scale, BY_ROW: gl.constexpr):
 
 
 @gluon.jit
+def _top(weights, plan: gl.constexpr):
+    """The largest weight of each row and thread [64, 4], of words of two [64, n, 4], as a tuple of one; ()
+    where `plan` has no units. Compared as integers, as above."""
+    if plan.units == 0:
+        return ()
+    else:
+        bits = gl.maximum(weights[0].to(gl.int32, bitcast=True), weights[1].to(gl.int32, bitcast=True))
+        return (gl.max(bits, 1).to(gl.float32, bitcast=True),)
+
+
+@gluon.jit
+def _of_units(left, right, plan: gl.constexpr):
+    """The largest weights of each unit, from those of both halves of a block."""
+    if plan.units == 1:
+        return (gl.maximum(left[0], gl.convert_layout(right[0], left[0].type.layout)),)
+    else:
+        return left + right
+
+
+@gluon.jit
+def _tops(weights, plan: gl.constexpr):
+    """The same from the weights of a block."""
+    if plan.units == 2:
+        left, right = _both_halves(weights)
+        return _top(left, plan) + _top(right, plan)
+    else:
+        return _top(weights, plan)
+
+
+@gluon.jit
+def _after(x, y):
+    """x, but not before y is known; y if one of them is NaN. ptxas has no order of its own here: it would
+    compute all weights of a block before it compares and packs the first ones, and spill."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.nan.f32 q, $1, $2; selp.b32 $0, $2, $1, q; }", "=f,f,f",
+        [x, gl.convert_layout(y, x.type.layout)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _weights_at_once(scores, shift, qk_scale, plan: gl.constexpr, BY_ROW: gl.constexpr):
+    """`_weights` of a block, and the largest of each unit. The sums are those without units, bit by bit."""
+    if plan.units == 2:
+        left, right = _both_halves(scores)
+        left, _, _ = _weights(left, shift, qk_scale, BY_ROW)
+        top = _top(left, plan)
+        right, _, _ = _weights(right, _after(shift, top[0]), qk_scale, BY_ROW)
+        p = _together(left[0], right[0], scores[0]), _together(left[1], right[1], scores[1])
+        return p, gl.sum(p[0] + p[1], 1), 0, top + _top(right, plan)
+    else:
+        p, parts, largest = _weights(scores, shift, qk_scale, BY_ROW)
+        return p, parts, largest, _tops(p, plan)
+
+
+@gluon.jit
 def _await_output(o_token, mem, c, plan: gl.constexpr):
     """O of the blocks before; slot c is free."""
     acc = warpgroup_mma_wait(0, deps=o_token)  # [64, D]
@@ -273,24 +353,26 @@ def step(
     s, o_token, shift, sums, qk_scale, mem, c, dtype: gl.constexpr, plan: gl.constexpr,
     BY_ROW: gl.constexpr = False,
 ):
-    """(P in words [64, n, 4], O, shift and sums [64, 4]) from the scores of a block [64, N], the product
-    for O that is in flight, and the shift and the sums of the blocks before. qk_scale: a number, or BY_ROW
-    [64]."""
+    """(P in words [64, n, 4], O, shift and sums [64, 4], largest weights of units) from the scores of a block
+    [64, N], the product for O that is in flight, and the shift and the sums of the blocks before. qk_scale: a
+    number, or BY_ROW [64]."""
     scores = _of_words(s, dtype)
     if BY_ROW:
         qk_scale = _of_threads(qk_scale, sums)
     like = scores[0]
     m: gl.constexpr = like.shape[1] * 2
     if plan.pipeline.late_wait:
-        first, second = (), ()
-        for i in gl.static_range(len(scores)):
-            left, right = _halves(scores[i])
-            first, second = first + (left,), second + (right,)
+        first, second = _both_halves(scores)
         first, parts, largest = _weights(first, shift, qk_scale, BY_ROW)
+        top = _top(first, plan)
         if plan.pipeline.pin:
-            parts = softmax.pin(parts)
+            if plan.units > 0:
+                parts = softmax.pin_both(parts, top[0])
+            else:
+                parts = softmax.pin(parts)
         acc = _await_output(o_token, mem, c, plan)
         second, more, larger = _weights(second, shift, qk_scale, BY_ROW)
+        tops = _of_units(top, _top(second, plan), plan)
         parts += gl.convert_layout(more, parts.type.layout)
         if len(scores) == 4:
             largest = gl.maximum(largest, gl.convert_layout(larger, largest.type.layout))
@@ -299,21 +381,28 @@ def step(
             p = p + (_together(first[i], second[i], like),)
     else:
         acc = _await_output(o_token, mem, c, plan)
-        p, parts, largest = _weights(scores, shift, qk_scale, BY_ROW)
+        p, parts, largest, tops = _weights_at_once(scores, shift, qk_scale, plan, BY_ROW)
     trial = _in_words(p, dtype)
     given = scores + (trial, _over(shift, like), _over(sums, like), _over(parts, like))
     if len(scores) == 4:
         given = given + (_over(largest, like),)
+    for unit in gl.static_range(plan.units):
+        given = given + (_over(tops[unit], like),)
     if BY_ROW:
         given = given + (_over(qk_scale, like),)
     else:
         given = given + (gl.full(like.shape, qk_scale, gl.float32, like.type.layout),)
+    asm: gl.constexpr = _asm(m, dtype, plan.units)
+    constraints: gl.constexpr = _constraints(m, dtype, plan.units)
     words, found, flags = gl.inline_asm_elementwise(
-        _asm(m, dtype), _constraints(m, dtype), given, dtype=_results(), is_pure=False, pack=m
+        asm, constraints, given, dtype=_results(), is_pure=False, pack=m
     )
     layout: gl.constexpr = sums.type.layout
     alpha, changed, rescaled = _at(found, 2), _at(flags, 0), ()
     for i in gl.static_range(len(acc)):
         rescaled = rescaled + (softmax.rescale(acc[i], alpha, changed),)
     shift, sums = gl.convert_layout(_at(found, 0), layout), gl.convert_layout(_at(found, 1), layout)
-    return words, rescaled, shift, sums
+    found_tops = ()
+    for unit in gl.static_range(plan.units):
+        found_tops = found_tops + (gl.convert_layout(_at(found, 3 + unit), layout),)
+    return words, rescaled, shift, sums, found_tops

@@ -169,7 +169,7 @@ def prepare(call: Call) -> Plan:
     if is_v:
         each = span(blocks, B * H * (width // CHUNK), VALUES)
     else:  # one wave
-        each = min(-(-blocks * B * H // (AT_A_TIME[width] * sms)), blocks)
+        each = max(1, min(-(-blocks * B * H // (AT_A_TIME[width] * sms)), blocks))
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
         (-(-blocks // each) * H * B * (width // CHUNK if is_v else 1), 1, 1),

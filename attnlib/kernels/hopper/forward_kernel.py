@@ -300,7 +300,8 @@ def _first_weights(s, first, scale, tile, dtype: gl.constexpr, plan: gl.constexp
     weights = softmax.weights(s, shift, scale, plan.mask.blocks > 0, plan.quantizes)
     sums = softmax.row_sum(weights)  # [64, 4]
     if plan.keep_shift:
-        p, shift = kept_shift.first_operands(weights, shift, sums, dtype, False)
+        words, shift, tops = kept_shift.first_operands(weights, shift, sums, dtype, False, plan)
+        p = words, maxima.pending(tops, first, tile, plan)
     else:
         p = _operand(weights, None, dtype, plan)
     return shift, sums, p
@@ -323,24 +324,29 @@ def _step(q_left, p, acc, shift, sums, c, first, masked, mem, tile, WG: gl.const
     """Block c of a tile, whose first key is `first`: its scores and softmax, and P V of the block before it.
 
     p: P of the block before [64, BLOCK_N]; acc: [64, D]; shift: [64]; sums: [64, 4]. Returns the new four.
+    With `keep_shift` P is in words, with what `maxima` has to store, and the shift is [64, 4].
     """
     dtype: gl.constexpr = mem.v[0].dtype
     MASKED: gl.constexpr = plan.mask.blocks == 2  # a row may have seen no key in the block before
     if plan.keep_shift:
-        p = kept_shift.unpacked(p, dtype, plan)
+        words, pending = p
+        p = kept_shift.unpacked(words, dtype, plan)
     wait_k(mem, c, plan)
     s_token = _start_scores(q_left, mem, c, WG, plan)
     if not plan.pipeline.joint:
         wait_v(mem, c, plan)
     o_token = _start_output(p, acc, mem, c, plan)
+    if plan.keep_shift:
+        at = maxima.keep(pending, shift, tile, plan)
     # Not before the products: ptxas would wait for the load of a scale at once.
     qk_scale = e4m3.block_scale(tile.scale, first, plan)
     s = warpgroup_mma_wait(len(acc), deps=(s_token,))  # [64, BLOCK_N]; the last ones are P V
     s = masks.later_scores(s, first, masked, tile, plan)
     if plan.keep_shift:
-        p, acc, shift, sums = kept_shift.step(
+        words, acc, shift, sums, tops = kept_shift.step(
             s, o_token, shift, sums, qk_scale, mem, c, dtype, plan, plan.quantizes
         )
+        p = words, at + tops
     else:
         top = maxima.top_of_rows(s, first, qk_scale, tile, plan)  # [64]
         if plan.fp8:
@@ -429,8 +435,11 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         c = end
         wait_v(mem, c, plan)
         if plan.keep_shift:
-            p = kept_shift.unpacked(p, dtype, plan)
+            words, pending = p
+            p = kept_shift.unpacked(words, dtype, plan)
         o_token = _start_output(p, acc, mem, c, plan)
+        if plan.keep_shift:
+            maxima.keep(pending, shift, tile, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         shift = kept_shift.shift_of_rows(shift, plan)  # [64]
         turn += 1

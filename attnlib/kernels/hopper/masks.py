@@ -68,7 +68,7 @@ def later_block(i, start, end, first, cut, tile, plan: gl.constexpr):
     """
     key = first - plan.block_n
     masked = (i == start) & cut
-    if plan.mask.left or plan.fp8 or plan.pooled:
+    if plan.mask.left or plan.fp8 or (plan.pooled and plan.units == 0):
         key = (tile.low + end - 1 - i) * plan.block_n
     if plan.mask.left:
         seq = tile.seq

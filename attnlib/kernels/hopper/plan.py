@@ -72,11 +72,12 @@ class ForwardPlan(Constants):
     element_bits = gl.constexpr(16)
     own_keys = gl.constexpr(False)  # of each block of query rows
     pooled = gl.constexpr(False)
+    units = gl.constexpr(0)  # of 64 keys, whose largest weights a step hands on to the next one
 
     @property
     def keep_shift(self):
         """Where each row sees a key of its first block, and no block after it needs a mask."""
-        plain = self.mask.blocks.value < 2 and not self.mask.left.value and not self.pooled.value
+        plain = self.mask.blocks.value < 2 and not self.mask.left.value
         return gl.constexpr(self.pipeline.keep_shift.value and plain)
 
     qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
@@ -148,6 +149,7 @@ class PooledPlan(ForwardPlan):
     """The same for a pass that keeps the largest score of each row and 64 keys; see `maxima`."""
 
     pooled = gl.constexpr(True)
+    units = property(lambda self: gl.constexpr(self.block_n.value // 64 if self.keep_shift.value else 0))
     words = property(lambda self: gl.constexpr(ForwardPlan.words.fget(self).value + 1))
 
 

@@ -352,7 +352,7 @@ def _step(
     s, rest = scored(s, first, bias, score, own, FUNCTION, plan)
     s = _seen(s, mem, c, masked, WG, plan)
     if plan.keep_shift:
-        p, parts, shift, sums = kept_shift.step(s, (o_token,), shift, sums, qk_scale, mem, c, dtype, plan)
+        p, parts, shift, sums, _ = kept_shift.step(s, (o_token,), shift, sums, qk_scale, mem, c, dtype, plan)
         acc = parts[0]
     else:
         shift, alpha, changed = softmax.new_shift(top_of_rows(s, rest, plan), shift, qk_scale, plan.hides)
@@ -461,7 +461,7 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         weights = weights_of(s, rest, shift, qk_scale, plan)
         sums = softmax.row_sum(weights)  # [64, 4]
         if plan.keep_shift:
-            p, shift = kept_shift.first_operands(weights, shift, sums, dtype, plan.hides)
+            p, shift, _ = kept_shift.first_operands(weights, shift, sums, dtype, plan.hides, plan)
         else:
             p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)

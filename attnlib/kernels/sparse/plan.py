@@ -69,6 +69,8 @@ class SparsePlan(Constants):
         more = self.alibi.value or self.bias.value or self.function.value
         return gl.constexpr(self.pipeline.keep_shift.value and not more)
 
+    units = gl.constexpr(0)  # as in `hopper.plan.ForwardPlan`
+
     # Accumulators: of Q K^T [64, block_n], of P V [64, d].
     s_layout = property(lambda self: accumulator(self.block_n.value))
     o_layout = property(lambda self: accumulator(self.d.value))

@@ -12,7 +12,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 from emulated import Call, mutate, on_the_cpu
 from mutations import Mutation
-from rising import BLOCKS, N, levels_of
+from rising import BLOCKS, SCALE, N, levels_of, tensors
 
 from attnlib.kernels import hopper
 from attnlib.kernels.common import kept_shift
@@ -21,7 +21,6 @@ from attnlib.kernels.reference.dense import attention_fp64
 
 pytestmark = INTERPRETER_REMARKS
 
-SCALE = 0.6931471805599453  # so that a score is the exponent of a weight, a power of two
 KEPT = HopperConfig(N, 2, 2, 64, keep_shift=True)
 LATE = replace(KEPT, late_wait=True, pin=True)
 FAR = -2000.0
@@ -41,19 +40,6 @@ def check(q, k, v, config: HopperConfig = KEPT, mutants=None) -> None:
     truth, truth_lse = attention_fp64(q, k, v, sm_scale=SCALE)
     torch.testing.assert_close(out.double(), truth, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
-
-
-def tensors(levels: torch.Tensor, rows: int = 128) -> tuple[torch.Tensor, ...]:
-    """q, k, v of one head whose scores are `levels`, one for each key: exactly, as three terms make each."""
-    q, k = torch.zeros(1, 1, rows, 64), torch.zeros(1, 1, len(levels), 64)
-    rest = levels.double()
-    for d in range(3):
-        k[0, 0, :, d] = rest.half()
-        rest = rest - k[0, 0, :, d].double()
-    assert rest.abs().max() < 1e-5
-    q[..., :3] = 1
-    v = torch.randn(1, 1, len(levels), 64, generator=torch.Generator().manual_seed(0))
-    return q.half(), k.half(), v.half()
 
 
 EDGE = 2.0**-10

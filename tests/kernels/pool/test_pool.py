@@ -44,11 +44,13 @@ def test_hopper(name):
     assert kernels["attention_forward_hopper"].reports
 
 
-def test_keeping_maxima_changes_no_bit(fresh_launches, monkeypatch):  # noqa: F811
-    """Of the kernel that takes a maximum in each step."""
-    config = replace(hopper_config(128), keep_shift=False)
+@pytest.mark.parametrize("keep_shift", [False, True])
+@pytest.mark.parametrize("S", [330, 320])
+def test_keeping_maxima_changes_no_bit(S, keep_shift, fresh_launches, monkeypatch):  # noqa: F811
+    """Of the kernel that takes a maximum in each step, and of that which keeps its shifts."""
+    config = replace(hopper_config(128), keep_shift=keep_shift)
     monkeypatch.setattr(hopper, "hopper_config", lambda *call: config)
-    q, k, v = PooledCase(S=330, D=128).tensors("cpu")
+    q, k, v = PooledCase(S=S, D=128, kind="large").tensors("cpu")
     with on_the_cpu():
         plain = attention(q, k, v, causal=True, impl="hopper")
         out, _ = attention_pooled(q, k, v, causal=True, impl="hopper")

@@ -137,7 +137,7 @@ BUGS = [
              "late", "", module=kept_shift),
     Mutation("a row that has seen nothing has a shift of 0", "gl.maximum(shift, LOWEST)",
              "gl.where(shift < LOWEST, 0.0, shift)", "late", "", module=kept_shift),
-    Mutation("bits are not looked at", "sums, dtype, plan.hides)", "sums, dtype, False)", "late",
+    Mutation("bits are not looked at", "sums, dtype, plan.hides, plan)", "sums, dtype, False, plan)", "late",
              "", module=hopper_kernel),
     Mutation("weights too large stay", "{(127 + softmax.LAZY.value) << 23:08X}", "7F800000", "late", "",
              module=kept_shift),
