@@ -50,8 +50,7 @@ SPILLS: dict[tuple[int, str, str], int] = {}
 def config_of(case: tuple[int, str, str]) -> Fp8Config:
     """What such a call has."""
     causal, _, _, _, *others = KINDS[case[1]]
-    dense = not causal and not {"varlen", "left"} & set(others)
-    return fp8_config(case[0], dense, "own queries" in others)
+    return fp8_config(case[0], dense=not causal and not {"varlen", "left"} & set(others))
 
 
 KEPT_CASES = [case for case in CASES if config_of(case).keep_shift]

@@ -20,8 +20,8 @@ BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
 """Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
-AT_A_TIME = {64: 3, 128: 2, 256: 1}
-"""Programs that run at a time on an SM and quantize rows of so many columns: so many are started, and each
+ROWS_PROGRAMS = {64: 12, 128: 8, 256: 4}
+"""Programs for each SM that quantize rows of so many columns, four times as many as run at a time. Each
 reads the next block while it rounds one."""
 VALUES = 8
 """Programs for each SM that quantize values: four of them run at a time."""
@@ -168,8 +168,8 @@ def prepare(call: Call) -> Plan:
         constants |= {**rotation, **staged, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
     if is_v:
         each = span(blocks, B * H * (width // CHUNK), VALUES)
-    else:  # one wave
-        each = max(1, min(-(-blocks * B * H // (AT_A_TIME[width] * sms)), blocks))
+    else:
+        each = max(1, min(-(-blocks * B * H // (ROWS_PROGRAMS[width] * sms)), blocks))
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
         (-(-blocks // each) * H * B * (width // CHUNK if is_v else 1), 1, 1),

@@ -28,14 +28,13 @@ _CONFIGS = {
 
 # Kept shifts won there, and lost under a causal mask and at 256 columns (docs/lab/fp8.md). At 64 columns
 # words would spill with the late wait.
-_KEPT = {
+_DENSE = {
     64: replace(_CONFIGS[64], keep_shift=True, late_wait=False, pin=False),
     128: replace(_CONFIGS[128], keep_shift=True),
 }
 
 
-def fp8_config(width: int, dense: bool = False, own: bool = False) -> Fp8Config:
+def fp8_config(width: int, dense: bool = False) -> Fp8Config:
     """The configuration for tiles of 64, 128 or 256 columns. dense: each query of a batch sees all keys; no
-    varlen call is. own: the kernel quantizes queries itself."""
-    kept = dense or own and width == 128  # where queries have a scale for each row, causal calls win, too
-    return _KEPT.get(width, _CONFIGS[width]) if kept else _CONFIGS[width]
+    varlen call is."""
+    return _DENSE.get(width, _CONFIGS[width]) if dense else _CONFIGS[width]

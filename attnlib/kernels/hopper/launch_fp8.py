@@ -76,7 +76,7 @@ def forward(
         tuple(queries.shape), tuple(k.data.shape), tuple(v.data.shape),
         tuple(() if x is None else x.stride() for x in tensors),
         params.window, params.sm_scale, params.return_lse, lengths, out_dtype, index,
-        params.config or fp8_config(k.width, dense, dtype is not None), v.centered, dtype, k.rotated,
+        params.config or fp8_config(k.width, dense), v.centered, dtype, k.rotated,
     )  # fmt: skip
     out = torch.empty((*queries.shape[:-1], k.width), dtype=out_dtype, device=q.device)
     lse = None

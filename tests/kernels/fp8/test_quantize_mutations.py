@@ -72,8 +72,8 @@ MUTATIONS = [
              DATA),
     Mutation("the mean is subtracted past the end", "if (i_n + 1) * ROWS > length:", "if i_n < 0:", MEAN,
              DATA),
-    Mutation("columns of the first program", "o_c = _backwards() % chunks * CHUNK", "o_c = 0 * CHUNK", WIDE_VALUES,
-             DATA),
+    Mutation("columns of the first program", "o_c = _backwards() % chunks * CHUNK", "o_c = 0 * CHUNK",
+             WIDE_VALUES, DATA),
     Mutation("a block of values begins where the one before did", "block = x_ptr + x_s.to(tl.int64) * (i_n *",
              "block = x_ptr + x_s.to(tl.int64) * (tl.maximum(i_n - 1, 0) *", VALUES, DATA),
     Mutation("programs from the last one on, but one", "tl.num_programs(0) - 1 - tl.program_id(0)",
@@ -101,7 +101,8 @@ MUTATIONS = [
     Mutation("a sequence's parts begin at its tokens' part", "(start // (ROWS * span) + i_b)",
              "(start // (ROWS * span))", MEAN_VARLEN, "mean", (), mean_kernels),
     Mutation("a part too many", "return start, length, first, tl.cdiv(length, ROWS * span)",
-             "return start, length, first, tl.cdiv(length, ROWS * span) + 1", LONG_VALUES, "mean", (), mean_kernels),
+             "return start, length, first, tl.cdiv(length, ROWS * span) + 1", LONG_VALUES, "mean", (),
+             mean_kernels),
 ]  # fmt: skip
 
 
