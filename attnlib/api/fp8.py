@@ -115,7 +115,9 @@ def attention_fp8(
     """`attention` whose two products are of numbers in float8_e4m3fn: faster, and with their rounding errors.
 
     Tensors are quantized by `quantize_fp8` first, which costs time that grows with S, not S^2; prepared
-    operands are taken as they are, in any mix with tensors. The weights P are rounded to float8_e4m3fn as
+    operands are taken as they are, in any mix with tensors. Queries of 16 bits with D up to 128 and scaling
+    "block" need no such pass: the kernel itself rotates and rounds them, and each row has a scale of its own,
+    where a prepared operand has one for 64. The weights P are rounded to float8_e4m3fn as
     well, as 2^offset * P with as large an offset as their range allows. Scores, row maximum, row sum (of the
     weights before rounding) and output are float32. docs/lab/fp8.md has the errors by kinds of input.
 

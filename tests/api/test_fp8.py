@@ -9,6 +9,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 
 from attnlib import attention_fp8, attention_fp8_varlen, quantize_fp8
+from attnlib.kernels.common.fp8 import scaled_by_row
 from attnlib.kernels.reference.dense import attention_fp64, attention_varlen_fp64
 
 pytestmark = INTERPRETER_REMARKS
@@ -113,19 +114,33 @@ def test_quantizing_twice_the_mean_once(device: str) -> None:
 
 
 def test_prepared_operands_are_the_same(device: str) -> None:
+    """But for queries, of which a call gives each row a scale, and `quantize_fp8` each 64."""
     q, k, v = tensors(device=device)
-    expected = reference(q, k, v)
     prepared = [quantize_fp8(x, role) for x, role in zip((q, k, v), "qkv", strict=True)]
+    expected = {True: reference(*prepared), False: reference(q, k, v)}
     for mix in range(8):
         given = [prepared[i] if mix >> i & 1 else (q, k, v)[i] for i in range(3)]
-        assert torch.equal(reference(*given), expected)
+        assert torch.equal(reference(*given), expected[mix & 1 == 1])
+    assert not torch.equal(expected[True], expected[False])
+    assert rms(expected[True], expected[False]) < 0.05 * expected[True].double().square().mean().sqrt()
+
+
+def test_whose_queries_have_a_scale_for_each_row(device: str) -> None:
+    """Those of 16 bits with scaling "block", of up to 128 columns."""
+    q, _, _ = tensors(device=device)
+    assert scaled_by_row(q, "block") and scaled_by_row(q.bfloat16(), "block")
+    assert scaled_by_row(tensors(D=128, device=device)[0], "block")
+    others = (q.float(), "block"), (tensors(D=136, device=device)[0], "block"), (q, "head"), (q, "tensor")
+    assert not any(scaled_by_row(*other) for other in others)
+    assert not scaled_by_row(quantize_fp8(q, "q"), "block")
 
 
 def test_a_tensor_is_rotated_as_its_partner_is(device: str) -> None:
     q, k, v = tensors(device=device)
     plain = reference(q, k, v, rotate=False)
     q8, k8 = (quantize_fp8(x, role, rotate=False) for x, role in ((q, "q"), (k, "k")))
-    assert torch.equal(reference(q, k8, v), plain) and torch.equal(reference(q8, k, v), plain)
+    assert torch.equal(reference(q, k8, v), plain)
+    assert torch.equal(reference(q8, k, v), reference(q8, k8, v))
     assert not torch.equal(reference(q, k, v), plain)
 
 

@@ -7,13 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp8_cases import CASES, QuantizeCase, check_forward, check_quantize, compare_with_model
+from fp8_cases import (
+    CASES,
+    QuantizeCase,
+    check_forward,
+    check_quantize,
+    compare_with_model,
+    own_queries,
+)
 
 from attnlib import attention_fp8, attention_fp8_varlen, quantize_fp8
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import fp8
-from attnlib.kernels.common.fp8 import Recipe
+from attnlib.kernels.common.fp8 import Recipe, scaled_by_row
 from attnlib.kernels.hopper import launch_fp8
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
 from attnlib.kernels.reference.dense import attention_fp64
@@ -68,17 +75,20 @@ def check(q, k, v, name: str, **options) -> None:
     roles = {"scaling": options.pop("scaling", "block"), "rotate": options.pop("rotate", True)}
     roles["center"] = options.pop("center", True)
     operands = tuple(quantize_fp8(x, role, **roles) for x, role in zip((q, k, v), "qkv", strict=True))
-    found = attention_fp8(*operands, return_lse=True, **options)
     scale = options.get("sm_scale", q.shape[-1] ** -0.5)
-    window = mask_window(options.get("causal", False), options.get("window"))
-    check_forward(found, operands, Params(window, scale), name)
+    params = Params(mask_window(options.get("causal", False), options.get("window")), scale)
+    check_forward(attention_fp8(*operands, return_lse=True, **options), operands, params, name)
+    if scaled_by_row(q, roles["scaling"]):
+        found = attention_fp8(q, *operands[1:], return_lse=True, **options)
+        operands = own_queries(q, roles["rotate"]), *operands[1:]
+        check_forward(found, operands, params, f"{name}, own queries")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 72, 200])
 @pytest.mark.parametrize("options", [
     {}, {"causal": True}, {"window": (300, 20)}, {"causal": True, "window": (100, -1)}, {"sm_scale": -0.1},
     {"scaling": "head", "causal": True}, {"scaling": "tensor", "rotate": False}, {"out_dtype": torch.float32},
-    {"center": False},
+    {"center": False}, {"rotate": False},
 ], ids=str)  # fmt: skip
 def test_forward(head_dim: int, options: dict) -> None:
     for rows, keys in ((1000, 1100), (33, 700)):

@@ -34,7 +34,7 @@ from attnlib.bench import fp8_peers, harness, records  # noqa: E402
 from attnlib.bench.oracle import Budget, Verdict, make_inputs, max_and_rms  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
-from attnlib.kernels.common.fp8 import Recipe  # noqa: E402
+from attnlib.kernels.common.fp8 import WIDTHS, Recipe  # noqa: E402
 from attnlib.kernels.fp8 import launch_quantize  # noqa: E402
 from attnlib.kernels.reference.dense import attention_fp64  # noqa: E402
 
@@ -228,9 +228,10 @@ def values(setting: Setting) -> bool:
 
 def tune(setting: Setting) -> None:
     """The quantizing kernels with other numbers of programs and blocks."""
-    before = launch_quantize.PROGRAMS, launch_quantize.VALUES, launch_quantize.SPAN
+    before = launch_quantize.ROWS_PROGRAMS, launch_quantize.VALUES, launch_quantize.SPAN
     for programs, span in product((4, 8, 16, 32), (1, 4, 16)):
-        launch_quantize.PROGRAMS = launch_quantize.VALUES = programs
+        launch_quantize.ROWS_PROGRAMS = dict.fromkeys(WIDTHS, programs)
+        launch_quantize.VALUES = programs
         launch_quantize.SPAN = span
         launch_quantize.prepare.cache_clear()
         for shape in QUANTIZED:
@@ -240,7 +241,7 @@ def tune(setting: Setting) -> None:
                 for name, share in found.items()
             )
             print(f"programs {programs:2} span {span:2} D{shape.head_dim:3}: {shares}", flush=True)
-    launch_quantize.PROGRAMS, launch_quantize.VALUES, launch_quantize.SPAN = before
+    launch_quantize.ROWS_PROGRAMS, launch_quantize.VALUES, launch_quantize.SPAN = before
 
 
 def show(row: dict[str, Any]) -> str:

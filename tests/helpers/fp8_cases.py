@@ -201,6 +201,16 @@ def cut_values(v: Fp8) -> float:
     return max(means, default=0.0) / fp8_sums.TOGETHER * ADDED / 2 * 2.0**-fp8_sums.KEPT / 2
 
 
+FLIPS = 5e-3
+"""What an LSE may differ by where a kernel rotates queries itself: in another order of sums than the model,
+so that a number next to the middle of two neighbors may become either."""
+
+
+def own_queries(q: torch.Tensor, rotate: bool, cu_seqlens=None, max_seqlen: int | None = None) -> Fp8:
+    """What attention makes of queries that it quantizes itself, by the model."""
+    return model.quantize(q, "q", Recipe("row", rotate), cu_seqlens, max_seqlen)
+
+
 def check_forward(
     found: tuple[torch.Tensor, torch.Tensor | None], operands: tuple[Fp8, ...], params, name: str
 ) -> None:
@@ -226,4 +236,5 @@ def check_forward(
         if seen.any():
             error = (lse.double() - exact_lse.double()).abs() - cut_scores(operands, params)
             got = error[seen].max().item()
-            assert got <= 2e-4, f"{name} is wrong: LSE: error {got:.3e} beyond what sums cost, at most 2e-4"
+            allowed = FLIPS if operands[0].scaling == "row" and operands[0].rotated else 2e-4
+        assert got <= allowed, f"{name} is wrong: LSE: error {got:.3e} beyond what sums cost, at most {allowed}"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from fp8_cases import check_forward, compare_with_model
+from fp8_cases import check_forward, compare_with_model, own_queries
 
 from attnlib import attention_fp8, attention_fp8_varlen, quantize_fp8
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
-from attnlib.kernels.common.fp8 import WIDTHS, Recipe
+from attnlib.kernels.common.fp8 import WIDTHS, Recipe, scaled_by_row
 from attnlib.params import Params, Varlen, mask_window
 
 TOGETHER = 16
@@ -112,6 +112,8 @@ def check(call: Fp8Draw, device: str, impl: str | None = None) -> None:
         "return_lse": call.return_lse, "out_dtype": getattr(torch, call.out_dtype), "impl": impl,
     }  # fmt: skip
     given = operands if call.prepared else tensors
+    if not call.prepared and scaled_by_row(tensors[0], call.recipe.scaling):
+        operands[0] = own_queries(tensors[0], call.recipe.rotate, *lengths[0])
     if varlen is None:
         found = attention_fp8(*given, **options)
     else:

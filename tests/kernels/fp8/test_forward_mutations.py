@@ -14,7 +14,7 @@ from emulated_fp8 import Call
 from fp8_cases import check_forward
 from mutations import Mutation
 
-from attnlib.kernels.hopper import coordinates, e4m3, launch_fp8, masks, told
+from attnlib.kernels.hopper import coordinates, e4m3, launch_fp8, masks, queries, told
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
 
 pytestmark = INTERPRETER_REMARKS
@@ -30,7 +30,10 @@ MEANS = Call(64, 4, 2, 70, 150, B=2, causal=False, mean=3.0)
 EMPTY = replace(ROWS, mean=3.0)
 MEANS_VARLEN = replace(VARLEN, mean=3.0)
 WINDOW = Call(64, 2, 1, 300, 400, window=(70, -1), config=replace(TALL, block_n=64))
+OWN = Call(128, 2, 1, 200, 300, spread=4.0, own_queries=True, config=fp8_config(128))
+OWN_NARROW = Call(64, 2, 1, 300, 150, B=2, spread=4.0, own_queries=True)
 CALLS = {
+    "own queries": OWN, "own queries, 64 columns": OWN_NARROW,
     "spread": SPREAD, "heads": HEADS, "rows without keys": ROWS, "large": LARGE, "varlen": VARLEN,
     "window": WINDOW, "means": MEANS, "a mean, rows without keys": EMPTY, "means, varlen": MEANS_VARLEN,
 }  # fmt: skip
@@ -74,6 +77,20 @@ MUTATIONS = [
              "(RMS|max) error", (), coordinates),
     Mutation("the mean of the first sequence", "i_b * work.scales.mean_b + i_kv", "i_kv", "means, varlen",
              "(RMS|max) error", (), coordinates),
+    Mutation("queries are not rotated as keys are", "if plan.rotates:\n            odd", "if False:\n            odd",
+             "own queries, 64 columns", "(RMS|max) error|LSE", (), queries),
+    Mutation("signs of the second word are those of the first", "gl.where(i < 32, LOW, HIGH)", "LOW",
+             "own queries, 64 columns", "(RMS|max) error|LSE", (), queries),
+    Mutation("halves are not joined", "left, right = left + right, left - right", "pass", "own queries",
+             "(RMS|max) error|LSE", (), queries),
+    Mutation("halves are joined in the other order", "left + right, left - right", "left - right, left + right",
+             "own queries", "(RMS|max) error|LSE", (), queries),
+    Mutation("columns lie as in a result", "place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2", "place % 16",
+             "own queries", "(RMS|max) error|LSE", (), queries),
+    Mutation("the largest of the left half", "gl.maximum(gl.abs(left), gl.abs(right))", "gl.abs(left)",
+             "own queries", "(RMS|max) error|LSE", (), queries),
+    Mutation("a scale twice as large", "used * (plan.norm / LARGEST)", "used * (2 * plan.norm / LARGEST)",
+             "own queries", "(RMS|max) error|LSE", (), queries),
     Mutation("the mean of the next tile", "words = words + (before[2],)",
              "words = words + (coordinates.of_mean(i_b, i_h, work, plan),)", "means", "(RMS|max) error", (),
              told),
@@ -81,9 +98,11 @@ MUTATIONS = [
 
 
 def judged(call: Call, mutants: dict | None = None) -> None:
-    operands = tuple(call.operands(*call.tensors()))
+    tensors = call.tensors()
+    operands = tuple(call.operands(*tensors))
+    q = tensors[0] if call.own_queries else operands[0]
     with on_the_cpu("random", 0, mutants=mutants):
-        found = launch_fp8.forward(*operands, call.params(), torch.float16)
+        found = launch_fp8.forward(q, *operands[1:], call.params(), torch.float16)
     check_forward(found, operands, call.params(), "the kernel")
 
 
