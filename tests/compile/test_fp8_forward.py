@@ -42,7 +42,7 @@ KINDS |= {
     OWN_QUERIES[1]: (False, 0, False, False, "own queries"),
     OWN_QUERIES[2]: (True, 2, True, True, "varlen", "left", "shifted", "own queries"),
 }
-CASES += product((64, 128), OWN_QUERIES, ("bf16",))
+CASES += [*product((64, 128), OWN_QUERIES, ("bf16",)), *product((64, 128), OWN_QUERIES[2:], ("fp32",))]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPILLS: dict[tuple[int, str, str], int] = {}
 
@@ -50,7 +50,8 @@ SPILLS: dict[tuple[int, str, str], int] = {}
 def config_of(case: tuple[int, str, str]) -> Fp8Config:
     """What such a call has."""
     causal, _, _, _, *others = KINDS[case[1]]
-    return fp8_config(case[0], dense=not causal and not {"varlen", "left"} & set(others))
+    dense = not causal and not {"varlen", "left"} & set(others)
+    return fp8_config(case[0], dense, "own queries" in others and case[2] == "fp32")
 
 
 KEPT_CASES = [case for case in CASES if config_of(case).keep_shift]
@@ -68,9 +69,9 @@ def compile_case(case: tuple[int, str, str]) -> Stats:
     mask |= {"blocks": masked, "skip": skip}
     own = "own queries" in others
     plan = launch.make_plan(plan_fields(width, config, mask, False, lse, varlen), centered, own, own)
-    queries = DTYPES[dtype] if own else None
+    queries = torch.bfloat16 if own else None
     described = launch.described((None,) * 4, width, config, DTYPES[dtype], varlen, queries)
-    types = tile_types(described, "fp8e4nv", desc_o=dtype, **({"desc_q": dtype} if own else {}))
+    types = tile_types(described, "fp8e4nv", desc_o=dtype, **({"desc_q": "bf16"} if own else {}))
     options = {*others, "fp8", "LSE" if lse else "", "" if varlen else "fp8 batch"}
     if not own:
         options |= {"fp8 queries", "" if varlen else "fp8 queries, batch"}

@@ -34,7 +34,9 @@ _DENSE = {
 }
 
 
-def fp8_config(width: int, dense: bool = False) -> Fp8Config:
+def fp8_config(width: int, dense: bool = False, crowded: bool = False) -> Fp8Config:
     """The configuration for tiles of 64, 128 or 256 columns. dense: each query of a batch sees all keys; no
-    varlen call is."""
-    return _DENSE.get(width, _CONFIGS[width]) if dense else _CONFIGS[width]
+    varlen call is. crowded: buffers hold queries of 16 bits and an output of 32, for which there is room if
+    that leaves in two halves."""
+    config = _DENSE.get(width, _CONFIGS[width]) if dense else _CONFIGS[width]
+    return replace(config, o_columns=width // 2) if crowded else config

@@ -71,12 +71,13 @@ def forward(
         lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
     dense = lengths is None and params.window == MaskWindow(None, None)
     queries, scale, dtype = (q.data, q.scale, None) if isinstance(q, Fp8) else (readable(q), None, q.dtype)
+    crowded = dtype is not None and out_dtype == torch.float32
     tensors = queries, k.data, v.data, scale, k.scale, v.scale
     call = Call(
         tuple(queries.shape), tuple(k.data.shape), tuple(v.data.shape),
         tuple(() if x is None else x.stride() for x in tensors),
         params.window, params.sm_scale, params.return_lse, lengths, out_dtype, index,
-        params.config or fp8_config(k.width, dense), v.centered, dtype, k.rotated,
+        params.config or fp8_config(k.width, dense, crowded), v.centered, dtype, k.rotated,
     )  # fmt: skip
     out = torch.empty((*queries.shape[:-1], k.width), dtype=out_dtype, device=q.device)
     lse = None

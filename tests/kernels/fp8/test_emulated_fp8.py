@@ -55,6 +55,7 @@ CALLS = {
     "own queries": Call(64, 4, 2, 300, 170, B=2, spread=6.0, own_queries=True),
     "own queries, 128 columns": Call(128, 2, 1, 300, 170, spread=6.0, own_queries=True),
     "own queries, dense": Call(128, 1, 1, 130, 129, causal=False, dtype=torch.bfloat16, own_queries=True),
+    "own queries, float32": Call(128, 1, 1, 130, 129, mean=9.0, out_dtype=torch.float32, own_queries=True),
     "own queries, not rotated": Call(128, 2, 1, 100, 70, rotate=False, own_queries=True),
     "own queries of 40 columns": Call(40, 2, 1, 70, 90, own_queries=True),
     "own queries of 104 columns": Call(104, 2, 1, 70, 90, own_queries=True),
