@@ -82,7 +82,7 @@ class Language:
             static_range=range, constexpr=lambda value: value, cdiv=_cdiv,
             arange=_arange, zeros=_zeros, full=_full, where=_where, minimum=_minimum, maximum=_maximum,
             abs=lambda x: abs(x) if isinstance(x, int) else Tensor(x.data.abs(), x.dtype),
-            exp2=_exp2, log2=_log2, ceil=_ceil, max=_max, sum=_sum, broadcast=_broadcast,
+            exp2=_exp2, log2=_log2, ceil=_ceil, fma=_fma, max=_max, sum=_sum, broadcast=_broadcast,
             expand_dims=lambda x, axis: Tensor(x.data.unsqueeze(axis), x.dtype),
             convert_layout=lambda x, layout, assert_trivial=False: x, split=_split,
             join=_join, load=_load, store=_store,
@@ -367,6 +367,12 @@ _maximum = _pairwise(torch.fmax, max)
 
 def _exp2(x):
     return Tensor(torch.exp2(x.data)) if isinstance(x, Tensor) else 2.0**x
+
+
+def _fma(a, b, c) -> Tensor:
+    """Rounded once."""
+    a, b, c = (torch.as_tensor(plain(x)).double() for x in (a, b, c))
+    return Tensor((a * b + c).float())
 
 
 def _ceil(x: Tensor) -> Tensor:

@@ -202,9 +202,8 @@ def cut_values(v: Fp8) -> float:
 
 
 FLIPS = 5e-3
-"""What an LSE may differ by where a kernel quantizes queries itself: with sums in another order than the
-model's and a division that may be off by a last bit or two, so that a number next to the middle of two
-neighbors may become either."""
+"""What an LSE may differ by where a kernel rotates queries itself: with sums in another order than the
+model's, so that a number next to the middle of two neighbors may become either."""
 
 
 def own_queries(q: torch.Tensor, rotate: bool, cu_seqlens=None, max_seqlen: int | None = None) -> Fp8:
@@ -237,5 +236,5 @@ def check_forward(
         if seen.any():
             error = (lse.double() - exact_lse.double()).abs() - cut_scores(operands, params)
             got = error[seen].max().item()
-            allowed = FLIPS if operands[0].scaling == "row" else 2e-4
+            allowed = FLIPS if operands[0].scaling == "row" and operands[0].rotated else 2e-4
         assert got <= allowed, f"{name} is wrong: LSE: error {got:.3e} beyond what sums cost, at most {allowed}"
