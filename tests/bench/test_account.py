@@ -49,3 +49,6 @@ def test_the_limit_counts_beyond_the_cache_only() -> None:
     assert account.clocks(weights, long) == 139
     longer = dataclasses.replace(long, code=account.CACHE + 16, fetched=account.CACHE + 16)
     assert account.clocks(weights, longer) == longer.limit == (account.CACHE + 16) / account.FETCHED
+    assert account.clocks(weights, longer, account.CACHE_SINCE) == 139  # a capacity that was read off later
+    far = dataclasses.replace(longer, code=account.CACHE_SINCE + 16)
+    assert account.clocks(weights, far, account.CACHE_SINCE) == far.limit > 0
