@@ -12,6 +12,8 @@ queries and keys: gate, choice, mask, attention. `parts`: what gate, choice and 
 `decode`: one token, 32 heads on 8 key heads, against blocks of 64 that each key head chose, and against the
 whole cache. `quality`: a small model that copies, its gates, recall and loss (`attnlib.bench.seer_quality`).
 `share` is the part of the causal blocks that are kept.
+The record has one table more, which is not made again: `pooled_scores`, `pooled` of 2026-11-26, when the
+forward kernel took maxima of scores for the map.
 
 All that is compared is timed in the same shuffled rounds, cold L2, with a control row. What has many short
 kernels (`whole`, `parts`, `decode`) is replayed from CUDA graphs. Outputs are judged
