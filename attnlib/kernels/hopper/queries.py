@@ -1,10 +1,11 @@
-"""Queries in 16 bits, which the FP8 kernel rotates, scales and rounds itself (`Fp8Plan.quantizes`).
+"""Queries in 16 bits, which the FP8 kernel rotates, scales and rounds itself (`Fp8Plan.quantizes`). Chapter 22
+measures what it saves.
 
 A kernel before this one would read them, write them in e4m3, and this one would read that: at 8192 tokens and
-128 columns a tenth of the time that attention takes. Here a consumer multiplies its 64 rows with the matrix
-of the rotation on the tensor cores, which are there anyway, and the result stays in registers: each
-row scaled by its largest magnitude, and packed in words, it is the first operand of Q K^T. A scale for each
-row, not for 64, because four threads share a row, and no barrier is needed between them.
+128 columns that took 7% of the time that attention takes. Here a consumer multiplies its 64 rows with the
+matrix of the rotation on the tensor cores, and the result stays in registers: each row scaled by its largest
+magnitude, and packed in words, it is the first operand of Q K^T. A scale for each row, not for 64, because
+four threads share a row, and no barrier is needed between them.
 
 The result of a product has its columns in another order than a first operand in e4m3 (`e4m3._words`). So the
 columns of the matrix are permuted beforehand, within each 16, and no number moves between threads.
