@@ -114,7 +114,7 @@ def generate_table() -> str:
 
 def fp8_table() -> str:
     """README's table of FP8: speeds, and errors against fp64, in the record of `tests/gpu/time_fp8.py`."""
-    table = records.load(*FP8, gpu=records.REFERENCE_GPU)
+    table = records.load(*FP8, gpu=records.reference_gpu(FP8[0]))
     impls = {
         "attnlib fp8": "attnlib FP8", "attnlib fp8, with the pass": "and quantizing", "fa3 fp8": "FA3 FP8",
         "cudnn fp8": "cuDNN FP8", "attnlib bf16": "attnlib bf16", "fa3 bf16": "FA3 bf16",
