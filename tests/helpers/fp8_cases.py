@@ -237,4 +237,5 @@ def check_forward(
             error = (lse.double() - exact_lse.double()).abs() - cut_scores(operands, params)
             got = error[seen].max().item()
             allowed = FLIPS if operands[0].scaling == "row" and operands[0].rotated else 2e-4
-        assert got <= allowed, f"{name} is wrong: LSE: error {got:.3e} beyond what sums cost, at most {allowed}"
+        beyond = f"error {got:.3e} beyond what sums cost, at most {allowed}"
+        assert got <= allowed, f"{name} is wrong: LSE: {beyond}"

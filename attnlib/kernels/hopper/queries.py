@@ -1,5 +1,5 @@
-"""Queries in 16 bits, which the FP8 kernel rotates, scales and rounds itself (`Fp8Plan.quantizes`). Chapter 22
-measures what it saves.
+"""Queries in 16 bits, which the FP8 kernel rotates, scales and rounds itself (`Fp8Plan.quantizes`). Chapter
+22 measures what it saves.
 
 A kernel before this one would read them, write them in e4m3, and this one would read that: at 8192 tokens and
 128 columns that took 7% of the time that attention takes. Here a consumer multiplies its 64 rows with the
