@@ -475,7 +475,9 @@ def record(tmp_path, monkeypatch):
     speeds = ("attnlib fp8", "ok", 995.4, 0.0025), ("fa3 fp8", "failed", None, None)
     read = [call | {"impl": w, "status": x, "tflops": y, "rms_error": z} for w, x, y, z in speeds]
     fp8 = head | {"notebook": "fp8", "tables": {"attention": {"rows": read}}}
-    (reference / "fp8.json").write_text(json.dumps(fp8))
+    of_fp8 = tmp_path / records.reference_gpu("fp8")
+    of_fp8.mkdir(exist_ok=True)
+    (of_fp8 / "fp8.json").write_text(json.dumps(fp8))
     call = {"batch": 1, "heads": 12, "seqlen": 4096, "head_dim": 64, "causal": False, "dtype": "float16"}
     speeds = ("attnlib", 0.1), ("monarch, 1 rounds", 0.02)
     read = [call | {"impl": x, "status": "ok", "ms": y} for x, y in speeds]

@@ -19,7 +19,8 @@ POINTERS = "x_ptr", "data_ptr", "scale_ptr", "amax_ptr", "cu"
 BLOCK = 128
 """Rows of a block where no scale depends on it."""
 PROGRAMS, SPAN = 16, 8
-"""Programs for each SM, where there are so many blocks; blocks that one takes at most, in a loop."""
+"""Programs for each SM that look for the largest magnitude, where there are so many blocks; blocks that one
+takes at most, in a loop, which holds for programs that quantize values as well."""
 ROWS_PROGRAMS = {64: 12, 128: 8, 256: 4}
 """Programs for each SM that quantize rows of so many columns, four times as many as run at a time. Each
 reads the next block while it rounds one."""
@@ -164,11 +165,10 @@ def prepare(call: Call) -> Plan:
             options={"num_warps": 8},
         )
         launches.append(amax)
-    if not is_v:
-        constants |= {**rotation, **staged, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
     if is_v:
         each = span(blocks, B * H * (width // CHUNK), VALUES)
     else:
+        constants |= {**rotation, **staged, "PER_BLOCK": per_block, "NORM": width**-0.5 if rotate else 1.0}
         each = max(1, min(-(-blocks * B * H // (ROWS_PROGRAMS[width] * sms)), blocks))
     quantizing = Launch(
         f"{MODULE}.{'quantize_values' if is_v else 'quantize_rows'}",
