@@ -168,4 +168,5 @@ def test_gradients_through_few_queries_that_are_padded(device):
         logits = model(ids, attention_mask=mask).logits[mask.bool()]
         logits.square().sum().backward()
         found.append(model.model.layers[0].self_attn.k_proj.weight.grad)
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+    largest = found[1].abs().max().item()  # hundreds: sums in float32, whose order depends on the processor
+    torch.testing.assert_close(*found, rtol=1e-3, atol=3e-6 * largest)
