@@ -164,7 +164,7 @@ chapters: $(READY)  ## redraw, and beside it hygiene and site, which are shown a
 	@mkdir -p build; $(MAKE) hygiene site >build/beside.log 2>&1 & \
 	$(MAKE) redraw && passed=0 || passed=1; wait $$! || passed=1; cat build/beside.log; exit $$passed
 
-redraw: $(READY)  ## replay all notebooks once: they run, stubs fail, solutions pass, figures byte-identical
+redraw: $(READY)  ## replay all notebooks once: they run, stubs fail, solutions pass, figures are the committed ones
 	$(call say,replaying the notebooks and redrawing the figures)
 	@$(PY) -m pytest -q -s tests/book/test_replay.py
 

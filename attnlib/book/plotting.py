@@ -106,7 +106,8 @@ def publish(
 
     name: file name without ending, unique over the book. alt: what the figure shows and says, in a sentence
     or two, for readers who do not see it. data: a `records.Table` or rows, shown folded below the figure;
-    `columns` picks from them. Drawing the same figure again gives the same bytes."""
+    `columns` picks from them. Drawing the same figure again gives the same bytes, on another processor
+    the same to a coordinate's last bits."""
     from IPython.display import display
 
     content, metadata = bundle(figure, name, alt)
