@@ -153,7 +153,13 @@ FORBIDDEN = {
     "a package registry": r"--[i]ndex-url|[f]ind-links|[p]ypi\.org|[r]egistry\.npmjs",
     "how it was written": r"[s]ub-?agent|[t]his session\b|\ba[i] assistant|[l]anguage model wrote",
 }
-BINARY = {".pdf", ".png", ".gz", ".xz", ".whl"}
+BINARY = {".pdf", ".png"}
+OF_OTHERS = {".gz", ".xz", ".zip", ".tar", ".whl", ".so", ".o", ".cubin"}
+"""Archives and compiled code: builds of other projects that are timed beside ours, under their licences."""
+
+
+def test_no_archive_and_no_compiled_code_is_committed():
+    assert [path.name for path in committed() if path.suffix in OF_OTHERS] == []
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
