@@ -1,11 +1,11 @@
-"""The book's workshop: execute the notebooks, write the figures and README's tables, check what is committed.
+"""The book's workshop: execute notebooks, write figures and the tables of pages, check what is committed.
 
 python -m attnlib.book run [03 ...]      execute in place on a CUDA GPU: measure, rewrite outputs, records;
                                          --minutes N stops in time and says which notebooks are left
 python -m attnlib.book replay [03 ...]   execute copies in build/notebooks, measurements replayed
 python -m attnlib.book figures           NAME.svg and NAME.pdf of each published figure, with nbconvert
-python -m attnlib.book readme            the tables between README's markers, from the records
-python -m attnlib.book check             notebook hygiene, and README against the records
+python -m attnlib.book readme            the tables of README and of the page of results, from the records
+python -m attnlib.book check             notebook hygiene, and these tables against the records
 python -m attnlib.book card STEP         a step's profile card as SVG and PDF, from the record of counters
 """
 
@@ -21,7 +21,6 @@ from attnlib.bench.paths import FIGURES, NOTEBOOKS, ROOT
 from attnlib.book import hygiene
 
 BUILD = ROOT / "build"
-README = ROOT / "README.md"
 
 
 def chapters(folder: Path, names: Sequence[str] = ()) -> list[Path]:
@@ -163,18 +162,20 @@ def published(notebook: Path) -> dict[str, bytes]:
     return resources["outputs"]
 
 
-def check(names: Sequence[str] = (), folder: Path = NOTEBOOKS, path: Path = README) -> list[str]:
-    """What is wrong with the notebooks and README's tables, one line each; empty if nothing is."""
+def check(names: Sequence[str] = (), folder: Path = NOTEBOOKS) -> list[str]:
+    """What is wrong with the notebooks and, unless some are named, with the tables of README and of the page
+    of results; a line each, empty if nothing is."""
     problems = [str(problem) for notebook in chapters(folder, names) for problem in hygiene.check(notebook)]
-    if not names and path.exists():
+    if not names:
         from attnlib.book import readme
 
         try:
-            old = path.read_text(encoding="utf-8")
-            if readme.with_sections(old) != old:
-                problems.append("README: a table differs from the records: python -m attnlib.book readme")
+            problems += [
+                f"{page.name}: a table differs from the records: python -m attnlib.book readme"
+                for page in readme.stale()
+            ]
         except (ValueError, LookupError) as error:
-            problems.append(f"README: {error}")
+            problems.append(str(error))
     return problems
 
 
@@ -208,8 +209,8 @@ def _parser() -> argparse.ArgumentParser:
         "run": "execute in place on a CUDA GPU: measure, rewrite outputs and records",
         "replay": "execute copies with replayed measurements; needs no GPU",
         "figures": "write the published figures of executed notebooks as SVG and PDF",
-        "readme": "rewrite README's table from the records",
-        "check": "notebook hygiene, and README against the records",
+        "readme": "rewrite the tables of README and of the page of results from the records",
+        "check": "notebook hygiene, and these tables against the records",
         "card": "draw a profile card: what each unit of the GPU did, and what warps waited for",
     }
     for name, text in texts.items():
@@ -265,12 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif given.command == "readme":
             from attnlib.book import readme
 
-            print("README: table rewritten" if readme.rewrite(README) else "README: table is up to date")
+            rewritten = [f"{_short(page)}: rewritten" for page in readme.rewrite()]
+            print("\n".join(rewritten) or "tables are up to date")
         elif given.command == "card":
             print("\n".join(map(_short, card(given))))
         else:
             problems = check(given.names, given.source)
-            print("\n".join(problems) or "notebooks and README are clean")
+            print("\n".join(problems) or "notebooks and tables are clean")
             return 1 if problems else 0
     except (ValueError, LookupError, FileNotFoundError) as error:
         print(f"attnlib.book: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The tables of README between its markers, from the records."""
+"""The tables of README.md and of the book's page of results, between their markers, from the records."""
 
 import re
 from collections import Counter
@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from attnlib.bench import ladder, modes, plane, records, shapes, tables, verdict
+from attnlib.bench.paths import NOTEBOOKS, ROOT
 from attnlib.bench.shapes import Shape
 from attnlib.bench.verdict import FASTER, SLOWER, TIE
 from attnlib.book import chapters as book_chapters
@@ -25,18 +26,18 @@ ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
 DISTRIBUTED, SPARSE, S2 = "distributed", "sparse", "s2"
 KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
-"""Records and tables that README shows."""
+"""Records and tables that are shown."""
 
 
 def ladder_table(record: tuple[str, str] = LADDER) -> str:
-    """A ladder of README: a record's, causal fp16 at the task's shapes, with its provenance."""
+    """A ladder: a record's, causal fp16 at the task's shapes, with its provenance."""
     table = records.load(*record, gpu=records.reference_gpu(record[0]))
     rows, columns = ladder.ladder_rows(table.measured().rows, label=book_chapters.label)
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
 
 def modes_table() -> str:
-    """README's burst and sustained speeds at the task's shapes, with the clock, and both verdicts on FA3."""
+    """Burst and sustained speeds at the task's shapes, with the clock, and both verdicts on FA3."""
     gpu = records.reference_gpu(LADDER[0])
     burst, sustained = (records.load(*where, gpu=gpu) for where in (LADDER, SUSTAINED))
     label = book_chapters.label
@@ -47,7 +48,7 @@ def modes_table() -> str:
 
 
 def host_table() -> str:
-    """README's tables of host time, of the record of `tests/gpu/time_host.py`: backward passes, and the step
+    """The tables of host time, of the record of `tests/gpu/time_host.py`: backward passes, and the step
     of a model that keeps the GPU waiting."""
     table = records.load(*HOST, gpu=records.REFERENCE_GPU)
     columns = {
@@ -90,7 +91,7 @@ def _shown(lines: Lines, columns: dict[str, str], table: records.Table) -> str:
 
 
 def decode_table() -> str:
-    """README's table of decoding: GB/s of keys and values in the record of `tests/gpu/time_decode.py`."""
+    """The table of decoding: GB/s of keys and values in the record of `tests/gpu/time_decode.py`."""
     table = records.load(*DECODE, gpu=records.REFERENCE_GPU)
     impls = {
         "attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "flashinfer": "FlashInfer",
@@ -104,7 +105,7 @@ def decode_table() -> str:
 
 
 def generate_table() -> str:
-    """README's table of transformers' `generate()`, or that it has not been measured yet."""
+    """The table of transformers' `generate()`, or that it has not been measured yet."""
     found = generation.tables(records.REFERENCE_GPU)
     if not found:
         return generation.WAITING
@@ -113,7 +114,7 @@ def generate_table() -> str:
 
 
 def fp8_table() -> str:
-    """README's table of FP8: speeds, and errors against fp64, in the record of `tests/gpu/time_fp8.py`."""
+    """The table of FP8: speeds, and errors against fp64, in the record of `tests/gpu/time_fp8.py`."""
     table = records.load(*FP8, gpu=records.reference_gpu(FP8[0]))
     impls = {
         "attnlib fp8": "attnlib FP8", "attnlib fp8, with the pass": "and quantizing", "fa3 fp8": "FA3 FP8",
@@ -133,7 +134,7 @@ def fp8_table() -> str:
 
 
 def head_dims_table() -> str:
-    """README's tables of head dimensions that are no powers of two, of the record of
+    """The tables of head dimensions that are no powers of two, of the record of
     `tests/gpu/time_head_dims.py`: forward, and backward once that has been measured."""
     found = [_head_dims(records.load(*HEAD_DIMS, gpu=records.REFERENCE_GPU), "Forward")]
     with suppress(records.RecordError):
@@ -157,7 +158,7 @@ def _head_dims(table: records.Table, way: str) -> str:
 
 
 def kept_shift_table() -> str:
-    """README's table of the forward kernel without and with shifts that are kept, of the record of
+    """The table of the forward kernel without and with shifts that are kept, of the record of
     `time_kept_shift.py`."""
     columns = {
         "call": "Forward, TFLOP/s", "without": "a maximum in each step", "kept": "shift kept", "fa3": "FA3",
@@ -181,7 +182,7 @@ def kept_shift_table() -> str:
 
 
 def plane_table() -> str:
-    """README's table of the plane of `time_plane.py`: for each head dimension and pass the ratios to
+    """The table of the plane of `time_plane.py`: for each head dimension and pass the ratios to
     FlashAttention-3, and in how many cells which of both is faster."""
     table = records.load_anywhere(*PLANE, records.REFERENCE_GPU)
     columns = {"call": "attnlib / FA3, median (lowest to highest)"}
@@ -201,7 +202,7 @@ def plane_table() -> str:
 
 
 def approximate_tables() -> str:
-    """README's tables of approximations beside dense attention, of the records of `tests/gpu/time_monarch.py`
+    """The tables of approximations beside dense attention, of the records of `tests/gpu/time_monarch.py`
     and `tests/gpu/time_distr.py`: times, and of DistrAttention the relative error of the output."""
     parts = []
     monarch = {
@@ -235,7 +236,7 @@ def approximate_tables() -> str:
 
 
 def entmax_table() -> str:
-    """README's table of entmax beside AdaSplash 2 and our softmax, of the record of `time_entmax.py`: inputs
+    """The table of entmax beside AdaSplash 2 and our softmax, of the record of `time_entmax.py`: inputs
     N(0, 1), and some whose weights lie in a tenth of the blocks."""
     impls = {
         f"{impl}, {way}": f"{title}, {way}"
@@ -258,7 +259,7 @@ def entmax_table() -> str:
 
 
 def distributed_table() -> str:
-    """README's tables of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`; and
+    """The tables of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`; and
     ring-flash-attn beside attnlib, of the run that had it, where there is one."""
     ours = {"attnlib": "attnlib", "attnlib (control)": "the same again"}
     ring = {"ring-flash-attn, FA3": "ring-flash-attn, FA3"}
@@ -299,7 +300,7 @@ def _two_gpus(run: str, impls: dict[str, str], needed: Iterable[str] = ()) -> st
 
 
 def sparse_tables() -> str:
-    """README's tables of block masks and of scores, of the record of `tests/gpu/time_sparse.py`."""
+    """The tables of block masks and of scores, of the record of `tests/gpu/time_sparse.py`."""
     parts, told = [], set()
     blocks = "Random blocks of 128 x 128, fp16, TFLOP/s of what is kept", "tflops", ".0f"
     functions = "Masks made by functions, fp16, TFLOP/s of what is kept", "tflops", ".0f"
@@ -329,7 +330,7 @@ def sparse_tables() -> str:
 
 
 def s2_table() -> str:
-    """README's table of S2-Attention: how many times as fast as all keys, in the record of
+    """The table of S2-Attention: how many times as fast as all keys, in the record of
     `tests/gpu/time_s2.py`, beside what its blocks allow."""
     impls = {"forward": "forward", "backward": "backward", "decode": "a token against the cache"}
     columns = {"call": "S2-Attention, bf16 B4 H16 D128, over dense attention", "bound": "at most", **impls}
@@ -352,25 +353,34 @@ SECTIONS = {
     "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables, "entmax": entmax_table,
     "distributed": distributed_table,
 }  # fmt: skip
-"""What README shows between `<!-- name -->` and `<!-- /name -->`."""
+"""What pages show between `<!-- name -->` and `<!-- /name -->`."""
+
+README, RESULTS = ROOT / "README.md", NOTEBOOKS / "results.md"
+IN_README = "ladder", "plane"
+PAGES = {README: IN_README, RESULTS: tuple(name for name in SECTIONS if name not in IN_README)}
+"""Page -> the tables that it shows."""
 
 
-def with_sections(text: str) -> str:
-    """README's text with the present tables between their markers; ValueError unless there is one of each."""
-    for name, make in SECTIONS.items():
+def with_sections(text: str, page: Path) -> str:
+    """A page's text with the present tables between their markers; ValueError unless there is one of each."""
+    for name in PAGES[page]:
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-            raise ValueError(f"README: expected {start} and then {end}, once each")
-        table = make()
+            raise ValueError(f"{page.name}: expected {start} and then {end}, once each")
+        table = SECTIONS[name]()
         pattern = re.escape(start) + r".*?" + re.escape(end)
         text = re.sub(pattern, lambda _: f"{start}\n{table}\n{end}", text, flags=re.DOTALL)  # noqa: B023
     return text
 
 
-def rewrite(path: Path) -> bool:
-    """Rewrite the tables of README from the records; True if one was different."""
-    old = path.read_text(encoding="utf-8")
-    new = with_sections(old)
-    if new != old:
-        path.write_text(new, encoding="utf-8")
-    return new != old
+def stale() -> list[Path]:
+    """Pages of which a table differs from the records."""
+    return [page for page in PAGES if with_sections(text := page.read_text(encoding="utf-8"), page) != text]
+
+
+def rewrite() -> list[Path]:
+    """Rewrite the tables from the records; the pages of which one was different."""
+    pages = stale()
+    for page in pages:
+        page.write_text(with_sections(page.read_text(encoding="utf-8"), page), encoding="utf-8")
+    return pages

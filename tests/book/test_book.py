@@ -430,7 +430,7 @@ def test_an_unknown_notebook_is_a_wrong_call(executed, capsys):
     assert "expected one of 01_naive, 02_tiling, 03_online_softmax, got 42" in capsys.readouterr().err
 
 
-# README
+# README and the page of results
 
 
 SHARES = ("", 0.98), ("_low", 0.97), ("_high", 0.99)
@@ -537,25 +537,32 @@ def record(tmp_path, monkeypatch):
     return path
 
 
-def test_readme_table_is_drawn_from_the_record(record, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(
-        "before\n<!-- ladder -->\nold\n<!-- /ladder -->\nbetween\n<!-- modes -->\n<!-- /modes -->\n"
-        "<!-- teaching -->\nold\n<!-- /teaching -->\n"
-        "<!-- host -->\nold\n<!-- /host -->\n<!-- decode -->\n<!-- /decode -->\n<!-- fp8 -->\n<!-- /fp8 -->\n"
-        "<!-- generate -->\n<!-- /generate -->\n"
-        "<!-- s2 -->\n<!-- /s2 -->\n"
-        "<!-- sparse -->\n<!-- /sparse -->\n<!-- approximate -->\n<!-- /approximate -->\n"
-        "<!-- entmax -->\n<!-- /entmax -->\n<!-- head_dims -->\n<!-- /head_dims -->\n"
-        "<!-- kept_shift -->\n<!-- /kept_shift -->\n<!-- plane -->\n<!-- /plane -->\n"
-        "<!-- distributed -->\n<!-- /distributed -->\n"
-        "after\n"
-    )
-    assert tables_of_readme.rewrite(readme) and not tables_of_readme.rewrite(readme)
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- ladder -->\n| Step |")
-    assert text.endswith("<!-- /distributed -->\nafter\n")
-    assert "<!-- /ladder -->\nbetween\n<!-- modes -->\n| " in text
+def empty(page: Path, between: str = "old\n") -> str:
+    """A page with nothing but its markers, and something old between each two."""
+    names = tables_of_readme.PAGES[page]
+    return "between\n".join(f"<!-- {name} -->\n{between}<!-- /{name} -->\n" for name in names)
+
+
+@pytest.fixture
+def pages(record, tmp_path, monkeypatch) -> list[Path]:
+    """README and the page of results in another folder, without tables yet."""
+    chosen = {}
+    for page, names in tables_of_readme.PAGES.items():
+        chosen[tmp_path / page.name] = names
+        (tmp_path / page.name).write_text(f"before\n{empty(page)}after\n")
+    monkeypatch.setattr(tables_of_readme, "PAGES", chosen)
+    return list(chosen)
+
+
+def test_tables_of_pages_are_drawn_from_the_records(pages):
+    assert tables_of_readme.stale() == pages == tables_of_readme.rewrite()
+    assert tables_of_readme.stale() == tables_of_readme.rewrite() == []
+    readme, results = (page.read_text() for page in pages)
+    assert readme.startswith("before\n<!-- ladder -->\n| Step |")
+    assert readme.endswith("<!-- /plane -->\nafter\n")
+    assert "<!-- /ladder -->\nbetween\n<!-- plane -->\n| " in readme
+    assert "<!-- plane -->" not in results and "<!-- modes -->" not in readme
+    text = readme + results
     assert "| FA3 | 437 | 393 (1500) |" in text
     taught = text[text.index("<!-- teaching -->") : text.index("<!-- /teaching -->")]
     assert re.search(r"\| 15 The teaching kernel +\| 398 \|.*\| 91 \| 40 \|", taught)
@@ -584,15 +591,15 @@ def test_readme_table_is_drawn_from_the_record(record, tmp_path):
     assert "replayed" not in text and "old" not in text
 
 
-def test_a_stale_readme_is_a_problem(record, executed, tmp_path):
-    readme = tmp_path / "README.md"
-    others = [name for name in tables_of_readme.SECTIONS if name != "ladder"]
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in others)
-    readme.write_text("<!-- ladder -->\n400 TFLOP/s\n<!-- /ladder -->\n" + empty)
-    assert any("README: a table differs" in p for p in build.check(folder=executed[1], path=readme))
+def test_a_stale_table_is_a_problem(pages, executed):
+    tables_of_readme.rewrite()
+    assert not any("a table differs" in problem for problem in build.check(folder=executed[1]))
+    pages[1].write_text(pages[1].read_text().replace("| FA3 | 437 |", "| FA3 | 400 |"))
+    assert any("results.md: a table differs" in problem for problem in build.check(folder=executed[1]))
 
 
 @pytest.mark.parametrize("text", ["", "<!-- ladder -->", "<!-- /ladder --><!-- ladder -->"])
-def test_readme_needs_its_markers(record, text):
-    with pytest.raises(ValueError, match="README: expected <!-- ladder -->"):
-        tables_of_readme.with_sections(text)
+def test_a_page_needs_its_markers(pages, executed, text):
+    pages[0].write_text(text)
+    problem = "README.md: expected <!-- ladder --> and then <!-- /ladder -->, once each"
+    assert problem in build.check(folder=executed[1])

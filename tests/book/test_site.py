@@ -83,7 +83,7 @@ def remote(address: str) -> bool:
 
 
 def test_every_chapter_has_a_page():
-    names = [*CHAPTERS, "index", "api", "features", "search"]
+    names = [*CHAPTERS, "index", "api", "results", "features", "transformers", "search"]
     missing = [name for name in names if not (SITE / f"{name}.html").exists()]
     assert not missing
 

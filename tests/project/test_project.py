@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -125,11 +126,20 @@ def test_text_names_real_make_targets(name):
     assert "test" in named
 
 
-@pytest.mark.parametrize("name", [*TEXTS, "notebooks/index.md"])
+def anchors(page: Path) -> set[str]:
+    """What "#..." of a link to a Markdown page may be: its headings, as GitHub and MyST write them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*TEXTS, "notebooks/index.md", "notebooks/results.md"])
 def test_local_links_lead_somewhere(name):
     text = re.sub(r"`[^`\n]+`", "", (ROOT / name).read_text())
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert ((ROOT / name).parent / link).exists(), f"{name} links to {link}, which does not exist"
+    for link, place in re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", text):
+        page = (ROOT / name).parent / link
+        assert page.exists(), f"{name} links to {link}, which does not exist"
+        if place:
+            assert place in anchors(page), f"{name} links to {link}#{place}, a heading that does not exist"
 
 
 def test_readme_names_the_tested_versions_and_holds_the_ladder(tested):
