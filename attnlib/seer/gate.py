@@ -11,7 +11,8 @@ from attnlib.arguments.seer import check_gate, check_gate_call
 
 
 class SeerGate(nn.Module):
-    """A score for each block of queries and block of keys of each head, as arXiv 2410.13276 computes it.
+    """A score for each block of queries and block of keys of each head, as arXiv 2410.13276 computes it,
+    but for an RMS norm after the linear maps.
 
     Queries are averaged over a block; of the keys of a block the largest, the smallest and the mean of each
     column stand side by side. Both are taken before rotary embeddings, which would blur what is pooled: a
