@@ -14,8 +14,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# The interpreter is slow and runs are compared: no deadline, and the same examples every time.
-hypothesis.settings.register_profile("attnlib", deadline=None, derandomize=True)
+# The interpreter is slow, some machines are slower, and runs are compared: no deadline, not for making examples
+# either, and the same examples every time.
+hypothesis.settings.register_profile(
+    "attnlib", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("attnlib")
 
 # Kernels, compiled or interpreted, make millions of small objects and no cycles: to look for these after each

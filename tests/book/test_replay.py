@@ -19,7 +19,7 @@ from tests.helpers.drawings import difference
 FIGURES = build.ROOT / "figures"
 CHAPTERS = sorted(build.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 NAMES = [path.stem for path in CHAPTERS]
-CPU_MINUTES = 8
+CPU_MINUTES = 12
 """What a replay may take of all cores together: time on the clock says as much of what else runs here."""
 
 
