@@ -14,8 +14,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# The interpreter is slow, some machines are slower, and runs are compared: no deadline, not for making examples
-# either, and the same examples every time.
+# The interpreter is slow, some machines are slower, and runs are compared: no deadline, none for making
+# examples either, and the same examples every time.
 hypothesis.settings.register_profile(
     "attnlib", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
