@@ -181,6 +181,7 @@ BACKWARD = {
     "wide bfloat16": Call(128, "dots", 140, 150, dtype=torch.bfloat16, config=WIDE),
     "gathered": Call(64, "S2", 1000, 1000, 3, 3),
     "128 gathered": Call(128, "S2, shared keys", 650, 650, 4, 2, 2, torch.bfloat16),
+    "128 gathered, a sequence": Call(128, "S2, shared keys", 650, 650, 4, 2, 1, torch.bfloat16),
     "gathered, a dense head": Call(64, "S2, a dense head", 900, 900, 3, 3),
     "256 random": Call(256, "random", 300, 384, 3, 3),
     "256 documents": Call(256, "documents", 260, 390),
@@ -229,7 +230,7 @@ def test_backward(call):
 @pytest.mark.parametrize(
     "call",
     ["many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both",
-     "128 gathered"],
+     "128 gathered, a sequence"],
 )
 def test_orders_of_the_backward_pass(call, order):
     kernel = check_backward(BACKWARD[call], order, 1)
@@ -340,14 +341,14 @@ MUTATIONS += [
     backward("steps of the first head alone are counted", "one group", "Race|Deadlock|Assertion",
              ("count += gl.load(own + 1) - gl.load(own)", "count = gl.load(own + 1) - gl.load(own)"), steps),
     backward("dK is not scaled", "many steps", WRONG, ("(dk * sm_scale)", "(dk * 1.0)")),
-    *(backward(bug, "128 gathered", WRONG, edit, steps) for bug, edit in (
+    *(backward(bug, "128 gathered, a sequence", WRONG, edit, steps) for bug, edit in (
         ("both buffers have the first unit of keys", ("(16 * w)) & 0xFFFF) * 64", "(0 * w)) & 0xFFFF) * 64")),
         ("all key heads have the units of the first",
          ("work.units + work.number)", "work.units + work.i_n)")),
         ("gathered keys lie at the place of their tile",
          ("gl.load(work.units + work.number)", "2 * work.i_n + ((2 * work.i_n + 1) << 16)")),
     )),
-    backward("gradients of gathered keys go to the first unit", "128 gathered", WRONG,
+    backward("gradients of gathered keys go to the first unit", "128 gathered, a sequence", WRONG,
              ("first_row(told(mem, 4), WG, plan)", "first_row(told(mem, 4), 0, plan)")),
     *(backward(bug, "wide many steps", verdict, edit, wide) for bug, verdict, edit in (
         ("the bits are those of the other slot", "Race|Assertion",
