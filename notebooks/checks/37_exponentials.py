@@ -4,12 +4,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+from triton.experimental.gluon import language as gl
 
 from attnlib.bench import exponentials, sources
 from attnlib.bench.shapes import Shape
 from attnlib.book import changes
 from attnlib.book.exercises import judge_gluon
 from attnlib.emulator import emulated
+from attnlib.kernels.common import kept_shift
 
 STEP = "15_teaching"
 
@@ -48,3 +50,30 @@ def check_binding_rate(binding_rate):
             f"tensor {tensor}, slots {slots}, {exps} instructions, share {share}: at {rate:.4g} a clock the "
             f"unit takes {unit:.4g} clocks, the rule says {rule:.4g}"
         )
+
+
+SMALL = (  # lines, early results of x, y and z; operands are s, sum and t
+    ([("mov", "x", "s"), ("add", "y", "s", "t")], {"x"}),
+    ([("add", "y", "s", "t"), ("mov", "x", "y")], set()),  # y is read later, and no operand
+    ([("mul", "a", "s", "t"), ("mov", "b", "sum"), ("add", "x", "a", "b"), ("sub", "z", "a", "x")], set()),
+    ([("add", "z", "s", "t"), ("bra", "", "p"), ("mul", "z", "z", "sum"), ("mov", "a", "z"),
+      ("mov", "y", "s"), ("mov", "x", "y")], {"z"}),
+)  # fmt: skip
+
+
+def check_early(early):
+    """Of small programs, and of the package's own assembly of a step."""
+    for lines, expected in SMALL:
+        found = early(lines, ("x", "y", "z"), ("s", "sum", "t"))
+        text = "; ".join(" ".join(line) for line in lines)
+        assert found == expected, f"{text}: expected {expected or 'none'}, got {found or 'none'}"
+    m = 16  # words of a thread, 64 rows and 64 keys
+    text = kept_shift._asm.fn(m, gl.float16, 0)
+    lines = [line.strip().replace(",", "").split() for line in text.strip("{} ").split(";")]
+    lines = [tuple(line) for line in lines if len(line) > 2 and line[0] not in (".reg", "@!q")]
+    constraints = kept_shift._constraints.fn(m, gl.float16, 0).split(",")
+    results = [f"${i}" for i, kind in enumerate(constraints) if kind.startswith("=")]
+    operands = [f"${i}" for i in range(len(results), len(constraints))]
+    written = {line[1] for line in lines} & set(results)  # others are there to make up the number
+    found = early(lines, results, operands)
+    assert found == written, f"the package's assembly: expected all {len(written)} results, got {found}"

@@ -22,3 +22,12 @@ half_and_half = [weights]
 
 def binding_rate(tensor, slots, exps, share):
     return 128 * exps / (share * tensor + slots)
+
+
+def early(lines, results, operands):
+    found = set()
+    for i, (_, written, *_) in enumerate(lines):
+        later = {name for _, _, *read in lines[i + 1 :] for name in read}
+        if written in results and later & set(operands):
+            found.add(written)
+    return found

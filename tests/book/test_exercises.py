@@ -162,6 +162,9 @@ PLANTED = {
         ("half_and_half", "<< 23", "<< 22", "overflow|right half is off"),
         ("half_and_half", "gl.maximum(right, -126.0)", "gl.maximum(right, -12.0)", "right half is off"),
         ("binding_rate", "128 * exps", "32 * exps", "the unit takes"),
+        ("early", "lines[i + 1 :]", "lines[i:]", "expected .'x'., got"),
+        ("early", "later & set(operands)", "later", "expected none, got .'y'"),
+        ("early", "[i + 1 :] for name", "[i + 1 : i + 2] for name", "expected .'z'., got none"),
     ),
     "36_distr": (
         ("sum_columns", "tl.load(places_ptr + o_d) // GROUP", "o_d // GROUP", "sums are wrong"),
