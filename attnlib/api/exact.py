@@ -215,7 +215,7 @@ def attention_varlen(
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_varlen(q, k, v, varlen, options, symbols)
-    if symbols or not plain(q, k, v):
+    if symbols or not plain(q, k, v, *varlen[:2]):
         return _operator(q, k, v, varlen, options)
     return _call(q, k, v, varlen, options)
 
@@ -283,15 +283,15 @@ def _symbolic() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether all three have memory of their own that a kernel can read: not on device "meta", not of a class
-    that stands for other tensors (FakeTensor, DTensor)."""
-    if q.is_meta:
+def plain(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether all of them, on one device, have memory of their own that a kernel can read: not on device
+    "meta", not of a class that stands for other tensors (FakeTensor, DTensor)."""
+    if first.is_meta:
         return False
-    tensor = torch.Tensor
-    if type(q) is tensor and type(k) is tensor and type(v) is tensor:
-        return True
-    return all(type(x).__torch_dispatch__ is _NO_DISPATCH for x in (q, k, v))
+    for x in (first, *others):
+        if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not _NO_DISPATCH:
+            return False
+    return True
 
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
