@@ -1,4 +1,5 @@
-"""attnlib: exact attention kernels in Triton, and the helpers of the book that builds them."""
+"""attnlib: attention kernels in Triton: exact (`attention`, `attention_varlen`, `attention_decode`), in FP8,
+and functions that are not softmax attention (bsfa, distr, entmax, monarch)."""
 
 from attnlib.api import (
     Fp8,

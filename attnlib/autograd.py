@@ -59,7 +59,7 @@ class Attention(Function):
 
     @staticmethod
     def jvp(ctx, *_):
-        no_forward_derivative()
+        no_forward_derivative("attention")
 
     @staticmethod
     def vmap(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, asked: Asked):

@@ -54,7 +54,7 @@ def forward(
     """(out, LSE): out has the rows of q and the columns of v; the LSE is (B, H, Sq) or (H, Tq) float32, and
     may be None unless it is asked for."""
     if forward_ad._current_level >= 0:  # the fastest way to ask PyTorch for it
-        check_tangents(q, k, v)
+        check_tangents("attention", q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():  # a negation that PyTorch has not applied in memory yet
         q, k, v = (x.resolve_neg() for x in (q, k, v))
     road = _road(params, False, q, k, v, q, k, v)
@@ -84,7 +84,7 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Like `forward`, for `attention_decode`."""
     if forward_ad._current_level >= 0:
-        check_tangents(q, k, v)
+        check_tangents("attention_decode", q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = (x.resolve_neg() for x in (q, k, v))
     if params.k_scale is not None or params.v_scale is not None:
@@ -172,7 +172,7 @@ def bsfa(
     """(out, lse, kept) of `attention_bsfa`; lse and kept may be None unless asked for. ValueError if an
     implementation is asked for that can't run it."""
     if forward_ad._current_level >= 0:
-        check_tangents(q, k, v)
+        check_tangents("attention_bsfa", q, k, v)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = (x.resolve_neg() for x in (q, k, v))
     if nothing_to_do(q, k):
@@ -219,7 +219,7 @@ def backward(d_out: torch.Tensor, saved: Saved, params: Params) -> tuple[torch.T
     score also those of its sinks (H) and its bias, in float32: None where it has no such part, or the
     gradient is not asked for."""
     if forward_ad._current_level >= 0:
-        check_tangents(d_out, *saved[:3])
+        check_tangents("attention", d_out, *saved[:3])
     if nothing_to_do(saved.q, saved.k):
         q, k, v = (x.resolve_neg() for x in saved[:3])
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *_no_gradients(params)

@@ -60,7 +60,7 @@ class ScoredAttention(Function):
 
     @staticmethod
     def jvp(ctx, *_):
-        no_forward_derivative()
+        no_forward_derivative("attention")
 
     vmap = staticmethod(_not_mapped)
 

@@ -430,27 +430,25 @@ _library = torch.library.Library("attnlib", "IMPL")
 _DEVICES = "CPU", "CUDA", "Meta", "XPU", "MPS", "HPU", "PrivateUse1"
 
 
-def _refuse_tangents(operator) -> None:
+def _refuse_tangents(operator, function: str) -> None:
     """Make tangents of the operator's arguments an error: PyTorch drops them silently. The check comes before
     the function that PyTorch has made of `register_autograd`."""
     differentiable = make_autograd_impl(operator._opoverload, operator)
 
     def refuse(keys, *args, **options):
-        check_tangents(*(x for x in args if isinstance(x, torch.Tensor)))
+        check_tangents(function, *(x for x in args if isinstance(x, torch.Tensor)))
         return differentiable(keys, *args, **options)
 
     for device in _DEVICES:
         _library.impl(operator._opoverload, refuse, f"Autograd{device}", with_keyset=True)
 
 
-_refuse_tangents(attention_forward)
-_refuse_tangents(attention_backward)
-_refuse_tangents(attention_scored)
-_refuse_tangents(attention_scored_backward)
-_refuse_tangents(attention_decode)
-_refuse_tangents(attention_bsfa)
-_refuse_tangents(attention_entmax)
-_refuse_tangents(attention_entmax_backward)
+for _operator in (attention_forward, attention_backward, attention_scored, attention_scored_backward):
+    _refuse_tangents(_operator, "attention")
+for _operator in (attention_entmax, attention_entmax_backward):
+    _refuse_tangents(_operator, "attention_entmax")
+_refuse_tangents(attention_decode, "attention_decode")
+_refuse_tangents(attention_bsfa, "attention_bsfa")
 
 
 flops.register_when_counted()

@@ -90,7 +90,7 @@ def attention_bsfa(
                 "does: attention_bsfa has no gradient; attention has one"
             )
     limits = _limits(threshold, q)
-    if symbols or not plain(q, k, v):
+    if symbols or not plain(q, k, v, limits):
         scale = None if sm_scale is None else float(sm_scale)
         asked = (limits, causal, scale, return_lse, return_kept, impl)
         out, lse, kept = torch_ops.attention_bsfa(q, k, v, *asked)

@@ -151,7 +151,7 @@ def attention_decode(
                     "does: attention_decode has no gradient; attention has one"
                 )
     seen = mask_window(causal, window)
-    if symbols or not plain(q, k_cache, v_cache):
+    if symbols or not plain(*(x for x in tensors if x is not None)):
         scale = None if sm_scale is None else float(sm_scale)
         told = None if split is None else str(split)
         given = (lengths, page_table, *seen, scale, return_lse, told, starts, k_scale, v_scale)

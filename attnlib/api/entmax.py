@@ -154,7 +154,7 @@ def _call(name: str, q, k, v, options: EntmaxOptions, varlen: Varlen | None = No
         raise NotImplementedError(f"{name} under torch.func: not supported; use torch.autograd")
     symbols = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
     check_entmax(q, k, v, options, symbols, varlen)
-    if varlen is not None and not symbols and plain(q, k, v):
+    if varlen is not None and not symbols and plain(q, k, v, *varlen[:2]):
         check_offsets(q, k, varlen)
     alpha, causal, sm_scale, return_tau, impl = options
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

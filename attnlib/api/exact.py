@@ -60,10 +60,10 @@ def attention(
 ):  # fmt: skip
     """Exact scaled dot-product attention, softmax(sm_scale * Q K^T) V, forward and backward.
 
-    Scores, running row maximum, row sum and output are accumulated in float32. The kernel reads its inputs
-    through TMA descriptors where they lie; an input that a descriptor cannot express (last dimension not
-    contiguous, another stride or the address not a multiple of 16 bytes, an expanded dimension) is copied
-    once.
+    Scores, running row maximum, row sum and output are accumulated in float32. On Hopper, inputs whose layout
+    TMA cannot read (last dimension not contiguous, another stride or the address not a multiple of 16 bytes,
+    an expanded dimension) are computed by the portable kernel, which copies them once. Give grouped heads as
+    they are, not expanded.
 
     It works with: gradients of q, k and v (first derivatives; the memory for them grows with S, not S^2);
     `torch.compile(fullgraph=True)` and `torch.export`, with dynamic shapes, as the operator
@@ -95,7 +95,9 @@ def attention(
             `torch.vmap`. A compiled graph takes a function of your own in a score that is made outside of it.
             The LSE includes the sink; a row that sees nothing has the sink's alone.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
-            `torch.use_deterministic_algorithms` is on. The forward pass always is.
+            `torch.use_deterministic_algorithms` is on. The forward pass always is. A learned bias that
+            queries or keys share, or a learned `relative`, has no fast kernel then: the backward pass runs in
+            PyTorch in float64, with memory for all scores.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
             whole GPU), "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA
             can read; triton 3.6 to 3.9), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference"
@@ -114,7 +116,9 @@ def attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, `window`, `block_mask`, `score`, `sm_scale` or `impl` do not fit.
         RuntimeError: a second or a forward-mode derivative was asked for.
-        NotImplementedError: it is called under `torch.jit.trace`.
+        NotImplementedError: it is called under `torch.jit.trace`; under `torch.vmap` with a score, or with a
+            block mask for each batch element; under `torch.func.functionalize` together with `torch.func`'s
+            `grad`, `vjp` or `jvp`; or a compiled graph makes a score with a function of your own.
 
     Example:
         >>> q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -203,11 +207,12 @@ def attention_varlen(
     Raises:
         TypeError, ValueError, RuntimeError: as `attention`; and ValueError if `cu_seqlens_*` do not start at
             0, go down, do not end at the number of tokens, or have a longer sequence than `max_seqlen_*`.
+        NotImplementedError: as `attention`; and under `torch.vmap`.
 
     Example:
-        >>> lengths = torch.tensor([0, 100, 1024], dtype=torch.int32, device="cuda")
+        >>> offsets = torch.tensor([0, 100, 1024], dtype=torch.int32, device="cuda")
         >>> q, k, v = (torch.randn(1024, 16, 128, device="cuda", dtype=torch.float16) for _ in range(3))
-        >>> out = attention_varlen(q, k, v, lengths, lengths, 924, 924, causal=True)
+        >>> out = attention_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
@@ -215,7 +220,7 @@ def attention_varlen(
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_varlen(q, k, v, varlen, options, symbols)
-    if symbols or not plain(q, k, v):
+    if symbols or not plain(q, k, v, *varlen[:2]):
         return _operator(q, k, v, varlen, options)
     return _call(q, k, v, varlen, options)
 
@@ -283,15 +288,15 @@ def _symbolic() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether all three have memory of their own that a kernel can read: not on device "meta", not of a class
-    that stands for other tensors (FakeTensor, DTensor)."""
-    if q.is_meta:
+def plain(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether all of them, on one device, have memory of their own that a kernel can read: not on device
+    "meta", not of a class that stands for other tensors (FakeTensor, DTensor)."""
+    if first.is_meta:
         return False
-    tensor = torch.Tensor
-    if type(q) is tensor and type(k) is tensor and type(v) is tensor:
-        return True
-    return all(type(x).__torch_dispatch__ is _NO_DISPATCH for x in (q, k, v))
+    for x in (first, *others):
+        if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not _NO_DISPATCH:
+            return False
+    return True
 
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -345,6 +350,13 @@ def explain(
     """Which kernel `attention` would run with these arguments, with which configuration, and why.
 
     Nothing is computed or compiled. Arguments and errors are those of `attention`.
+
+    Returns:
+        an `attnlib.api.Choice`: the kernel, its configuration, the reason, and the window without bounds that
+        no row reaches. It is of the forward pass.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
 
     Example:
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))

@@ -31,12 +31,12 @@ def quantize_fp8(
 ) -> Fp8:
     """A tensor as `attention_fp8` reads it, in float8_e4m3fn: made once for several calls.
 
-    Queries and keys are rotated: their rows are multiplied by an orthogonal matrix, random signs times a
-    Hadamard matrix over sqrt(D). This leaves Q K^T as it is and spreads large entries over the row. Then each
-    block of 64 queries or 128 keys, each head or the tensor is divided by a scale that makes its largest
-    magnitude 448, and rounded to the nearest. Values are not rotated, and have a scale for each head or one
-    for all; they are transposed. One kernel does all of this; where a scale is not that of a block, another
-    one finds the largest magnitude first.
+    Queries and keys are rotated, as in FlashAttention-3 (arXiv 2407.08608): their rows are multiplied by an
+    orthogonal matrix, random signs times a Hadamard matrix over sqrt(D). This leaves Q K^T as it is and
+    spreads large entries over the row. Then each block of 64 queries or 128 keys, each head or the tensor is
+    divided by a scale that makes its largest magnitude 448, and rounded to the nearest. Values are not
+    rotated, and have a scale for each head or one for all; they are transposed. One kernel does all of this;
+    where a scale is not that of a block, another one finds the largest magnitude first.
 
     Values are centered: their mean over the keys, of each head and column, is subtracted first. The tensor
     cores add up products of FP8 in few bits, which costs most where they have a common part; and what is left
@@ -55,6 +55,10 @@ def quantize_fp8(
         center: whether values are centered; of varlen sequences each by its own mean.
         cu_seqlens, max_seqlen: of varlen sequences, as in `attention_varlen`; the very tensor with which
             `attention_fp8_varlen` is called later.
+
+    Returns:
+        an `Fp8`, on the device of `x`: the numbers in float8_e4m3fn, their scales in float32, and the means
+        of centered values. Its `shape` and `dtype` are those of `x`.
 
     Raises:
         TypeError, ValueError: an argument is wrong.

@@ -8,6 +8,8 @@ from typing import NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from attnlib.api.exact import plain
+from attnlib.arguments.common import type_name
 from attnlib.arguments.tangents import check_tangents
 
 
@@ -20,17 +22,20 @@ def refuse_transformations(function: str) -> None:
 
 
 def refuse_derivatives(function: str, **tensors: torch.Tensor) -> None:
-    """RuntimeError if a derivative is asked for; NotImplementedError for tensors without values."""
+    """RuntimeError if a derivative is asked for; NotImplementedError for tensors without values; TypeError
+    for those that stand for others."""
     for name, tensor in tensors.items():
         if tensor.is_meta:
             _refuse(function, 'device "meta"')
+        if not plain(tensor):
+            raise TypeError(f"{name}: expected a plain tensor, got {type_name(tensor)}")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "
                 f"does: {function} has no gradient; attention has one"
             )
     if tensors and forward_ad._current_level >= 0:
-        check_tangents(*tensors.values())
+        check_tangents(function, *tensors.values())
 
 
 def _refuse(function: str, what: str) -> NoReturn:

@@ -76,7 +76,7 @@ def attention_monarch(
     """
     refuse_transformations("attention_monarch")
     check_monarch(q, k, v, MonarchOptions(block, steps, pad, key_mask, sm_scale, impl))
-    refuse_derivatives("attention_monarch", q=q, k=k, v=v)
+    refuse_derivatives("attention_monarch", q=q, k=k, v=v, **_given(key_mask))
     params = _params(q, block, steps, pad, key_mask, sm_scale)
     family = MONARCH[impl or "triton"]
     lacks = family.unsupported(q, params)
@@ -113,10 +113,14 @@ def monarch_matrix(
     """
     refuse_transformations("monarch_matrix")
     check_monarch(q, k, k, MonarchOptions(block, steps, pad, key_mask, sm_scale))
-    refuse_derivatives("monarch_matrix", q=q, k=k)
+    refuse_derivatives("monarch_matrix", q=q, k=k, **_given(key_mask))
     if not q.numel():
         return torch.zeros(*q.shape[:3], q.shape[2], dtype=torch.float64, device=q.device)
     return MONARCH["reference"].matrix(q, k, _params(q, block, steps, pad, key_mask, sm_scale))
+
+
+def _given(key_mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {} if key_mask is None else {"key_mask": key_mask}
 
 
 def _params(q, block, steps, pad, key_mask, sm_scale) -> MonarchParams:

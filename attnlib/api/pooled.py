@@ -17,6 +17,8 @@ from attnlib.params import Params, mask_window
 __all__ = ["attention_pooled"]
 MOST_BYTES = 2 << 30
 """Bytes of maxima that are held at once; a call with more is computed in parts."""
+TILE = 256, 128
+"""Queries and keys of the largest tile, to which maxima are padded."""
 
 
 def attention_pooled(
@@ -33,8 +35,8 @@ def attention_pooled(
 
     pooled[b, h, I, J] = max of softmax(sm_scale * Q K^T)[i, j] over the queries i of block I and the keys j
     of block J. It is what the gate of SeerAttention (arXiv 2410.13276) learns from. On Hopper the forward
-    kernel keeps the largest score of each row and 64 keys, 4 bytes for 64 scores, up to 2 GiB at once, and a
-    second, short kernel pools them; elsewhere Q K^T is computed a second time.
+    kernel keeps the largest score of each row and 64 keys, 4 bytes for 64 scores, up to 2 GiB at once, or
+    those of one head, and a second, short kernel pools them; elsewhere Q K^T is computed a second time.
 
     No gradient, no torch.compile, no torch.func. `torch.autocast` has no effect.
 
@@ -80,7 +82,11 @@ def attention_pooled(
 
 def _implementation(q, k, v, params: Params, impl: str | None) -> str:
     """The first that can run a call, or the one that was asked for. ValueError if that can't."""
-    lacks = {name: family.unsupported(q, k, v, params) for name, family in KEEPS_MAXIMA.items()}
+    pooler, keys = next(iter(POOLERS.values())), k.shape[2]
+    lacks = {
+        name: family.unsupported(q, k, v, params) or pooler.too_many_keys(keys)
+        for name, family in KEEPS_MAXIMA.items()
+    }
     lacks |= {name: pooler.unsupported(q.device) for name, pooler in POOLERS.items()}
     if impl is None:
         return next(name for name, missing in lacks.items() if missing is None)
@@ -94,16 +100,23 @@ def _units(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def _by_maxima(family: ModuleType, q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, map of units of 64); in parts of the batch elements, then of the heads, where memory is short."""
-    *_, down, across = _units(q, k)
-    bytes_kept = 4 * 64 * q.shape[0] * q.shape[1] * down * across
-    for dim in (0, 1):
-        at_once = max(1, MOST_BYTES * k.shape[dim] // bytes_kept)
-        if at_once < k.shape[dim]:
-            group = q.shape[dim] // k.shape[dim]
-            cut = q.split(at_once * group, dim), k.split(at_once, dim), v.split(at_once, dim)
-            parts = [_by_maxima(family, *one, params) for one in zip(*cut, strict=True)]
+    """(out, map of units of 64); in parts of the batch elements, then of the key heads, then of the query
+    heads of one, where memory is short."""
+    kept = _bytes_kept(q, k)
+    for dim, number in ((0, k.shape[0]), (1, k.shape[1]), (1, q.shape[1])):
+        at_once = max(1, MOST_BYTES * number // kept)
+        if at_once < number:
+            rows = q.split(at_once * (q.shape[dim] // number), dim)
+            shared = k.shape[dim] < number  # by all query heads: one key head is left
+            keys, values = ([x] * len(rows) if shared else x.split(at_once, dim) for x in (k, v))
+            parts = [_by_maxima(family, *one, params) for one in zip(rows, keys, values, strict=True)]
             return tuple(torch.cat(both, dim) for both in zip(*parts, strict=True))
     out, lse, maxima = family.forward(q, k, v, params)
     causal = params.window.right is not None
     return out, next(iter(POOLERS.values())).of_maxima(maxima, lse, k.shape[2], causal)
+
+
+def _bytes_kept(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Of maxima, at most: a float32 number for each row and 64 keys."""
+    rows, keys = (-(-x.shape[2] // tile) * tile for x, tile in zip((q, k), TILE, strict=True))
+    return 4 * q.shape[0] * q.shape[1] * rows * (keys // 64)

@@ -48,10 +48,26 @@ def check_gate_call(gate, q, k) -> None:
         )
 
 
-def check_top(scores, count) -> None:
+def _check_scores(scores) -> None:
     if not isinstance(scores, torch.Tensor):
         raise TypeError(f"scores: expected a torch.Tensor, got {type_name(scores)}")
+    if not scores.is_floating_point():
+        raise TypeError(f"scores: expected a floating-point dtype, got {scores.dtype}")
+
+
+def check_top(scores, count) -> None:
+    _check_scores(scores)
+    if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2] or not scores.shape[-1]:
+        raise ValueError(f"scores: expected shape (..., n, n) with n from 1 on, got {tuple(scores.shape)}")
     _check_count("count", count)
+
+
+def check_above(scores, threshold) -> None:
+    _check_scores(scores)
+    if not scores.dim():
+        raise ValueError("scores: expected shape (..., n), got ()")
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        raise TypeError(f"threshold: expected a number, got {type_name(threshold)}")
 
 
 def check_density(blocks, density) -> None:
@@ -69,7 +85,8 @@ def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(x.shape)}")
-    check_top(scores, count)
+    _check_scores(scores)
+    _check_count("count", count)
     B, heads, S, _ = k_cache.shape
     if q.shape[0] != B or q.shape[2] != 1:
         raise ValueError(f"q: expected shape ({B}, H, 1, D) for {B} caches, got {tuple(q.shape)}")
@@ -95,3 +112,6 @@ def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
         check_int32("lengths", lengths, "a torch.Tensor or None")
         if tuple(lengths.shape) != (B,):
             raise ValueError(f"lengths: expected shape ({B},), got {tuple(lengths.shape)}")
+    for name, x in (("scores", scores), ("lengths", lengths)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q has, got {x.device}")

@@ -91,6 +91,9 @@ class BlockMask:
         """From a bool tensor (B, H, blocks of queries, blocks of keys), without B and H for one mask for all.
 
         blocks: True where a block is seen. block_size: rows and columns of a block, multiples of 64.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, dtype or shape, or is out of its range.
         """
         size = checks.check_block_size(block_size)
         blocks = checks.check_blocks(blocks, seqlen_q, seqlen_k, size)
@@ -105,6 +108,9 @@ class BlockMask:
         Nothing waits for the GPU, and CUDA graphs can capture it; so a choice may be made anew for each call,
         as by a gate. `blocks` must not change afterwards. block_size: 64 or 128. A kernel's tile has 128
         rows, and with blocks of 64 computes what either half of them sees.
+
+        Raises:
+            TypeError, ValueError: as `from_blocks`.
         """
         checks.check_chosen_size(block_size)
         blocks = checks.check_blocks(blocks, seqlen, seqlen, (block_size, block_size))
@@ -124,6 +130,10 @@ class BlockMask:
 
         starts: int32 or int64 (B, H, blocks of queries + 1), or without B and H. indices: (n), the lists of
         all rows of all heads, each in ascending order.
+
+        Raises:
+            TypeError, ValueError: as `from_blocks`; and ValueError for tensors on two devices, and for a list
+                that is not in order, or names a block twice or one that is not there.
         """
         size = checks.check_block_size(block_size)
         blocks = checks.check_csr(starts, indices, seqlen_q, seqlen_k, size)
@@ -146,6 +156,11 @@ class BlockMask:
         It is vmapped, and called for pieces of the mask: no memory grows with seqlen_q * seqlen_k but that of
         the bits of partial blocks, an eighth of a byte for each of their elements. B, H: None where the mask
         is the same for all batch elements or heads.
+
+        Raises:
+            TypeError: an argument has the wrong type, or the function gives no bool tensor.
+            ValueError: a number is below 1, or the function gives a tensor with dimensions.
+            RuntimeError: PyTorch knows no such device.
         """
         checks.check_function(function)
         shape = checks.check_lengths(seqlen_q, seqlen_k), checks.check_shared(B, H)
@@ -156,7 +171,11 @@ class BlockMask:
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> BlockMask:
         """From a bool tensor (B, H, S_q, S_k), or (S_q, S_k), True where a query sees a key. B and H of 1 are
-        for all."""
+        for all.
+
+        Raises:
+            TypeError, ValueError: it is no bool tensor, or not of these shapes, or empty.
+        """
         mask = checks.check_mask(mask)
         grid = Grid(*mask.shape, mask.device)
         kinds = torch.full(grid.units, PARTIAL, dtype=torch.int8, device=grid.device)
@@ -165,7 +184,13 @@ class BlockMask:
     @classmethod
     def from_torch(cls, mask: torch.nn.attention.flex_attention.BlockMask) -> BlockMask:
         """From what `torch.nn.attention.flex_attention.create_block_mask` gives: its full blocks as they are,
-        the others by its function."""
+        the others by its function.
+
+        Raises:
+            TypeError: it is another object, or its function gives no bool tensor.
+            ValueError: its blocks are no multiples of 64, or its lists name a block twice or one that is not
+                there.
+        """
         kinds, size = checks.check_torch_mask(mask)
         grid = _grid_of(kinds, *mask.seq_lengths)
         return cls._of_kinds(kinds, seen_by_function(mask.mask_mod), size, grid)

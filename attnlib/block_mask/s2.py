@@ -44,8 +44,13 @@ class S2Pattern:
         heads, kv_heads: of the queries and of the keys, as many by default.
         block_size: tokens of a block, a multiple of 64.
         local_blocks: near blocks, the query's own among them.
-        stride: of the far blocks a head keeps one in so many.
+        stride: of the far blocks a head keeps one in so many; at most the number of key heads, unless
+            `dense_heads` is set.
         dense_heads: how many key heads, the last ones, see all keys up to the query's.
+
+    Raises:
+        TypeError: a field is no int.
+        ValueError: a field is out of its range, or the heads together would not see every block.
     """
 
     heads: int

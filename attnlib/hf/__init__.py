@@ -6,12 +6,12 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnlib")
 
 Computed: causal, full and sliding-window attention, one-sided or two-sided; cross-attention; grouped heads;
-values with a head dimension of their own (filled up with zeros); training; caches that grow, and those of a
-fixed size, with `generate()` by any search; batches padded on the left, on the right, or with holes (not in a
-cache of a fixed size), of which only the tokens are computed, a new one from a cache where it lies; packed
-sequences, told by `position_ids` that begin anew inside a row, or by `cu_seq_lens_q` and its kin; soft caps
-(Gemma 2), attention sinks (GPT-OSS) and relative biases (T5); `torch.compile` in one graph, and
-`torch.export`.
+values with a head dimension of their own (filled up with zeros under a block mask or a score, and where
+decoding kernels may run); training; caches that grow, and those of a fixed size, with `generate()` by any
+search; batches padded on the left, on the right, or with holes (not in a cache of a fixed size), of which
+only the tokens are computed, a new one from a cache where it lies; packed sequences, told by `position_ids`
+that begin anew inside a row, or by `cu_seq_lens_q` and its kin; soft caps (Gemma 2), attention sinks
+(GPT-OSS) and relative biases (T5); `torch.compile` in one graph, and `torch.export`.
 
 Any other mask: chunks (Llama 4), image tokens that see each other (Gemma 3, PaliGemma), functions given to
 transformers' masking_utils, and tensors with four dimensions given as attention_mask, bool or added to the

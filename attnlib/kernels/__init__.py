@@ -114,7 +114,8 @@ POOLERS = {"triton": pool, "reference": reference_pool}
     unsupported(device)                       what they need and a device does not have; None if it has all
     of_scores(q, k, lse, causal, sm_scale)    the map of units of 64 queries by 64 keys, (B, H, units, units)
 
-The first one also has of_maxima(maxima, lse, S_k, causal), for the maxima of a family of `KEEPS_MAXIMA`."""
+The first one also has of_maxima(maxima, lse, S_k, causal), for the maxima of a family of `KEEPS_MAXIMA`, and
+too_many_keys(S_k), why it can't pool those of so many keys; None if it can."""
 
 KEEPS_MAXIMA = {"hopper": hopper_pooled}
 """Forward passes that keep the largest score of each row and 64 keys: modules with unsupported(q, k, v,

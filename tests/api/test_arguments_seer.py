@@ -9,7 +9,7 @@ from argument_rows import check_every_argument_has_a_row, check_mistake, mistake
 from cases import INTERPRETER_REMARKS
 
 from attnlib import BlockMask, attention_pooled
-from attnlib.seer import SeerGate, decode_chosen, top, top_of_density
+from attnlib.seer import SeerGate, above, decode_chosen, top, top_of_density
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -70,10 +70,24 @@ CALL = [
      "k: expected batch size 2 and 70 tokens as q has, got 2 and 71"),
 ]  # fmt: skip
 
-TOP = [
+SCORES = [
     ({"scores": 1}, TypeError, "scores: expected a torch.Tensor, got int"),
+    ({"scores": torch.ones(3, 3).int()}, TypeError,
+     "scores: expected a floating-point dtype, got torch.int32"),
+]  # fmt: skip
+SQUARE = "scores: expected shape (..., n, n) with n from 1 on, got"
+TOP = [
+    *SCORES,
+    ({"scores": torch.zeros(2, 130, 3)}, ValueError, f"{SQUARE} (2, 130, 3)"),
+    ({"scores": torch.zeros(3)}, ValueError, f"{SQUARE} (3,)"),
+    ({"scores": torch.zeros(2, 0, 0)}, ValueError, f"{SQUARE} (2, 0, 0)"),
     ({"count": 1.5}, TypeError, "count: expected an int, got float"),
     ({"count": 0}, ValueError, "count: expected 1 or more, got 0"),
+]
+ABOVE = [
+    *SCORES,
+    ({"scores": torch.zeros(())}, ValueError, "scores: expected shape (..., n), got ()"),
+    ({"threshold": True}, TypeError, "threshold: expected a number, got bool"),
 ]
 DENSITY = [
     ({"blocks": 0}, ValueError, "blocks: expected 1 or more, got 0"),
@@ -102,7 +116,12 @@ DECODE = [
      "k_cache: expected a contiguous tensor, got strides (8192, 4096, 1, 256)"),
     ({"scores": torch.zeros(2, 2, 5)}, ValueError,
      "scores: expected shape (2, 2, n), where n divides 256, got (2, 2, 5)"),
+    *SCORES,
+    ({"scores": torch.zeros(2, 2, 4, device="meta")}, ValueError,
+     "scores: expected device cpu as q has, got meta"),
     ({"count": 0}, ValueError, "count: expected 1 or more, got 0"),
+    ({"lengths": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError,
+     "lengths: expected device cpu as q has, got meta"),
     ({"lengths": torch.zeros(2)}, TypeError, "lengths: expected dtype int32, got torch.float32"),
     ({"lengths": torch.zeros(3, dtype=torch.int32)}, ValueError, "lengths: expected shape (2,), got (3,)"),
     ({"sm_scale": "1"}, TypeError, "sm_scale: expected a number or None, got str"),
@@ -112,8 +131,8 @@ GIVEN = {"scores": torch.zeros(3, 3), "count": 2}
 TABLES = [
     (attention_pooled, GOOD, POOLED), (BlockMask.from_chosen, CHOSEN, MASK),
     (SeerGate(**MADE).forward, CALLED, CALL),
-    (top, GIVEN, TOP), (top_of_density, {"blocks": 4, "density": 0.5}, DENSITY),
-    (decode_chosen, DECODED, DECODE),
+    (top, GIVEN, TOP), (above, {"scores": torch.zeros(3, 3), "threshold": 0.1}, ABOVE),
+    (top_of_density, {"blocks": 4, "density": 0.5}, DENSITY), (decode_chosen, DECODED, DECODE),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from cases import INTERPRETER_REMARKS
 from families import forget_launches, forward
 
+import attnlib
 from attnlib import attention, attention_varlen, node
 from attnlib.bench import tuning
 from attnlib.bench.oracle import make_inputs
@@ -38,6 +39,72 @@ def step(inputs, **options):
     generator = torch.Generator(out.device).manual_seed(1)
     d_out = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
     return out.detach(), lse, *torch.autograd.grad(out, inputs, d_out)
+
+
+# ---------------------------------------------------------------- functions without a gradient
+
+OFFSETS = torch.tensor([0, 16], dtype=torch.int32)
+WITHOUT_GRADIENT = {
+    "quantize_fp8": lambda x: attnlib.quantize_fp8(x, "q"),
+    "attention_fp8": lambda x: attnlib.attention_fp8(x, x, x, impl="reference"),
+    "attention_fp8_varlen": lambda x: attnlib.attention_fp8_varlen(
+        x, x, x, OFFSETS, OFFSETS, 16, 16, impl="reference"
+    ),
+    "attention_pooled": lambda x: attnlib.attention_pooled(x, x, x),
+    "attention_distr": lambda x: attnlib.attention_distr(x, x, x, group=2),
+    "attention_monarch": lambda x: attnlib.attention_monarch(x, x, x),
+    "monarch_matrix": lambda x: attnlib.monarch_matrix(x, x),
+    "bsfa_threshold": lambda x: attnlib.bsfa_threshold(x, x, kept=1),
+}
+OPERATORS = {
+    "attention_decode": lambda x: attnlib.attention_decode(x, x, x),
+    "attention_bsfa": lambda x: attnlib.attention_bsfa(x, x, x, threshold=0.1),
+}
+
+
+def operand(name: str) -> torch.Tensor:
+    shape = (16, 1, 64) if "varlen" in name else (1, 1, 16, 64)
+    return torch.ones(shape, dtype=torch.float16)
+
+
+class Standing(torch.Tensor):
+    """Stands for another tensor, as DTensor does, and has no memory."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return cls._make_wrapper_subclass(cls, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} was called")
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_a_tensor_without_memory_reaches_no_kernel(name):
+    given = "x" if name == "quantize_fp8" else "q"
+    with pytest.raises(TypeError, match=f"^{given}: expected a plain tensor, got test_robust.Standing$"):
+        WITHOUT_GRADIENT[name](Standing(operand(name)))
+
+
+def test_nor_does_one_beside_plain_tensors(monkeypatch):
+    """Operators ask its class; what is none refuses it."""
+    monkeypatch.setattr("attnlib.arguments.decode._check_decode_values", lambda *_: None)
+    x, tokens = operand(""), operand("varlen")
+    numbers = Standing(torch.ones(1, dtype=torch.int32)), Standing(OFFSETS)
+    with pytest.raises(NotImplementedError, match="attnlib.attention_decode.default was called"):
+        attnlib.attention_decode(x, x, x, lengths=numbers[0])
+    with pytest.raises(NotImplementedError, match="attnlib.attention_forward.default was called"):
+        attention_varlen(tokens, tokens, tokens, OFFSETS, numbers[1], 16, 16)
+    with pytest.raises(TypeError, match="^key_mask: expected a plain tensor, got test_robust.Standing$"):
+        attnlib.attention_monarch(x, x, x, key_mask=Standing(torch.ones(1, 16, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT | OPERATORS)
+def test_the_error_of_a_tangent_promises_no_backward_pass(name):
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(operand(name), operand(name))
+        with pytest.raises(RuntimeError, match=rf"^attnlib.{name} has no forward-mode .*forward_ad\)$"):
+            (WITHOUT_GRADIENT | OPERATORS)[name](x)
 
 
 # ---------------------------------------------------------------- repeatable

@@ -106,6 +106,15 @@ def test_top_keeps_the_diagonal_and_the_largest():
     assert torch.equal(above(scores, 0.2), torch.softmax(scores, -1) > 0.2)
 
 
+def test_scores_that_are_no_numbers():
+    """A NaN must not hide the other blocks of its row."""
+    scores = randn(9, 9).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
+    scores[8, 2] = torch.nan
+    found = top(scores, 3)[8]
+    assert set(found.nonzero().flatten().tolist()) == {2, 8, int(scores[8].nan_to_num(-9)[:8].argmax())}
+    assert not above(scores, 0.1)[8].any() and above(scores, 0.1)[7].any()
+
+
 @pytest.mark.parametrize("blocks", [1, 7, 64])
 def test_top_of_density(blocks):
     for density in (0.01, 0.1, 0.5, 0.93, 1.0):
@@ -147,6 +156,22 @@ def test_decode_chosen(count, device):
     Oracle(q, k, v, mask=mask).judge(out).raise_if_bad(f"{count} blocks")
     if count == 9:
         assert torch.equal(out[:3], attention_decode(q, k, v, lengths=given)[:3])
+
+
+@pytest.mark.parametrize(("value", "kept"), [(-torch.inf, {1, 2, 3}), (torch.nan, {0, 2, 3})])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decode_chosen_reads_what_is_there(dtype, value, kept, device):
+    """Whatever the scores are, blocks that come before the newest are taken first: behind it is NaN."""
+    q, k, v = (randn(1, 1, n, 16, seed=n).half().to(device) for n in (1, 256, 256))
+    k[:, :, 64:], v[:, :, 64:] = torch.nan, torch.nan
+    lengths = torch.tensor([64], dtype=torch.int32, device=device)
+    scores = randn(1, 1, 16).sort().values.to(device, dtype)  # ascending
+    scores[..., 0] = value
+    for count in (3, 4, 5):
+        out = decode_chosen(q, k, v, scores, count, lengths=lengths)
+        seen = kept if count == 3 else {0, 1, 2, 3}
+        mask = torch.isin(torch.arange(64, device=device) // 16, torch.tensor([*seen], device=device))
+        Oracle(q, k[:, :, :64], v[:, :, :64], mask=mask[None, None, None]).judge(out).raise_if_bad(f"{count}")
 
 
 # ---------------------------------------------------------------- the small model

@@ -2,15 +2,15 @@
 
 import torch
 
+from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.kernels.common import device
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.decode import launch
-from attnlib.kernels.decode.configs import DecodeConfig, Work, decode_config, pays_to_split
+from attnlib.kernels.decode.configs import DecodeConfig, pays_to_split
 from attnlib.params import DecodeParams, Params
 
 __all__ = ["FITS", "configuration", "forward", "prepare", "slower", "unsupported"]
 FITS = "few queries, whose keys all multiprocessors read"
-MOST_QUERIES = 16
 
 
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
@@ -37,7 +37,7 @@ def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
 
 def slower(q, k, params: Params, backward: bool = False) -> str | None:
     """Why another family is faster; None if none is."""
-    work, heads = _work(q.shape, k.shape, params, q), q.shape[0] * q.shape[1]
+    work, heads = launch.work_of(_call(q, k, k, params)), q.shape[0] * q.shape[1]
     if pays_to_split(work, heads):
         return None
     return f"is slower for {heads} heads of {work.keys} keys on {work.sms} multiprocessors"
@@ -45,15 +45,17 @@ def slower(q, k, params: Params, backward: bool = False) -> str | None:
 
 def configuration(q, k, v, params: Params, backward: bool = False) -> DecodeConfig:
     """How the kernels are compiled and launched for queries and keys like these."""
-    return decode_config(_work(q.shape, k.shape, params, q))
+    return launch.configuration(_call(q, k, v, params))
 
 
-def _work(q: torch.Size, k: torch.Size, params: Params, tensor: torch.Tensor) -> Work:
-    left, dtype = params.window.left, str(tensor.dtype).removeprefix("torch.")
-    group = q[1] // max(1, k[1])
-    keys = k[2] if left is None else min(k[2], left + q[2])
-    sms = launch.sms_of(tensor.get_device())
-    return Work(max(1, group * q[2]), q[3], dtype, k[0] * k[1], keys, sms, equal=True)
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params) -> launch.Call:
+    return launch.call_of(q, k, v, None, _asked(params))
+
+
+def _asked(params: Params) -> DecodeParams:
+    return DecodeParams(
+        params.window, params.sm_scale, return_lse=params.return_lse, config=params.config
+    )  # fmt: skip
 
 
 def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:
@@ -61,10 +63,9 @@ def prepare(call: Signature, backward: bool = False) -> launch.Plan | None:
     if call.strides[0][-1] != 1 or device.widened(call.dtype):
         return None
     q, k, strides, dtype, index, window, sm_scale, _, return_lse, config, *_ = call
-    return launch.prepare(
-        launch.Call(q, k, strides, None, 0, False, False, (True, True), dtype, index, window, sm_scale,
-                    return_lse, None, config)
-    )  # fmt: skip
+    asked = launch.Call(q, k, strides, None, 0, False, False, (True, True), dtype, index, window, sm_scale,
+                        return_lse, None, config)  # fmt: skip
+    return launch.without_counter(launch.prepare(asked))
 
 
 def forward(
@@ -73,7 +74,4 @@ def forward(
     """(out, lse); lse is None unless it was asked for."""
     if params.plan is not None:
         return launch.run(params.plan, q, k, v)
-    asked = DecodeParams(
-        params.window, params.sm_scale, return_lse=params.return_lse, config=params.config
-    )  # fmt: skip
-    return launch.forward(q, k, v, asked)
+    return launch.forward(q, k, v, _asked(params))

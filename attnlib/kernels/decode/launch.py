@@ -5,16 +5,17 @@ from typing import NamedTuple
 
 import torch
 
+from attnlib.arguments.decode import FP8
 from attnlib.kernels.common import device
 from attnlib.kernels.common.counters import counter
 from attnlib.kernels.common.descriptors import strides_like
+from attnlib.kernels.common.distr import contiguous
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, exp2_scale
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.decode.configs import (
     FEW,
     MANY,
-    MOST_KEYS,
     DecodeConfig,
     Split,
     Work,
@@ -26,7 +27,7 @@ from attnlib.params import DecodeParams, MaskWindow
 TENSORS = "q", "k", "v", "out", "lse", "parts", "lengths", "starts", "page_table"
 TENSORS += "k_scale", "v_scale", "arrived"
 """What launches call their tensors; `node.cpp` knows the order."""
-FP8, FP8_CAPABILITY = torch.float8_e4m3fn, (8, 9)
+FP8_CAPABILITY = 8, 9
 MODULE = "attnlib.kernels.decode.decode_kernels"
 INTERPRETED_SMS = 3
 """That the interpreter is taken to have: few programs, as it runs them one by one."""
@@ -68,8 +69,8 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Query rows that share a key/value head."""
-        return self.q[1] // self.cache[1] * self.q[2]
+        """Query rows that share a key/value head; 1 where there is no head."""
+        return max(1, self.q[1] // max(1, self.cache[1]) * self.q[2])
 
 
 def forward(
@@ -92,7 +93,13 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodePa
     taken, others = _as_kernels_take_it(q, params)
     if any(x is not y for x, y in zip(given, (taken, *others[:3]), strict=True)):
         return None
-    return prepare(call_of(q, k, v, params.page_table, params))
+    return without_counter(prepare(call_of(q, k, v, params.page_table, params)))
+
+
+def without_counter(plan: "Plan") -> "Plan | None":
+    """The plan, if its launches need no more than the tensors of a call: for `node.cpp`, which counts no
+    arrivals."""
+    return None if plan.same_launch else plan
 
 
 def _as_kernels_take_it(q: torch.Tensor, params: DecodeParams) -> tuple[torch.Tensor, tuple]:
@@ -177,15 +184,19 @@ def _check_capability(index: int) -> None:
         raise ValueError(f"k_cache: {FP8} needs a GPU of compute capability {wanted} or more, got {found}")
 
 
-def configuration(call: Call) -> DecodeConfig:
-    """How the kernels are compiled and launched for a call."""
+def work_of(call: Call) -> Work:
+    """What a call has to read, and who reads it."""
     left, keys = call.window.left, call.capacity
     dtype = str(call.dtype).removeprefix("torch.")
     seen = keys if left is None else min(keys, left + call.q[2])
     equal = not (call.ragged or call.starting or call.table)
-    work = Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal,
+    return Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal,
                 call.fp8, _by_page(call))  # fmt: skip
-    return decode_config(work, call.split)
+
+
+def configuration(call: Call) -> DecodeConfig:
+    """How the kernels are compiled and launched for a call."""
+    return decode_config(work_of(call), call.split)
 
 
 @lru_cache(PREPARED)
@@ -197,6 +208,11 @@ def prepare(call: Call) -> Plan:
     B, H, S_q, D = call.q
     H_kv = call.cache[1]
     config = call.config or configuration(call)
+    if call.capacity > LIMIT - config.block_n:  # a tile's end is an int32 too
+        raise ValueError(
+            f"k_cache: expected room for at most {LIMIT - config.block_n} keys of a sequence, got "
+            f"{call.capacity}"
+        )
     blocks, width = -(-call.rows // config.block_m), block_d(D)
     pairs, stream_k = B * H_kv * blocks, config.split == "stream_k"
     tiles = -(-call.capacity // config.block_n) + (config.idle_tiles if stream_k else 0)
@@ -216,6 +232,8 @@ def prepare(call: Call) -> Plan:
     left, right = call.window.clipped(S_q, call.capacity)
     item = call.dtype.itemsize
     out = strides_like(call.q, call.strides[0])
+    if out[-1] != 1:  # rows of q overlap; those of the output are written in one piece
+        out = contiguous(call.q)
     q_strides, k_strides, v_strides = (
         _used(shape, strides)
         for shape, strides in zip((call.q, call.cache, call.cache), call.strides, strict=True)
@@ -319,9 +337,9 @@ def _used(shape: torch.Size, strides: Strides) -> Strides:
 
 
 def _reach(call: Call, strides: Strides) -> int:
-    """Elements from the first key of a head to the last one that a tile may ask for."""
+    """Elements from the first key of a head to the end of the last one that is read."""
     if call.table is None:
-        return (call.cache[2] + MOST_KEYS) * strides[2]
+        return call.cache[2] * strides[2]
     return call.cache[0] * strides[0] + call.cache[2] * strides[2]
 
 

@@ -10,7 +10,7 @@ import torch
 from attnlib.kernels.common import device
 from attnlib.kernels.common.coarser import coarser
 from attnlib.kernels.common.descriptors import describable, legal, readable
-from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED
 from attnlib.kernels.common.tiles import block_d
 
@@ -18,6 +18,8 @@ MODULE = "attnlib.kernels.pool.pool_kernels"
 UNIT = 64
 COLUMNS = 32
 """Units of keys of a program of `pool_maxima`: 8 KiB of maxima."""
+MOST_KEYS = GRID_YZ * COLUMNS * UNIT
+"""That `pool_maxima` has programs for."""
 FLOAT32 = 32
 """Queries and keys of a tile in float32, whose products on the CUDA cores take more registers."""
 
@@ -27,17 +29,31 @@ def unsupported(where: torch.device) -> str | None:
     return device.unsupported_on(where)
 
 
-class Call(NamedTuple):
-    """What the launches depend on. strides: of q and k; None where maxima are pooled."""
+def too_many_keys(S_k: int) -> str | None:
+    """Why maxima of so many keys can't be pooled; None if they can."""
+    return f"needs at most {MOST_KEYS} keys; k has {S_k}" if S_k > MOST_KEYS else None
+
+
+class ScoresCall(NamedTuple):
+    """What the launch of `pool_scores` depends on: shapes and strides of q and k, and the options."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
-    strides: tuple[tuple[int, ...], ...] | None
+    strides: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: int
     causal: bool
     sm_scale: float
-    rows: int = 0
+
+
+class MaximaCall(NamedTuple):
+    """What the launch of `pool_maxima` depends on. maxima: their shape, (B, H, blocks, rows)."""
+
+    maxima: tuple[int, ...]
+    S_q: int
+    S_k: int
+    device: int
+    causal: bool
 
 
 def of_scores(
@@ -50,7 +66,7 @@ def of_scores(
     if not (describable(q) and describable(k)):
         q, k = readable(q), readable(k)
     strides = q.stride(), k.stride()
-    call = Call(tuple(q.shape), tuple(k.shape), strides, q.dtype, q.get_device(), causal, sm_scale)
+    call = ScoresCall(tuple(q.shape), tuple(k.shape), strides, q.dtype, q.get_device(), causal, sm_scale)
     launches, shape, tile = _scores(call)
     found = torch.zeros(shape, dtype=torch.float32, device=q.device)
     launches(q, k, lse, found)
@@ -58,10 +74,9 @@ def of_scores(
 
 
 def of_maxima(maxima: torch.Tensor, lse: torch.Tensor, S_k: int, causal: bool) -> torch.Tensor:
-    """The same from the largest scores of rows and 64 keys, (B, H, blocks, rows) in units of log2."""
-    (B, H, S_q), (blocks, rows) = lse.shape, maxima.shape[2:]
-    k = B, blocks, S_k, 0
-    call = Call((B, H, S_q, 0), k, None, torch.float32, lse.get_device(), causal, 0.0, rows)
+    """The same from the largest scores of rows and 64 keys, (B, H, blocks, rows) in units of log2; of no more
+    than `MOST_KEYS` keys."""
+    call = MaximaCall(tuple(maxima.shape), lse.shape[2], S_k, lse.get_device(), causal)
     launches, shape = _maxima(call)
     found = torch.zeros(shape, dtype=torch.float32, device=lse.device)
     launches(maxima, lse, found)
@@ -69,7 +84,7 @@ def of_maxima(maxima: torch.Tensor, lse: torch.Tensor, S_k: int, causal: bool) -
 
 
 @lru_cache(PREPARED)
-def _scores(call: Call) -> tuple[Launches, tuple[int, ...], int]:
+def _scores(call: ScoresCall) -> tuple[Launches, tuple[int, ...], int]:
     """The launch, the shape of its map, and the queries and keys of its tiles."""
     (B, H, S_q, D), (_, H_kv, S_k, _) = call.q, call.k
     tile = FLOAT32 if call.dtype == torch.float32 else UNIT
@@ -97,11 +112,11 @@ def _scores(call: Call) -> tuple[Launches, tuple[int, ...], int]:
 
 
 @lru_cache(PREPARED)
-def _maxima(call: Call) -> tuple[Launches, tuple[int, ...]]:
-    (B, H, S_q, _), (_, blocks, S_k, _) = call.q, call.k
+def _maxima(call: MaximaCall) -> tuple[Launches, tuple[int, ...]]:
+    (B, H, blocks, rows), S_q, S_k = call.maxima, call.S_q, call.S_k
     down, across = -(-S_q // UNIT), -(-S_k // UNIT)
     _check(down * B * H)
-    sizes = {"S_q": S_q, "S_k": S_k, "rows": call.rows, "blocks": blocks, "down": down, "across": across}
+    sizes = {"S_q": S_q, "S_k": S_k, "rows": rows, "blocks": blocks, "down": down, "across": across}
     launch = Launch(
         f"{MODULE}.pool_maxima",
         (down * B * H, -(-across // COLUMNS), 1),

@@ -15,10 +15,11 @@ from torch.autograd import forward_ad
 from attnlib import attention, attention_decode
 from attnlib.kernels import decode
 from attnlib.kernels.common import device as kernel_device
-from attnlib.kernels.decode import launch, line
+from attnlib.kernels.common.signature import signature
+from attnlib.kernels.decode import few_queries, launch, line
 from attnlib.kernels.reference.decode import held
 from attnlib.kernels.reference.dense import attention_fp64
-from attnlib.params import DecodeParams, mask_window
+from attnlib.params import DecodeParams, Params, mask_window
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -109,6 +110,17 @@ def test_an_expanded_cache_and_a_table_apart(device):
     table = torch.stack([inputs.table, inputs.table], -1)[..., 0]
     wide = torch.stack([inputs.lengths, inputs.lengths], -1)[..., 0]
     judge(case, inputs, *run(case, inputs._replace(table=table, lengths=wide)))
+
+
+def test_queries_that_overlap(device):
+    """PyTorch lays out a tensor like them with columns apart; the kernels write rows in one piece."""
+    q, k, v, *_ = make(DecodeCase("overlap", None, room=100, batch=2, queries=3, head_dim=16), device)
+    q = torch.randn(2, 4, 18, device=device).half().unfold(2, 16, 1)
+    assert q.stride() == (72, 18, 1, 1) and torch.empty_like(q).stride(-1) != 1
+    for split in ("none", "fixed"):
+        expected = attention_decode(q.contiguous(), k, v, split=split)
+        assert torch.equal(attention_decode(q, k, v, split=split), expected)
+    assert torch.equal(attention(q, k, v, impl="decode"), attention(q.contiguous(), k, v, impl="decode"))
 
 
 # ---------------------------------------------------------------- caches in FP8
@@ -205,6 +217,34 @@ def test_when_places_need_more_than_31_bits(pages, wide):
     )  # fmt: skip
     constants = launch.prepare(call).launches.launches[0].constants
     assert constants["WIDE"] == wide and constants["ALIKE"]
+
+
+@pytest.mark.parametrize("pages", [(1 << 17) - 1, 1 << 17])
+def test_room_for_as_many_keys_as_have_numbers(pages):
+    """A page may be used often: 2^17 times one of 2^14 keys are 2^31."""
+    strides = (256, 64, 64, 1), (1 << 20, 1 << 20, 64, 1), (1 << 20, 1 << 20, 64, 1)
+    call = launch.Call(
+        torch.Size((1, 4, 1, 64)), torch.Size((1, 1, 1 << 14, 64)), strides, torch.Size((1, pages)), pages,
+        True, False, (True, True), torch.float16, -1, mask_window(True, None), 0.1, False, "none", None,
+    )  # fmt: skip
+    if pages << 14 < 1 << 31:
+        assert launch.prepare(call).launches.launches[0].scalars["S"] == pages << 14
+        return
+    message = "^k_cache: expected room for at most 2147483392 keys of a sequence, got 2147483648$"
+    with pytest.raises(ValueError, match=message):
+        launch.prepare(call)
+
+
+def test_launches_that_count_are_not_prepared_for_others(device):
+    """`node.cpp` has no counters for them."""
+    q, k, v, *_ = make(DecodeCase("counted", None, room=300, batch=1, kv_heads=1), device)
+    params = DecodeParams(mask_window(False, None), 0.1, split=2)
+    config = launch.configuration(launch.call_of(q, k, v, None, params))
+    for same_launch in (False, True):
+        own = replace(config, same_launch=same_launch)
+        found = decode.prepared(q, k, v, params._replace(config=own))
+        asked = signature(Params(params.window, 0.1, config=own), q, k, q, k, v)
+        assert (found is None) == (few_queries.prepare(asked) is None) == same_launch
 
 
 @pytest.mark.parametrize("page", [None, 16, 128])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,11 @@ from pooled_cases import CASES, PooledCase, check
 from attnlib import attention, attention_pooled
 from attnlib.api import pooled
 from attnlib.kernels import hopper
-from attnlib.kernels.hopper.configs import hopper_config
+from attnlib.kernels.common.signature import signature
+from attnlib.kernels.hopper import pooled as hopper_pooled
+from attnlib.kernels.hopper.configs import M256N64, hopper_config
+from attnlib.kernels.pool import launch as pool_launch
+from attnlib.params import Params, mask_window
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -58,14 +63,48 @@ def test_keeping_maxima_changes_no_bit(S, keep_shift, fresh_launches, monkeypatc
 
 
 def test_heads_one_after_the_other(monkeypatch):
-    """Where the maxima of all heads are too many: the same result."""
-    case = PooledCase(S=130, D=64, heads=4, kv_heads=2, batch=2, impl="hopper")
+    """Where the maxima of all heads are too many: the same result, and never more than those of a head."""
+    case = PooledCase(S=20, D=64, heads=4, kv_heads=2, impl="hopper")
     q, k, v = case.tensors("cpu")
+    kept, forward = [], hopper_pooled.forward
+
+    def watched(*call):
+        results = forward(*call)
+        kept.append(results[2].shape[:2])
+        return results
+
     with on_the_cpu():
         whole = attention_pooled(q, k, v, causal=True, impl="hopper")
         monkeypatch.setattr(pooled, "MOST_BYTES", 1)
+        monkeypatch.setattr(hopper_pooled, "forward", watched)
         parts = attention_pooled(q, k, v, causal=True, impl="hopper")
     assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
+    assert kept == [(1, 1)] * 4
+
+
+@pytest.mark.parametrize(("S_q", "S_k"), [(1, 1), (64, 64), (300, 200), (256, 128)])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_what_is_held_at_once_is_counted(D, S_q, S_k):
+    q, k = (torch.zeros(2, 3, n, D, dtype=torch.float16) for n in (S_q, S_k))
+    config = M256N64 if D == 64 else hopper_config(D)  # of each D the largest tile
+    params = Params(mask_window(True, None), 0.1, return_lse=True, config=config)
+    with on_the_cpu():
+        found = hopper_pooled.prepare(signature(params, q, k, q, k, k)).maxima
+    assert 4 * math.prod(found) <= pooled._bytes_kept(q, k)
+
+
+def test_more_keys_than_maxima_are_pooled_of(monkeypatch):
+    """As with 2^27 keys; without the Hopper kernel that keeps them, the call is computed."""
+    case = PooledCase(S=65, keys=130)
+    monkeypatch.setattr(pool_launch, "MOST_KEYS", 64)
+    with on_the_cpu() as kernels:
+        with pytest.raises(ValueError, match="^impl: 'hopper' needs at most 64 keys; k has 130$"):
+            check(replace(case, impl="hopper"))
+        check(replace(case, impl="triton"))
+        q, k, v = case.tensors("cpu")
+        assert pooled._implementation(q, k, v, Params(mask_window(True, None), 0.1), None) == "triton"
+    assert not kernels["attention_forward_hopper"].reports
+    assert pool_launch.GRID_YZ * pool_launch.COLUMNS * pool_launch.UNIT == 134_215_680
 
 
 def test_nothing_to_see():
