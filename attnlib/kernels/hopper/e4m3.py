@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from attnlib.kernels.common import fp8, softmax
+from attnlib.kernels.common import fp8, signature, softmax
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.softmax import rows_of_o, whole
 from attnlib.kernels.hopper.column_parts import scaled
@@ -21,6 +21,7 @@ from attnlib.kernels.hopper.told import MEAN, SCALES, word
 
 OFFSET = gl.constexpr(fp8.OFFSET)
 ROOM = gl.constexpr(8.8)  # 448 = 2**8.807
+SMALLEST_SCALE = gl.constexpr(signature.SMALLEST_SCALE)
 
 
 class Scales(NamedTuple):
@@ -69,10 +70,12 @@ def tile_scales(qk_scale, mem, number, first_row, row, seq, work, plan: gl.const
 
 @gluon.jit
 def block_scale(scale, first, plan: gl.constexpr):
-    """What scores of the block that begins with key `first` are multiplied with before exp2."""
+    """What scores of the block that begins with key `first` are multiplied with before exp2. It has to be
+    positive, as `signature.exp2_scale` is, and a product of scales may be too small for float32. What is
+    added is lost in any other product, and takes no instruction of its own."""
     if plan.fp8:
         of_queries, of_keys, stride = scale
-        return of_queries * gl.load(of_keys + (first >> 7) * stride)
+        return of_queries * gl.load(of_keys + (first >> 7) * stride) + SMALLEST_SCALE
     else:
         return scale
 
