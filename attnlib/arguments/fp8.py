@@ -98,6 +98,9 @@ def _check_mean(name: str, x: Fp8) -> None:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(mean.shape)}")
     if not mean.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {mean.stride()}")
+    past = mean.data_ptr() % 16
+    if past:
+        raise ValueError(f"{name}: expected an address that is a multiple of 16 bytes, got one {past} past")
 
 
 def _check_tensor(name: str, x, varlen_call: bool, expected: str = "a torch.Tensor") -> None:

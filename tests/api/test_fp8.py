@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -200,6 +201,16 @@ def test_no_gradient(name: str) -> None:
         quantize_fp8(given[name], name)
     with torch.no_grad():
         assert not reference(**given).requires_grad
+
+
+def test_no_gradient_of_a_mean() -> None:
+    q, k, v = tensors()
+    v8 = quantize_fp8(v, "v")
+    v8 = replace(v8, mean=v8.mean.requires_grad_())
+    with pytest.raises(RuntimeError, match=r"^v\.mean: expected a tensor that does not require grad"):
+        reference(q, k, v8)
+    with torch.no_grad():
+        assert not reference(q, k, v8).requires_grad
 
 
 def test_no_forward_derivative() -> None:
