@@ -23,7 +23,7 @@ def refuse_derivatives(function: str, **tensors: torch.Tensor) -> None:
     """RuntimeError if a derivative is asked for; NotImplementedError for tensors without values."""
     for name, tensor in tensors.items():
         if tensor.is_meta:
-            _refuse(function, 'device "meta"')
+            raise NotImplementedError(f"{name}: expected a tensor with values, got one on device meta")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: expected a tensor that does not require grad, or torch.no_grad(), got one that "

@@ -225,9 +225,10 @@ def test_no_transformation() -> None:
     q, k, v = tensors()
     with pytest.raises(NotImplementedError, match=r"^attention_fp8 under torch.func: not supported"):
         torch.vmap(reference)(q[None], k[None], v[None])
-    with pytest.raises(NotImplementedError, match='^attention_fp8 under device "meta": not supported'):
+    told = "expected a tensor with values, got one on device meta"
+    with pytest.raises(NotImplementedError, match=f"^q: {told}$"):
         reference(*(x.to("meta") for x in (q, k, v)))
-    with pytest.raises(NotImplementedError, match='^quantize_fp8 under device "meta": not supported'):
+    with pytest.raises(NotImplementedError, match=f"^x: {told}$"):
         quantize_fp8(q.to("meta"), "q")
 
 
