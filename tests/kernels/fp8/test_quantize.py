@@ -121,6 +121,12 @@ def test_empty(shape: tuple[int, ...], device: str) -> None:
             assert found.mean is None or (found.mean == 0).all()
 
 
+def test_empty_with_strides_that_no_copy_changes(device: str) -> None:
+    x = torch.zeros(1, 2, 0, 64, device=device).expand(3, 2, 0, 64)
+    for role in "qkv":
+        compare(fp8.quantize(x, role, Recipe()), model.quantize(x, role, Recipe()), f"empty {role}")
+
+
 def test_layouts_that_are_copied(device: str) -> None:
     """An odd address, an expanded dimension, columns that are not side by side."""
     x = torch.randn(2, 2, 40, 64, device=device).half()
