@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from attnlib.kernels.common import fp8, signature, softmax
+from attnlib.kernels.common import fp8, kept_shift, signature, softmax
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.softmax import rows_of_o, whole
 from attnlib.kernels.hopper.column_parts import scaled
@@ -132,18 +132,9 @@ def _words(p):
     product it gives four neighbors. They become neighbors here, and keys of V lie in the same order. Words
     and not bytes are what a loop hands on from step to step: bytes would be taken apart and put together.
     """
-    N: gl.constexpr = p.shape[1]
-    even, odd = gl.split(p.reshape([64, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))  # [64, N / 16, 4, 2]
-    a, c = gl.split(even)
-    b, d = gl.split(odd)
-    asm: gl.constexpr = """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-    }"""
-    packed = gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
-    return packed.reshape([64, N // 4])
+    dtype: gl.constexpr = gl.float8e4nv
+    words = kept_shift.in_words(kept_shift.elements_of_words(p, dtype), dtype)  # [64, N / 16, 4]
+    return words.reshape([64, p.shape[1] // 4])
 
 
 @gluon.jit
