@@ -7,7 +7,7 @@ import torch
 
 from attnlib.params import ExistingForm, MaskWindow, Params
 
-LOG2_E = 1.4426950408889634
+LOG2_E, LN2 = 1.4426950408889634, 0.6931471805599453
 SMALLEST_SCALE = 2.0**-126  # normal in float32
 VARLEN_ROWS = 1 << 30  # rows of varlen sequences, at most; see `descriptors.varlen_window`
 PREPARED = 1024
