@@ -10,6 +10,9 @@ Scaling = Literal["block", "head", "tensor"]
 
 LARGEST = 448.0
 """Of float8_e4m3fn, which has NaN but no infinity."""
+SMALLEST_MAGNITUDE = 2.0**-120 * LARGEST
+"""Of a row that has a scale of its own: of smaller ones, and of zeros, the scale is that of this one,
+2**-120 / sqrt(width), which is still a normal float32."""
 OFFSET = 6
 """Under a new shift a row's largest weight is 2**OFFSET."""
 ROWS = {"q": 64, "k": 128}
@@ -64,9 +67,9 @@ class Fp8:
         dtype: of the tensor that was quantized.
         tokens: S, or of varlen sequences T.
         cu_seqlens: (B + 1) int32, where varlen sequences begin and end; None for a batch.
-        max_seqlen: the length of the longest of them.
-        mean: float32 (B, H, width), contiguous: what was subtracted from the values of each head, of varlen
-            sequences of each head of each sequence, before they were quantized. None if nothing was.
+        mean: float32 (B, H, width), contiguous, its address a multiple of 16 bytes: what was subtracted from
+            the values of each head, of varlen sequences of each head of each sequence, before they were
+            quantized. None if nothing was.
     """
 
     data: torch.Tensor
@@ -78,7 +81,6 @@ class Fp8:
     dtype: torch.dtype
     tokens: int
     cu_seqlens: torch.Tensor | None = None
-    max_seqlen: int | None = None
     mean: torch.Tensor | None = None
 
     @property

@@ -105,7 +105,7 @@ def quantize(
     scale = scale.view(*plan.stored, *[1] * missing).expand(plan.scale)
     return Fp8(
         data, scale, role, recipe.scaling, recipe.rotate, given.shape[-1], given.dtype,
-        given.shape[2 if cu_seqlens is None else 0], cu_seqlens, max_seqlen, mean,
+        given.shape[2 if cu_seqlens is None else 0], cu_seqlens, mean,
     )  # fmt: skip
 
 
