@@ -58,7 +58,8 @@ class Fp8:
             the order in which the first product leaves P in registers.
         scale: float32, positive. Of queries and keys (B, H, blocks), one for each 64 queries or 128 keys; of
             varlen sequences (H, blocks), in which the first block of sequence b is `first_block(start, b,
-            64 or 128)`. Of values (B, H). A scale that several share is stored once, with stride 0.
+            64 or 128)`. Of values (B, H), of varlen sequences (H). A scale that several share is stored once,
+            with stride 0.
         role: "q", "k" or "v".
         scaling: what shares a scale: "block", "head" (all of one head of one batch element; of varlen
             sequences all of one head) or "tensor". Values with scaling "block" have one scale per head.
