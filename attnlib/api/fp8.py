@@ -35,15 +35,15 @@ def quantize_fp8(
     orthogonal matrix, random signs times a Hadamard matrix over sqrt(D). This leaves Q K^T as it is and
     spreads large entries over the row. Then each block of 64 queries or 128 keys, each head or the tensor is
     divided by a scale that makes its largest magnitude 448, and rounded to the nearest. Values are not
-    rotated, and have a scale for each head or one for all; they are transposed. One kernel does all of this;
-    where a scale is not that of a block, another one finds the largest magnitude first.
+    rotated, and have a scale for each head or one for all; they are transposed.
 
     Values are centered: their mean over the keys, of each head and column, is subtracted first. The tensor
     cores add up products of FP8 in few bits, which costs most where they have a common part; and what is left
     needs a smaller scale. `attention_fp8` adds the mean to the output, whose weights sum to 1.
 
-    On a GPU of compute capability 8.9 or later and in Triton's interpreter that is a Triton kernel, elsewhere
-    PyTorch; but for the order of the sums in a rotation and a mean both give the same bits. No gradient.
+    On a GPU of compute capability 8.9 or later and in Triton's interpreter that is one Triton kernel for
+    scales of blocks, two where a largest magnitude has to be found first, three for centered values; on other
+    devices PyTorch. But for the order of sums in a rotation and a mean both give the same bits. No gradient.
 
     Args:
         x: (B, H, S, D), or (T, H, D) with `cu_seqlens`; float16, bfloat16 or float32; D a multiple of 8 up to
@@ -268,7 +268,9 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
 
 
 def _tensors(**operands: Operand) -> dict[str, torch.Tensor]:
-    return {name: x for name, x in operands.items() if not isinstance(x, Fp8)}
+    """What a derivative may be asked of: tensors, and a mean, which its user may have replaced."""
+    found = {f"{name}.mean": x.mean for name, x in operands.items() if isinstance(x, Fp8) and x.centered}
+    return found | {name: x for name, x in operands.items() if not isinstance(x, Fp8)}
 
 
 def _prepared(x: Operand, role: Role, recipe: Recipe, lengths: tuple) -> Fp8:

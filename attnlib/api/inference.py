@@ -26,7 +26,7 @@ def refuse_derivatives(function: str, **tensors: torch.Tensor) -> None:
     for those that stand for others."""
     for name, tensor in tensors.items():
         if tensor.is_meta:
-            _refuse(function, 'device "meta"')
+            raise NotImplementedError(f"{name}: expected a tensor with values, got one on device meta")
         if not plain(tensor):
             raise TypeError(f"{name}: expected a plain tensor, got {type_name(tensor)}")
         if tensor.requires_grad and torch.is_grad_enabled():

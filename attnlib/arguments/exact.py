@@ -7,7 +7,7 @@ import torch
 
 from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_tensors, type_name
 from attnlib.arguments.masks import check_block_mask
-from attnlib.arguments.offsets import check_longest, check_offsets_form
+from attnlib.arguments.offsets import check_varlen_form
 from attnlib.arguments.scores import check_functions, check_score
 from attnlib.params import Varlen
 
@@ -45,17 +45,7 @@ def check_varlen(q, k, v, varlen: Varlen, options: Options, symbols: bool = Fals
     """Arguments of `attention_varlen`, except for the values in `cu_seqlens_*`: see `check_offsets`."""
     check_tensors(q, k, v, "3 dimensions (T, H, D)", 3)
     (_check_shapes if symbols else _check_shapes_once)(q.shape, k.shape, v.shape, True)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_offsets_form(name, offsets, q.device)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_k: expected {len(cu_seqlens_q)} entries as cu_seqlens_q has, got {len(cu_seqlens_k)}"
-        )
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt):
-            raise TypeError(f"{name}: expected an int, got {type_name(longest)}")
-        check_longest(name, longest, symbols)
+    check_varlen_form(varlen, q.device, symbols)
     _check_options(options, symbols)
 
 

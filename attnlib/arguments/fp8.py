@@ -9,11 +9,10 @@ from attnlib.arguments.common import (
     MAX_HEAD_DIM,
     NO_STRIDES,
     check_choice,
-    check_scale,
-    check_window,
+    check_common,
     type_name,
 )  # fmt: skip
-from attnlib.arguments.offsets import check_longest, check_offsets_form
+from attnlib.arguments.offsets import check_longest, check_offsets_form, check_varlen_form
 from attnlib.kernels.common.fp8 import Fp8, Recipe
 from attnlib.params import Varlen
 
@@ -46,7 +45,7 @@ def check_quantize(x, role, recipe: Recipe, cu_seqlens, max_seqlen) -> None:
     _check_tensor("x", x, cu_seqlens is not None)
     if cu_seqlens is not None:
         check_offsets_form("cu_seqlens", cu_seqlens, x.device, "x")
-        _check_length("max_seqlen", max_seqlen)
+        check_longest("max_seqlen", max_seqlen)
 
 
 def check_fp8(q, k, v, options: Options, varlen: Varlen | None = None) -> None:
@@ -98,6 +97,9 @@ def _check_mean(name: str, x: Fp8) -> None:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(mean.shape)}")
     if not mean.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {mean.stride()}")
+    past = mean.data_ptr() % 16
+    if past:
+        raise ValueError(f"{name}: expected an address that is a multiple of 16 bytes, got one {past} past")
 
 
 def _check_tensor(name: str, x, varlen_call: bool, expected: str = "a torch.Tensor") -> None:
@@ -139,16 +141,9 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
 
 
 def _check_varlen(q, k, v, varlen: Varlen) -> None:
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
-    check_offsets_form("cu_seqlens_q", cu_seqlens_q, q.device)
-    check_offsets_form("cu_seqlens_k", cu_seqlens_k, q.device)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_k: expected {len(cu_seqlens_q)} entries as cu_seqlens_q has, got {len(cu_seqlens_k)}"
-        )
-    _check_length("max_seqlen_q", max_seqlen_q)
-    _check_length("max_seqlen_k", max_seqlen_k)
-    sides = ("q", q, "q", cu_seqlens_q), ("k", k, "k", cu_seqlens_k), ("v", v, "k", cu_seqlens_k)
+    check_varlen_form(varlen, q.device)
+    of_q, of_k = varlen.cu_seqlens_q, varlen.cu_seqlens_k
+    sides = ("q", q, "q", of_q), ("k", k, "k", of_k), ("v", v, "k", of_k)
     for name, x, side, offsets in sides:
         # Equal values in another tensor would do, but comparing them would wait for the GPU.
         if isinstance(x, Fp8) and x.cu_seqlens is not offsets:
@@ -158,23 +153,12 @@ def _check_varlen(q, k, v, varlen: Varlen) -> None:
             )
 
 
-def _check_length(name: str, longest) -> None:
-    if isinstance(longest, bool) or not isinstance(longest, int):
-        raise TypeError(f"{name}: expected an int, got {type_name(longest)}")
-    check_longest(name, longest)
-
-
 # ---------------------------------------------------------------- options
 
 
 def _check_options(options: Options) -> None:
     causal, window, sm_scale, return_lse, scaling, rotate, center, out_dtype, impl = options
-    _check_bool("causal", causal)
-    if window is not None:
-        check_window(window, False)
-    if sm_scale is not None:
-        check_scale(sm_scale, False)
-    _check_bool("return_lse", return_lse)
+    check_common(causal, window, sm_scale, return_lse, False)
     _check_recipe(scaling, rotate, center)
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected None, float16, bfloat16 or float32, got {_shown(out_dtype)}")

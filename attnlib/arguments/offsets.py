@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from attnlib.arguments.common import certain, check_int32
+from attnlib.arguments.common import certain, check_int32, type_name
 from attnlib.params import Varlen
 
 
@@ -42,9 +42,24 @@ def _check_longest_found(suffix: str, found: int | None, longest: int) -> None:
         )
 
 
-def check_longest(name: str, longest: int, symbols: bool = False) -> None:
-    """The value of `max_seqlen_*`. ValueError if it is wrong. symbols: it may be no number yet; the operator
+def check_varlen_form(varlen: Varlen, device: torch.device, symbols: bool = False) -> None:
+    """All of `cu_seqlens_*` and `max_seqlen_*` but the values in the former; device: that of q."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
+    check_offsets_form("cu_seqlens_q", cu_seqlens_q, device)
+    check_offsets_form("cu_seqlens_k", cu_seqlens_k, device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected {len(cu_seqlens_q)} entries as cu_seqlens_q has, got {len(cu_seqlens_k)}"
+        )
+    check_longest("max_seqlen_q", max_seqlen_q, symbols)
+    check_longest("max_seqlen_k", max_seqlen_k, symbols)
+
+
+def check_longest(name: str, longest, symbols: bool = False) -> None:
+    """`max_seqlen_*`. TypeError or ValueError if it is wrong. symbols: it may be no number yet; the operator
     looks at it again, when the graph runs."""
+    if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt):
+        raise TypeError(f"{name}: expected an int, got {type_name(longest)}")
     wrong = longest < 0
     if certain(wrong) if symbols else wrong:
         raise ValueError(f"{name}: expected 0 or more, got {longest}")

@@ -112,6 +112,8 @@ PREPARED = [
     ({"v": replace(V, mean=V.mean[:1])}, ValueError, f"{MEAN} (1, 2, 64)"),
     ({"v": replace(V, mean=V.mean[:1, :1].expand(2, 2, 64))}, ValueError,
      "v.mean: expected a contiguous tensor, got strides (0, 0, 1)"),
+    ({"v": replace(V, mean=zeros(V.mean.numel() + 1, dtype=torch.float32)[1:].view(V.mean.shape))},
+     ValueError, "v.mean: expected an address that is a multiple of 16 bytes, got one 4 past"),
 ]  # fmt: skip
 OPTIONS = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got int"),

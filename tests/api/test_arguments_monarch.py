@@ -108,7 +108,7 @@ def test_transformations_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=told):
         torch.func.vmap(lambda x: attention_monarch(x[None], k[:1], v[:1]))(q)
     meta = (zeros(2, 4, 8, 16, device="meta"),) * 3
-    with pytest.raises(NotImplementedError, match='attention_monarch under device "meta"'):
+    with pytest.raises(NotImplementedError, match="^q: expected a tensor with values, got one on device"):
         attention_monarch(*meta)
 
 

@@ -120,9 +120,9 @@ def test_weights_move_to_no_other_thread(compiled: dict[tuple, Stats], case: tup
 @pytest.mark.parametrize("case", KEPT_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_where_shifts_are_kept_no_maximum_is_on_the_way(compiled: dict[tuple, Stats], case: tuple) -> None:
     """Up to the vote, after which a warp with a large weight goes another way: 64 exponentials, the largest
-    of 16 sums of four, no exchange between threads, no spill. Own queries have a scale for both rows of a
-    thread, times that of the keys."""
-    stats, scales = compiled[case], 2 * (case[1] in OWN_QUERIES)
+    of 16 sums of four, no exchange between threads, no spill. The scale of queries times that of keys is one
+    instruction; own queries have a scale for both rows of a thread."""
+    stats, scales = compiled[case], 2 if case[1] in OWN_QUERIES else 1
     assert len(stats.loop_listings) == config_of(case).warpgroups
     for listing in stats.loop_listings:
         vote = next(i for i, text in enumerate(listing) if "VOTE.ANY" in text)

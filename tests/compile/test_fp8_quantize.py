@@ -86,6 +86,16 @@ def test_passes_over_values_keep_memory_busy(compiled: dict[tuple, list[Stats]])
             assert not between & {"PRMT", "FMNMX", "FADD", "STS", "BAR"}
 
 
+def test_a_block_of_values_may_be_beyond_2_31_elements() -> None:
+    """Its first token is a number of 32 bits, what that is multiplied with is not: 2^28 tokens of 16 bits are
+    as many elements, with the smallest stride."""
+    *_, job = jobs("v", Recipe(), 128, "bfloat16", False)
+    rows, unit = job.constexprs["ROWS"], job.constexprs["UNIT"]
+    compiled, _ = inspect_sm90.compiled_here(job)
+    loop = compiled.asm["ttir"].split("scf.for")[1]
+    assert f"%c{rows}_i32" in loop and f"%c{unit}_i64" in loop and f"%c{rows * unit}_i32" not in loop
+
+
 def test_loads_feed_the_tensor_core(compiled: dict[tuple, list[Stats]]) -> None:
     """From memory to shared memory and from there to the product, not through registers."""
     for D in DIMS:

@@ -98,9 +98,8 @@ def check_quantize(case: QuantizeCase, device: str) -> None:
 def compare_with_model(found: Fp8, x: torch.Tensor, recipe: Recipe, name: str = "") -> None:
     """`compare` with what the model makes of x; if x is centered, by the mean that was found. That is to be
     the model's but for roundings of a sum in float32."""
-    lengths = found.cu_seqlens, found.max_seqlen
     if found.mean is not None:
-        own = model.quantize(x, found.role, recipe, *lengths).mean
+        own = model.quantize(x, found.role, recipe, found.cu_seqlens).mean
         assert own is not None and found.mean.shape == own.shape, f"{name} is wrong: mean: shape"
         assert found.mean.dtype == torch.float32, f"{name} is wrong: mean: dtype"
         assert found.mean.is_contiguous(), f"{name} is wrong: mean: strides"
@@ -108,13 +107,13 @@ def compare_with_model(found: Fp8, x: torch.Tensor, recipe: Recipe, name: str = 
         limit = 1e-5 * size.max().item() if size.numel() else 0.0
         error = (found.mean - own).abs().max().item() if own.numel() else 0.0
         assert error <= limit, f"{name} is wrong: mean: error {error:.2e}, at most {limit:.2e}"
-    compare(found, model.quantize(x, found.role, recipe, *lengths, found.mean), name)
+    compare(found, model.quantize(x, found.role, recipe, found.cu_seqlens, mean=found.mean), name)
 
 
 def compare(found: Fp8, expected: Fp8, name: str = "") -> None:
     """Bit for bit; rotated: scales to 1e-6, and data that differs, next to the middle of two neighbors, by
     one step in at most one of 200 elements."""
-    about = ("role", "scaling", "rotated", "head_dim", "dtype", "tokens", "max_seqlen", "shape", "device")
+    about = ("role", "scaling", "rotated", "head_dim", "dtype", "tokens", "shape", "device")
     for field in about:
         got, wanted = getattr(found, field), getattr(expected, field)
         assert got == wanted, f"{name} is wrong: {field}: expected {wanted}, got {got}"

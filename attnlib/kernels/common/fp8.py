@@ -10,6 +10,9 @@ Scaling = Literal["block", "head", "tensor"]
 
 LARGEST = 448.0
 """Of float8_e4m3fn, which has NaN but no infinity."""
+SMALLEST_MAGNITUDE = 2.0**-120 * LARGEST
+"""Of a row that has a scale of its own: of smaller ones, and of zeros, the scale is that of this one,
+2**-120 / sqrt(width), which is still a normal float32."""
 OFFSET = 6
 """Under a new shift a row's largest weight is 2**OFFSET."""
 ROWS = {"q": 64, "k": 128}
@@ -55,7 +58,8 @@ class Fp8:
             the order in which the first product leaves P in registers.
         scale: float32, positive. Of queries and keys (B, H, blocks), one for each 64 queries or 128 keys; of
             varlen sequences (H, blocks), in which the first block of sequence b is `first_block(start, b,
-            64 or 128)`. Of values (B, H). A scale that several share is stored once, with stride 0.
+            64 or 128)`. Of values (B, H), of varlen sequences (H). A scale that several share is stored once,
+            with stride 0.
         role: "q", "k" or "v".
         scaling: what shares a scale: "block", "head" (all of one head of one batch element; of varlen
             sequences all of one head) or "tensor". Values with scaling "block" have one scale per head.
@@ -64,9 +68,9 @@ class Fp8:
         dtype: of the tensor that was quantized.
         tokens: S, or of varlen sequences T.
         cu_seqlens: (B + 1) int32, where varlen sequences begin and end; None for a batch.
-        max_seqlen: the length of the longest of them.
-        mean: float32 (B, H, width), contiguous: what was subtracted from the values of each head, of varlen
-            sequences of each head of each sequence, before they were quantized. None if nothing was.
+        mean: float32 (B, H, width), contiguous, its address a multiple of 16 bytes: what was subtracted from
+            the values of each head, of varlen sequences of each head of each sequence, before they were
+            quantized. None if nothing was.
     """
 
     data: torch.Tensor
@@ -78,7 +82,6 @@ class Fp8:
     dtype: torch.dtype
     tokens: int
     cu_seqlens: torch.Tensor | None = None
-    max_seqlen: int | None = None
     mean: torch.Tensor | None = None
 
     @property

@@ -157,7 +157,7 @@ def _results():
 
 
 @gluon.jit
-def _of_words(x, dtype: gl.constexpr):
+def elements_of_words(x, dtype: gl.constexpr):
     """[64, N] -> the elements that a thread has in a word: of 16 bits two of [64, N / 8, 4], neighbors; of 8
     four of [64, N / 16, 4], of which the last two are 8 columns further on (see `common.fp8.Fp8`)."""
     if dtype == gl.float8e4nv:
@@ -192,7 +192,7 @@ def _over(x, tile):
 
 @gluon.constexpr_function
 def _words_asm(dtype):
-    """(assembly, constraints) of `_in_words`."""
+    """(assembly, constraints) of `in_words`."""
     n = _in_a_word(dtype)
     packing = f"{_pack(dtype, '$0', [f'${i}' for i in range(1, n + 1)])};"
     if dtype == gl.float8e4nv:
@@ -201,7 +201,7 @@ def _words_asm(dtype):
 
 
 @gluon.jit
-def _in_words(weights, dtype: gl.constexpr):
+def in_words(weights, dtype: gl.constexpr):
     asm: gl.constexpr = _words_asm(dtype)
     return gl.inline_asm_elementwise(asm[0], asm[1], weights, dtype=gl.int32, is_pure=True, pack=1)
 
@@ -212,11 +212,11 @@ def first_operands(weights, shift, sums, dtype: gl.constexpr, MASKED: gl.constex
     [64, N] and shift [64], which is -inf in a row that sees no key of it. Only if MASKED there may be one."""
     if MASKED:
         shift = gl.maximum(shift, LOWEST)
-    of_words = _of_words(weights, dtype)
+    of_words = elements_of_words(weights, dtype)
     tops, own = _tops(of_words, plan), ()
     for unit in gl.static_range(len(tops)):
         own = own + (gl.convert_layout(tops[unit], sums.type.layout),)
-    return _in_words(of_words, dtype), _of_threads(shift, sums), own
+    return in_words(of_words, dtype), _of_threads(shift, sums), own
 
 
 @gluon.jit
@@ -356,7 +356,7 @@ def step(
     """(P in words [64, n, 4], O, shift and sums [64, 4], largest weights of units) from the scores of a block
     [64, N], the product for O that is in flight, and the shift and the sums of the blocks before. qk_scale: a
     number, or BY_ROW [64]."""
-    scores = _of_words(s, dtype)
+    scores = elements_of_words(s, dtype)
     if BY_ROW:
         qk_scale = _of_threads(qk_scale, sums)
     like = scores[0]
@@ -382,7 +382,7 @@ def step(
     else:
         acc = _await_output(o_token, mem, c, plan)
         p, parts, largest, tops = _weights_at_once(scores, shift, qk_scale, plan, BY_ROW)
-    trial = _in_words(p, dtype)
+    trial = in_words(p, dtype)
     given = scores + (trial, _over(shift, like), _over(sums, like), _over(parts, like))
     if len(scores) == 4:
         given = given + (_over(largest, like),)

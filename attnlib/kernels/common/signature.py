@@ -7,7 +7,8 @@ import torch
 
 from attnlib.params import ExistingForm, MaskWindow, Params
 
-LOG2_E = 1.4426950408889634
+LOG2_E, LN2 = 1.4426950408889634, 0.6931471805599453
+SMALLEST_SCALE = 2.0**-126  # normal in float32
 VARLEN_ROWS = 1 << 30  # rows of varlen sequences, at most; see `descriptors.varlen_window`
 PREPARED = 1024
 """How many signatures have launches that stay prepared: lengths may change from call to call without end."""
@@ -122,6 +123,6 @@ def mean_rows(S_q: int, S_k: int, window: MaskWindow) -> float:
 
 def exp2_scale(sm_scale: float) -> float:
     """What the kernels multiply scores with before exp2: |sm_scale| * log2(e), positive. Zero would turn a
-    masked score, -inf, into NaN; the smallest normal float32 leaves every weight at 1 as long as products of
-    queries and keys are below 2^100."""
-    return max(abs(sm_scale) * LOG2_E, 2.0**-126)
+    masked score, -inf, into NaN; SMALLEST_SCALE leaves every weight at 1 as long as products of queries and
+    keys are below 2^100."""
+    return max(abs(sm_scale) * LOG2_E, SMALLEST_SCALE)

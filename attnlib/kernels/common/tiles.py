@@ -1,4 +1,7 @@
-"""The width of a tile: how many columns a kernel gives a head dimension."""
+"""Sizes of tiles: how many columns a kernel gives a head dimension, and what a pooled map is made of."""
+
+UNIT = 64
+"""Queries, and keys, whose scores have one number in a pooled map of weights."""
 
 
 def block_d(head_dim: int) -> int:

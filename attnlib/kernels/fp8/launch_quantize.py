@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import describable, legal, readable
+from attnlib.kernels.common.descriptors import legal, readable
 from attnlib.kernels.common.fp8 import CHUNK, GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
@@ -80,8 +80,7 @@ def quantize(
     given = x
     if device.widened(x.dtype):
         x = x.float()
-    if not describable(x):
-        x = readable(x)
+    x = readable(x) if x.numel() else x.new_empty(x.shape)  # a copy of nothing keeps its strides
     recipe = recipe._replace(rotate=recipe.rotate and role != "v", center=recipe.center and role == "v")
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     longest = x.shape[2] if cu_seqlens is None else max_seqlen
@@ -106,7 +105,7 @@ def quantize(
     scale = scale.view(*plan.stored, *[1] * missing).expand(plan.scale)
     return Fp8(
         data, scale, role, recipe.scaling, recipe.rotate, given.shape[-1], given.dtype,
-        given.shape[2 if cu_seqlens is None else 0], cu_seqlens, max_seqlen, mean,
+        given.shape[2 if cu_seqlens is None else 0], cu_seqlens, mean,
     )  # fmt: skip
 
 

@@ -275,7 +275,7 @@ def quantize_values(
     for i_n in tl.range(begin, end):
         seen = (o_n < length - i_n * ROWS)[:, None]
         mask = seen & (o_c < D)[None, :] if D < WIDTH else seen
-        block = x_ptr + x_s.to(tl.int64) * (i_n * ROWS * UNIT)
+        block = x_ptr + x_s.to(tl.int64) * UNIT * (i_n * ROWS)
         b_x = tl.load(block, mask=mask, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
         b_x = b_x * 0.0 + b_x
         if mean_ptr is not None:

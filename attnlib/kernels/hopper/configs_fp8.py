@@ -26,8 +26,8 @@ _CONFIGS = {
 }
 
 
-# Kept shifts won there, and lost under a causal mask and at 256 columns (docs/lab/fp8.md). At 64 columns
-# words would spill with the late wait.
+# Where each query of a batch sees all keys. Kept shifts won there at 64 and 128 columns, and lost at 256 and
+# under a causal mask (docs/lab/fp8.md). At 64 columns words would spill with the late wait.
 _DENSE = {
     64: replace(_CONFIGS[64], keep_shift=True, late_wait=False, pin=False),
     128: replace(_CONFIGS[128], keep_shift=True),

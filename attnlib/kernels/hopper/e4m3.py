@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from attnlib.kernels.common import fp8, softmax
+from attnlib.kernels.common import fp8, kept_shift, signature, softmax
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.softmax import rows_of_o, whole
 from attnlib.kernels.hopper.column_parts import scaled
@@ -21,6 +21,7 @@ from attnlib.kernels.hopper.told import MEAN, SCALES, word
 
 OFFSET = gl.constexpr(fp8.OFFSET)
 ROOM = gl.constexpr(8.8)  # 448 = 2**8.807
+SMALLEST_SCALE = gl.constexpr(signature.SMALLEST_SCALE)
 
 
 class Scales(NamedTuple):
@@ -69,10 +70,12 @@ def tile_scales(qk_scale, mem, number, first_row, row, seq, work, plan: gl.const
 
 @gluon.jit
 def block_scale(scale, first, plan: gl.constexpr):
-    """What scores of the block that begins with key `first` are multiplied with before exp2."""
+    """What scores of the block that begins with key `first` are multiplied with before exp2. It has to be
+    positive, as `signature.exp2_scale` is, and a product of scales may be too small for float32. What is
+    added is lost in any other product, and takes no instruction of its own."""
     if plan.fp8:
         of_queries, of_keys, stride = scale
-        return of_queries * gl.load(of_keys + (first >> 7) * stride)
+        return of_queries * gl.load(of_keys + (first >> 7) * stride) + SMALLEST_SCALE
     else:
         return scale
 
@@ -129,18 +132,9 @@ def _words(p):
     product it gives four neighbors. They become neighbors here, and keys of V lie in the same order. Words
     and not bytes are what a loop hands on from step to step: bytes would be taken apart and put together.
     """
-    N: gl.constexpr = p.shape[1]
-    even, odd = gl.split(p.reshape([64, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))  # [64, N / 16, 4, 2]
-    a, c = gl.split(even)
-    b, d = gl.split(odd)
-    asm: gl.constexpr = """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-    }"""
-    packed = gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
-    return packed.reshape([64, N // 4])
+    dtype: gl.constexpr = gl.float8e4nv
+    words = kept_shift.in_words(kept_shift.elements_of_words(p, dtype), dtype)  # [64, N / 16, 4]
+    return words.reshape([64, p.shape[1] // 4])
 
 
 @gluon.jit

@@ -40,13 +40,37 @@ def forward(
 @lru_cache(PREPARED)
 def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
     """narrow: q and k of the call have fewer columns than v, whose shape it names."""
-    B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperConfig = call.config
     into = call.into
     if bool(config.query_columns) != (call.own_value_dim is not None):
         raise ValueError(f"config: expected one for values of {call.value_dim} columns, got {config}")
     width = config.width(call.head_dim)
-    block_m = 64 * config.warpgroups
+    programs, numbers = shared_out(call, width)
+    windows = given(call, *narrow_shapes(call, narrow))
+    out = made_like(call, call.out, call.strides[0] if narrow is None else contiguous(call.q))
+    own_keys = {}
+    if narrow is not None and narrow.rows is not None:
+        own_keys = {"shared_rows": narrow.rows, "key_blocks": -(-numbers["S_q"] // narrow.rows)}
+    launch = Launch(
+        KERNEL,
+        (programs, 1, 1),
+        descriptors=descriptors(
+            (*windows, *(() if into else (out.window,))), width, config, call.dtype, call.varlen, narrow
+        ),
+        pointers=pointers_of_result(into)
+        | {"counter_ptr": Part("counter"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")},
+        scalars=numbers | own_keys | numbers_of_result(into),
+        constants={"plan": plan_of(call, narrow)},
+        options={"num_warps": 4, "maxnreg": config.max_registers},
+    )
+    return ForwardPlan(Launches([launch], call.device, TENSORS), out, counted=True)
+
+
+def shared_out(call: Signature, width: int) -> tuple[int, dict[str, float | None]]:
+    """(how many programs share out the tiles of a call, numbers by which they find these). width: columns of
+    keys, counted as of 16 bits. ValueError if a length or the tiles are beyond 2^31."""
+    B, H, H_kv, S_q, S_k = call.dimensions()
+    block_m = 64 * call.config.warpgroups
     blocks_m = -(-S_q // block_m)
     tiles, heads = blocks_m * B * H, B * H
     if call.varlen:  # the kernel counts them; so many at most: each sequence may end with a part of one
@@ -57,40 +81,21 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan:
             f"got {S_q}, {S_k} and {tiles}"
         )
     left, right = call.window.clipped(S_q, S_k)
-    windows = given(call, *narrow_shapes(call, narrow))
-    out = made_like(call, call.out, call.strides[0] if narrow is None else contiguous(call.q))
-    own_keys = {}
-    if narrow is not None and narrow.rows is not None:
-        own_keys = {"shared_rows": narrow.rows, "key_blocks": -(-S_q // narrow.rows)}
-    launch = Launch(
-        KERNEL,
-        (min(tiles, max(1, device.num_sms(call.device) - call.spare)), 1, 1),
-        descriptors=descriptors(
-            (*windows, *(() if into else (out.window,))), width, config, call.dtype, call.varlen, narrow
-        ),
-        pointers=pointers_of_result(into)
-        | {"counter_ptr": Part("counter"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k")},
-        scalars={
-            "qk_scale": exp2_scale(call.sm_scale),
-            "S_q": S_q,
-            "S_k": S_k,
-            "H": H,
-            "GROUP": H // H_kv,
-            "HEADS": B * H,
-            "SECTION": config.heads_per_section(heads, H // H_kv, S_k, width),
-            "num_m": blocks_m,
-            "tiles": tiles,
-            "right": right or None,
-            "left": left,
-            "T_q": call.q[0] if call.varlen else None,
-            "B": B if call.varlen else None,
-            **own_keys,
-            **numbers_of_result(into),
-        },
-        constants={"plan": plan_of(call, narrow)},
-        options={"num_warps": 4, "maxnreg": config.max_registers},
-    )
-    return ForwardPlan(Launches([launch], call.device, TENSORS), out, counted=True)
+    return min(tiles, max(1, device.num_sms(call.device) - call.spare)), {
+        "qk_scale": exp2_scale(call.sm_scale),
+        "S_q": S_q,
+        "S_k": S_k,
+        "H": H,
+        "GROUP": H // H_kv,
+        "HEADS": B * H,
+        "SECTION": call.config.heads_per_section(heads, H // H_kv, S_k, width),
+        "num_m": blocks_m,
+        "tiles": tiles,
+        "right": right or None,
+        "left": left,
+        "T_q": call.q[0] if call.varlen else None,
+        "B": B if call.varlen else None,
+    }
 
 
 def plan_of(call: Signature, narrow: Narrow | None = None):

@@ -20,10 +20,10 @@ of its row; in a map it is 0, too.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.kernels.common import softmax
+from attnlib.kernels.common import softmax, tiles
 from attnlib.kernels.hopper.told import HEAD, word
 
-POOL = gl.constexpr(64)  # keys
+UNIT = gl.constexpr(tiles.UNIT)  # keys
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def place_of_maxima(mem, number, row, work, plan: gl.constexpr):
     there are fewer than 2^31."""
     if plan.pooled:
         head = word(mem, number, plan.words + HEAD, plan)
-        blocks = 2 * ((work.S_k + 2 * POOL - 1) // (2 * POOL))
+        blocks = 2 * ((work.S_k + 2 * UNIT - 1) // (2 * UNIT))
         return work.maxima + head.to(gl.int64) * blocks * (work.num_m * plan.block_m) + row
     else:
         return 0
@@ -44,8 +44,8 @@ def top_of_rows(s, first, qk_scale, tile, plan: gl.constexpr):
     """The largest score of each row [64] of a block s [64, BLOCK_N], whose first key is `first`."""
     if plan.pooled and plan.units == 0:
         rows = tile.work.num_m * plan.block_m
-        at = tile.maxima + first // POOL * rows + gl.arange(0, 64, layout=plan.row_layout)  # [64]
-        if plan.block_n == 2 * POOL:
+        at = tile.maxima + first // UNIT * rows + gl.arange(0, 64, layout=plan.row_layout)  # [64]
+        if plan.block_n == 2 * UNIT:
             left, right = softmax.halves(s)  # [64, 64] twice
             left = gl.convert_layout(softmax.row_max(left), plan.row_layout)
             right = gl.convert_layout(softmax.row_max(right), plan.row_layout)
@@ -97,7 +97,7 @@ def pending(tops, first, tile, plan: gl.constexpr):
     else:
         upper, _ = _rows_of_threads(tops[0])
         thread = gl.arange(0, 128, layout=upper.type.layout)
-        unit = first // POOL
+        unit = first // UNIT
         if plan.units == 2:
             unit += thread // 2 % 2
         row = thread // 32 * 16 + thread % 32 // 4 + thread % 2 * 8

@@ -11,15 +11,13 @@ from attnlib.kernels.common.descriptors import Made, lse_for
 from attnlib.kernels.common.forward_plan import TENSORS
 from attnlib.kernels.common.launcher import LIMIT, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, signature
-from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.common.tiles import UNIT, tile_width
 from attnlib.kernels.hopper import configuration, launch
 from attnlib.kernels.hopper.configs import hopper_config
 from attnlib.kernels.hopper.support import unsupported
 from attnlib.params import Params
 
 __all__ = ["forward", "unsupported"]
-POOL = 64
-"""Keys of which the largest score of a row is kept."""
 
 
 def forward(
@@ -60,7 +58,7 @@ def prepare(call: Signature) -> Plan:
     pointers = {**kernel.pointers, "maxima": Part("maxima")}
     kernel = replace(kernel, pointers=pointers, constants={"plan": plan_of(call)})
     B, H, _, S_q, S_k = call.dimensions()
-    blocks, block_m = 2 * -(-S_k // (2 * POOL)), 64 * call.config.warpgroups
+    blocks, block_m = 2 * -(-S_k // (2 * UNIT)), 64 * call.config.warpgroups
     rows = -(-S_q // block_m) * block_m
     if blocks * rows >= LIMIT:
         raise ValueError(f"q, k: expected fewer than 2^37 scores of a head, got {S_q} x {S_k}")

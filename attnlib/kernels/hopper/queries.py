@@ -29,7 +29,7 @@ from attnlib.kernels.hopper import e4m3
 
 CHUNK = gl.constexpr(fp8.CHUNK)
 LARGEST = gl.constexpr(fp8.LARGEST)
-SMALLEST = gl.constexpr(2.0**-120 * fp8.LARGEST)  # of a row's largest magnitude, as the scale sees it
+SMALLEST_MAGNITUDE = gl.constexpr(fp8.SMALLEST_MAGNITUDE)
 LOW, HIGH = gl.constexpr(fp8.SIGNS[0]), gl.constexpr(fp8.SIGNS[1] - 2**32)  # as int32
 
 
@@ -89,7 +89,7 @@ def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
         if plan.rotates:
             left, right = left + right, left - right
         size = gl.maximum(gl.abs(left), gl.abs(right))
-    used = gl.maximum(gl.max(size, 1), SMALLEST)  # [64]
+    used = gl.maximum(gl.max(size, 1), SMALLEST_MAGNITUDE)  # [64]
     factor = _quotient(used)[:, None]  # [64, 1]
     left *= factor
     if right is not None:

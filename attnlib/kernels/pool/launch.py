@@ -12,10 +12,9 @@ from attnlib.kernels.common.coarser import coarser
 from attnlib.kernels.common.descriptors import describable, legal, readable
 from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED
-from attnlib.kernels.common.tiles import block_d
+from attnlib.kernels.common.tiles import UNIT, block_d
 
 MODULE = "attnlib.kernels.pool.pool_kernels"
-UNIT = 64
 COLUMNS = 32
 """Units of keys of a program of `pool_maxima`: 8 KiB of maxima."""
 MOST_KEYS = GRID_YZ * COLUMNS * UNIT

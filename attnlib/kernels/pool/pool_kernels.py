@@ -9,10 +9,11 @@ largest scores that it has kept (`hopper.maxima`), 4 bytes for each 64 scores.
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common import signature, tiles
 from attnlib.kernels.common.tile_access import load_tile
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-UNIT = tl.constexpr(64)
+LOG2_E = tl.constexpr(signature.LOG2_E)
+UNIT = tl.constexpr(tiles.UNIT)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from attnlib.kernels.common.fp8 import (
     GROUP,
     LARGEST,
     SIGNS,
+    SMALLEST_MAGNITUDE,
     Fp8,
     Recipe,
     Role,
@@ -69,7 +70,7 @@ def quantize(
     Bit for bit, but for rotated queries and keys and for the mean of values: these are computed in fp64 here
     and in float32 there, so that a value next to the middle of two neighbors may become either. mean: what to
     subtract from values in place of that, as in `Fp8`. scaling "row": a scale for each query, as kernels
-    have it that quantize queries themselves.
+    have it that quantize queries themselves; that of zeros is not 1. max_seqlen: only kernels need it.
     """
     scaling, rotate, center = recipe
     rotate, center = rotate and role != "v", center and role == "v"
@@ -87,9 +88,11 @@ def quantize(
     heads = values.shape[:-2]
 
     def scaled(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        used = amax.clamp_min(_SMALLEST * LARGEST)
+        used = amax.clamp_min(SMALLEST_MAGNITUDE if scaling == "row" else _SMALLEST * LARGEST)
         scale = used * torch.tensor((width**-0.5 if rotate else 1.0) / LARGEST, dtype=torch.float32)
         factor = torch.full_like(used, LARGEST) / used  # LARGEST / used would be rounded twice
+        if scaling == "row":
+            return scale, factor
         return scale.where(amax > 0, 1.0), factor.where(amax > 0, 1.0)
 
     if scaling in ("block", "row") and role != "v":
@@ -118,7 +121,7 @@ def quantize(
     else:
         data = (rounded.transpose(0, 1) if varlen else rounded).contiguous()
     return Fp8(
-        data, scale, role, scaling, rotate, x.shape[-1], x.dtype, tokens, cu_seqlens, max_seqlen,
+        data, scale, role, scaling, rotate, x.shape[-1], x.dtype, tokens, cu_seqlens,
         mean if center else None,
     )  # fmt: skip
 
@@ -164,10 +167,9 @@ def _transposed(rounded: torch.Tensor, starts: list[int], sequences: int | None)
 def values_of(x: Fp8) -> Iterator[torch.Tensor]:
     """What the data of each sequence stands for in fp64, (H, S, width), tokens in their order; rotated and
     centered ones stay so."""
-    starts = [0, x.tokens] * len(x.data) if not x.varlen else x.cu_seqlens.tolist()
-    count = len(x.data) if not x.varlen else len(starts) - 1
-    for b in range(count):
-        start, end = (0, x.tokens) if not x.varlen else starts[b : b + 2]
+    starts = x.cu_seqlens.tolist() if x.varlen else ()
+    for b in range(x.sequences):
+        start, end = starts[b : b + 2] if x.varlen else (0, x.tokens)
         if x.role == "v":
             positions = -(-(end - start) // GROUP) * GROUP
             first = first_block(start, b, GROUP) * GROUP if x.varlen else 0

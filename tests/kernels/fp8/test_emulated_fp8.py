@@ -78,6 +78,26 @@ def test_rows_without_keys_get_no_mean() -> None:
     assert (out[40:190] == 0).all() and (out[190:].abs().amax((1, 2)) > 1).all()
 
 
+@pytest.mark.parametrize("sm_scale", [0.0, -1e-38])
+@pytest.mark.parametrize("own_queries", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_product_of_scales_below_the_smallest_number(
+    causal: bool, own_queries: bool, sm_scale: float
+) -> None:
+    """Every key that a row sees has the same weight; a hidden one has none, and is not 0 * -inf."""
+    call = Call(64, 1, 1, 70, 200, causal=causal, sm_scale=sm_scale, own_queries=own_queries)
+    q, k, v = call.tensors()
+    check(call, tensors=(0.01 * q, 0.01 * k, v))
+
+
+def test_queries_of_zeros_among_small_keys() -> None:
+    """Rows of padding, each with a scale of its own."""
+    call = Call(128, 1, 1, 150, 150, own_queries=True)
+    q, k, v = (x.bfloat16() for x in call.tensors())
+    q[:, :, 100:] = 0
+    check(call, tensors=(q, 1e-6 * k, v))
+
+
 PLAIN = replace(
     fp8_config(128), block_n=64, stages=2, o_columns=64, q_columns=0, late_wait=False, pin=False, joint=False
 )

@@ -14,6 +14,7 @@ from emulated_fp8 import Call
 from fp8_cases import check_forward
 from mutations import Mutation
 
+from attnlib.kernels.common import kept_shift
 from attnlib.kernels.hopper import coordinates, e4m3, launch_fp8, masks, queries, told
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
 
@@ -50,8 +51,8 @@ MUTATIONS = [
              "(RMS|max) error", (), e4m3),
     Mutation("the shift does not follow the maximum",
              "ROOM = gl.constexpr(8.8)", "ROOM = gl.constexpr(16.8)", "large", "(RMS|max) error", (), e4m3),
-    Mutation("pairs of weights are swapped", "mov.b32 $0, {low, high};", "mov.b32 $0, {high, low};", "heads",
-             "(RMS|max) error", (), e4m3),
+    Mutation("pairs of weights are swapped", "{{low, high}}", "{{high, low}}", "heads", "(RMS|max) error", (),
+             kept_shift),
     Mutation("V's sequences begin at multiples of 16 together", "// 16 + i_b + groups", "// 16 + groups",
              "varlen", "(RMS|max) error", (), coordinates),
     Mutation("V's last positions are those of its keys",

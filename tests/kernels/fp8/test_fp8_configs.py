@@ -34,6 +34,13 @@ def test_a_block_has_one_scale(scaling: str, refused: bool) -> None:
             launch_fp8.forward(*operands, call.params(), call.out_dtype)
 
 
+def test_rows_of_varlen_sequences_are_counted() -> None:
+    asked = prepared(Call(64, varlen=((40, 70), (0, 5))))
+    rows = 2**30 + 1
+    with pytest.raises(ValueError, match=f"q, k: expected at most 2.30 rows and keys .* got {rows} and 75"):
+        launch_fp8.prepare(asked._replace(plain=asked.plain._replace(q=(rows, 2, 64))))
+
+
 DENSE = {
     64: {"keep_shift": True, "late_wait": False, "pin": False}, 128: {"keep_shift": True}, 256: {},
 }  # fmt: skip
@@ -73,11 +80,11 @@ def test_a_call_gets(name: str, width: int) -> None:
     options, dense = CALLS[name]
     call = Call(width, **{"H": 1, "H_kv": 1, "S_q": 200, "S_k": 256} | options)
     asked = prepared(call)
-    assert asked.config == fp8_config(width, dense)
+    assert asked.plain.config == fp8_config(width, dense)
     assert launch_fp8.plan_of(asked).keep_shift.value == (dense and width < 256)
 
 
 def test_what_a_call_brings_is_taken() -> None:
     """No choice by the mask replaces it."""
     config = replace(fp8_config(64), warpgroups=2, stages=2)
-    assert prepared(Call(64, 1, 1, 200, 256, causal=False, config=config)).config == config
+    assert prepared(Call(64, 1, 1, 200, 256, causal=False, config=config)).plain.config == config

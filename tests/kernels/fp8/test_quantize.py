@@ -70,6 +70,15 @@ def test_zeros_have_scale_one(device: str) -> None:
                 assert (found.scale == 1).all() and (found.data.float() == 0).all()
 
 
+def test_a_row_of_zeros_with_a_scale_of_its_own_has_the_smallest() -> None:
+    """As `hopper.queries` gives it: the kernel's product of scales is as small as the model says."""
+    x = torch.randn(1, 2, 70, 128).half()
+    x[:, :, 60:] = 0
+    found = model.quantize(x, "q", Recipe("row"))
+    assert (found.scale[..., 60:] / 2.0**-120 - 128**-0.5).abs().max() < 1e-6
+    assert (found.scale[..., :60] > 1e-4).all() and (found.data[:, :, 60:].float() == 0).all()
+
+
 def test_a_part_in_common_costs_no_precision(device: str) -> None:
     """What stays of values with a mean is quantized as if they had none."""
     x = torch.randn(1, 2, 150, 64, device=device)
@@ -119,6 +128,12 @@ def test_empty(shape: tuple[int, ...], device: str) -> None:
             found = fp8.quantize(x, role, recipe)
             compare_with_model(found, x, recipe, f"empty {role} {scaling}")
             assert found.mean is None or (found.mean == 0).all()
+
+
+def test_empty_with_strides_that_no_copy_changes(device: str) -> None:
+    x = torch.zeros(1, 2, 0, 64, device=device).expand(3, 2, 0, 64)
+    for role in "qkv":
+        compare(fp8.quantize(x, role, Recipe()), model.quantize(x, role, Recipe()), f"empty {role}")
 
 
 def test_layouts_that_are_copied(device: str) -> None:
