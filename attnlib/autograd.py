@@ -104,11 +104,16 @@ def gradients(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward)(*args)
 
 
-def no_second_derivative() -> None:
+def no_second_derivative(function: str = "attention") -> None:
     """Raise the error of a second derivative."""
+    other = ""
+    if function == "attention":
+        other = (
+            ". For one (gradient penalties, Hessians) use torch.nn.functional.scaled_dot_product_attention "
+            "with the math backend"
+        )
     raise RuntimeError(
-        "attnlib.attention has no second derivative: its gradient can't be differentiated. For one (gradient "
-        "penalties, Hessians) use torch.nn.functional.scaled_dot_product_attention with the math backend"
+        f"attnlib.{function} has no second derivative: its gradient can't be differentiated{other}"
     )
 
 

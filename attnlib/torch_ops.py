@@ -421,7 +421,7 @@ def _entmax_backward_fake(d_out, q, k, v, *_, **__):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-attention_entmax_backward.register_autograd(lambda ctx, *_: no_second_derivative())
+attention_entmax_backward.register_autograd(lambda ctx, *_: no_second_derivative("attention_entmax"))
 
 
 # ---------------------------------------------------------------- forward-mode differentiation
