@@ -373,14 +373,16 @@ def with_sections(text: str, page: Path) -> str:
     return text
 
 
-def stale() -> list[Path]:
-    """Pages of which a table differs from the records."""
-    return [page for page in PAGES if with_sections(text := page.read_text(encoding="utf-8"), page) != text]
+def stale() -> dict[Path, str]:
+    """Pages of which a table differs from the records -> their text with the present tables."""
+    old = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    new = {page: with_sections(text, page) for page, text in old.items()}
+    return {page: text for page, text in new.items() if text != old[page]}
 
 
 def rewrite() -> list[Path]:
     """Rewrite the tables from the records; the pages of which one was different."""
     pages = stale()
-    for page in pages:
-        page.write_text(with_sections(page.read_text(encoding="utf-8"), page), encoding="utf-8")
-    return pages
+    for page, text in pages.items():
+        page.write_text(text, encoding="utf-8")
+    return list(pages)

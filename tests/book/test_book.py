@@ -555,8 +555,8 @@ def pages(record, tmp_path, monkeypatch) -> list[Path]:
 
 
 def test_tables_of_pages_are_drawn_from_the_records(pages):
-    assert tables_of_readme.stale() == pages == tables_of_readme.rewrite()
-    assert tables_of_readme.stale() == tables_of_readme.rewrite() == []
+    assert list(tables_of_readme.stale()) == pages == tables_of_readme.rewrite()
+    assert list(tables_of_readme.stale()) == tables_of_readme.rewrite() == []
     readme, results = (page.read_text() for page in pages)
     assert readme.startswith("before\n<!-- ladder -->\n| Step |")
     assert readme.endswith("<!-- /plane -->\nafter\n")

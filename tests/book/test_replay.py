@@ -163,7 +163,7 @@ def test_committed_and_replayed_outputs_have_the_same_figures(name, replayed):
 
 
 def test_pages_show_the_tables_of_the_records():
-    assert tables_of_readme.stale() == [], "python -m attnlib.book readme"
+    assert list(tables_of_readme.stale()) == [], "python -m attnlib.book readme"
 
 
 def test_readme_shows_figures_that_exist():
