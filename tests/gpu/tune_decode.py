@@ -7,10 +7,11 @@
 equal tiles, but those of short sequences have more pairs to begin, so they should end last. idle: a pair
 counts as so many tiles more. next: the first keys of the next pair are asked for ahead. whole rows: a program
 that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the registers
-that those of the merge would need to begin early. shares: more programs than run at a time, so that an SM that is served
-faster takes more of them. One sequence and the batch of equal lengths are there to see what it costs where it
-can't help. `pages`: pages of 16 and 64 keys beside a cache in one piece that has
-lengths, too, and pages with three stages. `fp8`: tiles and programs for caches in FP8.
+that those of the merge would need to begin early. shares: more programs than run at a time, so that an SM
+that is served faster takes more of them. long, short: as many programs as run at a time have so many
+sixteenths of an equal share, and further ones share out the rest. One sequence and the batch of equal lengths
+are there to see what it costs where it can't help. `pages`: pages of 16 and 64 keys beside a cache in one
+piece that has lengths, too, and pages with three stages. `fp8`: tiles and programs for caches in FP8.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
 A ratio is the time of what is chosen over the candidate's: above 1 the candidate is faster. What is inside of
 the control's is a tie. Status 0 when all outputs were right, 1 otherwise, 2 without a Hopper GPU.
@@ -47,7 +48,12 @@ NEXT = {
     "3 stages": {"num_stages": 3},
     "2 x shares": {"times": 2},
     "4 x shares": {"times": 4},
-    "8 x shares": {"times": 8},
+    "12/16 long, as many short": {"times": 2, "long": 12},
+    "12/16 long, twice as many short": {"times": 3, "long": 12},
+    "13/16 long, as many short": {"times": 2, "long": 13},
+    "14/16 long, half as many short": {"times": 1.5, "long": 14},
+    "14/16 long, as many short": {"times": 2, "long": 14},
+    "15/16 long, half as many short": {"times": 1.5, "long": 15},
     "idle 1, next, whole rows": {"idle_tiles": 1, "prefetch_next": True, "merge_columns": 128},
 }
 # Keys of a tile over what is chosen, stages, programs of a multiprocessor, warps.
@@ -74,8 +80,10 @@ def with_config(inputs: Inputs, changes: dict, fp8: bool = False, page: int | No
     params = params._replace(k_scale=scales[0], v_scale=scales[1])
     config = configuration(call_of(q, k, v, table, params))
     changes = dict(changes)
+    if "long" in changes:
+        changes |= {"long_programs": config.shares, "long_sixteenths": changes.pop("long")}
     if "times" in changes:
-        changes["shares"] = config.shares * changes.pop("times")
+        changes["shares"] = int(config.shares * changes.pop("times"))
     if "per_sm" in changes:
         per_sm = changes.pop("per_sm")
         changes["shares"] = per_sm * device.num_sms(q.get_device())
