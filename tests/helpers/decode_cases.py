@@ -20,15 +20,11 @@ TOGETHER = 1 << 26
 """Numbers of keys that the oracle looks at together, in fp64 half a gibibyte."""
 
 
-CONFIGURED = "same_launch", "idle_tiles", "shares", "long_programs", "long_sixteenths", "merge_columns"
-
-
 @dataclass(frozen=True)
 class DecodeCase:
     """One call. lengths: of the keys; None for caches that are full, of `room` keys for `batch` sequences.
     page: keys of a page. scales: caches are in FP8, and what has a scale: "nothing", "all", "heads", or
-    "pairs": a sequence, or a page, and a head. same_launch, idle_tiles, shares, long_programs,
-    long_sixteenths, merge_columns: of the `DecodeConfig`.
+    "pairs": a sequence, or a page, and a head. same_launch, idle_tiles, merge_columns: of the `DecodeConfig`.
     unlike: values have other strides than keys.
     """
 
@@ -51,9 +47,6 @@ class DecodeCase:
     starts: tuple[int, ...] | None = None
     scales: str | None = None
     idle_tiles: int = 0
-    shares: int = 0
-    long_programs: int = 0
-    long_sixteenths: int = 0
     merge_columns: int | None = None
     unlike: bool = False
     seed: int = 0
@@ -155,8 +148,8 @@ def scales_of(case: DecodeCase, table, room: int, device: str, shift: int):
 def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the call; in the family's configuration with what the case changes of it."""
     q, k, v, lengths, table, starts, _, k_scale, v_scale = inputs
-    changes = {name: getattr(case, name) for name in CONFIGURED if getattr(case, name)}
-    if not changes:
+    changes = {name: getattr(case, name) for name in ("same_launch", "idle_tiles", "merge_columns")}
+    if not any(changes.values()):
         return attention_decode(
             q, k, v, lengths=lengths, page_table=table, causal=case.causal, window=case.window,
             sm_scale=case.sm_scale, return_lse=True, split=case.split, starts=starts, k_scale=k_scale,
@@ -237,10 +230,6 @@ def _cases() -> list[DecodeCase]:
         add(f"idle tiles{more}", ODD, split="stream_k", same_launch=same_launch, idle_tiles=2)
         add(f"more idle tiles than others{more}", (1, 20, 0, 300), split="stream_k", same_launch=same_launch,
             idle_tiles=9, queries=3, window=(100, 0))  # fmt: skip
-        long = {"split": "stream_k", "head_dim": 128, "same_launch": same_launch, "long_sixteenths": 12}
-        add(f"long and short shares{more}", (700, 0, 610, 64), shares=7, long_programs=2, **long)
-        add(f"many short shares{more}", (700, 0, 610, 64), shares=40, long_programs=2, **long)
-        add(f"shares too short to be long{more}", (700, 300), shares=9, long_programs=4, **long)
     add("idle tiles, full pages", None, room=96, batch=2, page=32, split="stream_k", idle_tiles=3)
     add("few keys in a large cache", (200,), room=2000, heads=2, kv_heads=1, split="stream_k")
     add("2 queries", (0, 1, 2, 3, 290), queries=2, split="stream_k")

@@ -53,9 +53,6 @@ class DecodeConfig:
             second launch.
         prefetch: a program asks for its first keys before its queries have come.
         prefetch_next: with `prefetch`, also for the first keys of its next pair before it has done the last.
-        long_programs: of the `shares` of "stream_k": programs that have a long share. They are launched
-            first; the others begin where one of them is done.
-        long_sixteenths: of an equal share for each of `long_programs`, how much that is; 0: all are equal.
         idle_tiles: of "stream_k": beginning a pair takes as long as so many tiles, which shares allow for.
         registers: most that a thread may have; None for what the compiler thinks best.
         merge_columns: of a row, which a program that merges takes; None for what `merge_config` chooses.
@@ -70,8 +67,6 @@ class DecodeConfig:
     same_launch: bool = False
     prefetch: bool = True
     prefetch_next: bool = False
-    long_programs: int = 0
-    long_sixteenths: int = 0
     idle_tiles: int = 0
     registers: int | None = None
     merge_columns: int | None = None

@@ -241,7 +241,7 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "B", "S", "H_kv", "left", "right", "shares", "longs", "q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "k_d",
+        "B", "S", "H_kv", "left", "right", "shares", "q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "k_d",
         "v_b", "v_h", "v_s", "v_d", "o_b", "o_h", "o_s", "table_b", "k_scale_b", "k_scale_h", "v_scale_b",
         "v_scale_h", "k_scale_page", "v_scale_page",
     ],
@@ -268,7 +268,6 @@ def attention_decode(
     left,
     right,  # keys that a row sees before and after its place; None for no bound
     shares,  # programs of stream-K, or splits of a pair
-    longs,  # of them those with a long share
     q_b,
     q_h,
     q_s,  # strides, in units of UNIT_Q and UNIT_KV elements; of a paged cache k_b and v_b are those of a page
@@ -297,7 +296,6 @@ def attention_decode(
     PARTS: tl.constexpr,  # partial results that are merged in one step
     SLICE: tl.constexpr,  # columns of them
     STREAM_K: tl.constexpr,
-    LONG: tl.constexpr,  # sixteenths of an equal share that a long one has; 0: all shares are equal
     IDLE: tl.constexpr,  # tiles of a pair that stand for the time in which a program begins it
     AT_ONCE: tl.constexpr,  # sequences that are looked at together
     OVERLAPS: tl.constexpr,  # the launch that merges may begin before this one is done
@@ -329,8 +327,8 @@ def attention_decode(
     if STREAM_K:
         _, total = tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
         total = total * pairs
-        tile = share_of(place, total, shares, longs, LONG)
-        todo = share_of(place + 1, total, shares, longs, LONG) - tile
+        tile = share_of(place, total, shares)
+        todo = share_of(place + 1, total, shares) - tile
         i_b, before = sequence_at(
             tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE
         )
@@ -426,7 +424,7 @@ def attention_decode(
             tl.store(part_l + o_m, b_l, mask=row)
             if arrived is not None:
                 pair = i_b * pairs + i_p
-                first, parts = parts_of(pair, begin, tiles, total, shares, longs, STREAM_K, LONG)
+                first, parts = parts_of(pair, begin, tiles, total, shares, STREAM_K)
                 tl.debug_barrier()  # all of this program's stores, then the one that says so
                 if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == parts - 1:
                     SLICES: tl.constexpr = BLOCK_D // SLICE
@@ -449,7 +447,7 @@ def attention_decode(
 
 
 @triton.jit(
-    do_not_specialize=["B", "S", "H_kv", "left", "shares", "longs", "o_b", "o_h", "o_s"],
+    do_not_specialize=["B", "S", "H_kv", "left", "shares", "o_b", "o_h", "o_s"],
     do_not_specialize_on_alignment=["lengths", "starts"],
 )
 def attention_merge(
@@ -465,7 +463,6 @@ def attention_merge(
     H_kv,
     left,
     shares,
-    longs,
     o_b,
     o_h,
     o_s,
@@ -479,7 +476,6 @@ def attention_merge(
     PARTS: tl.constexpr,
     SLICE: tl.constexpr,
     STREAM_K: tl.constexpr,
-    LONG: tl.constexpr,
     IDLE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -503,7 +499,7 @@ def attention_merge(
         before, total = tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
         total = total * pairs
         begin = before * pairs + i_p * tiles
-    slot, count = parts_of(pair, begin, tiles, total, shares, longs, STREAM_K, LONG)
+    slot, count = parts_of(pair, begin, tiles, total, shares, STREAM_K)
     if OVERLAPS:
         gdc_wait()  # until all of the launch before is done; what came before that is done since long
     if count > 1:  # else it was written

@@ -251,7 +251,6 @@ def prepare(call: Call) -> Plan:
     }
     o_b, o_h, o_s = (stride // unit_q for stride in out_strides[:3])
     sizes = {"B": B, "S": call.capacity, "H_kv": H_kv, "left": left, "shares": config.shares}
-    sizes |= {"longs": config.long_programs}
     sizes |= {"o_b": o_b, "o_h": o_h, "o_s": o_s}
     constants = {
         "D": D,
@@ -264,7 +263,6 @@ def prepare(call: Call) -> Plan:
         "PARTS": merge.parts,
         "SLICE": merge.columns,
         "STREAM_K": stream_k,
-        "LONG": config.long_sixteenths if stream_k else 0,
         "IDLE": config.idle_tiles if stream_k else 0,
         "AT_ONCE": FEW if B <= FEW else MANY,
         "OVERLAPS": overlaps,

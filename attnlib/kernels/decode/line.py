@@ -80,55 +80,29 @@ def sequence_at(
 
 
 @triton.jit
-def long_share(total, longs, LONG: tl.constexpr):
-    """Tiles of each program with a long share: LONG sixteenths of an equal one, but all of a short one."""
-    equal = total // tl.maximum(longs, 1)
-    return tl.where(equal < 16, equal, equal * LONG // 16)
+def share_of(program, total, programs):
+    """The first tile of a program's share of the line: the first `total % programs` have one more."""
+    return program * (total // programs) + tl.minimum(program, total % programs)
 
 
 @triton.jit
-def share_of(program, total, programs, longs, LONG: tl.constexpr):
-    """The first tile of a program's share of the line. The first `longs` programs have long shares; the
-    others share out the rest equally, and the first of them have one more tile."""
-    if LONG > 0:
-        each = long_share(total, longs, LONG)
-        rest, place = total - longs * each, program - longs
-        fewer, longer = rest // (programs - longs), rest % (programs - longs)
-        first = longs * each + place * fewer + tl.minimum(place, longer)
-        return tl.where(place <= 0, program * each, first)
-    else:
-        return program * (total // programs) + tl.minimum(program, total % programs)
-
-
-@triton.jit
-def owner_of(tile, total, programs, longs, LONG: tl.constexpr):
+def owner_of(tile, total, programs):
     """The program that has a tile of the line: the inverse of `share_of`. Those without a tile come last."""
-    if LONG > 0:
-        each = long_share(total, longs, LONG)
-        place = _owner(tile - longs * each, total - longs * each, programs - longs)
-        return tl.where(tile < longs * each, tile // tl.maximum(each, 1), longs + place)
-    else:
-        return _owner(tile, total, programs)
-
-
-@triton.jit
-def _owner(tile, total, programs):
-    """The program that has a tile of equal shares."""
     fewer, longer = total // programs, total % programs
     ahead = longer * (fewer + 1)  # tiles of the programs that have one more
     return tl.where(tile < ahead, tile // (fewer + 1), longer + (tile - ahead) // tl.maximum(fewer, 1))
 
 
 @triton.jit
-def parts_of(pair, begin, tiles, total, shares, longs, STREAM_K: tl.constexpr, LONG: tl.constexpr):
+def parts_of(pair, begin, tiles, total, shares, STREAM_K: tl.constexpr):
     """(slot of a pair's first partial result, how many it has). `begin`: its first tile in the line.
 
     With stream-K a program has two slots: one for a pair that it does not begin, which it has at most once,
     and one for a pair that it begins and does not end.
     """
     if STREAM_K:
-        first = owner_of(begin, total, shares, longs, LONG)
-        return 2 * first + 1, owner_of(begin + tiles - 1, total, shares, longs, LONG) - first + 1
+        first = owner_of(begin, total, shares)
+        return 2 * first + 1, owner_of(begin + tiles - 1, total, shares) - first + 1
     else:
         return pair * shares, tl.cdiv(tiles, tl.cdiv(tiles, shares))
 
