@@ -7,11 +7,10 @@
 equal tiles, but those of short sequences have more pairs to begin, so they should end last. idle: a pair
 counts as so many tiles more. next: the first keys of the next pair are asked for ahead. whole rows: a program
 that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the registers
-that those of the merge would need to begin early. shares: more programs than run at a time, so that an SM
-that is served faster takes more of them. long, short: as many programs as run at a time have so many
-sixteenths of an equal share, and further ones share out the rest. One sequence and the batch of equal lengths
-are there to see what it costs where it can't help. `pages`: pages of 16 and 64 keys beside a cache in one
-piece that has lengths, too, and pages with three stages. `fp8`: tiles and programs for caches in FP8.
+that those of the merge would need to begin early. Then tiles of other sizes, fewer programs with more in flight.
+One sequence and the batch of equal lengths are there to see what it costs where it can't help. `pages`: pages
+of 16 and 64 keys beside a cache in one piece that has lengths, too, and pages with three stages. `fp8`: tiles
+and programs for caches in FP8.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
 A ratio is the time of what is chosen over the candidate's: above 1 the candidate is faster. What is inside of
 the control's is a tie. Status 0 when all outputs were right, 1 otherwise, 2 without a Hopper GPU.
@@ -46,19 +45,14 @@ NEXT = {
     "whole rows": {"merge_columns": 128},
     "no room": {"registers": 168},
     "3 stages": {"num_stages": 3},
-    "2 x shares": {"times": 2},
-    "4 x shares": {"times": 4},
-    "12/16 long, as many short": {"times": 2, "long": 12},
-    "12/16 long, twice as many short": {"times": 3, "long": 12},
-    "13/16 long, as many short": {"times": 2, "long": 13},
-    "14/16 long, half as many short": {"times": 1.5, "long": 14},
-    "14/16 long, as many short": {"times": 2, "long": 14},
-    "15/16 long, half as many short": {"times": 1.5, "long": 15},
     "idle 1, next, whole rows": {"idle_tiles": 1, "prefetch_next": True, "merge_columns": 128},
 }
 # Keys of a tile over what is chosen, stages, programs of a multiprocessor, warps.
 TILES = {"4 per SM": (1, 3, 4, 4), "4 stages": (1, 4, 3, 4), "2 x keys": (2, 3, 2, 4)}
 TILES["8 warps"] = 2, 3, 2, 8
+LARGE = {"2 x keys, 1 per SM": (2, 3, 1, 4), "2 x keys, 1 per SM, 8 warps": (2, 3, 1, 8)}
+LARGE |= {"2 x keys, 2 per SM": (2, 2, 2, 4), "2 x keys, 2 per SM, 8 warps": (2, 2, 2, 8)}
+LARGE |= {"3 stages, 2 per SM": (1, 3, 2, 4), "5 stages, 1 per SM": (1, 5, 1, 4)}
 TUNED = {
     "ragged": [CALLS[-1], CALLS[2], CALLS[4]],
     "pages": [CALLS[0], CALLS[1], CALLS[4], CALLS[-1]],
@@ -80,10 +74,6 @@ def with_config(inputs: Inputs, changes: dict, fp8: bool = False, page: int | No
     params = params._replace(k_scale=scales[0], v_scale=scales[1])
     config = configuration(call_of(q, k, v, table, params))
     changes = dict(changes)
-    if "long" in changes:
-        changes |= {"long_programs": config.shares, "long_sixteenths": changes.pop("long")}
-    if "times" in changes:
-        changes["shares"] = int(config.shares * changes.pop("times"))
     if "per_sm" in changes:
         per_sm = changes.pop("per_sm")
         changes["shares"] = per_sm * device.num_sms(q.get_device())
@@ -93,10 +83,19 @@ def with_config(inputs: Inputs, changes: dict, fp8: bool = False, page: int | No
     return lambda: DECODERS["triton"].forward(q, k, v, params)[0]
 
 
+def sized(keys: int, stages: int, per_sm: int, warps: int) -> dict:
+    return {"keys": keys, "num_stages": stages, "per_sm": per_sm, "num_warps": warps}
+
+
 def next_pairs(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     made = {OURS: lambda: with_config(inputs, {})}
     for name, changes in NEXT.items():
         made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, changes)
+    for name, sizes in LARGE.items():
+        for more in ({}, {"prefetch_next": True}):
+            changes = sized(*sizes) | more
+            key = f"{OURS}, {name}" + ", next" * bool(more)
+            made[key] = lambda changes=changes: with_config(inputs, changes)
     every = timed.implementations(inputs)
     return made | {name: every[name] for name in ("fa3", "cudnn", "flashinfer") if name in every}
 
@@ -112,12 +111,9 @@ def pages(inputs: Inputs) -> dict[str, Callable[[], Function]]:
 
 
 def tiles(inputs: Inputs) -> dict[str, Callable[[], Function]]:
-    def change(keys: int, stages: int, per_sm: int, warps: int) -> dict:
-        return {"keys": keys, "num_stages": stages, "per_sm": per_sm, "num_warps": warps}
-
     made = {OURS: lambda: timed.ours(inputs, "stream_k"), OURS_FP8: lambda: with_config(inputs, {}, True)}
     for name, sizes in TILES.items():
-        changes = change(*sizes)
+        changes = sized(*sizes)
         made[f"{OURS_FP8}, {name}"] = lambda changes=changes: with_config(inputs, changes, True)
     for page in PAGES:
         made[f"{OURS_FP8}, pages of {page}"] = lambda page=page: with_config(inputs, {}, True, page)
