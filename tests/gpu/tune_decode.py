@@ -5,12 +5,12 @@
 
 `ragged`: how a stream-K program begins its next pair, and how partial results are merged. The shares are of
 equal tiles, but those of short sequences have more pairs to begin, so they should end last. idle: a pair
-counts as so many tiles more. next: the first keys of the next pair are asked for ahead. whole rows: a program
-that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the registers
-that those of the merge would need to begin early. Then tiles of other sizes, fewer programs with more in flight.
-One sequence and the batch of equal lengths are there to see what it costs where it can't help. `pages`: pages
-of 16 and 64 keys beside a cache in one piece that has lengths, too, and pages with three stages. `fp8`: tiles
-and programs for caches in FP8.
+counts as so many tiles more. next: the first keys of the next pair are asked for ahead. whole rows: a
+program that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the
+registers that those of the merge would need to begin early. Then tiles of other sizes, fewer programs with
+more in flight. One sequence and the batch of equal lengths are there to see what it costs where it can't
+help. `pages`: pages of 16 and 64 keys beside a cache in one piece that has lengths, too, and pages with
+three stages. `fp8`: tiles and programs for caches in FP8.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
 A ratio is the time of what is chosen over the candidate's: above 1 the candidate is faster. What is inside of
 the control's is a tie. Status 0 when all outputs were right, 1 otherwise, 2 without a Hopper GPU.
