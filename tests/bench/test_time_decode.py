@@ -136,10 +136,11 @@ def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
     assert tune_decode.main([]) == 0
     shown = capsys.readouterr().out
     rows = [f"attnlib, {name}" for name in tune_decode.NEXT]
+    rows += ["attnlib, as it chooses", *[f"attnlib, {name}" for name in tune_decode.LARGE]]
     rows += [f"attnlib fp8, {name}" for name in tune_decode.TILES]
     rows += [f"attnlib, pages of {page}{more}" for page in (16, 64) for more in ("", ", 3 stages")]
     rows += [f"attnlib fp8, pages of {page}" for page in (16, 64)]
-    controls_and_copies = 4 + 4 + 5
+    controls_and_copies = 4 + 4 + 4 + 5
     assert all(row in shown for row in rows) and shown.count("GB/s") == len(rows) + controls_and_copies
     right = tune_decode.with_config
     monkeypatch.setattr(tune_decode, "with_config", lambda *args, **rest: lambda: 2 * right(*args, **rest)())

@@ -1,16 +1,16 @@
 """Candidates for the decoding kernels' configurations on this GPU, beside those that are chosen now.
 
     python tests/gpu/tune_decode.py                 about 100 seconds; prints tables, writes no record
-    python tests/gpu/tune_decode.py --only ragged   one of the parts `ragged`, `pages`, `fp8`
+    python tests/gpu/tune_decode.py --only ragged   one of the parts `ragged`, `sizes`, `pages`, `fp8`
 
 `ragged`: how a stream-K program begins its next pair, and how partial results are merged. The shares are of
 equal tiles, but those of short sequences have more pairs to begin, so they should end last. idle: a pair
 counts as so many tiles more. next: the first keys of the next pair are asked for ahead. whole rows: a
 program that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the
-registers that those of the merge would need to begin early. Then tiles of other sizes, fewer programs with
-more in flight. One sequence and the batch of equal lengths are there to see what it costs where it can't
-help. `pages`: pages of 16 and 64 keys beside a cache in one piece that has lengths, too, and pages with
-three stages. `fp8`: tiles and programs for caches in FP8.
+registers that those of the merge would need to begin early. One sequence and the batch of equal lengths are
+there to see what it costs where it can't help. `sizes`: of calls without lengths, tiles of other sizes, and
+fewer programs with more stages. `pages`: pages of 16 and 64 keys beside a cache in one piece that has
+lengths, too, and pages with three stages. `fp8`: tiles and programs for caches in FP8.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
 A ratio is the time of what is chosen over the candidate's: above 1 the candidate is faster. What is inside of
 the control's is a tie. Status 0 when all outputs were right, 1 otherwise, 2 without a Hopper GPU.
@@ -29,7 +29,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 2)]
 
 import time_decode as timed  # noqa: E402
-from time_decode import CALLS, OURS, OURS_FP8, PAGES, Function, Inputs  # noqa: E402
+from time_decode import CALLS, OURS, OURS_FP8, PAGES, Call, Function, Inputs  # noqa: E402
 
 from attnlib.bench.setting import SWEEP  # noqa: E402
 from attnlib.kernels import DECODERS  # noqa: E402
@@ -52,9 +52,11 @@ TILES = {"4 per SM": (1, 3, 4, 4), "4 stages": (1, 4, 3, 4), "2 x keys": (2, 3, 
 TILES["8 warps"] = 2, 3, 2, 8
 LARGE = {"2 x keys, 1 per SM": (2, 3, 1, 4), "2 x keys, 1 per SM, 8 warps": (2, 3, 1, 8)}
 LARGE |= {"2 x keys, 2 per SM": (2, 2, 2, 4), "2 x keys, 2 per SM, 8 warps": (2, 2, 2, 8)}
-LARGE |= {"3 stages, 2 per SM": (1, 3, 2, 4), "5 stages, 1 per SM": (1, 5, 1, 4)}
+LARGE |= {"3 stages, 2 per SM": (1, 3, 2, 4), "3 stages, 1 per SM": (1, 3, 1, 4)}
+LARGE |= {"4 stages, 1 per SM": (1, 4, 1, 4), "2 stages, 3 per SM": (1, 2, 3, 4)}
 TUNED = {
     "ragged": [CALLS[-1], CALLS[2], CALLS[4]],
+    "sizes": [*CALLS[:6], Call((16384,), 4, 1), Call((16384,) * 56, 4, 1), Call((16384,) * 200, 4, 1)],
     "pages": [CALLS[0], CALLS[1], CALLS[4], CALLS[-1]],
     "fp8": [CALLS[2], CALLS[4], CALLS[6], CALLS[-1]],
 }
@@ -91,11 +93,14 @@ def next_pairs(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     made = {OURS: lambda: with_config(inputs, {})}
     for name, changes in NEXT.items():
         made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, changes)
-    for name, sizes in LARGE.items():
-        for more in ({}, {"prefetch_next": True}):
-            changes = sized(*sizes) | more
-            key = f"{OURS}, {name}" + ", next" * bool(more)
-            made[key] = lambda changes=changes: with_config(inputs, changes)
+    every = timed.implementations(inputs)
+    return made | {name: every[name] for name in ("fa3", "cudnn", "flashinfer") if name in every}
+
+
+def sizes(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    made = {OURS: lambda: with_config(inputs, {}), f"{OURS}, as it chooses": lambda: timed.ours(inputs)}
+    for name, wanted in LARGE.items():
+        made[f"{OURS}, {name}"] = lambda wanted=wanted: with_config(inputs, sized(*wanted))
     every = timed.implementations(inputs)
     return made | {name: every[name] for name in ("fa3", "cudnn", "flashinfer") if name in every}
 
@@ -120,7 +125,7 @@ def tiles(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     return made
 
 
-PARTS = {"ragged": next_pairs, "pages": pages, "fp8": tiles}
+PARTS = {"ragged": next_pairs, "sizes": sizes, "pages": pages, "fp8": tiles}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

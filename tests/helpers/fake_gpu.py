@@ -35,6 +35,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(device, "interpreted", lambda: False)
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
+    monkeypatch.setattr(device, "memory_gb_per_s", lambda index: 4917.0)
     monkeypatch.setattr(hopper_gpu, "_gluon_amiss", lambda: None)
     is_a(9)
     yield is_a

@@ -25,6 +25,14 @@ def num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def memory_gb_per_s(device: int) -> float:
+    """Peak bandwidth of a device's memory, by its clock and the width of its bus: 3352 of an H100 with HBM3,
+    4917 of an H200."""
+    found = torch.cuda.get_device_properties(device)
+    return 2 * found.memory_clock_rate * found.memory_bus_width / 8 * 1e-6  # kHz, two words a clock
+
+
 def unsupported_on(where: torch.device, name: str = "q") -> str | None:
     """What kernels in plain Triton need and the device of a tensor does not have; None if it has all."""
     if where.type == "cuda" or interpreted():

@@ -7,6 +7,8 @@ from attnlib.kernels.common.tiles import block_d
 
 Split = Literal["none", "fixed", "stream_k"]
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+H200_BANDWIDTH, SLOW_MEMORY = 37.0, 30.0
+"""GB/s of memory for each multiprocessor: of an H200; and between that and an H100's, 25."""
 
 
 class Work(NamedTuple):
@@ -14,7 +16,8 @@ class Work(NamedTuple):
 
     rows: query rows of all heads that share a key/value head. pairs: sequences times key/value heads. keys:
     the most that a sequence can have in sight. sms: multiprocessors of the GPU. equal: all have so many keys.
-    dtype: of queries, and of caches unless these are in FP8. page_scales: each page has a scale.
+    dtype: of queries, and of caches unless these are in FP8. page_scales: each page has a scale. bandwidth:
+    GB/s of memory for each multiprocessor.
     """
 
     rows: int
@@ -26,6 +29,7 @@ class Work(NamedTuple):
     equal: bool = False
     fp8: bool = False
     page_scales: bool = False
+    bandwidth: float = H200_BANDWIDTH
 
     @property
     def crowded(self) -> bool:
@@ -203,7 +207,8 @@ def residency(block_m: int, work: Work) -> Residency:
     """Two programs hide each other's starts, merges and waits between a load and its exponentials. A program
     takes 72 to 115 KB of its 227 KB of shared memory. With 64 rows of 128 columns and more it takes most of
     the registers too, and is alone. Three with one pair of tiles in flight each are 0.5 to 2% faster for few
-    rows of 128 columns in 16 bits, and 1% slower for 64 (docs/lab/decode.md)."""
+    rows of 128 columns in 16 bits, and 1% slower for 64 (docs/lab/decode.md). Slower memory is kept busy by
+    one program an SM, which is 2 to 6% faster there if it never has to begin a sequence of other length."""
     width = block_d(work.head_dim)
     if block_m == MOST_ROWS and width >= 128:
         return Residency(3, 1)
@@ -212,7 +217,7 @@ def residency(block_m: int, work: Work) -> Residency:
             return Residency(3, 2 if work.crowded else 3)
         return Residency(3, 1 if work.crowded or block_m * width >= MOST_ROWS * 128 else 2)
     if block_m == 16 and width == 128 and ITEMSIZE[work.dtype] == 2:
-        return Residency(2, 3)
+        return Residency(3, 1) if work.equal and work.bandwidth < SLOW_MEMORY else Residency(2, 3)
     return Residency(3, 2)
 
 

@@ -15,6 +15,7 @@ from attnlib.kernels.common.signature import PREPARED, exp2_scale
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.decode.configs import (
     FEW,
+    H200_BANDWIDTH,
     MANY,
     DecodeConfig,
     Split,
@@ -172,6 +173,13 @@ def sms_of(index: int) -> int:
     return INTERPRETED_SMS if device.interpreted() else device.num_sms(index)
 
 
+def bandwidth_of(index: int) -> float:
+    """GB/s of memory for each multiprocessor of a device; an H200's where kernels are interpreted."""
+    if device.interpreted() or index < 0:
+        return H200_BANDWIDTH
+    return device.memory_gb_per_s(index) / device.num_sms(index)
+
+
 def _by_page(call: Call) -> bool:
     """Whether pages have scales of their own."""
     return call.table is not None and any(strides and strides[0] for strides in call.scales)
@@ -191,7 +199,7 @@ def work_of(call: Call) -> Work:
     seen = keys if left is None else min(keys, left + call.q[2])
     equal = not (call.ragged or call.starting or call.table)
     return Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal,
-                call.fp8, _by_page(call))  # fmt: skip
+                call.fp8, _by_page(call), bandwidth_of(call.device))  # fmt: skip
 
 
 def configuration(call: Call) -> DecodeConfig:

@@ -11,6 +11,7 @@ from attnlib.kernels.hopper.configs_backward import (
     SHORT_KEYS,
     BackwardKind,
     HopperBackwardConfig,
+    beyond_l2,
     hopper_backward_config,
     own_values_backward_config,
 )
@@ -49,7 +50,7 @@ def configuration(
         if kind.varlen or params.deterministic or not stays.persistent:
             return chosen
         if H == H_kv:
-            return stays
+            return chosen if beyond_l2(stays.width(q.shape[-1]), S_q, kind) else stays
         rows = mean_rows(S_q, S_k, params.window)
         return staying(stays, stays.width(q.shape[-1]), H // H_kv, rows, kind) or chosen
     keys = seen = None

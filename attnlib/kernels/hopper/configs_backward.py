@@ -255,6 +255,16 @@ _STAYS = {
 measurement on an H100 (docs/lab/hopper-backward.md)."""
 
 
+L2_BYTES = 50 << 20
+
+
+def beyond_l2(width: int, rows: int, kind: BackwardKind) -> bool:
+    """Whether what the programs of a head read and add to, Q, dO and the sums of dQ, does not fit in the L2,
+    where programs of one tile are faster: of 128 columns without a mask by 3 to 5%, under a diagonal not
+    (docs/lab/hopper-backward.md)."""
+    return width == 128 and not kind.masked and 8 * rows * width > L2_BYTES
+
+
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
 """Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there are kernels for: where
 sums have an order. Other calls have 96 keys a program."""

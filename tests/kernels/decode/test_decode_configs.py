@@ -54,6 +54,15 @@ def test_how_keys_are_shared_out():
     assert decode_config(work(keys=64 * FEW_TILES + 1)).split == "stream_k"
 
 
+def test_slow_memory_is_read_by_one_program_a_multiprocessor_where_sequences_are_equal():
+    slow = {"equal": True, "bandwidth": 3352 / 132}
+    assert decode_config(work(**slow)) == DecodeConfig(16, 64, 4, 3, "stream_k", 132)
+    for other in ({"equal": False}, {"bandwidth": 4917 / 132}):
+        assert decode_config(work(**slow | other)) == decode_config(work(**other))
+        assert decode_config(work(**slow | other)).shares == 396
+    assert decode_config(work(**slow, head_dim=64)) == decode_config(work(head_dim=64))
+
+
 def test_registers_of_fp8_are_those_that_its_programs_leave():
     for head_dim, registers in ((64, 168), (128, 168), (256, 255)):
         asked = work(head_dim=head_dim, fp8=True)

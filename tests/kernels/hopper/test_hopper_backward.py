@@ -163,6 +163,17 @@ def test_which_programs_stay_on_their_sm() -> None:
 
 
 @pytest.mark.parametrize(
+    "head_dim, S, window, stays",
+    [(128, 32768, None, True), (128, 65536, None, False), (128, 65536, 0, True), (64, 1 << 20, None, True)],
+)
+def test_programs_of_one_tile_where_a_head_does_not_fit_in_the_l2(head_dim, S, window, stays) -> None:
+    """Of dense calls of 128 columns, the ones that were measured."""
+    q = torch.empty(1, 1, S, head_dim, dtype=torch.float16, device="meta")
+    config = hopper.configuration(q, q, q, Params(MaskWindow(None, window), SCALE), backward=True)
+    assert config.persistent is stays
+
+
+@pytest.mark.parametrize(
     "head_dim, group, S, visited",
     [
         (128, 8, 4096, 1), (128, 8, 16384, 1), (128, 4, 4096, 1), (128, 4, 16384, None), (128, 2, 4096, None),
