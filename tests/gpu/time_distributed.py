@@ -5,6 +5,7 @@
     python tests/gpu/time_distributed.py --tune      settings of NCCL, streams, heads, 60 s: `settings_...`
     python tests/gpu/time_distributed.py --tune --passes forward --settings later --rounds 12
                                                      one setting in one pass, and `calls`
+    python tests/gpu/time_distributed.py --rounds 12 --seconds 480   longer, and surer
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
 
 `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `calls`: by
@@ -204,7 +205,9 @@ def fits(case: Case, which: str, names: Sequence[str], until: float) -> bool:
     return not ranks.late(until - len(names) * (least * window + 2 * one) / 1e3)
 
 
-def timed_rows(case: Case, which: str, names: Sequence[str], until: float) -> list[dict[str, Any]]:
+def timed_rows(
+    case: Case, which: str, names: Sequence[str], until: float, rounds: range | None = None
+) -> list[dict[str, Any]]:
     rows, made, calls, longest = {}, {}, {}, 0.0
     count = dist.get_world_size()
     for name in names:
@@ -228,7 +231,7 @@ def timed_rows(case: Case, which: str, names: Sequence[str], until: float) -> li
                 longest = longest or ms
             except Exception as failure:
                 rows[name] |= {"status": "failed", "reason": brief(failure)}
-        in_rounds(calls, until, f"{case.label} {which}")
+        in_rounds(calls, until, f"{case.label} {which}", rounds)
         for timed in reversed(made.values()):  # contexts end in the reverse of their order
             timed.leave()
     for name, each in calls.items():
@@ -418,9 +421,9 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
     report, until = Report(args), time.monotonic() + args.seconds
     case_of = (lambda n, causal: Case(n, causal, count, 16, "reference")) if args.device == "cpu" else Case
     first = args.lengths[0]
+    rounds = range(args.rounds, args.rounds + 1) if args.rounds else None
     if args.tune:
         some = [name for name in SETTINGS if "as it is" in name or args.settings in name]
-        rounds = range(args.rounds, args.rounds + 1) if args.rounds else None
         for which in args.passes.split(","):
             report.add(f"settings_{which}", settings_rows(case_of(first, True), which, until, some, rounds))
         if args.device == "cuda" and not ranks.late(until):
@@ -439,7 +442,7 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
                 some = [case_of(length, True) for length in dict.fromkeys((first, args.lengths[-1] // 2))]
                 report.add("memory", list(memory_rows(some)))
         case = case_of(length, causal)
-        report.add(which, timed_rows(case, which, names_for(case, which, args.lengths), until))
+        report.add(which, timed_rows(case, which, names_for(case, which, args.lengths), until, rounds))
     if report.first:
         print(report.path, flush=True)
     dist.barrier()
@@ -454,7 +457,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="settings beside each other, two tables")
     parser.add_argument("--passes", default="forward,backward", help="of --tune (default: %(default)s)")
     parser.add_argument("--settings", default="", help="of --tune: those with this in their names")
-    parser.add_argument("--rounds", type=int, help="of --tune (default: by the time that is there)")
+    parser.add_argument("--rounds", type=int, help="of each call (default: by the time that is there)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/distributed.json)")
     args = parser.parse_args(argv)
