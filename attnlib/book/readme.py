@@ -259,28 +259,18 @@ def entmax_table() -> str:
 
 
 def distributed_table() -> str:
-    """The tables of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`; and
-    ring-flash-attn beside attnlib, of the run that had it, where there is one."""
-    ours = {"attnlib": "attnlib", "attnlib (control)": "the same again"}
-    ring = {"ring-flash-attn, FA3": "ring-flash-attn, FA3"}
-    others = {
-        "torch context_parallel, cuDNN": "PyTorch, cuDNN",
+    """The table of two GPUs: speed-ups over one, in the record of `tests/gpu/time_distributed.py`. Who was at
+    hand in neither pass has no column."""
+    impls = {
+        "attnlib": "attnlib", "attnlib (control)": "the same again", "attnlib, ulysses": "its Ulysses",
+        "ring-flash-attn, FA3": "ring-flash-attn, FA3", "torch context_parallel, cuDNN": "PyTorch, cuDNN",
         "torch context_parallel, attnlib": "PyTorch's ring, attnlib's kernels",
-    }
-    parts = [_two_gpus("", ours | {"attnlib, ulysses": "its Ulysses"} | ring | others)]
-    with suppress(records.RecordError):
-        parts.append(_two_gpus("_ring", ours | ring, needed=tuple(ring)))
-    return "\n\n".join(parts)
-
-
-def _two_gpus(run: str, impls: dict[str, str], needed: Iterable[str] = ()) -> str:
-    """One of these tables, of "forward" and "backward" with the name of a run behind; a line for each call
-    that all of `needed` have a time of. What was at hand in neither pass has no column."""
+    }  # fmt: skip
 
     def named(impl: str) -> str:
         return impl if impl in impls else impl.rpartition(", ")[0]  # without its variant
 
-    found = {way: records.load_anywhere(DISTRIBUTED, way + run, records.REFERENCE_GPU)
+    found = {way: records.load_anywhere(DISTRIBUTED, way, records.REFERENCE_GPU)
              for way in ("forward", "backward")}  # fmt: skip
     asked = {named(row["impl"]) for table in found.values() for row in table.rows}
     there = {named(row["impl"]) for table in found.values() for row in table.measured().rows}
@@ -295,7 +285,6 @@ def _two_gpus(run: str, impls: dict[str, str], needed: Iterable[str] = ()) -> st
                 cells["one"] = f"{row['ms']:.4g}"
             elif row["gpus"] > 1 and name in impls and row["impl"] != "attnlib, without transfers":
                 cells[name] = cells[name] or f"{row['speedup']:.2f}x"
-    lines = {call: cells for call, cells in lines.items() if all(cells[name] for name in needed)}
     return _shown(lines, columns, table)
 
 
