@@ -44,7 +44,7 @@ def tensors_of(kind: str, seed: int = 0) -> Tensors:
 
     iid           N(0, 1)
     clustered     N(0, 1) around one of 16 centers, also N(0, 1); runs of some 16 tokens share a center
-    smooth image  features of a picture of 32 x 32 tokens: sums of a few waves of low frequency, the same for
+    smooth image  features of a picture of 32 x 32 tokens: each column a wave of low frequency, the same for
                   queries and keys, and noise
     sharp         iid, queries four times larger
     """

@@ -18,7 +18,7 @@ def check_best_block(best_block):
     def in_tiles(size):
         return 16 if size <= 16 else 1 << (size - 1).bit_length()
 
-    for tokens in (20, 256, 1000, 2048, 4096, 8192):
+    for tokens in (20, 256, 300, 1000, 2048, 4096, 6000, 8192):
         scores = {}
         for block in range(1, tokens + 1):
             blocks = math.ceil(tokens / block)

@@ -156,6 +156,7 @@ PLANTED = {
         ("centers", "tl.sum(b_w, 0)", "tl.sum(b_w, 1)", "max error"),
         ("centers", "b_s - b_top[None, :]", "b_s", "queries times 400: max error"),
         ("best_block", "max(16, ", "max(1, ", "expected"),
+        ("best_block", "min(range(1, N + 1), key=scores)", "1 << (N - 1).bit_length() // 2", "N = 300"),
     ),
     "37_exponentials": (
         ("half_and_half", "gl.exp2(left)", "gl.exp2(right)", "left half is not exp2"),
