@@ -31,32 +31,33 @@ def _mask(keep: torch.Tensor) -> torch.Tensor:
 
 
 def check_capped_attention(capped_attention):
-    """Against fp64, with sinks of different sizes, a cap that bends the scores and one that hardly does."""
+    """Against fp64, with sinks of different sizes, a cap that bends the scores and one that hardly does, and
+    a scale that D does not say."""
     keep = torch.tensor(KEPT).bool()
-    for D, cap, sinks in ((32, 1.5, (0.5, -3.0)), (16, 30.0, (-2.0, 4.0))):
+    for D, scale, cap, sinks in ((32, 0.3, 1.5, (0.5, -3.0)), (16, 0.15, 30.0, (-2.0, 4.0))):
         q, k, v = make_inputs(Shape(1, 2, 192, D), device=lesson.device())
         score = Score(soft_cap=cap, sinks=torch.tensor(sinks, device=q.device))
         with np.errstate(all="ignore"):  # a wrong answer makes the interpreter warn of NaN
-            out = capped_attention(q, k, v, score.sinks, *_lists(keep), D**-0.5, cap)
-        found = Oracle(q, k, v, mask=_mask(keep), score=parts_of(score, q, k)).judge(out)
-        case = f"D = {D}, cap {cap}, sinks {sinks}"
+            out = capped_attention(q, k, v, score.sinks, *_lists(keep), scale, cap)
+        found = Oracle(q, k, v, sm_scale=scale, mask=_mask(keep), score=parts_of(score, q, k)).judge(out)
+        case = f"D = {D}, sm_scale {scale}, cap {cap}, sinks {sinks}"
         assert found.ok, f"{case}: {found.reason}"
         assert not out[0, 0, 64:128].any(), f"{case}: expected 0 in the rows whose list is empty"
 
 
 def check_gradient_of_values(gradient_of_values):
-    """dV against fp64; the lists are those of the columns."""
+    """dV against fp64, under a scale that D does not say; the lists are those of the columns."""
     keep = torch.tensor(KEPT).bool()
-    for D in (16, 32):
+    for D, scale in (16, 0.15), (32, 0.3):
         q, k, v, d_out = (make_inputs(Shape(1, 2, 192, D), seed=seed, device=lesson.device())[i]
                           for i, seed in ((0, 0), (1, 0), (2, 0), (0, 1)))  # fmt: skip
         mask = _mask(keep)
-        lse = attention_fp64(q, k, v, mask=mask)[1].float()
+        lse = attention_fp64(q, k, v, mask=mask, sm_scale=scale)[1].float()
         with np.errstate(all="ignore"):
-            dv = gradient_of_values(q, k, d_out, lse, *_lists(keep.mT), D**-0.5)
+            dv = gradient_of_values(q, k, d_out, lse, *_lists(keep.mT), scale)
         assert isinstance(dv, torch.Tensor), f"expected a torch.Tensor, got {type(dv).__name__}"
-        found = GradientOracle(d_out, q, k, v, mask=mask).judge_one("dv", dv)
-        assert found.ok, f"D = {D}: {found.reason}"
+        found = GradientOracle(d_out, q, k, v, mask=mask, sm_scale=scale).judge_one("dv", dv)
+        assert found.ok, f"D = {D}, sm_scale {scale}: {found.reason}"
 
 
 def check_fewest_blocks(fewest_blocks):
