@@ -8,11 +8,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_window_tile(kernel: Callable) -> None:
-    """`kernel[(1,)](p_ptr, out_ptr, row, key, window, BLOCK_M, BLOCK_N)`; a pattern that is not the triangle
-    shows whether it was read."""
+    """`kernel[(1,)](p_ptr, out_ptr, row, key, window, BLOCK_M, BLOCK_N)`; patterns of zeros and of ones show
+    whether all scores come from it. Zeros lie behind the pattern, where a shift that is not clamped reads."""
     for rows, keys in ((32, 16), (16, 32)):
         side = 2 * max(rows, keys)
-        pattern = torch.ones(side, side, dtype=torch.int8, device=DEVICE).tril_()
+        held = torch.zeros(1 << 16, dtype=torch.int8, device=DEVICE)
+        pattern = held[: side * side].view(side, side)
+        pattern.copy_(torch.ones_like(pattern).tril_())
         for row, key, window in ((0, 0, 1), (64, 64, 8), (64, 48, 20), (64, 80, 5), (96, 16, 70), (96, 0, 40),
                                  (0, 96, 9), (128, 64, 64), (64, 64, 1000), (320, 16, 300)):  # fmt: skip
             got = torch.full((rows * keys + 1,), 77, dtype=torch.int8, device=DEVICE)
@@ -26,6 +28,10 @@ def check_window_tile(kernel: Callable) -> None:
         got = torch.ones(rows * keys, dtype=torch.int8, device=DEVICE)
         kernel[(1,)](torch.zeros_like(pattern), got, 64, 64, 8, rows, keys)
         assert not got.any(), "with a pattern of zeros no score is seen: is the pattern read?"
+        held.fill_(1)
+        kernel[(1,)](pattern, got, 64, 64, 8, rows, keys)
+        one = "with a pattern of ones all scores are equal: is something else compared for each of them?"
+        assert got.ne(0).unique().numel() == 1, one
 
 
 def check_best_chunks(answer: Callable) -> None:
@@ -59,7 +65,7 @@ def check_crossover(answer: Callable) -> None:
         got = answer(bus, bus_us, cpu, cpu_us, size)
         case = f"bus {bus} GB/s and {bus_us} us, CPU {cpu} GB/s and {cpu_us} us, {size} bytes a token"
         if not faster(10**9):
-            assert got is None, f"{case}: the bus is faster for many tokens, so None, not {got}"
+            assert got is None, f"{case}: for many tokens the CPU is not faster, so None, not {got}"
             continue
         assert isinstance(got, int), f"{case}: expected an int, got {type(got).__name__}"
         assert got >= 1 and faster(got), f"{case}: with {got} tokens the CPU is not faster"

@@ -193,6 +193,8 @@ PLANTED = {
     "40_fastattention": (
         ("window_tile", "row - key - window, -M)", "row - key - window + 1, -M)", "scores are wrong"),
         ("window_tile", "tl.maximum(-above, 0)", "0", "scores are wrong"),
+        ("window_tile", "tl.minimum(tl.maximum(row - key, -M), M)", "row - key", "scores are wrong"),
+        ("window_tile", "b_seen - b_gone", "tl.where(o_n + key > o_m + row - window, b_seen, 0)", "compared"),
         ("best_chunks", "max(computed, sent)", "computed", "chunks, not"),
         ("crossover", ") + 1)", "))", "is not faster"),
     ),
