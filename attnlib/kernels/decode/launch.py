@@ -197,7 +197,7 @@ def work_of(call: Call) -> Work:
     left, keys = call.window.left, call.capacity
     dtype = str(call.dtype).removeprefix("torch.")
     seen = keys if left is None else min(keys, left + call.q[2])
-    equal = not (call.ragged or call.starting or call.table)
+    equal = not call.table and (call.q[0] == 1 or not (call.ragged or call.starting))
     return Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal,
                 call.fp8, _by_page(call), bandwidth_of(call.device))  # fmt: skip
 

@@ -257,6 +257,21 @@ def test_places_of_63_bits(page, device, monkeypatch):
     forget_launches()
 
 
+def test_which_sequences_are_known_to_be_equal(device):
+    """Those without lengths, and one alone; of pages none, as their programs have other registers."""
+    q, k = torch.zeros(2, 4, 1, 64, device=device), torch.zeros(2, 2, 96, 64, device=device)
+    lengths = torch.tensor([96, 96], dtype=torch.int32, device=device)
+    table = torch.zeros(2, 6, dtype=torch.int32, device=device)
+
+    def equal(batch: int, lengths=None, table=None) -> bool:
+        cache = k[:batch] if table is None else torch.zeros(6, 2, 16, 64, device=device)
+        params = DecodeParams(mask_window(True, None), 0.1, lengths, table, False, None)
+        return launch.work_of(launch.call_of(q[:batch], cache, cache, table, params)).equal
+
+    assert equal(2) and equal(1) and equal(1, lengths[:1])
+    assert not equal(2, lengths) and not equal(1, lengths[:1], table[:1])
+
+
 # ---------------------------------------------------------------- the schedule, in numbers
 
 
