@@ -91,17 +91,23 @@ def _shown(lines: Lines, columns: dict[str, str], table: records.Table) -> str:
 
 
 def decode_table() -> str:
-    """The table of decoding: GB/s of keys and values in the record of `tests/gpu/time_decode.py`."""
-    table = records.load(*DECODE, gpu=records.REFERENCE_GPU)
+    """The tables of decoding, of each GPU that has a record of `tests/gpu/time_decode.py`: GB/s of keys and
+    values. Who was at hand for no call has no column."""
     impls = {
-        "attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "flashinfer": "FlashInfer",
-        "flashinfer, xqa": "its XQA", "copy": "device copy",
+        "attnlib": "attnlib", "fa3": "FA3", "cudnn": "cuDNN", "cudnn, lengths": "cuDNN with lengths",
+        "flashinfer": "FlashInfer", "flashinfer, xqa": "its XQA", "copy": "device copy",
     }  # fmt: skip
-    columns, lines = {"call": "Decoding, fp16, GB/s of keys and values", **impls}, {}
-    for row in table.rows:
-        if row["impl"] in impls and row["status"] == "ok":
-            _cells(lines, row["call"], columns)[row["impl"]] = f"{row['gb_per_s']:.0f}"
-    return _shown(lines, columns, table)
+    parts = []
+    for table in records.of_all_gpus(*DECODE):
+        there = {row["impl"] for row in table.measured().rows}
+        columns = {"call": "Decoding, fp16, GB/s of keys and values"}
+        columns |= {impl: title for impl, title in impls.items() if impl in there}
+        lines: Lines = {}
+        for row in table.rows:
+            if row["impl"] in columns and row["status"] == "ok":
+                _cells(lines, row["call"], columns)[row["impl"]] = f"{row['gb_per_s']:.0f}"
+        parts.append(_shown(lines, columns, table))
+    return "\n\n".join(parts)
 
 
 def generate_table() -> str:
