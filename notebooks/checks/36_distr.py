@@ -16,11 +16,13 @@ PUBLISHED = Grouping(2, "q", 128)
 
 
 def check_sum_columns(sum_columns):
-    """Sums of whole numbers, which are exact in any order; nothing is written beyond the last row."""
+    """Sums of whole numbers, which are exact in float32 in any order, but not in TF32; nothing is written
+    beyond the last row."""
     rng = torch.Generator().manual_seed(0)
     for S, D, group in ((16, 16, 1), (40, 32, 2), (33, 64, 4), (7, 128, 2), (20, 64, 1)):
         columns = max(16, D // group)
-        x = torch.randint(-50, 50, (S + 16, D), generator=rng).float().to(lesson.device())  # room for a tile
+        x = torch.randint(-50000, 50000, (S + 16, D), generator=rng).float()  # room for a tile
+        x = x.to(lesson.device())
         places = torch.randperm(D, generator=rng).int().to(lesson.device())
         y = torch.full((S + 16, columns), -777.0, device=lesson.device())
         sum_columns[(-(-S // 16),)](x, places, y, S, group, D, columns, 16)
@@ -33,7 +35,7 @@ def check_sum_columns(sum_columns):
 
 
 def check_summed_keys(summed_keys):
-    """Dense attention, in fp64 judged, of keys that hold a group's sum in the column that Q keeps."""
+    """fp64 attention of keys that hold a group's sum, rounded, in the column that Q keeps."""
     rng = torch.Generator().manual_seed(1)
     for S, D, group in ((40, 32, 2), (70, 64, 4), (33, 16, 1)):
         q, k, v = make_inputs(Shape(1, 2, S, D, causal=False), device=lesson.device())
@@ -46,17 +48,17 @@ def check_summed_keys(summed_keys):
         assert found.ok, f"S = {S}, D = {D}, groups of {group}: {found.reason}"
 
 
-def check_rows_that_pay(rows_that_pay):
-    """At that many queries both take the same time."""
+def check_length_that_pays(length_that_pays):
+    """At that length both take the same time."""
     for flops, written, group, head_dim in (
         (600e12, 2e12, 2, 64), (700e12, 1.5e12, 4, 128), (1e12, 1e12, 8, 64)
     ):  # fmt: skip
-        rows = rows_that_pay(flops, written, group)
-        copy = 2 * head_dim / group / written
-        saved = 2 * rows * head_dim * (1 - 1 / group) / flops
-        assert np.isclose(copy, saved, atol=0), (
-            f"{flops:.3g} FLOP/s, {written:.3g} B/s, groups of {group}: with {rows:.4g} queries "
-            f"the copy of a key takes {copy:.3g} s, the products save {saved:.3g} s"
+        length = length_that_pays(flops, written, group)
+        writing = 2 * 2 * head_dim / group / written
+        saved = 2 * head_dim * length / 2 * (1 - 1 / group) / flops
+        assert np.isclose(writing, saved, atol=0), (
+            f"{flops:.3g} FLOP/s, {written:.3g} B/s, groups of {group}: with S = {length:.4g} the writing "
+            f"of a token takes {writing:.3g} s, the products save {saved:.3g} s"
         )
 
 

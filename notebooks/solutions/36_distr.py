@@ -52,15 +52,15 @@ def summed_keys_forward(q_ptr, k_ptr, v_ptr, o_ptr, q_columns_ptr, members_ptr, 
 
 
 def summed_keys(q, k, v, q_columns, members):
-    (B, H, S, D), out = q.shape, torch.empty_like(q)
+    (B, H, S, D), out = q.shape, torch.zeros_like(q)
     C, group = members.shape
     summed_keys_forward[(triton.cdiv(S, 32), B * H)](q, k, v, out, q_columns, members, S,
                                                      1.4426950408889634 * D**-0.5, group, D, C, 32, 32)
     return out
 
 
-def rows_that_pay(flops, written, group):
-    return flops / written / (group - 1)
+def length_that_pays(flops, written, group):
+    return 4 * flops / written / (group - 1)
 
 
 @triton.jit

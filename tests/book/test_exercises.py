@@ -172,7 +172,8 @@ PLANTED = {
         ("sum_columns", "b_y, mask=(o_m < S)[:, None])", "b_y)", "beyond S are written"),
         ("summed_keys", "o_c * GROUP + i)", "o_c * GROUP)", "max error"),
         ("summed_keys", "b_k += tl.load", "b_k = tl.load", "max error"),
-        ("rows_that_pay", "(group - 1)", "group", "the copy of a key"),
+        ("length_that_pays", "(group - 1)", "group", "the products save"),
+        ("length_that_pays", "4 * flops", "2 * flops", "the products save"),
     ),
     "41_finetuning": (
         ("selective_bytes", "2 * width + ", "", "bytes, not"),
