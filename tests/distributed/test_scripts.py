@@ -46,6 +46,9 @@ def test_time_distributed_on_four_ranks(tmp_path):
         hybrid = [Case(causal, method="ring", mesh=(2, 2)) for causal in (True, False)]
         for found in ranks.run(distributed_jobs.many_errors, hybrid):
             assert max(map(max, found)) <= 1e-6, found
+        for what in ("attention", "unshard"):
+            for error, after in ranks.run(distributed_jobs.one_rank_of_a_mesh, what):
+                assert error != "no error" and "did not come" not in error and after == "no error", error
     finally:
         ranks.close()
     found = tables(out)
