@@ -83,9 +83,9 @@ def attention(
     Raises:
         TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on
             all of them. With heads shared out, q, k and v have to require gradients alike on all ranks.
-        RuntimeError: another rank had an error, died, or did not come within `timeout`; torch.distributed
-            is not initialized; or a second derivative was asked for. On GPUs, a rank that dies while keys are on their way ends the others by
-            NCCL's watchdog after `timeout`.
+        RuntimeError: another rank had an error, died, or did not come within `timeout`; torch.distributed is
+            not initialized; or a second derivative was asked for. On GPUs, a rank that dies while keys are on
+            their way ends the others by NCCL's watchdog after `timeout`.
 
     Example, under torchrun:
         >>> q, k, v = (shard(x, causal=True) for x in (q, k, v))

@@ -53,7 +53,7 @@ class Links:
         self.broken: str | None = None
         self.calls = count()
         try:
-            self._control = _new_group(group, "gloo", timeout, f"{name} control")
+            self._control = _new_group(group, "gloo", timeout, f"{name}_control")
             self._data = self._control
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -157,6 +157,7 @@ def _new_group(group: dist.ProcessGroup, backend: str, timeout: float, name: str
     found, _ = c10d._new_process_group_helper(
         len(ranks), dist.get_rank(group), ranks, c10d.Backend(backend), store, name,
         backend_options=options, timeout=timedelta(seconds=timeout), group_desc=name,
+        device_id=dist.group.WORLD.bound_device_id,
     )  # fmt: skip
     c10d._world.pg_group_ranks[found] = {rank: i for i, rank in enumerate(ranks)}
     return found
@@ -181,5 +182,5 @@ def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float) -> 
     of_group = _links.setdefault(group, {})
     key = device.type, timeout, CTAS
     if key not in of_group:
-        of_group[key] = Links(group, device, timeout, f"attnlib {group.group_name} {len(of_group)}")
+        of_group[key] = Links(group, device, timeout, f"attnlib_{group.group_name}_{len(of_group)}")
     return of_group[key]

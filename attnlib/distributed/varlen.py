@@ -45,8 +45,8 @@ def attention_varlen(
     Args:
         q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it.
         k, v: (T / ranks, Hkv, D). H and Hkv have to be multiples of the ranks.
-        cu_seqlens: (B + 1) int32, on the device of q, the same on all ranks, which is checked: 0, then the running sum of the
-            lengths of all sequences, up to T.
+        cu_seqlens: (B + 1) int32, on the device of q, the same on all ranks, which is checked: 0, then the
+            running sum of the lengths of all sequences, up to T.
         max_seqlen: the length of the longest sequence, or more.
         group: a process group, a DeviceMesh of one dimension, or None for all ranks.
         causal, window, sm_scale, return_lse, deterministic, impl: as in `attnlib.attention_varlen`.
