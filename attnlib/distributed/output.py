@@ -159,8 +159,9 @@ class _Output(torch.autograd.Function):
         return *computed(partial(_gradients, ctx), d_y, *ctx.saved_tensors), None
 
 
-def _gradients(ctx, d_y, q, k, v, weight, out, lse) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx, d_y: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Those of q, k, v and the weight."""
+    q, k, v, weight, out, lse = saved
     B, H, S, D = q.shape
     d_rows, d_weight = d_y.reshape(S * B, len(weight)), None
     if ctx.needs_input_grad[3]:
