@@ -41,7 +41,8 @@ def mask_of(module, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
             return Mask(*sizes, bias=as_bias(given, query.dtype))
         return Mask(*sizes, bias=given.masked_fill(_hides(given), -torch.inf))
     found, added = _made.of(module, given, full, lambda: _read(given.detach(), full))
-    return replace(found, bias=given) if added else found
+    learned = given.requires_grad and torch.is_grad_enabled()  # a bias that begins with zeros, as in Swin
+    return replace(found, bias=given) if added or learned else found
 
 
 def among(given, indices: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,18 @@ def test_a_tensor_given_to_a_layer(shape, dtype, device):
         torch.testing.assert_close(ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, S, S), (2, 1, 1, S)])
+def test_numbers_that_are_learned_may_begin_with_zeros(shape, device):
+    """As the relative biases of Swin do."""
+    q, k, v, weights = torch.randn(4, 2, 2, S, 16, device=device)
+    mask = torch.zeros(shape, device=device)
+    mask[..., 4] = torch.finfo(mask.dtype).min
+    mask.requires_grad_()
+    found = attnlib.hf.attention_forward(LAYER, q, k, v, mask)[0].transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    close(*(torch.autograd.grad((x * weights).sum(), mask)[0] for x in (found, expected)))
+
+
 def test_one_tensor_for_layers_of_several_lengths(device):
     """An encoder's padding is handed to its decoder's cross-attention, too."""
     kept = torch.ones(2, 1, 1, S, dtype=torch.bool, device=device)
