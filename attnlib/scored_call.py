@@ -6,27 +6,29 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from attnlib import dispatch
 from attnlib.arguments.scores import check_functions
-from attnlib.arguments.tangents import no_forward_derivative
+from attnlib.arguments.tangents import check_tangents, no_forward_derivative
 from attnlib.autograd import Function, Gradient
 from attnlib.block_mask import BlockMask
+from attnlib.block_mask.transforms import outside_transforms
 from attnlib.dispatch import Saved
 from attnlib.params import MaskWindow, Params
 from attnlib.scores import Score, ScoreParts, given_parts
 
 
 class Scored(NamedTuple):
-    """What a call asks for besides q, k, v, sinks and bias. score: its other parts, as they were given."""
+    """What a call asks for besides q, k, v, alibi, sinks and bias. score: its other parts."""
 
     params: Params
     score: ScoreParts
 
-    def of(self, q: torch.Tensor, k: torch.Tensor, sinks, bias, bias_gradient: bool = False) -> Params:
-        """The params of a call with these tensors, as kernels take them: under torch.func the sinks and the
-        bias are not those of `score`."""
-        own = self.score._replace(sinks=sinks, bias=bias, bias_gradient=bias_gradient)
+    def of(self, q: torch.Tensor, k: torch.Tensor, alibi, sinks, bias, bias_gradient: bool = False) -> Params:
+        """The params of a call with these tensors, as kernels take them: under torch.func those of the score
+        are not the ones that were given."""
+        own = self.score._replace(alibi=alibi, sinks=sinks, bias=bias, bias_gradient=bias_gradient)
         return self.params._replace(score=own.prepared(q, k))
 
 
@@ -35,28 +37,29 @@ def _not_mapped(info, in_dims, *args):
 
 
 class ScoredAttention(Function):
-    """(out, LSE) of q, k, v, and the sinks and the bias of a score. No gradient flows through the LSE."""
+    """(out, LSE) of q, k, v, and the tensors of a score. No gradient flows through the LSE, and none to
+    alibi, which is among them so that autograd sees whether it changes before the backward pass."""
 
     @staticmethod
-    def forward(q, k, v, sinks, bias, asked: Scored):
-        return dispatch.forward(q, k, v, asked.of(q, k, sinks, bias))
+    def forward(q, k, v, alibi, sinks, bias, asked: Scored):
+        return dispatch.forward(q, k, v, asked.of(q, k, alibi, sinks, bias))
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        q, k, v, sinks, bias, ctx.asked = inputs
+        q, k, v, alibi, sinks, bias, ctx.asked = inputs
         out, lse = output
-        ctx.save_for_backward(q, k, v, out, lse, sinks, bias)
+        ctx.save_for_backward(q, k, v, out, lse, alibi, sinks, bias)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, d_out, *_):
         if d_out is None:
-            return (None,) * 6
-        wanted = ctx.needs_input_grad[4]
+            return (None,) * 7
+        wanted = ctx.needs_input_grad[5]
         apply = ScoredGradient.apply if torch.is_grad_enabled() else ScoredGradient.forward
         dq, dk, dv, dsinks, dbias = apply(d_out, *ctx.saved_tensors, wanted, ctx.asked)
-        return dq, dk, dv, dsinks, dbias, None
+        return dq, dk, dv, None, dsinks, dbias, None
 
     @staticmethod
     def jvp(ctx, *_):
@@ -69,8 +72,8 @@ class ScoredGradient(Gradient):
     """(dq, dk, dv, dsinks, dbias), the last two None where there is none."""
 
     @staticmethod
-    def forward(d_out, q, k, v, out, lse, sinks, bias, wanted: bool, asked: Scored):
-        params = asked.of(q, k, sinks, bias, wanted)
+    def forward(d_out, q, k, v, out, lse, alibi, sinks, bias, wanted: bool, asked: Scored):
+        params = asked.of(q, k, alibi, sinks, bias, wanted)
         dq, dk, dv, dsinks, dbias = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
         dsinks = None if dsinks is None else dsinks.to(sinks.dtype)
         return dq, dk, dv, dsinks, None if dbias is None else dbias.to(bias.dtype).reshape(bias.shape)
@@ -95,6 +98,7 @@ def masked(mask: BlockMask | None, window: MaskWindow, q: torch.Tensor, k: torch
 
 
 @lru_cache(64)
+@outside_transforms
 def _everything(S_q: int, S_k: int, device: torch.device) -> BlockMask:
     blocks = torch.ones(-(-S_q // 128), -(-S_k // 128), dtype=torch.bool, device=device)
     return BlockMask.from_blocks(blocks, S_q, S_k)
@@ -103,15 +107,17 @@ def _everything(S_q: int, S_k: int, device: torch.device) -> BlockMask:
 def run(q, k, v, score: Score, params: Params) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, LSE), differentiable. `params` has a block mask."""
     parts = given_parts(score, q, k)
-    sinks, bias = parts.sinks, parts.bias
-    args, asked = (q, k, v, sinks, bias), Scored(params, parts)
+    tensors = parts.alibi, parts.sinks, parts.bias
+    args, asked = (q, k, v, *tensors), Scored(params, parts)
     functorch = torch._C._are_functorch_transforms_active()
     given = [x for x in args if x is not None]
+    if forward_ad._current_level >= 0:
+        check_tangents("attention", *given)
     if not (functorch or (torch.is_grad_enabled() and any(x.requires_grad for x in given))):
-        return dispatch.forward(q, k, v, asked.of(q, k, sinks, bias))
+        return dispatch.forward(q, k, v, asked.of(q, k, *tensors))
     check_functions(score, True, params.impl)
     asked = asked._replace(params=params._replace(return_lse=True))
     if params.impl is not None and not functorch:  # an error now rather than in the backward pass
-        wanted = bias is not None and bias.requires_grad
-        dispatch.resolve(q, k, v, asked.of(q, k, sinks, bias, wanted), backward=True)
+        wanted = parts.bias is not None and parts.bias.requires_grad
+        dispatch.resolve(q, k, v, asked.of(q, k, *tensors, wanted), backward=True)
     return ScoredAttention.apply(*args, asked)

@@ -56,7 +56,8 @@ class Score:
             query head and batch element. It is called for tiles: s is (m, n) or (n, m), i and j broadcast to
             that, h and b are single numbers. It may use what works element by element, with no pointer and no
             tile of its own, and is called for places behind the last row and key, too. -inf hides a key.
-        derivative: likewise, of function by s, finite where function is; gradients need it.
+        derivative: likewise, of function by s, finite where function is, elsewhere anything; gradients need
+            it.
         reference: likewise in PyTorch, with tensors for all five. `impl="reference"` needs it, and takes its
             derivative from autograd.
 
@@ -154,8 +155,8 @@ class ScoreParts(NamedTuple):
 
     def memory_of_bias(self, zeros: bool = True) -> torch.Tensor:
         """Memory for the gradient of the bias, float32, in its own sizes; of 0, or of anything."""
-        make = torch.zeros if zeros else torch.empty
-        return make(self.bias.shape if self.diagonal else self.sizes, device=self.bias.device)
+        make, sizes = torch.zeros if zeros else torch.empty, self.bias.shape if self.diagonal else self.sizes
+        return make(sizes, dtype=torch.float32, device=self.bias.device)
 
     def bias_of(self, rows: slice) -> torch.Tensor:
         """(B or 1, H, rows, Sk), not broadcast in memory where the bias is not of diagonals."""

@@ -23,7 +23,7 @@ from attnlib import dispatch, flops
 from attnlib.arguments.offsets import check_longest
 from attnlib.arguments.tangents import check_tangents
 from attnlib.autograd import no_second_derivative
-from attnlib.block_mask.mask import by_handle
+from attnlib.block_mask.mask import BlockMask, by_handle
 from attnlib.dispatch import Saved, SavedEntmax
 from attnlib.kernels.common.counters import own_counters
 from attnlib.kernels.common.descriptors import output_like
@@ -56,6 +56,12 @@ def _masked(params: Params, handle: int | None) -> Params:
         return params
     mask = by_handle(handle).within(params.window)
     return params._replace(window=MaskWindow(None, None), block_mask=mask)
+
+
+def _alive(handle: int | None) -> BlockMask | None:
+    """The mask that a handle names, for the backward pass to find it there; a graph under trace may have a
+    symbol, and keeps nothing."""
+    return by_handle(handle) if isinstance(handle, int) else None
 
 
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -107,6 +113,7 @@ def _save(ctx, inputs, output) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *options = inputs
     ctx.max_seqlens, ctx.bounds = options[:2], options[2:6]
     ctx.has_lse, *ctx.choice = options[6:]
+    ctx.mask = _alive(ctx.bounds[-1])
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(lse)
@@ -204,7 +211,7 @@ def _scored_fake(
 def _save_scored(ctx, inputs, output) -> None:
     q, k, v, alibi, sinks, bias, *options = inputs
     ctx.form, ctx.bounds, ctx.has_lse, ctx.choice = options[:3], options[3:7], options[7], options[8:]
-    ctx.bias_gradient = bias is not None and bias.requires_grad
+    ctx.bias_gradient, ctx.mask = bias is not None and bias.requires_grad, _alive(ctx.bounds[-1])
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, alibi, sinks, bias)
     ctx.mark_non_differentiable(lse)

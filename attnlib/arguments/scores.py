@@ -70,6 +70,11 @@ def _check_own(score) -> None:
         raise TypeError(
             f"score.reference: expected a function of tensors or None, got {type_name(score.reference)}"
         )
+    if score.reference is not None and type(score.reference).__hash__ is None:
+        raise TypeError(
+            "score.reference: expected a function that has a hash, as its number goes by that, got an object "
+            f"of {type_name(score.reference)}, which has none"
+        )
     for name in ("derivative", "reference"):
         if score.function is None and getattr(score, name) is not None:
             raise ValueError(f"score.{name}: expected None without score.function, got a function")

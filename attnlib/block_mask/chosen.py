@@ -9,14 +9,17 @@ below them is absent or full: slots 15 and 16; in the last tile, which may end e
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import wraps
 
 import torch
 
 from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.lists import Lists
 from attnlib.block_mask.tiles import FULL, PARTIAL, TILE, UNIT, Grid, Tiles
+from attnlib.block_mask.transforms import outside_transforms, unwrapped
 from attnlib.kernels import LISTERS
+from attnlib.kernels.common.device import capturing
 
 SLOTS = 19
 _DIAGONAL, _LAST = 15, 17
@@ -27,7 +30,7 @@ class Chosen:
     those above it never."""
 
     def __init__(self, blocks: torch.Tensor, seqlen: int, size: int) -> None:
-        self.blocks, self.seqlen, self.size = blocks.contiguous(), seqlen, size
+        self.blocks, self.seqlen, self.size = unwrapped(blocks).contiguous(), seqlen, size
 
     @property
     def coarse(self) -> bool:
@@ -50,6 +53,7 @@ class Chosen:
             return None
         return Lists(*LISTERS.lists_of_chosen(self.blocks, self.seqlen, self.size // UNIT, step))
 
+    @outside_transforms
     def tiles(self) -> Tiles:
         """The mask's tiles, for what goes by them: the backward pass, a window, a look at them."""
         grid = Grid(*self.blocks.shape[:2], self.seqlen, self.seqlen, self.blocks.device)
@@ -71,7 +75,31 @@ class Chosen:
         return Tiles(kinds, slots.int(), self.words)
 
 
-@lru_cache(64)
+_made: dict[tuple[Callable, int, torch.device], torch.Tensor] = {}
+
+
+def _kept(make: Callable) -> Callable:
+    """The function, whose results stay: a captured graph has their addresses. But what is made under capture
+    has no values before that graph runs, and is for it alone."""
+
+    @wraps(make)
+    def found(tail: int, device: torch.device) -> torch.Tensor:
+        key = make, tail, device
+        words = _made.get(key)
+        if words is None:
+            words = make(tail, device)
+            if not _under_capture(device):
+                _made[key] = words
+        return words
+
+    return found
+
+
+def _under_capture(device: torch.device) -> bool:
+    return device.type == "cuda" and capturing(device.index)
+
+
+@_kept
 def _words(tail: int, device: torch.device) -> torch.Tensor:
     """The words of all slots, for a sequence whose last tile has so many rows, 0 for 128."""
     with torch.no_grad():
@@ -89,7 +117,7 @@ def _words(tail: int, device: torch.device) -> torch.Tensor:
         return tiling.pack(torch.cat([shared, torch.stack(own)]))
 
 
-@lru_cache(64)
+@_kept
 def _halves(tail: int, device: torch.device) -> torch.Tensor:
     """Those of the left and the right half of each slot."""
     return tiling.halves(_words(tail, device))

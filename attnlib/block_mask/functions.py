@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.overrides import TorchFunctionMode
 
+from attnlib.arguments.common import type_name
 from attnlib.block_mask.tiles import Seen
 
 
@@ -20,18 +21,27 @@ class _IndexedByTensors(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+_EXPECTED = "function: expected a bool tensor of mask(b, h, q, k)"
+
+
 def seen_by_function(function) -> Seen:
     """By mask(b, h, q, k) of tensors without dimensions."""
-    over_keys = torch.vmap(function, in_dims=(None, None, None, 0))
+
+    def tensor_of(*places):
+        found = function(*places)
+        if not isinstance(found, torch.Tensor):  # before vmap says so of a function that nobody knows
+            raise TypeError(f"{_EXPECTED}, got {type_name(found)}")
+        return found
+
+    over_keys = torch.vmap(tensor_of, in_dims=(None, None, None, 0))
     over_queries = torch.vmap(over_keys, in_dims=(None, None, 0, None))
     over_tiles = torch.vmap(over_queries)
 
     def seen(b, h, queries, keys):
         with torch.no_grad(), _IndexedByTensors():
             found = over_tiles(b, h, queries, keys)
-        if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:
-            came = f"dtype {found.dtype}" if isinstance(found, torch.Tensor) else type(found).__name__
-            raise TypeError(f"function: expected a bool tensor of mask(b, h, q, k), got {came}")
+        if found.dtype != torch.bool:
+            raise TypeError(f"{_EXPECTED}, got dtype {found.dtype}")
         if found.shape != (*queries.shape, keys.shape[1]):
             own = tuple(found.shape[3:])
             raise ValueError(f"function: expected mask(b, h, q, k) without dimensions, got shape {own}")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.block_mask.tiles import FULL, TILE, UNIT, Tiles
+from attnlib.kernels.common.launcher import LIMIT
 
 
 class Lists(NamedTuple):
@@ -34,7 +35,8 @@ class Lists(NamedTuple):
 
 
 def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE) -> Lists:
-    """Of queries along keys, or with `columns` of keys along queries; of so many of them, 64 or 128."""
+    """Of queries along keys, or with `columns` of keys along queries; of so many of them, 64 or 128.
+    ValueError if there are 2^31 steps."""
     kinds, slots = (x.mT if columns else x for x in (tiles.kinds, tiles.slots))
     kinds, slots = kinds.flatten(0, 1), slots.flatten(0, 1)
     pairs = kinds.unflatten(1, (-1, rows_of // UNIT))
@@ -47,10 +49,16 @@ def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE) -> Lis
     fulls, partials = full.sum(2, dtype=torch.int32), partial.sum(2, dtype=torch.int32)
     empty = fulls + partials == 0
     counts = (fulls + partials + empty).flatten()
-    ends = counts.cumsum(0, dtype=torch.int32)
-    starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+    ends = counts.cumsum(0)
+    total = int(ends[-1])
+    if total >= LIMIT:
+        raise ValueError(
+            f"block_mask: expected fewer than 2^31 steps of {step} over all heads, got {total}; use fewer "
+            "batch elements or heads in one call"
+        )
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends]).int()
     middles = starts[:-1] + fulls.flatten()
-    steps = torch.zeros(int(starts[-1]), dtype=torch.int32, device=kinds.device)
+    steps = torch.zeros(total, dtype=torch.int32, device=kinds.device)
     bits = torch.zeros_like(steps)  # words without a bit, for rows that take no other step
     for chosen, first in ((full, starts[:-1]), (partial, middles)):
         m, row, column = chosen.nonzero(as_tuple=True)

@@ -17,6 +17,7 @@ from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
 from attnlib.block_mask.gathered import MOST_KEYS, gathered_tiles, units_of_tiles
 from attnlib.block_mask.lists import Lists, last_first, lists_of
 from attnlib.block_mask.tiles import ABSENT, FULL, PARTIAL, TILE, UNIT, Grid, Tiles
+from attnlib.block_mask.transforms import outside_transforms, unwrapped
 from attnlib.params import MaskWindow
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -75,7 +76,7 @@ class BlockMask:
         order: int64 (H, units across), in which kernels may take units of 64 keys, see `gathered`."""
         self._grid, self._chosen, self._order = grid, chosen, order
         if tiles is not None:
-            self._tiles = tiles
+            self._tiles = Tiles(*map(unwrapped, tiles))
         self._lists: dict[tuple[int, bool, int], Lists] = {}
         self._within: dict[MaskWindow, BlockMask] = {}
         self.shape, self.device = tuple(grid[:4]), grid.device
@@ -209,12 +210,14 @@ class BlockMask:
     def within(self, window: MaskWindow) -> BlockMask:
         """The part of it in a window of the keys, positions as in `attention(window=)`: at the bottom right.
         Kept with the mask, so that it is made once."""
+        window = window.tightened(*self.shape[2:])
         if window == MaskWindow(None, None):
             return self
         if window not in self._within:
             self._within[window] = self._cut(window)
         return self._within[window]
 
+    @outside_transforms
     def _cut(self, window: MaskWindow) -> BlockMask:
         grid = self._grid
         first_q, last_q = _ends(grid.units[2], grid.S_q, grid.device)

@@ -94,7 +94,7 @@ def attention_forward(
         scaling = query.shape[-1] ** -0.5
     if indices is not None:
         attention_mask = given.among(attention_mask, indices)
-    if static.is_made(attention_mask):
+    if static.is_made(attention_mask, query.shape[0]):
         plain = not Asked(softcap, s_aux, None, position_bias).anything
         if plain and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
             out = static.decode(*_same_head_dim(query, key, value), attention_mask, scaling)

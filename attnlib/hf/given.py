@@ -40,8 +40,9 @@ def mask_of(module, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
         if given.dtype == torch.bool:
             return Mask(*sizes, bias=as_bias(given, query.dtype))
         return Mask(*sizes, bias=given.masked_fill(_hides(given), -torch.inf))
-    found, added = _made.of(module, given, lambda: _read(given.detach(), sizes))
-    return replace(found, bias=given) if added else found
+    found, added = _made.of(module, given, full, lambda: _read(given.detach(), full))
+    learned = given.requires_grad and torch.is_grad_enabled()  # a bias that begins with zeros, as in Swin
+    return replace(found, bias=given) if added or learned else found
 
 
 def among(given, indices: torch.Tensor) -> torch.Tensor:
@@ -57,15 +58,16 @@ def among(given, indices: torch.Tensor) -> torch.Tensor:
     return given & chosen.unsqueeze(1)
 
 
-def _read(given: torch.Tensor, sizes: tuple[int, int]) -> tuple[Mask, bool]:
-    """What the values hide, and whether they are to be added to the scores. Waits for a GPU. The result must
-    not hold the tensor, which it lives as long as."""
+def _read(given: torch.Tensor, full: tuple[int, ...]) -> tuple[Mask, bool]:
+    """What the values hide of (B, H, Sq, Sk), and whether they are to be added to the scores. Waits for a
+    GPU. The result must not hold the tensor, which it lives as long as."""
+    batch, _, *sizes = full
     seen, added = given, False
     if given.dtype != torch.bool:
         seen = ~_hides(given)
         added = not ((given == 0) | ~seen).all()
     if not added and given.shape[1:3] == (1, 1):  # the same for all queries, as padding is
-        return masks.settled(Mask(*sizes, kept=seen[:, 0, 0].clone())), added
+        return masks.settled(Mask(*sizes, kept=seen[:, 0, 0].expand(batch, -1).clone())), added
     if seen.all():
         return Mask(*sizes), added
     return Mask(*sizes, block_mask=BlockMask.from_mask(seen.expand(-1, -1, *sizes))), added

@@ -6,6 +6,7 @@ sequences, it never evaluates the function; any other function becomes a block m
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple
@@ -53,6 +54,11 @@ def attention_mask(
         return attention_mask
     check_unknown(others)
     name = "" if config is None else type(config).__name__
+    if attention_mask is not None and batch_size is not None and len(attention_mask) != batch_size:
+        raise ValueError(
+            f"attention_mask: expected a row for each of {batch_size} sequences, got shape "
+            f"{tuple(attention_mask.shape)}"
+        )
     if not torch.compiler.is_dynamo_compiling():
         check_config(type(config))
         found = _read(mask_function, kv_offset + kv_length)
@@ -75,7 +81,10 @@ def attention_mask(
         tensor = dense()
         check_tensor(tensor, config)
         return tensor
-    if found is None or (found.remapped and found.sequences is None):
+    ends = q_offset + q_length, kv_offset + kv_length
+    two_sided = found is not None and found.right != 0 and found[:2] != (None, None)
+    apart = isinstance(q_offset, torch.Tensor) or ends[0] != ends[1]  # attnlib's windows end with the keys
+    if found is None or (found.remapped and found.sequences is None) or (two_sided and apart):
         graph = not values_known(torch.empty(0, device=device))
         if graph or (q_length == 1 and batch_size is not None):
             return dense()
@@ -89,9 +98,7 @@ def attention_mask(
         window = (-1 if found.left is None else found.left, -1 if found.right is None else found.right)
     # With one token for a cache that can be compiled, transformers does not allow to leave the mask out.
     compileable = q_length == 1 and found.right == 0 and not allow_is_causal_skip and batch_size is not None
-    fixed = compileable or (
-        (causal or window is not None) and _is_fixed(q_length, kv_length, q_offset, kv_offset)
-    )
+    fixed = compileable or (causal and _is_fixed(q_length, kv_length, q_offset, kv_offset))
     kept = None
     if attention_mask is not None:
         kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -152,7 +159,7 @@ _PACKED = _code("packed_sequence_mask_function", None)
 _REMAPPED = _code("remap_positions_for_packed_sequence", _CAUSAL, None)
 
 
-def _read(function, length: int) -> Rule | None:
+def _read(function, length: float) -> Rule | None:
     """The rule of a mask function for positions below `length`; None if it has a part that is not known."""
     if function is _CAUSAL:
         return Rule(right=0)
@@ -164,7 +171,8 @@ def _read(function, length: int) -> Rule | None:
     if code is _ALL_OF:
         return reduce(_both, (_read(part, length) for part in _captured(function, "mask_functions")))
     if code is _LEFT:
-        return Rule(left=_captured(function, "sliding_window") - 1)
+        size = _captured(function, "sliding_window")
+        return Rule(left=size - 1) if size > 0 else None
     if code is _TWO_SIDED:
         size = _captured(function, "sliding_window")
         return Rule(left=size, right=size)
@@ -173,6 +181,8 @@ def _read(function, length: int) -> Rule | None:
     if code is _PACKED:
         return Rule(sequences=_captured(function, "packed_sequence_mask"))
     if code is _REMAPPED:
+        positions = _captured(function, "position_ids")
+        length = int(positions.max()) + 1 if values_known(positions) else math.inf
         inner = _read(_captured(function, "mask_function"), length)
         return None if inner is None else inner._replace(remapped=True)
     return None

@@ -31,10 +31,11 @@ class Remembered:
     def __init__(self) -> None:
         self._found: dict[tuple, _Found] = {}
 
-    def of(self, module, tensor: torch.Tensor, make: Callable[[], Any]) -> Any:
-        """What `make` gives of the tensor, which the layer `module` got. It must not hold the tensor."""
+    def of(self, module, tensor: torch.Tensor, sizes: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """What `make` gives of the tensor, which the layer `module` got, for the `sizes` of its queries and
+        keys. It must not hold the tensor."""
         memory = tensor.untyped_storage()  # PyTorch keeps this object for as long as the memory
-        key = id(memory), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = id(memory), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, sizes
         version = None if tensor.is_inference() else tensor._version
         found = self._found.get(key)
         if found is not None and id(module) not in found.modules and found.memory() is memory:

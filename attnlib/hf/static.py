@@ -13,14 +13,14 @@ from attnlib.hf.mask import Mask
 from attnlib.hf.remembered import Remembered
 from attnlib.hf.score import as_bias
 
-STARTS, LENGTHS, LEFT, CAUSAL = range(4)
-"""Rows of the tensor, int32 (4, 1, 1, B): the first key of a sequence that is no padding, and how many it
-has; then, the same for all of them, the window's left bound, -1 for none, and whether the mask is causal.
-With one query the window is a part of the first row."""
+STARTS, LENGTHS, LEFT = range(3)
+"""Rows of the tensor, int32 (3, 1, 1, B): the first key of a sequence that is no padding, and how many it
+has; then, the same for all of them, the window's left bound, -1 for none. With one query the window is a
+part of the first row. The mask is causal."""
 
 
 def made(mask: Mask, end: int | torch.Tensor, batch: int, device: torch.device) -> torch.Tensor:
-    """The tensor that says what `mask` does of the first `end` of its keys, of which kept may be None.
+    """The tensor that says what a causal mask, whose kept may be None, does of the first `end` of its keys.
     ValueError if a row has padding behind a token."""
     place = torch.arange(mask.kv_length, device=device)
     filled = place < end
@@ -36,17 +36,16 @@ def made(mask: Mask, end: int | torch.Tensor, batch: int, device: torch.device) 
     left = -1 if mask.window is None else mask.window[0]
     if mask.q_length == 1 and left >= 0:
         starts, left = torch.maximum(starts, ends - 1 - left), -1
-    rows = starts, ends, torch.full_like(starts, left), torch.full_like(starts, mask.causal)
+    rows = starts, ends, torch.full_like(starts, left)
     return torch.stack(rows).int()[:, None, None]
 
 
-def is_made(attention_mask) -> bool:
-    """Whether it is such a tensor."""
+def is_made(attention_mask, batch: int) -> bool:
+    """Whether it is such a tensor, for a batch of so many sequences."""
     return (
         isinstance(attention_mask, torch.Tensor)
         and attention_mask.dtype == torch.int32
-        and attention_mask.dim() == 4
-        and attention_mask.shape[:3] == (4, 1, 1)
+        and attention_mask.shape == (3, 1, 1, batch)
     )
 
 
@@ -54,8 +53,8 @@ def decode(query, key, value, spans: torch.Tensor, scaling: float | None) -> tor
     """Attention of few queries, none of which is differentiated; in a graph, too."""
     if query.shape[2] > 1 and not values_known(spans):
         require(
-            ((spans[LEFT] == -1) & (spans[CAUSAL] == 1)).all(),
-            "attention_mask: expected a causal mask without a window for several queries and a cache of a "
+            (spans[LEFT] == -1).all(),
+            "attention_mask: expected a mask without a window for several queries and a cache of a "
             "fixed size in a compiled graph, got another one",
         )
     return attention_decode(
@@ -65,10 +64,10 @@ def decode(query, key, value, spans: torch.Tensor, scaling: float | None) -> tor
 
 def bias(query: torch.Tensor, spans: torch.Tensor, kv_length: int) -> torch.Tensor:
     """What the tensor says of all keys of the cache, as numbers (B, 1, Sq, Sk) that are added to scores."""
-    rows = spans[:, 0, 0, :, None, None]  # (4, B, 1, 1)
+    rows = spans[:, 0, 0, :, None, None]  # (3, B, 1, 1)
     key = torch.arange(kv_length, device=spans.device)
     place = rows[LENGTHS] - query.shape[2] + torch.arange(query.shape[2], device=spans.device)[:, None]
-    seen = (key >= rows[STARTS]) & (key < rows[LENGTHS]) & ((rows[CAUSAL] == 0) | (key <= place))
+    seen = (key >= rows[STARTS]) & (key < rows[LENGTHS]) & (key <= place)
     seen &= (rows[LEFT] < 0) | (key >= place - rows[LEFT])
     return as_bias(seen.unsqueeze(1), query.dtype)
 
@@ -84,14 +83,14 @@ _read = Remembered()
 
 def read(module, spans: torch.Tensor, q_length: int) -> Mask:
     """The mask of the keys that are there. Waits for a GPU, once for all layers."""
-    return _read.of(module, spans, lambda: _looked_at(spans, q_length))
+    return _read.of(module, spans, (q_length,), lambda: _looked_at(spans, q_length))
 
 
 def _looked_at(spans: torch.Tensor, q_length: int) -> Mask:
-    starts, ends, left, causal = spans[:, 0, 0].tolist()
+    starts, ends, left = spans[:, 0, 0].tolist()
     end = max(ends, default=0)
     kept = None
     if any(starts):
         kept = torch.arange(end, device=spans.device) >= spans[STARTS, 0, 0][:, None]
     window = None if left[0] == -1 else (left[0], 0)
-    return masks.settled(Mask(q_length, end, end - q_length, bool(causal[0]), window, kept))
+    return masks.settled(Mask(q_length, end, end - q_length, True, window, kept))

@@ -438,6 +438,13 @@ def of_three(s, i, j):
     return s
 
 
+class Unhashed:
+    __hash__ = None
+
+    def __call__(self, s, i, j, h, b):
+        return s
+
+
 SCORES = [
     ({"score": 30.0}, TypeError, "score: expected an attnlib.Score or None, got float"),
     ({"score": Score(alibi=torch.ones(3))}, ValueError,
@@ -490,6 +497,9 @@ PARTS = [
      "score.derivative: expected None without score.function, got a function"),
     ({"function": jitted, "reference": 3}, TypeError,
      "score.reference: expected a function of tensors or None, got int"),
+    ({"function": jitted, "reference": Unhashed()}, TypeError,
+     "score.reference: expected a function that has a hash, as its number goes by that, got an object of "
+     "test_arguments.Unhashed, which has none"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
@@ -9,7 +11,7 @@ from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
 from sparse_cases import FUNCTIONS
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import BlockMask, attention, dispatch, explain
+from attnlib import BlockMask, Score, attention, dispatch, explain, scored_call
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import MaskWindow, Params
 
@@ -139,6 +141,41 @@ def test_functional_gradients_and_vmap():
     own = BlockMask.from_function(FUNCTIONS["dots"], 20, 20, B=2)
     with pytest.raises(NotImplementedError, match="with a block mask for each batch element"):
         torch.vmap(lambda *x: attention(*(y.expand(2, -1, -1, -1) for y in x), block_mask=own))(q, k, v)
+
+
+def test_a_mask_made_and_cut_under_a_transformation():
+    """What a transformation of torch.func wraps does not stay in a mask, nor in that of a call without."""
+    q, k, v = inputs(1, 2, 20, 16)
+    every = torch.ones(1, 1, dtype=torch.bool)
+    kept = [BlockMask.from_function(FUNCTIONS["dots"], 20, 20), BlockMask.from_chosen(every, 20)]
+    made = (
+        lambda: kept[0], lambda: kept[1], lambda: BlockMask.from_function(FUNCTIONS["dots"], 20, 20),
+        lambda: BlockMask.from_chosen(every & True, 20), lambda: None,
+    )  # fmt: skip
+    scored_call._everything.cache_clear()
+    for mask in made:
+        score = None if mask() is not None else Score(soft_cap=2.0)
+
+        def loss(q, mask=mask, score=score):
+            return attention(q, k, v, block_mask=mask(), score=score, window=(9, 0), impl="triton").sum()
+
+        found, x = torch.func.grad(loss)(q), q.clone().requires_grad_()
+        torch.testing.assert_close(found, torch.autograd.grad(loss(x), x)[0])
+    with pytest.raises(NotImplementedError, match="a block mask of what torch.vmap maps"):
+        torch.vmap(lambda x: BlockMask.from_chosen(x, 20).words)(every[None])
+
+
+def test_a_dispatch_mode_keeps_the_mask_for_the_backward_pass():
+    q, k, v = inputs(1, 1, 20, 16, grad=True)
+    for options in ({}, {"score": Score(soft_cap=2.0)}):
+        with FlopCounterMode(display=False):
+            mask = BlockMask.from_function(FUNCTIONS["dots"], 20, 20)
+            out, expected = attention(q, k, v, block_mask=mask, **options), mask.to_dense()
+            del mask
+            gc.collect()
+            dq = torch.autograd.grad(out.sum(), q)[0]
+        again = attention(q, k, v, block_mask=BlockMask.from_mask(expected), **options)
+        torch.testing.assert_close(dq, torch.autograd.grad(again.sum(), q)[0])
 
 
 def test_flops_go_by_the_blocks():

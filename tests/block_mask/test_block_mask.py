@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchMask
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attnlib import BlockMask
-from attnlib.block_mask import tiles
+from attnlib.block_mask import lists, tiles
 from attnlib.block_mask.mask import by_handle
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import MaskWindow
@@ -224,6 +224,8 @@ WRONG = [
      "function: expected a function mask(b, h, q, k), got int"),
     (lambda: BlockMask.from_function(lambda b, h, q, k: q - k, 10, 10), TypeError,
      "function: expected a bool tensor of mask(b, h, q, k), got dtype torch.int64"),
+    (lambda: BlockMask.from_function(lambda b, h, q, k: True, 10, 10), TypeError,
+     "function: expected a bool tensor of mask(b, h, q, k), got bool"),
     (lambda: BlockMask.from_function(lambda b, h, q, k: (q > k).expand(3), 10, 10), ValueError,
      "function: expected mask(b, h, q, k) without dimensions, got shape (3,)"),
     (lambda: BlockMask.from_function(FUNCTIONS["all"], 10, 10, B=0), ValueError,
@@ -261,6 +263,22 @@ WRONG = [
 def test_what_is_wrong_is_named(make, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         make()
+
+
+def test_too_many_steps_are_an_error(monkeypatch):
+    mask = BlockMask.from_function(FUNCTIONS["all"], 300, 300, H=2)
+    monkeypatch.setattr(lists, "LIMIT", 2 * 3 * 5)
+    expected = "^block_mask: expected fewer than 2\\^31 steps of 64 over all heads, got 30; use fewer"
+    with pytest.raises(ValueError, match=expected):
+        mask.lists(64)
+    assert len(mask.lists(128).steps) == 18
+
+
+def test_a_window_that_bounds_nothing_is_the_mask_itself():
+    mask = BlockMask.from_function(FUNCTIONS["dots"], 40, 50)
+    for bounds in ((2**70, None), (49, 39), (2**63 - 1, 2**63 - 1)):
+        assert mask.within(MaskWindow(*bounds)) is mask
+    assert mask.within(MaskWindow(2**63 - 1, 0)) is mask.within(MaskWindow(None, 0)) is not mask
 
 
 def test_a_mask_that_is_gone_is_an_error():

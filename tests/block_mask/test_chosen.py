@@ -10,6 +10,7 @@ from cases import INTERPRETER_REMARKS, judge_forward
 from attnlib import BlockMask, attention
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle
+from attnlib.block_mask import chosen as making
 from attnlib.block_mask.chosen import SLOTS
 from attnlib.block_mask.lists import Lists, lists_of
 
@@ -63,6 +64,19 @@ def test_lists(seqlen, size, step):
         assert list(one) == list(other)
         for x, y in zip(one.values(), other.values(), strict=True):
             assert x is y is None or torch.equal(x, y)
+
+
+def test_words_stay_where_a_graph_has_their_addresses_but_not_those_made_under_its_capture(monkeypatch):
+    monkeypatch.setattr(making, "_made", {})
+    mask = BlockMask.from_chosen(chosen(300, 64), 300, block_size=64)
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "_under_capture", lambda device: True)
+        captured = mask.words
+    assert mask.words is not captured and torch.equal(mask.words, captured)
+    words = mask.words
+    for seqlen in range(1, 129):
+        assert BlockMask.from_chosen(chosen(seqlen, 128), seqlen).words.shape == words.shape
+    assert mask.words is words
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -568,7 +568,7 @@ def test_tables_of_pages_are_drawn_from_the_records(pages):
     assert re.search(r"\| 15 The teaching kernel +\| 398 \|.*\| 91 \| 40 \|", taught)
     assert "| attnlib against FA3 | 1.100x, noise not measured | 1.100x, noise not measured |" in text
     assert re.search(r"\| backward 2x16x300x64 +\| 23 \| 106 \| 90 \| 1.18 \|", text)
-    assert "| B1 S8192 | 1336 | – | – | – | – | 4231 |" in text
+    assert "| B1 S8192 | 1336 | 4231 |" in text, "a column for each that was at hand"
     assert "| B2 H16 S8192 D128 causal bf16 | 995 | – | – | – | – | – | 2.5e-03 | – |" in text
     assert "| B1 H12 S4096 D64 dense fp16 | 0.020 | – | – | 0.100 | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 0.557 | – | 0.500 | – | 0.829 | 0.002 | – |" in text

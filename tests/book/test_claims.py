@@ -145,6 +145,17 @@ def test_records_of_other_chapters_count_where_they_are_loaded(record):
     assert text in claims.given(tables) and text not in claims.given(claims.tables_of("19_record"))
 
 
+def test_records_of_other_gpus_count_where_all_are_asked_for(record):
+    other = record / "another-gpu" / f"{NOTEBOOK}.json"
+    other.parent.mkdir()
+    header = {"gpu": {"name": "Another GPU"}, "date": "2026-11-23", "schema": records.SCHEMA}
+    rows = [row(NOTEBOOK, 1.0), row("03_online_softmax", 1.5)]
+    records.write_json(other, records.rounded(header | {"tables": {"ladder": {"rows": rows}}}))
+    text = "1.500x, noise not measured"
+    asked = claims.tables_of(NOTEBOOK, f'records.of_all_gpus("{NOTEBOOK}", "ladder")')
+    assert text in claims.given(asked) and text not in claims.given(claims.tables_of(NOTEBOOK))
+
+
 def test_inputs_of_one_shape_are_told_apart(record):
     """Rows that a column of the inputs tells apart have verdicts among themselves, and with nobody else."""
     write(record, [row(impl, ms, codes=codes) for codes, fa3 in ((1, 1.1), (2, 2.6)) for impl, ms in

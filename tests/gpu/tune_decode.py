@@ -8,7 +8,7 @@ equal tiles, but those of short sequences have more pairs to begin, so they shou
 counts as so many tiles more. next: the first keys of the next pair are asked for ahead. whole rows: a
 program that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the
 registers that those of the merge would need to begin early. One sequence and the batch of equal lengths are
-there to see what it costs where it can't help. `sizes`: of calls without lengths, tiles of other sizes, and
+there to see what it costs where it can't help. `sizes`: of calls with lengths, tiles of other sizes, and
 fewer programs with more stages. `pages`: pages of 16 and 64 keys beside a cache in one piece that has
 lengths, too, and pages with three stages. `fp8`: tiles and programs for caches in FP8.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
@@ -89,20 +89,23 @@ def sized(keys: int, stages: int, per_sm: int, warps: int) -> dict:
     return {"keys": keys, "num_stages": stages, "per_sm": per_sm, "num_warps": warps}
 
 
+def peers_of(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    every = timed.implementations(inputs)
+    return {name: every[name] for name in ("fa3", "cudnn", "flashinfer") if name in every}
+
+
 def next_pairs(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     made = {OURS: lambda: with_config(inputs, {})}
     for name, changes in NEXT.items():
         made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, changes)
-    every = timed.implementations(inputs)
-    return made | {name: every[name] for name in ("fa3", "cudnn", "flashinfer") if name in every}
+    return made | peers_of(inputs)
 
 
 def sizes(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     made = {OURS: lambda: with_config(inputs, {}), f"{OURS}, as it chooses": lambda: timed.ours(inputs)}
     for name, wanted in LARGE.items():
         made[f"{OURS}, {name}"] = lambda wanted=wanted: with_config(inputs, sized(*wanted))
-    every = timed.implementations(inputs)
-    return made | {name: every[name] for name in ("fa3", "cudnn", "flashinfer") if name in every}
+    return made | peers_of(inputs)
 
 
 def pages(inputs: Inputs) -> dict[str, Callable[[], Function]]:
@@ -117,8 +120,8 @@ def pages(inputs: Inputs) -> dict[str, Callable[[], Function]]:
 
 def tiles(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     made = {OURS: lambda: timed.ours(inputs, "stream_k"), OURS_FP8: lambda: with_config(inputs, {}, True)}
-    for name, sizes in TILES.items():
-        changes = sized(*sizes)
+    for name, wanted in TILES.items():
+        changes = sized(*wanted)
         made[f"{OURS_FP8}, {name}"] = lambda changes=changes: with_config(inputs, changes, True)
     for page in PAGES:
         made[f"{OURS_FP8}, pages of {page}"] = lambda page=page: with_config(inputs, {}, True, page)

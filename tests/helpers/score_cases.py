@@ -29,7 +29,9 @@ def bent(s, i, j, h, b):
 
 @triton.jit
 def bent_derivative(s, i, j, h, b):
-    return (2 + h) / ((1 + tl.abs(s)) * (1 + tl.abs(s)))
+    """Infinite for the hidden key, where it may be anything."""
+    found = (2 + h) / ((1 + tl.abs(s)) * (1 + tl.abs(s)))
+    return tl.where(j == 3, float("inf"), found)
 
 
 def bent_reference(s, i, j, h, b):

@@ -19,7 +19,7 @@ from attnlib.hf.remembered import Remembered  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 LAYER, S = SimpleNamespace(is_causal=True), 9
-SHAPES = [(2, 2, S, S), (1, 1, S, S), (2, 1, 1, S), (1, 2, 1, S)]
+SHAPES = [(2, 2, S, S), (1, 1, S, S), (2, 1, 1, S), (1, 2, 1, S), (1, 1, 1, S)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,6 +98,29 @@ def test_a_tensor_given_to_a_layer(shape, dtype, device):
         torch.testing.assert_close(ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, S, S), (2, 1, 1, S)])
+def test_numbers_that_are_learned_may_begin_with_zeros(shape, device):
+    """As the relative biases of Swin do."""
+    q, k, v, weights = torch.randn(4, 2, 2, S, 16, device=device)
+    mask = torch.zeros(shape, device=device)
+    mask[..., 4] = torch.finfo(mask.dtype).min
+    mask.requires_grad_()
+    found = attnlib.hf.attention_forward(LAYER, q, k, v, mask)[0].transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    close(*(torch.autograd.grad((x * weights).sum(), mask)[0] for x in (found, expected)))
+
+
+def test_one_tensor_for_layers_of_several_lengths(device):
+    """An encoder's padding is handed to its decoder's cross-attention, too."""
+    kept = torch.ones(2, 1, 1, S, dtype=torch.bool, device=device)
+    kept[0, ..., :3] = kept[1, ..., 5] = False
+    k, v = torch.randn(2, 2, 2, S, 16, device=device)
+    for queries in (S, S + 11, 3):
+        q, layer = torch.randn(2, 2, queries, 16, device=device), SimpleNamespace(is_causal=False)
+        found, _ = attnlib.hf.attention_forward(layer, q, k, v, kept)
+        close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, kept).transpose(1, 2))
+
+
 def test_a_query_that_sees_nothing(device):
     q = torch.randn(1, 2, S, 16, device=device)
     seen = prefix(device)[:1].clone()
@@ -138,6 +161,7 @@ def test_a_relative_bias_of_the_layer(device):
 @pytest.mark.parametrize(("wrong", "told"), [
     (torch.ones(1, 1, 4, 3, dtype=torch.bool), r"bool, float16, .* = \(1, 2, 4, 4\), got torch.bool of"),
     (torch.ones(1, 2, 1, 4).long(), "bool, float16, .* got torch.int64 of shape"),
+    (torch.ones(3, 1, 1, 4).int(), "bool, float16, .* got torch.int32 of shape"),
     (torch.ones(1, 1, 4, 4, dtype=torch.float64), "bool, float16, .* got torch.float64 of shape"),
     (torch.ones(1, 4, 4, dtype=torch.bool), r"None, four dimensions, or the padding .* shape \(1, 4, 4\)"),
     (torch.ones(1, 1, 4, 4, dtype=torch.bool, device="meta"), "device cpu of the queries, got meta"),
@@ -187,13 +211,14 @@ def test_what_is_remembered(inference):
     memory, layers = Remembered(), [SimpleNamespace() for _ in range(9)]
     with torch.inference_mode(inference):
         base = torch.zeros(2, 4)
-        made = [memory.of(layer, base[:, :3], object) for layer in layers[:3]]
+        made = [memory.of(layer, base[:, :3], (4,), object) for layer in layers[:3]]
         assert made[0] is made[1] is made[2]
-        assert memory.of(layers[3], base[:, :2], object) is not made[0]
-        assert memory.of(layers[0], base[:, :3], object) is not made[0]  # a pass begins
-        before = memory.of(layers[4], base[:, :3], object)
+        assert memory.of(layers[3], base[:, :2], (4,), object) is not made[0]
+        assert memory.of(layers[3], base[:, :3], (5,), object) is not made[0]
+        assert memory.of(layers[0], base[:, :3], (4,), object) is not made[0]  # a pass begins
+        before = memory.of(layers[4], base[:, :3], (4,), object)
         base.add_(1)
-        assert memory.of(layers[5], base[:, :3], object) is not before
+        assert memory.of(layers[5], base[:, :3], (4,), object) is not before
     assert memory._found
     del base
     assert not memory._found

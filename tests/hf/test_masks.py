@@ -238,6 +238,52 @@ def test_two_sided_windows(device):
     close(found[kept], expected[kept])
 
 
+@pytest.mark.parametrize(("queries", "offset"), [(6, 0), (15, 0), (6, 3), (1, torch.tensor(4))], ids=str)
+def test_two_sided_windows_that_do_not_end_with_the_keys(queries, offset, device):
+    """Of cross-attention, and of a cache of a fixed size."""
+    from transformers.masking_utils import sliding_window_bidirectional_mask_function
+
+    q = torch.randn(2, 2, queries, 16, device=device)
+    k, v = torch.randn(2, 2, 2, 12, 16, device=device)
+    window = sliding_window_bidirectional_mask_function(3)
+    sizes = {"q_length": queries, "kv_length": 12, "q_offset": offset, "batch_size": 2, "device": device}
+    found, _ = attnlib.hf.attention_forward(DECODER, q, k, v, asked(window, 12, **sizes))
+    near = ((torch.arange(queries)[:, None] + offset - torch.arange(12)).abs() <= 3).to(device)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, near)
+    close(found, expected.transpose(1, 2))
+
+
+def test_a_window_without_any_key():
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    assert not asked(sliding_window_causal_mask_function(0), 6).block_mask.to_dense().any()
+
+
+def test_chunks_of_packed_positions_that_do_not_begin_at_0():
+    """Positions 6 to 9 lie in two chunks of 8."""
+    from transformers import masking_utils
+
+    chunked = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
+    for begin, cut in ((6, True), (2, False)):
+        positions = torch.cat([torch.arange(4) + begin, torch.arange(4)])[None]
+        sequences = masking_utils.find_packed_sequence_indices(positions)
+        function = masking_utils.packed_sequence_compatibility_function(chunked, positions, sequences)
+        mask = asked(function, 8, local_size=8, allow_is_causal_skip=False)
+        assert (mask.block_mask is not None) == cut
+        if cut:
+            dense = masking_utils.sdpa_mask(1, 8, 8, mask_function=function, allow_is_causal_skip=False)
+            assert torch.equal(mask.block_mask.to_dense().expand_as(dense), dense)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padding_of_another_batch(rows):
+    ids, mask = tokens(2, 9, "cpu"), torch.ones(rows, 9, dtype=torch.long)
+    with pytest.raises(
+        ValueError, match="^attention_mask: expected a row for each of 2 sequences, got shape"
+    ):
+        logits("llama", "attnlib", "cpu", ids, attention_mask=mask)
+
+
 def test_one_chunk():
     """It is no bound."""
     from transformers.masking_utils import chunked_causal_mask_function
@@ -255,20 +301,20 @@ def test_a_cache_without_the_newest_tokens():
 
 
 def test_what_a_static_cache_is_told():
-    """Rows of (start, length, left bound, causal); with one query the window is in the start."""
+    """Rows of (start, length, left bound); with one query the window is in the start."""
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
     kept = torch.ones(2, 9, dtype=torch.bool)
     kept[0, :3] = False
     inputs = {"kv_length": 16, "attention_mask": kept, "batch_size": 2}
     found = asked(causal_mask_function, 1, **inputs, q_offset=torch.tensor(8))
-    assert found.shape == (4, 1, 1, 2) and found.dtype == torch.int32
-    assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [-1, -1], [1, 1]]
+    assert found.shape == (3, 1, 1, 2) and found.dtype == torch.int32
+    assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [-1, -1]]
     window = sliding_window_causal_mask_function(5)
     found = asked(window, 1, **inputs, q_offset=8)
-    assert found[:, 0, 0].tolist() == [[4, 4], [9, 9], [-1, -1], [1, 1]]
+    assert found[:, 0, 0].tolist() == [[4, 4], [9, 9], [-1, -1]]
     found = asked(window, 2, **inputs, q_offset=7)
-    assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [4, 4], [1, 1]]
+    assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [4, 4]]
 
 
 # ---------------------------------------------------------------- what a layer is given

@@ -115,7 +115,7 @@ def _scored(scores: torch.Tensor, shape: _Shape, score: ScoreParts | None, start
     if score is None:
         return scores, None
     own = scores.view(shape.batch, shape.heads, end - start, shape.keys)
-    changed, _ = scored(own, score, start, (shape.seqlen, shape.keys))
+    changed, _ = scored(own, score, start, (shape.seqlen, shape.keys), derivative=False)
     found = with_sinks(changed, score)
     sinks = found[..., shape.keys :].reshape(*scores.shape[:3], -1)
     return changed.reshape(scores.shape), sinks if score.sinks is not None else None

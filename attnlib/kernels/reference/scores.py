@@ -11,13 +11,13 @@ from attnlib.scores import ScoreParts
 
 
 def scored(
-    scores: torch.Tensor, score: ScoreParts, first_row: int, sizes: tuple[int, int]
+    scores: torch.Tensor, score: ScoreParts, first_row: int, sizes: tuple[int, int], derivative: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Scores (B, H, rows, Sk) times sm_scale, of rows from `first_row` on, as the softmax takes them; and
-    their derivative by what they were. sizes: (Sq, Sk)."""
+    their derivative by what they were, without `derivative` not that of a function. sizes: (Sq, Sk)."""
     slope = 1.0
     if score.function is not None:
-        scores, slope = _by_function(scores, score.reference, first_row)
+        scores, slope = _by_function(scores, score.reference, first_row, derivative)
     if score.soft_cap is not None:
         t = torch.tanh(scores / score.soft_cap)
         scores, slope = t * score.soft_cap, slope * (1 - t * t)
@@ -32,20 +32,21 @@ def scored(
 
 
 def _by_function(
-    scores: torch.Tensor, reference: Callable | None, first_row: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores after a function of the user's own, and its derivative, by autograd."""
+    scores: torch.Tensor, reference: Callable | None, first_row: int, derivative: bool
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scores after a function of the user's own, and with `derivative` that, by autograd, which inference
+    mode and operators do not have; else 1."""
     if reference is None:
         raise ValueError(NO_REFERENCE)
     B, H, rows, S_k = scores.shape
     b, h, j = (torch.arange(n, device=scores.device) for n in (B, H, S_k))
     i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
-    with torch.enable_grad():
-        s = scores.detach().requires_grad_()
-        if not (s * 1).requires_grad:
+    with torch.set_grad_enabled(derivative):
+        s = scores.detach().requires_grad_(derivative)
+        if derivative and not (s * 1).requires_grad:
             raise NotImplementedError(
-                "score.reference under torch.compile, torch.export or a dispatch mode: not supported, as "
-                "operators have no autograd; call attention outside, or where the kernels run"
+                "the gradient of score.reference under torch.compile, torch.export or a dispatch mode: not "
+                "supported, as operators have no autograd; call attention outside, or where the kernels run"
             )
         changed = reference(s, i, j, h[:, None, None], b[:, None, None, None])
         if changed.shape != s.shape:
@@ -53,7 +54,7 @@ def _by_function(
                 f"score.reference: expected shape {tuple(s.shape)}, as it was given, "
                 f"got {tuple(changed.shape)}"
             )
-        slope = torch.autograd.grad(changed.sum(), s)[0]
+        slope = torch.autograd.grad(changed.sum(), s)[0] if derivative else 1.0
     return changed.detach().to(scores.dtype), slope
 
 

@@ -35,6 +35,7 @@ from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_backward_steps import (
     Work,
+    by_derivative,
     first_row,
     locate,
     memory,
@@ -85,7 +86,7 @@ def _consume(
                 p = hide(p, mem.words.index(2 * slot + WG).reshape([64, 4]), 0.0)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         if plan.curved:
-            p = p * derivative
+            p = by_derivative(p, derivative, plan)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:

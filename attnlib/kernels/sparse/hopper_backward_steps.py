@@ -319,6 +319,16 @@ def weights(
 
 
 @gluon.jit
+def by_derivative(p, derivative, plan: gl.constexpr):
+    """Their product. A function's derivative may be anything where the function is not finite; P, or the
+    derivative of a cap, is 0 there, and so is the product. NaN of P itself stays."""
+    found = p * derivative
+    if plan.function:
+        found = gl.where((found == found) | (p != p), found, 0.0)
+    return found
+
+
+@gluon.jit
 def _bias(mem, j, work, WG: gl.constexpr, plan: gl.constexpr):
     """That of step j for the keys of buffer WG [64, BLOCK_M]."""
     if plan.copies_bias:

@@ -37,7 +37,15 @@ from attnlib.kernels.common.backward_ring import (
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_backward_steps import Work, locate, memory, produce, told, weights
+from attnlib.kernels.sparse.hopper_backward_steps import (
+    Work,
+    by_derivative,
+    locate,
+    memory,
+    produce,
+    told,
+    weights,
+)
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE.
 END = gl.constexpr(5)
@@ -93,7 +101,7 @@ def _values(
                 p = hide(p, mem.words.index(slot).reshape([64, 4]), 0.0)
         p_half = p.to(dtype)  # [64, BLOCK_M]
         if plan.curved:
-            mem.p.index(slot).store((p * derivative).to(dtype))
+            mem.p.index(slot).store(by_derivative(p, derivative, plan).to(dtype))
         else:
             mem.p.index(slot).store(p_half)
         named_barrier("arrive", P_FULL + slot, 256)

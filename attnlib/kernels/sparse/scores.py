@@ -52,6 +52,8 @@ def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DER
         if DERIVATIVE is not None:
             derivative = DERIVATIVE(b_s, o_q, o_k, i_h, i_b)
         b_s = FUNCTION(b_s, o_q, o_k, i_h, i_b) * after
+        if DERIVATIVE is not None:  # it may be anything where a key is hidden, whose weight of 0 it meets
+            derivative = tl.where(tl.abs(b_s) < float("inf"), derivative, 0.0)
     if cap is not None:
         b_t = tanh(b_s, EXACT)
         b_s = b_t * cap

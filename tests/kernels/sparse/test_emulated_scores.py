@@ -310,7 +310,8 @@ MUTATIONS = [
             "p_half = gl.convert_layout((p * derivative).to(", hopper_backward_kernel),
     planted("dV knows the cap's derivative, of 64 keys", "wide all", "p_half = p.to(dtype)",
             "p_half = (p * derivative).to(dtype)", hopper_backward_wide_kernel),
-    planted("dK and dQ do not know it", "wide all", ".store((p * derivative).to(dtype))", ".store(p_half)",
+    planted("dK and dQ do not know it", "wide all",
+            ".store(by_derivative(p, derivative, plan).to(dtype))", ".store(p_half)",
             hopper_backward_wide_kernel),
 ]  # fmt: skip
 

@@ -89,6 +89,38 @@ def test_a_bias_of_any_layout_and_dtype(device):
     torch.testing.assert_close(found.float(), torch.autograd.grad(same.sum(), own)[0], rtol=1e-2, atol=1e-3)
 
 
+def test_the_gradient_of_a_bias_does_not_depend_on_the_default_dtype(device):
+    q, k, v = tensors(1, 2, 20, 64, device=device)
+    bias = torch.randn(20, generator=torch.Generator().manual_seed(4)).to(device).requires_grad_()
+    out = attention(q, k, v, score=Score(bias=bias), impl="triton")
+    expected = torch.autograd.grad(out.sum(), bias, retain_graph=True)[0]
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = torch.autograd.grad(out.sum(), bias)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_slopes_that_change_before_the_backward_pass_are_an_error(device):
+    q, k, v = (x.requires_grad_() for x in tensors(1, 2, 20, 64, device=device))
+    slopes = torch.tensor([0.5, 0.25], device=device)
+    out = attention(q, k, v, score=Score(alibi=slopes), impl="reference")
+    slopes.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("part", ["alibi", "sinks", "bias", "relative"])
+def test_a_tangent_of_a_score_is_an_error(part, device):
+    q, k, v = tensors(1, 2, 20, 64, device=device)
+    given = torch.ones(2, 1, device=device) if part == "relative" else torch.ones(2, device=device)
+    given = given[:, None, None] if part == "bias" else given
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode"):
+        dual = torch.autograd.forward_ad.make_dual(given, given)
+        attention(q, k, v, score=Score(**{part: dual}), impl="reference")
+
+
 def test_a_table_by_distance_is_that_bias(device):
     """Shorter than the distances: its ends stand for what is farther, and their gradients are sums."""
     q, k, v = tensors(1, 2, 40, 64, device=device)
@@ -118,3 +150,5 @@ def test_a_function_of_ones_own(device):
     assert hidden.kernel == "triton"
     with torch.no_grad():
         attention(q.clone().requires_grad_(), k, v, score=forward)
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v, score=forward, impl="reference"), theirs)
