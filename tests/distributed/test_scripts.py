@@ -37,6 +37,17 @@ def test_time_distributed(two, tmp_path):
         assert rows["S16 causal", "ring-flash-attn, FA3, zigzag"]["status"] == "not installed"
 
 
+def test_time_distributed_of_long_calls(two, tmp_path):
+    """Those alone, with their peer, in a table that is all there."""
+    out, long = tmp_path / "record.json", {**QUICK, "LONG": 1.5 * 4 * 32 * 32 * 16 * 128}
+    arguments = ["--device", "cpu", "--out", str(out), "--lengths", "16,32", "--long", "--rounds", "2"]
+    assert two.run(jobs.run, "time_distributed", arguments, long) == [0, 0]
+    found = tables(out)
+    assert [row["call"] for row in found["backward"] if row["impl"] == "attnlib"] == ["S32 dense"]
+    names = {"attnlib, one GPU", "attnlib", "attnlib (control)", "ring-flash-attn, FA3, ring"}
+    assert {row["impl"] for row in found["backward"]} == names and "forward" not in found
+
+
 def test_time_distributed_on_four_ranks(tmp_path):
     """Every method and the hybrid, in a record of another name; and the hybrid is exact."""
     ranks, out = Ranks(4), tmp_path / "record.json"
