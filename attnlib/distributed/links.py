@@ -57,6 +57,7 @@ class Links:
             self._data = self._control
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options._timeout = timedelta(seconds=timeout)  # as the group is told, which warns of another
                 options.config.max_ctas = CTAS
                 options.config.cga_cluster_size = 0  # clusters wait for free neighbors
                 self._data = _new_group(group, "nccl", timeout, name, options)
