@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -102,6 +103,19 @@ def gradients(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) from the arguments of `AttentionGradient.forward`, within a backward pass."""
     # With create_graph=True autograd has to see a function, whose derivative is the error.
     return (AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward)(*args)
+
+
+class Computed(Gradient):
+    """What a function computes from tensors."""
+
+    @staticmethod
+    def forward(compute, *tensors):
+        return compute(*tensors)
+
+
+def computed(compute: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """compute(*tensors), the gradients of a backward pass, whose own derivative is the error."""
+    return Computed.apply(compute, *tensors) if torch.is_grad_enabled() else compute(*tensors)
 
 
 def no_second_derivative(function: str = "attention") -> None:

@@ -130,7 +130,7 @@ def attention(
         if results is not None:
             return results
     if torch._C._is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     symbols = _symbolic()
     options = Options(*asked, block_mask, score)
     check(q, k, v, options, symbols, own_values=True)
@@ -215,7 +215,7 @@ def attention_varlen(
         >>> out = attention_varlen(q, k, v, offsets, offsets, 924, 924, causal=True)
     """
     if torch._C._is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     symbols = _symbolic()
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -272,15 +272,15 @@ def _params(q, k, options: Options, return_lse: bool) -> Params:
 # ---------------------------------------------------------------- the ways of a call
 
 
-def _autocast(q, k, v) -> tuple:
+def autocast(*tensors) -> tuple:
     """The tensors as PyTorch's own attention would get them under `torch.autocast`."""
-    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
-        return q, k, v  # `check` raises the error
-    kind = q.device.type
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        return tensors  # `check` raises the error
+    kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
+        return tensors
     dtype, keep = torch.get_autocast_dtype(kind), torch.float64
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != keep else x for x in (q, k, v))
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != keep else x for x in tensors)
 
 
 def _symbolic() -> bool:

@@ -1,6 +1,7 @@
 """The arguments of `attnlib.distributed`, checked, as far as one rank can."""
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from attnlib.arguments.common import check_common, type_name
 from attnlib.arguments.exact import Options, check, check_varlen
@@ -15,10 +16,23 @@ def check_distributed(q, k, v, options: Options, divisor: int) -> None:
     check(q, k, v, options)
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"k: expected {q.shape[2]} rows as q has on this rank, got {k.shape[2]}")
-    if q.shape[2] % divisor:
+    _check_halves("q", q.shape[2], divisor)
+
+
+def check_rows(rows, divisor: int) -> None:
+    """The number of rows of a rank."""
+    if isinstance(rows, bool) or not isinstance(rows, int):
+        raise TypeError(f"rows: expected an int, got {type_name(rows)}")
+    if rows < 0:
+        raise ValueError(f"rows: expected 0 or more, got {rows}")
+    _check_halves("rows", rows, divisor)
+
+
+def _check_halves(name: str, rows: int, divisor: int) -> None:
+    if rows % divisor:
         raise ValueError(
-            f"q: expected a multiple of {divisor} rows on each rank, for a part of either half of the "
-            f"sequence, got {q.shape[2]}"
+            f"{name}: expected a multiple of {divisor} rows on each rank, for a part of either half of the "
+            f"sequence, got {rows}"
         )
 
 
@@ -97,16 +111,15 @@ def check_mask(causal, window) -> None:
     check_common(causal, window, None, False, False)
 
 
-def check_whole(x, dim, divisor: int) -> None:
-    """The whole sequence, of which a rank takes its part."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a torch.Tensor, got {type_name(x)}")
+def check_whole(x, dim, divisor: int, advice: str = "; pad the sequence") -> None:
+    """The whole sequence, of which a rank takes its part; or, without the advice, a part."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        raise TypeError(f"x: expected a torch.Tensor of this rank, got {type_name(x)}")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim: expected an int, got {type_name(dim)}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: expected a dimension of x with shape {tuple(x.shape)}, got {dim}")
     if x.shape[dim] % divisor:
         raise ValueError(
-            f"x: expected a multiple of {divisor} positions in dimension {dim}, got {x.shape[dim]}; pad the "
-            "sequence"
+            f"x: expected a multiple of {divisor} positions in dimension {dim}, got {x.shape[dim]}{advice}"
         )

@@ -2,11 +2,20 @@
 
 import weakref
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from attnlib.arguments.common import certain, check_int32, type_name
 from attnlib.params import Varlen
+
+
+class Found(NamedTuple):
+    """What offsets hold: tokens of the longest sequence, and a number that tells their values from others, in
+    every process."""
+
+    longest: int
+    fingerprint: int
 
 
 def check_offsets(q, k, varlen: Varlen) -> None:
@@ -19,26 +28,29 @@ def check_offsets(q, k, varlen: Varlen) -> None:
     behind PyTorch's back (by a kernel of one's own, through `.data`).
     """
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
-    found_q = _longest("cu_seqlens_q", cu_seqlens_q, "q", len(q))
+    found_q = _found("cu_seqlens_q", cu_seqlens_q, "q", len(q))
     if cu_seqlens_k is cu_seqlens_q and len(k) == len(q):
         found_k = found_q
     else:
-        found_k = _longest("cu_seqlens_k", cu_seqlens_k, "k", len(k))
+        found_k = _found("cu_seqlens_k", cu_seqlens_k, "k", len(k))
     _check_longest_found("_q", found_q, max_seqlen_q)
     _check_longest_found("_k", found_k, max_seqlen_k)
 
 
-def check_offsets_of(side: str, tokens: int, offsets: torch.Tensor, longest: int) -> None:
-    """The same of one tensor's: `cu_seqlens_q` and `max_seqlen_q` of side "q", without a suffix of "x"."""
+def check_offsets_of(side: str, tokens: int, offsets: torch.Tensor, longest: int) -> Found | None:
+    """The same of one tensor's: `cu_seqlens_q` and `max_seqlen_q` of side "q", without a suffix of "x". What
+    they hold; None if it can't be known."""
     suffix = "" if side == "x" else f"_{side}"
-    _check_longest_found(suffix, _longest(f"cu_seqlens{suffix}", offsets, side, tokens), longest)
+    found = _found(f"cu_seqlens{suffix}", offsets, side, tokens)
+    _check_longest_found(suffix, found, longest)
+    return found
 
 
-def _check_longest_found(suffix: str, found: int | None, longest: int) -> None:
-    if found is not None and found > longest:
+def _check_longest_found(suffix: str, found: Found | None, longest: int) -> None:
+    if found is not None and found.longest > longest:
         raise ValueError(
-            f"max_seqlen{suffix}: expected at least {found}, the longest sequence in cu_seqlens{suffix}, got "
-            f"{longest}"
+            f"max_seqlen{suffix}: expected at least {found.longest}, the longest sequence in "
+            f"cu_seqlens{suffix}, got {longest}"
         )
 
 
@@ -75,13 +87,13 @@ def check_offsets_form(name: str, offsets, device: torch.device, side: str = "q"
         raise ValueError(f"{name}: expected device {device} as {side} has, got {offsets.device}")
 
 
-_known: dict[int, tuple[weakref.ref, int, int, int]] = {}
-"""id of a tensor -> (the tensor, its version, tokens, longest sequence) of offsets on a GPU that were right.
+_known: dict[int, tuple[weakref.ref, int, int, Found]] = {}
+"""id of a tensor -> (the tensor, its version, tokens, what it holds) of offsets on a GPU that were right.
 An address in memory would not do as a key: it may be that of the next batch's tensor."""
 
 
-def _longest(name: str, offsets: torch.Tensor, side: str, tokens: int) -> int | None:
-    """Tokens of the longest sequence; None if it can't be known. ValueError if the offsets are wrong."""
+def _found(name: str, offsets: torch.Tensor, side: str, tokens: int) -> Found | None:
+    """What they hold; None if it can't be known. ValueError if the offsets are wrong."""
     if not offsets.is_cuda:
         return _read_offsets(name, offsets, side, tokens)
     if torch.cuda.is_current_stream_capturing():
@@ -104,7 +116,7 @@ def _forget(key: int, reference: weakref.ref) -> None:
         del _known[key]
 
 
-def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> int:
+def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> Found:
     values = offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
@@ -117,4 +129,4 @@ def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> i
         longest = max(longest, end - begin)
     if values[-1] != tokens:
         raise ValueError(f"{name}: expected to end at {side}'s number of tokens, {tokens}, got {values[-1]}")
-    return longest
+    return Found(longest, hash(tuple(values)))

@@ -109,6 +109,8 @@ def ours(case: Case, tensors: list[torch.Tensor], method: str = "auto", group: G
 class NoLinks:
     """In the place of links: others' keys are there already, random ones, and nothing is sent."""
 
+    broken = None
+
     def __init__(self) -> None:
         self.rank, self.ranks, self.kept = dist.get_rank(), dist.get_world_size(), {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -9,12 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from attnlib import api as single
 from attnlib import dispatch
+from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
+from attnlib.autograd import computed
 from attnlib.distributed.groups import Group, Ranks, device_of, ranks_of
-from attnlib.distributed.heads import ToHeads, ToRows
-from attnlib.distributed.layout import is_zigzag, parts_of, take
-from attnlib.distributed.links import Links, links_of
+from attnlib.distributed.heads import ToHeads, ToRows, differentiated
+from attnlib.distributed.layout import parts_of, rows_divisor, take
+from attnlib.distributed.links import Links, agree_on_all, links_of
 from attnlib.distributed.rotation import Job, backward, forward
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
 
@@ -47,7 +50,8 @@ def attention(
 
     Each rank gives its rows of q, k and v, as `shard` made them, and gets its rows of the output. The result
     is that of one process up to rounding, and so are the gradients. Every rank has to call it, with equal
-    shapes and options, and to go backward through it if one does.
+    shapes and options, and to go backward through it if one does, through several calls in the same order.
+    `torch.autocast` casts the inputs as for `attnlib.attention`.
 
     A rank computes attention to its own keys while those of others come, then to those. Each call merges its
     result into that of the calls before, in the kernel, by their LSE. The backward pass sends keys and values
@@ -78,24 +82,25 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on
-            all of them.
-        RuntimeError: another rank had an error, died, or did not come within `timeout`; or torch.distributed
-            is not initialized. On GPUs, a rank that dies while keys are on their way ends the others by
-            NCCL's watchdog after `timeout`.
+            all of them. With heads shared out, q, k and v have to require gradients alike on all ranks.
+        RuntimeError: another rank had an error, died, or did not come within `timeout`; torch.distributed is
+            not initialized; or a second derivative was asked for. On GPUs, a rank that dies while keys are on
+            their way ends the others by NCCL's watchdog after `timeout`.
 
     Example, under torchrun:
         >>> q, k, v = (shard(x, causal=True) for x in (q, k, v))
         >>> out = unshard(attention(q, k, v, causal=True), causal=True)
     """
-    if isinstance(q, DTensor):
-        return _dtensors(q, k, v, {
+    if any(isinstance(x, DTensor) for x in (q, k, v)):
+        return _dtensors(q, k, v, group, {
             "causal": causal, "window": window, "sm_scale": sm_scale, "return_lse": return_lse,
             "deterministic": deterministic, "method": method, "impl": impl, "timeout": timeout,
         })  # fmt: skip
     ranks = ranks_of(group)
     arguments.check_timeout(timeout)
+    q, k, v = autocast(q, k, v)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
-    device = q.device if isinstance(q, torch.Tensor) else device_of(ranks.outer)
+    device = device_of(q, ranks.outer)
     outer = links_of(ranks.outer, device, timeout)
     inner = None if ranks.inner is None else links_of(ranks.inner, device, timeout)
     _agree((q, k, v), options, method, outer, inner)
@@ -108,14 +113,16 @@ def attention(
         q, k, v = (ToHeads.apply(x, inner, pieces) for x in (q, k, v))
     out, lse = _between_ranks(q, k, v, params, outer, method)
     if inner is not None:
-        out, lse = ToRows.apply(out, inner, pieces), ToRows.apply(lse[..., None], inner, pieces)[..., 0]
+        out = ToRows.apply(out, inner, pieces, next(inner.calls))
+        lse = ToRows.apply(lse[..., None], inner, pieces)[..., 0]
     return (out, lse.detach()) if return_lse else out
 
 
 def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
     window = params.window
     if links.ranks > 1 and method != "ulysses":
-        return _Attention.apply(q, k, v, Job(links, params, _decided(method, q, k, links.ranks, window)))
+        way = _decided(method, q, k, links.ranks, window)
+        return _Attention.apply(q, k, v, Job(links, params, way, next(links.calls)))
     parts = tuple(parts_of(rank, links.ranks, q.shape[2], window) for rank in range(links.ranks))
     if links.ranks > 1:
         q, k, v = (ToHeads.apply(x, links, parts) for x in (q, k, v))
@@ -125,7 +132,8 @@ def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
         deterministic=params.deterministic, impl=params.impl,
     )  # fmt: skip
     if links.ranks > 1:
-        out, lse = ToRows.apply(out, links, parts), ToRows.apply(lse[..., None], links, parts)[..., 0]
+        out = ToRows.apply(out, links, parts, next(links.calls))
+        lse = ToRows.apply(lse[..., None], links, parts)[..., 0]
     return out, lse
 
 
@@ -143,14 +151,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, _):
-        job: Job = ctx.job
-        saved = dispatch.Saved(*ctx.saved_tensors)
+        job, saved = ctx.job, ctx.saved_tensors
         if d_out is None:  # the other ranks' rows still need this rank's keys, and theirs its gradient
-            d_out = torch.zeros_like(saved.out)
-        job.links.agree({"step": f"backward of {tuple(saved.q.shape)}"})
-        if 0 in d_out.stride() or d_out.stride(-1) != 1:
-            d_out = torch.empty_like(saved.out).copy_(d_out)
-        return *backward(d_out, saved, job), None
+            d_out = torch.zeros_like(saved[3])
+        job.links.agree({"step": f"backward of call {job.number}"})
+        return *computed(partial(_gradients, job), d_out, *saved), None
+
+
+def _gradients(job: Job, d_out: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    given = dispatch.Saved(*saved)
+    if 0 in d_out.stride() or d_out.stride(-1) != 1:
+        d_out = torch.empty_like(given.out).copy_(d_out)
+    return backward(d_out, given, job)
 
 
 def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner: Links | None) -> None:
@@ -158,10 +170,9 @@ def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner
     error, stated = None, {}
     q, k, v = tensors
     try:
-        window = _window_of(options)
-        halves = is_zigzag(window) and inner is None and outer.ranks > 1
-        arguments.check_distributed(q, k, v, options, 2 if halves else 1)
         shares = 1 if inner is None else inner.ranks
+        divisor = rows_divisor(outer.ranks, shares, _window_of(options))
+        arguments.check_distributed(q, k, v, options, divisor)
         arguments.check_heads(q.shape[1], k.shape[1], shares)
         arguments.check_method(method, q.shape[1] // shares, k.shape[1] // shares, outer.ranks)
         stated = {
@@ -169,13 +180,12 @@ def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner
             "k": f"shape {tuple(k.shape)}",
             **options._asdict(),
             "method": method,
-            "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+            "requires_grad": differentiated((q, k, v), method == "ulysses" or inner is not None),
             "step": "forward",
         }
     except (TypeError, ValueError) as found:
         error = found
-    for links in filter(None, (inner, outer)):
-        links.agree(stated, error)
+    agree_on_all(filter(None, (inner, outer)), stated, error)
 
 
 def _window_of(options: Options) -> MaskWindow:
@@ -188,17 +198,21 @@ def _decided(method: Method, q, k, ranks: int, window: MaskWindow) -> str:
         return method
     if ranks == 2 or window.left is not None:  # one round either way, or what is near
         return "all_gather"
-    needed = (ranks - 1) * ROWS_PER_SHIFT * k.shape[1] / q.shape[1]
+    needed = (ranks - 1) * ROWS_PER_SHIFT * k.shape[1] / max(1, q.shape[1])
     return "all_gather" if ranks <= 8 and q.shape[2] >= needed else "ring"
 
 
-def _dtensors(q: DTensor, k: DTensor, v: DTensor, options: dict):
+def _dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group, options: dict):
     """The same of DTensors, sharded in dimension 2, whose local parts `shard` has made."""
     from torch.distributed.tensor import Shard
 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor) or any(place != Shard(2) for place in x.placements):
             raise TypeError(f"{name}: expected a DTensor with Shard(2) in every dimension of its mesh")
+        if x.device_mesh != q.device_mesh:
+            raise ValueError(f"{name}: expected the mesh of q, {q.device_mesh}, got {x.device_mesh}")
+    if group not in (None, q.device_mesh):
+        raise ValueError(f"group: expected None or the mesh of the DTensors, got {group}")
     found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
     if not options["return_lse"]:
         return DTensor.from_local(found, q.device_mesh, q.placements)
@@ -215,11 +229,14 @@ def positions(
 
     A causal sequence is cut into two parts for each rank, and rank r of n holds parts r and 2n - 1 - r: late
     rows see more keys, and so all ranks have the same to do. With a left bound in `window`, or without a
-    mask, a rank holds one piece. The order does not depend on the method.
+    mask, a rank holds one piece. The order does not depend on the method. ValueError for an odd number of
+    causal rows.
     """
     arguments.check_mask(causal, window)
-    parts = ranks_of(group).parts(rows, mask_window(causal, window))
-    return torch.cat([torch.arange(part.start, part.stop) for part in parts])
+    ranks, asked = ranks_of(group), mask_window(causal, window)
+    arguments.check_rows(rows, ranks.rows_divisor(asked))
+    parts = ranks.parts(rows, asked)
+    return torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
 
 
 def shard(
@@ -239,22 +256,24 @@ def unshard(
     x: torch.Tensor, *, dim: int = 2, group: Group = None, causal: bool = False,
     window: tuple[int, int] | None = None, timeout: float = 120.0,
 ) -> torch.Tensor:  # fmt: skip
-    """The whole sequence from the ranks' parts, in order, on every rank. No gradient flows through it."""
+    """The whole sequence from the ranks' parts, in order, on every rank. No gradient flows through it.
+    ValueError if shapes or masks differ between ranks, on all of them."""
     arguments.check_mask(causal, window)
     arguments.check_timeout(timeout)
-    arguments.check_whole(x, dim, 1)
     ranks, asked = ranks_of(group), mask_window(causal, window)
+    arguments.check_whole(x, dim, ranks.rows_divisor(asked), "")
     rows = x.movedim(dim, 0).contiguous()
-    for process_group, inner in ((ranks.inner, True), (ranks.outer, False)):
-        if process_group is None:
-            continue
-        links = links_of(process_group, x.device, timeout)
-        links.agree({"x": f"shape {tuple(x.shape)} of {x.dtype}", "dim": dim, "step": "unshard"})
+    groups = [links_of(each, x.device, timeout) for each in (ranks.inner, ranks.outer) if each is not None]
+    agree_on_all(groups, {
+        "x": f"shape {tuple(x.shape)} of {x.dtype}", "dim": dim, "causal": causal, "window": window,
+        "step": "unshard",
+    })  # fmt: skip
+    for links in groups:
         each = torch.empty(links.ranks, *rows.shape, dtype=rows.dtype, device=rows.device)
         each[links.rank] = rows
         others = [rank for rank in range(links.ranks) if rank != links.rank]
         links.start([(rank, rows) for rank in others], [(rank, each[rank]) for rank in others]).wait()
-        if inner:
+        if links is not groups[-1]:
             rows = each.flatten(0, 1)
             continue
         whole = torch.empty_like(each.flatten(0, 1))

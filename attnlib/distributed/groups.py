@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnlib.arguments.common import type_name
-from attnlib.distributed.layout import Parts, divisor, local_rows, parts_of
+from attnlib.distributed.layout import Parts, divisor, local_rows, parts_of, rows_divisor
 from attnlib.params import MaskWindow
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -29,6 +29,10 @@ class Ranks(NamedTuple):
     def divisor(self, window: MaskWindow) -> int:
         """What the length of a sequence has to be a multiple of."""
         return divisor(dist.get_world_size(self.outer), window) * self.shares
+
+    def rows_divisor(self, window: MaskWindow) -> int:
+        """What the rows of each rank have to be a multiple of."""
+        return rows_divisor(dist.get_world_size(self.outer), self.shares, window)
 
     def parts(self, rows: int, window: MaskWindow) -> Parts:
         """The positions of this rank, which holds so many rows."""
@@ -69,8 +73,10 @@ def ranks_of(group: Group) -> Ranks:
     return Ranks(group)
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of ranks lie that have no tensor yet."""
+def device_of(x, group: dist.ProcessGroup) -> torch.device:
+    """Of x; where other ranks' tensors lie, who need an answer too, if it is none."""
+    if isinstance(x, torch.Tensor):
+        return x.device
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else (
         torch.device("cpu")
     )  # fmt: skip

@@ -7,6 +7,14 @@ from attnlib.distributed.links import Links
 from attnlib.distributed.rotation import packed, unpacked
 
 
+def differentiated(tensors: tuple, each: bool = True) -> list[str] | bool:
+    """What ranks have to have in common for the backward pass: which of q, k and v get a gradient, if each of
+    these is a transfer of its own, else whether any does."""
+    names = [name for name, x in zip("qkv", tensors, strict=True) if x.requires_grad]
+    names = names if torch.is_grad_enabled() else []
+    return names if each else bool(names)
+
+
 class ToHeads(torch.autograd.Function):
     """(B, H, S/n, D) -> (B, H/n, S, D), positions in order. parts: the positions of each rank."""
 
@@ -17,20 +25,23 @@ class ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _to_rows(gradient, ctx.links, ctx.parts), None, None
+        return ToRows.apply(gradient, ctx.links, ctx.parts), None, None
 
 
 class ToRows(torch.autograd.Function):
-    """The way back."""
+    """The way back. call: its number among those of the links, if ranks have to be in the backward pass of
+    the same call before they send gradients; without one they go as they come."""
 
     @staticmethod
-    def forward(ctx, x, links: Links, parts: tuple[Parts, ...]):
-        ctx.links, ctx.parts = links, parts
+    def forward(ctx, x, links: Links, parts: tuple[Parts, ...], call: int | None = None):
+        ctx.links, ctx.parts, ctx.call = links, parts, call
         return _to_rows(x, links, parts)
 
     @staticmethod
     def backward(ctx, gradient):
-        return _to_heads(gradient, ctx.links, ctx.parts), None, None
+        if ctx.call is not None:
+            ctx.links.agree({"step": f"backward of call {ctx.call}"})
+        return ToHeads.apply(gradient, ctx.links, ctx.parts), None, None, None
 
 
 def _to_heads(x: torch.Tensor, links: Links, parts: tuple[Parts, ...]) -> torch.Tensor:

@@ -23,6 +23,12 @@ def parts_of(rank: int, ranks: int, rows: int, window: MaskWindow) -> Parts:
     return range(rank * half, (rank + 1) * half), range(mirrored * half, (mirrored + 1) * half)
 
 
+def rows_divisor(ranks: int, shares: int, window: MaskWindow) -> int:
+    """What the rows of each rank have to be a multiple of, where `shares` ranks next to each other hold a
+    piece each of what one of `ranks` has otherwise."""
+    return 2 if is_zigzag(window) and ranks > 1 and shares % 2 else 1
+
+
 def divisor(ranks: int, window: MaskWindow) -> int:
     """What the length of a sequence has to be a multiple of."""
     return 2 * ranks if is_zigzag(window) and ranks > 1 else ranks

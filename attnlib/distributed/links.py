@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from hashlib import sha256
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 CTAS = 16
 """Programs of NCCL's kernels at most: each takes a multiprocessor from attention while it runs."""
 ROOM = 4096
 """Bytes of a rank's options, written as JSON."""
+LONGEST = 2000
+"""Characters of one of them, a list of chunks or an error; the others are short."""
 
 Sent = list[tuple[int, torch.Tensor]]
 """(rank of the group, contiguous tensor)"""
@@ -39,23 +44,23 @@ class Transfer(NamedTuple):
 
 class Links:
     """The private groups of one group of ranks: a rank's requests meet no others of the program there, have a
-    time limit of their own and, on GPUs, streams of high priority."""
+    time limit of their own and, on GPUs, streams of high priority.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        self.rank, self.ranks, self.timeout = dist.get_rank(group), len(ranks), timeout
+    name: one that no other links of these ranks have. calls: their numbers, the same on all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float, name: str) -> None:
+        self.rank, self.ranks, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self.broken: str | None = None
-        common = {"timeout": timedelta(seconds=timeout), "use_local_synchronization": True}
+        self.calls = count()
         try:
-            self._control = dist.new_group(ranks, backend="gloo", group_desc="attnlib control", **common)
+            self._control = _new_group(group, "gloo", timeout, f"{name}_control")
             self._data = self._control
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options._timeout = timedelta(seconds=timeout)  # as the group is told, which warns of another
                 options.config.max_ctas = CTAS
                 options.config.cga_cluster_size = 0  # clusters wait for free neighbors
-                self._data = dist.new_group(
-                    ranks, backend="nccl", pg_options=options, group_desc="attnlib", **common
-                )
+                self._data = _new_group(group, "nccl", timeout, name, options)
                 dist.all_reduce(torch.zeros(1, device=device), group=self._data)  # connects all of them
         except RuntimeError as error:
             self.fail(error)
@@ -70,11 +75,9 @@ class Links:
         if self.broken:
             raise RuntimeError(self.broken)
         mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(options)
-        text = json.dumps(mine, default=str)
-        if len(text) > ROOM:
-            text = json.dumps({"error": text[: ROOM // 2]})
+        text = json.dumps({name: _shortened(value) for name, value in mine.items()})
         mine_as_bytes = torch.frombuffer(bytearray(text.encode().ljust(ROOM)), dtype=torch.uint8)
-        every = torch.empty(self.ranks, ROOM, dtype=torch.uint8)
+        every = torch.empty(self.ranks, ROOM, dtype=torch.uint8, device="cpu")
         try:
             dist.all_gather(list(every), mine_as_bytes, group=self._control)
         except RuntimeError as failure:
@@ -127,6 +130,40 @@ class Links:
         raise RuntimeError(self.broken) from error
 
 
+def agree_on_all(every: Iterable[Links], options: Mapping[str, Any], error: Exception | None = None) -> None:
+    """The same in several groups of ranks, of which each rank is in one of each kind: what one rank has
+    against the call, or two have against each other, reaches all."""
+    for links in every:
+        try:
+            links.agree(options, error)
+        except (TypeError, ValueError, RuntimeError) as found:
+            error = error or found
+    if error:
+        raise error
+
+
+def _shortened(value: Any) -> Any:
+    """An option, as it is compared and told, of at most LONGEST characters."""
+    text = json.dumps(value, default=str)
+    if len(text) <= LONGEST:
+        return value
+    return f"{str(value)[: LONGEST // 4]}... ({sha256(text.encode()).hexdigest()[:16]})"
+
+
+def _new_group(group: dist.ProcessGroup, backend: str, timeout: float, name: str, options=None):
+    """A group of the same ranks. `dist.new_group` either wants a call of all ranks of the program, or makes
+    a name from the number of groups that a rank is in: ranks that are in others besides then never meet."""
+    ranks = dist.get_process_group_ranks(group)
+    _, store = c10d._world.pg_map[dist.group.WORLD]
+    found, _ = c10d._new_process_group_helper(
+        len(ranks), dist.get_rank(group), ranks, c10d.Backend(backend), store, name,
+        backend_options=options, timeout=timedelta(seconds=timeout), group_desc=name,
+        device_id=dist.group.WORLD.bound_device_id,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[found] = {rank: i for i, rank in enumerate(ranks)}
+    return found
+
+
 def _numbered(pairs: Sent) -> list[tuple[int, tuple[int, torch.Tensor]]]:
     """The number of each among those of the same rank."""
     seen: dict[int, int] = {}
@@ -146,5 +183,5 @@ def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float) -> 
     of_group = _links.setdefault(group, {})
     key = device.type, timeout, CTAS
     if key not in of_group:
-        of_group[key] = Links(group, device, timeout)
+        of_group[key] = Links(group, device, timeout, f"attnlib_{group.group_name}_{len(of_group)}")
     return of_group[key]

@@ -4,14 +4,17 @@ projections are summed over the ranks in chunks of rows, one chunk's sum under t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from attnlib import dispatch
+from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
-from attnlib.distributed.groups import Group, ranks_of
+from attnlib.autograd import computed
+from attnlib.distributed.groups import Group, device_of, ranks_of
 from attnlib.distributed.links import Links, links_of
 from attnlib.distributed.pieces import as_slice
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
@@ -86,7 +89,8 @@ def row_parallel_output(
     arguments.check_timeout(timeout)
     if ranks.inner is not None:
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
-    links = links_of(ranks.outer, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), timeout)
+    q, k, v, weight = autocast(q, k, v, weight)
+    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout)
     options = Options(causal, window, sm_scale, False, deterministic, impl)
     _agree((q, k, v, weight), options, chunks, links)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
@@ -151,19 +155,22 @@ class _Output(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_y):
-        q, k, v, weight, out, lse = ctx.saved_tensors
-        B, H, S, D = q.shape
-        d_rows, d_weight = d_y.reshape(S * B, -1), None
-        if ctx.needs_input_grad[3]:
-            d_weight = d_rows.t() @ out.permute(2, 0, 1, 3).reshape(S * B, H * D)
-        if not any(ctx.needs_input_grad[:3]):
-            return None, None, None, d_weight, None
-        d_out = torch.empty_like(out)
-        d_out.permute(2, 0, 1, 3).copy_((d_rows @ weight).view(S, B, H, D))
-        gradients = dispatch.backward(d_out, dispatch.Saved(q, k, v, out, lse), ctx.layer.params)
-        return *gradients, d_weight, None
+        return *computed(partial(_gradients, ctx), d_y, *ctx.saved_tensors), None
+
+
+def _gradients(ctx, d_y: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Those of q, k, v and the weight."""
+    q, k, v, weight, out, lse = saved
+    B, H, S, D = q.shape
+    d_rows, d_weight = d_y.reshape(S * B, len(weight)), None
+    if ctx.needs_input_grad[3]:
+        d_weight = d_rows.t() @ out.permute(2, 0, 1, 3).reshape(S * B, H * D)
+    if not any(ctx.needs_input_grad[:3]):
+        return None, None, None, d_weight
+    d_out = torch.empty_like(out)
+    d_out.permute(2, 0, 1, 3).copy_((d_rows @ weight).view(S, B, H, D))
+    return *dispatch.backward(d_out, dispatch.Saved(q, k, v, out, lse), ctx.layer.params), d_weight
 
 
 def _agree(tensors: tuple, options: Options, chunks, links: Links) -> None:

@@ -25,11 +25,13 @@ kernel of attention keeps all that it gets until it ends. Where it came first, k
 
 
 class Job(NamedTuple):
-    """A call besides its tensors. `params.window` is that of the whole sequence."""
+    """A call besides its tensors. `params.window` is that of the whole sequence. number: among the calls of
+    the links."""
 
     links: Links
     params: Params
     method: Method
+    number: int = 0
 
     def rounds(self, q: torch.Tensor) -> tuple[Round, ...]:
         return rounds(self.links.rank, self.links.ranks, q.shape[2], self.params.window, self.method)
@@ -57,6 +59,16 @@ class KeyBuffers:
         self.buffers = job.links.room(shape, k)
         self.flights: list[Transfer] = []
 
+    def __enter__(self) -> "KeyBuffers":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Where a call fails, as with an `impl` that can't run it, let come and go what was started: others
+        have started it too, and the next call's would take its place."""
+        if kind is not None and not self.job.links.broken:
+            for flight in self.flights:
+                flight.wait()
+
     def start(self, i: int) -> None:
         """Round i's, once what the current stream has so far is done."""
         each, slot = self.plan[i], self.buffers[i % 2]
@@ -78,8 +90,8 @@ class KeyBuffers:
 def head_groups(q: torch.Tensor, k: torch.Tensor, shared: bool = False) -> list[tuple[slice, slice]]:
     """Two groups of query heads with their key heads. Of one key head: one, or if shared two that both have
     it."""
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    if kv_heads == 1 and (group == 1 or not shared):
+    kv_heads, group = k.shape[1], q.shape[1] // max(1, k.shape[1])
+    if not kv_heads or (kv_heads == 1 and (group == 1 or not shared)):
         return [(ALL, ALL)]
     half = -(-kv_heads // 2)
     if kv_heads == 1:
@@ -116,32 +128,32 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job) -> tupl
     first heads begin with own keys, while keys come, the others end with them.
     """
     plan = job.rounds(q)
-    keys = KeyBuffers(job, plan, k, v)
     whole = nothing_seen(q, overlap([call.rows for each in plan for call in each.calls]))
     groups = [_Heads(q, whole, group, job.params) for group in head_groups(q, k, shared=True)]
     first, last = groups[0], groups[-1] if len(groups) > 1 else None
-    streams = Streams(q.device)
-    keys.start(0)
-    with streams.side():
-        first.own(k, v, SPARE)
-    used = []  # ends of the calls that read the buffers which are filled next
-    for i, each in enumerate(plan):
-        with streams.transfers():
-            found = keys.wait(i)
-            there = streams.mark()
-            if i + 1 < len(plan):
-                streams.wait(*used)
-                keys.start(i + 1)
-        streams.wait(there)
-        if last:
-            last.others(found, each.calls)
-        used = [streams.mark()]
+    with KeyBuffers(job, plan, k, v) as keys:
+        streams = Streams(q.device)
+        keys.start(0)
         with streams.side():
+            first.own(k, v, SPARE)
+        used = []  # ends of the calls that read the buffers which are filled next
+        for i, each in enumerate(plan):
+            with streams.transfers():
+                found = keys.wait(i)
+                there = streams.mark()
+                if i + 1 < len(plan):
+                    streams.wait(*used)
+                    keys.start(i + 1)
             streams.wait(there)
-            first.others(found, each.calls)
-            used.append(streams.mark())
-    if last:
-        last.own(k, v)
+            if last:
+                last.others(found, each.calls)
+            used = [streams.mark()]
+            with streams.side():
+                streams.wait(there)
+                first.others(found, each.calls)
+                used.append(streams.mark())
+        if last:
+            last.own(k, v)
     streams.join()
     return whole.out.to(q.dtype), whole.lse
 
@@ -152,9 +164,7 @@ def backward(
     """(dq, dk, dv) of a rank's rows, from the output and the LSE over all keys."""
     q, k, v, out, lse = saved
     plan = job.rounds(q)
-    streams, keys = Streams(q.device), KeyBuffers(job, plan, k, v)
-    keys.start(0)
-    groups = head_groups(q, k)
+    streams, groups = Streams(q.device), head_groups(q, k)
 
     def own(heads: slice, kv_heads: slice) -> tuple[torch.Tensor, ...]:
         given = dispatch.Saved(
@@ -162,24 +172,27 @@ def backward(
         )
         return dispatch.backward(d_out[:, heads], given, job.params)
 
-    results = [own(*groups[0])]
     dq_parts: list[tuple[range, torch.Tensor]] = []
     returns: list[Returned] = []
-    with streams.side():
-        for i, each in enumerate(plan):
-            if i + 1 < len(plan):
-                keys.start(i + 1)
-            b_k, b_v = keys.wait(i)
-            given = saved._replace(k=b_k, v=b_v)
-            gradient = _KeyGradient(each.keys)
-            for call in each.calls:
-                dq, dk, dv = _gradient(d_out, given, call, job.params)
-                dq_parts.append((call.rows, dq))
-                gradient.add(call.keys, dk, dv)
-            returns.append(_give_back(job.links, each, gradient.whole(k), k))
-    # Beside the last round they would keep the multiprocessors that its gradients and their way back need.
-    streams.join()
-    results += [own(*group) for group in groups[1:]]
+    with KeyBuffers(job, plan, k, v) as keys:
+        keys.start(0)
+        results = [own(*groups[0])]
+        with streams.side():
+            for i, each in enumerate(plan):
+                if i + 1 < len(plan):
+                    keys.start(i + 1)
+                b_k, b_v = keys.wait(i)
+                given = saved._replace(k=b_k, v=b_v)
+                gradient = _KeyGradient(each.keys)
+                for call in each.calls:
+                    dq, dk, dv = _gradient(d_out, given, call, job.params)
+                    dq_parts.append((call.rows, dq))
+                    gradient.add(call.keys, dk, dv)
+                returns.append(_give_back(job.links, each, gradient.whole(k), k))
+        # Beside the last round they would keep the multiprocessors that its gradients, and their way back,
+        # need.
+        streams.join()
+        results += [own(*group) for group in groups[1:]]
     for each in returns:
         each.transfer.wait()
     others = [[(rows, unpacked(x[which])) for each in returns for rows, x in each.parts] for which in (0, 1)]

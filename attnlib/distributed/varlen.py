@@ -6,10 +6,12 @@ from __future__ import annotations
 import torch
 
 from attnlib import api as single
+from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
-from attnlib.distributed.groups import Group, ranks_of
-from attnlib.distributed.heads import ToHeads, ToRows
+from attnlib.arguments.offsets import check_offsets_of
+from attnlib.distributed.groups import Group, device_of, ranks_of
+from attnlib.distributed.heads import ToHeads, ToRows, differentiated
 from attnlib.distributed.links import Links, links_of
 from attnlib.params import Implementation, Varlen
 
@@ -43,8 +45,8 @@ def attention_varlen(
     Args:
         q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it.
         k, v: (T / ranks, Hkv, D). H and Hkv have to be multiples of the ranks.
-        cu_seqlens: (B + 1) int32, on the device of q, the same on all ranks: 0, then the running sum of the
-            lengths of all sequences, up to T.
+        cu_seqlens: (B + 1) int32, on the device of q, the same on all ranks, which is checked: 0, then the
+            running sum of the lengths of all sequences, up to T.
         max_seqlen: the length of the longest sequence, or more.
         group: a process group, a DeviceMesh of one dimension, or None for all ranks.
         causal, window, sm_scale, return_lse, deterministic, impl: as in `attnlib.attention_varlen`.
@@ -65,7 +67,8 @@ def attention_varlen(
     arguments.check_timeout(timeout)
     if ranks.inner is not None:
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
-    links = links_of(ranks.outer, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), timeout)
+    q, k, v = autocast(q, k, v)
+    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     _agree((q, k, v), Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options, links)
     size = len(q)
@@ -75,7 +78,7 @@ def attention_varlen(
         *whole, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal, window=window,
         sm_scale=sm_scale, return_lse=True, deterministic=deterministic, impl=impl,
     )  # fmt: skip
-    out = ToRows.apply(out.transpose(0, 1)[None], links, pieces)[0].transpose(0, 1)
+    out = ToRows.apply(out.transpose(0, 1)[None], links, pieces, next(links.calls))[0].transpose(0, 1)
     if not return_lse:
         return out
     return out, ToRows.apply(lse.detach()[None, ..., None], links, pieces)[0, ..., 0]
@@ -87,13 +90,16 @@ def _agree(tensors: tuple, varlen: Varlen, options: Options, links: Links) -> No
     error, stated = None, {}
     try:
         arguments.check_distributed_varlen(q, k, v, varlen, options, links.ranks)
+        found = check_offsets_of("q", len(q) * links.ranks, *varlen[::2])
         stated = {
             "q": f"shape {tuple(q.shape)} of {str(q.dtype).removeprefix('torch.')}",
             "k": f"shape {tuple(k.shape)}",
-            "cu_seqlens": f"{len(varlen.cu_seqlens_q)} entries",
+            "v": f"shape {tuple(v.shape)}",
+            "cu_seqlens": f"{len(varlen.cu_seqlens_q)} entries"
+            + ("" if found is None else f", whose values hash to {found.fingerprint}"),
             "max_seqlen": varlen.max_seqlen_q,
             **options._asdict(),
-            "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+            "requires_grad": differentiated(tensors),
             "step": "attention_varlen",
         }
     except (TypeError, ValueError) as found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import distributed_jobs as jobs
 import pytest
 import torch
@@ -9,6 +11,8 @@ from distributed_jobs import Case
 from ranks import Ranks
 
 from attnlib import distributed as cp
+from attnlib.arguments.exact import Options
+from attnlib.distributed import api
 
 MASKS = [(True, None), (False, None), (False, (5, 3)), (True, (20, -1)), (False, (40, -1)), (False, (-1, 7))]
 CASES = [
@@ -45,6 +49,13 @@ def test_every_call_merges_into_the_result(two):
         assert counts == {True: 4, False: 0}
 
 
+EMPTY = [(0, 4, 8, 16), (0, 8, 5), (1, 4, 0, 16), (1, 0, 8, 16), (1, 8, 5)]
+
+
+def test_without_elements(two):
+    assert two.run(jobs.without_elements) == [EMPTY] * 2
+
+
 def test_three_ranks():
     """Rows that are merged into more than twice, and buffers that are filled again."""
     ranks = Ranks(3)
@@ -53,6 +64,10 @@ def test_three_ranks():
             Case(True, None, "ring", rows=48, impl=None), Case(False, None, "ring", rows=51),
             Case(False, (20, 3), "ring", rows=51, kv_heads=1), Case(True, None, "all_gather", rows=48),
         ]  # fmt: skip
+        for found in ranks.run(jobs.in_groups_that_overlap):
+            assert max(found) <= EXACT
+        for shapes in ranks.run(jobs.without_elements):
+            assert shapes == EMPTY
         for found in ranks.run(jobs.many_errors, cases):
             for case, errors in zip(cases, found, strict=True):
                 assert all(error <= 2 * EXACT for error in errors), (case, errors)
@@ -93,6 +108,10 @@ BAD_VARLEN = {
     "keys": "ValueError: k: expected 20 tokens as q has on this rank, got 10",
     "unlike": "ValueError: max_seqlen: expected the same on all ranks of the group, got 20 on rank 0 and 30 "
     "on rank 1",
+    "value dimension": "ValueError: v: expected the same on all ranks of the group, got shape (20, 4, 16) on "
+    "rank 0 and shape (20, 4, 24) on rank 1",
+    "gradients": "ValueError: requires_grad: expected the same on all ranks of the group, got ['q'] on rank "
+    "0 and ['k'] on rank 1",
     "values": "ValueError: cu_seqlens_q: expected values that never go down, got 20 after 30 at index 2",
 }
 
@@ -100,6 +119,72 @@ BAD_VARLEN = {
 @pytest.mark.parametrize("what", BAD_VARLEN)
 def test_a_mistake_with_varlen(two, what):
     assert two.run(jobs.bad_varlen, what) == [BAD_VARLEN[what]] * 2
+
+
+def test_offsets_that_differ(two):
+    first, second = two.run(jobs.bad_varlen, "offsets")
+    assert first == second and first.startswith(
+        "ValueError: cu_seqlens: expected the same on all ranks of the group, got 3 entries"
+    )
+    own = "ValueError: cu_seqlens_q: expected to end at q's number of tokens, 40, got 39"
+    first, second = two.run(jobs.bad_varlen, "wrong offsets")
+    assert second == own
+    assert first == f"RuntimeError: attention: rank 1 of the group can't take part: {own}"
+
+
+BAD_SEQUENCE = {
+    "rows": "ValueError: rows: expected a multiple of 2 rows on each rank, for a part of either half of the "
+    "sequence, got 9",
+    "negative": "ValueError: rows: expected 0 or more, got -2",
+    "kind": "TypeError: rows: expected an int, got float",
+    "odd part": "ValueError: x: expected a multiple of 2 positions in dimension 0, got 3",
+    "mask": "ValueError: causal: expected the same on all ranks of the group, got True on rank 0 and False "
+    "on rank 1",
+}
+
+
+@pytest.mark.parametrize("what", BAD_SEQUENCE)
+def test_a_mistake_with_a_sequence(two, what):
+    assert two.run(jobs.bad_sequence, what) == [BAD_SEQUENCE[what]] * 2
+
+
+def test_rows_of_a_mesh_with_odd_pieces():
+    """Three ranks that hold a third each of what has two halves."""
+    heard = []
+
+    def links(ranks: int) -> SimpleNamespace:
+        return SimpleNamespace(ranks=ranks, agree=lambda stated, error: heard.append(error))
+
+    q = torch.zeros(1, 6, 3, 8)
+    with pytest.raises(ValueError, match="q: expected a multiple of 2 rows on each rank"):
+        api._agree((q, q, q), Options(causal=True), "auto", links(2), links(3))
+    assert len(heard) == 2 and all(heard)
+    api._agree((q[:, :, :2],) * 3, Options(causal=True), "auto", links(2), links(3))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "output"])
+def test_a_second_derivative(two, method):
+    for found in two.run(jobs.second_derivative, method):
+        assert found.startswith("RuntimeError: attnlib.attention has no second derivative"), found
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_gradients_of_another_call(two, method):
+    first, second = two.run(jobs.crossed, method)
+    assert first == second and first.startswith("ValueError: step: expected the same on all ranks"), first
+
+
+def test_an_error_while_keys_come(two):
+    for error, errors in two.run(jobs.refused):
+        assert error.startswith("ValueError: impl: 'hopper'") and max(errors) <= EXACT
+
+
+def test_with_another_default_device(two):
+    assert two.run(jobs.on_another_default_device) == [["cpu"] * 3] * 2
+
+
+def test_autocast(two):
+    assert two.run(jobs.dtypes_in_autocast) == [{"torch.bfloat16"}] * 2
 
 
 def test_positions(two):
@@ -115,6 +200,8 @@ UNLIKE = {
     "on rank 0 and shape (1, 2, 8, 8) of float16 on rank 1",
     "mask": "ValueError: causal: expected the same on all ranks of the group, got True on rank 0 and False "
     "on rank 1",
+    "gradients": "ValueError: requires_grad: expected the same on all ranks of the group, got ['q'] on rank "
+    "0 and ['k'] on rank 1",
 }
 
 

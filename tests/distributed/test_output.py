@@ -32,6 +32,10 @@ def test_equal_to_one_process(two):
             assert all(error <= EXACT for error in errors), (layer, errors)
 
 
+def test_more_chunks_than_a_message_has_room_for(two):
+    assert two.run(jobs.many_chunks) == [(1, 1400, 4)] * 2
+
+
 def test_without_gradients(two):
     assert two.run(jobs.without_gradients) == [0, 0]
 

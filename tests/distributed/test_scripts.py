@@ -37,6 +37,17 @@ def test_time_distributed(two, tmp_path):
         assert rows["S16 causal", "ring-flash-attn, FA3, zigzag"]["status"] == "not installed"
 
 
+def test_time_distributed_of_long_calls(two, tmp_path):
+    """Those alone, with their peer, in a table that is all there."""
+    out, long = tmp_path / "record.json", {**QUICK, "LONG": 1.5 * 4 * 32 * 32 * 16 * 128}
+    arguments = ["--device", "cpu", "--out", str(out), "--lengths", "16,32", "--long", "--rounds", "2"]
+    assert two.run(jobs.run, "time_distributed", arguments, long) == [0, 0]
+    found = tables(out)
+    assert [row["call"] for row in found["backward"] if row["impl"] == "attnlib"] == ["S32 dense"]
+    names = {"attnlib, one GPU", "attnlib", "attnlib (control)", "ring-flash-attn, FA3, ring"}
+    assert {row["impl"] for row in found["backward"]} == names and "forward" not in found
+
+
 def test_time_distributed_on_four_ranks(tmp_path):
     """Every method and the hybrid, in a record of another name; and the hybrid is exact."""
     ranks, out = Ranks(4), tmp_path / "record.json"
@@ -46,6 +57,9 @@ def test_time_distributed_on_four_ranks(tmp_path):
         hybrid = [Case(causal, method="ring", mesh=(2, 2)) for causal in (True, False)]
         for found in ranks.run(distributed_jobs.many_errors, hybrid):
             assert max(map(max, found)) <= 1e-6, found
+        for what in ("attention", "unshard"):
+            for error, after in ranks.run(distributed_jobs.one_rank_of_a_mesh, what):
+                assert error != "no error" and "did not come" not in error and after == "no error", error
     finally:
         ranks.close()
     found = tables(out)

@@ -7,6 +7,8 @@
                                                      one setting in one pass, and `calls`
     python tests/gpu/time_distributed.py --rounds 12 --seconds 480   longer, and surer
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
+    python tests/gpu/time_distributed.py --long --rounds 3            only calls of seconds, with their peer:
+                                                     `distributed_long`
 
 `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `calls`: by
 PyTorch's profiler, of each of some calls in a row and on each rank: its ms, when its first transfer began,
@@ -185,14 +187,21 @@ def in_rounds(calls: dict[Any, Sampled], until: float, seed: str, rounds: range 
         taken = (time.monotonic() - begin) / (i + 1)
 
 
-def names_for(case: Case, which: str, lengths: Sequence[int]) -> list[str]:
+def is_long(case: Case, which: str) -> bool:
+    return case.flops(which) > LONG * dist.get_world_size() / 2
+
+
+def names_for(case: Case, which: str, lengths: Sequence[int], long: bool = False) -> list[str]:
     """Who is timed: all at the first length, later those that are compared, with more than two ranks at the
-    third length every method, too, and of calls of seconds attnlib alone."""
+    third length every method, too, and of calls of seconds attnlib alone, or with one peer where they are
+    what is timed."""
     ways = (ULYSSES, RING, GATHER, HYBRID) if several_ways() else ()
+    if long:
+        return [*SEVERAL, RING_FA3[case.causal]]
     if case.length == lengths[0]:
         left_out = {RING_FA3[not case.causal], *(() if ways else (RING, GATHER, HYBRID))}
         return [name for name in MAKERS if name not in left_out]
-    if case.flops(which) > LONG * dist.get_world_size() / 2:
+    if is_long(case, which):
         return list(SEVERAL)
     peers = [*[OF_TORCH] * case.causal, RING_FA3[case.causal]]
     return [*SEVERAL, *(ways if case.length in lengths[2:3] else ()), *peers]
@@ -386,7 +395,7 @@ class Report:
             "rounds", "sm_mhz": "of each rank, NVML, the second half of a window, median of rounds",
         })  # fmt: skip
         self.header["gpu"]["name"] = self.header["gpu"]["name"] or "cpu"
-        name = ranks.record_name(RECORD, dist.get_world_size())
+        name = ranks.record_name(RECORD + "_long" * args.long, dist.get_world_size())
         self.path = records.report_path(name, self.header, args.out)
         self.tables: dict[str, list[dict[str, Any]]] = {}
         self.begin, self.first = time.monotonic(), dist.get_rank() == 0
@@ -401,14 +410,16 @@ class Report:
         print(f"{name}: {len(rows)} rows, {time.monotonic() - self.begin:.0f} s", flush=True)
 
 
-def ordered(lengths: Sequence[int]) -> list[tuple[int, bool, str]]:
+def ordered(lengths: Sequence[int], long: bool = False) -> list[tuple[int, bool, str]]:
     """The calls by importance: causal ones of the shortest length and of the third, dense ones of the
     shortest, then all others, the quickest first; without the longest dense backward pass, and last the
-    longest dense forward pass."""
+    longest dense forward pass. Or the long ones alone, the quickest first."""
     chosen = [(lengths[0], True), *((length, True) for length in lengths[2:3]), (lengths[0], False)]
     rest = [(length, causal) for length in lengths for causal in (True, False)]
     calls = [(*each, which) for each in rest for which in ("forward", "backward")]
     calls.sort(key=lambda call: Case(*call[:2]).flops(call[2]))
+    if long:
+        return [call for call in calls if is_long(Case(*call[:2]), call[2])]
     last = (lengths[-1], False, "forward"), (lengths[-1], False, "backward")
     if len(lengths) > 1:
         calls = [call for call in calls if call not in last] + [last[0]]
@@ -430,19 +441,20 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
             report.add("calls", timeline(case_of(first, True))[1], shown=False)
         return 0
     for causal in (True, False):
-        for length in dict.fromkeys((min(8192, first), first)):
+        for length in dict.fromkeys((min(8192, first), *[first] * (not args.long))):
             report.add("checks", checked(case_of(length, causal)))
     wrong = sum(row["status"] != "ok" for row in report.tables["checks"])
-    for i, (length, causal, which) in enumerate([] if wrong else ordered(args.lengths)):
+    for i, (length, causal, which) in enumerate([] if wrong else ordered(args.lengths, args.long)):
         if args.device == "cuda":
             torch.cuda.empty_cache()
-            if i == 2:  # after the two calls that matter most
+            if i == 2 and not args.long:  # after the two calls that matter most
                 for name, rows in zip(("timeline", "calls"), timeline(case_of(first, True)), strict=True):
                     report.add(name, rows, shown=False)
                 some = [case_of(length, True) for length in dict.fromkeys((first, args.lengths[-1] // 2))]
                 report.add("memory", list(memory_rows(some)))
         case = case_of(length, causal)
-        report.add(which, timed_rows(case, which, names_for(case, which, args.lengths), until, rounds))
+        names = names_for(case, which, args.lengths, args.long)
+        report.add(which, timed_rows(case, which, names, until, rounds))
     if report.first:
         print(report.path, flush=True)
     dist.barrier()
@@ -455,6 +467,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300,
                         help="begin nothing that would end later (default: %(default)s)")  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="settings beside each other, two tables")
+    parser.add_argument("--long", action="store_true", help="only the calls of seconds, with their peer")
     parser.add_argument("--passes", default="forward,backward", help="of --tune (default: %(default)s)")
     parser.add_argument("--settings", default="", help="of --tune: those with this in their names")
     parser.add_argument("--rounds", type=int, help="of each call (default: by the time that is there)")

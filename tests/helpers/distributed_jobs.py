@@ -53,22 +53,22 @@ def one_process(case: Case, device: str = "cpu") -> list[torch.Tensor]:
     return [out.detach(), lse, *(x.grad for x in tensors)]
 
 
-def over_ranks(case: Case, device: str = "cpu") -> list[torch.Tensor]:
+def over_ranks(case: Case, device: str = "cpu", timeout: float = 200) -> list[torch.Tensor]:
     """The same of all ranks, joined."""
     mask = {"causal": case.causal, "window": case.window}
     mask["group"] = None if case.mesh is None else init_device_mesh(device.split(":")[0], case.mesh)
     *tensors, d_out = (cp.shard(x, **mask) for x in inputs(case, device))
     tensors = [x.detach().requires_grad_() for x in tensors]
     out, lse = cp.attention(*tensors, sm_scale=case.scale, return_lse=True, method=case.method,
-                            impl=case.impl, timeout=200, **mask)  # fmt: skip
+                            impl=case.impl, timeout=timeout, **mask)  # fmt: skip
     assert out.stride()[-1] == 1 and not lse.requires_grad
     out.backward(d_out)
     return [cp.unshard(x, **mask) for x in (out.detach(), lse, *(x.grad for x in tensors))]
 
 
-def errors(case: Case, device: str = "cpu") -> list[float]:
+def errors(case: Case, device: str = "cpu", timeout: float = 200) -> list[float]:
     """The largest difference of each from one process, as a part of its largest number or of 1."""
-    pairs = zip(over_ranks(case, device), one_process(case, device), strict=True)
+    pairs = zip(over_ranks(case, device, timeout), one_process(case, device), strict=True)
     return [((x - y).abs().max() / y.abs().max().clamp_min(1)).item() for x, y in pairs]
 
 
@@ -105,11 +105,13 @@ def told(call) -> str:
 def unlike(what: str) -> tuple[str, str]:
     """Rank 1 calls with something else than the others: its error, and that of an equal call afterwards."""
     rows, dtype, options = 8, torch.float32, {"causal": True, "impl": "reference", "timeout": 200}
+    options |= {"method": "ulysses"} if what == "gradients" else {}
     if dist.get_rank() == 1:
         rows = 16 if what == "shape" else rows
         dtype = torch.float16 if what == "dtype" else dtype
         options |= {"causal": False} if what == "mask" else {"sm_scale": "a"} if what == "argument" else {}
     tensors = [torch.randn(1, 2, rows, 8).to(dtype) for _ in range(3)]
+    tensors[dist.get_rank() % 2].requires_grad_(what == "gradients")
     first = told(lambda: cp.attention(*tensors, **options))
     tensors = [torch.randn(1, 2, 8, 8) for _ in range(3)]
     return first, told(lambda: cp.attention(*tensors, causal=True, impl="reference", timeout=200))
@@ -123,6 +125,99 @@ def bad(what: str) -> str:
         "rows": {"causal": True}, "timeout": {"timeout": 0}, "group": {"group": 7},
     }[what]  # fmt: skip
     return told(lambda: cp.attention(*tensors, **options))
+
+
+def refused() -> tuple[str, list[float]]:
+    """An error while keys are on their way; and a call afterwards."""
+    case = Case(causal=True)
+    tensors = [cp.shard(x, causal=True) for x in inputs(case)[:3]]
+    error = told(lambda: cp.attention(*tensors, causal=True, impl="hopper", timeout=200))
+    return error, errors(case)
+
+
+def second_derivative(method: str) -> str:
+    """The error of a gradient penalty. The gradient of the output is a constant."""
+    q, k, v = (cp.shard(x, causal=True).detach().requires_grad_() for x in inputs(Case())[:3])
+    if method == "output":
+        weight = torch.randn(8, 64)
+        out = cp.row_parallel_output(q, k, v, weight, causal=True, impl="reference", timeout=200)
+    else:
+        out = cp.attention(q, k, v, causal=True, method=method, impl="reference", timeout=200)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    return told(lambda: (gradient.square().sum() + q.sum()).backward())
+
+
+def crossed(method: str) -> str:
+    """Two calls, of which each rank goes backward through another one: the error."""
+    q, k, v = (cp.shard(x, causal=True).detach().requires_grad_() for x in inputs(Case())[:3])
+    options = {"causal": True, "method": method, "impl": "reference", "timeout": 200}
+    found = [cp.attention(q * factor, k, v, **options) for factor in (1, 2)]
+    return told(lambda: found[dist.get_rank()].sum().backward())
+
+
+def bad_sequence(what: str) -> str:
+    """The error of a function that spreads or joins a sequence."""
+    x = torch.zeros(3 if what == "odd part" else 4)
+    calls = {
+        "rows": lambda: cp.positions(9, causal=True), "negative": lambda: cp.positions(-2),
+        "kind": lambda: cp.positions(2.0), "odd part": lambda: cp.unshard(x, dim=0, causal=True),
+        "mask": lambda: cp.unshard(x, dim=0, causal=dist.get_rank() == 0),
+    }  # fmt: skip
+    return told(calls[what])
+
+
+def on_another_default_device() -> list[str]:
+    """Where positions and outputs are."""
+    tensors = [cp.shard(x, causal=True) for x in inputs(Case())[:3]]
+    with torch.device("meta"):
+        out = cp.attention(*tensors, causal=True, impl="reference", timeout=200)
+        return [str(x.device) for x in (cp.positions(4), out, cp.unshard(out, causal=True))]
+
+
+def dtypes_in_autocast() -> set[str]:
+    """Of all outputs. Some of the inputs were cast before."""
+    q, k, v = (cp.shard(x) for x in inputs(Case())[:3])
+    options = {"impl": "reference", "timeout": 200}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [cp.attention(q, k, v.bfloat16(), method=method, **options) for method in ("ring", "ulysses")]
+        found.append(cp.row_parallel_output(q.bfloat16(), k, v, torch.randn(8, 64), **options))
+        packed = (x[0].transpose(0, 1) for x in (q, k.bfloat16(), v))
+        found.append(cp.attention_varlen(*packed, torch.tensor([0, 64], dtype=torch.int32), 64, **options))
+    return {str(x.dtype) for x in found}
+
+
+def without_elements() -> list[tuple[int, ...]]:
+    """The shapes of outputs of no batch, no rows, no heads."""
+    found = []
+    for shape in ((0, 4, 8, 16), (1, 4, 0, 16), (1, 0, 8, 16)):
+        tensors = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+        found.append(cp.attention(*tensors, causal=True, impl="reference", timeout=200))
+        if shape[2]:
+            weight = torch.randn(5, shape[1] * 16, requires_grad=True)
+            found.append(cp.row_parallel_output(*tensors, weight, impl="reference", timeout=200))
+    sum(x.sum() for x in found).backward()
+    return [tuple(x.shape) for x in found]
+
+
+def in_groups_that_overlap() -> list[float]:
+    """Two of three ranks call in a group of their own, then all: the errors."""
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        cp.attention(*(torch.randn(1, 2, 8, 8) for _ in range(3)), group=pair, impl="reference", timeout=20)
+    return errors(Case(causal=True, rows=48), timeout=20)
+
+
+def one_rank_of_a_mesh(what: str) -> tuple[str, str]:
+    """The last of four ranks calls with a mistake: the error, and that of a right call afterwards."""
+    mesh, last = init_device_mesh("cpu", (2, 2)), dist.get_rank() == 3
+    q = torch.randn(1, 4, 8, 16)
+    options = {"group": mesh, "impl": "reference", "timeout": 60}
+    if what == "unshard":
+        rows = q[:, :, :6] if last else q
+        first = told(lambda: cp.unshard(rows, group=mesh, timeout=60))
+    else:
+        first = told(lambda: cp.attention(q, q, q, sm_scale="a" if last else None, **options))
+    return first, told(lambda: cp.attention(q, q, q, **options))
 
 
 def late(seconds: float) -> tuple[str, float]:
@@ -160,6 +255,14 @@ def dtensors() -> float:
     found = cp.attention(*given, causal=True, impl="reference", timeout=200)
     out = cp.attention(*plain, causal=True, impl="reference", timeout=200)
     assert type_name(found).endswith("DTensor") and found.shape[2] == 64
+    other = init_device_mesh("cpu", (1, dist.get_world_size()))
+    elsewhere = DTensor.from_local(plain[1].detach(), other, [Shard(2)] * 2)
+    for tensors, group, name in (
+        (given, dist.group.WORLD, "group"), ((given[0], elsewhere, given[2]), None, "k"),
+        ((plain[0], *given[1:]), None, "q"),
+    ):  # fmt: skip
+        assert f"Error: {name}: expected" in told(lambda t=tensors, g=group: cp.attention(*t, group=g))
+    assert told(lambda: cp.shard(given[0])).startswith("TypeError: x: expected a torch.Tensor of this rank")
     (out * out).sum().backward()
     local = found.to_local()
     (local * local).sum().backward()
@@ -226,10 +329,18 @@ def varlen(causal: bool, window: tuple[int, int] | None) -> list[float]:
 
 
 def bad_varlen(what: str) -> str:
-    """All ranks make the same mistake, or rank 1 has another length than the others."""
-    longest = 20 if what != "unlike" or dist.get_rank() == 0 else 30
+    """All ranks make the same mistake, or rank 1 has something else than the others."""
+    second = dist.get_rank() == 1
+    longest = 30 if what == "unlike" and second else 20
     q, k, v = (torch.randn(20, 3 if what == "heads" else 4, 16) for _ in range(3))
-    offsets = torch.tensor([0, 30, 20, 40] if what == "values" else [0, 20, 40], dtype=torch.int32)
+    if what == "gradients":
+        (k if second else q).requires_grad_()
+    if what == "value dimension" and second:
+        v = torch.randn(20, 4, 24)
+    offsets = [0, 30, 20, 40] if what == "values" else [0, 20, 40]
+    offsets = torch.tensor([0, 20, 39] if what == "wrong offsets" and second else offsets, dtype=torch.int32)
+    if what == "offsets":
+        longest, offsets = 30, torch.tensor([0, 10 + 5 * second, 40], dtype=torch.int32)
     keys = k[:10] if what == "keys" else k
     return told(lambda: cp.attention_varlen(q, keys, v[: len(keys)], offsets, longest, impl="reference"))
 

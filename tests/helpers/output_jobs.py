@@ -96,6 +96,13 @@ def without_gradients() -> float:
     return (first - second).abs().max().item()
 
 
+def many_chunks() -> tuple[int, ...]:
+    """The shape of a result that was made row by row."""
+    q = torch.randn(1, 1, 1400, 8)
+    options = {"causal": True, "window": (3, -1), "chunks": len(q[0, 0]), "timeout": 200}
+    return tuple(row_parallel_output(q, q, q, torch.randn(4, 8), **options, impl="reference").shape)
+
+
 def bad(what: str) -> str:
     """All ranks call with the same mistake."""
     q, k, v, weight, _ = inputs(Layer())
