@@ -35,21 +35,24 @@ def check_binding_roof(answer: Callable[[int, int, Hardware], str]) -> None:
 def check_is_right(answer: Callable[[torch.Tensor, torch.Tensor, float], bool]) -> None:
     """answer(out, truth, tol) -> True only if every element is within tol."""
     truth = torch.linspace(-1, 1, 12).view(3, 4)
-    nan, inf, one_nan = truth * float("nan"), truth + float("inf"), truth.clone()
-    one_nan[1, 2] = float("nan")
+    nan, inf, one_nan, one_wrong = truth * float("nan"), truth + float("inf"), truth.clone(), truth.clone()
+    one_nan[1, 2], one_wrong[2, 1] = float("nan"), truth[2, 1] + 2e-2
+    equal_rows = truth[:1].expand(3, 4)
     cases = [
-        ("the truth itself", truth.clone(), True),
-        ("an error of tol / 2", truth + 5e-3, True),
-        ("an error of 2 tol", truth - 2e-2, False),
-        ("all NaN", nan, False),
-        ("one NaN", one_nan, False),
-        ("infinities", inf, False),
-        ("one row instead of three", truth[:1], False),
-        ("a matrix of another shape", truth.T, False),
+        ("the truth itself", truth.clone(), truth, True),
+        ("an error of tol / 2", truth + 5e-3, truth, True),
+        ("an error of 2 tol", truth - 2e-2, truth, False),
+        ("an error of 2 tol in one element", one_wrong, truth, False),
+        ("all NaN", nan, truth, False),
+        ("one NaN", one_nan, truth, False),
+        ("infinities", inf, truth, False),
+        ("one row instead of three equal ones", truth[:1], equal_rows, False),
+        ("the truth as one row of 12", truth.reshape(-1), truth, False),
+        ("a matrix of another shape", truth.T, truth, False),
     ]
-    for name, out, expected in cases:
+    for name, out, right, expected in cases:
         try:
-            got = answer(out, truth, 1e-2)
+            got = answer(out, right, 1e-2)
         except RuntimeError as error:
             raise AssertionError(f"{name}: expected False, got an exception ({error})") from None
         assert bool(got) is expected, f"{name}: expected {expected}, got {got}"
@@ -64,6 +67,7 @@ def check_visited_tiles(answer: Callable[[int, int, int], int]) -> None:
         (1, 64, 64),
         (1000, 128, 64),
         (129, 64, 128),
+        (129, 128, 64),
     ):
         expected = 0
         for row in range(0, seqlen, block_m):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
+from attnlib.bench import timing
 from attnlib.book import lesson
 
 
@@ -27,6 +31,19 @@ def check_longest_sequence(answer: Callable[..., int]) -> None:
         assert per_square * (got + 1) ** 2 > memory, f"{case}: S={got + 1} fits too"
 
 
+@contextmanager
+def _loaded_elements() -> Iterator[list[int]]:
+    """Elements that each load in Triton's interpreter fetches: those that its mask lets through."""
+    loaded, load = [], InterpreterBuilder.create_masked_load
+
+    def counting(self, pointers, mask, *rest):
+        loaded.append(int(mask.data.sum()))
+        return load(self, pointers, mask, *rest)
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", counting):
+        yield loaded
+
+
 def check_softmax_once(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """answer(s) -> softmax of each row of s [rows, columns], -inf for masked scores."""
     device = lesson.device()
@@ -43,7 +60,8 @@ def check_softmax_once(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
         )
         s = s.to(device, dtype)
         before = s.clone()
-        got = answer(s)
+        with _loaded_elements() as loaded, timing.launched_kernels() as launched:
+            got = answer(s)
         case = f"{rows} rows of {columns} {dtype} scores up to {s.max().item():.0f}"
         assert isinstance(got, torch.Tensor), f"{case}: expected a tensor, got {type(got).__name__}"
         assert got.shape == s.shape and got.dtype == dtype, (
@@ -53,6 +71,10 @@ def check_softmax_once(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
         error = (got.double() - s.double().softmax(-1)).abs().max().item()
         tolerance = 1e-3 if dtype == torch.float16 else 1e-6
         assert error <= tolerance, f"{case}: largest error {error:.1e}, expected at most {tolerance:.0e}"
+        assert loaded or launched, f"{case}: the numbers are right, but no Triton kernel computed them"
+        assert device == "cuda" or sum(loaded) == rows * columns, (
+            f"{case}: expected {rows * columns} scores to be read, each once, got {sum(loaded)}"
+        )
 
 
 def check_first_subnormal_length(answer: Callable[[torch.dtype], int]) -> None:

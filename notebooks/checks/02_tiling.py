@@ -20,11 +20,16 @@ def _kv_bytes_by_counting(seqlen, head_dim, block_m, block_n, causal, k_passes, 
 
 def check_kv_bytes(answer: Callable[..., int]) -> None:
     """`answer(seqlen, head_dim, block_m, block_n, causal, k_passes, v_passes, itemsize)` -> bytes."""
-    for seqlen, block_m, block_n, causal in product((1, 64, 200, 256), (64, 128), (32, 64), (False, True)):
-        for k_passes, v_passes in ((3, 1), (1, 1)):
-            args = (seqlen, 64, block_m, block_n, causal, k_passes, v_passes, 2)
+    for seqlen, block_m, block_n, causal in product(
+        (1, 64, 200, 256), (64, 128), (32, 64, 128), (False, True)
+    ):
+        for head_dim, k_passes, v_passes, itemsize in ((64, 3, 1, 2), (128, 1, 1, 2), (64, 1, 2, 4)):
+            args = (seqlen, head_dim, block_m, block_n, causal, k_passes, v_passes, itemsize)
             expected, got = _kv_bytes_by_counting(*args), answer(*args)
-            what = f"S={seqlen}, D=64, {block_m}x{block_n}, causal={causal}, {k_passes} passes over K"
+            what = (
+                f"S={seqlen}, D={head_dim}, {block_m}x{block_n}, causal={causal}, {k_passes} passes over K, "
+                f"{v_passes} over V, {itemsize} bytes an element"
+            )
             assert got == expected, f"{what}: expected {expected} bytes, got {got}"
     expected = 4 * 4 * 256 * 64 * 2
     assert answer(256, 64, 64, 64, False) == expected, "keep the defaults: 3 passes over K, 1 over V, 2 bytes"
@@ -55,9 +60,9 @@ def check_without_waits(answer: Callable[[dict], tuple[str, float]]) -> None:
     shares = (28.0, 17.0, 20.0, 33.0, 55.0, 40.0, 31.0, 4.0)
     rows = [dict(zip(units, shares, strict=True)), dict.fromkeys(units, 10.0) | {"tensor_pct": 96.0}]
     rows.append(dict.fromkeys(units, None) | {"xu_pct": 62.0, "tensor_pct": 58.0})
-    wanted = (("issue_pct", 1650.0), ("tensor_pct", 2880.0), ("xu_pct", 1860.0))
-    for row, expected in zip(rows, wanted, strict=True):
-        row |= {"time_us": 3000.0, "occupancy_pct": 99.0, "l2_hit_pct": 98.0}
+    wanted = (("issue_pct", 1650.0), ("tensor_pct", 1920.0), ("xu_pct", 620.0))
+    for row, time_us, expected in zip(rows, (3000.0, 2000.0, 1000.0), wanted, strict=True):
+        row |= {"time_us": time_us, "occupancy_pct": 99.0, "l2_hit_pct": 98.0}
         got = answer(row)
         assert got is not None and len(got) == 2, "return two things: the key and the microseconds"
         assert got[0] == expected[0], f"expected {expected[0]!r}, got {got[0]!r} (hits are no unit)"

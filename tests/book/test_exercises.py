@@ -5,6 +5,9 @@ import pytest
 from attnlib.bench.sources import load_source
 from attnlib.book import lesson
 
+LAUNCH_OF_SOFTMAX = (
+    "softmax_once_kernel[(rows,)](s, p, columns, BLOCK=triton.next_power_of_2(columns), num_warps=4)"
+)
 FENCE = "fence_async_shared()  # what threads wrote becomes visible to the copy engine\n"
 Q_IS_READ = "        mbarrier.arrive(mem.q_free.index(W), count=1)  # the last product that reads Q is done\n"
 FIRST_MASK = "        b_s = ten.mask(b_s, row, (tiles - 1) * BLOCK_N, S, CAUSAL)\n        b_p"
@@ -16,10 +19,27 @@ NEVER_FILLED = "    if c >= plan.stages:  # what was never filled is not given b
 
 PLANTED = {
     "00_how_we_measure": (
+        ("is_right", "out.shape == truth.shape and ", "", "three equal ones: expected False, got True"),
+        ("is_right", "<= tol).all()", "<= tol).any()", "one element: expected False, got True"),
+        ("is_right", "bool(((out - truth).abs() <= tol).all())", "bool((out - truth).abs().mean() <= tol)",
+         "one element: expected False, got True"),
+        ("visited_tiles", "min(start + BLOCK_M, S)", "start + BLOCK_M", "S=129, tiles 128x64"),
         ("row_sums", "b_l += tl.sum", "b_l = tl.sum", "33 rows of 100: 32 sums are wrong"),
         ("row_sums", 'other=float("-inf")', "other=0.0", "sums are wrong"),
     ),
+    "01_naive": (
+        ("softmax_once", "tl.max(b_s, 0))", "tl.max(tl.load(s_ptr + o_row + o_n, mask=o_n < columns), 0))",
+         "each once"),
+        ("softmax_once", LAUNCH_OF_SOFTMAX, "p.copy_(s.softmax(-1))", "no Triton kernel"),
+    ),
+    "02_tiling": (
+        ("kv_bytes", "min(seqlen, -(-end // block_n) * block_n)", "end", "64x128, causal=True"),
+        ("kv_bytes", "* itemsize", "* 2", "4 bytes an element"),
+        ("row_sum", "<= o_m[:, None])", "< o_m[:, None])", "rows are wrong"),
+        ("without_waits", 'row["time_us"]', "3000.0", "expected 1920.0"),
+    ),
     "03_online_softmax": (
+        ("causal_head", "mask=o_n[:, None] < S,", "mask=o_n[:, None] < S + 32,", "S=20: error of O nan"),
         ("causal_head", "tl.minimum(S, (tl.program_id(0) + 1) * BLOCK)", "S", "later keys: error of O nan"),
         ("causal_head", "<= o_m[:, None], b_s", "< o_m[:, None], b_s", "error of O"),
         ("causal_head", "b_m + tl.log(b_l)", "b_m + tl.log2(b_l)", "error of LSE"),
