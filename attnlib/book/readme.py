@@ -296,14 +296,11 @@ def distributed_table() -> str:
 
 def sparse_tables() -> str:
     """The tables of block masks and of scores, of the record of `tests/gpu/time_sparse.py`."""
-    parts, told = [], set()
+    parts = []
     blocks = "Random blocks of 128 x 128, fp16, TFLOP/s of what is kept", "tflops", ".0f"
     functions = "Masks made by functions, fp16, TFLOP/s of what is kept", "tflops", ".0f"
     scores = "Scores, fp16, ms", "ms", ".2f"
-    for name, (title, column, form) in (
-        ("blocks", blocks), ("functions", functions),
-        *((f"scores{of}", scores) for of in ("_128", "_bias_128", "_64", "")),
-    ):  # fmt: skip
+    for name, (title, column, form) in {"blocks": blocks, "functions": functions, "scores": scores}.items():
         try:
             table = records.load_anywhere(SPARSE, name, records.REFERENCE_GPU)
         except records.RecordError:
@@ -314,12 +311,11 @@ def sparse_tables() -> str:
             columns["of_ideal"] = "attnlib, of the dense kernel times the part kept"
         lines: Lines = {}
         for row in table.rows:
-            if row["implementation"] in columns and row["call"] not in told:
+            if row["implementation"] in columns:
                 cells = _cells(lines, row["call"], columns)
                 cells[row["implementation"]] = f"{row[column]:{form}}"
                 if row["implementation"] == "attnlib" and name == "blocks":
                     cells["of_ideal"] = f"{row['of_ideal']:.0%}"
-        told |= set(lines)  # a newer table's calls
         parts.append(_shown(lines, columns, table))
     return "\n\n".join(parts)
 
