@@ -46,8 +46,8 @@ def cloud_chart(
 
     x: "registers" (per thread), "shared_bytes" (per block) or another number in the rows. Configurations that
     spill are hollow. `name(row)` gives a text for the few points to be named (default: the fastest of each
-    panel, by its blocks and stages). `limits` are vertical lines, label -> x in the unit of the rows.
-    accent: (text of the legend, which rows): these have a color and a marker of their own.
+    panel, by its blocks and stages); they get a ring. `limits` are vertical lines, label -> x in the unit of
+    the rows. accent: (text of the legend, which rows): these have a color and a marker of their own.
     """
     rows = [row for row in rows_of(table) if measured(row) and row.get(x) is not None]
     dims = dims_of(rows, head_dims)
@@ -82,6 +82,8 @@ def cloud_chart(
         here = [r for r in rows if r["head_dim"] == d]
         texts = [(r, name(r) if name else (config_name(r) if r is best[d] else None)) for r in here]
         named = [(r[x] * factor, r["tflops"], text, "black") for r, text in texts if text]
+        ring = {"s": 30, "facecolors": "none", "edgecolors": "black", "linewidths": 0.7, "zorder": 4}
+        ax.scatter([x for x, *_ in named], [y for _, y, *_ in named], **ring)
         label_points(ax, named, size=6, avoid=[(r[x] * factor, r["tflops"]) for r, text in texts if not text])
     return figure
 

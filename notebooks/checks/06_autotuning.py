@@ -21,11 +21,15 @@ def check_stages(stages):
         (64, 64, 128, 3): 1,
         (128, 64, 256, 2): 1,
         (128, 128, 256, 2): 0,
+        (64, 64, 64, 4): 3,  # fills its share to the last byte
+        (32, 32, 64, 3): 8,  # one more would fit but for the 1 KiB of each CTA
+        (32, 16, 32, 7): 14,
     }
     for (block_m, block_n, head_dim, ctas), want in expected.items():
         got = stages(block_m, block_n, head_dim, ctas)
         what = f"{block_m}x{block_n} at D = {head_dim}, {ctas} CTA(s) per SM"
         hint = " (one stage takes half the buffers: K and V take turns)" if want == 1 else ""
+        hint = hint or " (of each CTA's part of the 228 KiB the system takes 1 KiB)" * (got == want + 1)
         assert got == want, f"{what}: expected {want}, got {got!r}{hint}"
 
 

@@ -20,10 +20,14 @@ def check_token_major(token_major: Callable) -> None:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         bases = []
 
-        def noted(base, *how, bases=bases):
+        def noted(base, *how, bases=bases, **named):
             bases.append(base.data_ptr())
-            return made(base, *how)
+            return made(base, *how, **named)
 
+        def from_tensor(tensor, block_shape, noted=noted):
+            return noted(tensor, tensor.shape, tensor.stride(), block_shape)
+
+        noted.from_tensor = from_tensor
         names["TensorDescriptor"] = noted
         try:
             out = token_major(q, k, v)

@@ -67,6 +67,12 @@ def check_MBarrier(MBarrier):
     two.arrive()
     assert two.passed(1), "phase 1 had two arrivals and no bytes: it has ended"
     assert not two.passed(0), "phase 2 has parity 0, as phase 0 had: a wait for parity 0 blocks again"
+    early = MBarrier(2)
+    early.arrive(expect=16)
+    early.land(16)
+    assert not early.passed(0), "all bytes have landed, but one of two arrivals is missing: phase 0 goes on"
+    early.arrive()
+    assert early.passed(0), "the second arrival is there, and no byte is outstanding: phase 0 has ended"
     _loop(MBarrier)
 
 

@@ -5,6 +5,7 @@ from unittest import mock
 from attnlib.bench.shapes import Shape
 from attnlib.book.exercises import ORDERS, judge_gluon, watched
 from attnlib.emulator.language import Language
+from attnlib.emulator.run import Emulated
 
 
 def check_place(place):
@@ -56,7 +57,7 @@ def check_registers(registers):
         assert got[1] == want[1], f"{case}: expected {want[1]} for a consumer's thread, got {got[1]}"
 
 
-_VERDICTS = {
+_OUTCOMES = {
     "no V barrier": ("wrong data", "that K has landed says nothing of V: each copy lands when it likes"),
     "V first": ("fine", "each buffer still has its two barriers, and the consumers wait for each by itself"),
     "one for both": ("wrong data", "two arrivals complete the barrier, whoever they come from"),
@@ -67,10 +68,10 @@ _VERDICTS = {
 }
 
 
-def check_verdict(verdict):
+def check_outcome(outcome):
     """What can happen after each of the seven changes."""
-    for change, (want, hint) in _VERDICTS.items():
-        got = verdict(change)
+    for change, (want, hint) in _OUTCOMES.items():
+        got = outcome(change)
         assert got in ("fine", "deadlock", "wrong data"), (
             f"{change}: expected 'fine', 'deadlock' or 'wrong data', got {got!r}"
         )
@@ -85,7 +86,20 @@ def check_attention_of_three(attention_of_three):
         warps_and_registers.append((list(warps), list(registers)))
         return start(language, functions, warps, registers)
 
-    with watched() as partitions, mock.patch.object(Language, "_warp_specialize", specialize):
+    at_start = []
+
+    def launched(kernel, grid, start=Emulated.__getitem__):
+        def launch(*args, **options):
+            at_start.append(options.get("maxnreg"))
+            return start(kernel, grid)(*args, **options)
+
+        return launch
+
+    with (
+        watched() as partitions,
+        mock.patch.object(Language, "_warp_specialize", specialize),
+        mock.patch.object(Emulated, "__getitem__", launched),
+    ):
         for shape in (Shape(1, 1, 700, 64), Shape(1, 2, 200, 64, causal=False), Shape(2, 1, 65, 128)):
             judge_gluon(attention_of_three, shape)
     consumers = sum("Product" in did for did in partitions)
@@ -95,6 +109,10 @@ def check_attention_of_three(attention_of_three):
     )
     programs = len(ORDERS) * (4 + 2 * 2 + 2 * 1)
     assert producers == programs, f"expected a CTA for each 192 rows, {programs} in all, got {producers}"
+    for maxnreg in at_start:  # of 512 threads: four warpgroups, one of them the producer's
+        assert maxnreg is not None and 512 * maxnreg <= 65536, (
+            f"maxnreg={maxnreg}: 512 threads begin with as many registers each, of the 65536 of an SM"
+        )
     for warps, registers in warps_and_registers:
         assert warps == [4, 4, 1], f"warps of the workers after the first: expected [4, 4, 1], got {warps}"
         held = 128 * (registers[0] + sum(registers))  # the first worker has as many as the second

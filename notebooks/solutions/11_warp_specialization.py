@@ -26,7 +26,7 @@ def registers(consumers, producer):
     return at_start, left // consumers // 8 * 8
 
 
-def verdict(change):
+def outcome(change):
     """What can happen in a ring with two slots after this change."""
     return {
         # V was ordered after K, but copies land in any order.

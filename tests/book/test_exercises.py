@@ -15,6 +15,13 @@ STORE_WAIT = "        tma.store_wait(0)  # the O of the job before has left the 
 END_OF_PV = "        b_o = warpgroup_mma_wait(0, deps=(token,))  # [64, D]\n"
 NEXT_V = "            ten.load_tile(v_desc, i_h, later, full.index(2 + slot), v_tiles.index(slot))\n"
 LOAD_V = "        if i + 2 < tiles:\n" + NEXT_V
+LANDED = "self.bytes -= count\n"
+START_NEXT = "scores = twelve.start_scores(mem, i + 1, W, b_zero)  # in flight during the softmax of tile i\n"
+STEP = (
+    "        b_s = ten.mask(b_s, row, (tiles - 1 - i) * BLOCK_N, S, False)\n"
+    "        b_p, b_alpha, b_m, b_l = ten.softmax_tile(b_s, b_m, b_l, qk_scale)  # [64, BLOCK_N], [64]\n"
+)
+ONE_EARLY = f"        if i == 0:\n            {START_NEXT}{STEP}        if i > 0:\n            {START_NEXT}"
 NEVER_FILLED = "    if c >= plan.stages:  # what was never filled is not given back\n"
 
 PLANTED = {
@@ -56,6 +63,9 @@ PLANTED = {
     "06_autotuning": (
         ("packed", "(i_m * BLOCK_M // group if", "((i_m + 1) * BLOCK_M // group if", "not finite"),
         ("packed", "triton.cdiv(S * group, 32)", "triton.cdiv(S * group, 32) + 1", "expected the grid"),
+        ("stages", "// ctas - 1024", "// ctas", "expected 8, got 9"),
+        ("stages", "228 * 1024 // ctas - 1024", "227 * 1024 // ctas", "expected 14, got 15"),
+        ("stages", "(budget - q)", "(budget - q - 1)", "expected 3, got 2"),
     ),
     "07_descriptors_and_late_tile": (
         ("token_major", "i_h, 0]).reshape([BLOCK_N", "0, 0]).reshape([BLOCK_N", "max error"),
@@ -75,15 +85,18 @@ PLANTED = {
         ("paired_attention", "(full.index(slot), (i // 2) & 1)", "(full.index(slot), i & 1)", "Deadlock"),
         ("paired_attention", "    mbarrier.wait(full.index(4), 0)\n", "", "a copy writes it"),
         ("paired_attention", FENCE, "pass\n", "without fence_async_shared"),
+        ("MBarrier", LANDED, LANDED + "        self.missing *= self.bytes != 0\n", "one of two arrivals"),
         ("paired_attention", END_OF_PV + LOAD_V, LOAD_V + END_OF_PV, "overwrites"),
     ),
     "11_warp_specialization": (
         ("attention_of_three", "eleven.barriers(STAGES, 3)", "eleven.barriers(STAGES, 2)", "Race"),
         ("attention_of_three", "[160, 160, 24]", "[240, 240, 24]", "of 65536"),
+        ("attention_of_three", "maxnreg=128", "maxnreg=168", "512 threads begin"),
         ("attention_of_three", "triton.cdiv(S, 192)", "triton.cdiv(S, 128)", "a CTA for each 192"),
     ),
     "12_overlap": (
         ("early_attention", "mem.k_free, i + 1, 1)", "mem.k_free, i + 1, 2)", "Race"),
+        ("early_attention", "        " + START_NEXT + STEP, ONE_EARLY, "in the softmax of trip 1"),
         ("early_attention", "start_scores(mem, i + 1, W", "start_scores(mem, i, W", "Race|Deadlock"),
     ),
     "13_scheduling": (
