@@ -38,25 +38,29 @@ def where_ratio(found: verdict.Verdict, interval: Interval) -> str:
     return where(found.ratio, (low / found.noise, high * found.noise))
 
 
-def rows(predicted: Predicted, found: Mapping[tuple[str, int], float | None] | None = None) -> list[dict]:
+def rows(
+    predicted: Predicted, found: Mapping[tuple[str, int], float | None] | None = None, digits: int = 3
+) -> list[dict]:
     """The table of predictions: "45 to 53"; with `found`, what came of each, "45 to 53: 49.1, inside".
-    `found` says None where nothing was measured; a KeyError names what it does not have."""
+    `found` says None where nothing was measured; a KeyError names what it does not have. `digits` are those
+    of each number: four where ratios near 1 lie close together."""
     names, dims = (list(dict.fromkeys(key[i] for key in predicted)) for i in (0, 1))
     return [
-        {"predicted": name} | {f"D = {d}": _cell(predicted, found, name, d) for d in dims} for name in names
+        {"predicted": name} | {f"D = {d}": _cell(predicted, found, name, d, digits) for d in dims}
+        for name in names
     ]
 
 
-def _cell(predicted: Predicted, found: Mapping | None, name: str, d: int) -> str:
+def _cell(predicted: Predicted, found: Mapping | None, name: str, d: int, digits: int) -> str:
     if (name, d) not in predicted:
         return "–"
     low, high = predicted[name, d]
-    text = f"{low:.3g} to {high:.3g}"
+    text = f"{low:.{digits}g} to {high:.{digits}g}"
     if found is None:
         return text
     value = found[name, d]
     said = where(value, (low, high))
-    return f"{text}: {said}" if said == verdict.ABSENT else f"{text}: {value:.3g}, {said}"
+    return f"{text}: {said}" if said == verdict.ABSENT else f"{text}: {value:.{digits}g}, {said}"
 
 
 def tally(predicted: Predicted, found: Mapping[tuple[str, int], float | None]) -> str:

@@ -40,5 +40,7 @@ def check_whole_shifts(functions):
     assert bool((steps == steps.round()).all()), (
         "right, but a factor of the rescaling is 2 to a power that is no whole number"
     )
+    moved = steps[steps < 0].max()
+    assert moved <= -8, f"right, but a shift moves by {-moved:.0f}: expected by more than 8, or not at all"
     top = max(float(x.max()) for x in blocks)
     assert top < 9, f"a weight reaches 2^{top:.1f}: expected less than 2^9"

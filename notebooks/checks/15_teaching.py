@@ -24,7 +24,7 @@ def check_in_four_goes(functions):
 
 def check_fits(fits):
     """Bytes and registers of some plans."""
-    cases = product((64, 128, 256), (64, 128), (2, 4, 8), (1, 2), (0, 2), (2, 3, 4))
+    cases = product((64, 128, 256), (64, 128), (2, 4, 8), (1, 2), (0, 1, 2), (1, 2, 3, 4))
     for d, block_n, stages, parts, q_part, warpgroups in cases:
         o_columns, q_columns = d // parts, d // q_part if q_part else 0
         used = 2 * (64 * warpgroups * (d + o_columns) + 2 * stages * block_n * d) + 1024

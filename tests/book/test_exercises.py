@@ -109,10 +109,12 @@ PLANTED = {
         ("mended_ring", NEVER_FILLED, "    if c >= 0:\n", "Deadlock"),
         ("mended_ring", "i_h, blocks - i, plan)", "i_h, blocks - 1 - i, plan)", "max error"),
         ("whole_shifts", "gl.where(grown, gl.ceil(top), shift)", "gl.where(grown, top, shift)", "no whole"),
+        ("whole_shifts", "grown = top - shift > LAZY", "grown = top > shift", "a shift moves by 1"),
     ),
     "15_teaching": (
         ("in_four_goes", "third, mem, i_h, row, 2 *", "third, mem, i_h, row, 1 *", "not finite"),
         ("fits", "d // 2 + block_n // 2", "d // 2", "expected"),
+        ("fits", "min(240, consumers // 8 * 8)", "consumers // 8 * 8", "1 consumers"),
     ),
     "19_record": (
         ("lazy_attention", "b_top > b_c + 8.0", "b_top > b_c", "the moves of"),

@@ -55,6 +55,9 @@ def test_rows_before_and_after():
     first, second = predictions.rows(predicted, found)
     assert first["D = 64"] == "40 to 50: 45, inside" and first["D = 128"] == "60 to 70: 71.3, above"
     assert second["D = 64"] == "0.5 to 0.6: not measured"
+    assert predictions.rows({("pipe", 64): (1.085, 1.18)}, {("pipe", 64): 1.0823}, digits=4) == [
+        {"predicted": "pipe", "D = 64": "1.085 to 1.18: 1.082, below"}
+    ]
     assert predictions.tally(predicted, found) == (
         "Of 3 predictions 1 is inside of its interval, 1 is above it, 1 was not measured"
     )
