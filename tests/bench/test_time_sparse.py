@@ -46,7 +46,7 @@ def test_a_right_call_is_kept_and_a_wrong_one_not(device, capsys):
         judge.backward("attnlib", (*gradients[:2], gradients[2] * 1.1))
 
 
-@pytest.mark.parametrize("name", ["relative", "bias", "own"])
+@pytest.mark.parametrize("name", ["relative", "bias", "own", "learned relative", "learned bias"])
 def test_scores_are_judged_and_are_those_of_flex_attention(name, device):
     tensors = [x[:, :2] for x in inputs_of(16, 128, device)]
     mask = BlockMask.from_function(time_sparse.causal, 128, 128, device=device)
@@ -60,6 +60,21 @@ def test_scores_are_judged_and_are_those_of_flex_attention(name, device):
     ours = parts_of(score, *tensors[:2])
     expected = scored(s.expand(1, 2, 128, 128), ours, 0, (128, 128))[0][0, 1]
     torch.testing.assert_close(theirs(s, 0, 1, i, j), expected)
+
+
+def test_the_gradient_of_a_table_is_judged(device):
+    *inputs, d_out = (x[:, :2] for x in inputs_of(16, 300, device))
+    mask = BlockMask.from_function(time_sparse.causal, 300, 300, device=device)
+    score, _ = time_sparse.scores_of(2, 300, device)["learned relative"]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attention(*leaves, causal=True, score=score)
+    gradients = torch.autograd.grad(out, (*leaves, score.relative), d_out)
+    judge = Judge((*inputs, d_out), mask, score)
+    judge.backward("attnlib", gradients)
+    wrong = gradients[3].clone()
+    wrong[1, time_sparse.REACH - 3] += 1
+    with pytest.raises(AssertionError, match="is wrong: dbias"):
+        judge.backward("attnlib", (*gradients[:3], wrong))
 
 
 def test_peers_come_from_a_file_that_is_named(monkeypatch, tmp_path, capsys):

@@ -68,7 +68,7 @@ REACH = 128
 """Of the table by distance, as in T5."""
 CONFIGURED = "forward", "backward", "bias"
 SCORES = "soft cap", "ALiBi", "sinks", "relative", "bias", "own", "learned relative", "learned bias"
-"""The learned ones have gradients of their own, which FlexAttention adds up by atomics; not timed."""
+"""The learned ones have gradients of their own, which FlexAttention adds up by atomics."""
 MADE = 65536
 """Length of the masks that are made of functions."""
 
@@ -119,6 +119,7 @@ def scores_of(heads: int, seqlen: int, device: str = "cuda") -> dict[str, tuple[
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
     table = torch.randn(heads, 2 * REACH + 1, generator=rng, device=device)
     bias = torch.randn(seqlen, seqlen, generator=rng, device=device).half()
+    learned_table, learned_bias = (x.clone().requires_grad_() for x in (table, bias))
     own = Score(
         function=softsign, derivative=softsign_derivative,
         reference=lambda s, i, j, h, b: torch.nn.functional.softsign(s),
@@ -133,8 +134,11 @@ def scores_of(heads: int, seqlen: int, device: str = "cuda") -> dict[str, tuple[
         ),
         "bias": (Score(bias=bias), lambda s, b, h, q, k: s + bias[q, k]),
         "own": (own, lambda s, b, h, q, k: s / (1 + torch.abs(s))),
-        "learned relative": (Score(relative=table.clone().requires_grad_()), None),
-        "learned bias": (Score(bias=bias.clone().requires_grad_()), None),
+        "learned relative": (
+            Score(relative=learned_table),
+            lambda s, b, h, q, k: s + learned_table[h, torch.clamp(k - q, -REACH, REACH) + REACH],
+        ),
+        "learned bias": (Score(bias=learned_bias), lambda s, b, h, q, k: s + learned_bias[q, k]),
     }
 
 
@@ -166,10 +170,14 @@ class Judge:
     def backward(self, name: str, gradients: Sequence[torch.Tensor]) -> None:
         q, k, v, d_out = self.inputs
         found = GradientOracle(d_out, q, k, v, mask=self.mask, score=self.score)
-        # Of a score's own gradients nothing is timed, so nothing is judged: tests do that.
-        for wanted, gradient in zip(("dq", "dk", "dv"), gradients[:3], strict=True):
-            verdict = found.judge_one(wanted, gradient[-1:, -1:])
-            verdict.raise_if_bad(name)
+        judged = dict(zip(("dq", "dk", "dv"), (x[-1:, -1:] for x in gradients[:3]), strict=True))
+        # Of a learned table the distances that are one diagonal each; a bias of all heads is judged by tests.
+        if len(gradients) > 3 and self.score.diagonal:
+            exact, zero = found.truth["dbias"].float(), self.inputs[0].shape[2] - 1
+            exact[:, zero + 1 - REACH : zero + REACH] = gradients[3][-1:, 1:-1]
+            judged["dbias"] = exact
+        for wanted, gradient in judged.items():
+            found.judge_one(wanted, gradient).raise_if_bad(name)
 
 
 def _last_head(mask: BlockMask) -> torch.Tensor:

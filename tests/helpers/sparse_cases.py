@@ -30,6 +30,7 @@ FUNCTIONS = {
     "band by batch": lambda b, h, q, k: (q - k).abs() < 10 + 70 * b,
     "band by both": lambda b, h, q, k: (q + 40 * b - k).abs() < 30 + 60 * h,
     "documents": documents,
+    "hole": lambda b, h, q, k: (q < 128) | (k < 128) | (k >= 256),  # whole blocks, and one that is absent
     "dots": lambda b, h, q, k: (3 * q + 5 * k) % 7 < 3,
     "stripes": lambda b, h, q, k: (k // 64) % 2 == 0,  # half of each tile of 128 keys
     "rungs": lambda b, h, q, k: (q // 64) % 2 == 1,  # half of each tile of 128 queries sees nothing

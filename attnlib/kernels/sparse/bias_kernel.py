@@ -1,9 +1,10 @@
 """The gradient of a bias, in plain `triton.language`: dS summed up over all scores that share an element.
 
 A program owns a block of the bias, and visits the blocks of scores that it is added to, of one head after the
-other: so the sum stays in registers, and nobody else adds to it. Of a bias of diagonals a program owns those
-of a block's, and goes down the blocks along them; they overlap with those of its neighbor. S and dP are
-computed again, two of the five products of a backward pass; without this gradient nothing is.
+other: so it reads its bias once, the sum stays in registers, and nobody else adds to it. Of a bias of
+diagonals a program owns those of a block's, and goes down the blocks along them, which all have the same
+bias; they overlap with those of its neighbor. S and dP are computed again, two of the five products of a
+backward pass; without this gradient nothing is.
 """
 
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_access import load_tile
-from attnlib.kernels.sparse.scores import head_bias, head_slope, scored
+from attnlib.kernels.sparse.scores import LOG2_E, head_bias, head_slope, unbiased
 from attnlib.kernels.sparse.walk import TILE, seen
 
 NUMBERS = "S_q S_k B H one down across mask_b mask_h bias_b bias_h bias_m".split()
@@ -47,39 +48,37 @@ def _tile(i_b, i_h, start, key, mask):
 
 
 @triton.jit
-def _visits(b_sum, visits, own, heads, descriptors, mask, words_ptr, alibi_ptr, bias, qk_scale,
-            cap, after, S_q, S_k, H, GROUP: tl.constexpr, BIAS_N: tl.constexpr, FUNCTION: tl.constexpr,
-            DERIVATIVE: tl.constexpr, PARTIAL: tl.constexpr, NUM_STAGES: tl.constexpr, RATIO: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+def _visits(b_sum, b_bias, visits, own, heads, descriptors, mask, words_ptr, alibi_ptr, qk_scale, cap, after,
+            S_q, S_k, H, GROUP: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
+            PARTIAL: tl.constexpr, NUM_STAGES: tl.constexpr, RATIO: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add dS of so many blocks of scores. There is no branch: with one the compiler copies nothing ahead."""
     desc_q, desc_do, desc_k, desc_v, desc_rows = descriptors
-    bias_ptr, bias_b, bias_h, bias_m = bias
     for t in tl.range(visits, num_stages=NUM_STAGES):
         i_b, i_h, start, key = _place(t, own, heads, RATIO, BLOCK_M, BLOCK_N)
         slot, some = _tile(i_b, i_h, start, key, mask)
-        slope, bias_of_head = alibi_ptr, head_bias(bias_ptr, bias_b, bias_h, i_b, i_h)
+        slope, i_kv = alibi_ptr, i_h // GROUP  # together: alone, a None would not be one any more
         if alibi_ptr is not None:
             slope = head_slope(alibi_ptr, i_h)
-        score = (cap, slope, bias_of_head, bias_m, BIAS_N, after, i_h, i_b)
-        at, at_k, head = (i_b, i_h), (i_b, i_h // GROUP), i_b * H + i_h
+        score = (cap, slope, after, i_h, i_b)
+        at, at_k, head = (i_b, i_h), (i_b, i_kv), i_b * H + i_h
         b_q = load_tile(desc_q, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         b_k = load_tile(desc_k, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         b_v = load_tile(desc_v, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        b_lse2 = desc_rows.load([LSE2, head, start]).reshape([BLOCK_M])  # [BLOCK_M]
+        b_lse2 = desc_rows.load([LSE2, head, start]).reshape([BLOCK_M])  # [BLOCK_M], +inf behind the last row
+        b_lse2 = tl.where(some, b_lse2, float("inf"))  # weights of 0
         b_delta = desc_rows.load([DELTA, head, start]).reshape([BLOCK_M])  # [BLOCK_M]
         o_q, o_k = start + tl.arange(0, BLOCK_M)[:, None], key + tl.arange(0, BLOCK_N)[None, :]
         EXACT: tl.constexpr = PRECISION == "ieee"
-        b_s, _ = scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION, DERIVATIVE, EXACT)
-        b_p = tl.math.exp2(b_s - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
-        there = (o_q < S_q) & (o_k < S_k) & some
-        if PARTIAL:  # a tile without words gets those of slot 0
+        b_s, _ = unbiased(b_s, o_q, o_k, qk_scale, S_k - S_q, score, FUNCTION, DERIVATIVE, EXACT)
+        b_p = tl.math.exp2(b_s + b_bias - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
+        if PARTIAL:  # a tile without words gets those of slot 0; that of the last keys has words
             b_seen = seen(words_ptr, 2 * tl.maximum(slot, 0), start % TILE, key % TILE, BLOCK_M, BLOCK_N)
-            there &= b_seen | (slot < 0)
-        b_sum += tl.where(there, b_p, 0.0) * (b_dp - b_delta[:, None])
+            b_p = tl.where(b_seen | (slot < 0), b_p, 0.0)
+        b_sum += b_p * (b_dp - b_delta[:, None])
     return b_sum
 
 
@@ -137,31 +136,35 @@ def attention_sparse_bias_gradient(
         slot, some = _tile(i_b, i_h, start, key, mask)
         seen_by_some |= some.to(tl.int32)
         mixed |= (slot >= 0).to(tl.int32)
-    b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    descriptors = (desc_q, desc_do, desc_k, desc_v, desc_rows)
-    bias = (bias_ptr, bias_b, bias_h, bias_m)
-    b_sum = _visits(
-        b_sum, visits * (seen_by_some - mixed), own, heads, descriptors, mask, words_ptr, alibi_ptr, bias,
-        qk_scale, cap, after, S_q, S_k, H, GROUP, BIAS_N, FUNCTION, DERIVATIVE, False, NUM_STAGES, RATIO,
-        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    if PARTIAL:
-        b_sum = _visits(
-            b_sum, visits * mixed, own, heads, descriptors, mask, words_ptr, alibi_ptr, bias, qk_scale, cap,
-            after, S_q, S_k, H, GROUP, BIAS_N, FUNCTION, DERIVATIVE, True, 1, RATIO, BLOCK_M, BLOCK_N,
-            BLOCK_D, PRECISION,
-        )  # fmt: skip
-    dbias_ptr += own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h
     # Of the first block of a band, whose places have the distances of all.
     o_q = first * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     o_k = (RATIO * first + d) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    at_q, at_k = dbias_ptr + o_q.to(tl.int64) * dbias_m, o_k.to(tl.int64) * dbias_n
     if DIAGONAL:
         distance = o_k[None, :] - o_q[:, None]
         there = (distance > -S_q) & (distance < S_k)
+    else:
+        there = (o_q < S_q)[:, None] & (o_k < S_k)[None, :]
+    at_q = head_bias(bias_ptr, bias_b, bias_h, own_b, own_h) + o_q.to(tl.int64) * bias_m
+    b_bias = tl.load(at_q[:, None] + (o_k.to(tl.int64) * BIAS_N)[None, :], mask=there, other=0.0)
+    b_bias = b_bias.to(tl.float32) * LOG2_E  # [BLOCK_M, BLOCK_N]
+    b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    descriptors = (desc_q, desc_do, desc_k, desc_v, desc_rows)
+    b_sum = _visits(
+        b_sum, b_bias, visits * (seen_by_some - mixed), own, heads, descriptors, mask, words_ptr, alibi_ptr,
+        qk_scale, cap, after, S_q, S_k, H, GROUP, FUNCTION, DERIVATIVE, False, NUM_STAGES, RATIO, BLOCK_M,
+        BLOCK_N, BLOCK_D, PRECISION,
+    )  # fmt: skip
+    if PARTIAL:
+        b_sum = _visits(
+            b_sum, b_bias, visits * mixed, own, heads, descriptors, mask, words_ptr, alibi_ptr, qk_scale, cap,
+            after, S_q, S_k, H, GROUP, FUNCTION, DERIVATIVE, True, 1, RATIO, BLOCK_M, BLOCK_N, BLOCK_D,
+            PRECISION,
+        )  # fmt: skip
+    dbias_ptr += own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h
+    at_q, at_k = dbias_ptr + o_q.to(tl.int64) * dbias_m, o_k.to(tl.int64) * dbias_n
+    if DIAGONAL:
         tl.atomic_add(at_q[:, None] + at_k[None, :], b_sum, mask=there, sem="relaxed")
     elif ROWS and COLUMNS:
-        there = (o_q < S_q)[:, None] & (o_k < S_k)[None, :]
         tl.store(at_q[:, None] + at_k[None, :], b_sum, mask=there)
     elif COLUMNS:
         tl.atomic_add(dbias_ptr + at_k, tl.sum(b_sum, 0), mask=o_k < S_k, sem="relaxed")

@@ -40,12 +40,10 @@ def head_bias(bias_ptr, bias_b, bias_h, i_b, i_h):
 
 
 @triton.jit
-def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
-           EXACT: tl.constexpr):  # fmt: skip
-    """(scores in base 2, their derivative by sm_scale * Q K^T) of the products b_s of queries o_q and keys
-    o_k, which broadcast against each other. qk_scale: what sm_scale * Q K^T is multiplied with, log2(e), or
-    one over the soft cap; 1 before a function."""
-    cap, slope, bias_ptr, bias_m, BIAS_N, after, i_h, i_b = score
+def unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
+             EXACT: tl.constexpr):  # fmt: skip
+    """`scored` but for the bias: score is (cap, slope, after, i_h, i_b), shift is S_k - S_q."""
+    cap, slope, after, i_h, i_b = score
     b_s = b_s * qk_scale
     derivative = 1.0
     if FUNCTION is not None:
@@ -59,7 +57,19 @@ def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DER
         b_s = b_t * cap
         derivative = derivative * (1 - b_t * b_t)
     if slope is not None:
-        b_s -= slope * tl.abs(o_k - (o_q + (S_k - S_q))).to(tl.float32)
+        b_s -= slope * tl.abs(o_k - (o_q + shift)).to(tl.float32)
+    return b_s, derivative
+
+
+@triton.jit
+def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
+           EXACT: tl.constexpr):  # fmt: skip
+    """(scores in base 2, their derivative by sm_scale * Q K^T) of the products b_s of queries o_q and keys
+    o_k, which broadcast against each other. qk_scale: what sm_scale * Q K^T is multiplied with, log2(e), or
+    one over the soft cap; 1 before a function."""
+    cap, slope, bias_ptr, bias_m, BIAS_N, after, i_h, i_b = score
+    own = (cap, slope, after, i_h, i_b)
+    b_s, derivative = unbiased(b_s, o_q, o_k, qk_scale, S_k - S_q, own, FUNCTION, DERIVATIVE, EXACT)
     if bias_ptr is not None:
         inside = (o_q < S_q) & (o_k < S_k)
         b_bias = tl.load(bias_ptr + (o_q.to(tl.int64) * bias_m + o_k.to(tl.int64) * BIAS_N), mask=inside,

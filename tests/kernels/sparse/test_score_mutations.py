@@ -18,6 +18,7 @@ DOTS = "B1 H2 S130x170 D64 dense fp16 dots"
 GROUPS = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + alibi + sinks + bias by key"
 OWN = "B2 H4/2 S70x140 D64 dense fp16 band by both, own"
 CAPPED = f"{OWN} + cap 2 + sinks + bias by key"
+HOLE = "B1 H1 S150x280 D64 dense fp16 hole, relative"
 TABLE = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + relative"
 WRONG = r"max error|not finite|LSE"
 
@@ -31,10 +32,10 @@ MUTATIONS = [
     Mutation("a cap has no derivative", "derivative * (1 - b_t * b_t)", "derivative", of("cap 2"),
              "d[qk]", module=scores),
     Mutation("tanh of negative scores", "tl.where(x < 0, -t, t)", "t", of("cap 2"), WRONG, module=scores),
-    Mutation("queries stand at their own number", "(o_q + (S_k - S_q))", "o_q", of("alibi"), WRONG,
+    Mutation("queries stand at their own number", "(o_q + shift)", "o_q", of("alibi"), WRONG,
              module=scores),
-    Mutation("keys after a query are nearer than itself", "tl.abs(o_k - (o_q + (S_k - S_q)))",
-             "(o_q + (S_k - S_q) - o_k)", of("alibi"), WRONG, module=scores),
+    Mutation("keys after a query are nearer than itself", "tl.abs(o_k - (o_q + shift))",
+             "(o_q + shift - o_k)", of("alibi"), WRONG, module=scores),
     Mutation("slopes of the first head", "alibi_ptr + i_h", "alibi_ptr + 0 * i_h", of("alibi"), WRONG,
              module=scores),
     Mutation("a bias in base 2", "b_bias.to(tl.float32) * LOG2_E", "b_bias.to(tl.float32)",
@@ -62,13 +63,20 @@ MUTATIONS = [
         ("dbias of one of the heads that share it", "own_b * 0, H\n", "own_b * 0, one\n",
          of("bias by both places")),
         ("dbias of one of the batch elements that share it", "one if BATCHES else B", "one", TABLE),
-        ("dbias of what is hidden", "there &= b_seen | (slot < 0)", "there &= True",
+        ("dbias of what is hidden", "tl.where(b_seen | (slot < 0), b_p, 0.0)", "b_p",
          of("bias by both places")),
         ("dbias of what the left half sees", "start % TILE, key % TILE, BLOCK_M", "start % TILE, 0, BLOCK_M",
          of("bias by both places")),
         ("blocks that nobody sees", "visits * mixed, own", "visits * (1 - mixed), own", of("bias by all")),
         ("dbias of a tile with words as if it had none", "(seen_by_some - mixed), own",
          "seen_by_some, own", of("bias by both places")),
+        ("dbias of blocks that nobody sees", "tl.where(some, b_lse2,", "tl.where(some | True, b_lse2,", HOLE),
+        ("dbias with a bias in base 2", "b_bias.to(tl.float32) * LOG2_E", "b_bias.to(tl.float32)",
+         of("bias by all")),
+        ("dbias with the bias of the first head", "bias_h, own_b, own_h)", "bias_h, own_b, 0 * own_h)",
+         of("bias by head and key")),
+        ("dbias with the bias of the first batch element", "bias_h, own_b, own_h)",
+         "bias_h, 0 * own_b, own_h)", GROUPS),
         ("a band without its last block", "(columns - d + RATIO - 1) // RATIO", "(columns - d - 1) // RATIO",
          of("relative")),
         ("a band without its first block", "(RATIO - 1 - d) // RATIO", "(2 * RATIO - 1 - d) // RATIO",
