@@ -10,13 +10,15 @@ backward pass; without this gradient nothing is.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_access import load_tile
 from attnlib.kernels.sparse.scores import LOG2_E, head_bias, head_slope, unbiased
 from attnlib.kernels.sparse.walk import TILE, seen
 
-NUMBERS = "S_q S_k B H one down across mask_b mask_h bias_b bias_h bias_m".split()
+NUMBERS = "S_q S_k padded B H one down across mask_b mask_h bias_b bias_h bias_m".split()
 NUMBERS += ["dbias_b", "dbias_h", "dbias_m", "dbias_n"]
+
+LOOK = tl.constexpr(128)
+"""Blocks that are looked at together for what is seen of them."""
 
 
 @triton.jit
@@ -41,39 +43,50 @@ def _place(t, own, heads, RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: t
 def _tile(i_b, i_h, start, key, mask):
     """(slot, whether anything is seen) of the tile that has query `start` and key `key`."""
     kinds_ptr, slots_ptr, down, across, mask_b, mask_h = mask
-    tile = ((i_b * mask_b + i_h * mask_h).to(tl.int64) * down + start // TILE) * across + key // TILE
-    slot = tl.load(slots_ptr + tile)
-    kind = tl.load(kinds_ptr + tile // across * 4 * across + key // TILE * 2)  # of the tile's first unit
+    row = (i_b * mask_b + i_h * mask_h).to(tl.int64) * down + start // TILE  # of tiles
+    slot = tl.load(slots_ptr + row * across + key // TILE)
+    kind = tl.load(kinds_ptr + row * 4 * across + key // TILE * 2)  # of the tile's first unit
     return slot, (slot >= 0) | (kind != 0)
 
 
 @triton.jit
-def _visits(b_sum, b_bias, visits, own, heads, descriptors, mask, words_ptr, alibi_ptr, qk_scale, cap, after,
-            S_q, S_k, H, GROUP: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
+def _rows(t, own, heads, rows, mask, RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(slot, LSE in base 2 [BLOCK_M], delta [BLOCK_M]) of visit t. The LSE is +inf, which makes weights of 0,
+    in rows behind the last one and where nothing is seen."""
+    lse2_ptr, delta_ptr, H, padded = rows
+    i_b, i_h, start, key = _place(t, own, heads, RATIO, BLOCK_M, BLOCK_N)
+    slot, some = _tile(i_b, i_h, start, key, mask)
+    first = (i_b * H + i_h).to(tl.int64) * padded + start
+    b_lse2 = tl.load(lse2_ptr + first + tl.arange(0, BLOCK_M))
+    b_delta = tl.load(delta_ptr + first + tl.arange(0, BLOCK_M))
+    return slot, tl.where(some, b_lse2, float("inf")), b_delta
+
+
+@triton.jit
+def _visits(b_sum, b_bias, visits, own, heads, descriptors, rows, mask, words_ptr, alibi_ptr, qk_scale, cap,
+            after, shift, GROUP: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
             PARTIAL: tl.constexpr, NUM_STAGES: tl.constexpr, RATIO: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add dS of so many blocks of scores. There is no branch: with one the compiler copies nothing ahead."""
-    desc_q, desc_do, desc_k, desc_v, desc_rows = descriptors
+    """Add dS of so many blocks of scores. There is no branch: with one the compiler copies nothing ahead. Nor
+    does it copy rows ahead by TMA, because no product takes them: by pointers it does."""
+    desc_q, desc_do, desc_k, desc_v = descriptors
     for t in tl.range(visits, num_stages=NUM_STAGES):
         i_b, i_h, start, key = _place(t, own, heads, RATIO, BLOCK_M, BLOCK_N)
-        slot, some = _tile(i_b, i_h, start, key, mask)
+        slot, b_lse2, b_delta = _rows(t, own, heads, rows, mask, RATIO, BLOCK_M, BLOCK_N)
         slope, i_kv = alibi_ptr, i_h // GROUP  # together: alone, a None would not be one any more
         if alibi_ptr is not None:
             slope = head_slope(alibi_ptr, i_h)
         score = (cap, slope, after, i_h, i_b)
-        at, at_k, head = (i_b, i_h), (i_b, i_kv), i_b * H + i_h
+        at, at_k = (i_b, i_h), (i_b, i_kv)
         b_q = load_tile(desc_q, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         b_k = load_tile(desc_k, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         b_do = load_tile(desc_do, at, start, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         b_v = load_tile(desc_v, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        b_lse2 = desc_rows.load([LSE2, head, start]).reshape([BLOCK_M])  # [BLOCK_M], +inf behind the last row
-        b_lse2 = tl.where(some, b_lse2, float("inf"))  # weights of 0
-        b_delta = desc_rows.load([DELTA, head, start]).reshape([BLOCK_M])  # [BLOCK_M]
         o_q, o_k = start + tl.arange(0, BLOCK_M)[:, None], key + tl.arange(0, BLOCK_N)[None, :]
         EXACT: tl.constexpr = PRECISION == "ieee"
-        b_s, _ = unbiased(b_s, o_q, o_k, qk_scale, S_k - S_q, score, FUNCTION, DERIVATIVE, EXACT)
+        b_s, _ = unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION, DERIVATIVE, EXACT)
         b_p = tl.math.exp2(b_s + b_bias - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
         if PARTIAL:  # a tile without words gets those of slot 0; that of the last keys has words
             b_seen = seen(words_ptr, 2 * tl.maximum(slot, 0), start % TILE, key % TILE, BLOCK_M, BLOCK_N)
@@ -86,14 +99,14 @@ def _visits(b_sum, b_bias, visits, own, heads, descriptors, mask, words_ptr, ali
 def attention_sparse_bias_gradient(
     desc_q, desc_do,  # (B, H, S_q, D)
     desc_k, desc_v,  # (B, H_kv, S_k, D)
-    desc_rows,  # (2, B * H, padded): lse2 and delta
+    lse2_ptr, delta_ptr,  # (B * H, padded), see `common.preprocess`
     kinds_ptr,  # int8 (masks, 2 * down, 2 * across): of units, see `attnlib.block_mask.tiles`
     slots_ptr,  # (masks, down, across)
     words_ptr,  # (slots, 128, 4)
     alibi_ptr, bias_ptr,  # as in the forward kernel
     dbias_ptr,  # float32; 0 before the launch where programs add to it
     qk_scale, cap, after,  # as in the forward kernel
-    S_q, S_k, B,
+    S_q, S_k, padded, B,
     H,  # query heads
     one,  # 1, which the compiler does not know
     down, across,  # tiles of a mask
@@ -131,11 +144,13 @@ def attention_sparse_bias_gradient(
     mask = (kinds_ptr, slots_ptr, down, across, mask_b, mask_h)
     visits = (one if BATCHES else B) * heads * turns
     seen_by_some, mixed = 0, 0
-    for t in range(visits):
-        i_b, i_h, start, key = _place(t, own, heads, RATIO, BLOCK_M, BLOCK_N)
+    for t in range(0, visits, LOOK):
+        i_b, i_h, start, key = _place(
+            tl.minimum(t + tl.arange(0, LOOK), visits - 1), own, heads, RATIO, BLOCK_M, BLOCK_N
+        )
         slot, some = _tile(i_b, i_h, start, key, mask)
-        seen_by_some |= some.to(tl.int32)
-        mixed |= (slot >= 0).to(tl.int32)
+        seen_by_some |= tl.max(some.to(tl.int32), 0)
+        mixed |= tl.max((slot >= 0).to(tl.int32), 0)
     # Of the first block of a band, whose places have the distances of all.
     o_q = first * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     o_k = (RATIO * first + d) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -148,17 +163,17 @@ def attention_sparse_bias_gradient(
     b_bias = tl.load(at_q[:, None] + (o_k.to(tl.int64) * BIAS_N)[None, :], mask=there, other=0.0)
     b_bias = b_bias.to(tl.float32) * LOG2_E  # [BLOCK_M, BLOCK_N]
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    descriptors = (desc_q, desc_do, desc_k, desc_v, desc_rows)
+    descriptors, rows = (desc_q, desc_do, desc_k, desc_v), (lse2_ptr, delta_ptr, H, padded)
     b_sum = _visits(
-        b_sum, b_bias, visits * (seen_by_some - mixed), own, heads, descriptors, mask, words_ptr, alibi_ptr,
-        qk_scale, cap, after, S_q, S_k, H, GROUP, FUNCTION, DERIVATIVE, False, NUM_STAGES, RATIO, BLOCK_M,
-        BLOCK_N, BLOCK_D, PRECISION,
+        b_sum, b_bias, visits * (seen_by_some - mixed), own, heads, descriptors, rows, mask, words_ptr,
+        alibi_ptr, qk_scale, cap, after, S_k - S_q, GROUP, FUNCTION, DERIVATIVE, False, NUM_STAGES, RATIO,
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     if PARTIAL:
         b_sum = _visits(
-            b_sum, b_bias, visits * mixed, own, heads, descriptors, mask, words_ptr, alibi_ptr, qk_scale, cap,
-            after, S_q, S_k, H, GROUP, FUNCTION, DERIVATIVE, True, 1, RATIO, BLOCK_M, BLOCK_N, BLOCK_D,
-            PRECISION,
+            b_sum, b_bias, visits * mixed, own, heads, descriptors, rows, mask, words_ptr, alibi_ptr,
+            qk_scale, cap, after, S_k - S_q, GROUP, FUNCTION, DERIVATIVE, True, 1, RATIO, BLOCK_M, BLOCK_N,
+            BLOCK_D, PRECISION,
         )  # fmt: skip
     dbias_ptr += own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h
     at_q, at_k = dbias_ptr + o_q.to(tl.int64) * dbias_m, o_k.to(tl.int64) * dbias_n

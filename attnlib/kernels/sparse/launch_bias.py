@@ -54,15 +54,15 @@ def bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preproces
                 Part(name), windows[name], (1, 1, tile.block_n if name in "kv" else tile.block_m, width)
             )
             for key, name in names.items()
-        }
-        | {"desc_rows": rows.descriptor(tile.block_m)},
+        },
         pointers={
+            "lse2_ptr": rows.rows, "delta_ptr": Part("buffer", rows.rows.start + rows.heads * rows.padded),
             "kinds_ptr": Part("kinds"), "slots_ptr": Part("slots"), "words_ptr": Part("words"),
             "alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), "dbias_ptr": bias_part(call, "dbias"),
         },
         scalars={
-            "S_q": S_q, "S_k": S_k, "B": B, "H": H, "one": 1, "down": down, "across": across,
-            **mask_strides(call), **score_scalars(call), **strides,
+            "S_q": S_q, "S_k": S_k, "padded": rows.padded, "B": B, "H": H, "one": 1, "down": down,
+            "across": across, **mask_strides(call), **score_scalars(call), **strides,
         },
         constants={
             "GROUP": H // H_kv, "BATCHES": batches, "HEADS": heads, "ROWS": queries, "COLUMNS": keys,
