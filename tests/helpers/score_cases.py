@@ -145,7 +145,7 @@ def _cases() -> list[ScoreCase]:
     cases.append(ScoreCase(grouped, "cap 2 + relative"))
     cases += [ScoreCase(call, "own") for call in (plain, grouped)]
     cases.append(ScoreCase(grouped, "own + cap 2 + sinks + bias by key"))
-    cases.append(ScoreCase(SparseCase(Shape(1, 1, 150, 64, False, seqlen_k=280), "hole"), "relative"))
+    cases.append(ScoreCase(SparseCase(Shape(1, 1, 150, 64, False, seqlen_k=330), "hole"), "relative"))
     for head_dim, dtype in ((40, "float16"), (256, "bfloat16"), (256, "float32")):
         call = SparseCase(Shape(1, 2, 40, head_dim, False, dtype, heads_kv=1, seqlen_k=70))
         cases.append(ScoreCase(call, "cap 2 + alibi + sinks + bias by all"))

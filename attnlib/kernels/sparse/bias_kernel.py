@@ -14,11 +14,12 @@ from attnlib.kernels.common.tile_access import load_tile
 from attnlib.kernels.sparse.scores import LOG2_E, head_bias, head_slope, unbiased
 from attnlib.kernels.sparse.walk import TILE, seen
 
-NUMBERS = "S_q S_k padded B H one down across mask_b mask_h bias_b bias_h bias_m".split()
+NUMBERS = "S_q S_k padded B H down across mask_b mask_h bias_b bias_h bias_m".split()
 NUMBERS += ["dbias_b", "dbias_h", "dbias_m", "dbias_n"]
 
 LOOK = tl.constexpr(128)
 """Blocks that are looked at together for what is seen of them."""
+TALL = tl.constexpr(8)
 
 
 @triton.jit
@@ -28,6 +29,17 @@ def _band(rank, rows, columns, RATIO: tl.constexpr):
     d = columns - 1 - rank
     first = tl.maximum(0, (RATIO - 1 - d) // RATIO)
     return first, tl.minimum(rows, (columns - d + RATIO - 1) // RATIO), d
+
+
+@triton.jit
+def _block(rank, rows, columns, RATIO: tl.constexpr):
+    """(row, column of row 0) of a band of one block. Programs that run together own TALL blocks over each
+    other, and those beside them, so they read the same Q, dO, K and V of the head that they are at."""
+    strip = rank // (TALL * columns) * TALL
+    tall = tl.minimum(rows - strip, TALL)
+    rank = rank % (TALL * columns)
+    first = strip + rank % tall
+    return first, rank // tall - RATIO * first
 
 
 @triton.jit
@@ -108,7 +120,6 @@ def attention_sparse_bias_gradient(
     qk_scale, cap, after,  # as in the forward kernel
     S_q, S_k, padded, B,
     H,  # query heads
-    one,  # 1, which the compiler does not know
     down, across,  # tiles of a mask
     mask_b, mask_h,
     bias_b, bias_h, bias_m,
@@ -131,18 +142,17 @@ def attention_sparse_bias_gradient(
         blocks = RATIO * (rows - 1) + columns
         first, end, d = _band(tl.program_id(0) % blocks, rows, columns, RATIO)
         turns = end - first
-    else:  # a band of one block: if the compiler knew that, it would keep an address of the bias for each
-        blocks = rows * columns  # element in registers
-        first = tl.program_id(0) % blocks // columns
-        d = tl.program_id(0) % blocks % columns - RATIO * first
-        turns = one
+    else:  # a band of one block
+        blocks = rows * columns
+        first, d = _block(tl.program_id(0) % blocks, rows, columns, RATIO)
+        turns = 1
     own_b = tl.program_id(0) // blocks
     own_h, heads = own_b * 0, H
     if HEADS:
-        own_b, own_h, heads = own_b // H, own_b % H, one
+        own_b, own_h, heads = own_b // H, own_b % H, 1
     own = (own_b, own_h, first, d, turns)
     mask = (kinds_ptr, slots_ptr, down, across, mask_b, mask_h)
-    visits = (one if BATCHES else B) * heads * turns
+    visits = (1 if BATCHES else B) * heads * turns
     seen_by_some, mixed = 0, 0
     for t in range(0, visits, LOOK):
         i_b, i_h, start, key = _place(

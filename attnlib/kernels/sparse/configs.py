@@ -24,8 +24,9 @@ class SparseTile:
     heads_per_section: int = 4
 
 
-BIAS = {64: SparseTile(128, 64, 8, 2), 128: SparseTile(128, 64, 8, 2), 256: SparseTile(64, 32, 4, 2)}
-"""Of the kernel for the gradient of a bias, in half precision on Hopper. Not measured."""
+BIAS = {64: SparseTile(64, 64, 4, 2), 128: SparseTile(128, 64, 8, 2), 256: SparseTile(64, 32, 4, 2)}
+"""Of the kernel for the gradient of a bias, in half precision on Hopper: the fastest of four at D = 64, of
+two at 128 (docs/lab/sparse.md)."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preproces
             "alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), "dbias_ptr": bias_part(call, "dbias"),
         },
         scalars={
-            "S_q": S_q, "S_k": S_k, "padded": rows.padded, "B": B, "H": H, "one": 1, "down": down,
-            "across": across, **mask_strides(call), **score_scalars(call), **strides,
+            "S_q": S_q, "S_k": S_k, "padded": rows.padded, "B": B, "H": H, "down": down, "across": across,
+            **mask_strides(call), **score_scalars(call), **strides,
         },
         constants={
             "GROUP": H // H_kv, "BATCHES": batches, "HEADS": heads, "ROWS": queries, "COLUMNS": keys,

@@ -18,7 +18,7 @@ DOTS = "B1 H2 S130x170 D64 dense fp16 dots"
 GROUPS = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + alibi + sinks + bias by key"
 OWN = "B2 H4/2 S70x140 D64 dense fp16 band by both, own"
 CAPPED = f"{OWN} + cap 2 + sinks + bias by key"
-HOLE = "B1 H1 S150x280 D64 dense fp16 hole, relative"
+HOLE = "B1 H1 S150x330 D64 dense fp16 hole, relative"
 TABLE = "B2 H4/2 S70x140 D64 dense fp16 band by both, cap 2 + relative"
 WRONG = r"max error|not finite|LSE"
 
@@ -60,9 +60,9 @@ MUTATIONS = [
         ("dbias of all batch elements goes to the first", "own_b.to(tl.int64) * dbias_b", "0", GROUPS),
         ("dbias of keys is not summed up", "tl.sum(b_sum, 1), mask", "tl.max(b_sum, 1), mask",
          of("bias by query")),
-        ("dbias of one of the heads that share it", "own_b * 0, H\n", "own_b * 0, one\n",
+        ("dbias of one of the heads that share it", "own_b * 0, H\n", "own_b * 0, 1\n",
          of("bias by both places")),
-        ("dbias of one of the batch elements that share it", "one if BATCHES else B", "one", TABLE),
+        ("dbias of one of the batch elements that share it", "1 if BATCHES else B", "1", TABLE),
         ("dbias of what is hidden", "tl.where(b_seen | (slot < 0), b_p, 0.0)", "b_p",
          of("bias by both places")),
         ("dbias of what the left half sees", "start % TILE, key % TILE, BLOCK_M", "start % TILE, 0, BLOCK_M",
@@ -77,8 +77,10 @@ MUTATIONS = [
          of("bias by head and key")),
         ("dbias with the bias of the first batch element", "bias_h, own_b, own_h)",
          "bias_h, 0 * own_b, own_h)", GROUPS),
+        ("strips of blocks that are as tall as others", "tl.minimum(rows - strip, TALL)", "TALL",
+         of("bias by all")),
         ("a band without its last block", "(columns - d + RATIO - 1) // RATIO", "(columns - d - 1) // RATIO",
-         of("relative")),
+         HOLE),
         ("a band without its first block", "(RATIO - 1 - d) // RATIO", "(2 * RATIO - 1 - d) // RATIO",
          of("relative")),
     )),
