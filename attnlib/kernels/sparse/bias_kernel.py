@@ -15,11 +15,10 @@ from attnlib.kernels.sparse.scores import LOG2_E, head_bias, head_slope, unbiase
 from attnlib.kernels.sparse.walk import TILE, seen
 
 NUMBERS = "S_q S_k padded B H down across mask_b mask_h bias_b bias_h bias_m".split()
-NUMBERS += ["dbias_b", "dbias_h", "dbias_m", "dbias_n"]
+NUMBERS += ["dbias_b", "dbias_h", "dbias_m"]
 
 LOOK = tl.constexpr(128)
 """Blocks that are looked at together for what is seen of them."""
-TALL = tl.constexpr(8)
 
 
 @triton.jit
@@ -29,17 +28,6 @@ def _band(rank, rows, columns, RATIO: tl.constexpr):
     d = columns - 1 - rank
     first = tl.maximum(0, (RATIO - 1 - d) // RATIO)
     return first, tl.minimum(rows, (columns - d + RATIO - 1) // RATIO), d
-
-
-@triton.jit
-def _block(rank, rows, columns, RATIO: tl.constexpr):
-    """(row, column of row 0) of a band of one block. Programs that run together own TALL blocks over each
-    other, and those beside them, so they read the same Q, dO, K and V of the head that they are at."""
-    strip = rank // (TALL * columns) * TALL
-    tall = tl.minimum(rows - strip, TALL)
-    rank = rank % (TALL * columns)
-    first = strip + rank % tall
-    return first, rank // tall - RATIO * first
 
 
 @triton.jit
@@ -123,7 +111,7 @@ def attention_sparse_bias_gradient(
     down, across,  # tiles of a mask
     mask_b, mask_h,
     bias_b, bias_h, bias_m,
-    dbias_b, dbias_h, dbias_m, dbias_n,  # strides of dbias, 0 where it has one value for all
+    dbias_b, dbias_h, dbias_m,  # strides of dbias, 0 where it has one value for all; that of keys is 1
     GROUP: tl.constexpr,
     BIAS_N: tl.constexpr,
     FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
@@ -144,7 +132,8 @@ def attention_sparse_bias_gradient(
         turns = end - first
     else:  # a band of one block
         blocks = rows * columns
-        first, d = _block(tl.program_id(0) % blocks, rows, columns, RATIO)
+        first = tl.program_id(0) % blocks // columns
+        d = tl.program_id(0) % blocks % columns - RATIO * first
         turns = 1
     own_b = tl.program_id(0) // blocks
     own_h, heads = own_b * 0, H
@@ -170,7 +159,8 @@ def attention_sparse_bias_gradient(
     else:
         there = (o_q < S_q)[:, None] & (o_k < S_k)[None, :]
     at_q = head_bias(bias_ptr, bias_b, bias_h, own_b, own_h) + o_q.to(tl.int64) * bias_m
-    b_bias = tl.load(at_q[:, None] + (o_k.to(tl.int64) * BIAS_N)[None, :], mask=there, other=0.0)
+    wanted = there & (seen_by_some != 0)
+    b_bias = tl.load(at_q[:, None] + (o_k.to(tl.int64) * BIAS_N)[None, :], mask=wanted, other=0.0)
     b_bias = b_bias.to(tl.float32) * LOG2_E  # [BLOCK_M, BLOCK_N]
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     descriptors, rows = (desc_q, desc_do, desc_k, desc_v), (lse2_ptr, delta_ptr, H, padded)
@@ -186,13 +176,13 @@ def attention_sparse_bias_gradient(
             BLOCK_D, PRECISION,
         )  # fmt: skip
     dbias_ptr += own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h
-    at_q, at_k = dbias_ptr + o_q.to(tl.int64) * dbias_m, o_k.to(tl.int64) * dbias_n
+    at_q = dbias_ptr + o_q.to(tl.int64) * dbias_m
     if DIAGONAL:
-        tl.atomic_add(at_q[:, None] + at_k[None, :], b_sum, mask=there, sem="relaxed")
+        tl.atomic_add(at_q[:, None] + o_k[None, :], b_sum, mask=there, sem="relaxed")
     elif ROWS and COLUMNS:
-        tl.store(at_q[:, None] + at_k[None, :], b_sum, mask=there)
+        tl.store(at_q[:, None] + o_k[None, :], b_sum, mask=there)
     elif COLUMNS:
-        tl.atomic_add(dbias_ptr + at_k, tl.sum(b_sum, 0), mask=o_k < S_k, sem="relaxed")
+        tl.atomic_add(dbias_ptr + o_k, tl.sum(b_sum, 0), mask=o_k < S_k, sem="relaxed")
     elif ROWS:
         tl.atomic_add(at_q, tl.sum(b_sum, 1), mask=o_q < S_q, sem="relaxed")
     else:

@@ -44,8 +44,8 @@ def bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preproces
     names = {"desc_q": "q", "desc_do": "d_out", "desc_k": "k", "desc_v": "v"}
     own = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
     if score.diagonal:
-        own[2:] = strides[2:]
-    strides = dict(zip(("dbias_b", "dbias_h", "dbias_m", "dbias_n"), own, strict=True))
+        own[2] = strides[2]
+    strides = dict(zip(("dbias_b", "dbias_h", "dbias_m"), own, strict=False))
     return [Launch(
         KERNEL,
         (programs, 1, 1),

@@ -77,8 +77,6 @@ MUTATIONS = [
          of("bias by head and key")),
         ("dbias with the bias of the first batch element", "bias_h, own_b, own_h)",
          "bias_h, 0 * own_b, own_h)", GROUPS),
-        ("strips of blocks that are as tall as others", "tl.minimum(rows - strip, TALL)", "TALL",
-         of("bias by all")),
         ("a band without its last block", "(columns - d + RATIO - 1) // RATIO", "(columns - d - 1) // RATIO",
          HOLE),
         ("a band without its first block", "(RATIO - 1 - d) // RATIO", "(2 * RATIO - 1 - d) // RATIO",
