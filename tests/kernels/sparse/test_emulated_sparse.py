@@ -11,7 +11,7 @@ import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
-from chosen import first_of_each, in_turn
+from chosen import first_of_each, in_turn, with_more
 from emulated import ORDERS, Recorded, mutate, on_the_cpu
 from mutations import Mutation, check_places
 from sparse_cases import FUNCTIONS
@@ -146,15 +146,15 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_call(call):
-    check(CALLS[call])
-
-
 ORDERED = (
     "apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
     "two Q, pairs", "two Q in registers", "two Q, of 128",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("call", with_more((call for call in CALLS if call not in ORDERED), ORDERED))
+def test_call(call):
+    check(CALLS[call])
 
 
 @pytest.mark.parametrize(("call", "order"), in_turn(ORDERED, ORDERS))
@@ -223,15 +223,18 @@ def test_who_gathers_keys(head_dim, score):
     assert not hopper.configuration(q, q, q, params, backward=True).gathered
 
 
-@pytest.mark.parametrize("call", BACKWARD)
-def test_backward(call):
-    check_backward(BACKWARD[call])
-
-
 ORDERED_BACKWARD = (
     "many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both",
     "128 gathered, a sequence",
 )  # fmt: skip
+ALIKE = [f"wide {mask}" for mask in FUNCTIONS if mask in ("all", "dots", "corner") or "by" in mask]
+"""Masks whose kinds of tiles other calls of this kernel have."""
+SOME = [call for call in BACKWARD if call not in (*ORDERED_BACKWARD, *ALIKE)]
+
+
+@pytest.mark.parametrize("call", with_more(SOME, BACKWARD))
+def test_backward(call):
+    check_backward(BACKWARD[call])
 
 
 @pytest.mark.parametrize(("call", "order"), in_turn(ORDERED_BACKWARD, ORDERS))
