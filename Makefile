@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
 can_measure = $(PY) -c 'import sys; from attnlib.bench.records import can_measure; sys.exit(not can_measure())'
 
-.PHONY: help book test venv use-python linux lint unit gpu hygiene compile kernels chapters replay figures redraw docs site browser compat next in_next run html clean
+.PHONY: help book test venv use-python linux lint unit gpu hygiene compile every chapters replay figures redraw docs site browser compat next in_next run html clean
 
 help:  ## this list
 	@echo "attnlib: the two commands are 'make book' and 'make test'; their parts:"
@@ -138,13 +138,15 @@ hygiene: $(READY)  ## notebooks: execution order, errors, size, ids, paths; READ
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 # Tests that time a launch want a GPU for themselves. In their own order the long files do not come last and alone.
 side_by_side = $$($(can_measure) || echo "-n $(JOBS) --dist loadfile --no-loadscope-reorder")
+# A machine with a GPU has the time for every case, see tests/helpers/chosen.py.
+every = if $(can_measure); then export ATTNLIB_EVERY_CASE=1; fi
 
 # Which the part `hygiene` does.
 same_as_hygiene := test_the_committed_notebooks_and_readme_are_clean
 
 unit: $(READY)  ## the tests: on the GPU where there is one, else in Triton's interpreter
 	$(call say,tests)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q tests --ignore tests/book/test_replay.py --ignore tests/book/test_site.py \
+	@$(every); OMP_NUM_THREADS=1 $(PY) -m pytest -q tests --ignore tests/book/test_replay.py --ignore tests/book/test_site.py \
 	    --deselect tests/book/test_book.py::$(same_as_hygiene) $(side_by_side)
 
 gpu: $(READY)  ## only the tests that need a CUDA GPU
@@ -153,11 +155,10 @@ gpu: $(READY)  ## only the tests that need a CUDA GPU
 
 compile: $(READY)  ## compile kernels for sm_90 without a GPU: spills, tensor-core instructions, shared memory
 	$(call say,compiling for sm_90)
-	@if $(can_measure); then export ATTNLIB_EVERY_KERNEL=1; fi; \
-	    OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@$(every); OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/compile -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-kernels: $(READY)  ## the same for every kernel, as `compile` does where a GPU is; elsewhere it takes those that stand for all
-	@ATTNLIB_EVERY_KERNEL=1 $(MAKE) compile
+every: $(READY)  ## `unit` and `compile` with every case, as where a GPU is; elsewhere they take those that stand for all
+	@ATTNLIB_EVERY_CASE=1 $(MAKE) unit compile
 
 # Checking text and building the book keep one core busy, and so does the end of replaying: each has what the other leaves.
 chapters: $(READY)  ## redraw, and beside it hygiene and site, which are shown after it

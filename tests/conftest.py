@@ -11,6 +11,7 @@ import gc
 import os
 from pathlib import Path
 
+import chosen
 import hypothesis
 import pytest
 
@@ -28,6 +29,8 @@ gc.set_threshold(100_000, 50, 100)
 HERE = Path(__file__).resolve().parent
 collect_ignore_glob: list[str] = []
 _header: list[str] = []
+_left_out: list[int] = []
+"""Cases that were not collected, as each process of pytest-xdist counts them: each has collected all."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,12 +81,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.verbosity < 0:
         for line in _header:
             terminalreporter.write_line(line)
+    if number := max(_left_out, default=chosen.left_out()):
+        terminalreporter.write_line(
+            f"attnlib: {number} cases that others stand for were NOT collected; every one: make every"
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """A process of pytest-xdist ends, and leaves its count."""
+    _left_out.append(getattr(node, "workeroutput", {}).get("left_out", 0))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Asked for tests/gpu alone without a GPU: nothing to do is no error, and the summary says so."""
     import torch
 
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = chosen.left_out()
     only_gpu = all(str(arg).split("::")[0].rstrip("/").endswith("tests/gpu") for arg in session.config.args)
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and only_gpu and not torch.cuda.is_available():
         session.exitstatus = pytest.ExitCode.OK

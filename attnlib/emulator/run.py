@@ -20,6 +20,7 @@ from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction
 
+from attnlib.emulator.cores import on_one_core
 from attnlib.emulator.language import Language, named
 from attnlib.emulator.machine import Machine, Order, Program
 from attnlib.emulator.memory import Descriptor
@@ -54,6 +55,11 @@ def run(
     Arguments are those of `kernel[grid](...)`, with CPU tensors. `order`: see `machine`. Raises `Race`,
     `Deadlock`, and whatever else goes wrong.
     """
+    with on_one_core():
+        return _run(kernel, grid, args, order, seed, sms, num_warps, in_order, kwargs)
+
+
+def _run(kernel, grid, args, order, seed, sms, num_warps, in_order, kwargs) -> Report:
     grid = (*grid, 1, 1)[:3]
     rng = random.Random(seed)
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from decode_cases import DecodeCase, judge, make
 from layouts import LAYOUTS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -57,8 +58,7 @@ def test_opcheck_of_layouts(layout, device):
     torch.library.opcheck(DECODE.default, tuple(layout(x) for x in inputs[:3]), {"split": "3"})
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dynamic"), in_turn(CASES, (None, True)))
 def test_in_one_graph(name, dynamic, device):
     """Lengths, and with dynamic shapes batches, that the graph was not made for."""
     case = CASES[name]

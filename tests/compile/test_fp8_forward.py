@@ -29,12 +29,6 @@ KINDS = {
     "varlen, all, LSE": (True, 2, True, True, "varlen", "left", "shifted"),
 }
 PLAIN = "dense, not centered"
-CASES = [*product(WIDTHS, ("causal", "varlen, all, LSE"), ("bf16",)), (64, "varlen, all, LSE", "fp32")]
-CASES += [(64, "dense", "bf16"), (128, "dense", "bf16"), (128, PLAIN, "bf16")]
-CASES += [(width, "idle, tail, LSE", "bf16") for width in (64, 128)]
-CASES = with_more(
-    CASES, [*product(WIDTHS, KINDS, ("bf16",)), *product(WIDTHS, ("varlen, all, LSE",), ("fp32",))]
-)
 KINDS[PLAIN] = (False, 0, False, False, "not centered")
 OWN_QUERIES = "causal, own queries", "dense, own queries", "varlen, own queries"
 KINDS |= {
@@ -42,7 +36,18 @@ KINDS |= {
     OWN_QUERIES[1]: (False, 0, False, False, "own queries"),
     OWN_QUERIES[2]: (True, 2, True, True, "varlen", "left", "shifted", "own queries"),
 }
-CASES += [*product((64, 128), OWN_QUERIES, ("bf16",)), *product((64, 128), OWN_QUERIES[2:], ("fp32",))]
+CASES = with_more(
+    [
+        (64, "causal", "bf16"), (128, "dense", "bf16"), (128, PLAIN, "bf16"), (64, "idle, tail, LSE", "bf16"),
+        (128, "varlen, all, LSE", "fp32"), (256, "varlen, all, LSE", "bf16"), (64, OWN_QUERIES[1], "bf16"),
+        (128, OWN_QUERIES[0], "bf16"), (128, OWN_QUERIES[2], "fp32"),
+    ],
+    [
+        *product(WIDTHS, (kind for kind in KINDS if kind not in (PLAIN, *OWN_QUERIES)), ("bf16",)),
+        *product(WIDTHS, ("varlen, all, LSE",), ("fp32",)),
+        *product((64, 128), OWN_QUERIES, ("bf16",)), *product((64, 128), OWN_QUERIES[2:], ("fp32",)),
+    ],
+)  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPILLS: dict[tuple[int, str, str], int] = {}
 

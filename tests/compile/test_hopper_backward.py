@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import side_by_side
 import torch
-from chosen import more, with_more
+from chosen import with_more
 from gluon_kernels import compile_kernel, tile_types
 from triton.experimental import gluon
 
@@ -105,38 +105,25 @@ KEYS_SPILLS = {
     (KEYS_PAIR, "spread varlen dense"): 4,
 }  # fmt: skip
 """Words that may spill there."""
+FIRST = [
+    (64, "persistent early causal"), (64, "persistent bulk dense"), (64, "persistent whole shared causal"),
+    (64, "alternate causal"), (80, "persistent bulk causal"), (96, "persistent causal"),
+    (96, "shared causal"), (128, "persistent causal"), (128, "dense"), (128, "varlen window"),
+    (128, "apart causal"), (128, "shared varlen window"), (128, "deterministic varlen window"),
+    (160, "deterministic causal"), (192, "early causal"), (PAIR, "deterministic causal"),
+    (256, "causal"), (256, "dense"), (256, "shared causal"), (256, "deterministic varlen window"),
+    (KEYS, "spread causal"), (KEYS, "all load dense"), (KEYS, "early both sides"),
+    (KEYS, "spread shared varlen"), (KEYS_160, "causal"), (KEYS_160, "shared causal"),
+    (KEYS_PAIR, "all load both sides"), (KEYS_PAIR, "spread varlen"),
+]  # fmt: skip
+"""What calls get by themselves, of each width and with each option; each kind of a mask in each kernel."""
 CASES = with_more(
-    [*product(WIDTHS, ("causal", "dense", "varlen window"), ["fp16"]), (128, "causal", "bf16")],
-    [*product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16")],
-)
-# No call gets these by itself, or their parts are in others.
-SELDOM = {
-    case
-    for case in list(OPTION_SPILLS)[:-1]
-    if case[1].startswith("persistent") and {"shared", "both"} & set(case[1].split())
-}
-# Calls get other options there, see `keys96_config`; of the pair in parts, where sums of dQ have an order.
-SELDOM |= {
-    *product([KEYS], ("dense", "both sides", "early causal", "shared causal")),
-    *product([KEYS_160], ("spread causal", "spread shared causal", "all load dense", "early both sides")),
-    *product([KEYS_PAIR], ("causal", "dense")),
-    *product([PAIR], ("causal", "varlen window", "shared causal")),
-}
-# Of each, the option is in another kind or width, and the kind in another option.
-SELDOM |= {
-    (128, "deterministic dense"), (256, "deterministic dense"), (256, "shared dense"), (160, "shared causal"),
-    (64, "shared varlen window"), (64, "alternate dense"), (128, "alternate causal"), (64, "bulk dense"),
-    (80, "bulk causal"), (96, "bulk dense"), (128, "bulk causal"), (64, "early causal"),
-    (64, "persistent dense"), (96, "persistent bulk dense"), (128, "persistent early causal"),
-    (64, "deterministic dense"), (160, "deterministic causal"), (192, "deterministic causal"),
-    (80, "shared causal"), (192, "shared causal"), (256, "shared varlen window"), (256, "apart causal"),
-    (128, "bulk varlen window"), (128, "persistent dense"),
-    *product((KEYS_160, KEYS_PAIR), ["spread varlen dense"]), (KEYS_PAIR, "all load dense"),
-}  # fmt: skip
-EVERY = [*SPLIT_SPILLS, *KEYS_SPILLS, *OPTION_SPILLS]
-assert SELDOM < set(EVERY)
-CASES += [(*case, "fp16") for case in EVERY if case not in SELDOM] + [(KEYS, "causal", "bf16")]
-CASES += more((*case, "fp16") for case in EVERY if case in SELDOM)
+    [*((*case, "fp16") for case in FIRST), (128, "causal", "bf16")],
+    [
+        *product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16"), (KEYS, "causal", "bf16"),
+        *((*case, "fp16") for case in (*SPLIT_SPILLS, *KEYS_SPILLS, *OPTION_SPILLS)),
+    ],
+)  # fmt: skip
 FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
 FORMS |= {
     "persistent": ["persistent"],
@@ -359,14 +346,14 @@ def test_two_parts_are_compiled() -> None:
 
 def test_the_program_fits_its_registers(compiled) -> None:
     """At the start all warps have max_registers; afterwards the consumers get what the producer gives up."""
+    for case in CASES:
+        assert compiled[case][0].registers == columns_of(case[0])[2].max_registers
     for width in (64, 80, 96, 128):
         config = hopper_backward_config(width)
-        assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 3 * 128 * config.max_registers <= 65536
         assert 2 * config.consumer_registers + config.producer_registers <= 3 * config.max_registers
     for width in (160, 192, 256, KEYS, KEYS_160):
         _, _, config = columns_of(width)
-        assert compiled[width, "causal", "fp16"][0].registers == config.max_registers
         assert 4 * 128 * config.max_registers <= 65536
         kept = 2 * config.consumer_registers + config.dq_registers + config.producer_registers
         assert kept <= 4 * config.max_registers

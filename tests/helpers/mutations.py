@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +37,12 @@ class Mutation:
             assert source.count(right) == 1, f"the kernel has changed; expected once: {right}"
             source = source.replace(right, wrong)
         return source
+
+
+def check_places(mutations: Iterable[Mutation]) -> None:
+    """AssertionError unless each can be planted: also those that are tested where every case is."""
+    for mutation in mutations:
+        mutation.of(inspect.getsource(mutation.module))
 
 
 def load(source: str, folder: Path) -> ModuleType:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from emulated import ORDERS, Recorded, mutate, on_the_cpu
 from mutations import Mutation
 
@@ -92,8 +93,10 @@ def test_call(call: str) -> None:
     check(CALLS[call])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("call", ["more keys", "two slots", "Q in registers", "many tiles"])
+ORDERED = "more keys", "two slots", "Q in registers", "many tiles"
+
+
+@pytest.mark.parametrize(("call", "order"), in_turn(ORDERED, ORDERS))
 def test_orders(call: str, order: str) -> None:
     kernel = check(CALLS[call], order, 1)
     for seed in range(2, 4 if order == "random" else 3):

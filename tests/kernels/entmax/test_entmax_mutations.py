@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from entmax_cases import CASES, EntmaxCase, check, forget_launches
-from mutations import Mutation, load
+from mutations import Mutation, check_places, load
 
 from attnlib.kernels.entmax import backward_kernels, forward_kernel, list_kernels
 
@@ -116,7 +117,11 @@ def test_the_cases_pass_without_a_bug(name, device):
     check(SMALL[name], device)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, lambda x: (x.module, x.caught_by)), ids=str)
 def test_mutation(mutation, use_source, device):
     use_source(mutation.module, mutation.of(inspect.getsource(mutation.module)))
     with pytest.raises(AssertionError, match=f"{mutation.caught_by} is wrong: ({mutation.verdict})"):

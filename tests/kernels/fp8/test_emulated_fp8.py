@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from emulated import ORDERS
 from emulated_fp8 import Call, check
 
@@ -15,10 +17,9 @@ from attnlib.kernels.hopper.configs_fp8 import fp8_config
 pytestmark = INTERPRETER_REMARKS
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_forward(D: int, causal: bool, order: str) -> None:
+@pytest.mark.parametrize(("case", "order"), in_turn(product((True, False), (64, 128, 256)), ORDERS), ids=str)
+def test_forward(case: tuple[bool, int], order: str) -> None:
+    causal, D = case
     check(Call(D, causal=causal), order)
 
 
@@ -65,10 +66,9 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_calls(name: str) -> None:
-    for order in ("late", "random"):
-        check(CALLS[name], order, seed=1)
+@pytest.mark.parametrize(("name", "order"), in_turn(CALLS, ("late", "random")))
+def test_calls(name: str, order: str) -> None:
+    check(CALLS[name], order, seed=1)
 
 
 def test_rows_without_keys_get_no_mean() -> None:
@@ -109,13 +109,13 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_configurations(flags: dict, causal: bool) -> None:
-    config = replace(PLAIN, **flags)
-    call = Call(64, 2, 1, 300, 400, causal=causal, config=config, return_lse=True)
-    for order in ("late", "random"):
-        check(call, order, seed=2)
+WAYS = list(product((True, False), ("late", "random")))
+
+
+@pytest.mark.parametrize(("flags", "way"), in_turn(FLAGS, WAYS), ids=str)
+def test_configurations(flags: dict, way: tuple[bool, str]) -> None:
+    (causal, order), config = way, replace(PLAIN, **flags)
+    check(Call(64, 2, 1, 300, 400, causal=causal, config=config, return_lse=True), order, seed=2)
 
 
 def test_a_value_that_is_nan_stays_with_its_sequence() -> None:

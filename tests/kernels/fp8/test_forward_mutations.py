@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from emulated import mutate, on_the_cpu
 from emulated_fp8 import Call
 from fp8_cases import check_forward
-from mutations import Mutation
+from mutations import Mutation, check_places
 
 from attnlib.kernels.common import kept_shift
 from attnlib.kernels.hopper import coordinates, e4m3, launch_fp8, masks, queries, told
@@ -112,7 +113,11 @@ def test_the_kernel_passes(call: Call) -> None:
     judged(call)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, lambda x: (x.module, x.caught_by)), ids=str)
 def test_is_caught(mutation: Mutation) -> None:
     with pytest.raises(AssertionError) as raised:
         judged(CALLS[mutation.caught_by], mutate(mutation))

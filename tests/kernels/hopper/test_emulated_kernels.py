@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn, more, with_more
 from emulated import ORDERS, Call, check_backward, check_forward
 
 from attnlib.kernels.hopper.configs import (
@@ -25,20 +27,21 @@ from attnlib.kernels.hopper.configs_backward import (
 )
 
 pytestmark = INTERPRETER_REMARKS
+PLAIN_CALLS = [Call(D, causal=causal) for causal, D in product((True, False), (64, 128, 256))]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_forward(D: int, causal: bool, order: str) -> None:
-    check_forward(Call(D, causal=causal), order)
+def name_of(part: Call | str) -> str | None:
+    return f"{part.D}-{part.causal}" if isinstance(part, Call) else None
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_backward(D: int, causal: bool, order: str) -> None:
-    check_backward(Call(D, causal=causal), order)
+@pytest.mark.parametrize(("call", "order"), in_turn(PLAIN_CALLS, ORDERS), ids=name_of)
+def test_forward(call: Call, order: str) -> None:
+    check_forward(call, order)
+
+
+@pytest.mark.parametrize(("call", "order"), in_turn(PLAIN_CALLS, ORDERS), ids=name_of)
+def test_backward(call: Call, order: str) -> None:
+    check_backward(call, order)
 
 
 # ---------------------------------------------------------------- what a call may ask for
@@ -115,10 +118,9 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("name", FORWARD)
-def test_forward_calls(name: str) -> None:
-    for order in ("late", "random"):
-        check_forward(FORWARD[name], order, seed=1)
+@pytest.mark.parametrize(("name", "order"), in_turn(FORWARD, ("late", "random")))
+def test_forward_calls(name: str, order: str) -> None:
+    check_forward(FORWARD[name], order, seed=1)
 
 
 FLAGS = [
@@ -131,8 +133,7 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize(("flags", "causal"), in_turn(FLAGS, (True, False)), ids=str)
 def test_forward_configurations(flags: dict, causal: bool) -> None:
     check_forward(Call(64, 2, 1, 150, 230, causal, config=replace(PLAIN, **flags)), seed=2)
 
@@ -186,22 +187,21 @@ def test_backward_calls(name: str) -> None:
 # ---------------------------------------------------------------- consumers that alternate
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["64 columns", "72 of 80 columns", "128 columns", "a window"])
-def test_consumers_that_alternate(name: str, order: str, deterministic: bool) -> None:
-    call = ALTERNATING[name]
-    config = replace(hopper_backward_config(call.D, deterministic), alternate=True)
-    report = check_backward(replace(call, config=config, deterministic=deterministic), order).reports[-1]
-    assert report.unwaited == ()
-
-
 ALTERNATING = {
     "64 columns": Call(64, 2, 1, 300, 400),
     "72 of 80 columns": Call(72, 1, 1, 150, 170, causal=False),
     "128 columns": Call(128, 2, 1, 150, 40, causal=False),
     "a window": Call(128, 1, 1, 150, 400, window=(60, -1)),
 }
+
+
+@pytest.mark.parametrize(("case", "order"), in_turn(product(ALTERNATING, (False, True)), ORDERS), ids=str)
+def test_consumers_that_alternate(case: tuple[str, bool], order: str) -> None:
+    name, deterministic = case
+    call = ALTERNATING[name]
+    config = replace(hopper_backward_config(call.D, deterministic), alternate=True)
+    report = check_backward(replace(call, config=config, deterministic=deterministic), order).reports[-1]
+    assert report.unwaited == ()
 
 
 # ---------------------------------------------------------------- other forms of a step
@@ -217,8 +217,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("name", "order"), in_turn(FORMS, ORDERS))
 def test_forms_of_a_step(name: str, order: str) -> None:
     call = FORMS[name]
     config = replace(hopper_backward_config(call.D), bulk=True, early_mask=True, masked_stagger=600)
@@ -284,8 +283,7 @@ def of_96_keys(call: Call, query_columns: int = 192) -> HopperBackwardConfig:
     return replace(KEYS_96, query_columns=query_columns, value_columns=value_columns)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", OF_96_KEYS)
+@pytest.mark.parametrize(("name", "order"), in_turn(OF_96_KEYS, ORDERS))
 def test_96_keys_a_program(name: str, order: str) -> None:
     loaded = {"eager": 0, "late": 2, "random": 3}[order]
     config = replace(of_96_keys(OF_96_KEYS[name]), loaded=loaded, placed=loaded != 3)
@@ -293,8 +291,7 @@ def test_96_keys_a_program(name: str, order: str) -> None:
     assert check_backward(replace(OF_96_KEYS[name], config=config), order).reports[-1].unwaited == ()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", OF_160_COLUMNS)
+@pytest.mark.parametrize(("name", "order"), in_turn(OF_160_COLUMNS, ORDERS))
 def test_96_keys_of_160_columns(name: str, order: str) -> None:
     call, loaded = OF_160_COLUMNS[name], {"eager": 3, "late": 0, "random": 2}[order]
     config = replace(of_96_keys(call, 160), loaded=loaded, placed=loaded != 3, early_mask=order == "late")
@@ -303,8 +300,7 @@ def test_96_keys_of_160_columns(name: str, order: str) -> None:
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 
-@pytest.mark.parametrize("order", ["late", "random"])
-@pytest.mark.parametrize("name", SHARED_OF_96_KEYS)
+@pytest.mark.parametrize(("name", "order"), in_turn(SHARED_OF_96_KEYS, ("late", "random")))
 def test_programs_of_96_keys_that_share_a_key_head(name: str, order: str) -> None:
     call = SHARED_OF_96_KEYS[name]
     visited = 2 if order == "late" and call.H // call.H_kv == 4 else 1
@@ -339,10 +335,12 @@ SHARED_TILES = {
 }
 
 
-@pytest.mark.parametrize(("order", "sms"), [*zip(ORDERS, (1, 3, 2), strict=True)])
-@pytest.mark.parametrize("name", SHARED_TILES)
-def test_programs_that_stay_and_share_a_key_head(name: str, order: str, sms: int) -> None:
-    call = SHARED_TILES[name]
+SMS = {"eager": 1, "late": 3, "random": 2}
+
+
+@pytest.mark.parametrize(("name", "order"), in_turn(SHARED_TILES, ORDERS))
+def test_programs_that_stay_and_share_a_key_head(name: str, order: str) -> None:
+    call, sms = SHARED_TILES[name], SMS[order]
     config = replace(hopper_backward_config(call.D), persistent=True, bulk="bulk" in name)
     visited = 2 if order == "late" and call.H // call.H_kv == 4 else 1
     config = replace(config, visited=visited, added="apart" not in name, early_mask=order == "late")
@@ -350,10 +348,9 @@ def test_programs_that_stay_and_share_a_key_head(name: str, order: str, sms: int
     assert kernel.reports[-1].unwaited == () and kernel.programs <= sms
 
 
-@pytest.mark.parametrize(("order", "sms"), [*zip(ORDERS, (1, 3, 2), strict=True)])
-@pytest.mark.parametrize("name", TILES)
-def test_programs_that_stay_on_their_sm(name: str, order: str, sms: int) -> None:
-    call = TILES[name]
+@pytest.mark.parametrize(("name", "order"), in_turn(TILES, ORDERS))
+def test_programs_that_stay_on_their_sm(name: str, order: str) -> None:
+    call, sms = TILES[name], SMS[order]
     config = replace(hopper_backward_config(call.D), persistent=True, bulk="bulk" in name)
     config = replace(config, visited=call.H // call.H_kv, early_mask=order == "late", masked_stagger=600)
     kernel = check_backward(replace(call, config=config), order, sms=sms)
@@ -397,12 +394,19 @@ def bits_of_runs(call: Call) -> set[bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", IN_ORDER)
+ORDERED = with_more(
+    ["dense", "128 columns, batches", "256 columns", "80 columns", "160 columns, dense", "varlen",
+     "window on both sides", "no right bound", "192 columns, values of 128"],
+    IN_ORDER,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERED)
 def test_dq_has_the_same_bits_in_every_order(name: str) -> None:
     assert len(bits_of_runs(replace(IN_ORDER[name], deterministic=True))) == 1
 
 
-@pytest.mark.parametrize("name", ["causal", "256 columns", "80 columns"])
+@pytest.mark.parametrize("name", ["256 columns", *more(["causal", "80 columns"])])
 def test_without_turns_bits_differ(name: str) -> None:
     """So the test above can fail."""
     assert len(bits_of_runs(IN_ORDER[name])) > 1
@@ -459,10 +463,13 @@ RUNS |= {"backward, persistent": 20, "backward, persistent, bulk": 20}
 RUNS |= {"backward, shared": 10, "backward, 72 of 80 columns": 10, "backward, 136 of 160 columns": 10}
 
 
-@pytest.mark.parametrize("kind", TINY)
-def test_many_orders(kind: str) -> None:
+SEEDS = [(kind, range(8)) for kind in TINY] + more((kind, range(8, RUNS[kind])) for kind in TINY)
+
+
+@pytest.mark.parametrize(("kind", "seeds"), SEEDS, ids=str)
+def test_many_orders(kind: str, seeds: range) -> None:
     """Results are checked once, then memory has to be the same after each run."""
     check = check_backward if kind.startswith("backward") else check_forward
     kernel = check(TINY[kind], "eager", sms=1)
-    for seed in range(RUNS[kind]):
+    for seed in seeds:
         kernel.repeat("random", seed)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from emulated import Call, check_backward
 
 from attnlib.kernels.common.signature import Lengths, Signature
@@ -45,8 +46,7 @@ def config_of(call: Call, **changes) -> HopperBackwardConfig:
     return replace(config, **changes)
 
 
-@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "added"), in_turn(CALLS, (True, False)))
 def test_programs_share_a_key_head(name: str, added: bool) -> None:
     """With one for each group, which shares nothing, test_emulated_kernels runs calls of all widths."""
     call = CALLS[name]

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from emulated import ORDERS, mutate, on_the_cpu
 from mutations import Mutation
 from rising import BLOCKS, SCALE, N, levels_of, tensors
@@ -127,15 +129,13 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", INPUTS)
-def test_inputs(name: str, config: str, causal: bool) -> None:
+@pytest.mark.parametrize(("case", "causal"), in_turn(product(INPUTS, CONFIGS), (False, True)), ids=str)
+def test_inputs(case: tuple[str, str], causal: bool) -> None:
+    name, config = case
     check(*INPUTS[name](), CONFIGS[config], causal)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "dtype"), in_turn(TILES, (torch.float16, torch.bfloat16)), ids=str)
 def test_tiles(tile: str, dtype: torch.dtype) -> None:
     """Two heads on one, sums of the scores' signs, a diagonal, more rows than a tile has."""
     D, config = TILES[tile]
@@ -147,8 +147,7 @@ def test_tiles(tile: str, dtype: torch.dtype) -> None:
     check(q, k, v, config, False, -0.3)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("config", ["64 keys, early", "128 keys, late"])
+@pytest.mark.parametrize(("config", "order"), in_turn(["64 keys, early", "128 keys, late"], ORDERS))
 def test_orders(config: str, order: str) -> None:
     check(*up_and_down(), CONFIGS[config], order=order).repeat(order, 1)
 

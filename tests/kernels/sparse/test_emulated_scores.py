@@ -8,8 +8,9 @@ import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from emulated import mutate, on_the_cpu
-from mutations import Mutation
+from mutations import Mutation, check_places
 from score_cases import bent, bent_derivative, bent_reference
 from sparse_cases import FUNCTIONS
 
@@ -316,7 +317,16 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def kind_of(mutation: Mutation) -> tuple:
+    """Bugs of one file that one call notices."""
+    return (mutation.module, mutation.caught_by)
+
+
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, kind_of), ids=str)
 def test_a_planted_bug_is_found(mutation):
     mutants = mutate(mutation)
     for order, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]:

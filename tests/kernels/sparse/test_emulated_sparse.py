@@ -11,8 +11,9 @@ import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each, in_turn, with_more
 from emulated import ORDERS, Recorded, mutate, on_the_cpu
-from mutations import Mutation
+from mutations import Mutation, check_places
 from sparse_cases import FUNCTIONS
 
 from attnlib import BlockMask, S2Pattern
@@ -145,17 +146,18 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+ORDERED = (
+    "apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
+    "two Q, pairs", "two Q in registers", "two Q, of 128",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", with_more((call for call in CALLS if call not in ORDERED), ORDERED))
 def test_call(call):
     check(CALLS[call])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "call",
-    ["apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
-     "two Q, pairs", "two Q in registers", "two Q, of 128"],
-)
+@pytest.mark.parametrize(("call", "order"), in_turn(ORDERED, ORDERS))
 def test_orders(call, order):
     kernel = check(CALLS[call], order, 1)
     for seed in (2, 3) if order == "random" else ():
@@ -221,17 +223,21 @@ def test_who_gathers_keys(head_dim, score):
     assert not hopper.configuration(q, q, q, params, backward=True).gathered
 
 
-@pytest.mark.parametrize("call", BACKWARD)
+ORDERED_BACKWARD = (
+    "many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both",
+    "128 gathered, a sequence",
+)  # fmt: skip
+ALIKE = [f"wide {mask}" for mask in FUNCTIONS if mask in ("all", "dots", "corner") or "by" in mask]
+"""Masks whose kinds of tiles other calls of this kernel have."""
+SOME = [call for call in BACKWARD if call not in (*ORDERED_BACKWARD, *ALIKE)]
+
+
+@pytest.mark.parametrize("call", with_more(SOME, BACKWARD))
 def test_backward(call):
     check_backward(BACKWARD[call])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "call",
-    ["many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both",
-     "128 gathered, a sequence"],
-)
+@pytest.mark.parametrize(("call", "order"), in_turn(ORDERED_BACKWARD, ORDERS))
 def test_orders_of_the_backward_pass(call, order):
     kernel = check_backward(BACKWARD[call], order, 1)
     for seed in (2, 3) if order == "random" else ():
@@ -385,7 +391,16 @@ def said_of(mutation: Mutation, mutants, order: str, seed: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def kind_of(mutation: Mutation) -> tuple:
+    """Bugs of one file that one call notices."""
+    return (mutation.module, mutation.caught_by)
+
+
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, kind_of), ids=str)
 def test_a_planted_bug_is_found(mutation):
     mutants = mutate(mutation)
     for order, seed in RUNS:

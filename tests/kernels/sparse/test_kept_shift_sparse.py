@@ -5,11 +5,13 @@ and planted bugs."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn, with_more
 from emulated import ORDERS, mutate, on_the_cpu
 from mutations import Mutation
 from sparse_cases import FUNCTIONS
@@ -78,24 +80,35 @@ def check(config, kind="normal", mask="dots", scale=0.3, score=None, D=64, mutan
     return kernels["attention_sparse_forward_hopper"]
 
 
-@pytest.mark.parametrize("mask", [*MASKS, "blocks"])
-def test_masks(mask):
-    check(CONFIGS["early"], mask=mask)
-    check(CONFIGS["early"], "up and down", mask)
+@pytest.mark.parametrize(("mask", "kind"), in_turn([*MASKS, "blocks"], ("up and down", "normal")))
+def test_masks(mask, kind):
+    check(CONFIGS["early"], kind, mask)
 
 
-@pytest.mark.parametrize("kind", ["large", "sink", "rising", "falling", "far below", "up and down"])
-@pytest.mark.parametrize("name", ["64", "wide"])
-def test_inputs_that_mislead(name, kind):
-    for mask in ("late", "blocks", "documents"):
-        check(CONFIGS[name], kind, mask)
+MISLEADING = "large", "sink", "rising", "falling", "far below", "up and down"
 
 
-@pytest.mark.parametrize("D", [128, 256])
-@pytest.mark.parametrize("mask", ["late", "blocks"])
-def test_other_widths(D, mask):
-    check(CONFIGS[str(D)], "rising", mask, D=D, scale=-0.3)
-    check(CONFIGS[str(D)], "normal", mask, D=D, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("case", "mask"), in_turn(product(MISLEADING, ("64", "wide")), ("late", "blocks", "documents")), ids=str
+)
+def test_inputs_that_mislead(case, mask):
+    kind, name = case
+    check(CONFIGS[name], kind, mask)
+
+
+WIDER = with_more(
+    [(128, "late", True), (128, "blocks", False), (256, "late", False), (256, "blocks", True)],
+    product((128, 256), ("late", "blocks"), (True, False)),
+)
+"""Columns, mask, whether scores rise; others are of bfloat16."""
+
+
+@pytest.mark.parametrize(("D", "mask", "rising"), WIDER)
+def test_other_widths(D, mask, rising):
+    if rising:
+        check(CONFIGS[str(D)], "rising", mask, D=D, scale=-0.3)
+    else:
+        check(CONFIGS[str(D)], "normal", mask, D=D, dtype=torch.bfloat16)
 
 
 SCORES = {
@@ -116,8 +129,7 @@ def keeps(kernel) -> bool:
     return plan.keep_shift.value
 
 
-@pytest.mark.parametrize("mask", ["late", "all"])
-@pytest.mark.parametrize("score", [*SCORES, *OTHERS])
+@pytest.mark.parametrize(("score", "mask"), in_turn([*SCORES, *OTHERS], ("late", "all")))
 def test_scores(score, mask):
     """Caps and sinks keep shifts, others do without."""
     given = (SCORES | OTHERS)[score]

@@ -6,8 +6,9 @@ import inspect
 
 import pytest
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from families import fresh_launches  # noqa: F401  (a fixture)
-from mutations import Mutation, load
+from mutations import Mutation, check_places, load
 from score_cases import CASES, check_scored
 
 from attnlib.kernels.sparse import backward_kernels, bias_kernel, forward_kernel, scores
@@ -99,7 +100,11 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, lambda x: (x.module, x.caught_by)), ids=str)
 def test_is_caught(mutation, device, tmp_path, monkeypatch, fresh_launches):
     mutant = load(mutation.of(inspect.getsource(mutation.module)), tmp_path)
     for name, value in vars(mutant).items():
