@@ -38,6 +38,7 @@ class Report:
     unwaited: tuple[tuple[int, str, int], ...]
 
 
+@on_one_core()
 def run(
     kernel: JITFunction,
     grid: Iterable[int],
@@ -55,11 +56,6 @@ def run(
     Arguments are those of `kernel[grid](...)`, with CPU tensors. `order`: see `machine`. Raises `Race`,
     `Deadlock`, and whatever else goes wrong.
     """
-    with on_one_core():
-        return _run(kernel, grid, args, order, seed, sms, num_warps, in_order, kwargs)
-
-
-def _run(kernel, grid, args, order, seed, sms, num_warps, in_order, kwargs) -> Report:
     grid = (*grid, 1, 1)[:3]
     rng = random.Random(seed)
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs

@@ -31,6 +31,11 @@ class Mutation:
         name = "" if self.module is None else self.module.__name__.rpartition(".")[2] + ": "
         return name + self.bug
 
+    @property
+    def kind(self) -> tuple[ModuleType | None, str]:
+        """That of the bugs of one file that one call notices."""
+        return self.module, self.caught_by
+
     def of(self, source: str) -> str:
         """The source with the bug. AssertionError unless what is edited is in it exactly once."""
         for right, wrong in ((self.right, self.wrong), *self.more):

@@ -46,6 +46,11 @@ class Preprocess(NamedTuple):
         return Part("buffer", self.heads * self.padded * self.sums_width)
 
     @property
+    def deltas(self) -> Part:
+        """Delta alone."""
+        return Part("buffer", self.rows.start + self.heads * self.padded)
+
+    @property
     def elements(self) -> int:
         """Of the whole buffer."""
         return self.following.start + self.more

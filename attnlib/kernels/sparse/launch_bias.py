@@ -56,7 +56,7 @@ def bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preproces
             for key, name in names.items()
         },
         pointers={
-            "lse2_ptr": rows.rows, "delta_ptr": Part("buffer", rows.rows.start + rows.heads * rows.padded),
+            "lse2_ptr": rows.rows, "delta_ptr": rows.deltas,
             "kinds_ptr": Part("kinds"), "slots_ptr": Part("slots"), "words_ptr": Part("words"),
             "alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), "dbias_ptr": bias_part(call, "dbias"),
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 
 import families
 import pytest
@@ -317,16 +318,11 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-def kind_of(mutation: Mutation) -> tuple:
-    """Bugs of one file that one call notices."""
-    return (mutation.module, mutation.caught_by)
-
-
 def test_each_bug_has_its_place() -> None:
     check_places(MUTATIONS)
 
 
-@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, kind_of), ids=str)
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, attrgetter("kind")), ids=str)
 def test_a_planted_bug_is_found(mutation):
     mutants = mutate(mutation)
     for order, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]:

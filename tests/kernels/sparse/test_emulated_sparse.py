@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import ModuleType
 
 import families
@@ -391,16 +392,11 @@ def said_of(mutation: Mutation, mutants, order: str, seed: int) -> str:
     return ""
 
 
-def kind_of(mutation: Mutation) -> tuple:
-    """Bugs of one file that one call notices."""
-    return (mutation.module, mutation.caught_by)
-
-
 def test_each_bug_has_its_place() -> None:
     check_places(MUTATIONS)
 
 
-@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, kind_of), ids=str)
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, attrgetter("kind")), ids=str)
 def test_a_planted_bug_is_found(mutation):
     mutants = mutate(mutation)
     for order, seed in RUNS:
