@@ -164,7 +164,7 @@ class Language:
     # ------------------------------------------------------------ the rest
 
     def _atomic_add(self, pointer: Pointer, value: int | Tensor, mask: Tensor | None = None, sem="acq_rel"):
-        """Elements that the mask hides are undefined."""
+        """Elements that the mask hides are undefined, and so is which of several at one place came first."""
         if mask is None and isinstance(value, Tensor):
             mask = Tensor(torch.ones(tuple(value.shape), dtype=torch.bool))
         place = pointer.places(mask)
@@ -173,10 +173,9 @@ class Language:
             pointer.memory[place] = before + value
             self.machine.pause()
             return Int(before) if isinstance(before, int) else before
-        assert len(place.unique()) == len(place), "the kernels add to no place twice at once"
         before = torch.full(mask.data.shape, UNDEFINED, dtype=pointer.memory.dtype)
         before[mask.data] = pointer.memory[place]
-        pointer.memory[place] += value.data[mask.data]
+        pointer.memory.index_add_(0, place, value.data[mask.data].to(pointer.memory.dtype))
         self.machine.pause()
         return Tensor(before)
 

@@ -36,6 +36,7 @@ from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.kernels.sparse import (
     hopper_backward_kernel,
     hopper_backward_wide_kernel,
+    hopper_bias_kernel,
     hopper_kernel,
 )
 from attnlib.params import Params, Varlen, mask_window
@@ -50,6 +51,7 @@ KERNELS = {
     "attention_sparse_forward_hopper": hopper_kernel,
     "attention_sparse_backward_hopper": hopper_backward_kernel,
     "attention_sparse_backward_hopper_wide": hopper_backward_wide_kernel,
+    "attention_sparse_bias_gradient_hopper": hopper_bias_kernel,
 }
 
 IMPORT = re.compile(r"^from (attnlib\.kernels[\w.]*) import (\([^)]*\)|.+)", re.MULTILINE)

@@ -114,6 +114,33 @@ def hopper_sparse_config(
 
 
 @dataclass(frozen=True)
+class HopperBiasConfig:
+    """How `hopper_bias_kernel.attention_sparse_bias_gradient_hopper` is compiled and launched.
+
+    Attributes:
+        stages: slots of the ring of pairs of blocks, Q and K or dO and V; at most 8.
+        consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
+        max_registers: of a thread when the program starts.
+    """
+
+    stages: int
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    max_registers: int = 168
+
+
+_BIAS = {(64, 2): 4, (64, 4): 4, (128, 2): 3, (128, 4): 2}
+"""(columns of a tile, bytes of an element of the bias) -> stages: two visits, or what fits beside it."""
+
+
+def hopper_bias_config(head_dim: int, element_size: int) -> HopperBiasConfig | None:
+    """For a head dimension and a bias whose elements have so many bytes. None where shared memory is too
+    small."""
+    stages = _BIAS.get((tile_width(head_dim), element_size))
+    return None if stages is None else HopperBiasConfig(stages)
+
+
+@dataclass(frozen=True)
 class HopperSparseBackwardConfig:
     """How `hopper_backward_kernel.attention_sparse_backward_hopper` is compiled and launched, or with 64 keys
     for a program `hopper_backward_wide_kernel.attention_sparse_backward_hopper_wide`.
@@ -124,7 +151,7 @@ class HopperSparseBackwardConfig:
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         copies_bias: a bias that TMA can read comes through shared memory.
         gathered: walk along `BlockMask.gathered`, whose programs have two units of 64 keys from any place.
-        bias: tile of the kernel, in plain Triton, that makes the gradient of a bias.
+        bias: how the gradient of a bias is made; a tile: by the kernel in plain Triton.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -136,7 +163,7 @@ class HopperSparseBackwardConfig:
     half_p: bool = False
     copies_bias: bool = True
     gathered: bool = False
-    bias: SparseTile = BIAS[128]
+    bias: SparseTile | HopperBiasConfig = BIAS[128]
     consumer_registers: int = 240
     dq_registers: int = 0
     producer_registers: int = 24

@@ -10,10 +10,11 @@ from attnlib.kernels.sparse import launch_hopper, launch_hopper_backward
 from attnlib.kernels.sparse.configs_hopper import (
     HopperSparseBackwardConfig,
     HopperSparseConfig,
+    hopper_bias_config,
     hopper_sparse_backward_config,
     hopper_sparse_config,
 )
-from attnlib.kernels.sparse.hopper_bias import bias_window
+from attnlib.kernels.sparse.hopper_bias import adds_alone, bias_window
 from attnlib.kernels.sparse.launch_hopper import forward
 from attnlib.kernels.sparse.launch_hopper_backward import backward
 from attnlib.params import Params
@@ -66,6 +67,9 @@ def configuration(
         scored = bias or own or (score is not None and score.soft_cap is not None)
         chosen = hopper_sparse_backward_config(head_dim, scored)
         gathered = form.gathered is not None and alike and chosen.block_n == 128
+        if score is not None and score.bias_gradient and adds_alone(score.form, q.shape[2], k.shape[2]):
+            own = hopper_bias_config(head_dim, score.bias.element_size())
+            chosen = replace(chosen, bias=own or chosen.bias)
         return replace(chosen, gathered=gathered)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
     short = form.short and score is None and not form.partial_rows

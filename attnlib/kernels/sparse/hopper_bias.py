@@ -22,6 +22,13 @@ def bias_window(score: ScoreForm | None, S_q: int, S_k: int) -> Window | None:
     return None if strides is None else (tuple(score.sizes), strides)
 
 
+def adds_alone(score: ScoreForm, S_q: int, S_k: int) -> bool:
+    """Whether a bias, with queries and keys of its own or of diagonals, is all that is done to a product of a
+    query and a key: the Hopper kernel makes the gradient of such a one."""
+    own = score.diagonal or tuple(score.sizes[2:]) == (S_q, S_k)
+    return own and score.soft_cap is None and not score.alibi and score.function is None
+
+
 def bias_descriptor(window: Window | None, dtype: torch.dtype, rows: int, keys: int) -> Descriptor:
     """For copies of so many rows and keys."""
     from triton.experimental.gluon import language as gl

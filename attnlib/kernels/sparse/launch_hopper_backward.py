@@ -14,7 +14,7 @@ from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
-from attnlib.kernels.sparse.configs_hopper import HopperSparseBackwardConfig
+from attnlib.kernels.sparse.configs_hopper import HopperBiasConfig, HopperSparseBackwardConfig
 from attnlib.kernels.sparse.hopper_bias import bias_descriptor, bias_plan, bias_scalars, bias_window
 from attnlib.kernels.sparse.launch_backward import (
     COLUMNS,
@@ -27,6 +27,7 @@ from attnlib.kernels.sparse.launch_backward import (
 from attnlib.kernels.sparse.launch_bias import bias_gradient
 from attnlib.kernels.sparse.launch_forward import TILE, bias_part, mask_strides
 from attnlib.kernels.sparse.launch_hopper import scales, words_descriptor
+from attnlib.kernels.sparse.launch_hopper_bias import hopper_bias_gradient
 from attnlib.params import Params
 from attnlib.scores import ScoreForm
 
@@ -113,7 +114,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     launches += sinks_gradient(call, first)
-    launches += bias_gradient(call, {"d_out": d_out, "q": q, "k": k, "v": v}, first)
+    made_by = hopper_bias_gradient if isinstance(config.bias, HopperBiasConfig) else bias_gradient
+    launches += made_by(call, {"d_out": d_out, "q": q, "k": k, "v": v}, first)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 

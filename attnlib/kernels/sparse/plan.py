@@ -146,3 +146,29 @@ class WideSparseBackwardPlan(SparseBackwardPlan):
     # dK, dV and dQ are formed in two halves of their columns.
     half = property(lambda self: gl.constexpr(self.d.value // 2))
     d_layout = property(lambda self: accumulator(self.half.value))
+
+
+@dataclass(frozen=True)
+class HopperBiasPlan(Constants):
+    """What the kernel of a bias' gradient is compiled for.
+
+    Attributes:
+        d: columns of a tile, the head dimension or more: 64 or 128.
+        partial: some tiles have words.
+        diagonal: the bias is of diagonals.
+        batches, heads: each batch element, or head, has a bias of its own.
+        even: rows of the gradient begin at multiples of two elements.
+        bias_type: of the bias' elements.
+    """
+
+    d: int
+    partial: bool
+    diagonal: bool
+    batches: bool
+    heads: bool
+    even: bool
+    bias_type: gl.dtype
+    pipeline: Pipeline
+    registers: Registers
+
+    s_layout = accumulator(128)  # of S and dP [64, 128], and of their sum

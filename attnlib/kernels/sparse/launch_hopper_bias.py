@@ -1,0 +1,73 @@
+"""Launch what makes the gradient of a bias on Hopper, behind the other gradients' kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attnlib.kernels.common.hopper_gpu import HALF
+from attnlib.kernels.common.launch_preprocess import Preprocess
+from attnlib.kernels.common.launcher import Descriptor, Launch, Part
+from attnlib.kernels.common.signature import LOG2_E, Signature
+from attnlib.kernels.common.tiles import tile_width
+from attnlib.kernels.sparse.configs_hopper import HopperBiasConfig
+from attnlib.kernels.sparse.hopper_bias import bias_scalars
+from attnlib.kernels.sparse.launch_forward import TILE, bias_part, check_size, mask_strides
+from attnlib.scores import ScoreForm
+
+KERNEL = "attnlib.kernels.sparse.hopper_bias_kernel.attention_sparse_bias_gradient_hopper"
+
+
+def hopper_bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preprocess) -> list[Launch]:
+    """The launch, if that gradient is asked for; of a bias as `hopper_bias.adds_alone` says. windows: of
+    d_out, q, k and v; rows: of LSE and delta."""
+    from triton.experimental.gluon import language as gl
+
+    score = call.score
+    if score is None or not score.bias_gradient:
+        return []
+    B, H, H_kv, S_q, S_k = call.dimensions()
+    down, across, width = -(-S_q // TILE), -(-S_k // TILE), tile_width(call.head_dim)
+    blocks = down + across - 1 if score.diagonal else down * across
+    batches, heads = score.sizes[:2]
+    check_size(call, blocks * batches * heads)
+    element = getattr(gl, HALF[call.dtype])
+
+    def descriptor(name: str) -> Descriptor:
+        block = 1, 1, TILE if name in "kv" else 64, width
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+        return Descriptor(Part(name), windows[name], block, layout)
+
+    names = {"desc_q": "q", "desc_do": "d_out", "desc_k": "k", "desc_v": "v"}
+    return [Launch(
+        KERNEL,
+        (blocks * batches * heads, 1, 1),
+        descriptors={key: descriptor(name) for key, name in names.items()},
+        pointers={
+            "lse2_ptr": rows.rows, "delta_ptr": rows.deltas,
+            "kinds_ptr": Part("kinds"), "slots_ptr": Part("slots"), "words_ptr": Part("words"),
+            "bias_ptr": bias_part(call), "dbias_ptr": bias_part(call, "dbias"),
+        },
+        scalars={
+            "qk_scale": call.sm_scale * LOG2_E, **bias_scalars(call), "S_q": S_q, "B": B, "H": H,
+            "GROUP": H // H_kv, "num_m": rows.padded // TILE, "down": down, "across": across,
+            **mask_strides(call), "dbias_own": S_q + S_k - 1 if score.diagonal else S_q * S_k,
+        },
+        constants={"plan": make_plan(width, call.config.bias, call.mask.partial, score, B, H)},
+        options={"num_warps": 4, "maxnreg": call.config.bias.max_registers},
+    )]  # fmt: skip
+
+
+def make_plan(width: int, config: HopperBiasConfig, partial: bool, score: ScoreForm, B: int, H: int):
+    """The kernel's constants."""
+    from triton.experimental.gluon import language as gl
+
+    from attnlib.kernels.common.pipeline import Pipeline, Registers
+    from attnlib.kernels.sparse.plan import HopperBiasPlan
+
+    batches, heads = score.sizes[0] == B, score.diagonal or score.sizes[1] == H
+    bias_type = getattr(gl, str(score.bias).removeprefix("torch."))
+    return HopperBiasPlan(
+        width, partial, score.diagonal, batches, heads, score.sizes[3] % 2 == 0, bias_type,
+        Pipeline(2, config.stages, joint=True, named=True, late_wait=False, pin=False),
+        Registers(config.consumer_registers, config.producer_registers),
+    )  # fmt: skip
