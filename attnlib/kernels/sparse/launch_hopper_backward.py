@@ -10,7 +10,7 @@ from attnlib.kernels.common.backward_plan import BackwardPlan, gradients_like
 from attnlib.kernels.common.descriptors import Window, given
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_postprocess import postprocess
-from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
+from attnlib.kernels.common.launch_preprocess import CHUNK, Preprocess, preprocess
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature
 from attnlib.kernels.common.tiles import tile_width
@@ -73,6 +73,9 @@ def prepare(call: Signature) -> BackwardPlan | None:
     config: HopperSparseBackwardConfig = call.config
     width = tile_width(call.head_dim)
     first = preprocess(call, d_out, out, TILE, width)  # lists may name queries up to a whole tile
+    own_bias = isinstance(config.bias, HopperBiasConfig)
+    if own_bias:
+        first = first.followed_by(CHUNK, zeros=True)  # its counter
     num_n = -(-S_k // TILE) * (TILE // config.block_n)
     if max(num_n * B * H_kv, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
         raise ValueError(
@@ -114,8 +117,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     launches += sinks_gradient(call, first)
-    made_by = hopper_bias_gradient if isinstance(config.bias, HopperBiasConfig) else bias_gradient
-    launches += made_by(call, {"d_out": d_out, "q": q, "k": k, "v": v}, first)
+    at = {"d_out": d_out, "q": q, "k": k, "v": v}
+    launches += [hopper_bias_gradient(call, at, first)] if own_bias else bias_gradient(call, at, first)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 

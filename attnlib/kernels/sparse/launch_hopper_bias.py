@@ -1,9 +1,10 @@
-"""Launch what makes the gradient of a bias on Hopper, behind the other gradients' kernels."""
+"""Launch the Hopper kernel that makes the gradient of a bias, behind the other gradients' kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from attnlib.kernels.common import device
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_preprocess import Preprocess
 from attnlib.kernels.common.launcher import Descriptor, Launch, Part
@@ -17,19 +18,17 @@ from attnlib.scores import ScoreForm
 KERNEL = "attnlib.kernels.sparse.hopper_bias_kernel.attention_sparse_bias_gradient_hopper"
 
 
-def hopper_bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preprocess) -> list[Launch]:
-    """The launch, if that gradient is asked for; of a bias as `hopper_bias.adds_alone` says. windows: of
-    d_out, q, k and v; rows: of LSE and delta."""
+def hopper_bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preprocess) -> Launch:
+    """The launch, for a bias as `hopper_bias.adds_alone` says. windows: of d_out, q, k and v; rows: of LSE
+    and delta, followed by a counter that is 0."""
     from triton.experimental.gluon import language as gl
 
-    score = call.score
-    if score is None or not score.bias_gradient:
-        return []
+    score, config = call.score, call.config.bias
     B, H, H_kv, S_q, S_k = call.dimensions()
     down, across, width = -(-S_q // TILE), -(-S_k // TILE), tile_width(call.head_dim)
-    blocks = down + across - 1 if score.diagonal else down * across
     batches, heads = score.sizes[:2]
-    check_size(call, blocks * batches * heads)
+    items = (down + across - 1 if score.diagonal else down * across) * batches * heads
+    check_size(call, items)
     element = getattr(gl, HALF[call.dtype])
 
     def descriptor(name: str) -> Descriptor:
@@ -37,24 +36,26 @@ def hopper_bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Pr
         layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
         return Descriptor(Part(name), windows[name], block, layout)
 
+    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     names = {"desc_q": "q", "desc_do": "d_out", "desc_k": "k", "desc_v": "v"}
-    return [Launch(
+    return Launch(
         KERNEL,
-        (blocks * batches * heads, 1, 1),
-        descriptors={key: descriptor(name) for key, name in names.items()},
+        (min(items, device.num_sms(call.device)), 1, 1),
+        descriptors={key: descriptor(name) for key, name in names.items()}
+        | {"desc_rows": rows.descriptor(64, as_it_is)},
         pointers={
-            "lse2_ptr": rows.rows, "delta_ptr": rows.deltas,
+            "counter_ptr": rows.following,
             "kinds_ptr": Part("kinds"), "slots_ptr": Part("slots"), "words_ptr": Part("words"),
             "bias_ptr": bias_part(call), "dbias_ptr": bias_part(call, "dbias"),
         },
         scalars={
             "qk_scale": call.sm_scale * LOG2_E, **bias_scalars(call), "S_q": S_q, "B": B, "H": H,
-            "GROUP": H // H_kv, "num_m": rows.padded // TILE, "down": down, "across": across,
-            **mask_strides(call), "dbias_own": S_q + S_k - 1 if score.diagonal else S_q * S_k,
+            "GROUP": H // H_kv, "down": down, "across": across, **mask_strides(call),
+            "dbias_own": S_q + S_k - 1, "items": items,
         },
-        constants={"plan": make_plan(width, call.config.bias, call.mask.partial, score, B, H)},
-        options={"num_warps": 4, "maxnreg": call.config.bias.max_registers},
-    )]  # fmt: skip
+        constants={"plan": make_plan(width, config, call.mask.partial, score, B, H)},
+        options={"num_warps": 4, "maxnreg": config.max_registers},
+    )  # fmt: skip
 
 
 def make_plan(width: int, config: HopperBiasConfig, partial: bool, score: ScoreForm, B: int, H: int):
@@ -67,7 +68,7 @@ def make_plan(width: int, config: HopperBiasConfig, partial: bool, score: ScoreF
     batches, heads = score.sizes[0] == B, score.diagonal or score.sizes[1] == H
     bias_type = getattr(gl, str(score.bias).removeprefix("torch."))
     return HopperBiasPlan(
-        width, partial, score.diagonal, batches, heads, score.sizes[3] % 2 == 0, bias_type,
+        width, partial, score.diagonal, batches, heads, score.sizes[3] % 4 == 0, bias_type,
         Pipeline(2, config.stages, joint=True, named=True, late_wait=False, pin=False),
         Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip

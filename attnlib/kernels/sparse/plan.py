@@ -157,7 +157,7 @@ class HopperBiasPlan(Constants):
         partial: some tiles have words.
         diagonal: the bias is of diagonals.
         batches, heads: each batch element, or head, has a bias of its own.
-        even: rows of the gradient begin at multiples of two elements.
+        aligned: rows of the gradient begin at multiples of four elements.
         bias_type: of the bias' elements.
     """
 
@@ -166,7 +166,7 @@ class HopperBiasPlan(Constants):
     diagonal: bool
     batches: bool
     heads: bool
-    even: bool
+    aligned: bool
     bias_type: gl.dtype
     pipeline: Pipeline
     registers: Registers
