@@ -4,11 +4,11 @@ Chapter 30 has biases.
 `bias_kernel` says which blocks of scores belong to an element. Here they are tiles of a mask, 128 x 128: what
 bounds the kernel is the L2, from which each visit of a tile reads four blocks, and a larger tile needs fewer
 bytes for each score. An item is a tile of the bias, or of a bias of diagonals a band of tiles, for those
-batch elements and heads that share it. A program stays on its SM, and has two consumer warpgroups of 64 rows
-and a producer warp.
+batch elements and heads that share it. A program stays on its SM, and has two consumer warpgroups of 64 rows,
+a producer warp, and a warp that sets items to 0 of which nobody sees anything.
 
-- The producer draws items. Of each it counts the visits, those that see nothing left out; an item without one
-  it sets to 0 itself, and consumers never hear of it.
+- The producer draws items. Of each it counts the visits, those that see nothing left out; of an item without
+  one consumers never hear.
 - A visit is two pairs of blocks, Q and K, then dO and V, with LSE2 and delta of the rows. They come through a
   ring (`common.ring`) whose slots have room for a pair: S takes the first one, dP the second.
 - With the first pair of visit j the producer stores words in told[j % 4]: the slot of the tile's bits, -1
@@ -149,19 +149,6 @@ def _seen(item, work):
 
 
 @gluon.jit
-def _clear(item, work, plan: gl.constexpr):
-    """0 for an item that nobody sees; those of diagonals are 0 before the launch."""
-    if not plan.diagonal:
-        lines: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-        o_n = (item.row + item.d) * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, lines))[None, :]
-        for i in range(TILE):
-            o_m = item.row * TILE + i + gl.arange(0, 1, layout=gl.SliceLayout(1, lines))[:, None]  # [1, 1]
-            there = (o_m < work.S_q) & (o_n < work.S_k)
-            zeros = gl.zeros([1, TILE], gl.float32, lines)
-            gl.store(_elements(o_m, o_n, item, work, plan), zeros, mask=there)
-
-
-@gluon.jit
 def _copy(desc_rows, desc_keys, desc_sums, sums: gl.constexpr, mem, c, place, work, plan: gl.constexpr):
     """Start to copy a pair to slot c, and LSE2 or delta; place: batch element, head, row and column."""
     i_b, i_h, row, column = place
@@ -194,22 +181,19 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, counter_ptr, items, mem
         asked = tiling.draw(counter_ptr)
         item = _item(i, work, plan)
         visits = _seen(item, work)
-        if visits == 0:
-            _clear(item, work, plan)
-        else:
-            found, some = _tile(0, item, work)
-            for t in range(item.visits):
-                after, more = _tile(gl.minimum(t + 1, item.visits - 1), item, work)  # while there is time
-                if some:
-                    i_b, i_h, row = _place(t, item)
-                    place = i_b, i_h, row, row + item.d
-                    acquire(mem, 2 * j, plan)
-                    _tell(mem, j, (found, i, visits))
-                    _copy(desc_q, desc_k, desc_rows, LSE2, mem, 2 * j, place, work, plan)
-                    acquire(mem, 2 * j + 1, plan)
-                    _copy(desc_do, desc_v, desc_rows, DELTA, mem, 2 * j + 1, place, work, plan)
-                    j += 1
-                found, some = after, more
+        found, some = _tile(0, item, work)
+        for t in range(item.visits if visits > 0 else 0):
+            after, more = _tile(gl.minimum(t + 1, item.visits - 1), item, work)  # while there is time
+            if some:
+                i_b, i_h, row = _place(t, item)
+                place = i_b, i_h, row, row + item.d
+                acquire(mem, 2 * j, plan)
+                _tell(mem, j, (found, i, visits))
+                _copy(desc_q, desc_k, desc_rows, LSE2, mem, 2 * j, place, work, plan)
+                acquire(mem, 2 * j + 1, plan)
+                _copy(desc_do, desc_v, desc_rows, DELTA, mem, 2 * j + 1, place, work, plan)
+                j += 1
+            found, some = after, more
         i = tiling.drawn(asked, counter_ptr, items, 1)
     acquire(mem, 2 * j, plan)
     _tell(mem, j, (0, -1, 0))
@@ -247,6 +231,22 @@ def _elements(o_m, o_n, item, work, plan: gl.constexpr):
         # With a stride that the compiler knows to be a multiple, a thread stores several elements at once.
         stride = work.S_k // 4 * 4 if plan.aligned else work.S_k
         return work.dbias + (number * work.S_q + o_m) * stride + o_n
+
+
+@gluon.jit
+def _clear(items, work, plan: gl.constexpr):
+    """Set items that nobody sees to 0; those of diagonals are 0 before the launch."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    rows = gl.arange(0, 4, layout=gl.SliceLayout(1, lines))[:, None]  # [4, 1]
+    columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, lines))[None, :]  # [1, 128]
+    zeros = gl.zeros([4, TILE], gl.float32, lines)
+    for i in range(gl.program_id(0), 0 if plan.diagonal else items, gl.num_programs(0)):
+        item = _item(i, work, plan)
+        o_n = (item.row + item.d) * TILE + columns
+        for row in range(0, TILE if _seen(item, work) == 0 else 0, 4):
+            o_m = item.row * TILE + row + rows
+            there = (o_m < work.S_q) & (o_n < work.S_k)
+            gl.store(_elements(o_m, o_n, item, work, plan), zeros, mask=there)
 
 
 @gluon.jit
@@ -343,4 +343,5 @@ def attention_sparse_bias_gradient_hopper(
         (_consume, (bias_ptr, bias_b, bias_h, bias_m, words_ptr, qk_scale, mem, work, 0, plan)),
         (_consume, (bias_ptr, bias_b, bias_h, bias_m, words_ptr, qk_scale, mem, work, 1, plan)),
         (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, counter_ptr, items, mem, work, plan)),
-    ], [4, 1], [plan.registers.consumer, plan.registers.producer])
+        (_clear, (items, work, plan)),
+    ], [4, 1, 1], [plan.registers.consumer, plan.registers.producer, plan.registers.producer])
