@@ -110,8 +110,9 @@ def check(call: str, score: str, order: str = "random", seed: int = 0, **where) 
                              for e in (1e-3, 5e-3))  # fmt: skip
     # Where plain Triton makes the gradient of a bias: the interpreter's bfloat16 dot is wrong (triton 3.6).
     parts = parts_of(score_of(score, S_q, S_k), q, k)
-    right = dtype == torch.float16 or (parts.bias is not None and hopper_bias.adds_alone(parts.form, S_q, S_k))
-    parts = parts._replace(bias_gradient=parts.bias is not None and right)
+    made = parts.bias is not None
+    made = made and (dtype == torch.float16 or hopper_bias.adds_alone(parts.form, S_q, S_k))
+    parts = parts._replace(bias_gradient=made)
     params = Params(
         MaskWindow(None, None), sm_scale, return_lse=True, config=config, block_mask=mask, score=parts
     )
@@ -310,6 +311,47 @@ MUTATIONS = [
         ("a place is told again, too late", "pairs alibi", "    acquire(DO_FREE, j)\n",
          "    acquire(DO_FREE, j)\n            mem.places.index(j & 3).store(gl.full([LANES], 0, gl.int32, "
          "gl.BlockedLayout([1], [32], [1], [0])))\n"),
+    )),
+    *(planted(*bug, hopper_bias_kernel) for bug in (
+        ("dbias: a slot is filled too early", "copied bias",
+         "                acquire(mem, 2 * j + 1, plan)\n", ""),
+        ("dbias: a slot is not given back", "copied bias", "            release(mem, 2 * j + 1, plan)\n", ""),
+        ("dbias: a slot is given back too early", "copied bias",
+         "            dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, 128]\n"
+         "            release(mem, 2 * j + 1, plan)\n",
+         "            release(mem, 2 * j + 1, plan)\n"
+         "            dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, 128]\n"),
+        ("dbias: the LSE is overwritten without a fence", "copied bias",
+         "            fence_async_shared()\n            s = ", "            s = "),
+        ("dbias: words are told of another visit", "copied,_bfloat16 shared", "(j & 3) + w)", "(j & 1) + w)"),
+        ("dbias: both consumers have one's rows", "copied bias", "at = 2 * slot(c, plan) + WG",
+         "at = 2 * slot(c, plan)"),
+        ("dbias: both consumers have one's places", "128 relative", "rows = WG * 64 + gl", "rows = gl"),
+        ("dbias: with the bias of the first head", "copied bias", "item.i_h.to(gl.int64) * bias_h", "0"),
+        ("dbias: with the bias of the first batch element", "copied,_bfloat16 each",
+         "item.i_b.to(gl.int64) * bias_b", "0"),
+        ("dbias: with the LSE of the first batch element", "copied,_bfloat16 shared",
+         "[sums, i_b * work.H + i_h,", "[sums, i_h,"),
+        ("dbias: of one of the batch elements that share it", "copied,_bfloat16 shared",
+         "1 if plan.batches else work.B", "1"),
+        ("dbias: of the first head alone", "copied,_bfloat16 shared", "item.i_h + head % item.heads",
+         "item.i_h"),
+        ("dbias: each head has keys of its own", "copied bias", "i_h // work.GROUP", "i_h"),
+        ("dbias: of what nobody sees", "bfloat16 batch", "            if some:\n",
+         "            if True:\n"),
+        ("dbias: of what is hidden", "copied bias", "if found >= 0:", "if found >= 1000:"),
+        ("dbias: visits behind the last one are counted", "64 relative", "gl.where(o_t < item.visits,",
+         "gl.where(o_t <= item.visits,"),
+        ("dbias: what nobody sees is not set to 0", "copied bias", "_seen(item, work) == 0 else",
+         "_seen(item, work) == 1 else"),
+        ("dbias: a band begins behind its first tile", "pairs relative", "row = gl.maximum(0, -d)",
+         "row = gl.minimum(gl.maximum(0, 1 - d), work.down - 1)"),
+        ("dbias: a band without its last tile", "pairs relative", "gl.minimum(work.down, work.across - d)",
+         "gl.maximum(gl.minimum(work.down, work.across - d) - 1, row + 1)"),
+        ("dbias: distances of the other side", "64 relative", "* work.dbias_own + (o_n - o_m)",
+         "* work.dbias_own + (o_m - o_n)"),
+        ("dbias: all heads in the first one's place", "copied bias", "(number * work.S_q + o_m)",
+         "(0 * number + o_m)"),
     )),
     planted("dV knows the cap's derivative", "128 all", "p_half = gl.convert_layout(p.to(",
             "p_half = gl.convert_layout((p * derivative).to(", hopper_backward_kernel),
