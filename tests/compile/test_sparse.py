@@ -30,6 +30,7 @@ from attnlib.kernels.sparse import (
     hopper_bias,
     launch_hopper,
     launch_hopper_backward,
+    launch_hopper_bias,
     portable,
     scores,
 )
@@ -37,6 +38,7 @@ from attnlib.kernels.sparse.configs import sparse_backward_config, sparse_forwar
 from attnlib.kernels.sparse.configs_hopper import (
     WIDE,
     HopperSparseBackwardConfig,
+    hopper_bias_config,
     hopper_sparse_backward_config,
     hopper_sparse_config,
 )
@@ -228,6 +230,52 @@ def compile_backward(case: tuple) -> Stats:
     types |= tile_types(descriptors, dtype, **own)
     more = {name: getattr(score, name.lower(), None) for name in ("FUNCTION", "DERIVATIVE")}
     return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers, more)[0]
+
+
+BIASES = [(128, "bias", True, "fp16"), (64, "relative", True, "bf16")]
+BIASES += more([(128, "relative", True, "fp16"), (64, "bias", False, "fp16"), (128, "single", True, "fp16")])
+"""Of the kernel that makes a bias' gradient: head dimension, score, whether tiles have words, dtype."""
+
+
+def compile_bias(case: tuple) -> Stats:
+    """The kernel of a bias' gradient."""
+    from attnlib.kernels.sparse.hopper_bias_kernel import attention_sparse_bias_gradient_hopper as kernel
+
+    width, name, partial, dtype = case
+    q = torch.zeros(1, 2, 256, width, dtype=DTYPES[dtype])
+    k = q if SCORES[name].bias is None else q[:, :, : SCORES[name].bias.shape[-1]]
+    score = parts_of(SCORES[name], q, k).form
+    config = hopper_bias_config(width, score.bias.itemsize)
+    call = Signature(
+        q.shape, k.shape, (q.stride(),) * 5, q.dtype, -1, MaskWindow(None, None), 0.1, None, True,
+        hopper_sparse_backward_config(width, True), Form(1, 1, 1, partial, partial, True), score,
+    )  # fmt: skip
+    window = tuple(q.shape), q.stride()
+    rows = preprocess_of(call, window, window, 128, width)
+    made = launch_hopper_bias.descriptors(
+        dict.fromkeys(("q", "d_out", "k", "v"), window), rows, width, q.dtype
+    )
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    types = dict.fromkeys(pointers, "*i32") | {"kinds_ptr": "*i8", "counter_ptr": "*fp32", "qk_scale": "fp32"}
+    types |= {"bias_ptr": "*fp16" if score.bias.itemsize == 2 else "*fp32", "dbias_ptr": "*fp32"}
+    types |= tile_types(made, dtype, desc_rows="fp32")
+    plan = launch_hopper_bias.make_plan(width, config, partial, score, 1, 2)
+    return compile_kernel(kernel, plan, types, [], pointers, config.max_registers)[0]
+
+
+@pytest.mark.parametrize("case", BIASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_gradient_of_a_bias(case: tuple) -> None:
+    stats, (width, *_) = compile_bias(case), case
+    print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
+    assert stats.opcodes["HGMMA"] == 2 * 2 * width // 16, "two products of each consumer"
+    assert stats.opcodes["UTMALDG"] == 6 * width // 64 + 4 and not stats.opcodes.get("HMMA")
+    assert stats.warnings == (), "wgmma serialized?"
+    assert stats.shared_bytes <= SMEM_LIMIT
+    visits = [loop for loop in stats.loops if loop.get("HGMMA") == 2 * width // 16]
+    assert len(visits) == 2
+    for loop in visits:
+        assert loop["MUFU.EX2"] == 64 and loop["FFMA"] == 192
+        assert loop.get("LDL", 0) <= 3 and loop.get("STL", 0) <= 2, "scores, or sums, are spilled in a visit"
 
 
 def _wide(stats: Stats) -> list[str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from attnlib.kernels.common import device
+from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_preprocess import Preprocess
 from attnlib.kernels.common.launcher import Descriptor, Launch, Part
@@ -18,31 +21,19 @@ from attnlib.scores import ScoreForm
 KERNEL = "attnlib.kernels.sparse.hopper_bias_kernel.attention_sparse_bias_gradient_hopper"
 
 
-def hopper_bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Preprocess) -> Launch:
+def hopper_bias_gradient(call: Signature, windows: Mapping[str, Window], rows: Preprocess) -> Launch:
     """The launch, for a bias as `hopper_bias.adds_alone` says. windows: of d_out, q, k and v; rows: of LSE
     and delta, followed by a counter that is 0."""
-    from triton.experimental.gluon import language as gl
-
     score, config = call.score, call.config.bias
     B, H, H_kv, S_q, S_k = call.dimensions()
     down, across, width = -(-S_q // TILE), -(-S_k // TILE), tile_width(call.head_dim)
     batches, heads = score.sizes[:2]
     items = (down + across - 1 if score.diagonal else down * across) * batches * heads
     check_size(call, items)
-    element = getattr(gl, HALF[call.dtype])
-
-    def descriptor(name: str) -> Descriptor:
-        block = 1, 1, TILE if name in "kv" else 64, width
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
-        return Descriptor(Part(name), windows[name], block, layout)
-
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    names = {"desc_q": "q", "desc_do": "d_out", "desc_k": "k", "desc_v": "v"}
     return Launch(
         KERNEL,
         (min(items, device.num_sms(call.device)), 1, 1),
-        descriptors={key: descriptor(name) for key, name in names.items()}
-        | {"desc_rows": rows.descriptor(64, as_it_is)},
+        descriptors=descriptors(windows, rows, width, call.dtype),
         pointers={
             "counter_ptr": rows.following,
             "kinds_ptr": Part("kinds"), "slots_ptr": Part("slots"), "words_ptr": Part("words"),
@@ -56,6 +47,21 @@ def hopper_bias_gradient(call: Signature, windows: Mapping[str, tuple], rows: Pr
         constants={"plan": make_plan(width, config, call.mask.partial, score, B, H)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )  # fmt: skip
+
+
+def descriptors(
+    windows: Mapping[str, Window], rows: Preprocess, width: int, dtype: torch.dtype
+) -> dict[str, Descriptor]:
+    """Of Q, dO, K and V, and of LSE and delta: what one copy of each moves."""
+    from triton.experimental.gluon import language as gl
+
+    found = {}
+    for name, letter in (("q", "q"), ("d_out", "do"), ("k", "k"), ("v", "v")):
+        block = 1, 1, TILE if name in "kv" else 64, width
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, HALF[dtype]))
+        found[f"desc_{letter}"] = Descriptor(Part(name), windows[name], block, layout)
+    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    return found | {"desc_rows": rows.descriptor(64, as_it_is)}
 
 
 def make_plan(width: int, config: HopperBiasConfig, partial: bool, score: ScoreForm, B: int, H: int):

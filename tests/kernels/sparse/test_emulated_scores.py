@@ -31,7 +31,7 @@ from attnlib.kernels.sparse import (
     hopper_scores,
     launch_hopper,
 )
-from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
+from attnlib.kernels.sparse.configs_hopper import HopperBiasConfig, HopperSparseConfig
 from attnlib.params import MaskWindow, Params
 from attnlib.scores import parts_of
 
@@ -178,6 +178,25 @@ def test_what_is_left_to_the_portable_kernels_is_named():
         for score in (Score(soft_cap=3.0), Score(relative=torch.zeros(2, 9)), Score(bias=torch.zeros(64, 1)),
                       Score(function=bent)):  # fmt: skip
             assert explain(q, q, q, score=score).kernel == "hopper"
+
+
+@pytest.mark.parametrize(("score", "D", "own"), [
+    (Score(bias=torch.zeros(64, 136)), 64, True), (Score(bias=torch.zeros(2, 64, 136).half()), 128, True),
+    (Score(relative=torch.zeros(2, 9)), 96, True),
+    (Score(sinks=torch.zeros(2), bias=torch.zeros(64, 136)), 64, True),
+    (Score(bias=torch.zeros(64, 136)), 136, False), (Score(bias=torch.zeros(1, 136)), 64, False),
+    (Score(3.0, bias=torch.zeros(64, 136)), 64, False),
+    (Score(alibi=torch.zeros(2), relative=torch.zeros(2, 9)), 64, False),
+    (Score(bias=torch.zeros(64, 136), function=bent, derivative=bent_derivative), 64, False),
+])  # fmt: skip
+def test_which_kernel_makes_the_gradient_of_a_bias(score, D, own):
+    """The Hopper kernel that of a bias alone, of queries and keys or of diagonals; the one in plain Triton
+    others."""
+    q, k = torch.zeros(1, 2, 64, D).half(), torch.zeros(1, 2, 136, D).half()
+    mask = BlockMask.from_function(FUNCTIONS["causal"], 64, 136)
+    parts = parts_of(score, q, k, bias_gradient=True)
+    params = Params(MaskWindow(None, None), 0.1, return_lse=True, block_mask=mask, score=parts)
+    assert isinstance(hopper.configuration(q, k, k, params, True).bias, HopperBiasConfig) == own
 
 
 def planted(bug: str, case: str, before: str, after: str, module=hopper_kernel) -> Mutation:
