@@ -23,9 +23,9 @@ def bias_window(score: ScoreForm | None, S_q: int, S_k: int) -> Window | None:
 
 
 def adds_alone(score: ScoreForm, S_q: int, S_k: int) -> bool:
-    """Whether a bias, with queries and keys of its own or of diagonals, is all that is done to a product of a
-    query and a key: the Hopper kernel makes the gradient of such a one."""
-    own = score.diagonal or tuple(score.sizes[2:]) == (S_q, S_k)
+    """Whether a bias is all that is done to a product of a query and a key, and is one of diagonals, or has
+    queries and keys of its own, these side by side: the Hopper kernel makes the gradient of such a one."""
+    own = score.diagonal or (tuple(score.sizes[2:]) == (S_q, S_k) and score.strides[3] == 1)
     return own and score.soft_cap is None and not score.alibi and score.function is None
 
 

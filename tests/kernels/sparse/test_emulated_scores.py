@@ -84,7 +84,8 @@ CALLS = {  # D, mask, S_q, S_k, sm_scale, config
 }
 CASES = [*[("64", score) for score in SCORES], ("pairs", "all"), ("pairs", "alibi"), ("128", "all"),
          ("128", "alibi"), ("128", "sinks"), ("nothing", "all"), ("nothing", "no sinks"),
-         ("bfloat16", "all"), ("bfloat16", "batch"), ("both sides", "alibi"), ("both sides, 128", "alibi"),
+         ("bfloat16", "all"), ("bfloat16", "batch"),
+         ("bfloat16", "relative"), ("both sides", "alibi"), ("both sides, 128", "alibi"),
          ("both sides", "all"), ("both sides", "steep"), ("nothing", "alibi"),
          ("64", "capped_bias"), ("64", "queries"), ("pairs", "relative"),
          ("128", "relative"), ("128", "bias"), ("wide", "all"), ("wide", "relative"),
@@ -185,6 +186,7 @@ def test_what_is_left_to_the_portable_kernels_is_named():
     (Score(relative=torch.zeros(2, 9)), 96, True),
     (Score(sinks=torch.zeros(2), bias=torch.zeros(64, 136)), 64, True),
     (Score(bias=torch.zeros(64, 136)), 136, False), (Score(bias=torch.zeros(1, 136)), 64, False),
+    (Score(bias=torch.zeros(64, 1).expand(64, 136)), 64, False),  # it lies there once
     (Score(3.0, bias=torch.zeros(64, 136)), 64, False),
     (Score(alibi=torch.zeros(2), relative=torch.zeros(2, 9)), 64, False),
     (Score(bias=torch.zeros(64, 136), function=bent, derivative=bent_derivative), 64, False),
