@@ -3,7 +3,8 @@
 # Both set up .venv on a fresh Linux machine with Python >= 3.11. `make help` lists the parts.
 #
 #   VENV=dir         another place for the virtual environment
-#   BASE_PYTHON=exe  the Python that the environment is made with (default: the first suitable python3)
+#   BASE_PYTHON=exe  the Python that the environment is made with (default: the first suitable python3). One that was
+#                    built without --enable-optimizations, as pyenv does, takes a sixth longer for the tests
 #   PYTHON=exe       use this interpreter as it is, for example one of a conda environment; nothing is installed
 #   ATTNLIB_REPLAY=1 never measure, not even where a GPU is
 

@@ -9,7 +9,7 @@ import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
-from chosen import first_of_each, with_more
+from chosen import first_of_each, in_turn, with_more
 from emulated import mutate, on_the_cpu
 from mutations import Mutation, check_places
 from score_cases import bent, bent_derivative, bent_reference
@@ -148,8 +148,7 @@ def test_a_bias_is_copied(call, score, monkeypatch):
     assert [plan.copies_bias.value for plan in made] == [True]
 
 
-@pytest.mark.parametrize("order", ["eager", "late"])
-@pytest.mark.parametrize("call", ["copied", "copied, 128"])
+@pytest.mark.parametrize(("call", "order"), in_turn(["copied", "copied, 128"], ["eager", "late"]))
 def test_orders(call, order):
     check(call, "bias", order)
 
