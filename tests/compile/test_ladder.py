@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from chosen import in_turn, more
+from chosen import more
 from launches import jobs_of
 
 from attnlib.bench import inspect_sm90, sources
@@ -17,9 +17,7 @@ from attnlib.book import late_tile
 from attnlib.book.chapters import STEPS
 
 HAVE_KERNELS = [step for step, _ in STEPS if step != "08_production"]  # whose cell c08-sass compiles it
-FIRST = [*product(HAVE_KERNELS, (256,)), *in_turn(HAVE_KERNELS, (64, 128))]
-"""Each step where registers and shared memory are scarcest, and at one of the narrower head dimensions."""
-CASES = [(*case, "causal") for case in FIRST]
+CASES = list(product(HAVE_KERNELS, (64, 128, 256), ("causal",)))
 CASES += more(product(HAVE_KERNELS, (64, 128, 256), ("dense",)))
 NO_PRODUCT = {"softmax_kernel"}
 
