@@ -114,14 +114,14 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("name", "layer"), in_turn(["gemma2", "gpt_oss"], LAYERS))
-def test_a_training_step_in_one_graph(name, layer, fresh, device):
+@pytest.mark.parametrize(("name", "kind"), in_turn(["gemma2", "gpt_oss"], LAYERS))
+def test_a_training_step_in_one_graph(name, kind, fresh, device):
     x = tokens(2, 9, device=device)
     mask = torch.ones_like(x)
     mask[1, :4] = 0
     found = []
     for implementation in ("attnlib", "eager"):
-        model = model_of(name, device, implementation, (layer,))
+        model = model_of(name, device, implementation, (kind,))
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if not found else model
         logits = call(x, attention_mask=mask).logits[mask.bool()]
         logits.square().mean().backward()
