@@ -161,7 +161,7 @@ compile: $(READY)  ## compile kernels for sm_90 without a GPU: spills, tensor-co
 every: $(READY)  ## `unit` and `compile` with every case, as where a GPU is; elsewhere they take those that stand for all
 	@ATTNLIB_EVERY_CASE=1 $(MAKE) unit compile
 
-# Checking text and building the book keep one core busy, and so does the end of replaying: each has what the other leaves.
+# Checking text and building the book keep one core busy: they have what replaying leaves, most of it at its end.
 chapters: $(READY)  ## redraw, and beside it hygiene and site, which are shown after it
 	@mkdir -p build; $(MAKE) hygiene site >build/beside.log 2>&1 & \
 	$(MAKE) redraw && passed=0 || passed=1; wait $$! || passed=1; cat build/beside.log; exit $$passed
