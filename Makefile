@@ -3,7 +3,8 @@
 # Both set up .venv on a fresh Linux machine with Python >= 3.11. `make help` lists the parts.
 #
 #   VENV=dir         another place for the virtual environment
-#   BASE_PYTHON=exe  the Python that the environment is made with (default: the first suitable python3)
+#   BASE_PYTHON=exe  the Python that the environment is made with (default: the first suitable python3). One that was
+#                    built without --enable-optimizations, as pyenv does, takes a sixth longer for the tests
 #   PYTHON=exe       use this interpreter as it is, for example one of a conda environment; nothing is installed
 #   ATTNLIB_REPLAY=1 never measure, not even where a GPU is
 
@@ -160,7 +161,7 @@ compile: $(READY)  ## compile kernels for sm_90 without a GPU: spills, tensor-co
 every: $(READY)  ## `unit` and `compile` with every case, as where a GPU is; elsewhere they take those that stand for all
 	@ATTNLIB_EVERY_CASE=1 $(MAKE) unit compile
 
-# Checking text and building the book keep one core busy, and so does the end of replaying: each has what the other leaves.
+# Checking text and building the book keep one core busy: they have what replaying leaves, most of it at its end.
 chapters: $(READY)  ## redraw, and beside it hygiene and site, which are shown after it
 	@mkdir -p build; $(MAKE) hygiene site >build/beside.log 2>&1 & \
 	$(MAKE) redraw && passed=0 || passed=1; wait $$! || passed=1; cat build/beside.log; exit $$passed

@@ -8,6 +8,7 @@ it. A notebook that is measured on a GPU gets a process of its own from the star
 import gc
 import multiprocessing
 import os
+import threading
 from collections.abc import Mapping
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -24,6 +25,7 @@ _INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 """What ipykernel sets as it starts; matplotlib reads it when it is imported."""
 
 _context = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
 
 
 def start_server(environment: Mapping[str, str]) -> None:
@@ -33,13 +35,18 @@ def start_server(environment: Mapping[str, str]) -> None:
 
     interpreted = {} if torch.cuda.is_available() else INTERPRETED
     _context.set_forkserver_preload([*IMPORTED, *["torch._dynamo"] * bool(interpreted)])
-    before = dict(os.environ)
-    os.environ.update({**_INLINE, **environment, **interpreted})
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    own = {**_INLINE, **environment, **interpreted}
+    with _starting:  # notebooks side by side start it at once
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def _run_kernel(arguments: list[str], folder: str, environment: dict[str, str]) -> None:

@@ -38,8 +38,7 @@ def options_of(case: DecodeCase, inputs) -> dict:
     return {"lengths": inputs.lengths, "page_table": inputs.table} | more | scales
 
 
-@pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "lse"), in_turn(CASES, [False, True]))
 def test_opcheck(name, lse, device):
     case = CASES[name]
     inputs = make(case, device)

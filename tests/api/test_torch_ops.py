@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -301,10 +303,9 @@ def one_of_three(x):
 LAYOUTS = [as_it_is, rows_before_heads, expanded, columns_apart, one_of_three]
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("impl", [None, "reference"])
-def test_opcheck_forward(impl, layout, grad, device):
+@pytest.mark.parametrize(("case", "grad"), in_turn(product(LAYOUTS, [None, "reference"]), [True, False]))
+def test_opcheck_forward(case, grad, device):
+    layout, impl = case
     inputs = [layout(x).detach().requires_grad_(grad) for x in small(device=device)]
     options = {"right": 0, "sm_scale": 0.5, "lse": grad, "impl": impl}
     torch.library.opcheck(OPERATORS.attention_forward.default, tuple(inputs), options)

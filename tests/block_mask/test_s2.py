@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS, judge_forward
+from chosen import in_turn
 
 from attnlib import BlockMask, S2Pattern, attention, attention_decode
 from attnlib.bench.gradient_oracle import GradientOracle
@@ -60,8 +61,7 @@ def in_units(mask: BlockMask) -> torch.Tensor:
     return torch.nn.functional.pad(dense, (0, missing)).unflatten(2, (-1, tiles.UNIT))
 
 
-@pytest.mark.parametrize("seqlen", [700, 1024, 3000])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("name", "seqlen"), in_turn(PATTERNS, [700, 1024, 3000]))
 def test_gathered_keys_are_the_same_in_another_order(name: str, seqlen: int) -> None:
     mask = PATTERNS[name].mask(seqlen)
     gathered = GatheredMask(gathered_tiles(mask.tiles, mask._order), mask._grid, mask._order)

@@ -1,7 +1,10 @@
 """The kernels of chapter 20 against dense gradients in fp64, in the interpreter."""
 
+from itertools import product
+
 import pytest
 import torch
+from chosen import in_turn
 
 from attnlib.bench import backward as bench_backward
 from attnlib.bench.oracle import make_inputs
@@ -21,10 +24,11 @@ def gradients(way, shape, kind="normal"):
     return found, bench_backward.Judge(d_out, *tensors, shape.causal).judge(*found)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seqlen", [1, 64, 100, 130])
-def test_lengths(way, causal, seqlen):
+@pytest.mark.parametrize(
+    ("case", "causal"), in_turn(product(WAYS, (1, 64, 100, 130)), (True, False)), ids=str
+)
+def test_lengths(case, causal):
+    way, seqlen = case
     _, verdicts = gradients(way, Shape(2, 2, seqlen, 64, causal))
     assert all(v.ok for v in verdicts.values()), [v.reason for v in verdicts.values() if not v.ok]
 

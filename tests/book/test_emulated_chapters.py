@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 import torch
+from chosen import in_turn
 from emulated import ORDERS
 
 from attnlib.bench.sources import load_step
@@ -46,10 +48,9 @@ def check(attention, B: int, H: int, S: int, D: int, causal: bool, sm_scale: flo
     torch.testing.assert_close(out.double(), truth, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("step", CHAPTERS)
-def test_chapter(step: str, causal: bool, order: str, attention) -> None:
+@pytest.mark.parametrize(("case", "order"), in_turn(product(CHAPTERS, [True, False]), ORDERS), ids=str)
+def test_chapter(case: tuple[str, bool], order: str, attention) -> None:
+    step, causal = case
     check(attention(step, order), 1, 3, 200, 64, causal)
 
 

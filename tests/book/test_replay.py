@@ -2,11 +2,12 @@
 records'.
 
 One pass, two notebooks at a time, drawn as the paper's figures (ATTNLIB_PAPER=1), serves all tests of this
-file."""
+file. Solutions and checks are tried in this process while it goes on: else one core would be left to them at
+the end."""
 
 import json
-import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -23,18 +24,27 @@ CPU_MINUTES = 12
 """What a replay may take of all cores together: time on the clock says as much of what else runs here."""
 
 
-@pytest.fixture(scope="session")
-def replayed(tmp_path_factory):
-    """(folder of the executed copies, name -> result)."""
+@pytest.fixture(scope="session", autouse=True)
+def replaying(request, tmp_path_factory):
+    """(folder of the executed copies, the results to come), if a test asks for them. What needs no replay is
+    tested meanwhile."""
+    if not any("replayed" in item.fixturenames for item in request.session.items):
+        yield None
+        return
     out = tmp_path_factory.mktemp("replay")
-    os.environ["ATTNLIB_PAPER"] = "1"
-    try:
-        results = execution.execute_all(
-            CHAPTERS, lambda path: out / path.name, mode=execution.REPLAY, jobs=build.default_jobs()
-        )
-    finally:
-        del os.environ["ATTNLIB_PAPER"]
-    return out, {result.notebook: result for result in results}
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as beside:
+        patch.setenv("ATTNLIB_PAPER", "1")
+        yield out, beside.submit(
+            execution.execute_all, CHAPTERS, lambda path: out / path.name, mode=execution.REPLAY,
+            jobs=build.default_jobs(),
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def replayed(replaying):
+    """(folder of the executed copies, name -> result)."""
+    out, results = replaying
+    return out, {result.notebook: result for result in results.result()}
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +64,31 @@ def printed(cell: dict) -> str:
     return "".join("".join(output.get("text", "")) for output in cell["outputs"])
 
 
+# ---------------------------------------------------------------- while notebooks are replayed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_solutions_pass(name):
+    checks, solutions = lesson.checks(name), lesson.solutions(name)
+    for exercise in lesson.exercises(name):
+        assert hasattr(solutions, exercise), f"solutions/{name}.py: expected {exercise}"
+        getattr(checks, f"check_{exercise}")(getattr(solutions, exercise))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checks_explain_themselves(name):
+    """A wrong answer of the right kind gives a message, not a crash without one."""
+    for exercise in lesson.exercises(name):
+        with pytest.raises(Exception) as caught:
+            getattr(lesson.checks(name), f"check_{exercise}")(lambda *args, **options: None)
+        assert str(caught.value).strip(), f"{name}: check_{exercise} says nothing"
+
+
 def test_the_book_has_its_chapters():
     assert NAMES == [name for name, _ in lesson.CHAPTERS]
+
+
+# ---------------------------------------------------------------- what was replayed
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,23 +123,6 @@ def test_stubs_fail_and_each_exercise_is_asked(name, replayed):
     assert len(asked) >= 2
     for check, text in asked.items():
         assert text.startswith("✘ not yet") and "✔" not in text, f"{name}: the stub of {check}: {text}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_solutions_pass(name):
-    checks, solutions = lesson.checks(name), lesson.solutions(name)
-    for exercise in lesson.exercises(name):
-        assert hasattr(solutions, exercise), f"solutions/{name}.py: expected {exercise}"
-        getattr(checks, f"check_{exercise}")(getattr(solutions, exercise))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_checks_explain_themselves(name):
-    """A wrong answer of the right kind gives a message, not a crash without one."""
-    for exercise in lesson.exercises(name):
-        with pytest.raises(Exception) as caught:
-            getattr(lesson.checks(name), f"check_{exercise}")(lambda *args, **options: None)
-        assert str(caught.value).strip(), f"{name}: check_{exercise} says nothing"
 
 
 def pinned_matplotlib() -> str | None:

@@ -108,9 +108,9 @@ KEYS_SPILLS = {
 FIRST = [
     (64, "persistent early causal"), (64, "persistent bulk dense"), (64, "persistent whole shared causal"),
     (64, "alternate causal"), (80, "persistent bulk causal"), (96, "persistent causal"),
-    (96, "shared causal"), (128, "persistent causal"), (128, "dense"), (128, "varlen window"),
-    (128, "apart causal"), (128, "shared varlen window"), (128, "deterministic varlen window"),
-    (160, "deterministic causal"), (192, "early causal"), (PAIR, "deterministic causal"),
+    (128, "persistent causal"), (128, "dense"), (128, "varlen window"),
+    (128, "apart causal"), (128, "deterministic varlen window"),
+    (160, "deterministic causal"), (192, "early causal"), (PAIR, "causal"),
     (256, "causal"), (256, "dense"), (256, "shared causal"), (256, "deterministic varlen window"),
     (KEYS, "spread causal"), (KEYS, "all load dense"), (KEYS, "early both sides"),
     (KEYS, "spread shared varlen"), (KEYS_160, "causal"), (KEYS_160, "shared causal"),

@@ -44,10 +44,11 @@ class Mutation:
         return source
 
 
-def check_places(mutations: Iterable[Mutation]) -> None:
-    """AssertionError unless each can be planted: also those that are tested where every case is."""
+def check_places(mutations: Iterable[Mutation], module: ModuleType | None = None) -> None:
+    """AssertionError unless each can be planted: also those that are tested where every case is. module: of
+    those that name none."""
     for mutation in mutations:
-        mutation.of(inspect.getsource(mutation.module))
+        mutation.of(inspect.getsource(mutation.module or module))
 
 
 def load(source: str, folder: Path) -> ModuleType:

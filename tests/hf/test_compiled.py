@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 
 transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
 
@@ -77,8 +78,9 @@ def graph_of(seen: list):
     return backend
 
 
-@pytest.mark.parametrize("kind", ["no mask", "no mask, no cache", "packed"])
-@pytest.mark.parametrize("name", ["llama", "sliding window"])
+@pytest.mark.parametrize(
+    ("kind", "name"), in_turn(["no mask", "no mask, no cache", "packed"], ["llama", "sliding window"])
+)
 def test_one_graph(name, kind, device):
     compared(name, (kind,), device)
 
@@ -133,8 +135,7 @@ def test_more_packed_sequences_than_a_graph_has_room_for(device):
         compiled(ids, position_ids=position_ids, use_cache=False)
 
 
-@pytest.mark.parametrize("kind", ["no mask, no cache", "left"])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("kind", "strict"), in_turn(["left", "no mask, no cache"], [True, False]))
 def test_export(strict, kind, device):
     given = inputs(kind, device) | {"use_cache": False}
     with torch.no_grad():

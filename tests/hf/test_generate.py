@@ -3,9 +3,12 @@ padded on the left, by greedy and by beam search."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 
 transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
 
@@ -69,8 +72,7 @@ def generated(name, device, new=5, padding=(5, 2, 0), **options):
     return found
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "cache"), in_turn(MODELS, CACHES))
 def test_greedy_search(name, cache, device, roads):
     ours, theirs = generated(name, device, cache_implementation=cache)
     assert torch.equal(ours, theirs) and len(ours.unique()) > 15
@@ -79,16 +81,16 @@ def test_greedy_search(name, cache, device, roads):
     assert roads["attention_decode"] >= (1 if name in ("sliding window", "gemma3") else 8), roads
 
 
-@pytest.mark.parametrize("padding", [(0, 0), (11, 0)], ids=str)
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_padding(name, cache, padding, device):
+@pytest.mark.parametrize(
+    ("case", "padding"), in_turn(product(["llama", "gemma3"], [None, "static"]), [(0, 0), (11, 0)]), ids=str
+)
+def test_padding(case, padding, device):
+    name, cache = case
     ours, theirs = generated(name, device, padding=padding, cache_implementation=cache)
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "cache"), in_turn(["llama", "gemma3"], [None, "static"]))
 def test_beam_search(name, cache, device):
     ours, theirs = generated(name, device, new=4, num_beams=3, cache_implementation=cache)
     assert torch.equal(ours, theirs)
@@ -126,12 +128,13 @@ def test_a_static_cache_filled_in_parts(name, device):
 
 @pytest.mark.parametrize("name", ["llama", "sliding window"])
 def test_a_compiled_step(name, device):
-    """As generate() does on a GPU: the step is one graph, which is made once for all lengths."""
+    """As generate() does on a GPU: the step is one graph, which is made once for all lengths. Tracing takes
+    most of the time, and layers are alike."""
     torch.compiler.reset()
     ids, mask = batch(device)
     found = []
     for implementation in ("attnlib", "sdpa"):
-        model = build(name, implementation, device).eval()
+        model = build(name, implementation, device, layers=1).eval()
         step = torch.compile(model.forward, backend="eager", fullgraph=True)
         cache = transformers.StaticCache(config=model.config, max_cache_len=32)
         kept, token, new = mask, ids, []

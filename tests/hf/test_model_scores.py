@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 
 transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
 
@@ -14,25 +15,29 @@ import attnlib.hf  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 5,
 }  # fmt: skip
 
 
-def model_of(name: str, device: str, implementation: str = "attnlib"):
-    """A model whose layers differ in their windows, with random weights."""
+LAYERS = "sliding_attention", "full_attention"
+
+
+def model_of(name: str, device: str, implementation: str = "attnlib", layers: tuple[str, ...] = LAYERS):
+    """A model whose layers differ in their windows, with random weights. For a graph one layer will do:
+    tracing takes most of the time."""
+    sizes = SIZES | {"num_hidden_layers": len(layers), "layer_types": list(layers)}
     attnlib.hf.register()
     torch.manual_seed(0)
     if name == "gemma2":
         config = transformers.Gemma2Config(
-            **SIZES, attn_logit_softcapping=2.0, query_pre_attn_scalar=4, attn_implementation=implementation
+            **sizes, attn_logit_softcapping=2.0, query_pre_attn_scalar=4, attn_implementation=implementation
         )
         model = transformers.Gemma2ForCausalLM(config)
     else:
         config = transformers.GptOssConfig(
-            **SIZES, num_local_experts=2, num_experts_per_tok=1, attn_implementation=implementation,
-            layer_types=["sliding_attention", "full_attention"],
-        )  # fmt: skip
+            **sizes, num_local_experts=2, num_experts_per_tok=1, attn_implementation=implementation
+        )
         model = transformers.GptOssForCausalLM(config)
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
@@ -43,8 +48,7 @@ def tokens(*shape, device):
     return torch.randint(1, 97, shape, generator=torch.Generator().manual_seed(1)).to(device)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize(("padding", "name"), in_turn(["none", "left", "right"], ["gemma2", "gpt_oss"]))
 def test_logits_and_gradients_are_those_of_eager(name, padding, device):
     x = tokens(2, 12, device=device)
     mask = torch.ones_like(x)
@@ -110,14 +114,14 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_a_training_step_in_one_graph(name, fresh, device):
+@pytest.mark.parametrize(("name", "kind"), in_turn(["gemma2", "gpt_oss"], LAYERS))
+def test_a_training_step_in_one_graph(name, kind, fresh, device):
     x = tokens(2, 9, device=device)
     mask = torch.ones_like(x)
     mask[1, :4] = 0
     found = []
     for implementation in ("attnlib", "eager"):
-        model = model_of(name, device, implementation)
+        model = model_of(name, device, implementation, (kind,))
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if not found else model
         logits = call(x, attention_mask=mask).logits[mask.bool()]
         logits.square().mean().backward()
@@ -129,7 +133,7 @@ def test_a_training_step_in_one_graph(name, fresh, device):
 
 @torch.no_grad()
 def test_packed_sequences_in_one_graph(fresh, device):
-    model = model_of("gemma2", device)
+    model = model_of("gemma2", device, layers=LAYERS[:1])
     x = tokens(1, 9, device=device)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]], device=device)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -144,7 +148,7 @@ def test_steps_with_a_cache_of_a_fixed_size_in_one_graph(fresh, device):
     """As generate() does on a GPU, with padding on the left, until the window has passed it by."""
     found = []
     for implementation in ("attnlib", "eager"):
-        model = model_of("gpt_oss", device, implementation)
+        model = model_of("gpt_oss", device, implementation, LAYERS[:1])
         step = torch.compile(model.forward, backend="eager", fullgraph=True) if not found else model
         cache = transformers.StaticCache(config=model.config, max_cache_len=16)
         token = tokens(2, 6, device=device)

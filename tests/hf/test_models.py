@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 
 transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
 
@@ -62,8 +63,7 @@ def test_generated_tokens(name, device):
     assert len(generated[0][0].unique()) > 5
 
 
-@pytest.mark.parametrize("name", ["llama", "sliding window"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "side"), in_turn(["llama", "sliding window"], ["left", "right"]))
 def test_batches_with_padding(side, name, device):
     ids = tokens(3, 15, device)
     mask = torch.ones_like(ids)

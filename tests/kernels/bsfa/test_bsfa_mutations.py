@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import inspect
 import math
+from operator import attrgetter
 
 import pytest
 from bsfa_cases import BsfaCase, check
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from families import fresh_launches  # noqa: F401  (a fixture)
-from mutations import Mutation, load
+from mutations import Mutation, check_places, load
 
 from attnlib.kernels.bsfa import forward_kernel
 
@@ -79,7 +81,11 @@ def test_the_kernel_passes(device: str) -> None:
         check(case, device)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS, forward_kernel)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, attrgetter("kind")), ids=str)
 def test_is_caught(
     mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
 ) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn, with_more
 from decode_cases import CASES, ODD, DecodeCase, check, judge, make, run
 from families import forget_launches
 from torch.autograd import forward_ad
@@ -24,7 +25,21 @@ from attnlib.params import DecodeParams, Params, mask_window
 pytestmark = INTERPRETER_REMARKS
 
 
-@pytest.mark.parametrize("name", CASES)
+WIDTHS, DTYPES = (8, 40, 128, 256), ("float16", "bfloat16", "float32")
+KINDS, SCALES = ("large", "outlier", "constant", "sink"), ("nothing", "all", "heads", "pairs")
+PAIRED = [f"{kind} {dtype}" for kind, dtype in in_turn(KINDS, DTYPES)]
+PAIRED += [f"D {width} {dtype}" for width, dtype in in_turn(WIDTHS, DTYPES)]
+PAIRED += [f"FP8, D {width} {dtype}" for width, dtype in in_turn(WIDTHS, DTYPES[:2])]
+PAIRED += [f"FP8{paged}, scales of {scales}" for scales, paged in in_turn(SCALES, ("", " paged"))]
+PAIRS = {f"{x} {dtype}" for x in (*KINDS, *(f"D {d}" for d in WIDTHS)) for dtype in DTYPES}
+PAIRS |= {f"FP8, D {width} {dtype}" for width in WIDTHS for dtype in DTYPES[:2]}
+PAIRS |= {f"FP8{paged}, scales of {scales}" for scales in SCALES for paged in ("", " paged")}
+OTHERS = [name for name in CASES if name not in PAIRS]
+SEVEN = [name for name in OTHERS if ", 7" in name and name != "odd lengths, 7"]
+"""Splits into 7 parts, as into 2."""
+
+
+@pytest.mark.parametrize("name", PAIRED + with_more((x for x in OTHERS if x not in SEVEN), SEVEN))
 def test_case(name, device):
     check(CASES[name], device)
 
@@ -33,6 +48,7 @@ def test_cases_are_named_apart():
     from decode_cases import _cases
 
     assert len(_cases()) == len(CASES)
+    assert PAIRS <= set(CASES)
 
 
 @pytest.mark.parametrize("split", ["fixed", "stream_k", 3])
@@ -90,8 +106,7 @@ def views(x: torch.Tensor) -> dict[str, torch.Tensor]:
 LAYOUTS = ["rows before heads", "elements apart", "an odd address", "odd strides", "values before all"]
 
 
-@pytest.mark.parametrize("page", [None, 16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "page"), in_turn(LAYOUTS, [None, 16]))
 def test_layouts(layout, page, device):
     case = DecodeCase(layout, (0, 17, 150), page=page, split="stream_k")
     inputs = make(case, device)

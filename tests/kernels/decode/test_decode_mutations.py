@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from decode_cases import CASES, DecodeCase, check
 from families import forget_launches
 from forward_mutations import NOT_FINITE, WRONG_LSE, WRONG_VALUES, Mutation
-from mutations import load
+from mutations import check_places, load
 
 from attnlib.kernels.decode import decode_kernels, keys, line
 
@@ -174,7 +176,11 @@ def test_the_cases_pass_without_a_bug(name, device):
     check(SMALL[name], device)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS, decode_kernels)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, attrgetter("kind")), ids=str)
 def test_mutation(mutation, use_source, device):
     use_source(mutation)
     with pytest.raises(AssertionError, match=f"{mutation.caught_by}.* is wrong: .*({mutation.verdict})"):

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from distr_cases import BLOCKS, CASES, QUERIES, DistrCase, check
 from emulated import on_the_cpu
 
@@ -37,8 +38,7 @@ EMULATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ["late", "random"])
-@pytest.mark.parametrize("case", EMULATED, ids=str)
+@pytest.mark.parametrize(("case", "order"), in_turn(EMULATED, ["late", "random"]), ids=str)
 def test_hopper(case: DistrCase, order: str) -> None:
     def forward(made, v, params):
         with on_the_cpu(order, 1):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 
 import pytest
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from distr_cases import CASES, DistrCase, check
 from emulated import mutate, on_the_cpu
 from families import fresh_launches  # noqa: F401  (a fixture)
-from mutations import Mutation, load
+from mutations import Mutation, check_places, load
 
 from attnlib.kernels.common.distr import Grouping
 from attnlib.kernels.distr import group_kernels
@@ -92,7 +94,11 @@ def check_in_emulator(case: DistrCase, mutants: dict | None = None) -> None:
     check(case, "cpu", forward)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS, group_kernels)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, attrgetter("kind")), ids=str)
 def test_is_caught(
     mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
 ) -> None:

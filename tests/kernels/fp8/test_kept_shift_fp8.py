@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from emulated import mutate, on_the_cpu
 from emulated_fp8 import Call, check
 from mutations import Mutation
@@ -95,10 +96,9 @@ RISES = {
 }
 
 
-@pytest.mark.parametrize("config", [KEPT, LATE], ids=["early", "late"])
-@pytest.mark.parametrize("name", RISES)
-def test_scores_at_the_edge(name: str, config: Fp8Config) -> None:
-    judge(*tensors(rising(*RISES[name])), config)
+@pytest.mark.parametrize(("name", "late"), in_turn(RISES, (False, True)))
+def test_scores_at_the_edge(name: str, late: bool) -> None:
+    judge(*tensors(rising(*RISES[name])), LATE if late else KEPT)
 
 
 def test_far_below_zero_then_far_above() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import families
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
+from chosen import in_turn
 from emulated import Call, mutate, on_the_cpu
 from mutations import Mutation
 from rising import BLOCKS, SCALE, N, levels_of, tensors
@@ -58,10 +60,9 @@ RISES = {
 }
 
 
-@pytest.mark.parametrize("config", [KEPT, LATE], ids=["early", "late"])
-@pytest.mark.parametrize("name", RISES)
-def test_scores_at_the_edge(name: str, config: HopperConfig) -> None:
-    check(*tensors(rising(*RISES[name])), config)
+@pytest.mark.parametrize(("name", "late"), in_turn(RISES, (False, True)))
+def test_scores_at_the_edge(name: str, late: bool) -> None:
+    check(*tensors(rising(*RISES[name])), LATE if late else KEPT)
 
 
 def test_far_below_zero_then_far_above() -> None:
@@ -133,11 +134,13 @@ def test_other_tiles(D: int, config: HopperConfig) -> None:
 # ---------------------------------------------------------------- what is no number, and what is masked
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("place", [5, 100, 319])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_key_that_is_no_number(value: float, place: int, causal: bool) -> None:
+BAD = float("nan"), float("inf"), float("-inf")
+
+
+@pytest.mark.parametrize(("bad", "causal"), in_turn(product(BAD, (5, 100, 319)), (False, True)), ids=str)
+def test_a_key_that_is_no_number(bad: tuple[float, int], causal: bool) -> None:
     """What is wrong in a key is wrong in each row that sees it, and in no other; as without the option."""
+    value, place = bad
     rng = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, 1, 320, 64, generator=rng).half() for _ in range(3))
     k[0, 0, place, 7] = value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 
 import pytest
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from families import fresh_launches  # noqa: F401  (a fixture)
 from monarch_cases import MonarchCase, check
-from mutations import Mutation, load
+from mutations import Mutation, check_places, load
 
 from attnlib.kernels.monarch import monarch_kernels
 
@@ -99,7 +101,11 @@ def test_the_kernels_pass(device: str) -> None:
         check(case, device)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS, monarch_kernels)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, attrgetter("kind")), ids=str)
 def test_is_caught(
     mutation: Mutation, device: str, tmp_path, monkeypatch: pytest.MonkeyPatch, fresh_launches
 ) -> None:

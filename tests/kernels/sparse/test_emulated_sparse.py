@@ -153,7 +153,12 @@ ORDERED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("call", with_more((call for call in CALLS if call not in ORDERED), ORDERED))
+BY_PLACE = "all", "band by head", "band by batch"
+"""Masks that "band by both" stands for, and calls named after what is special in them."""
+PLAIN = [call for call in CALLS if call not in (*ORDERED, *BY_PLACE)]
+
+
+@pytest.mark.parametrize("call", with_more(PLAIN, CALLS))
 def test_call(call):
     check(CALLS[call])
 
@@ -230,7 +235,7 @@ ORDERED_BACKWARD = (
 )  # fmt: skip
 ALIKE = [f"wide {mask}" for mask in FUNCTIONS if mask in ("all", "dots", "corner") or "by" in mask]
 """Masks whose kinds of tiles other calls of this kernel have."""
-SOME = [call for call in BACKWARD if call not in (*ORDERED_BACKWARD, *ALIKE)]
+SOME = [call for call in BACKWARD if call not in (*ORDERED_BACKWARD, *ALIKE, *BY_PLACE)]
 
 
 @pytest.mark.parametrize("call", with_more(SOME, BACKWARD))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 
 import pytest
 from cases import INTERPRETER_REMARKS
+from chosen import first_of_each
 from families import fresh_launches  # noqa: F401  (a fixture)
-from mutations import Mutation, load
+from mutations import Mutation, check_places, load
 from sparse_cases import CASES, check_backward, check_forward
 
 from attnlib.block_mask import lists, mask, tiles
@@ -112,7 +114,14 @@ def use(mutation: Mutation, tmp_path, monkeypatch) -> None:
                     monkeypatch.setattr(user, name, value)
 
 
-@pytest.mark.parametrize("mutation", FORWARD + BACKWARD + MASK, ids=str)
+MUTATIONS = FORWARD + BACKWARD + MASK
+
+
+def test_each_bug_has_its_place() -> None:
+    check_places(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", first_of_each(MUTATIONS, attrgetter("kind")), ids=str)
 def test_is_caught(mutation, device, tmp_path, monkeypatch, fresh_launches):
     use(mutation, tmp_path, monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError), match=mutation.verdict):
