@@ -9,6 +9,7 @@ import struct
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pathlib import Path
 
 import families
 import pytest
@@ -276,7 +277,17 @@ def test_the_second_call_launches_what_the_first_one_launched(impl, node_cpp, ca
         found = [(x, y) for x, y in zip(a.pop("parameters"), b.pop("parameters"), strict=True) if x != y]
         b["stream"] = STREAM  # a CPU has none
         assert a == b and all(x[8:] == y[8:] for x, y in found), "more than addresses differs"
-        assert all(min(map(first_word, pair)) >= 2**32 for pair in found), "a number differs"
+        assert all(is_address(first_word(x)) for pair in found for x in pair), "a number differs"
+
+
+def is_address(word: int) -> bool:
+    """Whether this process may write there; the heap of some Pythons lies low, where numbers are, too."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        places, rights, *_ = line.split()
+        first, end = (int(place, 16) for place in places.split("-"))
+        if "w" in rights and first <= word < end:
+            return True
+    return False
 
 
 def first_word(parameter: bytes) -> int:
