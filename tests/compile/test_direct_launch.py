@@ -9,7 +9,6 @@ import struct
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from pathlib import Path
 
 import families
 import pytest
