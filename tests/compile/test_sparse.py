@@ -259,7 +259,7 @@ def compile_bias(case: tuple) -> Stats:
     types = dict.fromkeys(pointers, "*i32") | {"kinds_ptr": "*i8", "counter_ptr": "*fp32", "qk_scale": "fp32"}
     types |= {"bias_ptr": "*fp16" if score.bias.itemsize == 2 else "*fp32", "dbias_ptr": "*fp32"}
     types |= tile_types(made, dtype, desc_rows="fp32")
-    plan = launch_hopper_bias.make_plan(width, config, partial, score, 1, 2)
+    plan = launch_hopper_bias.make_plan(config, partial, score, 1, 2)
     return compile_kernel(kernel, plan, types, [], pointers, config.max_registers)[0]
 
 

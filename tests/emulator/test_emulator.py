@@ -612,6 +612,18 @@ def test_an_atomic_tile_touches_only_what_its_mask_allows() -> None:
 
 
 @gluon.jit
+def add_by_threes(sums_ptr):
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.atomic_add(sums_ptr + lane % 3, lane.to(gl.float32), mask=lane < 9, sem="relaxed")
+
+
+def test_an_atomic_tile_adds_all_elements_of_one_place() -> None:
+    sums = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    run(add_by_threes, (2,), sums)
+    assert sums.tolist() == [1 + 2 * (0 + 3 + 6), 2 + 2 * (1 + 4 + 7), 3 + 2 * (2 + 5 + 8), 4]
+
+
+@gluon.jit
 def draw_from_floats(sums_ptr):
     gl.atomic_add((sums_ptr + 1).to(gl.pointer_type(gl.int32)), 3)
 

@@ -36,6 +36,7 @@ from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k
 from attnlib.kernels.sparse.bits import hide_by
+from attnlib.kernels.sparse.hopper_backward_steps import LANES, told
 from attnlib.kernels.sparse.hopper_scores import LOG2_E
 
 TILE = gl.constexpr(128)
@@ -59,7 +60,7 @@ class Memory(NamedTuple):
     sums: gl.shared_memory_descriptor  # [2 * stages, 1, 1, 64], LSE2 or delta: the same
     keys: gl.shared_memory_descriptor  # [stages, 1, 1, 128, d]: K or V
     bias: gl.shared_memory_descriptor  # [2, 64, 128]
-    told: gl.shared_memory_descriptor  # [4 * WORDS, 2]
+    told: gl.shared_memory_descriptor  # [4 * WORDS, LANES]
     k_full: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
 
@@ -170,7 +171,7 @@ def _copy(desc_rows, desc_keys, desc_sums, sums: gl.constexpr, mem, c, place, wo
 def _tell(mem, j, words):
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for w in gl.static_range(WORDS):
-        mem.told.index(WORDS * (j & 3) + w).store(gl.full([2], words[w], gl.int32, lanes))
+        mem.told.index(WORDS * (j & 3) + w).store(gl.full([LANES], words[w], gl.int32, lanes))
 
 
 @gluon.jit
@@ -206,8 +207,7 @@ def _produce(desc_q, desc_k, desc_v, desc_do, desc_rows, counter_ptr, items, mem
 @gluon.jit
 def _told(mem, j, word: gl.constexpr):
     """What the producer tells of visit j, whose first pair is there."""
-    lanes = mem.told.index(WORDS * (j & 3) + word)
-    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return told(mem, WORDS * (j & 3) + word)
 
 
 @gluon.jit
@@ -263,9 +263,10 @@ def _consume(
         visits = _told(mem, j, VISITS)
         # Of the first tile of a band, whose places have the distances of all.
         o_m, o_n = item.row * TILE + rows, (item.row + item.d) * TILE + columns
-        there = (o_m < work.S_q) & (o_n < work.S_k)
         if plan.diagonal:
             there = (o_n - o_m > -work.S_q) & (o_n - o_m < work.S_k)
+        else:
+            there = (o_m < work.S_q) & (o_n < work.S_k)
         own = bias_ptr + item.i_b.to(gl.int64) * bias_b + item.i_h.to(gl.int64) * bias_h
         bias = gl.load(own + o_m.to(gl.int64) * bias_m + o_n, mask=there, other=0.0)
         mem.bias.index(WG).store(bias)
@@ -332,7 +333,7 @@ def attention_sparse_bias_gradient_hopper(
         gl.allocate_shared_memory(gl.float32, [2 * stages, 1, 1, 64], desc_rows.layout),
         buffers(desc_k, stages),
         gl.allocate_shared_memory(plan.bias_type, [2, 64, TILE], bias_layout),
-        gl.allocate_shared_memory(gl.int32, [4 * WORDS, 2], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [4 * WORDS, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(stages, 1),
         barriers(stages, 2),
     )

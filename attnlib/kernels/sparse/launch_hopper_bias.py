@@ -44,7 +44,7 @@ def hopper_bias_gradient(call: Signature, windows: Mapping[str, Window], rows: P
             "GROUP": H // H_kv, "down": down, "across": across, **mask_strides(call),
             "dbias_own": S_q + S_k - 1, "items": items,
         },
-        constants={"plan": make_plan(width, config, call.mask.partial, score, B, H)},
+        constants={"plan": make_plan(config, call.mask.partial, score, B, H)},
         options={"num_warps": 4, "maxnreg": config.max_registers},
     )  # fmt: skip
 
@@ -64,17 +64,17 @@ def descriptors(
     return found | {"desc_rows": rows.descriptor(64, as_it_is)}
 
 
-def make_plan(width: int, config: HopperBiasConfig, partial: bool, score: ScoreForm, B: int, H: int):
+def make_plan(config: HopperBiasConfig, partial: bool, score: ScoreForm, B: int, H: int):
     """The kernel's constants."""
     from triton.experimental.gluon import language as gl
 
     from attnlib.kernels.common.pipeline import Pipeline, Registers
     from attnlib.kernels.sparse.plan import HopperBiasPlan
 
-    batches, heads = score.sizes[0] == B, score.diagonal or score.sizes[1] == H
+    batches, heads = score.sizes[0] == B, score.sizes[1] == H
     bias_type = getattr(gl, str(score.bias).removeprefix("torch."))
     return HopperBiasPlan(
-        width, partial, score.diagonal, batches, heads, score.sizes[3] % 4 == 0, bias_type,
+        partial, score.diagonal, batches, heads, score.sizes[3] % 4 == 0, bias_type,
         Pipeline(2, config.stages, joint=True, named=True, late_wait=False, pin=False),
         Registers(config.consumer_registers, config.producer_registers),
     )  # fmt: skip

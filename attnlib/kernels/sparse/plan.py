@@ -153,7 +153,6 @@ class HopperBiasPlan(Constants):
     """What the kernel of a bias' gradient is compiled for.
 
     Attributes:
-        d: columns of a tile, the head dimension or more: 64 or 128.
         partial: some tiles have words.
         diagonal: the bias is of diagonals.
         batches, heads: each batch element, or head, has a bias of its own.
@@ -161,7 +160,6 @@ class HopperBiasPlan(Constants):
         bias_type: of the bias' elements.
     """
 
-    d: int
     partial: bool
     diagonal: bool
     batches: bool
