@@ -28,6 +28,13 @@ def check_chosen_size(block_size) -> None:
         raise ValueError(f"block_size: expected 64 or 128, got {block_size}")
 
 
+def check_density(density) -> None:
+    if isinstance(density, bool) or not isinstance(density, int | float):
+        raise TypeError(f"density: expected a number, got {type_name(density)}")
+    if not 0 < density <= 1:
+        raise ValueError(f"density: expected a number above 0, up to 1, got {density}")
+
+
 def check_lengths(seqlen_q, seqlen_k) -> tuple[int, int]:
     for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
         if isinstance(length, bool) or not isinstance(length, int):

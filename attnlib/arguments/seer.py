@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnlib.arguments.common import check_int32, type_name
-from attnlib.arguments.masks import check_chosen_size
+from attnlib.arguments.masks import check_chosen_size, check_density
 
 
 def _check_count(name: str, value) -> None:
@@ -70,12 +70,9 @@ def check_above(scores, threshold) -> None:
         raise TypeError(f"threshold: expected a number, got {type_name(threshold)}")
 
 
-def check_density(blocks, density) -> None:
+def check_top_of_density(blocks, density) -> None:
     _check_count("blocks", blocks)
-    if isinstance(density, bool) or not isinstance(density, int | float):
-        raise TypeError(f"density: expected a number, got {type_name(density)}")
-    if not 0 < density <= 1:
-        raise ValueError(f"density: expected a number above 0, up to 1, got {density}")
+    check_density(density)
 
 
 def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:

@@ -27,16 +27,23 @@ _DIAGONAL, _LAST = 15, 17
 
 class Chosen:
     """Blocks bool (B, H, n, n) of `size` tokens, 64 or 128, of which those on the diagonal always count and
-    those above it never."""
+    those above it never. density: of the triangle of blocks about what part is chosen, if that is known."""
 
-    def __init__(self, blocks: torch.Tensor, seqlen: int, size: int) -> None:
+    def __init__(self, blocks: torch.Tensor, seqlen: int, size: int, density: float | None = None) -> None:
         self.blocks, self.seqlen, self.size = unwrapped(blocks).contiguous(), seqlen, size
+        self.density = density
 
     @property
     def coarse(self) -> bool:
         """Whether steps of 128 keys cover not much more than those of 64: not where single units are
         chosen."""
         return self.size == TILE
+
+    @property
+    def steps(self) -> float:
+        """Of 128 keys that a tile of 128 queries takes on average, at most: what either half of it sees."""
+        tiles = -(-self.seqlen // TILE)
+        return (1.0 if self.density is None else self.density * (TILE // self.size)) * (tiles + 1) / 2
 
     @property
     def words(self) -> torch.Tensor:

@@ -28,9 +28,9 @@ _handles = count()
 _living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
 
 
-SHORT = 12
-"""Steps of 128 keys that a block of 128 queries has on average. With so few full ones, steps of 64 are faster
-at D = 128 (docs/lab/sparse.md)."""
+SHORT = 8.5
+"""Steps of 128 keys that a block of 128 queries has on average. With so few, at D = 128 steps of 64 are faster,
+and so are two buffers for queries: both win at 8.3 steps and lose at 8.7 (docs/lab/sparse.md)."""
 
 
 class Form(NamedTuple):
@@ -102,20 +102,26 @@ class BlockMask:
         return cls._of_kinds(kinds, None, size, _grid_of(blocks, seqlen_q, seqlen_k))
 
     @classmethod
-    def from_chosen(cls, blocks: torch.Tensor, seqlen: int, *, block_size: int = 128) -> BlockMask:
+    def from_chosen(
+        cls, blocks: torch.Tensor, seqlen: int, *, block_size: int = 128, density: float | None = None
+    ) -> BlockMask:
         """The causal mask of a sequence with itself that sees the chosen blocks, bool (B, H, n, n) or (n, n):
         always those on the diagonal, never those above it.
 
         Nothing waits for the GPU, and CUDA graphs can capture it; so a choice may be made anew for each call,
         as by a gate. `blocks` must not change afterwards. block_size: 64 or 128. A kernel's tile has 128
-        rows, and with blocks of 64 computes what either half of them sees.
+        rows, and with blocks of 64 computes what either half of them sees. density: of the blocks on and
+        below the diagonal the part that is chosen, about, if the caller knows it. Kernels for few blocks a
+        row are configured by it; no result depends on it.
 
         Raises:
             TypeError, ValueError: as `from_blocks`.
         """
         checks.check_chosen_size(block_size)
+        if density is not None:
+            checks.check_density(density)
         blocks = checks.check_blocks(blocks, seqlen, seqlen, (block_size, block_size))
-        return cls(None, _grid_of(blocks, seqlen, seqlen), Chosen(blocks, seqlen, block_size))
+        return cls(None, _grid_of(blocks, seqlen, seqlen), Chosen(blocks, seqlen, block_size, density))
 
     @classmethod
     def from_csr(
@@ -275,8 +281,8 @@ class BlockMask:
     def form(self) -> Form:
         """What launches depend on."""
         if self._chosen is not None:
-            coarse = self._chosen.coarse
-            return Form(*self.shape[:2], SLOTS, True, True, coarse)
+            coarse, short = self._chosen.coarse, self._chosen.steps <= SHORT
+            return Form(*self.shape[:2], SLOTS, True, True, coarse, short)
         absent = tiling.by_tile(self._tiles.kinds == ABSENT).all(5).all(4)  # (B, H, tiles down, across)
         # A row, or a column, takes a step in any case, and may see nothing of it.
         empty = torch.stack([absent.all(3).any(), absent.all(2).any()]).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnlib.api.decode import attention_decode
-from attnlib.arguments.seer import check_above, check_decode_chosen, check_density, check_top
+from attnlib.arguments.seer import check_above, check_decode_chosen, check_top, check_top_of_density
 from attnlib.block_mask import BlockMask
 
 
@@ -44,21 +44,22 @@ def top_of_density(blocks: int, density: float) -> int:
         TypeError: `blocks` is no int, or `density` no number.
         ValueError: `blocks` is below 1, or `density` not above 0, up to 1.
     """
-    check_density(blocks, density)
+    check_top_of_density(blocks, density)
     count, most = 1, density * blocks * (blocks + 1) / 2
     while count < blocks and (count + 1) * blocks - count * (count + 1) / 2 <= most:
         count += 1
     return count
 
 
-def mask_of(blocks: torch.Tensor, seqlen: int, block: int) -> BlockMask:
+def mask_of(blocks: torch.Tensor, seqlen: int, block: int, density: float | None = None) -> BlockMask:
     """The causal mask of chosen blocks, for `attnlib.attention(..., block_mask=)`. The block on the diagonal
-    is always seen.
+    is always seen. density: what `top_of_density` was given; where rows have few blocks, a call that knows it
+    is faster.
 
     Raises:
         TypeError, ValueError: as `BlockMask.from_chosen`, whose arguments these are.
     """
-    return BlockMask.from_chosen(blocks, seqlen, block_size=block)
+    return BlockMask.from_chosen(blocks, seqlen, block_size=block, density=density)
 
 
 def decode_chosen(

@@ -47,6 +47,8 @@ MASK = [
      "keys in blocks of 128 x 128, got (2, 3, 2, 2)"),
     ({"block_size": 64.0}, TypeError, "block_size: expected 64 or 128, got float"),
     ({"block_size": 192}, ValueError, "block_size: expected 64 or 128, got 192"),
+    ({"density": True}, TypeError, "density: expected a number, got bool"),
+    ({"density": 0}, ValueError, "density: expected a number above 0, up to 1, got 0"),
 ]  # fmt: skip
 
 MADE = {"heads": 4, "kv_heads": 2, "head_dim": 16}

@@ -74,6 +74,7 @@ def small(gpu, monkeypatch):
     monkeypatch.setattr(time_s2, "PATTERNS", patterns)
     monkeypatch.setattr(time_s2, "shape_of", lambda n: Shape(1, 2, n, 16, True, "bfloat16"))
     monkeypatch.setattr(time_s2, "SWEEP", Setting("small", 1, 0, 0, 1))
+    monkeypatch.setattr(time_s2.copies_alone, "call_of", lambda q, k, v, mask: lambda: torch.zeros_like(q))
     slow = time_s2.attention  # what is timed: the reference, as the interpreter takes seconds
     monkeypatch.setattr(time_s2, "attention", lambda *x, **how: slow(*x, **how, impl="reference"))
 
@@ -85,7 +86,8 @@ def test_the_record(small, tmp_path, capsys):
     assert set(tables) == {"forward", "backward", "decode"}
     for name in ("forward", "backward"):
         rows = {row["impl"]: row for row in tables[name]["rows"] if "control_of" not in row}
-        assert set(rows) == {"S2", "S2, 2 dense heads", "attnlib"}
+        copies = {"S2, copies"} if name == "forward" else set()
+        assert set(rows) == {"S2", "S2, 2 dense heads", "attnlib"} | copies
         assert rows["S2"]["share"] < rows["S2, 2 dense heads"]["share"] < rows["attnlib"]["share"] == 1
         assert "mask_ms" in rows["S2"] and all(row["status"] == "ok" for row in rows.values())
     kept, dense = (row["cache_bytes"] for row in tables["decode"]["rows"][:2])
@@ -109,6 +111,7 @@ def test_tables_are_added_to_the_record(small, tmp_path, monkeypatch):
 def test_a_wrong_one_gets_no_time(small, monkeypatch):
     right = time_s2.attention
     monkeypatch.setattr(time_s2, "attention", lambda *args, **how: 2 * right(*args, **how))
-    rows = list(time_s2.prefill_rows(200, False, time_s2.SWEEP))
+    *rows, copies = time_s2.prefill_rows(200, False, time_s2.SWEEP)
     assert {row["status"] for row in rows} == {"wrong"} and not any("ms" in row for row in rows)
+    assert copies["impl"] == time_s2.COPIES and copies["status"] == "ok"
     assert "wrong" in time_s2.show("forward", rows[0])

@@ -6,10 +6,11 @@
 
 Three tables, of 4 sequences and 16 heads of 128 columns in bfloat16, causal, under the published pattern:
 blocks of 64, 8 near ones, a stride of 16. `forward` and `backward`: the block-sparse engine, the same with
-two dense heads at some lengths, the kernel of chapter 33 at two of them, and dense attention; of the backward
-pass also what it was made of, its keys in order, and gathered with the first queries first. `decode`: one
-token against a cache that keeps what the pattern needs, and against one that keeps all. `share` is the part
-of causal attention's blocks that a pattern keeps, `mask_ms` what making the mask and its lists takes.
+two dense heads at some lengths, what its copies take alone (`attnlib.bench.copies_alone`), the kernel of
+chapter 33 at two of them, and dense attention; of the backward pass also what it was made of, its keys in
+order, and gathered with the first queries first. `decode`: one token against a cache that keeps what the
+pattern needs, and against one that keeps all. `share` is the part of causal attention's blocks that a pattern
+keeps, `mask_ms` what making the mask and its lists takes.
 
 All that is compared is timed in the same shuffled rounds, cold L2, with a control row. Outputs and gradients
 are judged before and after against fp64, of the first and the last head: the last rows of out and dq, and the
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import BlockMask, S2Pattern, attention, attention_decode  # noqa: E402
-from attnlib.bench import backward, harness, records, sources  # noqa: E402
+from attnlib.bench import backward, copies_alone, harness, records, sources  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
@@ -42,6 +43,7 @@ from attnlib.kernels.sparse.configs_hopper import hopper_sparse_backward_config 
 
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
+COPIES = "S2, copies"
 IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
@@ -191,6 +193,9 @@ def prefill_rows(length: int, gradients: bool, setting: Setting) -> Iterator[dic
         )
         runs.append(Run(name, shape, make, judges, share * factor, control=len(runs) == len(named)))
         runs[-1].row |= {"share": share, **more}
+    if not gradients:
+        make = lambda: copies_alone.call_of(*tensors[:3], PATTERN.mask(length, DEVICE))  # noqa: E731
+        runs.append(Run(COPIES, shape, make, [], PATTERN.share(length)))
     harness.time_rounds(runs, None, setting, lambda text: None)
     yield from (run.row for run in runs)
 

@@ -7,10 +7,11 @@
 Five tables, all causal, of 1 sequence, 32 heads of 128 columns, float16, but for the last two. `pooled`:
 attention that also gives the pooled map, by maxima that the forward kernel keeps and by Q K^T a second time,
 beside the dense kernel; and up to 32768 tokens that forward kernel alone. `prefill`: the block-sparse engine
-under random causal masks of 128 x 128 blocks, at one sparsity also of 64 x 64; `whole, 0.9` begins with
-queries and keys: gate, choice, mask, attention. `parts`: what gate, choice and lists take by themselves.
-`decode`: one token, 32 heads on 8 key heads, against blocks of 64 that each key head chose, and against the
-whole cache. `quality`: a small model that copies, its gates, recall and loss (`attnlib.bench.seer_quality`).
+under random causal masks of 128 x 128 blocks, and what its copies take alone (`attnlib.bench.copies_alone`);
+at one sparsity also blocks of 64 x 64; `whole, 0.9` begins with queries and keys: gate, choice, mask,
+attention. `parts`: what gate, choice and lists take by themselves. `decode`: one token, 32 heads on 8 key
+heads, against blocks of 64 that each key head chose, and against the whole cache. `quality`: a small model
+that copies, its gates, recall and loss (`attnlib.bench.seer_quality`).
 `share` is the part of the causal blocks that are kept.
 The record has one table more, which is not made again: `pooled_scores`, `pooled` of 2026-11-26, when the
 forward kernel took maxima of scores for the map.
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import BlockMask, attention, attention_decode, attention_pooled  # noqa: E402
-from attnlib.bench import harness, records, seer_quality, timing  # noqa: E402
+from attnlib.bench import copies_alone, harness, records, seer_quality, timing  # noqa: E402
 from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
@@ -176,19 +177,22 @@ def prefill_rows(length: int, setting: Setting) -> Iterator[dict[str, Any]]:
     for sparsity in SPARSITIES:
         for block in (BLOCK, BLOCK // 2) if sparsity == FINE else (BLOCK,):
             blocks = random_blocks(length, block, sparsity)
-            mask = BlockMask.from_chosen(blocks, length, block_size=block)
+            mask = BlockMask.from_chosen(blocks, length, block_size=block, density=1 - sparsity)
             name = f"sparse, {sparsity}" + (", blocks of 64" if block != BLOCK else "")
             judge = Judge(q, k, v, blocks, block)
             call = lambda mask=mask: attention(q, k, v, block_mask=mask)  # noqa: E731
             runs.append(Run(name, shape, call, judge, share(blocks)))
+            if block == BLOCK:
+                copies = copies_alone.call_of(q, k, v, mask)
+                runs.append(Run(f"copies, {sparsity}", shape, copies, None, share(blocks)))
     gate = gate_of(length)
     for sparsity in WHOLE:
         count = top_of_density(-(-length // BLOCK), 1 - sparsity)
 
-        def call(count: int = count) -> torch.Tensor:
+        def call(count: int = count, sparsity: float = sparsity) -> torch.Tensor:
             with torch.no_grad():
                 blocks = top(gate(q, k), count)
-                return attention(q, k, v, block_mask=mask_of(blocks, length, BLOCK))
+                return attention(q, k, v, block_mask=mask_of(blocks, length, BLOCK, 1 - sparsity))
 
         with torch.no_grad():
             chosen = top(gate(q, k), count)

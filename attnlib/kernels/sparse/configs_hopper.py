@@ -91,8 +91,7 @@ def hopper_sparse_config(
     """For a head dimension. coarse: whether steps of 128 keys cover not much more than those of 64. bias:
     whether the score has one, or a function of the caller's own, which two pairs have no registers for.
     copied: whether TMA can read the bias. keep: whether steps can keep their shifts, which those with ALiBi,
-    a bias or a function can't. short: whether all blocks are full, no score changes, and rows have few steps
-    of 128 keys.
+    a bias or a function can't. short: whether no score changes, and rows have few steps of 128 keys.
 
     Raises:
         ValueError: `head_dim` out of range.

@@ -72,7 +72,7 @@ def configuration(
             chosen = replace(chosen, bias=own or chosen.bias)
         return replace(chosen, gathered=gathered)
     copied = bias and bias_window(score.form, q.shape[2], k.shape[2]) is not None
-    short = form.short and score is None and not form.partial_rows
+    short = form.short and score is None
     return hopper_sparse_config(head_dim, form.coarse, bias or own, copied, alike, short)
 
 

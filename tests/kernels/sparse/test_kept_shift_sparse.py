@@ -168,18 +168,21 @@ def test_a_planted_bug_is_found(bug):
 
 def test_which_calls_keep_their_shifts() -> None:
     """Those that were measured: up to 128 columns, full blocks and bits, soft caps and sinks; not ALiBi. At
-    D = 128 short rows of full blocks without a score take steps of 64 keys, and two buffers for queries."""
+    D = 128 short rows without a score take steps of 64 keys, and two buffers for queries."""
     for head_dim, blocks in ((64, 8), (128, 8), (128, 20), (192, 8)):
         q = torch.zeros(1, 1, 128 * blocks, head_dim, dtype=torch.float16)
         full = BlockMask.from_blocks(torch.ones(1, 1, blocks, blocks, dtype=torch.bool), *q.shape[2:3] * 2)
         bits = BlockMask.from_function(lambda b, h, i, j: i >= j, *q.shape[2:3] * 2)
         alibi = Score(alibi=torch.ones(1))
-        for mask, score in ((full, None), (bits, None), (full, Score(soft_cap=20.0)), (full, alibi)):
+        chosen = torch.ones(1, 1, blocks, blocks, dtype=torch.bool)
+        few = BlockMask.from_chosen(chosen, q.shape[2], density=0.8)
+        known = [(mask, None) for mask in (full, bits, few, BlockMask.from_chosen(chosen, q.shape[2]))]
+        for mask, score in (*known, (full, Score(soft_cap=20.0)), (full, alibi)):
             params = Params(MaskWindow(None, None), 0.1, block_mask=mask)
             if score is not None:
                 params = params._replace(score=parts_of(score, q, q))
             config = hopper.configuration(q, q, q, params)
-            short = mask is full and score is None and blocks == 8 and head_dim == 128
+            short = score is None and (blocks == 8 or mask is few) and head_dim == 128
             assert config.keep_shift is (score is not alibi and head_dim <= 128)
             assert config.q_buffers == 1 + short
             if head_dim == 128:
