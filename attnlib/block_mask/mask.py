@@ -29,8 +29,8 @@ _living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictiona
 
 
 SHORT = 8.5
-"""Steps of 128 keys that a block of 128 queries has on average. With so few, at D = 128 steps of 64 are faster,
-and so are two buffers for queries: both win at 8.3 steps and lose at 8.7 (docs/lab/sparse.md)."""
+"""Steps of 128 keys that a block of 128 queries has on average. With so few, at D = 128 steps of 64 are
+faster, and so are two buffers for queries: both win at 8.3 steps and lose at 8.7 (docs/lab/sparse.md)."""
 
 
 class Form(NamedTuple):
