@@ -421,12 +421,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     counted = {"bytes": "keys and values read; of the copy read and written"}
     header = records.provenance(harness.method(BOOK, OURS) | counted)
     path = records.report_path("decode", header, args.out)
-    if part:
-        for name, table in tables.items():
-            read = {"method": header["method"] | {"timer": CLEAN_TIMER}} if name == "clean" else {}
-            records.add_table(path, {"notebook": "decode", **header, **read}, name, table["rows"])
-    else:
-        records.write_report(path, {"notebook": "decode", **header}, tables)
+    for name, table in tables.items():
+        read = {"method": header["method"] | {"timer": CLEAN_TIMER}} if name == "clean" else {}
+        records.add_table(path, {"notebook": "decode", **header, **read}, name, table["rows"])
     print(path)
     return int(bool(wrong))
 
