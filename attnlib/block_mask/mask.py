@@ -28,15 +28,24 @@ _handles = count()
 _living: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
 
 
-SHORT = 8.5
-"""Steps of 128 keys that a block of 128 queries has on average. With so few, at D = 128 steps of 64 are
-faster, and so are two buffers for queries: both win at 8.3 steps and lose at 8.7 (docs/lab/sparse.md)."""
+def is_short(steps: float, fine: float, bits: bool) -> bool:
+    """Whether rows have so few steps that at D = 128 steps of 64 keys, with two buffers for queries, are
+    faster than steps of 128. A step of 64 costs more than half of one of 128; but a tile begins and ends
+    sooner with it, and less may be hidden in it. Where one overtakes the other was measured
+    (docs/lab/sparse.md).
+
+    steps, fine: of 128 keys, and of 64 as halves of such a step, that a block of 128 queries has on average.
+    bits: whether some step carries bits.
+    """
+    if not bits:
+        return steps <= 12
+    return steps <= 5.5 or 1.025 * fine < steps <= 10
 
 
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
     of any list needs bits, or of a list of rows; whether steps of 128 keys cover not much more than those of
-    64, for 128 queries; and whether rows have few steps of 128 keys, see `SHORT`. The last one is the form of
+    64, for 128 queries; and whether rows have few steps, see `is_short`. The last one is the form of
     `BlockMask.gathered`, None where there is none."""
 
     B: int
@@ -281,15 +290,16 @@ class BlockMask:
     def form(self) -> Form:
         """What launches depend on."""
         if self._chosen is not None:
-            coarse, short = self._chosen.coarse, self._chosen.steps <= SHORT
+            coarse, steps = self._chosen.coarse, self._chosen.steps
+            short = is_short(steps, steps if coarse else steps / 2, True)
             return Form(*self.shape[:2], SLOTS, True, True, coarse, short)
         absent = tiling.by_tile(self._tiles.kinds == ABSENT).all(5).all(4)  # (B, H, tiles down, across)
         # A row, or a column, takes a step in any case, and may see nothing of it.
         empty = torch.stack([absent.all(3).any(), absent.all(2).any()]).tolist()
         bits = len(self._tiles.words) > 1
         partial = bits or any(empty), bits or empty[0]
-        steps = self.density(TILE)
-        coarse, short = steps <= 1.1 * self.density(UNIT), steps * self._grid.tiles[1] <= SHORT
+        steps, fine = (self.density(size) * self._grid.tiles[1] for size in (TILE, UNIT))
+        coarse, short = steps <= 1.1 * fine, is_short(steps, fine, partial[1])
         gathered = None if self.gathered is None else self.gathered.form
         return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short, gathered)
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from attnlib import BlockMask
 from attnlib.block_mask import lists, tiles
-from attnlib.block_mask.mask import by_handle
+from attnlib.block_mask.mask import by_handle, is_short
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import MaskWindow
 
@@ -145,6 +145,19 @@ def test_full_and_absent_blocks_carry_no_bits():
     assert BlockMask.from_function(FUNCTIONS["stripes"], 256, 256).density() == 0.5
     assert BlockMask.from_function(FUNCTIONS["stripes"], 256, 256).density(128) == 1.0
     assert not BlockMask.from_function(FUNCTIONS["stripes"], 256, 256).form.coarse
+
+
+@pytest.mark.parametrize(
+    "steps, fine, bits, short",
+    [
+        (4.92, 4.92, True, True), (5.88, 5.88, True, False),  # windows of 512 and 640
+        (7.38, 6.84, True, True), (9.55, 9.05, True, True),  # documents of 700 and 1000
+        (8.3, 6.1, True, True), (12.4, 8.6, True, False),  # S2 at 8192 and 16384 tokens
+        (12, 12, False, True), (16, 16, False, False),  # blocks at random
+    ],
+)  # fmt: skip
+def test_where_steps_of_64_keys_were_faster(steps, fine, bits, short):
+    assert is_short(steps, fine, bits) == short
 
 
 def test_tiles_with_the_same_full_units_share_their_words():

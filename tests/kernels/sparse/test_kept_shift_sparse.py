@@ -175,7 +175,7 @@ def test_which_calls_keep_their_shifts() -> None:
         bits = BlockMask.from_function(lambda b, h, i, j: i >= j, *q.shape[2:3] * 2)
         alibi = Score(alibi=torch.ones(1))
         chosen = torch.ones(1, 1, blocks, blocks, dtype=torch.bool)
-        few = BlockMask.from_chosen(chosen, q.shape[2], density=0.8)
+        few = BlockMask.from_chosen(chosen, q.shape[2], density=0.5)
         known = [(mask, None) for mask in (full, bits, few, BlockMask.from_chosen(chosen, q.shape[2]))]
         for mask, score in (*known, (full, Score(soft_cap=20.0)), (full, alibi)):
             params = Params(MaskWindow(None, None), 0.1, block_mask=mask)
