@@ -54,12 +54,12 @@ def test_elements(seqlen, size):
 
 @pytest.mark.parametrize("size, density, steps", [(128, None, 10.5), (128, 0.1, 1.05), (64, 0.1, 2.1)])
 def test_what_is_known_of_the_density(size, density, steps):
-    """Some 20 tiles; a tile of 128 queries sees what either unit of it sees. No list depends on it."""
+    """20 tiles; one of 128 queries sees what either unit of it sees. The mask does not depend on it."""
     blocks = chosen(2500, size)
     mask = BlockMask.from_chosen(blocks, 2500, block_size=size, density=density)
     assert mask._chosen.steps == pytest.approx(steps) and mask.form.short == (density is not None)
     other = BlockMask.from_chosen(blocks, 2500, block_size=size)
-    assert all(torch.equal(x, y) for x, y in zip(mask.lists(64), other.lists(64), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(mask.tiles, other.tiles, strict=True))
 
 
 @pytest.mark.parametrize("step", [64, 128])
