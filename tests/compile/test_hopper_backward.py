@@ -110,7 +110,7 @@ FIRST = [
     (64, "alternate causal"), (96, "persistent causal"), (128, "persistent causal"), (128, "apart causal"),
     (128, "deterministic varlen window"), (192, "early causal"), (PAIR, "causal"), (256, "causal"),
     (256, "deterministic varlen window"), (KEYS, "all load dense"), (KEYS, "spread shared varlen"),
-    (KEYS_160, "shared causal"), (KEYS_PAIR, "all load both sides"),
+    (KEYS_PAIR, "all load both sides"),
 ]  # fmt: skip
 """What calls get by themselves, of each class of widths and with each option."""
 CASES = with_more(
