@@ -68,6 +68,7 @@ WINDOWED = with_more(
         for mask, window, lse in [
             ("dense", "left", "lse"), ("causal", "window", "lse"), ("dense", "wide window", "lse"),
             ("causal", "varlen", "lse"), ("dense", "varlen", "lse"), ("causal", "varlen window", ""),
+            ("causal", "varlen window", "lse"),
         ]
     ],
 )  # fmt: skip
