@@ -163,7 +163,7 @@ every: $(READY)  ## `unit` and `compile` with every case, as where a GPU is; els
 
 # Checking text and building the book keep one core busy: they have what replaying leaves, most of it at its end.
 chapters: $(READY)  ## redraw, and beside it hygiene and site, which are shown after it
-	@mkdir -p build; $(MAKE) hygiene site >build/beside.log 2>&1 & \
+	@mkdir -p build; nice $(MAKE) hygiene site >build/beside.log 2>&1 & \
 	$(MAKE) redraw && passed=0 || passed=1; wait $$! || passed=1; cat build/beside.log; exit $$passed
 
 redraw: $(READY)  ## replay all notebooks once: they run, stubs fail, solutions pass, figures are the committed ones

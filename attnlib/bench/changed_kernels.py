@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 from attnlib.bench import inspect_sm90, sources
@@ -76,8 +74,7 @@ def _backward_job(module: ModuleType, plan) -> inspect_sm90.Job:
 
 
 NUMBERS = "S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles"
-PACKAGE = """# {digest}
-from triton.experimental import gluon
+PACKAGE = """from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.kernels.hopper.forward_kernel import attention_forward_hopper
@@ -94,22 +91,21 @@ def fixed(desc_q, desc_k, desc_v, desc_o, lse_ptr, counter_ptr, qk_scale, {numbe
 def package_stats(head_dims: Iterable[int]) -> dict[int, inspect_sm90.Stats]:
     """What the compiler makes of the package's kernel for a causal fp16 call with many rows, without kept
     shifts, which chapter 37 adds."""
-    kernels = Path(hopper.__file__).parent
-    text = "".join(file.read_text(encoding="utf-8") for file in sorted(kernels.glob("*.py")))
-    digest, jobs = hashlib.sha256(text.encode()).hexdigest(), {}
-    for d in head_dims:
-        c = replace(hopper.configs.hopper_config(d), keep_shift=False)
-        mask = {"causal": True, "blocks": 1, "skip": c.block_n != 64 * c.warpgroups, "shifted": False}
-        tiles = {"q": (64, d), "k": (c.block_n, d), "v": (c.block_n, d), "o": (64, c.o_columns)}
-        types = {f"desc_{x}": inspect_sm90.gluon_descriptor((1, 1, *tile)) for x, tile in tiles.items()}
-        types |= {"counter_ptr": "*i32:16", "qk_scale": "fp32"} | dict.fromkeys(NUMBERS.split(", "), "i32")
-        source = PACKAGE.format(
-            digest=digest, d=d, config=c, mask=mask | {"left": False}, numbers=NUMBERS
-        )
-        file = sources.load_source(f"package_d{d}", source).__file__
-        registers = c.max_registers
-        jobs[d] = inspect_sm90.Job(file, "fixed", types, {"lse_ptr": None}, 4, max_registers=registers)
-    return dict(zip(jobs, inspect_sm90.compile_all(jobs.values()), strict=True))
+    configs = {d: replace(hopper.configs.hopper_config(d), keep_shift=False) for d in head_dims}
+    jobs = [package_job(d, config) for d, config in configs.items()]
+    return dict(zip(configs, inspect_sm90.compile_all(jobs), strict=True))
+
+
+def package_job(head_dim: int, config: hopper.configs.HopperConfig) -> inspect_sm90.Job:
+    """The package's kernel in this configuration for a causal fp16 call with many rows."""
+    d, c = head_dim, config
+    mask = {"causal": True, "blocks": 1, "skip": c.block_n != 64 * c.warpgroups, "shifted": False}
+    tiles = {"q": (64, d), "k": (c.block_n, d), "v": (c.block_n, d), "o": (64, c.o_columns)}
+    types = {f"desc_{x}": inspect_sm90.gluon_descriptor((1, 1, *tile)) for x, tile in tiles.items()}
+    types |= {"counter_ptr": "*i32:16", "qk_scale": "fp32"} | dict.fromkeys(NUMBERS.split(", "), "i32")
+    text = PACKAGE.format(d=d, config=c, mask=mask | {"left": False}, numbers=NUMBERS)
+    file = sources.load_source(f"package_d{d}", text).__file__
+    return inspect_sm90.Job(file, "fixed", types, {"lse_ptr": None}, 4, max_registers=c.max_registers)
 
 
 def of_plan(plan, field: str, default: int) -> int:

@@ -6,6 +6,7 @@ of a step's kernel is put together here: it is complete, so that it can be impor
 """
 
 import ast
+import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -24,6 +25,7 @@ class Part(NamedTuple):
     is_import: bool
 
 
+@functools.lru_cache(maxsize=512)  # a chapter's last kernel is made of all before it, again and again
 def changed(text: str, change: str) -> str:
     """`text` with the definitions of `change` in the place of those that bind the same names, new ones before
     the first of them, imports added, and without what `attention` does not reach any more.

@@ -2,6 +2,7 @@
 them."""
 
 import difflib
+import functools
 import hashlib
 import html
 import importlib.util
@@ -25,14 +26,21 @@ def cells_tagged(notebook: Path, tag: str) -> list[str]:
             f"notebook: expected the file {notebook.name} in {notebook.parent.name}/, found none"
         )
     try:
-        content = json.loads(notebook.read_text(encoding="utf-8"))
-        return [
-            "".join(cell["source"])
-            for cell in content["cells"]
-            if cell["cell_type"] == "code" and tag in cell.get("metadata", {}).get("tags", [])
-        ]
+        cells = _code_cells(notebook.read_text(encoding="utf-8"))
+        return [source for source, tags in cells if tag in tags]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{notebook}: expected a notebook, got {type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _code_cells(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Source and tags of each code cell of a notebook file with this text. A chapter's kernels are read again
+    for each that is compiled."""
+    return tuple(
+        ("".join(cell["source"]), tuple(cell.get("metadata", {}).get("tags", [])))
+        for cell in json.loads(text)["cells"]
+        if cell["cell_type"] == "code"
+    )
 
 
 def kernel_source(notebook: Path) -> str:

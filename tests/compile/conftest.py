@@ -10,7 +10,7 @@ import side_by_side
 from attnlib.bench import inspect_sm90
 
 LONG = {
-    f"test_{name}.py" for name in ("production", "hopper", "hopper_backward", "sparse", "changed_kernels")
+    f"test_{name}.py" for name in ("changed_kernels", "sparse", "ladder", "hopper_backward", "exponentials")
 }
 
 

@@ -20,10 +20,8 @@ GROUP, ROOM = 4, 4096
 SPLITS = ("none", "fixed", "stream_k")
 # Head dimension, dtype, rows of a group, cache, split.
 HALF = list(product((64, 128, 256), ("float16",), (4,), ("paged",), ("stream_k",)))
-HALF += [(128, "float16", 4, "window", "stream_k"), (96, "float16", 4, "ragged", "stream_k")]  # padded to 128
-HALF += [(128, "float16", 4, "ragged", "none"), (256, "float16", 4, "ragged", "fixed")]
-HALF += [(128, "bfloat16", 4, "ragged", "stream_k"), (64, "float16", 64, "ragged", "stream_k")]
-HALF += [(256, "float16", 32, "paged", "stream_k")]
+HALF += [(96, "bfloat16", 4, "window", "stream_k")]  # padded to 128
+HALF += [(256, "float16", 4, "ragged", "fixed"), (64, "float16", 64, "ragged", "none")]
 WHOLE, LARGE, SMALL = ((128, "float16", 4, cache, "stream_k") for cache in ("ragged", "paged 64", "paged"))
 HALF += [WHOLE, LARGE]
 HALF = with_more(
@@ -32,18 +30,18 @@ HALF = with_more(
         *product((64, 128, 256), ("float16",), (4,), ("full", "ragged", "window"), ("stream_k",)),
         *product((64, 128, 256), ("float16",), (4,), ("ragged",), ("none", "fixed")),
         *product((64, 128, 256), ("float16",), (32, 64), ("ragged", "paged"), ("stream_k",)),
-        (128, "bfloat16", 4, "paged", "stream_k"),
+        (96, "float16", 4, "ragged", "stream_k"),
+        *product((128,), ("bfloat16",), (4,), ("ragged", "paged"), ("stream_k",)),
     ],
 )
 # The same with caches in FP8: "paged scales" has a scale for each page.
-FP8 = [(128, "float16", 4, cache, "stream_k") for cache in ("ragged", "paged")]
-FP8 += [(64, "float16", 4, "ragged", "stream_k"), (256, "bfloat16", 4, "paged scales", "stream_k")]
+FP8 = [(128, "float16", 4, "ragged", "stream_k"), (256, "bfloat16", 4, "paged scales", "stream_k")]
 FP8 += [(64, "bfloat16", 64, "paged scales", "stream_k")]
 FP8 = with_more(
     FP8,
     [
-        (256, "float16", 4, "ragged", "stream_k"),
-        (128, "float16", 4, "full", "stream_k"),
+        *product((64, 256), ("float16",), (4,), ("ragged",), ("stream_k",)),
+        *product((128,), ("float16",), (4,), ("full", "paged"), ("stream_k",)),
         (128, "float16", 4, "ragged", "none"),
         (256, "bfloat16", 32, "ragged", "stream_k"),
         (128, "bfloat16", 4, "paged scales", "stream_k"),

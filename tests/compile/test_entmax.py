@@ -13,8 +13,9 @@ from attnlib.kernels.entmax import backward_kernels, forward_kernel, launch, lau
 from attnlib.params import EntmaxParams, Varlen
 
 # Head dimension, dtype, alpha, causal, varlen. 96: padded.
-HALF = [(64, "bfloat16", 1.5, True), (256, "bfloat16", 1.5, True), (64, "bfloat16", 1.5, True, "varlen")]
-HALF += more([(96, "float16", 1.25, False), (256, "float16", 1.5, True, "varlen")])
+HALF = [(64, "bfloat16", 1.5, True), (256, "float16", 1.5, True, "varlen")]
+HALF += more([(256, "bfloat16", 1.5, True), (64, "bfloat16", 1.5, True, "varlen")])
+HALF += more([(96, "float16", 1.25, False)])
 FULL = [(64, "float32", 1.5, True)]
 KERNELS = ["entmax_bound", "entmax_flags", "entmax_lists", "attention_entmax_forward"]
 KERNELS += ["entmax_lists", "attention_entmax_dq", "entmax_lists", "attention_entmax_dkdv"]

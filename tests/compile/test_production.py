@@ -21,20 +21,19 @@ from attnlib.params import Params, Varlen, mask_window
 LENGTHS = {"whole": (256, 256), "tail": (250, 250), "shifted": (100, 256), "shifted-tail": (100, 250)}
 OTHER_LENGTHS = {"empty": (256, 128)}  # the first queries see no key
 HALF = list(product((64, 128, 256), ("float16",), ("causal",), ("whole", "shifted"), ("",)))
-HALF += product((64, 128, 256), ("float16",), ("dense",), ("tail",), ("lse",))
-HALF += [(128, "bfloat16", "causal", "shifted-tail", "lse")]
+HALF += [(256, "float16", "dense", "tail", "lse")]
 HALF += [(96, "float16", "causal", "tail", "lse")]  # padded to 128
 HALF = with_more(
     HALF,
     [
         *product((64, 128, 256), ("float16",), ("causal", "dense"), LENGTHS, ("lse",)),
-        *product((64, 256), ("bfloat16",), ("causal",), ("shifted-tail",), ("lse",)),
+        *product((64, 128, 256), ("bfloat16",), ("causal",), ("shifted-tail",), ("lse",)),
         (128, "float16", "dense", "whole", ""),
         (128, "bfloat16", "dense", "shifted-tail", "lse"),
     ],
 )
 FULL = with_more(
-    [(d, "float32", "causal", "shifted", "") for d in (64, 256)] + [(128, "float32", "dense", "tail", "lse")],
+    [(256, "float32", "causal", "shifted", ""), (128, "float32", "dense", "tail", "lse")],
     [
         *product((64, 128, 256), ("float32",), ("causal",), ("shifted",), ("",)),
         *product((64, 128, 256), ("float32",), ("dense",), ("tail",), ("lse",)),
@@ -59,8 +58,8 @@ WINDOWS = {
     "left": ((512, -1), "tail"), "window": ((512, 0), "shifted"), "wide window": ((512, 64), "shifted-tail"),
     "varlen": (None, "varlen"), "varlen window": ((512, 0), "varlen"),
 }  # fmt: skip
-WINDOWED = [(d, "float16", "causal", "varlen window", "lse") for d in (64, 128, 256)]
-WINDOWED += [(64, "float16", "dense", "wide window", "lse"), (128, "bfloat16", "dense", "wide window", "lse")]
+WINDOWED = [(d, "float16", "causal", "varlen window", "lse") for d in (64, 256)]
+WINDOWED += [(128, "bfloat16", "dense", "wide window", "lse")]
 WINDOWED = with_more(
     WINDOWED,
     [
@@ -69,6 +68,7 @@ WINDOWED = with_more(
         for mask, window, lse in [
             ("dense", "left", "lse"), ("causal", "window", "lse"), ("dense", "wide window", "lse"),
             ("causal", "varlen", "lse"), ("dense", "varlen", "lse"), ("causal", "varlen window", ""),
+            ("causal", "varlen window", "lse"),
         ]
     ],
 )  # fmt: skip
@@ -78,7 +78,7 @@ WINDOWED += more(
     for mask, window in (("causal", "window"), ("causal", "varlen"), ("dense", "varlen window"))
 )
 FULL_WINDOWED = with_more(
-    [(256, "float32", "causal", "varlen", "lse"), (64, "float32", "causal", "window", "lse")],
+    [(64, "float32", "causal", "window", "lse")],
     ((d, "float32", "causal", w, "lse") for d, w in product((64, 128, 256), ("window", "varlen"))),
 )
 SPILLS_FLOAT32 = {64: 0, 128: 0, 256: 80}

@@ -72,7 +72,7 @@ COPIES = {
 # Whether steps carry bits, negative scale, LSE.
 KINDS = {
     "blocks": (False, False, False), "blocks, LSE": (False, False, True), "bits": (True, False, False),
-    "bits, negative, LSE": (True, True, True),
+    "bits, LSE": (True, False, True), "bits, negative, LSE": (True, True, True),
 }  # fmt: skip
 SCORES = {
     "cap": Score(soft_cap=30.0), "alibi": Score(alibi=torch.zeros(2)),
@@ -88,15 +88,15 @@ KINDS |= {f"bits, LSE, {name}": (True, False, True, name) for name in SCORES}
 SCORED = [("64", "bits, LSE, alibi"), *product(("64", "128", "256"), ("bits, LSE, all",))]
 SCORED += product(("64 wide", "128"), ("bits, LSE, every part",))
 """All parts of a score take the most registers."""
-BY_BITS = with_more(["64", "128 fine"], PLAIN)
+BY_BITS = with_more(["128 fine"], PLAIN)
 """Compiled without bits and with them."""
-KEPT = with_more(["64 kept", *TWO_Q], ["128 kept"])
+KEPT = with_more(TWO_Q, ["64 kept", "128 kept"])
 CASES = with_more(
     [
         *product(BY_BITS, ("blocks", "bits"), ("fp16",)),
-        ("64 wide", "bits", "fp16"),
-        ("128", "bits, negative, LSE", "bf16"),
+        ("64", "bits, negative, LSE", "bf16"),
         *product(KEPT, ("blocks",), ("fp16",)),
+        ("128 fine kept, two Q", "bits, LSE", "fp16"),
         ("128 kept", "bits, LSE, cap", "fp16"),
         ("256", "bits, LSE, all", "fp16"),
         ("128", "bits, LSE, every part", "fp16"),
@@ -104,6 +104,7 @@ CASES = with_more(
         ("128", "bits, LSE, own", "fp16"),
     ],
     [
+        ("128", "bits, negative, LSE", "bf16"),
         *product(("64 kept", "128 kept"), ("blocks",), ("bf16",)),
         ("64 kept", "bits, negative, LSE", "bf16"),
         ("128 copied", "bits, LSE, half", "fp16"),
@@ -111,7 +112,7 @@ CASES = with_more(
         *product(TWO_Q, ("blocks, LSE",), ("bf16",)),
         *product(("64 wide kept", "128 fine kept"), ("blocks", "bits"), ("fp16",)),
         ("64", "blocks, LSE", "fp16"),
-        *product(("64", "256"), ("bits, negative, LSE",), ("bf16",)),
+        ("256", "bits, negative, LSE", "bf16"),
         *((*case, "fp16") for case in SCORED),
         *product(COPIES, ("bits, LSE, bias",), ("fp16",)),
         ("128 fine copied", "bits, LSE, half", "fp16"),
@@ -124,10 +125,10 @@ BACKWARD += [(128, True, "fp16", "own"), (128, True, "fp16", "gathered")]
 BACKWARD += more(product((64, 128, 256), (True,), ("fp16",), ("own, capped",)))
 BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
 BACKWARD += more([(64, True, "bf16", "gathered")])
-BACKWARD += [(256, True, "fp16"), (256, True, "fp16", "every part")]
+BACKWARD += [(256, True, "fp16")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
 BACKWARD += more([(256, False, "fp16")])
-BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half")))
+BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half", "every part")))
 """Head dimension, whether steps carry bits, dtype, and the score if there is one, or "gathered" keys."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
