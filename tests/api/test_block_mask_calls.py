@@ -65,10 +65,9 @@ def test_the_backward_pass_is_chosen_for_itself(gpu):
     assert dispatch.resolve(wide, wide, wide, params, backward=True).kernel == "hopper"
 
 
-def test_steps_of_half_a_tile_where_a_mask_needs_no_more(gpu):
-    q = tensor(1, 1, 256, 128)
-    for name, block_n in (("causal", 128), ("stripes", 64)):
-        mask = on_gpu(BlockMask.from_function(FUNCTIONS[name], 256, 256))
+def test_steps_of_half_a_tile_where_a_mask_needs_no_more_or_rows_are_short(gpu):
+    for name, S, block_n in (("causal", 2048, 128), ("causal", 256, 64), ("stripes", 256, 64)):
+        q, mask = tensor(1, 1, S, 128), on_gpu(BlockMask.from_function(FUNCTIONS[name], S, S))
         assert explain(q, q, q, block_mask=mask).configuration.block_n == block_n
 
 
