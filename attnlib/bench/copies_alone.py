@@ -8,7 +8,6 @@ L2 cache, tile by tile, is faster.
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,12 +65,9 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
 
 @cache
 def module() -> ModuleType:
-    """The kernel's, with these consumers."""
-    text, name = inspect.getsource(hopper_kernel), _consume.fn.__name__
-    (old,) = [node for node in ast.parse(text).body if getattr(node, "name", None) == name]
-    lines, first = text.splitlines(), old.decorator_list[0].lineno - 1
-    lines[first : old.end_lineno] = inspect.getsource(_consume.fn).splitlines()
-    return sources.load_source("sparse_copies_alone", "\n".join(lines) + "\n")
+    """The kernel's, with these consumers: of two definitions of a name the kernel calls the last one."""
+    text = f"{inspect.getsource(hopper_kernel)}\n\n{inspect.getsource(_consume.fn)}"
+    return sources.load_source("sparse_copies_alone", text)
 
 
 def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> Callable[[], torch.Tensor]:
