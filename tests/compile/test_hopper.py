@@ -66,14 +66,13 @@ CONFIGS = {
 PAIRS = [name for name in CONFIGS if "/" in name]
 """Columns of queries and of values."""
 FIRST = [
-    *product(("64", "128", "80", "192", "192/128"), ("causal",), ("fp16",)),
+    *product(("64", "128", "80", "192", "192/128", "128/64", "64/256"), ("causal",), ("fp16",)),
     ("64 M192N128", "dense", "fp16"),
-    *product(("64 M128N128", "128"), ("varlen, all, LSE",), ("fp16",)),
+    *product(("64 M128N128", "96", "128"), ("varlen, all, LSE",), ("fp16",)),
     ("64", "idle, tail, LSE", "fp16"),
     ("256", "causal", "bf16"),
 ]
-"""Each configuration, but of those with parts of rows one up to 128 columns and one beyond; each part of a
-kind."""
+"""Each configuration, each part of a kind."""
 CASES = with_more(
     FIRST,
     [

@@ -107,12 +107,13 @@ KEYS_SPILLS = {
 """Words that may spill there."""
 FIRST = [
     (64, "persistent early causal"), (64, "persistent bulk dense"), (64, "persistent whole shared causal"),
-    (64, "alternate causal"), (96, "persistent causal"), (128, "persistent causal"), (128, "apart causal"),
-    (128, "deterministic varlen window"), (192, "early causal"), (PAIR, "causal"), (256, "causal"),
-    (256, "deterministic varlen window"), (KEYS, "all load dense"), (KEYS, "spread shared varlen"),
-    (KEYS_PAIR, "all load both sides"),
+    (64, "alternate causal"), (80, "persistent bulk causal"), (96, "persistent causal"),
+    (128, "persistent causal"), (128, "apart causal"), (128, "deterministic varlen window"),
+    (160, "deterministic causal"), (192, "early causal"), (PAIR, "causal"), (256, "causal"), (256, "dense"),
+    (256, "shared causal"), (256, "deterministic varlen window"), (KEYS, "all load dense"),
+    (KEYS, "spread shared varlen"), (KEYS_160, "causal"), (KEYS_PAIR, "all load both sides"),
 ]  # fmt: skip
-"""What calls get by themselves, of each class of widths and with each option."""
+"""What calls get by themselves, of each width and with each option."""
 CASES = with_more(
     [*((*case, "fp16") for case in FIRST), (128, "causal", "bf16")],
     [

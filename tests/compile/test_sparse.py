@@ -125,10 +125,10 @@ BACKWARD += [(128, True, "fp16", "own"), (128, True, "fp16", "gathered")]
 BACKWARD += more(product((64, 128, 256), (True,), ("fp16",), ("own, capped",)))
 BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
 BACKWARD += more([(64, True, "bf16", "gathered")])
-BACKWARD += [(256, True, "fp16")]
+BACKWARD += [(256, True, "fp16"), (256, True, "fp16", "every part")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
 BACKWARD += more([(256, False, "fp16")])
-BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half", "every part")))
+BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half")))
 """Head dimension, whether steps carry bits, dtype, and the score if there is one, or "gathered" keys."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
