@@ -12,6 +12,8 @@
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
 later: programs that stay, whose second consumer begins later.
+ordered: up to 128 columns, programs of one tile whose second consumer begins later ("delay 1200"), and both
+forms with consumers that alternate ("stays alternate").
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.
@@ -127,6 +129,11 @@ VARLEN96 = """
 160-varlen-1024 192/128-varlendense-1024 192-varlengqa4-4096 192/128-varlen-4096 192-varlenwindow-4096
 160-varlengqa8-1024 192-varlen-128 160-varlenwindow-4096 160-varlengqa8-4096
 """.split()
+ORDERED = """
+128-dense-4096 128-causal-4096 128-dense-16384 128-causal-16384 128-window-4096 128-gqa8-4096 96-dense-4096
+112-dense-4096 128-dense-1024 128-causal-1024 96-causal-4096 112-dense-16384 96-gqa8-16384 64-causal-16384
+128-gqa8-16384 96-dense-16384 64-causal-4096 128-dense-4096-float16 96-causal-16384 128-gqa4-4096
+""".split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
     for length in (4096, 1024, 16384, 2048, 512)
@@ -186,6 +193,25 @@ def later_forms(cell: Cell) -> Forms:
             name = f"stays {'bulk ' * bulk}{'early ' * masked_early}{clocks}"
             change = {"persistent": True, "bulk": bulk, "early_mask": masked_early, delay: clocks}
             found[name] = replace(config, **change)
+    return found
+
+
+def ordered_forms(cell: Cell) -> Forms:
+    """Of one call: what calls get, both kinds of programs, and the two ways to keep consumers apart."""
+    masked = KINDS[cell.kind].causal
+    kind = BackwardKind(masked)
+    one, stays = (hopper_backward_config(cell.shape.head_dim, stays=s, kind=kind) for s in (False, True))
+    delay = "masked_stagger" if masked else "stagger"
+    found = {DEFAULT: default_of(cell), "one tile": one, "alternate": replace(one, alternate=True)}
+    found |= {f"delay {clocks}": replace(one, **{delay: clocks}) for clocks in (600, 1200, 2000)}
+    found["stays"] = stays
+    if not stays.bulk:
+        found["stays alternate"] = replace(stays, alternate=True)
+    else:
+        found["stays alternate"] = replace(stays, bulk=False, alternate=True)
+    if KINDS[cell.kind].group > 1 and cell.shape.head_dim > 64:
+        found["stays alternate, 1"] = replace(found["stays alternate"], visited=1)
+        found["stays alternate, 2"] = replace(found["stays alternate"], visited=2)
     return found
 
 
@@ -319,6 +345,7 @@ SETS = {
     "steps": (step_forms, STEPS),
     "persistent": (persistent_forms, PERSISTENT),
     "later": (later_forms, LATER),
+    "ordered": (ordered_forms, ORDERED),
     "grouped": (grouped_forms, GROUPED),
     "wide96": (wide96_forms, WIDE96),
     "wide160": (wide160_forms, WIDE160),

@@ -281,8 +281,10 @@ def _await_start(j, WG: gl.constexpr):
 
 
 @gluon.jit
-def _tell_start(j, n, WG: gl.constexpr):
-    if j + WG < n:  # nobody waits for the last one of consumer 1
+def _tell_start(j, n, WG: gl.constexpr, plan: gl.constexpr):
+    if plan.persistent:  # consumer 0 waits for the last one of consumer 1 behind its last tile
+        named_barrier("arrive", START + 1 - WG, 256)
+    elif j + WG < n:  # nobody waits for the last one of consumer 1
         named_barrier("arrive", START + 1 - WG, 256)
 
 
@@ -374,6 +376,9 @@ def _visit_tiles(
         t += 1
         number = tile_number(mem, t, 4)
 
+    if plan.alternate:
+        if WG == 0:
+            _await_start(i, WG)
     await_ds(i - 1, WG)
     dq = await_parts(_issue_dq(mem, i - 1, set_of(t - 1), WG, plan), 0)
     if plan.bulk:
@@ -440,7 +445,7 @@ def _steps(
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
         if plan.alternate:
-            _await_start(j, WG)
+            _await_start(i, WG)
         dv_token = start_update(p_half, do, dv)
         await_ds(i - 1, WG)
         dq_token = _issue_dq(mem, i - 1, set_before(first, j, plan), WG, plan)
@@ -456,7 +461,7 @@ def _steps(
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
         s_token = issue_scores(k, set_after(first, j, n, plan) + WG, matrices(mem.q, next_slot), j, plan)
         if plan.alternate:
-            _tell_start(j, n, WG)
+            _tell_start(i, n, WG, plan)
         dq = await_parts(dq_token, 2 * parts)
         if plan.bulk:
             write_sums(mem, dq, i, WG)

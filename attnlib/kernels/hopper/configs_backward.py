@@ -63,8 +63,8 @@ class HopperBackwardConfig:
         if self.bulk and (self.deterministic or self.alternate or self.block_n != 128):
             others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
             raise ValueError(f"bulk: expected False with {others}, got True")
-        if self.persistent and (self.deterministic or self.alternate or self.block_n != 128):
-            others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
+        if self.persistent and (self.deterministic or self.block_n != 128):
+            others = f"deterministic={self.deterministic}, block_n={self.block_n}"
             raise ValueError(f"persistent: expected False with {others}, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(

@@ -274,8 +274,8 @@ def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
 @pytest.mark.parametrize(
     ("config", "others"),
     [
-        (hopper_backward_config(256), "deterministic=False, alternate=False, block_n=64"),
-        (hopper_backward_config(64, deterministic=True), "deterministic=True, alternate=False, block_n=128"),
+        (hopper_backward_config(256), "deterministic=False, block_n=64"),
+        (hopper_backward_config(64, deterministic=True), "deterministic=True, block_n=128"),
     ],
 )
 def test_who_can_stay_on_an_sm(config: HopperBackwardConfig, others: str) -> None:
@@ -293,7 +293,7 @@ def test_who_can_stay_on_an_sm(config: HopperBackwardConfig, others: str) -> Non
         ({"query_columns": 160}, "value_columns: expected 128 or 160, got 192"),
         ({"alternate": True}, r"alternate: expected False with block_n=96 \(wide kernel\), got True"),
         ({"persistent": True},
-         "persistent: expected False with deterministic=False, alternate=False, block_n=96, got True"),
+         "persistent: expected False with deterministic=False, block_n=96, got True"),
     ],
 )  # fmt: skip
 def test_what_96_keys_a_program_do_without(changes: dict[str, object], reason: str) -> None:
