@@ -12,8 +12,8 @@
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
 later: programs that stay, whose second consumer begins later.
-ordered: up to 128 columns, programs of one tile whose second consumer begins later ("delay 1200"), and both
-forms with consumers that alternate ("stays alternate").
+ordered: up to 128 columns, programs that stay and whose consumers alternate ("alternate"), of grouped heads
+with the number of query heads that they visit; without a mask one tile a program with a delay, too.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.
@@ -130,9 +130,12 @@ VARLEN96 = """
 160-varlengqa8-1024 192-varlen-128 160-varlenwindow-4096 160-varlengqa8-4096
 """.split()
 ORDERED = """
-128-dense-4096 128-causal-4096 128-dense-16384 128-causal-16384 128-window-4096 128-gqa8-4096 96-dense-4096
-112-dense-4096 128-dense-1024 128-causal-1024 96-causal-4096 112-dense-16384 96-gqa8-16384 64-causal-16384
-128-gqa8-16384 96-dense-16384 64-causal-4096 128-dense-4096-float16 96-causal-16384 128-gqa4-4096
+128-causal-4096 128-dense-4096 64-causal-4096 64-dense-4096 96-causal-4096 96-dense-4096 128-window-4096
+64-window-4096 96-window-4096 80-causal-4096 80-dense-4096 112-causal-4096 128-gqa8-4096 64-gqa8-4096
+96-gqa8-4096 64-gqa4-4096 96-gqa4-4096 128-gqa4-4096 112-gqa8-4096 64-causal-4096-float16 128-gqa4-16384
+64-causal-16384 64-dense-16384 64-causal-1024 64-dense-1024 96-causal-1024 96-dense-1024 128-causal-512
+128-dense-512 128-gqa8-1024 64-gqa8-1024 64-gqa8-16384 64-gqa4-16384 128-causal-4096-float16
+64-dense-4096-float16 128-gqa8-512 64-gqa4-1024 96-gqa4-1024 96-gqa8-16384 80-gqa8-4096
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -197,21 +200,22 @@ def later_forms(cell: Cell) -> Forms:
 
 
 def ordered_forms(cell: Cell) -> Forms:
-    """Of one call: what calls get, both kinds of programs, and the two ways to keep consumers apart."""
-    masked = KINDS[cell.kind].causal
+    """Of one call: what calls get, one tile a program with a later second consumer, and programs that stay on
+    their SM with consumers that alternate, each form of them that fits."""
+    head_dim, group, masked = cell.shape.head_dim, KINDS[cell.kind].group, KINDS[cell.kind].causal
     kind = BackwardKind(masked)
-    one, stays = (hopper_backward_config(cell.shape.head_dim, stays=s, kind=kind) for s in (False, True))
-    delay = "masked_stagger" if masked else "stagger"
-    found = {DEFAULT: default_of(cell), "one tile": one, "alternate": replace(one, alternate=True)}
-    found |= {f"delay {clocks}": replace(one, **{delay: clocks}) for clocks in (600, 1200, 2000)}
-    found["stays"] = stays
-    if not stays.bulk:
-        found["stays alternate"] = replace(stays, alternate=True)
-    else:
-        found["stays alternate"] = replace(stays, bulk=False, alternate=True)
-    if KINDS[cell.kind].group > 1 and cell.shape.head_dim > 64:
-        found["stays alternate, 1"] = replace(found["stays alternate"], visited=1)
-        found["stays alternate, 2"] = replace(found["stays alternate"], visited=2)
+    one, stays = (hopper_backward_config(head_dim, stays=s, kind=kind) for s in (False, True))
+    found = {DEFAULT: default_of(cell), "stays": stays}
+    if not masked:
+        found |= {f"one tile, delay {clocks}": replace(one, stagger=clocks) for clocks in (600, 1200)}
+    for bulk in (False, True)[: 1 + (head_dim <= 96)]:
+        for early in (False, True)[: 1 + masked]:
+            for half in (False, True):
+                change = {"bulk": bulk, "early_mask": early, "half_p": half}
+                for visited in sorted({1, max(1, group // 4), group}) if group > 1 else [None]:
+                    form = replace(stays, alternate=True, visited=visited, **change)
+                    name = f"alternate{' bulk' * bulk}{' early' * early}{' half' * half}"
+                    found[name + f" {visited}" * (visited is not None)] = form
     return found
 
 

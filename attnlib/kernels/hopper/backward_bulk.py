@@ -23,7 +23,7 @@ from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper.backward_persistent import tile_number
 
 LINE = gl.constexpr(launch_postprocess.LINE)
-SUMS_FULL = gl.constexpr(6)  # of the named barriers, and 7; Triton uses some below 5
+SUMS_FULL = gl.constexpr(6)  # of the named barriers, and 7
 
 
 @gluon.constexpr_function

@@ -156,7 +156,7 @@ from attnlib.kernels.hopper.backward_shared import (
 )
 from attnlib.kernels.hopper.column_parts import await_parts, matrices, start_update, together
 
-START = gl.constexpr(5)  # of the named barriers; Triton uses some below
+START = gl.constexpr(4)  # of the named barriers, and 5; Triton uses those below 3
 
 # ---------------------------------------------------------------- what is passed around
 

@@ -60,12 +60,10 @@ class HopperBackwardConfig:
     def __post_init__(self) -> None:
         if self.alternate and self.block_n != 128:
             raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
-        if self.bulk and (self.deterministic or self.alternate or self.block_n != 128):
-            others = f"deterministic={self.deterministic}, alternate={self.alternate}, block_n={self.block_n}"
-            raise ValueError(f"bulk: expected False with {others}, got True")
-        if self.persistent and (self.deterministic or self.block_n != 128):
-            others = f"deterministic={self.deterministic}, block_n={self.block_n}"
-            raise ValueError(f"persistent: expected False with {others}, got True")
+        for option in ("bulk", "persistent"):
+            if getattr(self, option) and (self.deterministic or self.block_n != 128):
+                others = f"deterministic={self.deterministic}, block_n={self.block_n}"
+                raise ValueError(f"{option}: expected False with {others}, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"

@@ -365,7 +365,8 @@ def test_programs_that_stay_on_their_sm(name: str, order: str) -> None:
 
 ALTERNATING_TILES = {
     "64 columns": Call(64, 2, 2, 300, 400),
-    "72 of 80 columns, dense, batches": Call(72, 1, 1, 150, 170, causal=False, B=2),
+    "72 of 80 columns, bulk, batches": Call(72, 1, 1, 150, 170, causal=False, B=2),
+    "64 columns, bulk": Call(64, 1, 1, 300, 300, causal=False),
     "96 columns, grouped heads": Call(96, 4, 2, 70, 300),
     "128 columns, a window": Call(128, 1, 1, 150, 500, causal=False, window=(60, 20)),
     "128 columns, rows that see nothing": Call(128, 1, 1, 300, 150),
@@ -378,6 +379,7 @@ def test_consumers_that_alternate_in_programs_that_stay(name: str, order: str) -
     call, sms = ALTERNATING_TILES[name], SMS[order]
     visited = 1 if "share" in name else call.H // call.H_kv
     config = replace(hopper_backward_config(call.D), persistent=True, alternate=True, visited=visited)
+    config = replace(config, bulk="bulk" in name)
     kernel = check_backward(replace(call, config=config), order, sms=sms)
     assert kernel.reports[-1].unwaited == () and kernel.programs <= sms
 

@@ -262,8 +262,8 @@ def test_only_two_equal_consumers_alternate() -> None:
 @pytest.mark.parametrize(
     ("config", "others"),
     [
-        (hopper_backward_config(256), "deterministic=False, alternate=False, block_n=64"),
-        (hopper_backward_config(64, deterministic=True), "deterministic=True, alternate=False, block_n=128"),
+        (hopper_backward_config(256), "deterministic=False, block_n=64"),
+        (hopper_backward_config(64, deterministic=True), "deterministic=True, block_n=128"),
     ],
 )
 def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
