@@ -42,6 +42,7 @@ KINDS = {
 OTHERS = {
     "gqa8dense": Kind("GQA 8:1", causal=False, group=8),
     "gqa8window": Kind("window of 1024 keys, GQA 8:1", group=8, window=(1023, 0)),
+    "gqa2": Kind("causal, GQA 2:1", group=2),
     "gqa16": Kind("causal, GQA 16:1", group=16),
     "varlen": Kind("varlen, causal", varlen=True),
     "varlendense": Kind("varlen", causal=False, varlen=True),

@@ -493,6 +493,9 @@ class Run:
         if self.head_dim <= 128:
             configs |= {"rounded P": replace(chosen, half_p=not chosen.half_p)}
             configs |= {"64 queries": replace(chosen, block_m=64)}
+            configs |= {"alternate": replace(chosen, alternate=True)}
+            whole = replace(chosen, alternate=True, half_p=not chosen.half_p)
+            configs |= {"alternate, rounded P" if whole.half_p else "alternate, whole P": whole}
         tried |= {name: (hopper, config) for name, config in configs.items()}
         for name, (family, config) in tried.items():
             own = params._replace(config=config)

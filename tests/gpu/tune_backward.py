@@ -13,7 +13,7 @@ steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all hav
 persistent: one tile a program, or programs that stay on their SM ("stays").
 later: programs that stay, whose second consumer begins later.
 ordered: up to 128 columns, programs that stay and whose consumers alternate ("alternate"), of grouped heads
-with the number of query heads that they visit; without a mask one tile a program with a delay, too.
+with the number of query heads that they visit; without a mask one tile a program with a delay, too. Varlen sequences have one tile a program.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.
@@ -130,12 +130,13 @@ VARLEN96 = """
 160-varlengqa8-1024 192-varlen-128 160-varlenwindow-4096 160-varlengqa8-4096
 """.split()
 ORDERED = """
-128-causal-4096 128-dense-4096 64-causal-4096 64-dense-4096 96-causal-4096 96-dense-4096 128-window-4096
-64-window-4096 96-window-4096 80-causal-4096 80-dense-4096 112-causal-4096 128-gqa8-4096 64-gqa8-4096
-96-gqa8-4096 64-gqa4-4096 96-gqa4-4096 128-gqa4-4096 112-gqa8-4096 64-causal-4096-float16 128-gqa4-16384
-64-causal-16384 64-dense-16384 64-causal-1024 64-dense-1024 96-causal-1024 96-dense-1024 128-causal-512
-128-dense-512 128-gqa8-1024 64-gqa8-1024 64-gqa8-16384 64-gqa4-16384 128-causal-4096-float16
-64-dense-4096-float16 128-gqa8-512 64-gqa4-1024 96-gqa4-1024 96-gqa8-16384 80-gqa8-4096
+128-varlen-1024 64-varlen-1024 128-varlendense-1024 128-varlen-4096 64-varlen-4096 64-varlendense-1024
+128-varlenwindow-4096 64-varlenwindow-4096 128-varlengqa8-1024 64-varlengqa8-1024 96-varlen-1024
+96-varlendense-4096 80-varlen-1024 128-gqa4-16384 128-dense-8192 128-gqa2-4096 64-gqa2-4096 96-gqa2-4096
+128-gqa2-16384 64-dense-1024-float16 64-dense-16384-float16 64-gqa8-512 64-gqa4-512 96-gqa8-512 96-gqa4-512
+128-gqa4-512 64-gqa8window-4096 96-gqa8window-4096 128-gqa8window-4096 64-gqa8dense-4096 96-gqa8dense-4096
+128-gqa8dense-4096 80-gqa4-4096 128-gqa16-4096 64-gqa16-4096 80-window-4096 128-dense-2048 72-dense-4096
+112-dense-4096 112-dense-16384 96-varlengqa8-4096 128-varlen-256 64-varlen-512
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -202,7 +203,7 @@ def later_forms(cell: Cell) -> Forms:
 def ordered_forms(cell: Cell) -> Forms:
     """Of one call: what calls get, one tile a program with a later second consumer, and programs that stay on
     their SM with consumers that alternate, each form of them that fits."""
-    head_dim, group, masked = cell.shape.head_dim, KINDS[cell.kind].group, KINDS[cell.kind].causal
+    head_dim, (_, masked, group, _, varlen) = cell.shape.head_dim, KINDS[cell.kind]
     kind = BackwardKind(masked)
     one, stays = (hopper_backward_config(head_dim, stays=s, kind=kind) for s in (False, True))
     found = {DEFAULT: default_of(cell), "stays": stays}
@@ -212,7 +213,7 @@ def ordered_forms(cell: Cell) -> Forms:
         for early in (False, True)[: 1 + masked]:
             for half in (False, True):
                 change = {"bulk": bulk, "early_mask": early, "half_p": half}
-                for visited in sorted({1, max(1, group // 4), group}) if group > 1 else [None]:
+                for visited in sorted({1, max(1, group // 4), group}) if group > 1 and not varlen else [None]:
                     form = replace(stays, alternate=True, visited=visited, **change)
                     name = f"alternate{' bulk' * bulk}{' early' * early}{' half' * half}"
                     found[name + f" {visited}" * (visited is not None)] = form

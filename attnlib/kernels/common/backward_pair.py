@@ -1,5 +1,6 @@
 """Consumers of a Hopper backward kernel, 64 keys each, that share dS: how they exchange it, and their
-products. `kernels.hopper.backward_kernel` has the order of a step and the protocol; chapter 21 builds it.
+products, and the order in which they start them. `kernels.hopper.backward_kernel` has the order of a step and
+the protocol; chapter 21 builds it.
 
 `mem` is a kernel's `Memory`, `plan` its plan.
 """
@@ -12,7 +13,8 @@ from attnlib.kernels.common.backward_ring import opaque_zero
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 
-DS_FULL = gl.constexpr(12)  # of the named barriers; Q_FREE and DO_FREE are 8 to 11
+START = gl.constexpr(4)  # of the named barriers, and 5; Triton uses those below 3
+DS_FULL = gl.constexpr(12)  # Q_FREE and DO_FREE are 8 to 11
 
 
 @gluon.jit
@@ -25,6 +27,24 @@ def await_ds(j, WG: gl.constexpr):
     """Wait until the other consumer has written its dS of block j; there is none of block -1."""
     if j >= 0:
         named_barrier("sync", DS_FULL + 2 * (1 - WG) + (j & 1), 256)
+
+
+@gluon.jit
+def await_start(j, WG: gl.constexpr):
+    """Wait until the other consumer has started its products: of this step the first one, of the step before
+    the second."""
+    if j + WG > 0:
+        named_barrier("sync", START + WG, 256)
+
+
+@gluon.jit
+def tell_start(j, n, WG: gl.constexpr, plan: gl.constexpr):
+    """n: steps. Of a persistent plan, whose steps nobody has counted, consumer 0 waits once more behind the
+    last one."""
+    if plan.persistent:
+        named_barrier("arrive", START + 1 - WG, 256)
+    elif j + WG < n:  # nobody waits for the last one of consumer 1
+        named_barrier("arrive", START + 1 - WG, 256)
 
 
 @gluon.jit

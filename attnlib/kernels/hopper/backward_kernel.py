@@ -115,7 +115,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels.common import tma
-from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, write_ds
+from attnlib.kernels.common.backward_pair import (
+    await_ds,
+    await_start,
+    here,
+    issue_dq,
+    tell_start,
+    write_ds,
+)
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
@@ -127,7 +134,6 @@ from attnlib.kernels.common.backward_ring import (
     slot_of,
 )
 from attnlib.kernels.common.memory import barriers, matrix
-from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
@@ -155,8 +161,6 @@ from attnlib.kernels.hopper.backward_shared import (
     tell_added,
 )
 from attnlib.kernels.hopper.column_parts import await_parts, matrices, start_update, together
-
-START = gl.constexpr(4)  # of the named barriers, and 5; Triton uses those below 3
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -273,22 +277,6 @@ def _begin_later(n, plan: gl.constexpr):
 
 
 @gluon.jit
-def _await_start(j, WG: gl.constexpr):
-    """The other consumer has started its products: of this step the first one, of the step before the
-    second."""
-    if j + WG > 0:
-        named_barrier("sync", START + WG, 256)
-
-
-@gluon.jit
-def _tell_start(j, n, WG: gl.constexpr, plan: gl.constexpr):
-    if plan.persistent:  # consumer 0 waits for the last one of consumer 1 behind its last tile
-        named_barrier("arrive", START + 1 - WG, 256)
-    elif j + WG < n:  # nobody waits for the last one of consumer 1
-        named_barrier("arrive", START + 1 - WG, 256)
-
-
-@gluon.jit
 def _visit(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
 ):
@@ -378,7 +366,7 @@ def _visit_tiles(
 
     if plan.alternate:
         if WG == 0:
-            _await_start(i, WG)
+            await_start(i, WG)
     await_ds(i - 1, WG)
     dq = await_parts(_issue_dq(mem, i - 1, set_of(t - 1), WG, plan), 0)
     if plan.bulk:
@@ -445,7 +433,7 @@ def _steps(
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
         if plan.alternate:
-            _await_start(i, WG)
+            await_start(i, WG)
         dv_token = start_update(p_half, do, dv)
         await_ds(i - 1, WG)
         dq_token = _issue_dq(mem, i - 1, set_before(first, j, plan), WG, plan)
@@ -461,7 +449,7 @@ def _steps(
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
         s_token = issue_scores(k, set_after(first, j, n, plan) + WG, matrices(mem.q, next_slot), j, plan)
         if plan.alternate:
-            _tell_start(i, n, WG, plan)
+            tell_start(i, n, WG, plan)
         dq = await_parts(dq_token, 2 * parts)
         if plan.bulk:
             write_sums(mem, dq, i, WG)

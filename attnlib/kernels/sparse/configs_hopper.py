@@ -150,6 +150,7 @@ class HopperSparseBackwardConfig:
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         copies_bias: a bias that TMA can read comes through shared memory.
         gathered: walk along `BlockMask.gathered`, whose programs have two units of 64 keys from any place.
+        alternate: the two consumers start their products in turns. Not in the wide kernel.
         bias: how the gradient of a bias is made; a tile: by the kernel in plain Triton.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -162,6 +163,7 @@ class HopperSparseBackwardConfig:
     half_p: bool = False
     copies_bias: bool = True
     gathered: bool = False
+    alternate: bool = False
     bias: SparseTile | HopperBiasConfig = BIAS[128]
     consumer_registers: int = 240
     dq_registers: int = 0
@@ -170,8 +172,9 @@ class HopperSparseBackwardConfig:
     l2_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        if self.gathered and self.block_n != 128:
-            raise ValueError(f"gathered: expected False with block_n={self.block_n}, got True")
+        for option in ("gathered", "alternate"):
+            if getattr(self, option) and self.block_n != 128:
+                raise ValueError(f"{option}: expected False with block_n={self.block_n}, got True")
 
     @property
     def word_bits(self) -> int:

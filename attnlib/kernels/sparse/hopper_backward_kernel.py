@@ -22,7 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnlib.kernels.common import tma
-from attnlib.kernels.common.backward_pair import await_ds, here, issue_dq, issue_scores, write_ds
+from attnlib.kernels.common.backward_pair import (
+    await_ds,
+    await_start,
+    here,
+    issue_dq,
+    issue_scores,
+    tell_start,
+    write_ds,
+)
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
     Q_FREE,
@@ -94,6 +102,8 @@ def _consume(
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the step before, dK, and S of the step after.
+        if plan.alternate:
+            await_start(j, WG)
         dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
         await_ds(j - 1, WG)
         dq_token = issue_dq(mem.ds, mem.k, j - 1, WG, plan)
@@ -104,6 +114,8 @@ def _consume(
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
         s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
+        if plan.alternate:
+            tell_start(j, n, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
         write_ds(mem, ds_half, j, WG)
         # Not before the fence in there, which might wait for it.

@@ -140,7 +140,7 @@ def make_plan(
     return kind(
         width, config.block_m, half_p, partial, registers, cap is not None, alibi,
         diagonal=score is not None and score.diagonal, function=function, gathered=config.gathered,
-        **bias_plan(score, copies_bias),
+        alternate=config.alternate, **bias_plan(score, copies_bias),
     )  # fmt: skip
 
 

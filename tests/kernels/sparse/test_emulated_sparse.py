@@ -170,6 +170,7 @@ def test_orders(call, order):
         kernel.repeat(order, seed)
 
 
+ALTERNATE = {D: replace(hopper_sparse_backward_config(D), alternate=True) for D in (64, 128)}
 WIDE = hopper_sparse_backward_config(256)  # programs of 64 keys, here of 128 columns, which take less time
 BACKWARD = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
@@ -187,6 +188,10 @@ BACKWARD = {
     "wide by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=WIDE),
     "wide many steps": Call(128, "dots", 390, 100, config=WIDE),
     "wide bfloat16": Call(128, "dots", 140, 150, dtype=torch.bfloat16, config=WIDE),
+    "alternate, random": Call(64, "random", 300, 384, 3, 3, config=ALTERNATE[64]),
+    "alternate, 128 documents": Call(128, "documents", 260, 390, config=ALTERNATE[128]),
+    "alternate, one row": Call(64, "all", 1, 1, config=ALTERNATE[64]),
+    "alternate, many steps": Call(128, "dots", 390, 100, config=ALTERNATE[128]),
     "gathered": Call(64, "S2", 1000, 1000, 3, 3),
     "128 gathered": Call(128, "S2, shared keys", 650, 650, 4, 2, 2, torch.bfloat16),
     "128 gathered, a sequence": Call(128, "S2, shared keys", 650, 650, 4, 2, 1, torch.bfloat16),
@@ -210,9 +215,10 @@ def test_there_are_one_or_two_buffers_for_queries(given):
         replace(PAIRS, q_buffers=given)
 
 
-def test_programs_of_64_keys_gather_none():
-    with pytest.raises(ValueError, match="^gathered: expected False with block_n=64, got True$"):
-        replace(WIDE, gathered=True)
+@pytest.mark.parametrize("option", ["gathered", "alternate"])
+def test_what_programs_of_64_keys_do_without(option):
+    with pytest.raises(ValueError, match=f"^{option}: expected False with block_n=64, got True$"):
+        replace(WIDE, **{option: True})
 
 
 @pytest.mark.parametrize("score", [None, "soft cap", "ALiBi"])
