@@ -1,6 +1,8 @@
 """Exact attention in Gluon, for GPUs of compute capability 9.x. Chapters 10 to 15 build the forward kernel,
 chapter 20 derives the backward pass, and chapter 21 builds its kernels."""
 
+import torch
+
 from attnlib.kernels.common import device
 from attnlib.kernels.common.backward_plan import BackwardPlan
 from attnlib.kernels.common.forward_plan import ForwardPlan
@@ -8,10 +10,10 @@ from attnlib.kernels.common.signature import Signature, mean_keys, mean_rows, si
 from attnlib.kernels.hopper import launch, launch_backward
 from attnlib.kernels.hopper.configs import HopperConfig, hopper_config, own_values_config
 from attnlib.kernels.hopper.configs_backward import (
+    LONG_ROWS,
     SHORT_KEYS,
     BackwardKind,
     HopperBackwardConfig,
-    beyond_l2,
     hopper_backward_config,
     own_values_backward_config,
 )
@@ -42,17 +44,19 @@ def configuration(
             left_bound=window[0] is not None,
             varlen=params.varlen is not None,
             short=H == H_kv and S_k < SHORT_KEYS,
+            long=H == H_kv and S_q >= LONG_ROWS,
+            float16=q.dtype is torch.float16,
         )
         if own_values:
             return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
-        chosen = hopper_backward_config(q.shape[-1], params.deterministic, kind=kind)
+        one_tile = hopper_backward_config(q.shape[-1], params.deterministic, kind=kind)
+        if kind.varlen or params.deterministic:
+            return one_tile
         stays = hopper_backward_config(q.shape[-1], stays=True, kind=kind)
-        if kind.varlen or params.deterministic or not stays.persistent:
-            return chosen
-        if H == H_kv:
-            return chosen if beyond_l2(stays.width(q.shape[-1]), S_q, kind) else stays
+        if H == H_kv or not stays.persistent:
+            return stays
         rows = mean_rows(S_q, S_k, params.window)
-        return staying(stays, stays.width(q.shape[-1]), H // H_kv, rows, kind) or chosen
+        return staying(stays, stays.width(q.shape[-1]), H // H_kv, rows, kind) or one_tile
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

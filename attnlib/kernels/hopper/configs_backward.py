@@ -201,12 +201,16 @@ class BackwardKind:
         left_bound: it is a window with a left bound.
         varlen: sequences have lengths of their own.
         short: those of a batch have fewer than `SHORT_KEYS` keys, and no query heads share them.
+        long: they have `LONG_ROWS` queries or more.
+        float16: numbers are float16, not bfloat16.
     """
 
     masked: bool = False
     left_bound: bool = False
     varlen: bool = False
     short: bool = False
+    long: bool = False
+    float16: bool = False
 
 
 DENSE = BackwardKind()
@@ -243,24 +247,27 @@ def keys96_config(
     return replace(config, early_mask=True) if kind.left_bound else replace(config, placed=False)
 
 
+_IN_TURNS = {"alternate": True}
+_IN_TURNS_64 = {"alternate": True, "bulk": True, "early_mask": True, "half_p": False}
 _STAYS = {
-    64: ({"persistent": True, "bulk": True}, {"persistent": True, "early_mask": True}),
-    80: ({"persistent": True, "bulk": True}, {"persistent": True, "bulk": True, "early_mask": True}),
-    96: ({"persistent": True}, {"persistent": True}),
-    128: ({"persistent": True}, {"persistent": True}),
+    64: ({"bulk": True}, _IN_TURNS_64),
+    80: (_IN_TURNS, _IN_TURNS),
+    96: ({}, _IN_TURNS),
+    128: (_IN_TURNS, _IN_TURNS),
 }
-"""Width of a tile -> what changes where programs stay on their SM: without a mask, with one. Found by
-measurement on an H100 (docs/lab/hopper-backward.md)."""
-
-
-L2_BYTES = 50 << 20
-
-
-def beyond_l2(width: int, rows: int, kind: BackwardKind) -> bool:
-    """Whether what the programs of a head read and add to, Q, dO and the sums of dQ, does not fit in the L2,
-    where programs of one tile are faster: of 128 columns without a mask by 3 to 5%, under a diagonal not
-    (docs/lab/hopper-backward.md)."""
-    return width == 128 and not kind.masked and 8 * rows * width > L2_BYTES
+"""Width of a tile -> what changes where programs stay on their SM: without a mask, with one. Consumers of
+such programs drift apart, and those that alternate stay half a step apart. Found by measurement on an H100
+(docs/lab/hopper-backward.md), as all that follows."""
+_STAYS_FLOAT16 = {"alternate": True, "bulk": True}
+"""The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
+_VARLEN = {
+    64: ({}, _IN_TURNS_64),
+    80: (_IN_TURNS, _IN_TURNS | {"early_mask": True}),
+    96: (_IN_TURNS, _IN_TURNS | {"early_mask": True}),
+}
+"""The same of varlen sequences, whose programs have one tile."""
+LONG_ROWS, LONG_STAGGER = 16384, 1200
+"""From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`."""
 
 
 OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
@@ -295,8 +302,8 @@ def hopper_backward_config(
     Args:
         head_dim: D, 1 to 256.
         deterministic: gradients have the same bits in every run.
-        stays: programs stay on their SM, up to 128 columns: where each key head has one query head, and
-            sequences lie in batches; of grouped heads see `sharing.staying`.
+        stays: programs may stay on their SM: up to 128 columns, where sequences lie in batches. Of grouped
+            heads see `sharing.staying`.
         kind: whose keys are hidden or not, and how its sequences lie.
 
     Raises:
@@ -311,7 +318,16 @@ def hopper_backward_config(
     if deterministic:
         return replace(chosen, deterministic=True)
     if width <= 128:
-        return replace(chosen, **_STAYS.get(split or width, ({}, {}))[kind.masked]) if stays else chosen
+        if kind.varlen:
+            return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
+        if not stays:
+            return chosen
+        if width == 128 and split is None and kind.long and not kind.masked:
+            return replace(chosen, stagger=LONG_STAGGER)
+        changes = _STAYS[split or width][kind.masked]
+        if width == 64 and kind.float16 and not kind.masked:
+            changes = _STAYS_FLOAT16
+        return replace(chosen, persistent=True, **changes)
     if split is not None:
         return keys96_config(kind, split)
     return _in_sections(chosen, kind)

@@ -108,8 +108,6 @@ def divisors(group: int) -> list[int]:
 TIE = 1.02
 """Two query heads are taken rather than one where the model says less than this between them: timed they were
 as fast or faster."""
-LONG_ROWS = 8192
-"""From so many rows that see a key on, programs of 64 columns that stay have P in full for dS."""
 SHORT_ROWS = 768
 """With fewer rows that see a key a program of 96 keys visits one query head: the least that were timed with
 two as fast were 1024, the most with one 564."""
@@ -128,14 +126,15 @@ def staying(
         rows: queries of a head that see a key, on average.
         kind: of a batch.
     """
-    if width == 128:
-        shares = rows >= 256 and (group >= 8 or (group >= 4 and rows <= 4096))
-        return replace(config, visited=1) if shares else None
-    long = width == 64 and rows >= LONG_ROWS
-    if not kind.masked or group < (4 if long else 8) or rows < 512 or (kind.left_bound and width < 96):
+    if rows < (256 if width == 128 and group >= 4 else 512):
         return None
-    visited = max(visited for visited in divisors(group) if 4 * visited <= group)
-    return replace(config, visited=visited, half_p=config.half_p and not long)
+    if width == 128:
+        visited = 1 if group >= 4 else group
+    elif group < 8 or not kind.masked or (width == 64 and kind.left_bound):
+        visited = group
+    else:
+        visited = max(visited for visited in divisors(group) if 4 * visited <= group)
+    return replace(config, visited=visited)
 
 
 def query_heads(call: Signature) -> int:
