@@ -13,7 +13,8 @@ steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all hav
 persistent: one tile a program, or programs that stay on their SM ("stays").
 later: programs that stay, whose second consumer begins later.
 ordered: up to 128 columns, programs that stay and whose consumers alternate ("alternate"), of grouped heads
-with the number of query heads that they visit; without a mask one tile a program with a delay, too. Varlen sequences have one tile a program.
+with the number of query heads that they visit; without a mask one tile a program with a delay, too. Varlen
+sequences have one tile a program.
 grouped: of grouped heads. "all", a program visits all query heads of a group, one after the other; "added n",
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.

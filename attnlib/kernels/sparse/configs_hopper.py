@@ -201,8 +201,12 @@ _SCORED = {64: HopperSparseBackwardConfig(64, bias=BIAS[64])}
 under a bias, which has no room beside those in shared memory."""
 
 
-def hopper_sparse_backward_config(head_dim: int, scored: bool = False) -> HopperSparseBackwardConfig:
-    """For a head dimension. scored: whether there is a soft cap, a bias or a function.
+def hopper_sparse_backward_config(
+    head_dim: int, scored: bool = False, whole: bool = False
+) -> HopperSparseBackwardConfig:
+    """For a head dimension. scored: whether there is a soft cap, a bias or a function. whole: that no score
+    changes, no step carries bits, and there are many steps: only there two consumers gain from turns, by a
+    tenth at D = 64 (docs/lab/sparse.md).
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -210,4 +214,6 @@ def hopper_sparse_backward_config(head_dim: int, scored: bool = False) -> Hopper
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
-    return _SCORED.get(width, _BACKWARD[width]) if scored else _BACKWARD[width]
+    if scored:
+        return _SCORED.get(width, _BACKWARD[width])
+    return replace(_BACKWARD[width], alternate=whole and width == 64)

@@ -65,7 +65,8 @@ def configuration(
     form = params.block_mask.form
     if backward:
         scored = bias or own or (score is not None and score.soft_cap is not None)
-        chosen = hopper_sparse_backward_config(head_dim, scored)
+        whole = alike and not (scored or form.partial or form.short)
+        chosen = hopper_sparse_backward_config(head_dim, scored, whole)
         gathered = form.gathered is not None and alike and chosen.block_n == 128
         if score is not None and score.bias_gradient and adds_alone(score.form, q.shape[2], k.shape[2]):
             own = hopper_bias_config(head_dim, score.bias.element_size())

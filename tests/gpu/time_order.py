@@ -1,0 +1,164 @@
+"""Time the order of a program's two consumers in the Hopper backward pass, on this GPU.
+
+    ATTNLIB_FA3=... python tests/gpu/time_order.py    some 60 s; figures/data/<gpu>/consumer_order.json
+
+Forms: one tile a program, or programs that stay on their SM ("stays"); consumers that nothing keeps apart,
+or that start their products in turns, kept by barriers, or of which the second begins `DELAY` clocks later.
+Nothing else differs between the forms of a call.
+
+Table `bursts`: calls of chapter 19's plane, bfloat16, shuffled rounds with cold L2, and FlashAttention-3
+where ATTNLIB_FA3 names its library: ms and TFLOP/s, medians, and round_ms. Table `sustained`: D = 128, 65536
+tokens, back to back at the card's power limit; and what its SMs do then: sm_mhz, watts, and clocks, those of
+an SM for a step of 64 queries and 128 keys. The gradients are judged before and after, the last key head
+against fp64 and all heads against the first form's; for 65536 tokens against the first form's alone. Nothing
+wrong is timed. Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+
+import tune_backward  # noqa: E402
+from time_plane import GradientSample  # noqa: E402
+
+from attnlib.bench import peers, records, timing  # noqa: E402
+from attnlib.bench.plane import ALL as KINDS  # noqa: E402
+from attnlib.bench.plane import Cell  # noqa: E402
+from attnlib.bench.shapes import Shape  # noqa: E402
+from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config  # noqa: E402
+
+RECORD, FA3 = "consumer_order", "fa3"
+CELLS = [tune_backward.cell_of(f"{columns}-{kind}-4096") for columns in (64, 96, 128)
+         for kind in ("causal", "window", "dense")]  # fmt: skip
+LONG = [Cell(kind, Shape(1, 4, 65536, 128, KINDS[kind].causal, "bfloat16")) for kind in ("causal", "dense")]
+DELAY = 1200
+ROUNDS, LONG_ROUNDS, LONG_MS = 8, 3, 800
+STEP = 10 * 64 * 128 * 128
+"""FLOPs of a step at D = 128."""
+
+
+def forms_of(cell: Cell) -> dict[str, HopperBackwardConfig]:
+    """At D = 64 with dQ in bulk, and under a mask with P masked early and whole for dS, as such calls have it
+    where consumers take turns."""
+    masked = KINDS[cell.kind].causal
+    config = hopper_backward_config(cell.shape.head_dim)
+    if cell.shape.head_dim == 64:
+        config = replace(config, stagger=0, bulk=True, early_mask=masked, half_p=not masked)
+    later = {"masked_stagger" if masked else "stagger": DELAY}
+    return {
+        "one tile": config,
+        "one tile, later": replace(config, **later),
+        "one tile, in turns": replace(config, alternate=True),
+        "stays": replace(config, persistent=True),
+        "stays, in turns": replace(config, persistent=True, alternate=True),
+    }
+
+
+def row_of(cell: Cell, form: str, ms: list[float], **more: Any) -> dict[str, Any]:
+    taken = statistics.median(ms)
+    return {
+        "kind": cell.kind, "form": form, **cell.shape.to_dict(), "ms": taken, "round_ms": ms,
+        "tflops": cell.flops("backward") / taken * 1e-9, **more,
+    }  # fmt: skip
+
+
+def bursts(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a call, and what is wrong."""
+    tensors, kind = tune_backward.inputs(cell), KINDS[cell.kind]
+    calls = tune_backward.calls_of(cell, forms_of(cell), *tensors)
+    first = calls["one tile"]()
+    sample = GradientSample(kind, None, *tensors)
+    bad = tune_backward.judge(cell.label, calls, sample, first)
+    own, peer = dict(calls), peers.fa3(kind.window)
+    if not peer.available():
+        calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+    found = tune_backward.times(calls, ROUNDS)
+    bad += tune_backward.judge(cell.label, own, sample, first)
+    return [row_of(cell, form, ms) for form, ms in found.items()], bad
+
+
+def sustained(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
+    """The same, back to back."""
+    tensors = tune_backward.inputs(cell)
+    calls: dict[str, Callable] = tune_backward.calls_of(cell, forms_of(cell), *tensors)
+    first, bad = calls["one tile"](), []
+    for form in list(calls):
+        for name, mine, one in zip(("dq", "dk", "dv"), calls[form](), first, strict=True):
+            away = (mine.float() - one.float()).norm() / one.float().norm()
+            if not away < 1e-2:
+                bad.append(f"WRONG {cell.label} {form}: {name} is {away:.1e} from the first form's")
+                calls.pop(form, None)
+    peer = peers.fa3()
+    if not peer.available():
+        calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+    found: dict[str, list[timing.Sustained]] = {form: [] for form in calls}
+    for number in range(LONG_ROUNDS):
+        for form in random.Random(number).sample(list(calls), len(calls)):
+            found[form].append(timing.sustained(calls[form], LONG_MS))
+    rows, sms = [], torch.cuda.get_device_properties(0).multi_processor_count
+    for form, results in found.items():
+        ms, mhz, watts = zip(*results, strict=True)
+        row = row_of(cell, form, list(ms))
+        if None not in mhz:
+            row |= {"sm_mhz": statistics.median(mhz), "watts": statistics.median(watts)}
+            row["clocks"] = row["ms"] * row["sm_mhz"] * 1e3 * sms / (cell.flops("backward") / STEP)
+        rows.append(row)
+    return rows, bad
+
+
+def show(row: dict[str, Any]) -> str:
+    text = f"D{row['head_dim']} S{row['seqlen']} {row['kind']:7} {row['form']:19} {row['ms']:8.3f} ms"
+    text += f" {row['tflops']:4.0f} TFLOP/s"
+    if "clocks" in row:
+        text += f" {row['sm_mhz']:5.0f} MHz {row['watts']:4.0f} W {row['clocks']:5.0f} clocks"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time the order of the backward pass's consumers.")
+    parser.add_argument("--out", type=Path, help=f"(default: figures/data/<gpu>/{RECORD}.json)")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+        return 2
+    jobs = [(f"{cell.shape.head_dim}-{cell.kind}-4096", form)
+            for cell in CELLS for form in forms_of(cell).values()]  # fmt: skip
+    children = min(tune_backward.PROCESSES, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        wrong = [bad for bad in pool.map(tune_backward.compile_one, *zip(*jobs, strict=True)) if bad]
+    header = records.provenance({
+        "bursts": f"median of {ROUNDS} shuffled rounds, cold L2",
+        "sustained": f"median of {LONG_ROUNDS} rounds of {LONG_MS} ms back to back; clock and power: second "
+        "half of a round",
+        "flops": "10*B*H*pairs*D; pairs: S^2, S^2/2 when causal, with a window those that see each other",
+    })  # fmt: skip
+    path = records.report_path(RECORD, header, args.out)
+    for name, measure, cells in (("bursts", bursts, CELLS), ("sustained", sustained, LONG)):
+        rows: list[dict[str, Any]] = []
+        for cell in cells:
+            found, bad = measure(cell)
+            rows, wrong = rows + found, wrong + bad
+            print(*map(show, found), *bad, sep="\n", flush=True)
+            torch.cuda.empty_cache()
+        records.add_table(path, header, name, rows)
+    print(path)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
