@@ -86,7 +86,14 @@ OPTION_SPILLS = {
     (80, "persistent bulk shared causal"): 4, (96, "persistent shared causal"): 10,
     (128, "persistent shared causal"): 6, (128, "persistent shared dense"): 4,
     (128, "persistent shared both sides"): 4,
-    (64, "persistent whole shared causal"): 2,
+    (64, "turns bulk whole causal"): 2, (64, "turns bulk dense"): 6, (64, "turns bulk whole both sides"): 6,
+    (64, "turns bulk whole shared causal"): 0, (64, "turns bulk shared dense"): 0,
+    (64, "alternate bulk whole varlen window"): 2, (80, "alternate early varlen window"): 0,
+    (80, "turns causal"): 10, (80, "turns dense"): 12, (80, "turns shared causal"): 8,
+    (96, "turns causal"): 18, (96, "turns shared causal"): 10, (96, "turns both sides"): 18,
+    (96, "alternate early varlen window"): 4, (96, "alternate varlen dense"): 2,
+    (128, "turns causal"): 10, (128, "turns dense"): 6, (128, "turns shared causal"): 6,
+    (128, "turns both sides"): 8,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
@@ -106,9 +113,9 @@ KEYS_SPILLS = {
 }  # fmt: skip
 """Words that may spill there."""
 FIRST = [
-    (64, "persistent early causal"), (64, "persistent bulk dense"), (64, "persistent whole shared causal"),
-    (64, "alternate causal"), (80, "persistent bulk causal"), (96, "persistent causal"),
-    (128, "persistent causal"), (128, "apart causal"), (128, "deterministic varlen window"),
+    (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
+    (64, "alternate bulk whole varlen window"), (80, "turns causal"), (96, "turns causal"),
+    (128, "turns causal"), (128, "apart causal"), (128, "deterministic varlen window"),
     (160, "deterministic causal"), (192, "early causal"), (PAIR, "causal"), (256, "causal"), (256, "dense"),
     (256, "shared causal"), (256, "deterministic varlen window"), (KEYS, "all load dense"),
     (KEYS, "spread shared varlen"), (KEYS_160, "causal"), (KEYS_PAIR, "all load both sides"),
@@ -122,16 +129,19 @@ CASES = with_more(
     ],
 )  # fmt: skip
 FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
+FORMS |= {"alternate early": ["alternate", "early_mask"]}
 FORMS |= {
     "persistent": ["persistent"],
     "persistent early": ["persistent", "early_mask"],
     "persistent bulk": ["persistent", "bulk", "early_mask"],
-    "persistent shared": ["persistent"],
-    "persistent early shared": ["persistent", "early_mask"],
-    "persistent bulk shared": ["persistent", "bulk", "early_mask"],
 }
+FORMS |= {f"turns{name.removeprefix('persistent')}": [*options, "alternate"]
+          for name, options in FORMS.items() if name.startswith("persistent")}  # fmt: skip
 FORMS = {name: dict.fromkeys(options, True) for name, options in FORMS.items()}
-FORMS["persistent whole shared"] = FORMS["persistent early shared"] | {"half_p": False}
+WHOLE = {"half_p": False}
+FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["bulk"] | WHOLE}
+FORMS["alternate bulk whole"] = FORMS["bulk whole"] | {"alternate": True}
+FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS |= {"spread": {"placed": False}, "spread shared": {"placed": False}, "all load": {"loaded": 3}}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
@@ -320,7 +330,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
     # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
     of_keys = width in (KEYS, KEYS_160, KEYS_PAIR)
-    uniform = width in (64, 80, 96, 128) and (not shared or "persistent" in option)
+    stays = option.startswith(("persistent", "turns"))
+    uniform = width in (64, 80, 96, 128) and (not shared or stays)
     uniform |= of_keys and "spread" not in option
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     two_parts = 2 if width in (80, 96) else 1
@@ -328,7 +339,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     from_registers = 0 if in_bulk else places
     assert changes == [True] * from_registers, "two places add to dQ, or two for each part, or one"
     # The last step of a tile, which reads of the next one, where there is no mask.
-    peeled = 2 if option.startswith("persistent bulk") and kind == "dense" else 1
+    peeled = 2 if stays and in_bulk and kind == "dense" else 1
     assert stats.opcodes.get("UTMAREDG", 0) == (places - from_registers) * peeled
 
 

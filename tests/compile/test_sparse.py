@@ -191,7 +191,8 @@ def config_of(case: tuple) -> HopperSparseBackwardConfig:
     """Of a case of `BACKWARD`."""
     gathered = case[3:] == ("gathered",)
     scored = bool(case[3:]) and case[3] != "alibi" and not gathered
-    return replace(hopper_sparse_backward_config(case[0], scored), gathered=gathered)
+    whole = not case[1] and not case[3:]
+    return replace(hopper_sparse_backward_config(case[0], scored, whole), gathered=gathered)
 
 
 def compile_backward(case: tuple) -> Stats:

@@ -206,7 +206,7 @@ def hopper_sparse_backward_config(
 ) -> HopperSparseBackwardConfig:
     """For a head dimension. scored: whether there is a soft cap, a bias or a function. whole: that no score
     changes, no step carries bits, and there are many steps: only there two consumers gain from turns, by a
-    tenth at D = 64 (docs/lab/sparse.md).
+    tenth at D = 64, 1% at 128 (docs/lab/sparse.md).
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -216,4 +216,4 @@ def hopper_sparse_backward_config(
     width = tile_width(head_dim)
     if scored:
         return _SCORED.get(width, _BACKWARD[width])
-    return replace(_BACKWARD[width], alternate=whole and width == 64)
+    return replace(_BACKWARD[width], alternate=whole and width <= 128)

@@ -235,6 +235,20 @@ def test_who_gathers_keys(head_dim, score):
     assert not hopper.configuration(q, q, q, params, backward=True).gathered
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_whose_consumers_alternate(D):
+    """Of many whole blocks alone, without bits and scores."""
+    many, few = torch.ones(1, 1, 16, 16, dtype=torch.bool), torch.eye(16, dtype=torch.bool)[None, None]
+    whole, short = (BlockMask.from_blocks(blocks, 2048, 2048) for blocks in (many, few))
+    bits = BlockMask.from_function(lambda b, h, i, j: i >= j, 2048, 2048)
+    q = torch.empty(1, 1, 2048, D, dtype=torch.float16, device="meta")
+    capped = parts_of(Score(soft_cap=30.0), q, q)
+    for mask, score in ((whole, None), (short, None), (bits, None), (whole, capped)):
+        params = Params(MaskWindow(None, None), 1.0, block_mask=mask, score=score)
+        config = hopper.configuration(q, q, q, params, backward=True)
+        assert config.alternate is (mask is whole and score is None and D <= 128)
+
+
 ORDERED_BACKWARD = (
     "many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both",
     "128 gathered, a sequence",
