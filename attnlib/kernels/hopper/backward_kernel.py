@@ -30,7 +30,8 @@ written its dS: the two need not march in step.
 The two consumers do the same, and in step with each other they want the tensor cores at the same time and the
 exponential units at the same time. Where that lasts, the second one begins later (`_begin_later`). A plan
 that says `alternate` has barriers instead: a consumer starts the products of a step, from dV to S, when the
-other one has started its own, consumer 0 first.
+other one has started its own, consumer 0 first. Programs that stay on their SM drift out of any delay; there
+turns go on from tile to tile, and consumer 0 waits once more behind its last one.
 
 Step 0 has no dQ to form, and the last step no S to start. Both compute it all the same, from whatever lies in
 shared memory, and the result is not used: that costs less than code of their own for these two steps.

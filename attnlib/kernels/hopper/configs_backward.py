@@ -21,8 +21,9 @@ class HopperBackwardConfig:
         visited: query heads of a group that a program visits, a divisor of the group; None: chosen by
             `sharing.query_heads`.
         added: programs that share a key head add to one sum of its dK and dV; else each has sums of its own.
-        alternate: the two consumers start their products in turns, kept by barriers, instead of later. Not in
-            the wide kernel, whose warpgroups do different things.
+        alternate: the two consumers start their products in turns, kept by barriers, instead of later; in
+            programs that stay from tile to tile. Not in the wide kernel, whose warpgroups do different
+            things.
         bulk: dQ goes to memory through shared memory, see `backward_bulk`. Not with deterministic sums.
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
             not for varlen sequences.
