@@ -129,6 +129,15 @@ def show(row: dict[str, Any]) -> str:
     return text
 
 
+def compile_all() -> list[str]:
+    """In processes side by side; what failed."""
+    jobs = [(f"{cell.shape.head_dim}-{cell.kind}-4096", form)
+            for cell in CELLS for form in forms_of(cell).values()]  # fmt: skip
+    children = min(tune_backward.PROCESSES, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        return [bad for bad in pool.map(tune_backward.compile_one, *zip(*jobs, strict=True)) if bad]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time the order of the backward pass's consumers.")
     parser.add_argument("--out", type=Path, help=f"(default: figures/data/<gpu>/{RECORD}.json)")
@@ -136,11 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    jobs = [(f"{cell.shape.head_dim}-{cell.kind}-4096", form)
-            for cell in CELLS for form in forms_of(cell).values()]  # fmt: skip
-    children = min(tune_backward.PROCESSES, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        wrong = [bad for bad in pool.map(tune_backward.compile_one, *zip(*jobs, strict=True)) if bad]
+    wrong = compile_all()
     header = records.provenance({
         "bursts": f"median of {ROUNDS} shuffled rounds, cold L2",
         "sustained": f"median of {LONG_ROUNDS} rounds of {LONG_MS} ms back to back; clock and power: second "
