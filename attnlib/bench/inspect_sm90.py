@@ -22,7 +22,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _ALU = "ISETP FSETP FSEL SEL FMNMX VIMNMX IADD3 VIADD LEA LOP3 PLOP3 SHF F2FP".s
 KERNEL_SECONDS = 600
 """How long one kernel may take to compile; usual are 0.5 to 2 s, tens of them on a busy machine."""
 
-_VERSION = 9  # part of the cache key: raise it when the meaning of Stats changes
+_VERSION = 10  # part of the cache key: raise it when the meaning of Stats changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,17 @@ class Stats:
     loop_stalls: tuple[tuple[int, ...], ...]
     listing: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a kernel that `stats_of` has not read yet: it is read now."""
+        if name not in sass.Sass._fields:
+            raise AttributeError(f"Stats has no {name}")
+        _read_all()
+        return vars(self)[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: with everything."""
+        return dataclasses.asdict(self)
 
     @property
     def loop(self) -> dict[str, int]:
@@ -278,9 +289,18 @@ def compile_here(job: Job) -> Stats:
     return stats_of(*compiled_here(job))
 
 
-def compile_into_cache(job: Job) -> None:
-    """Compile one kernel in this process, as `compile_here`, for `compile_all` to find."""
-    write_atomically(_cache_file(job), json.dumps(dataclasses.asdict(compile_here(job))))
+def compile_into_cache(jobs: Iterable[Job], done: Callable[[], object] = lambda: None) -> None:
+    """Compile kernels in this process, as `compile_here`, for `compile_all` to find; after each one, done().
+
+    Where one fails, those before it are kept."""
+    made: list[tuple[Job, Stats]] = []
+    try:
+        for job in jobs:
+            made.append((job, compile_here(job)))
+            done()
+    finally:
+        for job, stats in made:
+            write_atomically(_cache_file(job), json.dumps(dataclasses.asdict(stats)))
 
 
 def compiled_here(job: Job) -> tuple[Any, str]:
@@ -329,16 +349,32 @@ def compile_source(source: Any, **options: Any) -> tuple[Any, str]:
 
 
 def stats_of(compiled: Any, log: str) -> Stats:
-    """Stats of a kernel of `compile_source`, and `log`, what ptxas said."""
-    resources, text = sass.disassemble(compiled.asm["cubin"])
-    return Stats(
+    """Stats of a kernel of `compile_source`, and `log`, what ptxas said.
+
+    Its machine code is read when it is first asked for, together with that of all kernels that wait then."""
+    cubin = compiled.asm["cubin"]
+    resources = sass.resources(cubin)
+    stats = object.__new__(Stats)
+    vars(stats).update(
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
         spills=int(re.search(r"STACK:(\d+)", resources)[1]) // 4,
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
         warnings=tuple(re.findall(r"\(C\d+\).*|(?<=warning : ).*", log)),
-        **sass.read_sass(text)._asdict(),
     )
+    _unread.append((stats, sass.code_of(cubin)))
+    return stats
+
+
+_unread: list[tuple[Stats, bytes]] = []
+"""Kernels whose machine code nobody has asked for yet, and that code."""
+
+
+def _read_all() -> None:
+    waiting = list(_unread)
+    for (stats, _), found in zip(waiting, sass.disassemble([code for _, code in waiting]), strict=True):
+        vars(stats).update(found._asdict())
+    _unread.clear()
 
 
 def _import_file(path: str):
@@ -385,9 +421,8 @@ def _main() -> None:
     compiler.collect_seldom()
     progress = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel's file prints is no progress
-    for fields in json.load(sys.stdin):
-        compile_into_cache(Job(**fields))
-        os.write(progress, b".")
+    jobs = [Job(**fields) for fields in json.load(sys.stdin)]
+    compile_into_cache(jobs, lambda: os.write(progress, b"."))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from attnlib.bench import account
 from attnlib.bench.inspect_sm90 import Stats
 
 PRODUCT = "HGMMA.64x64x16.F32 R24, gdesc[UR8], RZ, !UPT"  # 32 clocks
-LOOP = (PRODUCT, "FADD R0, R0, R1", "VOTE.ANY R2, PT, P0", "@!P0 BRA `(.L_x_1)", "FMUL R24, R24, R3",
-        "BRA `(.L_x_2)")  # fmt: skip
+LOOP = (PRODUCT, "FADD R0, R0, R1", "VOTE.ANY R2, PT, P0", "@!P0 BRA 0x60", "FMUL R24, R24, R3",
+        "BRA 0x20")  # fmt: skip
 STALLS = (1, 4, 2, 5, 9, 6)
 
 

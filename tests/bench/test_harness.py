@@ -249,10 +249,10 @@ def test_number_of_calls_is_bounded(gpu):
     calls = []
     endless = Setting("test", rounds=1, warmup_ms=1e6, rep_ms=1e6)
     timing.samples_ms(lambda: calls.append(1), 1e-3, endless, cold=True)
-    assert len(calls) == timing._MAX_CALLS + timing._MAX_TIMED
+    assert len(calls) == timing._MAX_CALLS + 1 and gpu.timed == [timing._MAX_TIMED]
     calls.clear()
     timing.samples_ms(lambda: calls.append(1), 500.0, BOOK, cold=True)
-    assert len(calls) == 2  # a slow kernel: one call after the pause, and one that is timed
+    assert len(calls) == 2 and gpu.timed[1:] == [1]  # a slow kernel: one after the pause, and one timed
 
 
 def test_slow_functions_are_estimated_from_one_call(gpu, monkeypatch):

@@ -140,21 +140,17 @@ def test_loops_of_sass():
     """Two loops with tensor-core instructions, one of them inside of another; a wait behind EXIT is none."""
     text = """
     /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_0:
     /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
-.L_x_1:
     /*0020*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
     /*0030*/                   MUFU.EX2 R3, R3 ;
-    /*0040*/              @!P0 BRA `(.L_x_1) ;
-    /*0050*/              @P1  BRA `(.L_x_0) ;
-.L_x_2:
+    /*0040*/              @!P0 BRA 0x20 ;
+    /*0050*/              @P1  BRA 0x10 ;
     /*0060*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
     /*0070*/                   NOP ;
-    /*0080*/               @P2 BRA `(.L_x_2) ;
+    /*0080*/               @P2 BRA 0x60 ;
     /*0090*/                   EXIT ;
-.L_x_3:
     /*00a0*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
-    /*00b0*/               @P2 BRA `(.L_x_0) ;
+    /*00b0*/               @P2 BRA 0x10 ;
 """
     found = sass.read_sass(text)
     assert found.loops == ({"BRA": 1, "HGMMA": 1, "MUFU.EX2": 1}, {"BRA": 1, "HMMA": 1})
@@ -166,14 +162,13 @@ def test_loops_of_sass():
 def test_stalls_of_sass():
     """Bits 41 to 44 of the upper half of an instruction."""
     text = """
-.L_x_1:
     /*0020*/      HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;      /* 0x00e00000041879f0 */
                                                                  /* 0x000fe6000ff00818 */
     /*0030*/      NOP ;                                          /* 0x0000000000007918 */
                                                                  /* 0x000fd00000000000 */
     /*0040*/      MUFU.EX2 R3, R3 ;                              /* 0x0000000300037308 */
                                                                  /* 0x000ff00000000800 */
-    /*0050*/ @!P0 BRA `(.L_x_1) ;                                /* 0x000000c4005c8947 */
+    /*0050*/ @!P0 BRA 0x20 ;                                     /* 0x000000c4005c8947 */
                                                                  /* 0x002fea0003800000 */
     /*0060*/      EXIT ;                                         /* 0x000000000000794d */
                                                                  /* 0x000fea0003800000 */

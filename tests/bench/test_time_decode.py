@@ -132,7 +132,7 @@ def test_a_wrong_one_gets_no_time(small, monkeypatch, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
 def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
     monkeypatch.setattr(tune_decode, "TUNED", dict.fromkeys(tune_decode.PARTS, [Call((40, 7), 4, 2, 16)]))
-    monkeypatch.setattr(tune_decode, "SWEEP", SHORT)
+    monkeypatch.setattr(tune_decode, "SWEEP", Setting("small", 1, 0, 0, 1))
     monkeypatch.setattr(tune_decode, "LARGE", dict(list(tune_decode.LARGE.items())[:2]))
     assert tune_decode.main([]) == 0
     shown = capsys.readouterr().out

@@ -15,7 +15,7 @@ from attnlib.kernels.common import device as kernel_device
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
 def test_the_pass_over_values(gpu, monkeypatch, capsys):
     monkeypatch.setattr(time_fp8, "DEVICE", "cpu")
-    monkeypatch.setattr(time_fp8, "SWEEP", Setting("small", 2, 0, 0, 1))
+    monkeypatch.setattr(time_fp8, "SWEEP", Setting("small", 1, 0, 0, 1))
     monkeypatch.setattr(time_fp8, "QUANTIZED", [Shape(1, 2, 150, 64, False, "float16")])
     real = time_fp8.attention_fp8
     monkeypatch.setattr(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from triton.experimental.gluon import language as gl
 
+from attnlib.bench import compiler, sources
 from attnlib.book import layouts
 from attnlib.book.memory_chart import Memory, in_units, memory_chart
 from attnlib.book.thread_map import thread_map
@@ -44,9 +45,9 @@ def test_an_element_that_several_threads_hold_is_refused() -> None:
         layouts.owners(gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0]), (8, 32))
 
 
-def test_the_layout_of_a_load_is_the_compilers() -> None:
-    from attnlib.bench import sources
-
+def test_the_layout_of_a_load_is_the_compilers(monkeypatch) -> None:
+    """Each is compiled in a fork of one server, since it imports the compiler once."""
+    monkeypatch.setenv(compiler.SERVER, compiler.serve())
     kernel = sources.load_source("double", KERNEL).double
     tensors, size = {"x_ptr": "*fp16:16", "y_ptr": "*fp16:16"}, {"ROWS": 16, "COLUMNS": 32}
     found = layouts.layout_of_load(kernel, tensors, size, num_warps=2)

@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 import side_by_side
+from triton import knobs
 
 from attnlib.bench import inspect_sm90
 
@@ -30,9 +31,11 @@ def _compile_here():
 
 
 def compile_in_this_process(jobs: list[inspect_sm90.Job]) -> None:
-    for job in jobs:
-        try:
-            side_by_side.run(inspect_sm90.compile_into_cache, [job])
-        except Exception as error:
-            said = inspect_sm90.last_lines("".join(traceback.format_exception(error)))
-            raise RuntimeError(f"compiling {job.kernel_name} for sm_90 failed:\n{said}") from error
+    compiled: list[bool] = []
+    try:
+        with knobs.compilation.scope(), knobs.nvidia.scope():
+            inspect_sm90.compile_into_cache(jobs, lambda: compiled.append(True))
+    except Exception as error:
+        name = jobs[min(len(compiled), len(jobs) - 1)].kernel_name
+        said = inspect_sm90.last_lines("".join(traceback.format_exception(error)))
+        raise RuntimeError(f"compiling {name} for sm_90 failed:\n{said}") from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
 import pytest
+from triton import knobs
 
-from attnlib.bench import inspect_sm90
+from attnlib.bench import inspect_sm90, sass
 
 KERNEL = """import triton
 import triton.language as tl
@@ -37,6 +39,31 @@ def test_a_damaged_cache_is_compiled_again(tmp_path, monkeypatch):
     cached.write_bytes(b"\xff\xfe\0")
     assert inspect_sm90.compile(*call) == first
     assert cached.read_bytes() == whole
+
+
+LOOP = KERNEL.replace("double", "repeat").replace(
+    "    at =", "    for i in range(n):\n        tl.store(x + i, 1.0 / tl.load(x + n - i))\n    at ="
+)
+
+
+def test_kernels_are_read_together_and_each_as_if_alone(tmp_path, monkeypatch):
+    """What a kernel does not depend on: where it lies, and in which process it is read."""
+    (tmp_path / "kernels.py").write_text(KERNEL + LOOP.partition("as tl\n")[2])
+    file, types, read = str(tmp_path / "kernels.py"), {"x": "*fp32", "n": "i32"}, []
+    jobs = [inspect_sm90.Job(file, name, types, {"BLOCK": 128}) for name in ("double", "repeat", "double")]
+    disassemble = sass.disassemble
+    monkeypatch.setattr(sass, "disassemble", lambda codes: read.append(len(codes)) or disassemble(codes))
+    alone = []
+    with knobs.compilation.scope(), knobs.nvidia.scope():
+        for job in jobs:
+            alone.append(inspect_sm90.compile_here(job))
+            assert alone[-1].opcodes["EXIT"]
+        together = [inspect_sm90.compile_here(job) for job in jobs]
+    assert together[1].registers and len(read) == 3
+    assert pickle.loads(pickle.dumps(together[2])) == alone[2]
+    assert together == alone and alone[0] == alone[2] != alone[1]
+    assert len(read) == 4 and read[-1] == 3
+    assert alone[1].opcodes["BRA"] > alone[0].opcodes["BRA"]
 
 
 def test_help():

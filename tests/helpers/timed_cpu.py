@@ -28,7 +28,8 @@ def all_nan(q, k, v, causal, sm_scale):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A machine whose GPU is the CPU: every call is timed, and takes as long as `gpu[name]` says."""
+    """A machine whose GPU is the CPU: calls that are timed take as long as `gpu.ms` says. Of those of a
+    window one is made, `gpu.timed` has how many were asked for."""
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     monkeypatch.delenv("ATTNLIB_REPLAY", raising=False)
     monkeypatch.setattr(harness, "DEVICE", "cpu")
@@ -42,12 +43,12 @@ def gpu(monkeypatch, tmp_path):
     memory = iter(range(0, 10**9, 1000))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(memory))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(memory))
-    clock = types.SimpleNamespace(order=[], ms=[3.0, 1.0, 2.0])
+    clock = types.SimpleNamespace(order=[], timed=[], ms=[3.0, 1.0, 2.0])
 
     def record_ms(fn, calls, cold):
         clock.order.append(fn)
-        for _ in range(calls):
-            fn()
+        clock.timed.append(calls)
+        fn()
         return (clock.ms * calls)[:calls] if calls > 1 else [2.0]
 
     monkeypatch.setattr(timing, "_record_ms", record_ms)
