@@ -89,7 +89,7 @@ def families() -> list[Family]:
         Family("hopper backward", True, test_hopper_backward.compile_case, [
             (64, "causal", "fp16"), (128, "varlen window", "fp16"), (256, "causal", "fp16"),
             (80, "causal", "fp16"), ("192/128", "causal", "fp16"), (128, "deterministic causal", "fp16"),
-            (128, "shared causal", "fp16"),
+            (128, "shared causal", "fp16"), (64, "turns bulk whole causal", "fp16"),
         ]),
         Family("hopper sparse", True, test_sparse.compile_case, [
             ("128", "bits", "fp16"), ("64 copied", "bits, LSE, half", "bf16"),
@@ -97,6 +97,7 @@ def families() -> list[Family]:
         Family("hopper sparse backward", True, test_sparse.compile_backward, [
             (64, False, "fp16"), (128, True, "fp16", "all"),
         ]),
+        Family("hopper bias", True, test_sparse.compile_bias, [(128, "bias", True, "fp16")]),
         Family("hopper bsfa", True, test_bsfa.compile_hopper, [(128, "fp16", True, 0, False, "done")]),
         Family("forward", False, jobs(test_production.job), [
             (64, "float16", "causal", "whole", ""), (128, "bfloat16", "causal", "varlen", "lse"),

@@ -20,6 +20,7 @@ from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
 from attnlib.kernels.common import postprocess
 from attnlib.kernels.common import preprocess as preprocess_kernel
+from attnlib.kernels.common.backward_pair import START
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
 from attnlib.kernels.common.launcher import Launch
 from attnlib.kernels.common.signature import Lengths, Signature
@@ -28,6 +29,7 @@ from attnlib.kernels.hopper import (
     launch_backward,
     sharing,
 )
+from attnlib.kernels.hopper.backward_wide_kernel import END
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
     OWN_VALUES,
@@ -224,9 +226,9 @@ def _one_block(block, m, j, last, m_start, gap, plan: gluon.language.constexpr):
     return m_start
 
 
-def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
-    """A case, or `PLANTED`, in numbers, and for each place in a loop that adds to dQ whether its address
-    changes from step to step."""
+def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], set[int]]:
+    """A case, or `PLANTED`, in numbers; for each place in a loop that adds to dQ whether its address changes
+    from step to step; and the named barriers that are Triton's own, which PTX has as constants."""
     if case == PLANTED:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backward_kernel, "_before", _one_block)
@@ -264,7 +266,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool]]:
     aligned = "dq_ptr", *(("turns_ptr",) if deterministic else ()), *(SHARED[:1] if shared else ())
     aligned += DRAWN[:1] if config.persistent else ()
     stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
-    return stats, addresses_change(compiled.asm["ttgir"])
+    own = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive|red)\S*\s+(\d+)", compiled.asm["ptx"])
+    return stats, addresses_change(compiled.asm["ttgir"]), set(map(int, own))
 
 
 def addresses_change(ttgir: str) -> list[bool]:
@@ -295,14 +298,14 @@ def _depends(value: str, carried: set[str], before: list[str]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[object, tuple[Stats, list[bool]]]:
+def compiled() -> dict[object, tuple[Stats, list[bool], set[int]]]:
     cases = [*CASES, PLANTED]
     return dict(zip(cases, side_by_side.run(compile_case, cases), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_configuration(compiled, case: tuple[int, str, str]) -> None:
-    (stats, changes), (width, kind, _) = compiled[case], case
+    (stats, changes, barriers), (width, kind, _) = compiled[case], case
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.opcodes["HGMMA"] == sum(IN_A_STEP[width]) + AROUND[width] and not stats.opcodes.get("HMMA")
@@ -311,6 +314,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
+    ours = START if width in (64, 80, 96, 128) else END
+    assert {0, 1, 2} <= barriers <= set(range(ours.value)), "Triton and the kernel have a barrier in common"
     own = (SPLIT_SPILLS | OPTION_SPILLS | KEYS_SPILLS).get((width, kind))
     kind = unmarked
     deterministic = option == "deterministic"
