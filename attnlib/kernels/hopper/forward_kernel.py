@@ -83,6 +83,7 @@ from attnlib.kernels.common import kept_shift, softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, as_parts, release, slot, wait_k, wait_v
+from attnlib.kernels.common.words import new_words
 from attnlib.kernels.hopper import (
     accumulate,
     column_parts,
@@ -481,7 +482,7 @@ def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
         column_parts.buffers(desc_v, plan.pipeline.stages),
         () if plan.accumulate else column_parts.buffers(out, plan.pipeline.warpgroups),
         queries.rotation(desc_q, plan),
-        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        new_words(2 * plan.words),
         barriers(plan.pipeline.warpgroups, 1),  # q_full
         barriers(plan.pipeline.warpgroups, 1),  # q_free
         k_full,
