@@ -45,13 +45,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix, room
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k
 from attnlib.kernels.common.words import await_tile, new_words, tell, told
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 TOGETHER = gl.constexpr(12)  # and 13: named barriers of the warps of a consumer
 

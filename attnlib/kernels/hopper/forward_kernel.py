@@ -81,6 +81,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import kept_shift, softmax
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.logarithms import LN2
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, as_parts, release, slot, wait_k, wait_v
 from attnlib.kernels.common.words import new_words
@@ -95,8 +96,6 @@ from attnlib.kernels.hopper import (
     told,
 )
 from attnlib.kernels.hopper.column_parts import nbytes
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 # ---------------------------------------------------------------- what is passed around
 

@@ -28,10 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, STAGES, acquire, slot_of
+from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.words import new_words, put_word, word_in
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, bias_of_keys, tanh
+from attnlib.kernels.sparse.hopper_scores import away, bias_of_keys, tanh
 
 LANES = gl.constexpr(2)
 """Places of a word in shared memory; all have it."""

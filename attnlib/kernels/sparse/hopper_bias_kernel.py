@@ -32,13 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
+from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k
 from attnlib.kernels.common.words import new_words, put_word
 from attnlib.kernels.sparse.bits import hide_by
 from attnlib.kernels.sparse.hopper_backward_steps import LANES, told
-from attnlib.kernels.sparse.hopper_scores import LOG2_E
 
 TILE = gl.constexpr(128)
 LOOK = gl.constexpr(32)

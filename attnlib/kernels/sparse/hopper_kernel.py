@@ -38,16 +38,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.common.words import await_tile, new_words, put_word, tell, told, word_in
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, Score, of_tile, scored, top_of_rows, weights_of
+from attnlib.kernels.sparse.hopper_scores import Score, of_tile, scored, top_of_rows, weights_of
 from attnlib.kernels.sparse.queries import copy_q, q_place
 
 BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
-LN2 = gl.constexpr(0.6931471805599453)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 
 # What the producer tells of a tile, word by word; word 0 is the first row, -1 after the last tile.
