@@ -205,8 +205,7 @@ def descriptors(
             tensor = Part("d_out" if name == "do" else name, start)
             found[f"desc_{name}{suffix}"] = Descriptor(tensor, window, block, layout)
             start += columns
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    found["desc_rows"] = rows.descriptor(config.block_m, as_it_is)
+    found["desc_rows"] = rows.gluon_descriptor(config.block_m)
     return found | (_sums(rows, config, width) if config.bulk else {})
 
 

@@ -165,8 +165,7 @@ def descriptors(
     }
     if bias is not None:
         found["desc_bias"] = bias_descriptor(bias, call.score.bias, block_m, 64)
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return found | {
-        "desc_rows": rows.descriptor(block_m, as_it_is),
+        "desc_rows": rows.gluon_descriptor(block_m),
         "desc_words": words_descriptor("column_words", slots, block_m, call.config.word_bits),
     }
