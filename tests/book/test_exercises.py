@@ -116,6 +116,7 @@ PLANTED = {
         ("in_four_goes", "third, mem, i_h, row, 2 *", "third, mem, i_h, row, 1 *", "not finite"),
         ("fits", "d // 2 + block_n // 2", "d // 2", "expected"),
         ("fits", "min(240, consumers // 8 * 8)", "consumers // 8 * 8", "1 consumers"),
+        ("fits", " * d) + 1024", " * d)", "233472 bytes"),
     ),
     "19_record": (
         ("lazy_attention", "b_top > b_c + 8.0", "b_top > b_c", "the moves of"),
