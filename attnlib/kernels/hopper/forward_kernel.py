@@ -75,12 +75,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from attnlib.kernels.common import kept_shift, softmax
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.first_product import start_scores
 from attnlib.kernels.common.logarithms import LN2
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, as_parts, release, slot, wait_k, wait_v
@@ -224,21 +224,8 @@ def _load_q(mem, WG: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _start_scores(q_left, mem, c, WG: gl.constexpr, plan: gl.constexpr):
-    """Start Q K^T of block c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers, which
-    halves the shared memory that their product reads."""
-    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
-    q = matrix(mem.q[0], WG)  # [64, D]
-    k = matrix(mem.k[0], slot(c, plan))  # [BLOCK_N, D]
-    if plan.q_columns == 0:
-        token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    elif plan.q_columns == plan.qk_width:
-        token = warpgroup_mma(q_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        rest: gl.constexpr = plan.qk_width - plan.q_columns
-        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
-        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
-        part = warpgroup_mma(q_left, k_left, zero, use_acc=False, is_async=True)
-        token = warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+    """Start Q K^T of block c: [64, BLOCK_N]."""
+    token = start_scores(q_left, matrix(mem.q[0], WG), matrix(mem.k[0], slot(c, plan)), plan)
     return column_parts.add_scores(token, mem, WG, slot(c, plan))
 
 

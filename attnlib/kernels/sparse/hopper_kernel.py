@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.first_product import start_scores
 from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
@@ -264,19 +265,9 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(q_registers, mem, c, turn, WG: gl.constexpr, plan: gl.constexpr):
-    """Start Q K^T of slot c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers."""
-    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
+    """Start Q K^T of slot c: [64, BLOCK_N]."""
     at, _ = q_place(turn, WG, plan)
-    q = matrix(mem.q, at)  # [64, D]
-    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
-    if plan.q_columns == 0:
-        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        rest: gl.constexpr = plan.d - plan.q_columns
-        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
-        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
-        part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
-        return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+    return start_scores(q_registers, matrix(mem.q, at), matrix(mem.k, slot(c, plan)), plan)
 
 
 @gluon.jit
