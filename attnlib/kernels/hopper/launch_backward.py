@@ -138,16 +138,15 @@ def make_plan(
     persistent: bool = False,
 ):
     """The kernel's constants; `mask` are those of `plan.BackwardMask`."""
+    from attnlib.kernels.common.pipeline import Registers, WideRegisters
     from attnlib.kernels.hopper.plan import (
         BackwardMask,
         BackwardPlan,
         Keys96BackwardPlan,
-        Registers,
         SplitBackwardPlan,
         SplitWideBackwardPlan,
         ValuesBackwardPlan,
         WideBackwardPlan,
-        WideRegisters,
     )
 
     kept = config.consumer_registers, config.producer_registers

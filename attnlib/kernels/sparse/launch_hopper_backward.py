@@ -127,8 +127,8 @@ def make_plan(
     copies_bias: bool = False,
 ):  # fmt: skip
     """The kernel's constants."""
-    from attnlib.kernels.common.pipeline import Registers
-    from attnlib.kernels.sparse.plan import SparseBackwardPlan, WideRegisters, WideSparseBackwardPlan
+    from attnlib.kernels.common.pipeline import Registers, WideRegisters
+    from attnlib.kernels.sparse.plan import SparseBackwardPlan, WideSparseBackwardPlan
 
     kind, registers = SparseBackwardPlan, Registers(config.consumer_registers, config.producer_registers)
     if config.block_n == 64:
