@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,7 +55,8 @@ class Attention(Function):
     def backward(ctx, d_out, *_):
         if d_out is None:  # undefined: nothing flows back
             return (None,) * 6
-        return *gradients(d_out, *ctx.saved_tensors, ctx.asked), None, None, None
+        found = AttentionGradient.within_backward(d_out, *ctx.saved_tensors, ctx.asked)
+        return *found, None, None, None
 
     @staticmethod
     def jvp(ctx, *_):
@@ -71,6 +71,12 @@ class Attention(Function):
 
 class Gradient(Function):
     """A function that is itself a gradient, and can't be differentiated."""
+
+    @classmethod
+    def within_backward(cls, *args) -> tuple[torch.Tensor | None, ...]:
+        """What `forward` gives, within a backward pass. With create_graph=True autograd has to see a
+        function, whose derivative is the error."""
+        return (cls.apply if torch.is_grad_enabled() else cls.forward)(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -99,23 +105,12 @@ class AttentionGradient(Gradient):
         return _unfolded(size, batch, AttentionGradient.apply(*tensors, None, None, asked)), (0, 0, 0)
 
 
-def gradients(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) from the arguments of `AttentionGradient.forward`, within a backward pass."""
-    # With create_graph=True autograd has to see a function, whose derivative is the error.
-    return (AttentionGradient.apply if torch.is_grad_enabled() else AttentionGradient.forward)(*args)
-
-
 class Computed(Gradient):
-    """What a function computes from tensors."""
+    """The gradients that a function computes from tensors."""
 
     @staticmethod
     def forward(compute, *tensors):
         return compute(*tensors)
-
-
-def computed(compute: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """compute(*tensors), the gradients of a backward pass, whose own derivative is the error."""
-    return Computed.apply(compute, *tensors) if torch.is_grad_enabled() else compute(*tensors)
 
 
 def no_second_derivative(function: str = "attention") -> None:

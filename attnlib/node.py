@@ -114,7 +114,7 @@ def slowly(*args) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], byte
     """Compute a backward pass whose launches `node.cpp` does not know yet. Arguments: those of
     `AttentionGradient.forward`. Returns the gradients; the bytes from which `direct` launches all such
     passes, None if each of them has to come here; and the elements of their buffer."""
-    gradients = autograd.gradients(*args)
+    gradients = autograd.AttentionGradient.within_backward(*args)
     d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked = args
     plan = None
     if not torch.is_grad_enabled():

@@ -57,8 +57,8 @@ class ScoredAttention(Function):
         if d_out is None:
             return (None,) * 7
         wanted = ctx.needs_input_grad[5]
-        apply = ScoredGradient.apply if torch.is_grad_enabled() else ScoredGradient.forward
-        dq, dk, dv, dsinks, dbias = apply(d_out, *ctx.saved_tensors, wanted, ctx.asked)
+        found = ScoredGradient.within_backward(d_out, *ctx.saved_tensors, wanted, ctx.asked)
+        dq, dk, dv, dsinks, dbias = found
         return dq, dk, dv, None, dsinks, dbias, None
 
     @staticmethod

@@ -17,8 +17,6 @@ from attnlib.params import Params, mask_window
 __all__ = ["attention_pooled"]
 MOST_BYTES = 2 << 30
 """Bytes of maxima that are held at once; a call with more is computed in parts."""
-TILE = 256, 128
-"""Queries and keys of the largest tile, to which maxima are padded."""
 
 
 def attention_pooled(
@@ -102,7 +100,7 @@ def _units(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
 def _by_maxima(family: ModuleType, q, k, v, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, map of units of 64); in parts of the batch elements, then of the key heads, then of the query
     heads of one, where memory is short."""
-    kept = _bytes_kept(q, k)
+    kept = family.bytes_kept(q, k, v, params)
     for dim, number in ((0, k.shape[0]), (1, k.shape[1]), (1, q.shape[1])):
         at_once = max(1, MOST_BYTES * number // kept)
         if at_once < number:
@@ -114,9 +112,3 @@ def _by_maxima(family: ModuleType, q, k, v, params: Params) -> tuple[torch.Tenso
     out, lse, maxima = family.forward(q, k, v, params)
     causal = params.window.right is not None
     return out, next(iter(POOLERS.values())).of_maxima(maxima, lse, k.shape[2], causal)
-
-
-def _bytes_kept(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Of maxima, at most: a float32 number for each row and 64 keys."""
-    rows, keys = (-(-x.shape[2] // tile) * tile for x, tile in zip((q, k), TILE, strict=True))
-    return 4 * q.shape[0] * q.shape[1] * rows * (keys // 64)

@@ -124,30 +124,29 @@ def compiled(
 
 def machine_code(stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Sequence[str]) -> list[dict]:
     """The table of some kernels' hot loops, a row for each head dimension and kernel."""
-    rows = []
-    for (name, d), found in stats.items():
-        if name in names:
-            loop, listing = found.loops[0], found.loop_listings[0]
-            rows.append({
-                "D": d, "kernel": name, "order in the loop": found.order(0), "loop": sum(loop.values()),
-                "BAR.SYNC": sum("BAR.SYNC" in text for text in listing), "SHFL": loop.get("SHFL", 0),
-                "FMUL": loop.get("FMUL", 0), "FMNMX": loop.get("FMNMX", 0), "registers": found.registers,
-                "spills": found.spills, "shared memory (B)": found.shared_bytes,
-            })  # fmt: skip
-    return sorted(rows, key=lambda row: row["D"])
+    return _code(stats, names, ("SHFL", "FMUL", "FMNMX"))
 
 
 def backward_code(stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Sequence[str]) -> list[dict]:
     """The table of some backward kernels' loops, those of the first consumer."""
+    rows = _code(stats, names, ("REDG",))
+    return [row | {"CTAs": stats[row["kernel"], row["D"]].ctas_per_sm} for row in rows]
+
+
+def _code(
+    stats: Mapping[tuple[str, int], inspect_sm90.Stats], names: Sequence[str], opcodes: Sequence[str]
+) -> list[dict]:
+    """Of the first hot loop, with how many there are of some instructions; and what a kernel takes."""
     rows = []
     for (name, d), found in stats.items():
         if name in names:
             loop, listing = found.loops[0], found.loop_listings[0]
             rows.append({
                 "D": d, "kernel": name, "order in the loop": found.order(0), "loop": sum(loop.values()),
-                "BAR.SYNC": sum("BAR.SYNC" in text for text in listing), "REDG": loop.get("REDG", 0),
+                "BAR.SYNC": sum("BAR.SYNC" in text for text in listing),
+                **{opcode: loop.get(opcode, 0) for opcode in opcodes},
                 "registers": found.registers, "spills": found.spills,
-                "shared memory (B)": found.shared_bytes, "CTAs": found.ctas_per_sm,
+                "shared memory (B)": found.shared_bytes,
             })  # fmt: skip
     return sorted(rows, key=lambda row: row["D"])
 

@@ -24,8 +24,9 @@ from attnlib.block_mask import BlockMask
 from attnlib.kernels.common import launcher, tma
 from attnlib.kernels.common.ring import release, wait_k, wait_v
 from attnlib.kernels.common.signature import signature
+from attnlib.kernels.common.words import await_tile, told
 from attnlib.kernels.sparse import hopper, hopper_kernel, launch_hopper
-from attnlib.kernels.sparse.hopper_kernel import OUTPUT, STEPS, _store_output, _told, _word
+from attnlib.kernels.sparse.hopper_kernel import OUTPUT, STEPS, _store_output
 from attnlib.kernels.sparse.launch_hopper import KERNEL
 from attnlib.kernels.sparse.queries import q_place
 from attnlib.params import MaskWindow, Params
@@ -38,10 +39,10 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         mbarrier.wait(mem.v_full.index(0), 0)
     turn = 0
     c = 0
-    first_row = _told(mem, 0, plan)
+    first_row = await_tile(mem, 0, plan.words)
     while first_row >= 0:
         row = first_row + WG * 64
-        end = c + _word(mem, turn, STEPS, plan)
+        end = c + told(mem, turn, STEPS, plan.words)
         q_at, q_parity = q_place(turn, WG, plan)
         mbarrier.wait(mem.q_full.index(q_at), q_parity)
         wait_k(mem, c, plan)
@@ -55,8 +56,8 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         c = end
         wait_v(mem, c, plan)
         turn += 1
-        first_row = _told(mem, turn, plan)
-        at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)
+        first_row = await_tile(mem, turn, plan.words)
+        at = told(mem, turn, OUTPUT, plan.words), told(mem, turn, OUTPUT + 1, plan.words)
         if row < work.S_q:
             o = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
             _store_output(desc_o, o.to(mem.v.dtype), mem, at, row, 0, WG, plan)

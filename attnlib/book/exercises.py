@@ -28,6 +28,7 @@ from attnlib.bench.oracle import Oracle, make_inputs, poisoned_empty
 from attnlib.bench.setting import BOOK, WINDOW
 from attnlib.bench.shapes import TASK, Shape
 from attnlib.bench.verdict import FASTER, Verdict, spread
+from attnlib.book.bounds import within_tensors
 from attnlib.emulator import Deadlock, Race, emulated
 from attnlib.emulator.barriers import Barrier, NamedBarrier
 from attnlib.emulator.machine import Machine
@@ -41,7 +42,7 @@ ORDERS = ("eager", 0), ("late", 0), ("random", 0), ("random", 1)
 def judge_kernel(attention: Callable, shape: Shape, **how) -> None:
     """`attention(q, k, v)` on the notebook's device against fp64; `how` is what `Oracle` takes."""
     q, k, v = make_inputs(shape)
-    with np.errstate(all="ignore"):  # a wrong answer makes the interpreter warn of NaN
+    with np.errstate(all="ignore"), within_tensors():  # a wrong answer makes the interpreter warn of NaN
         out = attention(q, k, v)
     verdict = Oracle(q, k, v, **how).judge(out)
     assert verdict.ok, f"{_named(shape, how)}: {verdict.reason}"
@@ -51,7 +52,7 @@ def judge_entmax(attention: Callable, shape: Shape, alpha: float, kind: str = "n
     """`attention(q, k, v, causal, sm_scale)` on the notebook's device against alpha-entmax in fp64."""
     q, k, v = make_inputs(shape, kind)
     params = EntmaxParams(alpha, shape.causal, shape.head_dim**-0.5)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), within_tensors():
         out = attention(q, k, v, shape.causal, params.sm_scale)
     verdict = EntmaxOracle(q, k, v, params).judge("out", out)
     assert verdict.ok, f"{_named(shape)}, {kind} inputs, alpha = {alpha:g}: {verdict.reason}"

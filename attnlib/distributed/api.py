@@ -13,7 +13,7 @@ from attnlib import dispatch
 from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
-from attnlib.autograd import computed
+from attnlib.autograd import Computed
 from attnlib.distributed.groups import Group, Ranks, device_of, ranks_of
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
 from attnlib.distributed.layout import parts_of, rows_divisor, take
@@ -155,7 +155,7 @@ class _Attention(torch.autograd.Function):
         if d_out is None:  # the other ranks' rows still need this rank's keys, and theirs its gradient
             d_out = torch.zeros_like(saved[3])
         job.links.agree({"step": f"backward of call {job.number}"})
-        return *computed(partial(_gradients, job), d_out, *saved), None
+        return *Computed.within_backward(partial(_gradients, job), d_out, *saved), None
 
 
 def _gradients(job: Job, d_out: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:

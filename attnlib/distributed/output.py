@@ -13,7 +13,7 @@ from attnlib import dispatch
 from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
-from attnlib.autograd import computed
+from attnlib.autograd import Computed
 from attnlib.distributed.groups import Group, device_of, ranks_of
 from attnlib.distributed.links import Links, links_of
 from attnlib.distributed.pieces import as_slice
@@ -156,7 +156,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y):
-        return *computed(partial(_gradients, ctx), d_y, *ctx.saved_tensors), None
+        return *Computed.within_backward(partial(_gradients, ctx), d_y, *ctx.saved_tensors), None
 
 
 def _gradients(ctx, d_y: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -17,8 +17,9 @@ Any other mask: chunks (Llama 4), image tokens that see each other (Gemma 3, Pal
 transformers' masking_utils, and tensors with four dimensions given as attention_mask, bool or added to the
 scores. They become an `attnlib.BlockMask`, made once in a forward pass, and cost what is seen of them;
 numbers besides 0 and the least one of the dtype become a bias. A query that sees nothing gives 0; with
-"eager" it gives the mean of all values. What a model says at a padded token is not
-what "eager" says there, nor is the text that `generate()` goes on with behind padding on the right.
+"eager" it gives the mean of all values. What a model says at a padded token is not what "eager" says there,
+but for the last token of a row where no gradients are recorded: `generate()` goes on from it, and says behind
+padding on the right what it says with "eager" or "sdpa".
 
 An attention_mask, where there is one, decides what is attended to. `position_ids` say it where there is none,
 with a cache that is still empty too, if the model hands them to its attention (its "sdpa" ignores them then).

@@ -74,32 +74,60 @@ def require(condition: torch.Tensor, message: str) -> None:
 # ---------------------------------------------------------------- padding
 
 
-def without_padding(kept: torch.Tensor, q_length: int, queries_are_last_tokens: bool) -> Layout:
+def without_padding(
+    kept: torch.Tensor, q_length: int, queries_are_last_tokens: bool, last_sees: torch.Tensor | None = None
+) -> Layout:
     """The tokens that `kept`, bool (B, Sk), keeps: a sequence per row. In a graph, whose shapes are fixed,
     the padding of a row makes a second sequence.
 
     queries_are_last_tokens: self-attention, so a query may be padding too. Otherwise all queries attend to
-    the keys that are kept."""
+    the keys that are kept. last_sees: bool (B, Sk), keys that the last token of a row sees. Where it is
+    padding it is computed with them, as a sequence of its own; None: it is left out as other padding."""
     batch, kv_length = kept.shape
     if queries_are_last_tokens:
         kept_q = kept[:, kv_length - q_length :]
     else:
         kept_q = kept.new_ones(batch, q_length)
+    if last_sees is not None:
+        last_sees = last_sees & ~kept[:, -1:]
+    if not values_known(kept):
+        return _in_graph(kept_q, kept, last_sees)
+    q, k = kept_q[None], kept[None]
+    if last_sees is not None and not kept[:, -1].all():
+        last = torch.zeros_like(kept_q)
+        last[:, -1] = ~kept[:, -1]
+        q, k = torch.stack([kept_q, last]), torch.stack([kept, last_sees])
+    (index_q, offsets_q), (index_k, offsets_k) = _chosen(q), _chosen(k)
+    longest = torch.stack([offsets_q.diff().max(), offsets_k.diff().max()]).tolist()
+    return Layout(index_q, index_k, offsets_q, offsets_k, *longest)
+
+
+def _chosen(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens, and where their sequences begin: one for each row of `tokens`, bool (n, B, S), whose rows
+    are those of a batch, n times."""
+    number, batch, length = tokens.shape
+    index = tokens.flatten().nonzero().squeeze(1)
+    sequence = torch.div(index, length, rounding_mode="floor")
+    return index % (batch * length), _offsets(sequence, number * batch)
+
+
+def _in_graph(kept_q: torch.Tensor, kept: torch.Tensor, last_sees: torch.Tensor | None) -> Layout:
+    """All tokens, by sequences of which each row has two: what is kept, and its padding. With `last_sees` the
+    keys of the second one are those: causal attention ends with the last query and the last key. What neither
+    has makes a third one, which nobody asks."""
+    batch, kv_length = kept.shape
     row = torch.arange(batch, device=kept.device)[:, None]
+    each = 2 if last_sees is None else 3
+    of_q, of_k, longest = each * row + ~kept_q, each * row + ~kept, kv_length
+    if last_sees is not None:
+        of_k = torch.stack([3 * row + 2 * ~kept, 3 * row + torch.where(last_sees, 1, 2)])
+        longest = 2 * kv_length
     sides = []
-    for keep in (kept_q, kept):
-        if values_known(kept):
-            index = keep.flatten().nonzero().squeeze(1)
-            sequence, number = row.expand_as(keep).flatten()[index], batch
-        else:
-            sequence, index = (2 * row + ~keep).flatten().sort(stable=True)
-            number = 2 * batch
-        sides.append((index, _offsets(sequence, number)))
-    (index_q, cu_seqlens_q), (index_k, cu_seqlens_k) = sides
-    longest = q_length, kv_length
-    if values_known(kept):
-        longest = torch.stack([cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]).tolist()
-    return Layout(index_q, index_k, cu_seqlens_q, cu_seqlens_k, *longest)
+    for numbers, tokens in ((of_q, kept_q), (of_k, kept)):
+        sequence, index = numbers.flatten().sort(stable=True)
+        sides.append((index % tokens.numel(), _offsets(sequence, each * batch)))
+    (index_q, offsets_q), (index_k, offsets_k) = sides
+    return Layout(index_q, index_k, offsets_q, offsets_k, kept_q.shape[1], longest)
 
 
 def without_holes(kept: torch.Tensor) -> torch.Tensor:

@@ -151,8 +151,15 @@ def of_padding(kept: torch.Tensor, q_length: int) -> BlockMask:
 
 
 def padded(mask: Mask) -> Layout:
-    """The sequences without their padding."""
-    return without_padding(mask.kept, mask.q_length, mask.causal or mask.window is not None)
+    """The sequences without their padding; where nothing is differentiated, with the last token of a row that
+    ends with padding, from which `generate()` goes on."""
+    queries_are_last_tokens, last_sees = mask.causal or mask.window is not None, None
+    if mask.causal and not torch.is_grad_enabled():
+        last_sees = mask.kept
+        if mask.window is not None and mask.window[0] >= 0:
+            place = torch.arange(mask.kv_length, device=last_sees.device)
+            last_sees = last_sees & (place >= mask.kv_length - 1 - mask.window[0])
+    return without_padding(mask.kept, mask.q_length, queries_are_last_tokens, last_sees)
 
 
 def _are_spans(kept: torch.Tensor, to_the_end: bool) -> torch.Tensor:

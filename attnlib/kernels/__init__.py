@@ -119,7 +119,8 @@ too_many_keys(S_k), why it can't pool those of so many keys; None if it can."""
 
 KEEPS_MAXIMA = {"hopper": hopper_pooled}
 """Forward passes that keep the largest score of each row and 64 keys: modules with unsupported(q, k, v,
-params) and forward(q, k, v, params), which gives (out, lse, maxima)."""
+params), forward(q, k, v, params), which gives (out, lse, maxima), and bytes_kept(q, k, v, params), how many
+bytes of maxima these are."""
 
 GROUPERS = {"triton": distr, "reference": reference_distr}
 """What groups the columns for `attention_distr`: modules with group(q, k, grouping, causal), which gives a

@@ -23,6 +23,10 @@ STEP = (
     "        b_p, b_alpha, b_m, b_l = ten.softmax_tile(b_s, b_m, b_l, qk_scale)  # [64, BLOCK_N], [64]\n"
 )
 ONE_EARLY = f"        if i == 0:\n            {START_NEXT}{STEP}        if i > 0:\n            {START_NEXT}"
+ROWS_32 = (
+    "triton.cdiv(S * group, 32), B * H_kv)](\n"
+    "        q, k, v, o, S, group, six.LOG2_E * D**-0.5, D, 32, 32, causal)"
+)
 NEVER_FILLED = "    if c >= plan.stages:  # what was never filled is not given back\n"
 
 PLANTED = {
@@ -62,8 +66,10 @@ PLANTED = {
         ("windowed", "> o_m[:, None] - window", ">= o_m[:, None] - window", "max error"),
     ),
     "06_autotuning": (
-        ("packed", "(i_m * BLOCK_M // group if", "((i_m + 1) * BLOCK_M // group if", "not finite"),
-        ("packed", "triton.cdiv(S * group, 32)", "triton.cdiv(S * group, 32) + 1", "expected the grid"),
+        ("packed", "(i_m * BLOCK_M // group if", "((i_m + 1) * BLOCK_M // group if", "outside of its"),
+        ("packed", ROWS_32, ROWS_32.replace("32)", "64)").replace("D, 32", "D, 64"), "expected the grid"),
+        ("packed", "triton.cdiv(S * group, 32)", "triton.cdiv(S * group, 32) + 1", "outside of its tensors"),
+        ("packed", "o_r // group, o_r % group", "o_r % S, o_r // S", "outside of its tensors"),
         ("stages", "// ctas - 1024", "// ctas", "expected 8, got 9"),
         ("stages", "228 * 1024 // ctas - 1024", "227 * 1024 // ctas", "expected 14, got 15"),
         ("stages", "(budget - q)", "(budget - q - 1)", "expected 3, got 2"),
@@ -116,6 +122,7 @@ PLANTED = {
         ("in_four_goes", "third, mem, i_h, row, 2 *", "third, mem, i_h, row, 1 *", "not finite"),
         ("fits", "d // 2 + block_n // 2", "d // 2", "expected"),
         ("fits", "min(240, consumers // 8 * 8)", "consumers // 8 * 8", "1 consumers"),
+        ("fits", " * d) + 1024", " * d)", "233472 bytes"),
     ),
     "19_record": (
         ("lazy_attention", "b_top > b_c + 8.0", "b_top > b_c", "the moves of"),

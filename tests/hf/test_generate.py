@@ -1,5 +1,5 @@
 """generate() with attn_implementation="attnlib": the tokens of "sdpa", whatever cache there is, with batches
-padded on the left, by greedy and by beam search."""
+padded on the left or on the right, by greedy and by beam search."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from small_models import FAMILIES, build, tokens  # noqa: E402
 
 import attnlib.hf  # noqa: E402
 from attnlib.hf import forward, static  # noqa: E402
+from attnlib.hf.mask import Mask, settled  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore")]
 CACHES = (None, "static", "offloaded", "offloaded_static") if torch.cuda.is_available() else (None, "static")
@@ -88,6 +89,54 @@ def test_padding(case, padding, device):
     name, cache = case
     ours, theirs = generated(name, device, padding=padding, cache_implementation=cache)
     assert torch.equal(ours, theirs)
+
+
+BEHIND = {
+    "on the right": [range(7, 12), range(10, 12), ()],
+    "on both sides": [(0, 1, *range(8, 12)), (0,), range(9, 12)],
+    "on the right, and a hole": [(3, 10, 11), (5, 6), (4, 11)],
+    "all but one": [range(1, 12), (), range(11)],
+}
+"""What of each of three rows is padding."""
+
+
+@pytest.mark.parametrize("side", BEHIND)
+@pytest.mark.parametrize("name", ["llama", "sliding window", "latent attention", "qwen2"])
+def test_padding_behind_the_text(name, side, device):
+    """transformers warns of it, and goes on from the padding: so do we, in the same way."""
+    ids = tokens(3, 12, device)
+    mask = torch.ones_like(ids)
+    for row, places in enumerate(BEHIND[side]):
+        mask[row, list(places)] = 0
+    found = []
+    for implementation in ("attnlib", "sdpa"):
+        model = build(name, implementation, device)
+        model.generation_config.eos_token_id = None
+        found.append(
+            model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        )
+    assert torch.equal(*found) and len(found[0][:, 12:].unique()) > 4
+
+
+def test_padding_behind_the_text_is_refused_with_a_static_cache(device):
+    ids = tokens(3, 12, device)
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    model = build("llama", "attnlib", device)
+    with pytest.raises(ValueError, match="^attention_mask: expected padding on the left only beside a cache"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, cache_implementation="static")
+
+
+def test_where_gradients_are_recorded_padding_behind_the_text_is_not_computed(device):
+    """A batch to train on has one sequence for each row, as before."""
+    kept = torch.ones(2, 9, dtype=torch.bool, device=device)
+    kept[0, 5:] = False
+    asked = Mask(9, 9, 0, causal=True, kept=kept)
+    assert settled(asked).layout.cu_seqlens_q.tolist() == [0, 5, 14]
+    with torch.no_grad():
+        layout = settled(asked).layout
+    assert layout.cu_seqlens_q.tolist() == [0, 5, 14, 15, 15]
+    assert layout.cu_seqlens_k.tolist() == [0, 5, 14, 19, 19] and layout.index_q[-1] == 8
 
 
 @pytest.mark.parametrize(("name", "cache"), in_turn(["llama", "gemma3"], [None, "static"]))

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common import bsfa
+from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.tile_access import load_tile, store_tile
 
 ROWS, KEYS = tl.constexpr(bsfa.ROWS), tl.constexpr(bsfa.KEYS)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def attention_bsfa_forward(
 
     # 2. All before them, by their largest score. Rows beyond the last one have scores, too: 0.
     limit = tl.load(limit_ptr + i_b * limit_b + i_h * limit_h + tl.minimum(i_m, limits - 1) * limit_m)
-    limit *= 1.4426950408889634
+    limit *= LOG2_E
     for i in tl.range(0, first, num_stages=NUM_STAGES):
         block = first - 1 - i
         b_s = _scores(b_q, desc_k, at, block, FLIP, PRECISION)  # [ROWS, KEYS]

@@ -45,17 +45,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.first_product import start_scores
+from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix, room
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k
+from attnlib.kernels.common.words import await_tile, new_words, tell, told
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 TOGETHER = gl.constexpr(12)  # and 13: named barriers of the warps of a consumer
 
-# What the producer tells of a tile, word by word.
-FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
+# What the producer tells of a tile, word by word; word 0 is the first row, -1 after the last tile.
 BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
 BATCH = gl.constexpr(2)
 HEAD = gl.constexpr(3)
@@ -154,10 +154,7 @@ def _tell(mem, number, last, row, blocks, i_b, i_h):
     """Consumers read which tile has this number."""
     b = number & 1
     words = gl.where(last, -1, row), blocks, i_b, i_h  # in the order of their names
-    for w in gl.static_range(WORDS):
-        word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        mem.next_tile.index(b * WORDS + w).store(word)
-    mbarrier.arrive(mem.drawn.index(b), count=1)
+    tell(mem, b, words, WORDS)
 
 
 @gluon.jit
@@ -198,20 +195,8 @@ def _produce(given, plan: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(q_registers, mem, c, WG: gl.constexpr, plan: gl.constexpr):
-    """Start Q K^T of slot c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers."""
-    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
-    q = matrix(mem.q, WG)  # [64, D]
-    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
-    if plan.q_columns == 0:
-        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    elif plan.q_columns == plan.d:
-        return warpgroup_mma(q_registers, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        rest: gl.constexpr = plan.d - plan.q_columns
-        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
-        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
-        part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
-        return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+    """Start Q K^T of slot c: [64, BLOCK_N]."""
+    return start_scores(q_registers, matrix(mem.q, WG), matrix(mem.k, slot(c, plan)), plan)
 
 
 @gluon.jit
@@ -347,36 +332,21 @@ def _store_output(desc_o, o, mem, at, row, buffer):
 
 
 @gluon.jit
-def _told(mem, number):
-    """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
-    b = number & 1
-    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
-    return _word(mem, number, FIRST_ROW)
-
-
-@gluon.jit
-def _word(mem, number, w):
-    """Word w of what the producer told."""
-    lanes = mem.next_tile.index((number & 1) * WORDS + w)
-    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     desc_v, desc_o, lse_ptr, limits, mem, qk_scale, work = given
     dtype: gl.constexpr = mem.v.dtype
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     asked = 0
-    first_row = _told(mem, 0)
+    first_row = await_tile(mem, 0, WORDS)
     while first_row >= 0:
         row = first_row + WG * 64
-        i_b, i_h = _word(mem, turn, BATCH), _word(mem, turn, HEAD)
+        i_b, i_h = told(mem, turn, BATCH, WORDS), told(mem, turn, HEAD, WORDS)
         i_kv, _ = tiling.divide(i_h, work.GROUP)
         at = i_b, i_kv
         i_m = gl.minimum(row // 64, limits.count - 1)
         limit = gl.load(limits.at + i_b * limits.b + i_h * limits.h + i_m * limits.m) * LOG2_E
-        end = c + _word(mem, turn, BLOCKS)  # slot of the next tile's first keys
+        end = c + told(mem, turn, BLOCKS, WORDS)  # slot of the next tile's first keys
         # Blocks that the other consumer's rows see and these do not. Beyond the last row there is one.
         own = gl.where(row < work.S_q, _blocks(row + 64, work, plan), 1)
         start = end - own
@@ -423,7 +393,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
                 q_registers, now, i, row, end - 1 - i, (i == start + 1) & crossed, limit, at, desc_v, kept,
                 mem, qk_scale, work, WG, plan,
             )  # fmt: skip
-        at_o = _word(mem, turn, BATCH), _word(mem, turn, HEAD)
+        at_o = told(mem, turn, BATCH, WORDS), told(mem, turn, HEAD, WORDS)
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it
         mbarrier.arrive(mem.q_free.index(WG), count=1)
@@ -437,7 +407,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         row_sums = gl.convert_layout(gl.sum(now.sums, 1), plan.row_layout)  # [64]
         turn += 1
-        first_row = _told(mem, turn)
+        first_row = await_tile(mem, turn, WORDS)
         # A row with nothing to attend to has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
         if plan.store_lse:
@@ -482,7 +452,7 @@ def attention_bsfa_forward_hopper(
         buffers(desc_q, 2),
         buffers(desc_k, plan.pipeline.stages),
         buffers(desc_v, 4),
-        gl.allocate_shared_memory(gl.int32, [2 * WORDS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        new_words(2 * WORDS),
         gl.allocate_shared_memory(gl.int32, [2, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
         barriers(2, 1),  # q_full
         barriers(2, 1),  # q_free

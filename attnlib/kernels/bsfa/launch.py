@@ -8,7 +8,7 @@ import torch
 from attnlib.kernels.bsfa.configs import BsfaTile, bsfa_tile
 from attnlib.kernels.common import device
 from attnlib.kernels.common.bsfa import KEYS, ROWS, grid_of
-from attnlib.kernels.common.descriptors import Made, describable, given, lse_for, made_like, readable
+from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like, readable
 from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.params import BsfaParams, Params, mask_window
@@ -68,8 +68,7 @@ def forward(
     if device.widened(q.dtype):
         out, lse, kept = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), lse, kept
-    if not (describable(q) and describable(k) and describable(v)):
-        q, k, v = (readable(x) for x in (q, k, v))
+    q, k, v = map(readable, (q, k, v))
     plan = prepare(call_of(q, k, params, q, k, v), params.return_kept, limits_of(params.threshold))
     out, (lse, kept) = plan.out.like(q), made_for(q, k, params)
     plan.launches(q, k, v, out, lse, kept, params.threshold, None)
@@ -81,7 +80,7 @@ def maxima(q: torch.Tensor, k: torch.Tensor, params: BsfaParams) -> torch.Tensor
     elsewhere -inf. Of arguments as `forward` takes them."""
     if device.widened(q.dtype):
         return maxima(q.float(), k.float(), params)
-    q, k = (readable(x) for x in (q, k))
+    q, k = map(readable, (q, k))
     shape = *q.shape[:2], *grid_of(q.shape[2], k.shape[2])
     found = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     prepare_maxima(call_of(q, k, params, q, k))(q, k, found)

@@ -35,11 +35,10 @@ def describable(tensor: torch.Tensor) -> bool:
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a descriptor can express it: where it lies, or a copy, laid out alike if that can be."""
-    if not describable(tensor):
-        tensor = tensor.clone()
-    if not describable(tensor):
-        tensor = tensor.contiguous()
-    return tensor
+    if describable(tensor):
+        return tensor
+    copy = tensor.clone()
+    return copy if describable(copy) else copy.contiguous()
 
 
 class Made(NamedTuple):

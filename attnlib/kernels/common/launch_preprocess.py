@@ -80,10 +80,17 @@ class Preprocess(NamedTuple):
             )
         return self._replace(launch=launch, more=elements)
 
-    def descriptor(self, block_m: int, layout=None) -> Descriptor:
+    def descriptor(self, block_m: int) -> Descriptor:
         """Of LSE or delta, for tiles of `block_m` rows."""
         window = (2, self.heads, self.padded), (self.heads * self.padded, self.padded, 1)
-        return Descriptor(self.rows, window, (1, 1, block_m), layout)
+        return Descriptor(self.rows, window, (1, 1, block_m))
+
+    def gluon_descriptor(self, block_m: int) -> Descriptor:
+        """The same for a kernel in Gluon, which has rows in shared memory as they are in global memory."""
+        from triton.experimental.gluon import language as gl
+
+        as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+        return self.descriptor(block_m)._replace(layout=as_it_is)
 
 
 def preprocess(

@@ -1,4 +1,4 @@
-"""How a forward kernel in Gluon shares its work among warpgroups: constants of a plan."""
+"""How a kernel in Gluon shares its work and its registers among warpgroups: constants of a plan."""
 
 from dataclasses import dataclass
 
@@ -24,3 +24,10 @@ class Registers(Constants):
 
     consumer: int
     producer: int
+
+
+@dataclass(frozen=True)
+class WideRegisters(Registers):
+    """Of a wide backward kernel, which has a warpgroup for dQ."""
+
+    dq: int

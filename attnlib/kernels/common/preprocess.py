@@ -4,6 +4,7 @@ whole tiles. Chapter 20 derives both."""
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
 from attnlib.kernels.common.varlen_rows import first_sums, row_of
 
@@ -34,7 +35,6 @@ def attention_backward_preprocess(
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
     Grid: (blocks * heads,), B * H heads or, varlen, H."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
     if CHUNK:
         o_c = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
         for _ in range(tl.program_id(0), more, tl.num_programs(0)):

@@ -26,11 +26,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnlib.kernels.common import signature
+from attnlib.kernels.common.logarithms import LN2
 from attnlib.kernels.decode.keys import ask_for_first_tile, of_fp8, page_of, row_of, scale_of
 from attnlib.kernels.decode.line import parts_of, sequence_at, share_of, span, tiles_before, tiles_of
 
-LN2 = tl.constexpr(signature.LN2)
 SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
 
 

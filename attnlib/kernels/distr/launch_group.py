@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import describable, legal, readable
+from attnlib.kernels.common.descriptors import legal, readable
 from attnlib.kernels.common.distr import PROJECTIONS, Grouped, Grouping
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
@@ -58,7 +58,7 @@ def group(q: torch.Tensor, k: torch.Tensor, grouping: Grouping, causal: bool) ->
     if device.widened(dtype):
         found = group(q.float(), k.float(), grouping, causal)
         return found._replace(q=found.q.bfloat16(), k=found.k.bfloat16())
-    q, k = (x if describable(x) else readable(x) for x in (q, k))
+    q, k = map(readable, (q, k))
     plan = prepare(Call(q.shape, k.shape, (q.stride(), k.stride()), dtype, q.get_device(), grouping, causal))
     partial = torch.empty(plan.partial, dtype=torch.float32, device=q.device)
     places = torch.empty(plan.places, dtype=torch.int32, device=q.device)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import Made, Window, describable, given, made_like, readable
+from attnlib.kernels.common.descriptors import Made, Window, given, made_like, readable
 from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
 from attnlib.kernels.common.tiles import block_d
@@ -42,8 +42,7 @@ def forward(
     if device.widened(q.dtype):
         out, tau, flags = forward(q.float(), k.float(), v.float(), params)
         return out.bfloat16(), tau, flags
-    if not (describable(q) and describable(k) and describable(v)):
-        q, k, v = (readable(tensor) for tensor in (q, k, v))
+    q, k, v = map(readable, (q, k, v))
     plan = prepare(call_of(params, q, k, q, k, v))
     shape = q.shape[:3] if params.varlen is None else q.shape[1::-1]
     out, tau = plan.out.like(q), torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import Made, describable, given, made_like, readable
+from attnlib.kernels.common.descriptors import Made, given, made_like, readable
 from attnlib.kernels.common.launcher import Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
 from attnlib.kernels.entmax.call import Call, call_of
@@ -52,8 +52,7 @@ def backward(
     if device.widened(q.dtype):
         found = backward(*(x.float() for x in (d_out, q, k, v, out)), tau, flags, params)
         return tuple(x.bfloat16() for x in found)
-    if not all(map(describable, (d_out, q, k, v, out))):
-        d_out, q, k, v, out = map(readable, (d_out, q, k, v, out))
+    d_out, q, k, v, out = map(readable, (d_out, q, k, v, out))
     plan = prepare(call_of(params, q, k, d_out, q, k, v, out))
     dq, dk, dv = plan.dq.like(q), plan.dk.like(k), plan.dv.like(v)
     rows = torch.empty((*tau.shape, 2), dtype=torch.float32, device=q.device)

@@ -17,10 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.kernels.common import softmax
+from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.hopper.column_parts import scaled
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
 MOST_COLUMNS = gl.constexpr(128)  # of the existing output that a warpgroup holds beside its own
 
 

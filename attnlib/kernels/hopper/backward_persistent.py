@@ -36,6 +36,7 @@ from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
+from attnlib.kernels.common.words import new_words, put_word, word_in
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper.backward_shared import copy_keys, copy_rows
 from attnlib.kernels.hopper.column_parts import nbytes
@@ -45,23 +46,21 @@ from attnlib.kernels.hopper.column_parts import nbytes
 
 @gluon.jit
 def new_next_tile():
-    """A store is one of all 32 lanes of the producer, so each has a word. The first one's counts: that lane
-    also arrives at the barrier."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [2, 32], layout)
+    """Places for the numbers of two tiles. Readers take that of the first lane, which also arrives at the
+    barrier."""
+    return new_words(2)
 
 
 @gluon.jit
 def _tell(mem, t, number):
-    mem.next_tile.index(t & 1).store(number + 0 * lanes())
+    put_word(mem.next_tile.index(t & 1), number)
 
 
 @gluon.jit
 def tile_number(mem, t, WARPS: gl.constexpr):
     """Of tile t, -1 if there is none: what the producer has told those who know that Q of its first step is
     there."""
-    words = mem.next_tile.index(t & 1).slice(0, 1)
-    return gl.max(words.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    return word_in(mem.next_tile.index(t & 1), WARPS)
 
 
 # ---------------------------------------------------------------- sets of K and V

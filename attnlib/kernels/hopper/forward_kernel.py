@@ -75,14 +75,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from attnlib.kernels.common import kept_shift, softmax
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.first_product import start_scores
+from attnlib.kernels.common.logarithms import LN2
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, as_parts, release, slot, wait_k, wait_v
+from attnlib.kernels.common.words import new_words
 from attnlib.kernels.hopper import (
     accumulate,
     column_parts,
@@ -94,8 +96,6 @@ from attnlib.kernels.hopper import (
     told,
 )
 from attnlib.kernels.hopper.column_parts import nbytes
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -224,21 +224,8 @@ def _load_q(mem, WG: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _start_scores(q_left, mem, c, WG: gl.constexpr, plan: gl.constexpr):
-    """Start Q K^T of block c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers, which
-    halves the shared memory that their product reads."""
-    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
-    q = matrix(mem.q[0], WG)  # [64, D]
-    k = matrix(mem.k[0], slot(c, plan))  # [BLOCK_N, D]
-    if plan.q_columns == 0:
-        token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    elif plan.q_columns == plan.qk_width:
-        token = warpgroup_mma(q_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        rest: gl.constexpr = plan.qk_width - plan.q_columns
-        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
-        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
-        part = warpgroup_mma(q_left, k_left, zero, use_acc=False, is_async=True)
-        token = warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+    """Start Q K^T of block c: [64, BLOCK_N]."""
+    token = start_scores(q_left, matrix(mem.q[0], WG), matrix(mem.k[0], slot(c, plan)), plan)
     return column_parts.add_scores(token, mem, WG, slot(c, plan))
 
 
@@ -481,7 +468,7 @@ def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
         column_parts.buffers(desc_v, plan.pipeline.stages),
         () if plan.accumulate else column_parts.buffers(out, plan.pipeline.warpgroups),
         queries.rotation(desc_q, plan),
-        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        new_words(2 * plan.words),
         barriers(plan.pipeline.warpgroups, 1),  # q_full
         barriers(plan.pipeline.warpgroups, 1),  # q_free
         k_full,

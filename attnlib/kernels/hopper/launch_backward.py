@@ -138,16 +138,15 @@ def make_plan(
     persistent: bool = False,
 ):
     """The kernel's constants; `mask` are those of `plan.BackwardMask`."""
+    from attnlib.kernels.common.pipeline import Registers, WideRegisters
     from attnlib.kernels.hopper.plan import (
         BackwardMask,
         BackwardPlan,
         Keys96BackwardPlan,
-        Registers,
         SplitBackwardPlan,
         SplitWideBackwardPlan,
         ValuesBackwardPlan,
         WideBackwardPlan,
-        WideRegisters,
     )
 
     kept = config.consumer_registers, config.producer_registers
@@ -205,8 +204,7 @@ def descriptors(
             tensor = Part("d_out" if name == "do" else name, start)
             found[f"desc_{name}{suffix}"] = Descriptor(tensor, window, block, layout)
             start += columns
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    found["desc_rows"] = rows.descriptor(config.block_m, as_it_is)
+    found["desc_rows"] = rows.gluon_descriptor(config.block_m)
     return found | (_sums(rows, config, width) if config.bulk else {})
 
 

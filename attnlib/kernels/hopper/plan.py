@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.kernels.common.constants import Constants
 from attnlib.kernels.common.layouts import accumulator, first_operand
-from attnlib.kernels.common.pipeline import Pipeline, Registers
+from attnlib.kernels.common.pipeline import Pipeline, Registers, WideRegisters
 
 # ---------------------------------------------------------------- both passes
 
@@ -265,13 +265,6 @@ class SplitBackwardPlan(BackwardPlan):
     # Accumulator of its dK and dV [64, right].
     right_layout = property(lambda self: accumulator(self.right.value))
     held_layout = property(lambda self: first_operand(self.s_layout))
-
-
-@dataclass(frozen=True)
-class WideRegisters(Registers):
-    """The wide backward kernel has a warpgroup for dQ."""
-
-    dq: int
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The forward pass that also keeps what a pooled attention map is made of; see `maxima`."""
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from attnlib.kernels.hopper.configs import hopper_config
 from attnlib.kernels.hopper.support import unsupported
 from attnlib.params import Params
 
-__all__ = ["forward", "unsupported"]
+__all__ = ["bytes_kept", "forward", "unsupported"]
 
 
 def forward(
@@ -29,17 +30,34 @@ def forward(
 
     ValueError if a length, the tiles or the maxima of a head are beyond 2^31.
     """
+    params = _configured(q, k, v, params)
+    plan = prepare(signature(params, q, k, q, k, v))
+    out, lse = plan.out.like(q), lse_for(q, params)
+    maxima = torch.empty(plan.maxima, dtype=torch.float32, device=q.device)
+    plan.launches(q, k, v, out, lse, counter(q.get_device()), None, None, maxima)
+    return out, lse, maxima
+
+
+def bytes_kept(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params) -> int:
+    """How many bytes of maxima `forward` gives."""
+    return 4 * math.prod(_shape(signature(_configured(q, k, v, params), q, k)))
+
+
+def _configured(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Params) -> Params:
     params = params._replace(return_lse=True)
     if params.config is None:
         config = configuration(q, k, v, params)
         if config.columns:  # maxima are of tiles in one part
             config = hopper_config(tile_width(q.shape[-1]))
         params = params._replace(config=config)
-    plan = prepare(signature(params, q, k, q, k, v))
-    out, lse = plan.out.like(q), lse_for(q, params)
-    maxima = torch.empty(plan.maxima, dtype=torch.float32, device=q.device)
-    plan.launches(q, k, v, out, lse, counter(q.get_device()), None, None, maxima)
-    return out, lse, maxima
+    return params
+
+
+def _shape(call: Signature) -> tuple[int, int, int, int]:
+    """Of the maxima: whole tiles of rows, and of keys an even number of blocks."""
+    B, H, _, S_q, S_k = call.dimensions()
+    block_m = 64 * call.config.warpgroups
+    return B, H, 2 * -(-S_k // (2 * UNIT)), -(-S_q // block_m) * block_m
 
 
 class Plan(NamedTuple):
@@ -57,13 +75,11 @@ def prepare(call: Signature) -> Plan:
     (kernel,) = plain.launches.launches
     pointers = {**kernel.pointers, "maxima": Part("maxima")}
     kernel = replace(kernel, pointers=pointers, constants={"plan": plan_of(call)})
-    B, H, _, S_q, S_k = call.dimensions()
-    blocks, block_m = 2 * -(-S_k // (2 * UNIT)), 64 * call.config.warpgroups
-    rows = -(-S_q // block_m) * block_m
-    if blocks * rows >= LIMIT:
-        raise ValueError(f"q, k: expected fewer than 2^37 scores of a head, got {S_q} x {S_k}")
+    shape = _shape(call)
+    if shape[2] * shape[3] >= LIMIT:
+        raise ValueError(f"q, k: expected fewer than 2^37 scores of a head, got {call.q[2]} x {call.k[2]}")
     launches = Launches([kernel], call.device, (*TENSORS, "maxima"))
-    return Plan(launches, plain.out, (B, H, blocks, rows))
+    return Plan(launches, plain.out, shape)
 
 
 def plan_of(call: Signature):

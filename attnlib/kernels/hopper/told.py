@@ -1,19 +1,17 @@
 """What the producer of the forward kernel tells its consumers of a tile, word by word. Chapter 15 teaches it.
 
-Each option that a consumer has to know a number of appends its words, so that a plain call has four. A store
-is one of all 32 lanes of the producer, so each word has a place for each lane. Consumers read that of the
-first lane, which is also the one that arrives at the barrier. When places are used again is in
-`forward_kernel`.
+Each option that a consumer has to know a number of appends its words, so that a plain call has four. How a
+word is told is in `common.words`; when its places are used again, in `forward_kernel`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common import words as common
 from attnlib.kernels.hopper import coordinates
 
-FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
+# Word 0 is the first row, -1 after the last tile.
 BLOCKS = gl.constexpr(1)  # of keys, up to the last one in sight
 OUTPUT = gl.constexpr(2)  # and the word after: two coordinates of the output of the tile before
 LENGTH_Q = gl.constexpr(4)  # of a varlen sequence
@@ -37,25 +35,19 @@ def tell(mem, number, last, row, i_b, i_h, top, before, work, plan: gl.constexpr
         words = words + coordinates.of_scales(row, i_b, i_h, work, plan)
     if plan.pooled:
         words = words + (i_b * work.H + i_h,)
-    for w in gl.static_range(plan.words):
-        lanes = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        mem.next_tile.index(b * plan.words + w).store(lanes)
-    mbarrier.arrive(mem.drawn.index(b), count=1)
+    common.tell(mem, b, words, plan.words)
 
 
 @gluon.jit
 def first_row(mem, number, plan: gl.constexpr):
     """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
-    b = number & 1
-    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
-    return word(mem, number, FIRST_ROW, plan)
+    return common.await_tile(mem, number, plan.words)
 
 
 @gluon.jit
 def word(mem, number, w, plan: gl.constexpr):
     """Word w of what the producer told."""
-    lanes = mem.next_tile.index((number & 1) * plan.words + w)
-    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return common.told(mem, number, w, plan.words)
 
 
 @gluon.jit

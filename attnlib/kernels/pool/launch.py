@@ -9,7 +9,7 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.coarser import coarser
-from attnlib.kernels.common.descriptors import describable, legal, readable
+from attnlib.kernels.common.descriptors import legal, readable
 from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import LOG2_E, PREPARED
 from attnlib.kernels.common.tiles import UNIT, block_d
@@ -62,8 +62,7 @@ def of_scores(
     anew. ValueError if the programs are beyond 2^31."""
     if device.widened(q.dtype):
         return of_scores(q.float(), k.float(), lse, causal, sm_scale)
-    if not (describable(q) and describable(k)):
-        q, k = readable(q), readable(k)
+    q, k = map(readable, (q, k))
     strides = q.stride(), k.stride()
     call = ScoresCall(tuple(q.shape), tuple(k.shape), strides, q.dtype, q.get_device(), causal, sm_scale)
     launches, shape, tile = _scores(call)

@@ -9,10 +9,10 @@ largest scores that it has kept (`hopper.maxima`), 4 bytes for each 64 scores.
 import triton
 import triton.language as tl
 
-from attnlib.kernels.common import signature, tiles
+from attnlib.kernels.common import tiles
+from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.tile_access import load_tile
 
-LOG2_E = tl.constexpr(signature.LOG2_E)
 UNIT = tl.constexpr(tiles.UNIT)
 
 

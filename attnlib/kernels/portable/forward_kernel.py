@@ -24,6 +24,7 @@ place (chapter 42).
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.logarithms import LN2
 from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
 
 
@@ -284,7 +285,6 @@ def attention_forward(
             )  # fmt: skip
 
     if STORE_LSE or ACCUMULATE:
-        LN2: tl.constexpr = 0.6931471805599453
         b_lse = (b_m + tl.math.log2(b_l)) * LN2  # [BLOCK_M]
         if EMPTY_ROWS:
             b_lse = tl.where(b_l == 0.0, float("-inf"), b_lse)

@@ -10,8 +10,9 @@ backward pass; without this gradient nothing is.
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.tile_access import load_tile
-from attnlib.kernels.sparse.scores import LOG2_E, head_bias, head_slope, unbiased
+from attnlib.kernels.sparse.scores import head_bias, head_slope, unbiased
 from attnlib.kernels.sparse.walk import TILE, seen
 
 NUMBERS = "S_q S_k padded B H down across mask_b mask_h bias_b bias_h bias_m".split()

@@ -8,8 +8,9 @@ pieces of BLOCK_N.
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.tile_access import load_tile, store_tile
-from attnlib.kernels.sparse.scores import LOG2_E, head_bias, head_slope, scored
+from attnlib.kernels.sparse.scores import head_bias, head_slope, scored
 from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
 
 
@@ -124,7 +125,6 @@ def attention_sparse_forward(
     # A row that sees nothing, and has no sink, has l = 0: output 0, LSE -inf.
     empty = b_l == 0.0
     if STORE_LSE:
-        LN2: tl.constexpr = 0.6931471805599453
         o_m = start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         b_lse = (b_m + tl.math.log2(b_l)) * LN2
         b_lse = tl.where(empty, float("-inf"), b_lse)

@@ -28,9 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, STAGES, acquire, slot_of
+from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers
 from attnlib.kernels.common.preprocess import DELTA, LSE2
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, away, bias_of_keys, tanh
+from attnlib.kernels.common.words import new_words, put_word, word_in
+from attnlib.kernels.sparse.hopper_scores import away, bias_of_keys, tanh
 
 LANES = gl.constexpr(2)
 """Places of a word in shared memory; all have it."""
@@ -119,12 +121,12 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
     slots: gl.constexpr = plan.parts * STAGES if plan.partial else 1
     places, slopes = 0, 0  # a function can't return a None
     if plan.alibi:
-        places, slopes = _words(gl.int32), _words(gl.float32)
+        places, slopes = new_words(4, LANES), new_words(4, LANES, gl.float32)
     bias, heads, queries, p = 0, 0, 0, 0
     if plan.copies_bias:
         bias = buffers(desc_bias, plan.parts * STAGES)
     if plan.tells_heads:
-        heads, queries = _words(gl.int32), _words(gl.int32)
+        heads, queries = new_words(4, LANES), new_words(4, LANES)
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     if plan.parts == 1:
         p = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout)
@@ -136,7 +138,7 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(desc_words.dtype, [slots, 1, 1, 256], desc_words.layout),
-        gl.allocate_shared_memory(gl.int32, [5, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        new_words(5, LANES),
         places,
         slopes,
         bias,
@@ -149,12 +151,6 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
         barriers(STAGES, 1),  # q_full
         barriers(STAGES, 1),  # do_full
     )
-
-
-@gluon.jit
-def _words(dtype: gl.constexpr):
-    """For a word of each of four steps."""
-    return gl.allocate_shared_memory(dtype, [4, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -195,21 +191,20 @@ def _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, 
     biases: gl.constexpr = plan.parts * desc_bias.block_type.nbytes if plan.copies_bias else 0
     size: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes + biases
     i_h = head - work.i_b * work.H
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     word = 2 * (head * work.num_m + m)
     bits = 0
     if plan.partial:
         bits = gl.load(work.bits + e)
         word += (bits >= 0).to(gl.int32)
-    mem.told.index(j & 3).store(gl.full([LANES], word, gl.int32, lanes))
+    put_word(mem.told.index(j & 3), word)
     if plan.alibi:
         place = work.i_n * plan.block_n - (m * plan.block_m + work.place)
         slope = gl.load(work.alibi + i_h) * LOG2_E
-        mem.places.index(j & 3).store(gl.full([LANES], place, gl.int32, lanes))
-        mem.slopes.index(j & 3).store(gl.full([LANES], slope, gl.float32, lanes))
+        put_word(mem.places.index(j & 3), place)
+        put_word(mem.slopes.index(j & 3), slope)
     if plan.tells_heads:
-        mem.heads.index(j & 3).store(gl.full([LANES], i_h, gl.int32, lanes))
-        mem.queries.index(j & 3).store(gl.full([LANES], m * plan.block_m, gl.int32, lanes))
+        put_word(mem.heads.index(j & 3), i_h)
+        put_word(mem.queries.index(j & 3), m * plan.block_m)
     if plan.partial:
         # No branch: with one here, ptxas takes the loop of consumer 1, too, for different in each thread, and
         # moves the addresses of operands in every step.
@@ -252,7 +247,7 @@ def produce(
 ):  # fmt: skip
     # Consumers need the place of their keys at the end alone, and have no register for it until then.
     keys = place_of_keys(work, plan)
-    mem.told.index(4).store(gl.full([LANES], keys, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    put_word(mem.told.index(4), keys)
     _copy_keys(desc_k, mem.k_full, mem.k, keys, work, plan)
     j = 0
     for g in range(work.GROUP):
@@ -276,13 +271,7 @@ def produce(
 @gluon.jit
 def told(mem, place):
     """A word of the producer's: that of step j is in place j % 4."""
-    return _lane(mem.told.index(place))
-
-
-@gluon.jit
-def _lane(lanes):
-    """The number that all places of a word have."""
-    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return word_in(mem.told.index(place))
 
 
 @gluon.jit
@@ -294,10 +283,10 @@ def weights(
     [64, BLOCK_M] twice."""
     derivative = 1.0
     if plan.function:
-        key, query = told(mem, 4) * plan.block_n + WG * 64, _lane(mem.queries.index(j & 3))
+        key, query = told(mem, 4) * plan.block_n + WG * 64, word_in(mem.queries.index(j & 3))
         o_n = key + gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))[:, None]  # [64, 1]
         o_m = query + gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))[None, :]
-        i_h, s = _lane(mem.heads.index(j & 3)), s * work.inner
+        i_h, s = word_in(mem.heads.index(j & 3)), s * work.inner
         derivative = DERIVATIVE(s, o_m, o_n, i_h, work.i_b)
         s = FUNCTION(s, o_m, o_n, i_h, work.i_b)
     if plan.soft_cap:
@@ -310,8 +299,8 @@ def weights(
     if plan.bias:
         lse = lse - _bias(mem, j, work, WG, plan) * LOG2_E
     if plan.alibi:
-        place = _lane(mem.places.index(j & 3)) + WG * 64
-        s = away(s * qk_scale, _lane(mem.slopes.index(j & 3)), place)
+        place = word_in(mem.places.index(j & 3)) + WG * 64
+        s = away(s * qk_scale, word_in(mem.slopes.index(j & 3)), place)
         p = gl.exp2(s - lse)
     else:
         p = gl.exp2(s * qk_scale - lse)
@@ -335,7 +324,7 @@ def _bias(mem, j, work, WG: gl.constexpr, plan: gl.constexpr):
         buffer = mem.bias.index(plan.parts * slot_of(j) + WG).reshape([plan.block_m, 64])
         return buffer.permute((1, 0)).load(plan.s_layout).to(gl.float32)
     else:
-        i_h, query = _lane(mem.heads.index(j & 3)), _lane(mem.queries.index(j & 3))
+        i_h, query = word_in(mem.heads.index(j & 3)), word_in(mem.queries.index(j & 3))
         key = told(mem, 4) * plan.block_n + WG * 64
         place = work.i_b.to(gl.int64) * work.bias_b + i_h.to(gl.int64) * work.bias_h
         place += query.to(gl.int64) * work.bias_m

@@ -32,12 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
+from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k
+from attnlib.kernels.common.words import new_words, put_word
 from attnlib.kernels.sparse.bits import hide_by
 from attnlib.kernels.sparse.hopper_backward_steps import LANES, told
-from attnlib.kernels.sparse.hopper_scores import LOG2_E
 
 TILE = gl.constexpr(128)
 LOOK = gl.constexpr(32)
@@ -169,9 +170,8 @@ def _copy(desc_rows, desc_keys, desc_sums, sums: gl.constexpr, mem, c, place, wo
 
 @gluon.jit
 def _tell(mem, j, words):
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for w in gl.static_range(WORDS):
-        mem.told.index(WORDS * (j & 3) + w).store(gl.full([LANES], words[w], gl.int32, lanes))
+        put_word(mem.told.index(WORDS * (j & 3) + w), words[w])
 
 
 @gluon.jit
@@ -333,7 +333,7 @@ def attention_sparse_bias_gradient_hopper(
         gl.allocate_shared_memory(gl.float32, [2 * stages, 1, 1, 64], desc_rows.layout),
         buffers(desc_k, stages),
         gl.allocate_shared_memory(plan.bias_type, [2, 64, TILE], bias_layout),
-        gl.allocate_shared_memory(gl.int32, [4 * WORDS, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        new_words(4 * WORDS, LANES),
         barriers(stages, 1),
         barriers(stages, 2),
     )

@@ -38,19 +38,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
+from attnlib.kernels.common.first_product import start_scores
+from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
+from attnlib.kernels.common.words import await_tile, new_words, put_word, tell, told, word_in
 from attnlib.kernels.sparse.bits import hide
-from attnlib.kernels.sparse.hopper_scores import LOG2_E, Score, of_tile, scored, top_of_rows, weights_of
+from attnlib.kernels.sparse.hopper_scores import Score, of_tile, scored, top_of_rows, weights_of
 from attnlib.kernels.sparse.queries import copy_q, q_place
 
 BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
-LN2 = gl.constexpr(0.6931471805599453)
 BLOCK_M = gl.constexpr(128)  # rows of a tile
 
-# What the producer tells of a tile, word by word.
-FIRST_ROW = gl.constexpr(0)  # -1 after the last tile
+# What the producer tells of a tile, word by word; word 0 is the first row, -1 after the last tile.
 STEPS = gl.constexpr(1)
 WHOLE = gl.constexpr(2)  # steps without bits
 OUTPUT = gl.constexpr(3)  # and the word after: batch and head of the output of the tile before
@@ -135,7 +136,7 @@ def _copy_k(desc_k, desc_words, mem, c, tile, j, step, VALUES: gl.constexpr, wor
     s = slot(c, plan)
     bar = mem.k_full.index(s)
     if plan.tells_steps:
-        mem.steps.index(s).store(gl.full([32], step, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        put_word(mem.steps.index(s), step)
     size: gl.constexpr = (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes
     if plan.partial:
         if j >= tile.middle:
@@ -204,10 +205,7 @@ def _tell(mem, number, last, tile, before, plan: gl.constexpr):
     # In the order of their names.
     words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before
     words += (tile.i_h, tile.i_b)
-    for w in gl.static_range(plan.words):
-        word = gl.full([32], words[w], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        mem.next_tile.index(b * plan.words + w).store(word)
-    mbarrier.arrive(mem.drawn.index(b), count=1)
+    tell(mem, b, words, plan.words)
 
 
 @gluon.jit
@@ -267,19 +265,9 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(q_registers, mem, c, turn, WG: gl.constexpr, plan: gl.constexpr):
-    """Start Q K^T of slot c: [64, BLOCK_N]. The first Q_COLUMNS columns of Q come from registers."""
-    zero = gl.zeros([64, plan.block_n], gl.float32, plan.s_layout)
+    """Start Q K^T of slot c: [64, BLOCK_N]."""
     at, _ = q_place(turn, WG, plan)
-    q = matrix(mem.q, at)  # [64, D]
-    k = matrix(mem.k, slot(c, plan))  # [BLOCK_N, D]
-    if plan.q_columns == 0:
-        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        rest: gl.constexpr = plan.d - plan.q_columns
-        k_left = k.slice(0, plan.q_columns, 1).permute((1, 0))
-        k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
-        part = warpgroup_mma(q_registers, k_left, zero, use_acc=False, is_async=True)
-        return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+    return start_scores(q_registers, matrix(mem.q, at), matrix(mem.k, slot(c, plan)), plan)
 
 
 @gluon.jit
@@ -312,7 +300,7 @@ def _first_key(mem, c, plan: gl.constexpr):
     """Of slot c, whose keys are there; read before the scores are waited for."""
     first = 0
     if plan.tells_steps:
-        first = _lane(mem.steps.index(slot(c, plan))) * plan.block_n
+        first = word_in(mem.steps.index(slot(c, plan))) * plan.block_n
     return first
 
 
@@ -398,26 +386,6 @@ def _store_output(desc_o, o, mem, at, row, column: gl.constexpr, WG: gl.constexp
 
 
 @gluon.jit
-def _told(mem, number, plan: gl.constexpr):
-    """Wait for the producer to tell of a tile: its first row, -1 after the last tile."""
-    b = number & 1
-    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)
-    return _word(mem, number, FIRST_ROW, plan)
-
-
-@gluon.jit
-def _word(mem, number, w, plan: gl.constexpr):
-    """Word w of what the producer told."""
-    return _lane(mem.next_tile.index((number & 1) * plan.words + w))
-
-
-@gluon.jit
-def _lane(lanes):
-    """The number that all 32 places have."""
-    return gl.max(lanes.slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, score, work = given
     dtype: gl.constexpr = mem.v.dtype
@@ -426,16 +394,16 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         mbarrier.wait(mem.v_full.index(0), 0)
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
-    first_row = _told(mem, 0, plan)
+    first_row = await_tile(mem, 0, plan.words)
     while first_row >= 0:
         row = first_row + WG * 64
-        end = c + _word(mem, turn, STEPS, plan)  # slot of the next tile's first keys, and of the last values
-        middle = c + _word(mem, turn, WHOLE, plan)  # the first slot with bits
+        end = c + told(mem, turn, STEPS, plan.words)  # slot of the next tile's first keys, of the last values
+        middle = c + told(mem, turn, WHOLE, plan.words)  # the first slot with bits
         head, batch = 0, 0
         if plan.words > HEAD:
-            head = _word(mem, turn, HEAD, plan)
+            head = told(mem, turn, HEAD, plan.words)
         if plan.words > BATCH:
-            batch = _word(mem, turn, BATCH, plan)
+            batch = told(mem, turn, BATCH, plan.words)
         own = of_tile(head, batch, row, score, qk_scale, work.S_q, plan)
         sink = 0.0
         if plan.sinks:
@@ -487,8 +455,8 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         if plan.sinks:  # shift is its maximum with all scores, less what the maximum grew by little
             row_sums += gl.exp2(sink - gl.where(shift == float("-inf"), 0.0, shift))
         turn += 1
-        first_row = _told(mem, turn, plan)
-        at = _word(mem, turn, OUTPUT, plan), _word(mem, turn, OUTPUT + 1, plan)  # of this tile
+        first_row = await_tile(mem, turn, plan.words)
+        at = told(mem, turn, OUTPUT, plan.words), told(mem, turn, OUTPUT + 1, plan.words)  # of this tile
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
         # A row that sees nothing has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
@@ -586,10 +554,8 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.cons
         buffers(desc_o, 2),
         bias,
         gl.allocate_shared_memory(desc_words.dtype, [places, 1, 1, 256], desc_words.layout),
-        gl.allocate_shared_memory(
-            gl.int32, [stages if plan.tells_steps else 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        ),
-        gl.allocate_shared_memory(gl.int32, [2 * plan.words, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        new_words(stages if plan.tells_steps else 1),
+        new_words(2 * plan.words),
         barriers(2 * plan.q_buffers, 1),  # q_full
         barriers(2 * plan.q_buffers, 1),  # q_free
         k_full,

@@ -12,8 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.kernels.common import softmax
-
-LOG2_E = gl.constexpr(1.4426950408889634)
+from attnlib.kernels.common.logarithms import LOG2_E
 
 
 class Score(NamedTuple):

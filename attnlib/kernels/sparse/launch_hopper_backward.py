@@ -127,8 +127,8 @@ def make_plan(
     copies_bias: bool = False,
 ):  # fmt: skip
     """The kernel's constants."""
-    from attnlib.kernels.common.pipeline import Registers
-    from attnlib.kernels.sparse.plan import SparseBackwardPlan, WideRegisters, WideSparseBackwardPlan
+    from attnlib.kernels.common.pipeline import Registers, WideRegisters
+    from attnlib.kernels.sparse.plan import SparseBackwardPlan, WideSparseBackwardPlan
 
     kind, registers = SparseBackwardPlan, Registers(config.consumer_registers, config.producer_registers)
     if config.block_n == 64:
@@ -165,8 +165,7 @@ def descriptors(
     }
     if bias is not None:
         found["desc_bias"] = bias_descriptor(bias, call.score.bias, block_m, 64)
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return found | {
-        "desc_rows": rows.descriptor(block_m, as_it_is),
+        "desc_rows": rows.gluon_descriptor(block_m),
         "desc_words": words_descriptor("column_words", slots, block_m, call.config.word_bits),
     }

@@ -60,8 +60,7 @@ def descriptors(
         block = 1, 1, TILE if name in "kv" else 64, width
         layout = gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, HALF[dtype]))
         found[f"desc_{letter}"] = Descriptor(Part(name), windows[name], block, layout)
-    as_it_is = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    return found | {"desc_rows": rows.descriptor(64, as_it_is)}
+    return found | {"desc_rows": rows.gluon_descriptor(64)}
 
 
 def make_plan(config: HopperBiasConfig, partial: bool, score: ScoreForm, B: int, H: int):

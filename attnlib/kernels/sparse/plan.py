@@ -134,13 +134,6 @@ class SparseBackwardPlan(Constants):
 
 
 @dataclass(frozen=True)
-class WideRegisters(Registers):
-    """The wide backward kernel has a warpgroup for dQ."""
-
-    dq: int
-
-
-@dataclass(frozen=True)
 class WideSparseBackwardPlan(SparseBackwardPlan):
     """The same for the wide backward kernel; d: 128 or 256."""
 

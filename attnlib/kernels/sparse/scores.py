@@ -11,7 +11,7 @@ None. The function and its derivative go beside it: a tuple can't have functions
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from attnlib.kernels.common.logarithms import LOG2_E
 
 
 @triton.jit

@@ -41,7 +41,7 @@ MUTATIONS = [
     Mutation("blocks below the threshold are kept", "if not (top < limit):", "if not (top > limit):",
              "causal", f"{MISSING}|{MORE}"),
     Mutation("all are kept", "if not (top < limit):", "if not (top < -float(\"inf\")):", "causal", MORE),
-    Mutation("the threshold to base e", "    limit *= 1.4426950408889634\n", "", "numbers", MORE),
+    Mutation("the threshold to base e", "    limit *= LOG2_E\n", "", "numbers", MORE),
     Mutation("the maximum of the first row", "tl.max(tl.where(o_m < S_q, b_top, float(\"-inf\")), 0) * qk",
              "tl.max(tl.where(o_m == start, b_top, float(\"-inf\")), 0) * qk", "numbers", MISSING),
     Mutation("rows that are not there decide", "tl.max(tl.where(o_m < S_q, b_top, float(\"-inf\")), 0) * qk",

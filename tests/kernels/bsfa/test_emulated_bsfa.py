@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
@@ -19,6 +19,7 @@ from attnlib.bench.oracle import Oracle
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.bsfa import hopper, hopper_kernel
 from attnlib.kernels.bsfa.configs import HopperBsfaConfig
+from attnlib.kernels.common import words
 from attnlib.kernels.common.bsfa import element_mask
 from attnlib.kernels.reference import bsfa as model
 from attnlib.params import BsfaParams
@@ -156,11 +157,9 @@ MUTATIONS = [
     Mutation("a block that only the other sees is not released",
              *without("            release(mem, i, plan)\n"), "causal", DEADLOCK),
     Mutation("keys are not waited for", *without("    wait_k(mem, c, plan)\n"), "more keys", LANDING),
-    Mutation("one place for the next tile", "b = number & 1\n    words", "b = 0\n    words", "many tiles",
-             f"{OVERWRITTEN}|{COUNT}|{DEADLOCK}|{STORED}",
-             (("(number & 1) * WORDS", "0 * number"),
-              ("b = number & 1\n    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)",
-               "b = 0\n    mbarrier.wait(mem.drawn.index(b), number & 1)"))),
+    Mutation("one place for the next tile", "mem.next_tile.index(b * COUNT + w)", "mem.next_tile.index(w)",
+             "many tiles", f"{OVERWRITTEN}|{COUNT}|{DEADLOCK}|{STORED}",
+             (("(number & 1) * COUNT", "0 * number"),), words),
     Mutation("the output leaves before it is there", *without(
         "    fence_async_shared()\n", after="    tma.async_copy_shared"), "more keys", UNFENCED.format("v")),
     Mutation("Q is overwritten after a load without a fence",
@@ -189,10 +188,7 @@ CALLS["steep"] = Call(S_q=200, S_k=640, threshold=-math.inf, sm_scale=2.0)
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_is_caught(mutation: Mutation) -> None:
-    mutants: dict[str, ModuleType] = mutate(
-        Mutation(mutation.bug, mutation.right, mutation.wrong, mutation.caught_by, mutation.verdict,
-                 mutation.more, hopper_kernel)
-    )  # fmt: skip
+    mutants: dict[str, ModuleType] = mutate(replace(mutation, module=mutation.module or hopper_kernel))
     for order, seed in RUNS:
         try:
             check(CALLS[mutation.caught_by], order, seed, mutants=mutants)

@@ -14,7 +14,7 @@ from emulated import Call, check_backward, check_forward, mutate
 from mutations import Mutation, check_places
 
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import backward_pair, backward_ring, kept_shift, tile_scheduler, turns
+from attnlib.kernels.common import backward_pair, backward_ring, kept_shift, tile_scheduler, turns, words
 from attnlib.kernels.common import ring as ring_module
 from attnlib.kernels.hopper import (
     backward_bulk,
@@ -28,7 +28,6 @@ from attnlib.kernels.hopper import (
     column_parts,
     configs_backward,
     forward_kernel,
-    told,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
 from attnlib.kernels.hopper.configs_backward import KEYS_96, OWN_VALUES, hopper_backward_config
@@ -122,7 +121,7 @@ def parts(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple
 
 
 def telling(bug: str, call: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str]) -> Mutation:
-    return Mutation(bug, *edit, call, verdict, more, told)
+    return Mutation(bug, *edit, call, verdict, more, words)
 
 
 def kept(bug: str, edit: tuple[str, str], call: str = "kept") -> Mutation:
@@ -226,10 +225,8 @@ MUTATIONS = [
     forward("nobody speaks for the values of the first slot", "apart", f"{DEADLOCK}|{TAKEN}",
             ("mbarrier.arrive(mem.v_full.index(0), count=1)", "pass")),
     telling("one place for the next tile", "short", f"{OVERWRITTEN}|{COUNT}",
-            ("b = number & 1\n    words", "b = 0\n    words"),
-            ("(number & 1) * plan.words", "0 * number"),
-            ("b = number & 1\n    mbarrier.wait(mem.drawn.index(b), (number >> 1) & 1)",
-             "b = 0\n    mbarrier.wait(mem.drawn.index(b), number & 1)")),
+            ("mem.next_tile.index(b * COUNT + w)", "mem.next_tile.index(w)"),
+            ("(number & 1) * COUNT", "0 * number")),
     forward("a slot is not released", "joint", DEADLOCK,
             ("    release(mem, c, plan)\n    acc, rescaled",
              "    if c != 3:\n        release(mem, c, plan)\n    acc, rescaled")),
@@ -444,8 +441,8 @@ MUTATIONS = [
     tile("the first Q of a tile is copied without asking, and K", f"{TAKEN}|{COUNT}|{TWICE}",
          ("            acquire(Q_FREE, i)\n", "            if j > 0:\n                acquire(Q_FREE, i)\n")),
     tile("one place for the number of a tile", f"{OVERWRITTEN}|{STORED}|{DEADLOCK}|{TWICE}|AssertionError",
-         ("mem.next_tile.index(t & 1).store", "mem.next_tile.index(0).store"),
-         ("mem.next_tile.index(t & 1).slice", "mem.next_tile.index(0).slice"), call="persistent, bulk"),
+         ("put_word(mem.next_tile.index(t & 1)", "put_word(mem.next_tile.index(0)"),
+         ("word_in(mem.next_tile.index(t & 1)", "word_in(mem.next_tile.index(0)"), call="persistent, bulk"),
     tile("gradients are overwritten while they leave", READING,
          ("        tma.store_wait(0)\n", "        pass\n")),
     tile("one set of K and V", f"{TAKEN}|{TWICE}",
@@ -721,7 +718,7 @@ MUTATIONS = [
 
 
 def is_forward(mutation: Mutation) -> bool:
-    return mutation.module in (forward_kernel, column_parts, kept_shift, told, ring_module, tile_scheduler)
+    return mutation.module in (forward_kernel, column_parts, kept_shift, words, ring_module, tile_scheduler)
 
 
 def run(mutation: Mutation, mutants: dict[str, ModuleType] | None, order: str, seed: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from pooled_cases import CASES, PooledCase, check
 from attnlib import attention, attention_pooled
 from attnlib.api import pooled
 from attnlib.kernels import hopper
-from attnlib.kernels.common.signature import signature
 from attnlib.kernels.hopper import pooled as hopper_pooled
 from attnlib.kernels.hopper.configs import M256N64, hopper_config
 from attnlib.kernels.pool import launch as pool_launch
@@ -85,12 +83,13 @@ def test_heads_one_after_the_other(monkeypatch):
 @pytest.mark.parametrize(("S_q", "S_k"), [(1, 1), (64, 64), (300, 200), (256, 128)])
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_what_is_held_at_once_is_counted(D, S_q, S_k):
+    """With the configuration of the call, and with that of the largest tile at D = 64."""
     q, k = (torch.zeros(2, 3, n, D, dtype=torch.float16) for n in (S_q, S_k))
-    config = M256N64 if D == 64 else hopper_config(D)  # of each D the largest tile
-    params = Params(mask_window(True, None), 0.1, return_lse=True, config=config)
-    with on_the_cpu():
-        found = hopper_pooled.prepare(signature(params, q, k, q, k, k)).maxima
-    assert 4 * math.prod(found) <= pooled._bytes_kept(q, k)
+    for config in (None, M256N64) if D == 64 else (None,):
+        params = Params(mask_window(True, None), 0.1, config=config)
+        with on_the_cpu():
+            maxima = hopper_pooled.forward(q, k, k, params)[2]
+            assert hopper_pooled.bytes_kept(q, k, k, params) == maxima.nbytes
 
 
 def test_more_keys_than_maxima_are_pooled_of(monkeypatch):

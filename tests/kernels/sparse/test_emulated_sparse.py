@@ -359,7 +359,7 @@ MUTATIONS += [
     backward("dQ is added to the block of the step itself", "many steps", WRONG,
              ("gl.maximum(j - 1, 0) & 3", "j & 3")),
     backward("there are two places for words", "many steps", "Race|Assertion|IndexError",
-             ("mem.told.index(j & 3).store(", "mem.told.index(j & 1).store("), steps),
+             ("put_word(mem.told.index(j & 3)", "put_word(mem.told.index(j & 1)"), steps),
     backward("Q is filled without asking", "many steps", "Race|Deadlock|Assertion",
              ("            acquire(Q_FREE, j)\n", ""), steps),
     backward("dO is filled without asking", "many steps", "Race|Deadlock|Assertion",
