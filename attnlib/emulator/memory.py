@@ -67,12 +67,12 @@ class Shared:
         return self._view(self.values.permute(order))
 
     def _reinterpret(self, dtype: gl.dtype, shape: list[int], layout: object) -> Shared:
-        """The start of a buffer under another shape. Which of its elements these are depends on layouts on a
-        GPU, so whoever uses both shapes has to order all of it."""
+        """A buffer under another shape. Which of its elements are where depends on layouts on a GPU, so
+        whoever uses both shapes has to order all of it."""
         shape = [int(n) for n in shape]
-        if dtype != self.dtype or math.prod(shape) > self.values.numel():
+        if dtype != self.dtype or math.prod(shape) != self.values.numel():
             raise TypeError(f"{self.name}: {self.shape} of {self.dtype} as {shape} of {dtype}")
-        return self._view(self.values.view(-1)[: math.prod(shape)].view(shape))
+        return self._view(self.values.view(shape))
 
     # ------------------------------------------------------------ by the warps themselves
 

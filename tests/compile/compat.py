@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parent / "gpu"), str(HERE.parents[1])]
 
 
 class Family(NamedTuple):

@@ -93,8 +93,9 @@ HGMMA |= {"64/128": 48, "128/128": 64, "192/128": 80, "256/128": 80}
 HGMMA |= {"64/256": 32, "128/256": 48, "192/256": 64, "256/256": 80}
 """Products in the code of all consumers: first block, loop, last values."""
 SPILLS = dict.fromkeys(product(("256", "256/256", "192/64"), ("varlen, all, LSE",)), 2)
-SPILLS |= dict.fromkeys([("256", "causal"), ("256", "causal, LSE")], 2)
-"""A word that is stored and loaded once in a tile. In all other code there are none."""
+SPILLS |= dict.fromkeys([("256", "causal"), ("256", "causal, LSE"), ("128", "idle, tail, LSE")], 2)
+SPILLS |= {("256", "idle, tail, LSE"): 4}
+"""Words that spill. In all other code there are none."""
 
 
 def compile_case(case: tuple[str, str, str]) -> Stats:

@@ -196,7 +196,7 @@ def shapes(desc_a, desc_b, WHAT: gl.constexpr):
         ("types", "fp32 times fp16"),
         ("a store", r"\[64, 64\] of fp16, got \[64, 64\] of fp32"),
         ("a copy", r"\[32, 64\] of fp16, copies of \[64, 64\]"),
-        ("too much room", r"\[32, 64\] of fp16 as \[64, 64\] of fp16"),
+        ("too much room", r"expected a buffer of a whole number of \[64, 64\], got \[32, 64\]"),
         ("a branch on a tile", "only a scalar can be a condition"),
     ],
 )

@@ -1,5 +1,7 @@
 """Buffers and mbarriers in shared memory, as all Hopper kernels lay them out. Chapter 10 introduces both."""
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -34,7 +36,24 @@ def matrix(buffers, i):
     return buffers.index(i).reshape([rows, columns])
 
 
+NAMED_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""Triton 3.9 calls `_reinterpret` so."""
+
+
+@gluon.constexpr_function
+def _as_blocks(buffers, block):
+    """As many blocks as fill a buffer, of these shapes: since Triton 3.8 both have to have one size."""
+    number, rest = divmod(math.prod(buffers[1:]), math.prod(block))
+    if rest or not number:
+        raise TypeError(f"expected a buffer of a whole number of {list(block)}, got {list(buffers[1:])}")
+    return [number, *block]
+
+
 @gluon.jit
 def room(buffers, i, desc):
-    """Buffer i as room for one copy of a descriptor, which needs no more."""
-    return buffers.index(i)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    """The start of buffer i as room for one copy of a descriptor; a whole number of them fills the buffer."""
+    shape: gl.constexpr = _as_blocks(buffers.shape, desc.block_shape)
+    if NAMED_REINTERPRET:
+        return buffers.index(i).reinterpret(desc.dtype, shape, desc.layout).index(0)
+    else:
+        return buffers.index(i)._reinterpret(desc.dtype, shape, desc.layout).index(0)
