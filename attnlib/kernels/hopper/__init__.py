@@ -49,14 +49,12 @@ def configuration(
         )
         if own_values:
             return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
-        one_tile = hopper_backward_config(q.shape[-1], params.deterministic, kind=kind)
-        if kind.varlen or params.deterministic:
-            return one_tile
-        stays = hopper_backward_config(q.shape[-1], stays=True, kind=kind)
-        if H == H_kv or not stays.persistent:
-            return stays
-        rows = mean_rows(S_q, S_k, params.window)
-        return staying(stays, stays.width(q.shape[-1]), H // H_kv, rows, kind) or one_tile
+        chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
+        if H == H_kv or not chosen.persistent:
+            return chosen
+        rows, width = mean_rows(S_q, S_k, params.window), chosen.width(q.shape[-1])
+        stays = staying(chosen, width, H // H_kv, rows, kind)
+        return stays or hopper_backward_config(q.shape[-1], kind=kind)
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)
