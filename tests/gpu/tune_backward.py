@@ -131,6 +131,8 @@ VARLEN96 = """
 160-varlengqa8-1024 192-varlen-128 160-varlenwindow-4096 160-varlengqa8-4096
 """.split()
 ORDERED = """
+128-causal-4096 128-dense-4096 64-causal-4096 64-dense-4096 96-causal-4096 96-dense-4096 128-window-4096
+64-window-4096 128-gqa8-4096 64-gqa8-4096 96-gqa8-4096 64-causal-16384 128-causal-16384 64-causal-1024
 128-varlen-1024 64-varlen-1024 128-varlendense-1024 128-varlen-4096 64-varlen-4096 64-varlendense-1024
 128-varlenwindow-4096 64-varlenwindow-4096 128-varlengqa8-1024 64-varlengqa8-1024 96-varlen-1024
 96-varlendense-4096 80-varlen-1024 128-gqa4-16384 128-dense-8192 128-gqa2-4096 64-gqa2-4096 96-gqa2-4096
