@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import time_versions
+
+OTHER = Path("3.9.0")
 
 
 def table(first: list[float], other: list[float], control: float = 1.0) -> str:
     def rows(times: list[float], triton: str) -> list[dict]:
         return [{"ms": ms, "control": control, "triton": triton} for ms in times]
 
-    found = {"first": rows(first, "3.6.0"), "other": rows(other, "3.9.0")}
-    return time_versions.table({("forward", "d64"): found})
+    found = {time_versions.INSTALLED: rows(first, "3.6.0"), OTHER: rows(other, "3.9.0")}
+    found |= {Path("3.8.0"): rows([7.0, 9.0], "3.8.0")}
+    return time_versions.table({("forward", "d64"): found}, OTHER)
 
 
 def test_a_difference_is_one_beyond_the_noise():

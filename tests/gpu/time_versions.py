@@ -1,12 +1,12 @@
-"""Time attnlib with two versions of Triton: forward and backward at the task's shapes, causal.
+"""Time attnlib with several versions of Triton: forward and backward at the task's shapes, causal.
 
-    python tests/gpu/time_versions.py FOLDER    some 150 s; a table, and lines of JSON with --out FILE
+    python tests/gpu/time_versions.py FOLDER...    150 s for one; a table, and lines of JSON with --out FILE
 
-FOLDER holds the other Triton; the first one is that of this Python. No process can have both, so
-processes take turns: first, other, other, first. Before them, one of each compiles. The first process of each
-judges what it computes against fp64, before it is timed and after. What two processes of one version differ
-by is noise, as is what a call differs by from itself within a process. Status 0 when all was right and ran
-the Hopper kernels, 1 otherwise.
+Each FOLDER holds another Triton; the first one is that of this Python. No process can have two, so processes
+take turns: the first version, each of the others, and back. Before them, one of each compiles. The first
+process of each judges what it computes against fp64, before it is timed and after. What two processes of one
+version differ by is noise, as is what a call differs by from itself within a process. Status 0 when all was
+right and ran the Hopper kernels, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
+Found = dict[tuple[str, str], dict[Path, list[dict[str, Any]]]]
+"""By pass and shape, and by the folder of a Triton, the rows of its two processes."""
 FIELDS = "ms", "tflops", "max_error", "reason", "registers", "spills", "round_ms"
-TURNS = "first", "other", "other", "first"
+INSTALLED = Path()
+"""Stands for the Triton of this Python, which needs no folder."""
 
 
 def measured(judged: bool) -> None:
@@ -57,52 +60,56 @@ def measured(judged: bool) -> None:
             print(json.dumps(found), flush=True)
 
 
-def child(turn: str, other: Path, judged: bool, warm: bool = False) -> subprocess.Popen:
-    paths = [str(other)] if turn == "other" else []
+def child(folder: Path, judged: bool, warm: bool = False) -> subprocess.Popen:
+    paths = [] if folder == INSTALLED else [str(folder)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
     env |= {"ATTNLIB_WARM": "2"} if warm else {}
     command = [sys.executable, __file__, "--child", *["--judged"] * judged]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def run(other: Path, out: Path | None) -> int:
-    for process in [child(turn, other, False, warm=True) for turn in ("first", "other")]:
+def run(others: list[Path], out: Path | None) -> int:
+    versions = [INSTALLED, *others]
+    for process in [child(folder, False, warm=True) for folder in versions]:
         process.communicate()
         if process.returncode:
             return 1
-    found: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    found: Found = {}
     bad = 0
-    for number, turn in enumerate(TURNS):
-        process = child(turn, other, judged=number < 2)
+    for number, folder in enumerate([*versions, *versions[::-1]]):
+        process = child(folder, judged=number < len(versions))
         for line in process.stdout:
             row = json.loads(line)
-            found.setdefault((row["pass"], row["shape"]), {}).setdefault(turn, []).append(row)
+            found.setdefault((row["pass"], row["shape"]), {}).setdefault(folder, []).append(row)
             bad += row["status"] != "ok" or row["kernel"] != "hopper" or not row["direct"]
             print(line, end="", flush=True)
             if out:
                 with out.open("a") as file:
                     file.write(line)
         bad += process.wait() != 0
-    print(table(found))
+    for other in others:
+        print(table(found, other))
     return int(bool(bad))
 
 
-def table(found: dict[tuple[str, str], dict[str, list[dict[str, Any]]]]) -> str:
+def table(found: Found, other: Path) -> str:
+    """Each pass and shape with the first Triton and with another one, in the two processes of each."""
     lines = []
-    for (way, shape), turns in found.items():
-        times = {turn: [row["ms"] for row in rows if "ms" in row] for turn, rows in turns.items()}
-        if any(len(times.get(turn, ())) != 2 for turn in set(TURNS)):
+    for (way, shape), rows_of in found.items():
+        rows = [rows_of.get(folder, []) for folder in (INSTALLED, other)]
+        times = [[row["ms"] for row in of if "ms" in row] for of in rows]
+        if any(len(of) != 2 for of in times):
             lines.append(f"{way:8s} {shape:5s} not timed in every process")
             continue
-        apart = [a / b for a, b in times.values()]
-        apart += [row["control"] for rows in turns.values() for row in rows]
+        apart = [a / b for a, b in times]
+        apart += [row["control"] for of in rows for row in of]
         noise = math.exp(max(abs(math.log(x)) for x in apart))
-        first, other = (statistics.mean(times[turn]) for turn in ("first", "other"))
-        ratio = first / other
+        first, second = map(statistics.mean, times)
+        ratio = first / second
         word = "tie" if abs(math.log(ratio)) <= math.log(noise) else "faster" if ratio > 1 else "slower"
-        names = [turns[turn][0]["triton"] for turn in ("first", "other")]
+        names = [of[0]["triton"] for of in rows]
         lines.append(
-            f"{way:8s} {shape:5s} {first:.4f} ms with {names[0]}, {other:.4f} ms with {names[1]}: "
+            f"{way:8s} {shape:5s} {first:.4f} ms with {names[0]}, {second:.4f} ms with {names[1]}: "
             f"{names[1]} is {ratio:.3f}x, noise {noise:.3f}: {word}"
         )
     return "\n".join(lines)
@@ -110,7 +117,7 @@ def table(found: dict[tuple[str, str], dict[str, list[dict[str, Any]]]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="of the other Triton")
+    parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="of another Triton")
     parser.add_argument("--out", type=Path, help="a file for the lines of JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--judged", action="store_true", help=argparse.SUPPRESS)
@@ -118,9 +125,12 @@ def main() -> int:
     if args.child:
         measured(args.judged)
         return 0
-    if args.folder is None or not (args.folder / "triton").is_dir():
-        parser.error(f"folder: expected one that holds triton, got {args.folder}")
-    return run(args.folder, args.out)
+    if not args.folders:
+        parser.error("FOLDER: expected at least one")
+    for folder in args.folders:
+        if not (folder / "triton").is_dir():
+            parser.error(f"FOLDER: expected one that holds triton, got {folder}")
+    return run(args.folders, args.out)
 
 
 if __name__ == "__main__":
