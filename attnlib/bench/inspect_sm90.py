@@ -100,17 +100,19 @@ def _text(file: Path) -> str:
 class Stats:
     """A compiled kernel in numbers.
 
-    registers: 32-bit registers per thread. spills: stack frame per thread in 4-byte words, the figure that
-    Triton calls n_spills. shared_bytes: shared memory per CTA. opcodes: SASS opcode -> count in the whole
-    kernel. loops: the same for each innermost loop that holds a tensor-core instruction, in program order; a
-    loop that the compiler could prove to run once is no loop and is not listed. Opcodes are cut at the first
-    dot, except MUFU, whose second part says which function (MUFU.EX2). The counts are per warp: one
-    instruction works on 32 lanes. loop_listings: the instructions of each of `loops` as text, in program
-    order; loop_stalls: the clocks after each, until its warp may issue the next, as the assembler has set
-    them; listing: those of the whole kernel. warnings: what ptxas remarked, such as "(C7510) Potential
-    Performance Loss: wgmma.mma_async instructions are serialized ...".
+    name: of its function. registers: 32-bit registers per thread. spills: stack frame per thread in
+    4-byte words, the figure that Triton calls n_spills. shared_bytes: shared memory per CTA. opcodes:
+    SASS opcode -> count in the whole kernel. loops: the same for each innermost loop that holds a
+    tensor-core instruction, in program order; a loop that the compiler could prove to run once is no loop
+    and is not listed. Opcodes are cut at the first dot, except MUFU, whose second part says which
+    function (MUFU.EX2). The counts are per warp: one instruction works on 32 lanes. loop_listings: the
+    instructions of each of `loops` as text, in program order; loop_stalls: the clocks after each, until
+    its warp may issue the next, as the assembler has set them; listing: those of the whole kernel.
+    warnings: what ptxas remarked, such as "(C7510) Potential Performance Loss: wgmma.mma_async
+    instructions are serialized ...".
     """
 
+    name: str
     registers: int
     spills: int
     shared_bytes: int
@@ -356,6 +358,7 @@ def stats_of(compiled: Any, log: str) -> Stats:
     resources = sass.resources(cubin)
     stats = object.__new__(Stats)
     vars(stats).update(
+        name=compiled.metadata.name,
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
         spills=int(re.search(r"STACK:(\d+)", resources)[1]) // 4,
         shared_bytes=compiled.metadata.shared,

@@ -19,7 +19,7 @@ STALLS = (1, 4, 2, 5, 9, 6)
 def stats(consumers: int) -> Stats:
     counts = {"HGMMA": 1, "FADD": 1, "VOTE": 1, "BRA": 2, "FMUL": 1}
     loops = [(x,) * consumers for x in (counts, LOOP, STALLS)]
-    return Stats(96, 0, 0, 4, counts, *loops, LOOP, ())
+    return Stats("kernel", 96, 0, 0, 4, counts, *loops, LOOP, ())
 
 
 def test_terms() -> None:

@@ -11,8 +11,8 @@ from attnlib.book import late_tile
 Tile = namedtuple("Tile", "block_m block_n num_warps num_stages")
 TILE = Tile(64, 64, 4, 2)
 STATS = Stats(
-    registers=128, spills=0, shared_bytes=0, num_warps=4, opcodes={}, loops=({"FFMA": 284, "MUFU.EX2": 16},),
-    loop_listings=((),), loop_stalls=((),), listing=(), warnings=(),
+    name="kernel", registers=128, spills=0, shared_bytes=0, num_warps=4, opcodes={},
+    loops=({"FFMA": 284, "MUFU.EX2": 16},), loop_listings=((),), loop_stalls=((),), listing=(), warnings=(),
 )  # fmt: skip
 
 

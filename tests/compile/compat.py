@@ -1,4 +1,4 @@
-"""Which kernels of the package another Triton compiles for sm_90, as a table: some of each family.
+"""What of the package another Triton compiles for sm_90, as a table: each kernel, in some cases.
 
 `make compat` runs this with the versions of Triton that it names, each in an environment of its own. No GPU
 is needed, and nothing is run.
@@ -8,8 +8,10 @@ is needed, and nothing is run.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -35,9 +37,10 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. registers: of the kernel that has most; spills: in words, of all of them."""
+    """What became of a case. names: of its kernels; registers: of the one that has most; spills: in words, of
+    all of them."""
 
-    kernels: int = 0
+    names: tuple[str, ...] = ()
     registers: int = 0
     spills: int = 0
     serialized: int = 0
@@ -69,8 +72,8 @@ def families() -> list[Family]:
         return lambda case: function(*case)
 
     def fp8(case: tuple):
-        role, *others = case
-        return test_fp8_quantize.jobs(role, Recipe(), *others)
+        role, scaling, *others = case
+        return test_fp8_quantize.jobs(role, Recipe(scaling), *others)
 
     def add(case: tuple):
         return inspect_sm90.stats_of(*inspect_sm90.compile_source(test_add.source(*case), num_warps=4))
@@ -90,12 +93,17 @@ def families() -> list[Family]:
             (64, "causal", "fp16"), (128, "varlen window", "fp16"), (256, "causal", "fp16"),
             (80, "causal", "fp16"), ("192/128", "causal", "fp16"), (128, "deterministic causal", "fp16"),
             (128, "shared causal", "fp16"), (64, "turns bulk whole causal", "fp16"),
+            ("192, 96 keys", "causal", "fp16"), ("160, 96 keys", "varlen window", "fp16"),
+            ("192/128, 96 keys", "shared causal", "bf16"),
+        ]),
+        Family("hopper backward, around", False, jobs(test_hopper_backward.passes_around), [
+            (128, "fp16", True),
         ]),
         Family("hopper sparse", True, test_sparse.compile_case, [
             ("128", "bits", "fp16"), ("64 copied", "bits, LSE, half", "bf16"),
         ]),
         Family("hopper sparse backward", True, test_sparse.compile_backward, [
-            (64, False, "fp16"), (128, True, "fp16", "all"),
+            (64, False, "fp16"), (128, True, "fp16", "all"), (256, True, "fp16"),
         ]),
         Family("hopper bias", True, test_sparse.compile_bias, [(128, "bias", True, "fp16")]),
         Family("hopper bsfa", True, test_bsfa.compile_hopper, [(128, "fp16", True, 0, False)]),
@@ -109,12 +117,17 @@ def families() -> list[Family]:
         Family("decode", False, jobs(test_decode.jobs), [
             (128, "float16", 4, "ragged", "stream_k"), (64, "bfloat16", 64, "paged", "stream_k", "fp8"),
         ]),
-        Family("sparse", False, jobs(test_sparse.launched), [(128, "bfloat16", "bits", (9, 0))]),
+        Family("sparse", False, jobs(test_sparse.launched_with_sinks), [
+            (128, "bfloat16", "bits", (9, 0)), (64, "float16", "score", (9, 0)),
+        ]),
         Family("bsfa", False, jobs(test_bsfa.jobs), [(128, "bfloat16", True)]),
         Family("entmax", False, jobs(test_entmax.jobs), [(64, "bfloat16", 1.5, True)]),
         Family("monarch", False, jobs(test_monarch.jobs), [(64, "float16", 64, None, False)]),
         Family("distr", False, jobs(test_distr.jobs), [("blocks", 128, "bfloat16", True)]),
-        Family("fp8", False, fp8, [("q", 128, "float16", True), ("v", 128, "bfloat16", False)]),
+        Family("fp8", False, fp8, [
+            ("q", "block", 128, "float16", True), ("v", "block", 128, "bfloat16", False),
+            ("k", "tensor", 128, "float16", False),
+        ]),
         Family("pool and lists", False, jobs(pool_and_lists), [()]),
         Family("add", False, add, [("bf16", 128)]),
     ]  # fmt: skip
@@ -153,7 +166,23 @@ def attempt(number: int, case: tuple) -> Outcome:
         return Outcome(error=reason(error))
     serialized = sum("serialized" in text for stats in made for text in stats.warnings)
     registers = max(stats.registers for stats in made)
-    return Outcome(len(made), registers, sum(stats.spills for stats in made), serialized)
+    names, spills = tuple(stats.name for stats in made), sum(stats.spills for stats in made)
+    return Outcome(names, registers, spills, serialized)
+
+
+@cache
+def launched() -> set[str]:
+    """The package's kernels: they have arguments that Triton must not specialize, what they call has none."""
+    from triton.runtime.jit import JITFunction
+
+    from attnlib import kernels
+
+    names = set()
+    for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + "."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, JITFunction) and value.do_not_specialize:
+                names.add(value.fn.__name__)
+    return names
 
 
 def reason(error: BaseException) -> str:
@@ -173,15 +202,15 @@ def table(rows: Iterable[tuple[Family, tuple, Outcome]]) -> str:
     for family, case, o in rows:
         what = o.error
         if what is None:
-            what = f"{o.kernels} compiled, {o.registers:3d} registers, {o.spills:2d} words spilled"
+            what = f"{len(o.names)} compiled, {o.registers:3d} registers, {o.spills:2d} words spilled"
             what += f", {o.serialized} products serialized" if o.serialized else ""
         label = " ".join(str(part) for part in case if part not in ("", None))
-        lines.append(f"  {family.name:22s}  {label:42.42s}  {what}")
+        lines.append(f"  {family.name:23s}  {label:42.42s}  {what}")
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Status 1 if a case does not compile that has to."""
+    """Status 1 if a case does not compile that has to, or a kernel has no case."""
     import triton
 
     from attnlib.kernels.common import hopper_gpu
@@ -197,7 +226,10 @@ def main() -> int:
     print(table(rows), flush=True)
     if amiss:
         print(f"  the Hopper kernels are refused: {amiss}")
-    return int(bool(failed))
+    untried = set() if failed or amiss else launched().difference(*(outcome.names for _, _, outcome in rows))
+    if untried:
+        print(f"  no case has {', '.join(sorted(untried))}")
+    return int(bool(failed or untried))
 
 
 if __name__ == "__main__":

@@ -372,14 +372,17 @@ def test_the_program_fits_its_registers(compiled) -> None:
         assert kept <= 4 * config.max_registers
 
 
+def passes_around(width: int, dtype: str, varlen: bool) -> list[Job]:
+    """What follows the kernel, and what precedes it."""
+    call, rows = call_of(width, dtype, varlen)
+    launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
+    return [job(postprocess, launch, call), job(preprocess_kernel, rows.launch, call)]
+
+
 def test_the_passes_around_two_parts() -> None:
     """A power of two of columns after the other: 16 bytes a load or store, and rows leave through TMA."""
-    widths, jobs = (80, 192), []
-    for width in widths:
-        call, rows = call_of(width, "fp16", False)
-        launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
-        jobs += [job(postprocess, launch, call), job(preprocess_kernel, rows.launch, call)]
-    found = inspect_sm90.compile_all(jobs)
+    widths = 80, 192
+    found = inspect_sm90.compile_all(x for width in widths for x in passes_around(width, "fp16", False))
     for width, after, before in zip(widths, found[::2], found[1::2], strict=True):
         sixteen_bytes = 64 * width // (4 * 128)  # of a thread
         loads = Counter("LDG.E.128" in text for text in after.listing if "LDG" in text)
@@ -395,9 +398,7 @@ def test_the_passes_around_two_parts() -> None:
 def test_postprocess(width: int, way: tuple[str, bool]) -> None:
     """16 bytes a load, and rows leave through TMA. way: dtype, whether sequences have their own lengths."""
     dtype, varlen = way
-    call, rows = call_of(width, dtype, varlen)
-    launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
-    (stats,) = inspect_sm90.compile_all([job(postprocess, launch, call)])
+    (stats,) = inspect_sm90.compile_all(passes_around(width, dtype, varlen)[:1])
     loads = Counter("LDG.E.128" in text for text in stats.listing if "LDG" in text)
     assert loads == ({True: 8, False: 3} if varlen else {True: 8}), "and offsets of sequences"
     assert stats.opcodes["UTMASTG"] == 1 and not stats.opcodes.get("STG")
@@ -407,10 +408,10 @@ def test_postprocess(width: int, way: tuple[str, bool]) -> None:
 @pytest.mark.parametrize(("width", "varlen"), in_turn(WIDTHS, [False, True]))
 def test_sums_of_dq_are_set_to_zero(width: int, varlen: bool) -> None:
     """16 bytes a store, in the pass that computes delta."""
-    call, rows = call_of(width, "fp16", varlen)
-    (stats,) = inspect_sm90.compile_all([job(preprocess_kernel, rows.launch, call)])
+    before = passes_around(width, "fp16", varlen)[1]
+    (stats,) = inspect_sm90.compile_all([before])
     stores = Counter("STG.E.128" in text for text in stats.listing if "STG" in text)
-    block_m = rows.launch.constants["BLOCK_M"]
+    block_m = before.constants["BLOCK_M"]
     assert stores[True] == block_m * width // (4 * 128), "four columns of a row for each thread"
     assert stores[False] == 2 and stats.spills == 0, "lse2 and delta"
 

@@ -351,7 +351,13 @@ def test_bits_take_two_instructions_for_each_score(compiled: dict[tuple, Stats])
 
 
 def launched(head_dim: int, dtype: str, name: str, arch, own: Score | None = None) -> list:
-    """What a call, and its backward pass, would launch; own: with this score."""
+    """What a call, and its backward pass, would launch, but what sums the gradient of sinks; own: with this
+    score."""
+    jobs = launched_with_sinks(head_dim, dtype, name, arch, own)
+    return [job for job in jobs if "sinks" not in job.kernel_name]
+
+
+def launched_with_sinks(head_dim: int, dtype: str, name: str, arch, own: Score | None = None) -> list:
     q = torch.zeros(1, 2, 256, head_dim, dtype=getattr(torch, dtype))
     blocks = torch.eye(2, dtype=torch.bool)
     mask = BlockMask.from_blocks(blocks, 256, 256)
@@ -368,7 +374,7 @@ def launched(head_dim: int, dtype: str, name: str, arch, own: Score | None = Non
     modules = forward_kernel, backward_kernels, bias_kernel, scores, preprocess
     jobs = jobs_of(modules, lambda: portable.forward(q, q, q, forward))
     jobs += jobs_of(modules, lambda: portable.backward(q, q, q, q, q, torch.zeros(1, 2, 256), backward))
-    return [job for job in jobs if "preprocess" not in job.kernel_name and "sinks" not in job.kernel_name]
+    return [job for job in jobs if "preprocess" not in job.kernel_name]
 
 
 PORTABLE = with_more(
