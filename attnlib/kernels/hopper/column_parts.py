@@ -60,16 +60,18 @@ def nbytes(descs):
 
 @gluon.jit
 def copy(descs, place, bar, buffers, b, STEP: gl.constexpr = 0):
-    """Start to copy each part to its buffer number b, of part i from column STEP * i on."""
+    """Start to copy each part to its buffer number b; the columns of part i begin STEP * i behind `place`."""
     for i in gl.static_range(len(descs)):
-        tma.async_copy_global_to_shared(descs[i], place[:-1] + (i * STEP,), bar, buffers[i].index(b))
+        at = place[:-1] + (place[-1] + i * STEP,)
+        tma.async_copy_global_to_shared(descs[i], at, bar, buffers[i].index(b))
 
 
 @gluon.jit
 def store(descs, place, buffers, b, FIRST: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr):
     """Start to copy N parts out of their buffers number b, from part FIRST on."""
     for i in gl.static_range(FIRST, FIRST + N):
-        tma.async_copy_shared_to_global(descs[i], place[:-1] + (i * STEP,), buffers[i].index(b))
+        at = place[:-1] + (place[-1] + i * STEP,)
+        tma.async_copy_shared_to_global(descs[i], at, buffers[i].index(b))
 
 
 @gluon.jit
