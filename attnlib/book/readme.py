@@ -86,8 +86,10 @@ def _cells(lines: Lines, call: str, columns: Iterable[str]) -> dict[str, str | N
     return lines.setdefault(call, dict.fromkeys(columns) | {"call": call})
 
 
-def _shown(lines: Lines, columns: dict[str, str], table: records.Table) -> str:
-    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{table.source}*"
+def _shown(lines: Lines, columns: dict[str, str], *found: records.Table) -> str:
+    """Lines with where they are from: the tables of a record may be of several days."""
+    sources = "; ".join(dict.fromkeys(table.source for table in found))
+    return f"{tables.markdown(list(lines.values()), columns)}\n\n*{sources}*"
 
 
 def decode_table() -> str:
@@ -326,15 +328,15 @@ def s2_table() -> str:
     impls = {"forward": "forward", "backward": "backward", "decode": "a token against the cache"}
     columns = {"call": "S2-Attention, bf16 B4 H16 D128, over dense attention", "bound": "at most", **impls}
     lines: Lines = {}
-    for way in impls:
-        table = records.load_anywhere(S2, way, records.REFERENCE_GPU)
+    found = {way: records.load_anywhere(S2, way, records.REFERENCE_GPU) for way in impls}
+    for way, table in found.items():
         for row in table.select(impl="S2", status="ok"):
             shape = Shape.of_row(row)
             cells = _cells(lines, f"{shape.keys} tokens", columns)
             cells[way] = verdict.judge(table, shape, "S2", "attnlib").cell()
             if way != "decode":
                 cells["bound"] = f"{1 / row['share']:.2f}x"
-    return _shown(lines, columns, table)
+    return _shown(lines, columns, *found.values())
 
 
 SECTIONS = {
