@@ -411,7 +411,7 @@ def test_sums_of_dq_are_set_to_zero(width: int, varlen: bool) -> None:
     before = passes_around(width, "fp16", varlen)[1]
     (stats,) = inspect_sm90.compile_all([before])
     stores = Counter("STG.E.128" in text for text in stats.listing if "STG" in text)
-    block_m = before.constants["BLOCK_M"]
+    block_m = before.constexprs["BLOCK_M"]
     assert stores[True] == block_m * width // (4 * 128), "four columns of a row for each thread"
     assert stores[False] == 2 and stats.spills == 0, "lse2 and delta"
 
