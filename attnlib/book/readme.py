@@ -173,8 +173,8 @@ def kept_shift_table() -> str:
         "over": "kept / without", "of_fa3": "kept / FA3",
     }  # fmt: skip
     lines: Lines = {}
-    first = records.load_anywhere(KEPT_SHIFT, "calls", records.REFERENCE_GPU)
-    for table in (first, records.load_anywhere(KEPT_SHIFT, "more", records.REFERENCE_GPU)):
+    both = [records.load_anywhere(KEPT_SHIFT, name, records.REFERENCE_GPU) for name in ("calls", "more")]
+    for table in both:
         for row in table.rows:
             tile, *option = row["impl"].split(", ")
             if option != ["kept"]:
@@ -186,7 +186,7 @@ def kept_shift_table() -> str:
             for name, other in (("over", tile), ("of_fa3", "fa3")):
                 found = verdict.judge(table, shape, row["impl"], other)
                 cells[name] = f"{found.ratio:.3f}, {found.word}"
-    return _shown(lines, columns, first)
+    return _shown(lines, columns, *both)
 
 
 def plane_table() -> str:
@@ -263,7 +263,7 @@ def entmax_table() -> str:
             label += f", weights in {lists.one(codes=row['codes'])['blocks']:.0%} of the blocks"
         if row["impl"] in impls and row["status"] == "ok":
             _cells(lines, label, columns)[row["impl"]] = f"{row['ms']:.3f}"
-    return _shown(lines, columns, calls)
+    return _shown(lines, columns, calls, blocks)
 
 
 def distributed_table() -> str:
@@ -293,7 +293,7 @@ def distributed_table() -> str:
                 cells["one"] = f"{row['ms']:.4g}"
             elif row["gpus"] > 1 and name in impls and row["impl"] != "attnlib, without transfers":
                 cells[name] = cells[name] or f"{row['speedup']:.2f}x"
-    return _shown(lines, columns, table)
+    return _shown(lines, columns, *found.values())
 
 
 def sparse_tables() -> str:
