@@ -69,6 +69,9 @@ class Attention(Function):
         return _unfolded(size, batch, Attention.apply(q, k, v, None, None, asked)), (0, 0)
 
 
+_is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
+
+
 class Gradient(Function):
     """A function that is itself a gradient, and can't be differentiated."""
 
@@ -76,6 +79,11 @@ class Gradient(Function):
     def within_backward(cls, *args) -> tuple[torch.Tensor | None, ...]:
         """What `forward` gives, within a backward pass. With create_graph=True autograd has to see a
         function, whose derivative is the error."""
+        if any(isinstance(x, torch.Tensor) and _is_legacy_batch(x) for x in args):
+            raise NotImplementedError(
+                "attnlib: a batch of gradients (is_grads_batched=True, vectorize=True) is not supported; "
+                "torch.func.jacrev and torch.vmap of torch.func.vjp are"
+            )
         return (cls.apply if torch.is_grad_enabled() else cls.forward)(*args)
 
     @staticmethod

@@ -55,7 +55,8 @@ class Score:
         function: your own, a `@triton.jit` function of a float32 score and the numbers of its query, key,
             query head and batch element. It is called for tiles: s is (m, n) or (n, m), i and j broadcast to
             that, h and b are single numbers. It may use what works element by element, with no pointer and no
-            tile of its own, and is called for places behind the last row and key, too. -inf hides a key.
+            tile of its own, and is called for places behind the last row and key, too, where it may be
+            anything. -inf hides a key, but not beside a soft cap, which comes after it.
         derivative: likewise, of function by s, finite where function is, elsewhere anything; gradients need
             it.
         reference: likewise in PyTorch, with tensors for all five. `impl="reference"` needs it, and takes its

@@ -110,7 +110,8 @@ def attention(
         float32. A row with nothing to attend to gives output 0, LSE -inf and gradient 0. NaN or infinity in q
         or k reaches the rows that see it and no others. In v it reaches its column in the rows that see it,
         and may put NaN into this column of other rows that are computed in one block with them (0 * inf is
-        NaN; PyTorch's dense computation does that to every row).
+        NaN; PyTorch's dense computation does that to every row). Gradients of any row of the head may be NaN
+        then.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -322,12 +323,24 @@ def _functionalized() -> bool:
 _TransformType = torch._C._functorch.TransformType
 
 
+def refuse_exported(mask: BlockMask | None, score: Score | None) -> None:
+    """A graph has the number that a mask, or a function of the user's own, has in this process; an exported
+    program may be loaded by another one, where it is that of something else."""
+    if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():
+        return  # Dynamo takes each graph for one that is exported
+    if mask is not None:
+        raise NotImplementedError("block_mask: expected None under torch.export, got a BlockMask")
+    if score is not None and score.function is not None:
+        raise NotImplementedError("score: expected no function under torch.export, got one")
+
+
 def _operator(q, k, v, varlen: Varlen | None, options: Options):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
     causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
     learned = () if score is None else (x for x in (score.sinks, score.bias, score.relative) if x is not None)
     lse_needed = return_lse or _differentiable(q, k, v, *learned)
     scale = None if sm_scale is None else float(sm_scale)
+    refuse_exported(mask, score)
     handle = None if mask is None else mask.handle
     asked = *mask_window(causal, window), scale, handle, lse_needed, deterministic, impl
     if score is not None:

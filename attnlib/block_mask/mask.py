@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import cached_property
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,8 +89,17 @@ class BlockMask:
         self._lists: dict[tuple[int, bool, int], Lists] = {}
         self._within: dict[MaskWindow, BlockMask] = {}
         self.shape, self.device = tuple(grid[:4]), grid.device
+        self._register()
+
+    def _register(self) -> None:
+        """A number by which the operators of PyTorch find this very mask, in this process."""
         self.handle = next(_handles)
         _living[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or one from another process, has a number of its own."""
+        self.__dict__.update(state)
+        self._register()
 
     # ------------------------------------------------------------ making one
 
@@ -382,7 +391,10 @@ def by_handle(handle: int) -> BlockMask:
     there is none."""
     found = _living.get(handle)
     if found is None:
-        raise ValueError(f"block_mask: expected a mask that is alive, got number {handle}, which is not")
+        raise ValueError(
+            f"block_mask: expected a mask that is alive, got number {handle}, which is not; keep it until "
+            "the backward pass has run"
+        )
     return found
 
 

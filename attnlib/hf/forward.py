@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from attnlib import attention, attention_decode
+from attnlib.api.exact import autocast
 from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.hf import given, static
 from attnlib.hf import mask as masks
@@ -133,7 +134,7 @@ def attention_forward(
             out = attend(query, key, value, masks.padded(mask), sm_scale=scaling, **options)
             return out.contiguous(), None
         del options["deterministic"]
-        query, key, value = _same_head_dim(query, key, value)
+        query, key, value = _same_head_dim(*autocast(query, key, value))
         spans = {"starts": mask.starts, "lengths": mask.lengths}
         out = attention_decode(query, key, value, **spans, sm_scale=scaling, **options).transpose(1, 2)
     elif layout is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -186,3 +188,40 @@ def test_flops_go_by_the_blocks():
             attention(q, k, v, **options)
         counts.append(counter.get_total_flops())
     assert counts[1] == round(counts[0] * mask.density()) == counts[0] // 2  # rows of tiles are 128
+
+
+@pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy])
+def test_a_copy_of_a_mask_is_found_as_itself_in_a_graph(again):
+    """Numbers are of a process: one that was made by another may meet a mask that has its number here."""
+    q, k, v = inputs(1, 1, 20, 16)
+    mask = BlockMask.from_mask(torch.eye(20).bool())
+    state = pickle.dumps(mask)
+    copied = again(mask)
+    assert copied.handle != mask.handle
+    compiled = torch.compile(lambda q, mask: attention(q, k, v, block_mask=mask), backend="aot_eager")
+    expected = attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(compiled(q, copied), expected)
+    del mask
+    gc.collect()
+    torch.testing.assert_close(compiled(q, copied), expected)
+    other = BlockMask.from_mask(torch.ones(20, 20).bool())
+    loaded = pickle.loads(state)
+    assert loaded.handle not in (other.handle, copied.handle)
+    torch.testing.assert_close(compiled(q, loaded), expected)
+
+
+def test_an_exported_program_has_no_mask_and_no_function():
+    class Masked(torch.nn.Module):
+        def forward(self, q):
+            return attention(q, q, q, block_mask=mask)
+
+    mask = BlockMask.from_mask(torch.eye(20).bool())
+    with pytest.raises(NotImplementedError, match="^block_mask: expected None under torch.export"):
+        torch.export.export(Masked(), (torch.randn(1, 1, 20, 16),), strict=False)
+
+
+def test_a_batch_of_gradients_is_refused_by_name():
+    q, k, v = inputs(1, 1, 5, 16, grad=True)
+    out = attention(q, k, v)
+    with pytest.raises(NotImplementedError, match="^attnlib: a batch of gradients"):
+        torch.autograd.grad(out, [q, k, v], torch.randn(3, *out.shape), is_grads_batched=True)

@@ -402,3 +402,23 @@ def test_a_window_that_looks_both_ways():
     q = torch.zeros(1, 1, 4, 16)
     with pytest.raises(ValueError, match="^sliding_window: expected None without a causal mask, got 2"):
         attnlib.hf.attention_forward(ENCODER, q, q, q, None, sliding_window=2)
+
+
+def test_padding_under_autocast_where_queries_and_keys_differ_in_dtype():
+    """DeepSeek-V3: its queries come out of an addition in float32, its keys out of a product in bfloat16."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
+        v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+        moe_intermediate_size=16, first_k_dense_replace=1,
+    )  # fmt: skip
+    ids = torch.randint(5, 97, (2, 7), generator=torch.Generator().manual_seed(0))
+    padding = torch.ones(2, 7, dtype=torch.long)
+    padding[1, :4] = 0
+    found = []
+    for name in ("sdpa", "attnlib"):
+        torch.manual_seed(0)
+        model = transformers.DeepseekV3ForCausalLM._from_config(config, attn_implementation=name).eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found.append(model(input_ids=ids, attention_mask=padding).logits[padding.bool()])
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.01)

@@ -146,6 +146,8 @@ def _query_steps(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, fir
             b_st, slope = scored(b_st, o_q[None, :], o_k[:, None], qk_scale, S_q, S_k, score, FUNCTION,
                                  DERIVATIVE, EXACT)  # fmt: skip
             b_pt = tl.math.exp2(b_st - b_lse2[None, :])  # [BLOCK_N, BLOCK_M]
+            if FUNCTION is not None:  # which may be NaN for a query that does not exist
+                b_pt = tl.where(o_q[None, :] < S_q, b_pt, 0.0)
         else:
             b_pt = tl.math.exp2(b_st * qk_scale - b_lse2[None, :])  # [BLOCK_N, BLOCK_M]
         if PARTIAL:

@@ -304,6 +304,8 @@ def weights(
         p = gl.exp2(s - lse)
     else:
         p = gl.exp2(s * qk_scale - lse)
+    if plan.function:  # which may be NaN for a query that does not exist
+        p = gl.where(o_m < work.S_q, p, 0.0)
     return p, derivative
 
 

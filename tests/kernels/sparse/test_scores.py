@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import INTERPRETER_REMARKS
 from chosen import with_more
 from score_cases import CASES, bent, bent_reference, check_scored
@@ -156,3 +158,25 @@ def test_a_function_of_ones_own(device):
         attention(q.clone().requires_grad_(), k, v, score=forward)
     with torch.inference_mode():
         assert torch.equal(attention(q, k, v, score=forward, impl="reference"), theirs)
+
+
+@triton.jit
+def of_few_queries(s, i, j, h, b):
+    return s * tl.log((20 - i).to(tl.float32))  # NaN from query 20 on
+
+
+@triton.jit
+def its_derivative(s, i, j, h, b):
+    return 0 * s + tl.log((20 - i).to(tl.float32))
+
+
+def test_a_function_may_be_nan_for_queries_that_do_not_exist(device):
+    q, k, v = (x[:, :, :20].float().requires_grad_() for x in tensors(1, 1, 70, 16, device=device))
+    factors = torch.log(20.0 - torch.arange(20, device=device))[:, None]
+    own = Score(function=of_few_queries, derivative=its_derivative, reference=lambda s, i, j, h, b: s)
+    out = attention(q, k, v, score=own, impl="triton")
+    expected = torch.softmax(q @ k.mT * 0.25 * factors, -1) @ v
+    found, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
