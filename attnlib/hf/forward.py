@@ -98,7 +98,7 @@ def attention_forward(
     if static.is_made(attention_mask, query.shape[0]):
         plain = not Asked(softcap, s_aux, None, position_bias).anything
         if plain and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
-            out = static.decode(*_same_head_dim(query, key, value), attention_mask, scaling)
+            out = static.decode(*_for_decode(query, key, value), attention_mask, scaling)
             return out.transpose(1, 2)[..., :value_dim].contiguous(), None
         if values_known(attention_mask):
             attention_mask = static.read(module, attention_mask, query.shape[2])
@@ -134,7 +134,7 @@ def attention_forward(
             out = attend(query, key, value, masks.padded(mask), sm_scale=scaling, **options)
             return out.contiguous(), None
         del options["deterministic"]
-        query, key, value = _same_head_dim(*autocast(query, key, value))
+        query, key, value = _for_decode(query, key, value)
         spans = {"starts": mask.starts, "lengths": mask.lengths}
         out = attention_decode(query, key, value, **spans, sm_scale=scaling, **options).transpose(1, 2)
     elif layout is None:
@@ -144,6 +144,11 @@ def attention_forward(
     else:
         out = attend(query, key, value, layout, sm_scale=scaling, **options)
     return out[..., :value_dim].contiguous(), None
+
+
+def _for_decode(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `attention_decode` takes them: of one head dimension, and cast, which `attention` does by itself."""
+    return _same_head_dim(*autocast(*tensors))
 
 
 def _differentiated(*tensors: torch.Tensor) -> bool:

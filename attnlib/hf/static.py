@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from attnlib import attention_decode
-from attnlib.api.exact import autocast
 from attnlib.arguments.decode import MOST_QUERIES
 from attnlib.hf import mask as masks
 from attnlib.hf.layout import require, values_known
@@ -58,7 +57,6 @@ def decode(query, key, value, spans: torch.Tensor, scaling: float | None) -> tor
             "attention_mask: expected a mask without a window for several queries and a cache of a "
             "fixed size in a compiled graph, got another one",
         )
-    query, key, value = autocast(query, key, value)
     return attention_decode(
         query, key, value, lengths=spans[LENGTHS, 0, 0], starts=spans[STARTS, 0, 0], sm_scale=scaling
     )

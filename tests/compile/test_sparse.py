@@ -358,6 +358,7 @@ def launched(head_dim: int, dtype: str, name: str, arch, own: Score | None = Non
 
 
 def launched_with_sinks(head_dim: int, dtype: str, name: str, arch, own: Score | None = None) -> list:
+    """The same with it; of both without the pass before the backward kernels."""
     q = torch.zeros(1, 2, 256, head_dim, dtype=getattr(torch, dtype))
     blocks = torch.eye(2, dtype=torch.bool)
     mask = BlockMask.from_blocks(blocks, 256, 256)

@@ -24,11 +24,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
-Found = dict[tuple[str, str], dict[Path, list[dict[str, Any]]]]
+Found = dict[tuple[str, str], dict[Path | None, list[dict[str, Any]]]]
 """By pass and shape, and by the folder of a Triton, the rows of its two processes."""
 FIELDS = "ms", "tflops", "max_error", "reason", "registers", "spills", "round_ms"
-INSTALLED = Path()
-"""Stands for the Triton of this Python, which needs no folder."""
+INSTALLED = None
+"""In the place of a folder: the Triton of this Python."""
 
 
 def measured(judged: bool) -> None:
@@ -60,8 +60,8 @@ def measured(judged: bool) -> None:
             print(json.dumps(found), flush=True)
 
 
-def child(folder: Path, judged: bool, warm: bool = False) -> subprocess.Popen:
-    paths = [] if folder == INSTALLED else [str(folder)]
+def child(folder: Path | None, judged: bool, warm: bool = False) -> subprocess.Popen:
+    paths = [] if folder is INSTALLED else [str(folder)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
     env |= {"ATTNLIB_WARM": "2"} if warm else {}
     command = [sys.executable, __file__, "--child", *["--judged"] * judged]

@@ -41,6 +41,9 @@ def together(left, right):
 
 
 # ---------------------------------------------------------------- copies
+#
+# Where part i begins is written out in both directions: from triton 3.8 on a function can't return a tuple
+# that has a number in it, as the last coordinate may be.
 
 
 @gluon.jit
