@@ -7,6 +7,7 @@
     python tests/gpu/tune_backward.py wide96 --rounds 4          some 90 s
     python tests/gpu/tune_backward.py wide160 --rounds 4         some 90 s
     python tests/gpu/tune_backward.py choices --rounds 4         some 80 s, and as long `narrow`
+    python tests/gpu/tune_backward.py last --rounds 4            some 130 s
     python tests/gpu/tune_backward.py varlen96 --rounds 4        some 50 s
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
@@ -25,6 +26,9 @@ wide160: the same of 160 columns.
 choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, and
 how much of L2 the heads that advance together may take ("8 MB").
 narrow: the same of up to 128 columns; "half": dS from P as it was rounded.
+last: under a diagonal, how much of L2 the heads that advance together may take ("8 MB"), and a last section
+that is like the others ("equal") or larger; of 96 keys also how operands are read, P is masked and dQ is
+added, of grouped heads how many a program visits.
 varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96; "96" is what calls get that have
 96 keys, grouped heads as many a program as those.
 
@@ -140,6 +144,11 @@ ORDERED = """
 128-gqa4-512 64-gqa8window-4096 96-gqa8window-4096 128-gqa8window-4096 64-gqa8dense-4096 96-gqa8dense-4096
 128-gqa8dense-4096 80-gqa4-4096 128-gqa16-4096 64-gqa16-4096 80-window-4096 128-dense-2048 72-dense-4096
 112-dense-4096 112-dense-16384 96-varlengqa8-4096 128-varlen-256 64-varlen-512
+""".split()
+LAST = """
+192-causal-1024 192-causal-4096 192-causal-2048 192-causal-512 192-causal-16384 256-causal-1024
+160-causal-1024 256-gqa8-4096 256-gqa4-16384 192-gqa8-1024 128-causal-512 96-causal-1024 128-causal-2048
+64-causal-1024 256-gqa8-16384 96-causal-4096 192/128-causal-4096 256-causal-4096 96-gqa8-1024
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -331,6 +340,24 @@ def narrow_forms(cell: Cell) -> Forms:
     return found
 
 
+def last_forms(cell: Cell) -> Forms:
+    """Of one causal call: sections of heads, the last one as large as the others or larger."""
+    config, group = default_of(cell), KINDS[cell.kind].group
+    found = {DEFAULT: config}
+    beyond = cell.shape.head_dim > 128
+    for visited in (1, 2) if group > 1 and beyond else (config.visited,):
+        for megabytes in (8, 16, 40) if beyond else (16, 32):
+            for waves in (0.0, 2.5, 5.0):
+                name = f"{megabytes} MB" + {0.0: ", equal", 2.5: "", 5.0: ", 5 waves"}[waves]
+                name += f", added {visited}" * (visited is not None)
+                found[name] = replace(config, visited=visited, l2_bytes=megabytes << 20, last_waves=waves)
+    if isinstance(config, Keys96BackwardConfig) and group == 1:
+        found["not placed" if config.placed else "placed"] = replace(config, placed=not config.placed)
+        found |= {f"load {n}": replace(config, loaded=n) for n in (0, 2, 3) if n != config.loaded}
+        found["late" if config.early_mask else "early"] = replace(config, early_mask=not config.early_mask)
+    return found
+
+
 def varlen96_forms(cell: Cell) -> Forms:
     """Of one call of varlen sequences: 64 keys a program and 96."""
     columns, group = (160 if cell.shape.head_dim <= 160 else 192), KINDS[cell.kind].group
@@ -359,6 +386,7 @@ SETS = {
     "wide160": (wide160_forms, WIDE160),
     "choices": (choice_forms, CHOICES),
     "narrow": (narrow_forms, NARROW),
+    "last": (last_forms, LAST),
     "varlen96": (varlen96_forms, VARLEN96),
 }
 
@@ -424,7 +452,9 @@ def kernels_of(
         for form in forms_of(cell).values():
             kind, shape = KINDS[cell.kind], cell.shape
             shared = form.visited is None and kind.group > 1, form.visited in (None, kind.group)
-            made = replace(form, visited=None, l2_bytes=0)  # what else decides is known when it is launched
+            made = replace(
+                form, visited=None, l2_bytes=0, last_waves=0.0
+            )  # what else decides is known when it is launched
             key = shape.head_dim, shape.head_dim_v, shape.dtype, kind._replace(label=""), shared, made
             found.setdefault(key, (name, form))
     return list(found.values())

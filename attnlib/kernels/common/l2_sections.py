@@ -1,5 +1,7 @@
 """How many heads a Hopper kernel lets advance together, so that what they read again stays in the L2."""
 
+import math
+
 SMS = 132
 WAVES = 2
 """Where a launch has few programs, a section of key heads has at least about this many for each SM."""
@@ -30,6 +32,17 @@ def key_heads(heads: int, blocks: int, rows: int, width: int, l2_bytes: int) -> 
     if heads * blocks <= FEW * SMS:
         return -(-heads // max(heads * blocks // (WAVES * SMS), 1))
     return by_cache(heads, rows, width, l2_bytes)
+
+
+def last_section(heads: int, blocks: int, section: int, waves: float) -> int:
+    """The head that the last section of a launch under a diagonal begins with, a multiple of `section`.
+
+    In each section the longest programs come first, and those of the last one begin when most others have
+    ended. So it has at least about `waves` programs for each SM, whatever the cache holds: the short ones of
+    more heads fill the end.
+    """
+    least = max(section, math.ceil(waves * SMS / blocks))
+    return max(heads - least, 0) // section * section
 
 
 def by_cache(heads: int, rows: int, width: int, l2_bytes: int) -> int:

@@ -12,13 +12,20 @@ def divide(n, d):
 
 
 @gluon.jit
-def by_sections(number, blocks, HEADS, SECTION):
+def by_sections(number, blocks, HEADS, SECTION, LAST=None):
     """(block, head) of a number: section of heads by section, so that what they share stays in L2, and within
-    one the first block of each, then the second."""
+    one the first block of each, then the second. LAST: the head that the last section begins with, a multiple
+    of SECTION; it has all from there on. None: it has as many as the others, or fewer."""
     section, rest = divide(number, blocks * SECTION)
-    heads = gl.minimum(SECTION, HEADS - section * SECTION)
+    first = section * SECTION
+    if LAST is None:
+        heads = gl.minimum(SECTION, HEADS - first)
+    else:
+        first = gl.minimum(first, LAST)
+        rest = number - first * blocks
+        heads = gl.where(first == LAST, HEADS - LAST, SECTION)
     block, head = divide(rest, heads)
-    return block, section * SECTION + head
+    return block, first + head
 
 
 @gluon.jit

@@ -449,6 +449,7 @@ def attention_backward_hopper_keys96(
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
+    LAST=None,  # the head that the last section begins with, where a diagonal hides keys
     desc_k_few=None, desc_v_few=None, desc_dk_few=None, desc_dv_few=None,  # 32 keys
     turns_ptr=None,  # of no plan here
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
@@ -458,7 +459,7 @@ def attention_backward_hopper_keys96(
     i_b = 0
     if plan.varlen:
         # Before the program is divided among warps, see `backward_wide_kernel`.
-        i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
+        i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, LAST, plan)
         if not any_keys:
             return
     dtype: gl.constexpr = desc_q.dtype
@@ -488,7 +489,7 @@ def attention_backward_hopper_keys96(
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, None, SHARE
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, None, SHARE
     )  # fmt: skip
     consumer: gl.constexpr = plan.registers.consumer
     dq: gl.constexpr = plan.registers.dq

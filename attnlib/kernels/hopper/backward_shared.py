@@ -19,7 +19,7 @@ from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.column_parts import nbytes
 
-NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION num_m num_n right left B SHARE".split()
+NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION LAST num_m num_n right left B SHARE".split()
 """Parameters of both kernels that are numbers."""
 
 

@@ -23,6 +23,7 @@ class Work(NamedTuple):
     GROUP: gl.tensor
     HEADS_KV: gl.tensor
     SECTION: gl.tensor
+    LAST: gl.tensor  # None where nothing hides keys
     num_m: gl.tensor
     num_n: gl.tensor
     right: gl.tensor
@@ -75,19 +76,19 @@ def owner(block, cu, B, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _key_block(tile, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
+def _key_block(tile, num_n, HEADS_KV, SECTION, LAST, plan: gl.constexpr):
     """(block of keys, head) of a program. The first keys, which causal most queries see, come first, or last;
     see `turn`."""
-    i_n, head = by_sections(tile, num_n, HEADS_KV, SECTION)
+    i_n, head = by_sections(tile, num_n, HEADS_KV, SECTION, LAST)
     if plan.backwards:
         i_n = num_n - 1 - i_n
     return i_n, head
 
 
 @gluon.jit
-def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
+def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, LAST, plan: gl.constexpr):
     """The varlen sequence of a program's keys, and whether there are any: each has a block to spare."""
-    i_n, _ = _key_block(tile, num_n, HEADS_KV, SECTION, plan)
+    i_n, _ = _key_block(tile, num_n, HEADS_KV, SECTION, LAST, plan)
     i_b = owner(i_n, cu_k, B, plan.block_n)
     start = gl.load(cu_k + i_b)
     i_n -= start // plan.block_n + i_b
@@ -96,7 +97,7 @@ def sequence(tile, cu_k, B, num_n, HEADS_KV, SECTION, plan: gl.constexpr):
 
 @gluon.jit
 def locate(tile, work, plan: gl.constexpr):
-    i_n, head = _key_block(tile, work.num_n, work.HEADS_KV, work.SECTION, plan)
+    i_n, head = _key_block(tile, work.num_n, work.HEADS_KV, work.SECTION, work.LAST, plan)
     S_q, S_k, end_q, end_k, m_end = work.S_q, work.S_k, 0, 0, work.num_m
     if plan.varlen:
         i_b = work.i_b

@@ -379,6 +379,7 @@ def attention_backward_hopper_wide(
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
+    LAST=None,  # the head that the last section begins with, where a diagonal hides keys
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
@@ -391,7 +392,7 @@ def attention_backward_hopper_wide(
     if plan.varlen:
         # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
         # different in each thread, and with it the addresses of a step.
-        i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, plan)
+        i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, LAST, plan)
         if not any_keys:
             return
     desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
@@ -424,7 +425,8 @@ def attention_backward_hopper_wide(
     )
     fence_async_shared()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr, SHARE
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
+        SHARE,
     )  # fmt: skip
     # Warpgroup 1 comes first, of all orders the fastest. Not because of its code: that of 2 has the most of
     # moves of addresses (R2UR) here, and an order without any was slower (docs/lab/hopper-backward.md).

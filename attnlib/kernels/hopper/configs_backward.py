@@ -32,6 +32,8 @@ class HopperBackwardConfig:
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
+        last_waves: programs for each SM that the last of these sections has under a diagonal at least, see
+            `l2_sections.last_section`.
         whole_groups: that of all query heads of a group counts, not that of one. Programs visit one after the
             other, but short ones are soon heads ahead of long ones.
     """
@@ -45,6 +47,7 @@ class HopperBackwardConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+    last_waves: float = 2.5
     whole_groups: bool = False
     deterministic: bool = False
     alternate: bool = False
@@ -87,6 +90,10 @@ class HopperBackwardConfig:
         if self.whole_groups and group > 1:
             return l2_sections.by_cache(heads, rows * group, width, self.l2_bytes)
         return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
+
+    def last_section(self, heads: int, blocks: int, section: int) -> int:
+        """The head that the last section begins with, where a diagonal hides keys."""
+        return l2_sections.last_section(heads, blocks, section, self.last_waves)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
+    section = config.heads_per_section(heads_kv, visited, num_n, S_q, width)
+    uneven = right is not None and left is None and not call.varlen
     made = () if shared else (dk.window, dv.window)
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
@@ -102,7 +104,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "H": H,
             "GROUP": visited,
             "HEADS_KV": heads_kv,
-            "SECTION": config.heads_per_section(heads_kv, visited, num_n, S_q, width),
+            "SECTION": section,
+            "LAST": config.last_section(heads_kv, num_n, section) if uneven else None,
             "num_m": padded // config.block_m,
             "num_n": num_n,
             "right": right or None,

@@ -62,7 +62,8 @@ class Launched(NamedTuple):
         section = config.heads_per_section(heads, visited, blocks, self.rows, self.width)
         together = min(heads, max(section, -(-SMS // blocks)))
         spread = 1 + self._spread(together * visited) * (visited - 1) if self.causal else 1
-        total = finished(work, heads, section) * spread
+        last = config.last_section(heads, blocks, section) if self.causal else None
+        total = finished(work, heads, section, last) * spread
         if share > 1:  # set to 0, added to, read
             total += 2 * sums * blocks * self.heads / (MEMORY_BYTES * SMS) + LAUNCH
         return total
@@ -81,14 +82,16 @@ class Launched(NamedTuple):
         return SPREAD * 128 / self.config.block_n
 
 
-def finished(work: list[float], heads: int, section: int) -> float:
-    """When the last program ends, of `work` for each head in sections; an SM takes one after the other."""
+def finished(work: list[float], heads: int, section: int, last: int | None = None) -> float:
+    """When the last program ends, of `work` for each head in sections; an SM takes one after the other.
+    last: the head that the last section begins with, None where it is like the others."""
     if len(work) * heads > MANY * SMS:
         return sum(work) * heads / SMS + max(work) / 2
     ends = [0.0] * SMS
-    for first in range(0, heads, section):
+    begins = [first for first in range(0, heads, section) if last is None or first <= last]
+    for first, end in zip(begins, [*begins[1:], heads], strict=True):
         for one in work:
-            for _ in range(min(section, heads - first)):
+            for _ in range(end - first):
                 heapreplace(ends, ends[0] + one)
     return max(ends)
 

@@ -11,6 +11,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -18,9 +20,11 @@ from attnlib.emulator import run
 from attnlib.emulator.values import Int, Pointer
 from attnlib.kernels import hopper
 from attnlib.kernels.common import device, hopper_gpu
+from attnlib.kernels.common.l2_sections import SMS, last_section
 from attnlib.kernels.common.launch_preprocess import CHUNK, preprocess
 from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.common.tile_order import by_sections
 from attnlib.kernels.hopper import backward_tiles, launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
@@ -239,7 +243,7 @@ def _visits(found_ptr, work, plan: gl.constexpr):
         i_b, any_keys = work.i_b, True
         if plan.varlen:
             i_b, any_keys = backward_tiles.sequence(
-                number, work.cu_k, work.H, work.num_n, work.HEADS_KV, work.SECTION, plan
+                number, work.cu_k, work.H, work.num_n, work.HEADS_KV, work.SECTION, work.LAST, plan
             )
         tile = backward_tiles.locate(number, work, plan)
         row = found_ptr + number * 64
@@ -255,7 +259,7 @@ def visits_of(plan, S_q: int, S_k: int, left, right) -> list[tuple[int, int, lis
     num_n = S_k // block_n + 1 if plan.varlen.value else -(-S_k // block_n)
     found = torch.zeros(num_n, 64, dtype=torch.int32)
     cu = [torch.tensor([0, n], dtype=torch.int32) if plan.varlen.value else None for n in (S_q, S_k)]
-    numbers = [Int(x) for x in (S_q, S_k, 1, 1, 1, 1, -(-S_q // block_m), num_n)]
+    numbers = [Int(x) for x in (S_q, S_k, 1, 1, 1, 1, 0, -(-S_q // block_m), num_n)]
     bounds = [None if x is None else Int(x) for x in (right, left)]
     cu = [x if x is None else Pointer.to_tensor(x) for x in cu]
     run(_visits, (1,), found, backward_tiles.Work(*numbers, *bounds, *cu, Int(0)), plan)
@@ -424,3 +428,27 @@ def test_a_cpu_is_refused_as_by_the_forward() -> None:
     params = Params(MaskWindow(None, None), SCALE)
     for backward in (False, True):
         assert hopper.unsupported(q, q, q, params, backward) == "needs CUDA tensors; q is on cpu"
+
+
+@gluon.jit
+def _tiles(found_ptr, blocks, HEADS, SECTION, LAST):
+    for number in range(blocks * HEADS):
+        block, head = by_sections(number, blocks, HEADS, SECTION, LAST)
+        gl.store(found_ptr + 2 * number, block)
+        gl.store(found_ptr + 2 * number + 1, head)
+
+
+@given(blocks=st.integers(1, 9), heads=st.integers(1, 40), section=st.integers(1, 12), waves=st.floats(0, 3))
+def test_last_section_has_all_heads_that_are_left(blocks, heads, section, waves) -> None:
+    last = last_section(heads, blocks, section, waves)
+    found = torch.zeros(blocks * heads, 2, dtype=torch.int32)
+    run(_tiles, (1,), found, Int(blocks), Int(heads), Int(section), Int(last))
+    firsts = [*range(0, last, section), last]
+    expected = [
+        (block, head)
+        for first, end in zip(firsts, [*firsts[1:], heads], strict=True)
+        for block in range(blocks)
+        for head in range(first, end)
+    ]
+    assert [tuple(row) for row in found.tolist()] == expected
+    assert last == 0 or (heads - last) * blocks >= waves * SMS

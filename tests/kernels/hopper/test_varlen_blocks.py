@@ -33,7 +33,7 @@ LENGTHS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 127, 128, 129, 300, 100
 def owners(found, numbers, count, cu, B, blocks, H, plan: gl.constexpr):
     """The sequence of each of `count` blocks of keys, and 1 if it has keys of this."""
     for i in range(count):
-        i_b, any_keys = backward_tiles.sequence(gl.load(numbers + i), cu, B, blocks, H, H, plan)
+        i_b, any_keys = backward_tiles.sequence(gl.load(numbers + i), cu, B, blocks, H, H, None, plan)
         gl.store(found + 2 * i, i_b)
         gl.store(found + 2 * i + 1, gl.where(any_keys, 1, 0))
 
