@@ -222,7 +222,7 @@ class Threads:
             return self._poll(*names)
         if operation == "fence.acq_rel.gpu":
             return self.partition.program.machine.fence_additions()
-        if operation == "griddepcontrol.wait":  # launches are emulated one after the other
+        if operation.startswith("griddepcontrol."):  # launches are emulated one after the other
             return None
         if operation == "bar.warp.sync":  # the lanes of a warp are here together
             return None

@@ -9,6 +9,7 @@ import side_by_side
 from triton import knobs
 
 from attnlib.bench import inspect_sm90
+from attnlib.kernels.common import device
 
 LONG = {
     f"test_{name}.py" for name in ("changed_kernels", "sparse", "ladder", "hopper_backward", "exponentials")
@@ -22,9 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_here():
-    """`compile_all` starts a child since its caller may be in the interpreter. No test here is, and a child
-    spends as long on its imports as on two kernels."""
+    """For a Hopper GPU, whose launches overlap. `compile_all` starts a child since its caller may be in the
+    interpreter. No test here is, and a child spends as long on its imports as on two kernels."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "overlaps", lambda index: True)
         if side_by_side.cores() < 2:
             patch.setattr(inspect_sm90, "_compile_in_children", compile_in_this_process)
         yield

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
-from attnlib.kernels.common import postprocess
+from attnlib.kernels.common import device, postprocess
 from attnlib.kernels.common import preprocess as preprocess_kernel
 from attnlib.kernels.common.backward_pair import START
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
@@ -211,7 +211,9 @@ def call_of(
     call = Signature(shape, shape, (strides,) * 5, DTYPES[dtype], 0, window, 1.0, lengths, False, config)
     call = call._replace(own_value_dim=own)
     out = call.out, torch.empty(call.out, device="meta").stride()
-    return call, preprocess(call, out, out, config.block_m, width, deterministic)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "overlaps", lambda index: True)  # in a child, too
+        return call, preprocess(call, out, out, config.block_m, width, deterministic)
 
 
 def option_of(kind: str) -> tuple[str, str]:
@@ -259,13 +261,14 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
-    wanted_by |= {SHARED: shared, DRAWN: config.persistent}
+    wanted_by |= {SHARED: shared, DRAWN: config.persistent, ("LAST",): bool(config.last_waves)}
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else [name for name in given if name in names]
     aligned = "dq_ptr", *(("turns_ptr",) if deterministic else ()), *(SHARED[:1] if shared else ())
     aligned += DRAWN[:1] if config.persistent else ()
-    stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers)
+    more = {"OVERLAPS": True}
+    stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers, more)
     own = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive|red)\S*\s+(\d+)", compiled.asm["ptx"])
     return stats, addresses_change(compiled.asm["ttgir"]), set(map(int, own))
 

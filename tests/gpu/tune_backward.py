@@ -347,8 +347,8 @@ def last_forms(cell: Cell) -> Forms:
     beyond = cell.shape.head_dim > 128
     for visited in (1, 2) if group > 1 and beyond else (config.visited,):
         for megabytes in (8, 16, 40) if beyond else (16, 32):
-            for waves in (0.0, 2.5, 5.0):
-                name = f"{megabytes} MB" + {0.0: ", equal", 2.5: "", 5.0: ", 5 waves"}[waves]
+            for waves in (0.0, 1.5, 2.5):
+                name = f"{megabytes} MB" + {0.0: ", equal", 1.5: ", 1.5 waves", 2.5: ""}[waves]
                 name += f", added {visited}" * (visited is not None)
                 found[name] = replace(config, visited=visited, l2_bytes=megabytes << 20, last_waves=waves)
     if isinstance(config, Keys96BackwardConfig) and group == 1:

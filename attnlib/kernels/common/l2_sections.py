@@ -35,7 +35,7 @@ def key_heads(heads: int, blocks: int, rows: int, width: int, l2_bytes: int) -> 
 
 
 def last_section(heads: int, blocks: int, section: int, waves: float) -> int:
-    """The head that the last section of a launch under a diagonal begins with, a multiple of `section`.
+    """The head that the last section of a backward pass begins with, a multiple of `section`.
 
     In each section the longest programs come first, and those of the last one begin when most others have
     ended. So it has at least about `waves` programs for each SM, whatever the cache holds: the short ones of

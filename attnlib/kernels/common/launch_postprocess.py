@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.launch_preprocess import Preprocess
 from attnlib.kernels.common.launcher import Descriptor, Launch, Part
@@ -58,6 +59,7 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
     # At a time: a tile has a power of two, and transposed gradients lie in parts of 64.
     columns = 64 if sums.keys else sums.width & -sums.width
     heads = H if of_queries else H_kv
+    overlaps = device.overlaps(call.device)
     return Launch(
         KERNEL,
         (tiles * sums.heads, 1, 1),
@@ -66,7 +68,8 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
         scalars={"sm_scale": sums.scale, "H": heads, "B": B, "num_m": blocks, "tiles": tiles},
         constants={
             "BLOCK_D": sums.width, "PADDING": sums.padding, "OTHERS": sums.others, "PARTS": sums.parts,
-            "KEYS": sums.keys,
+            "KEYS": sums.keys, "OVERLAPS": overlaps,
         },  # fmt: skip
-        options={"num_warps": max(4, columns // 16)},  # 32 sums a thread, eight loads of 16 bytes, or fewer
+        # 32 sums a thread, eight loads of 16 bytes, or fewer
+        options={"num_warps": max(4, columns // 16), **({"launch_pdl": True} if overlaps else {})},
     )

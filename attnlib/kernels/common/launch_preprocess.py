@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.launcher import Descriptor, Launch, Part
 from attnlib.kernels.common.signature import Signature
@@ -127,7 +128,7 @@ def preprocess(
         },  # fmt: skip
         constants={
             "BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width,
-            "TURNS": memory.counters, "CHUNK": 0,
+            "TURNS": memory.counters, "CHUNK": 0, "OVERLAPS": device.overlaps(call.device),
         },  # fmt: skip
         options={"num_warps": 4},
     )

@@ -9,6 +9,7 @@ bytes in a row.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.kernels.common.tile_access import VARLEN_ROWS, store_columns
 from attnlib.kernels.common.varlen_rows import first_sums, row_of
@@ -28,11 +29,15 @@ def attention_backward_postprocess(
     OTHERS: tl.constexpr = 0,  # columns of other sums that lie behind each 64 rows of these
     PARTS: tl.constexpr = 1,  # sums for each head to add up, which follow each other in memory
     KEYS: tl.constexpr = 0,  # of dK and dV whose keys are columns: keys of a block of sums
+    OVERLAPS: tl.constexpr = False,  # with the launches before and after it
 ):  # fmt: skip
     """dq = sm_scale * sums. Grid: (tiles * heads,). dK and dV likewise, where programs share a key head.
 
     KEYS: sums are those of transposed gradients, [64, KEYS] for each 64 columns, and tiles have 32 rows.
     """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     ROWS: tl.constexpr = 32 if KEYS else 64
     i_bh = tl.program_id(0) // tiles
     i_m = tl.program_id(0) % tiles

@@ -3,6 +3,7 @@ whole tiles. Chapter 20 derives both."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
@@ -32,9 +33,12 @@ def attention_backward_preprocess(
     TURNS: tl.constexpr = 0,  # words of the counters of BLOCK_M rows, which begin at 0, see `turns`
     turns_ptr=None,
     more_ptr=None, more=None, CHUNK: tl.constexpr = 0,  # `more` chunks of other sums, which begin at 0
+    OVERLAPS: tl.constexpr = False,  # the launch after it may begin before this one is done
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
     Grid: (blocks * heads,), B * H heads or, varlen, H."""
+    if OVERLAPS:
+        gdc_launch_dependents()
     if CHUNK:
         o_c = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
         for _ in range(tl.program_id(0), more, tl.num_programs(0)):

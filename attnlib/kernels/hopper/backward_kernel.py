@@ -134,6 +134,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
+from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
@@ -506,7 +507,8 @@ def attention_backward_hopper(
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
-    LAST=None,  # the head that the last section begins with, where a diagonal hides keys
+    LAST=None,  # the head that the last section begins with, see `tile_order.by_sections`
+    OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
     desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
@@ -560,6 +562,9 @@ def attention_backward_hopper(
         told,
     )
     fence_async_shared()
+    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
+        let_next_begin()
+        await_launch_before()
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
         SHARE, tiles, counter_ptr,

@@ -70,6 +70,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
+from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
@@ -449,7 +450,8 @@ def attention_backward_hopper_keys96(
     right=None, left=None,  # keys that a query sees after and before its place, where `plan` has them
     cu_q=None, cu_k=None,  # where varlen sequences begin and end (B + 1)
     B=None,  # varlen sequences
-    LAST=None,  # the head that the last section begins with, where a diagonal hides keys
+    LAST=None,  # the head that the last section begins with, see `tile_order.by_sections`
+    OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
     desc_k_few=None, desc_v_few=None, desc_dk_few=None, desc_dv_few=None,  # 32 keys
     turns_ptr=None,  # of no plan here
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
@@ -488,6 +490,9 @@ def attention_backward_hopper_keys96(
         barriers(STAGES, 1),  # p_full
     )
     fence_async_shared()
+    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
+        let_next_begin()
+        await_launch_before()
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, None, SHARE
     )  # fmt: skip

@@ -23,7 +23,7 @@ class Work(NamedTuple):
     GROUP: gl.tensor
     HEADS_KV: gl.tensor
     SECTION: gl.tensor
-    LAST: gl.tensor  # None where nothing hides keys
+    LAST: gl.tensor  # None where the last section is like the others
     num_m: gl.tensor
     num_n: gl.tensor
     right: gl.tensor

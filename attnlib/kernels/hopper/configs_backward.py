@@ -32,8 +32,8 @@ class HopperBackwardConfig:
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
-        last_waves: programs for each SM that the last of these sections has under a diagonal at least, see
-            `l2_sections.last_section`.
+        last_waves: programs for each SM that the last of these sections has at least, see
+            `l2_sections.last_section`; 0: it is like the others.
         whole_groups: that of all query heads of a group counts, not that of one. Programs visit one after the
             other, but short ones are soon heads ahead of long ones.
     """
@@ -47,7 +47,7 @@ class HopperBackwardConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
-    last_waves: float = 2.5
+    last_waves: float = 0.0
     whole_groups: bool = False
     deterministic: bool = False
     alternate: bool = False
@@ -91,9 +91,11 @@ class HopperBackwardConfig:
             return l2_sections.by_cache(heads, rows * group, width, self.l2_bytes)
         return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
 
-    def last_section(self, heads: int, blocks: int, section: int) -> int:
-        """The head that the last section begins with, where a diagonal hides keys."""
-        return l2_sections.last_section(heads, blocks, section, self.last_waves)
+    def last_section(self, heads: int, group: int, blocks: int, section: int) -> int | None:
+        """The head that the last section begins with; None where it is like the others."""
+        if not self.last_waves:
+            return None
+        return l2_sections.last_section(heads, blocks, section, self.last_waves / group)
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,8 @@ class BackwardKind:
 DENSE = BackwardKind()
 KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
+LAST_WAVES = 2.5
+"""`last_waves` there. What so many programs read and add to is 43 to 49 MB, about the L2."""
 SHORT_KEYS = 2048
 SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
 """`l2_bytes` beyond 128 columns, of batches under a diagonal: where query heads do not share fewer than
@@ -232,10 +236,11 @@ than there are SMs, and its longest ones begin late."""
 
 
 def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
-    """Beyond 128 columns: with the `l2_bytes` of a batch under a diagonal, if that is the call."""
+    """Beyond 128 columns: with the sections of a batch under a diagonal, if that is the call."""
     if not kind.masked or kind.left_bound or kind.varlen:
         return config
-    return replace(config, l2_bytes=SHORT_BYTES if kind.short else DIAGONAL_BYTES)
+    l2_bytes = SHORT_BYTES if kind.short else DIAGONAL_BYTES
+    return replace(config, l2_bytes=l2_bytes, last_waves=LAST_WAVES)
 
 
 def keys96_config(

@@ -81,6 +81,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnlib.kernels.common import kept_shift, softmax
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.first_product import start_scores
+from attnlib.kernels.common.launch_order import await_launch_before
 from attnlib.kernels.common.logarithms import LN2
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.ring import acquire, as_parts, release, slot, wait_k, wait_v
@@ -523,7 +524,7 @@ def attention_forward_hopper(
     mem = _memory(desc_q, desc_k, desc_v, out, plan)
     fence_async_shared()
     if plan.quantizes:
-        queries.await_launch_before()
+        await_launch_before()
     scales = e4m3.Scales(
         q_scale, q_scale_b, q_scale_h, q_scale_n, k_scale, k_scale_b, k_scale_h, k_scale_n,
         v_scale, v_scale_b, v_scale_h, v_mean, v_mean_b,

@@ -83,7 +83,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
     section = config.heads_per_section(heads_kv, visited, num_n, S_q, width)
-    uneven = right is not None and left is None and not call.varlen
+    overlaps = device.overlaps(call.device)
     made = () if shared else (dk.window, dv.window)
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
@@ -105,7 +105,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "GROUP": visited,
             "HEADS_KV": heads_kv,
             "SECTION": section,
-            "LAST": config.last_section(heads_kv, num_n, section) if uneven else None,
+            "LAST": config.last_section(heads_kv, visited, num_n, section),
             "num_m": padded // config.block_m,
             "num_n": num_n,
             "right": right or None,
@@ -116,9 +116,12 @@ def prepare(call: Signature) -> BackwardPlan | None:
         },
         constants={
             "plan": make_plan(width, config, mask, call.varlen, shared, persistent),
+            "OVERLAPS": overlaps,
             **({"desc_dk": None, "desc_dv": None} if shared else {}),
         },
-        options={"num_warps": 4, "maxnreg": config.max_registers},
+        options={
+            "num_warps": 4, "maxnreg": config.max_registers, **({"launch_pdl": True} if overlaps else {}),
+        },  # fmt: skip
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     if shared:

@@ -62,15 +62,6 @@ def rotation(desc_q, plan: gl.constexpr):
 
 
 @gluon.jit
-def await_launch_before():
-    """Until the launch before this one is done, which may have made keys and values: this one may begin
-    before that (programmatic dependent launch)."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def quantized(mem, WG: gl.constexpr, plan: gl.constexpr):
     """(Q of a warpgroup in e4m3 [64, D], first operand of Q K^T; the scale of each row [64]), from its
     buffer, which is free afterwards. A row with a number that is not finite becomes NaN."""

@@ -62,7 +62,7 @@ class Launched(NamedTuple):
         section = config.heads_per_section(heads, visited, blocks, self.rows, self.width)
         together = min(heads, max(section, -(-SMS // blocks)))
         spread = 1 + self._spread(together * visited) * (visited - 1) if self.causal else 1
-        last = config.last_section(heads, blocks, section) if self.causal else None
+        last = config.last_section(heads, visited, blocks, section)
         total = finished(work, heads, section, last) * spread
         if share > 1:  # set to 0, added to, read
             total += 2 * sums * blocks * self.heads / (MEMORY_BYTES * SMS) + LAUNCH

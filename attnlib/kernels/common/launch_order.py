@@ -1,0 +1,26 @@
+"""Launches that begin before the one ahead of them is done (programmatic dependent launch), in Gluon; plain
+Triton has `gdc_launch_dependents` and `gdc_wait`.
+
+A launch with the option `launch_pdl` may begin when all programs of the one ahead have called
+`let_next_begin` or ended. What that one writes is there when `await_launch_before` returns, in each thread
+that calls it; what was launched before that is done since long.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def await_launch_before():
+    """Until the launch before this one is done."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_begin():
+    """The next launch may begin, where there is room."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
