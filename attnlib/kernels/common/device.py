@@ -4,6 +4,9 @@ from functools import cache
 
 import torch
 
+H200_MEMORY = 4917.0
+"""GB/s."""
+
 
 @cache
 def interpreted() -> bool:
@@ -28,7 +31,9 @@ def num_sms(device: int) -> int:
 @cache
 def memory_gb_per_s(device: int) -> float:
     """Peak bandwidth of a device's memory, by its clock and the width of its bus: 3352 of an H100 with HBM3,
-    4917 of an H200."""
+    4917 of an H200, as which kernels that are interpreted count."""
+    if device < 0 or interpreted():
+        return H200_MEMORY
     found = torch.cuda.get_device_properties(device)
     return 2 * found.memory_clock_rate * found.memory_bus_width / 8 * 1e-6  # kHz, two words a clock
 

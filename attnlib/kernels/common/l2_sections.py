@@ -1,7 +1,5 @@
 """How many heads a Hopper kernel lets advance together, so that what they read again stays in the L2."""
 
-import math
-
 SMS = 132
 WAVES = 2
 """Where a launch has few programs, a section of key heads has at least about this many for each SM."""
@@ -41,7 +39,7 @@ def last_section(heads: int, blocks: int, section: int, waves: float) -> int:
     ended. So it has at least about `waves` programs for each SM, whatever the cache holds: the short ones of
     more heads fill the end.
     """
-    least = max(section, math.ceil(waves * SMS / blocks))
+    least = max(section, round(waves * SMS / blocks))
     return max(heads - least, 0) // section * section
 
 

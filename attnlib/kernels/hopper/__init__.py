@@ -12,6 +12,7 @@ from attnlib.kernels.hopper.configs import HopperConfig, hopper_config, own_valu
 from attnlib.kernels.hopper.configs_backward import (
     LONG_ROWS,
     SHORT_KEYS,
+    SHORT_SHARED_KEYS,
     BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
@@ -43,7 +44,8 @@ def configuration(
             masked=window != (None, None),
             left_bound=window[0] is not None,
             varlen=params.varlen is not None,
-            short=H == H_kv and S_k < SHORT_KEYS,
+            alone=H == H_kv,
+            short=S_k < (SHORT_KEYS if H == H_kv else SHORT_SHARED_KEYS),
             long=H == H_kv and S_q >= LONG_ROWS,
             float16=q.dtype is torch.float16,
         )

@@ -210,7 +210,8 @@ class BackwardKind:
         masked: a diagonal or a window hides keys.
         left_bound: it is a window with a left bound.
         varlen: sequences have lengths of their own.
-        short: those of a batch have fewer than `SHORT_KEYS` keys, and no query heads share them.
+        alone: no query heads share a key head.
+        short: sequences of a batch have fewer than `SHORT_KEYS` keys, or `SHORT_SHARED_KEYS` if heads share.
         long: they have `LONG_ROWS` queries or more.
         float16: numbers are float16, not bfloat16.
     """
@@ -218,6 +219,7 @@ class BackwardKind:
     masked: bool = False
     left_bound: bool = False
     varlen: bool = False
+    alone: bool = True
     short: bool = False
     long: bool = False
     float16: bool = False
@@ -226,20 +228,20 @@ class BackwardKind:
 DENSE = BackwardKind()
 KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
+SHORT_KEYS, SHORT_SHARED_KEYS = 2048, 1024
+SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
+"""`l2_bytes` beyond 128 columns, of batches under a diagonal: of short sequences, and of the wide kernel
+where no query heads share; and of all others four fifths of the L2."""
 LAST_WAVES = 2.5
 """`last_waves` there. What so many programs read and add to is 43 to 49 MB, about the L2."""
-SHORT_KEYS = 2048
-SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
-"""`l2_bytes` beyond 128 columns, of batches under a diagonal: where query heads do not share fewer than
-`SHORT_KEYS` keys, and of all others four fifths of the L2. With 16 MB a section of those has fewer programs
-than there are SMs, and its longest ones begin late."""
 
 
 def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
     """Beyond 128 columns: with the sections of a batch under a diagonal, if that is the call."""
     if not kind.masked or kind.left_bound or kind.varlen:
         return config
-    l2_bytes = SHORT_BYTES if kind.short else DIAGONAL_BYTES
+    few = kind.short or (kind.alone and config.block_n == 64)
+    l2_bytes = SHORT_BYTES if few else DIAGONAL_BYTES
     return replace(config, l2_bytes=l2_bytes, last_waves=LAST_WAVES)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from heapq import heapreplace
 from typing import NamedTuple
 
+from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.l2_sections import SMS
 from attnlib.kernels.common.launch_postprocess import Sums, conversion
@@ -111,9 +112,11 @@ def divisors(group: int) -> list[int]:
 TIE = 1.02
 """Two query heads are taken rather than one where the model says less than this between them: timed they were
 as fast or faster."""
-SHORT_ROWS = 768
-"""With fewer rows that see a key a program of 96 keys visits one query head: the least that were timed with
-two as fast were 1024, the most with one 564."""
+SHORT_ROWS, SHORT_ROWS_SLOW = 384, 768
+"""With fewer rows that see a key a program of 96 keys visits one query head. On an H200 two were the faster
+ones with 512 rows and one with 256; on an H100, whose memory is slower, two with 1024 and one with 564."""
+SLOW_MEMORY = 4000
+"""GB/s: between an H100's memory and an H200's."""
 
 
 def staying(
@@ -167,7 +170,8 @@ def query_heads(call: Signature) -> int:
     visited = group if call.varlen else chosen(launched)
     if right is None or group < 4 or config.block_n == 128:
         return visited
-    short = keys96 and mean_rows(*call.mean_lengths(), call.window) < SHORT_ROWS
+    fewest = SHORT_ROWS if device.memory_gb_per_s(call.device) > SLOW_MEMORY else SHORT_ROWS_SLOW
+    short = keys96 and mean_rows(*call.mean_lengths(), call.window) < fewest
     most = 1 if short else 2 - group % 2
     if visited < most and launched.clocks(most) < TIE * launched.clocks(visited):
         return most

@@ -39,6 +39,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
+from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_backward_steps import (
@@ -170,6 +171,7 @@ def attention_sparse_backward_hopper(
     plan: gl.constexpr,
     desc_bias=None,  # (B or 1, H or 1, S_q, S_k), where it is copied
     FUNCTION: gl.constexpr = None, DERIVATIVE: gl.constexpr = None,  # see the forward kernel
+    OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
     i_b, i_kv, i_n, number, count = locate(
@@ -181,6 +183,9 @@ def attention_sparse_backward_hopper(
     )  # fmt: skip
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
+    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
+        let_next_begin()
+        await_launch_before()
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION, DERIVATIVE, 0, plan)),

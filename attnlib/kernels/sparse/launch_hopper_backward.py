@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from attnlib.kernels.common import backward_plan
+from attnlib.kernels.common import backward_plan, device
 from attnlib.kernels.common.backward_plan import BackwardPlan, gradients_like
 from attnlib.kernels.common.descriptors import Window, given
 from attnlib.kernels.common.hopper_gpu import HALF
@@ -85,6 +85,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     score, alibi = call.score, call.score is not None and call.score.alibi
     bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
     mask = call.mask.gathered if config.gathered else call.mask
+    overlaps = device.overlaps(call.device)
     launch = Launch(
         KERNELS[config.block_n],
         (num_n * B * H_kv, 1, 1),
@@ -112,8 +113,11 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "plan": make_plan(width, config, mask.partial, score, bias is not None),
             "FUNCTION": None if score is None else score.function,
             "DERIVATIVE": None if score is None else score.derivative,
+            "OVERLAPS": overlaps,
         },
-        options={"num_warps": 4, "maxnreg": config.max_registers},
+        options={
+            "num_warps": 4, "maxnreg": config.max_registers, **({"launch_pdl": True} if overlaps else {}),
+        },  # fmt: skip
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     launches += sinks_gradient(call, first)

@@ -335,10 +335,11 @@ def test_which_calls_have_96_keys_a_program() -> None:
 
 
 MB = 1 << 20
+SHORT = {"l2_bytes": 8 * MB, "last_waves": 2.5}
 FORMS = {  # no mask, a diagonal, a window with a left bound
-    (160, 160): ({}, {"l2_bytes": 8 * MB}, {}),
-    (192, 192): ({"loaded": 3}, {"l2_bytes": 8 * MB, "placed": False}, {"early_mask": True}),
-    (192, 128): ({"loaded": 3}, {"l2_bytes": 8 * MB, "loaded": 3}, {"loaded": 3}),
+    (160, 160): ({}, {**SHORT}, {}),
+    (192, 192): ({"loaded": 3}, {**SHORT, "placed": False}, {"early_mask": True}),
+    (192, 128): ({"loaded": 3}, {**SHORT, "loaded": 3}, {"loaded": 3}),
 }
 """Columns of queries and of values -> what differs from `KEYS_96`."""
 
@@ -366,16 +367,21 @@ def test_what_heads_of_256_columns_may_take_of_l2() -> None:
         return hopper_backward_config(256, deterministic, kind=BackwardKind(**kind)).l2_bytes / MB
 
     for mask, most in (({}, 16), ({"masked": True}, 40), ({"masked": True, "left_bound": True}, 16)):
-        assert megabytes(**mask) == most
-        assert megabytes(short=True, **mask) == (8 if most == 40 else 16)
+        few = 8 if most == 40 else 16
+        assert megabytes(alone=False, **mask) == most
+        assert megabytes(**mask) == megabytes(alone=False, short=True, **mask) == few
         assert megabytes(varlen=True, **mask) == megabytes(deterministic=True, **mask) == 16
 
 
 @pytest.mark.parametrize("columns", [160, 192, 256])
-@pytest.mark.parametrize(("keys", "heads", "megabytes"), [(2047, 2, 8), (2048, 2, 40), (512, 1, 40)])
-def test_few_keys_that_are_not_shared_are_short(columns: int, keys: int, heads: int, megabytes: int) -> None:
+@pytest.mark.parametrize(
+    ("keys", "heads", "megabytes"), [(2047, 2, 8), (2048, 2, 40), (1023, 1, 8), (1024, 1, 40)]
+)
+def test_few_keys_are_short(columns: int, keys: int, heads: int, megabytes: int) -> None:
     q, k = (torch.empty(1, n, keys, columns, dtype=torch.float16, device="meta") for n in (2, heads))
     found = hopper.configuration(q, k, k, Params(MaskWindow(None, 0), SCALE), backward=True)
+    if columns == 256 and heads == 2:  # the wide kernel, and no shared keys
+        megabytes = 8
     assert found.l2_bytes == megabytes * MB
 
 
@@ -451,4 +457,4 @@ def test_last_section_has_all_heads_that_are_left(blocks, heads, section, waves)
         for head in range(first, end)
     ]
     assert [tuple(row) for row in found.tolist()] == expected
-    assert last == 0 or (heads - last) * blocks >= waves * SMS
+    assert last == 0 or (heads - last + 0.5) * blocks >= waves * SMS

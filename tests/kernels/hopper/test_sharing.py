@@ -10,6 +10,8 @@ from cases import INTERPRETER_REMARKS
 from chosen import in_turn
 from emulated import Call, check_backward
 
+from attnlib.kernels.common import device
+from attnlib.kernels.common.device import H200_MEMORY
 from attnlib.kernels.common.signature import Lengths, Signature
 from attnlib.kernels.hopper import launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
@@ -146,7 +148,7 @@ def test_heads_of_their_own_have_programs_of_their_own(window: MaskWindow, D: in
 
 CHOICES = {  # causal; columns, group -> query heads of a program at 1024, 2048, 4096, 16384 of 16384 tokens
     (64, 8): (8, 8, 8, 8), (64, 4): (4, 4, 4, 4), (128, 4): (4, 4, 4, 4), (128, 8): (8, 8, 8, 8),
-    (160, 4): (1, 2, 2, 2), (160, 8): (1, 2, 2, 2), (192, 4): (1, 2, 2, 2), (192, 8): (1, 2, 2, 2),
+    (160, 4): (2, 2, 2, 2), (160, 8): (2, 2, 2, 2), (192, 4): (2, 2, 2, 2), (192, 8): (2, 2, 2, 2),
     (256, 4): (2, 2, 2, 2), (256, 8): (2, 2, 2, 2),
 }  # fmt: skip
 
@@ -158,10 +160,17 @@ def test_which_calls_share(D: int, group: int) -> None:
     assert tuple(found) == CHOICES[D, group]
 
 
+@pytest.mark.parametrize(("memory", "visited"), [(H200_MEMORY, (1, 2, 2)), (3352, (1, 1, 2))])
+@pytest.mark.parametrize("D", [160, 192])
+def test_short_rows_of_96_keys_are_shorter_where_memory_is_fast(D, memory, visited, monkeypatch) -> None:
+    monkeypatch.setattr(device, "memory_gb_per_s", lambda index: memory)
+    assert tuple(chosen(D, 16384 // S, 8, 1, S) for S in (512, 1024, 2048)) == visited
+
+
 @pytest.mark.parametrize(
     ("S", "group", "window", "visited"),
     [
-        (256, 8, (None, 0), 1), (1128, 8, (None, 0), 1), (1534, 4, (None, 0), 1), (1536, 4, (None, 0), 2),
+        (256, 8, (None, 0), 1), (766, 8, (None, 0), 1), (768, 4, (None, 0), 2), (1128, 8, (None, 0), 2),
         (3616, 4, (None, 0), 2), (3616, 7, (None, 0), 1), (3616, 3, (None, 0), 3), (3616, 8, (None, None), 8),
     ],
 )  # fmt: skip
