@@ -2,8 +2,8 @@
 Triton has `gdc_launch_dependents` and `gdc_wait`.
 
 A launch with the option `launch_pdl` may begin when all programs of the one ahead have called
-`let_next_begin` or ended. What that one writes is there when `await_launch_before` returns, in each thread
-that calls it; what was launched before that is done since long.
+`let_next_begin` or ended. What that one writes is visible to a program when `await_launch_before` has
+returned; what was launched before that is done since long.
 """
 
 from triton.experimental import gluon
