@@ -85,8 +85,8 @@ def refuse_functions(score: Score) -> None:
     """NotImplementedError for a function without a number: operators take numbers and tensors only."""
     if score.function is not None and score.functions is None:
         raise NotImplementedError(
-            "score.function of a score that is made under torch.compile or torch.export: not supported; make "
-            "the score outside, as a constant of the module"
+            "score.function: expected None in a score that is made inside of a compiled function, got one; "
+            "make the score outside"
         )
 
 

@@ -36,13 +36,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 import tune_backward  # noqa: E402
 from time_plane import GradientSample  # noqa: E402
 
-from attnlib.bench import peers, records, timing  # noqa: E402
+from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config  # noqa: E402
 
-RECORD, FA3 = "consumer_order", "fa3"
+RECORD = "consumer_order"
 CELLS = [tune_backward.cell_of(f"{columns}-{kind}-4096") for columns in (64, 96, 128)
          for kind in ("causal", "window", "dense")]  # fmt: skip
 LONG = [Cell(kind, Shape(1, 4, 65536, 128, KINDS[kind].causal, "bfloat16")) for kind in ("causal", "dense")]
@@ -84,9 +84,8 @@ def bursts(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
     first = calls["one tile"]()
     sample = GradientSample(kind, None, *tensors)
     bad = tune_backward.judge(cell.label, calls, sample, first)
-    own, peer = dict(calls), peers.fa3(kind.window)
-    if not peer.available():
-        calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+    own = dict(calls)
+    tune_backward.add_peer(calls, cell, *tensors)
     found = tune_backward.times(calls, ROUNDS)
     bad += tune_backward.judge(cell.label, own, sample, first)
     return [row_of(cell, form, ms) for form, ms in found.items()], bad
@@ -103,9 +102,7 @@ def sustained(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
             if not away < 1e-2:
                 bad.append(f"WRONG {cell.label} {form}: {name} is {away:.1e} from the first form's")
                 calls.pop(form, None)
-    peer = peers.fa3()
-    if not peer.available():
-        calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+    tune_backward.add_peer(calls, cell, *tensors)
     found: dict[str, list[timing.Sustained]] = {form: [] for form in calls}
     for number in range(LONG_ROUNDS):
         for form in random.Random(number).sample(list(calls), len(calls)):

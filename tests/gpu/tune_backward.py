@@ -429,6 +429,14 @@ def calls_of(cell: Cell, forms: Forms, *tensors: Tensor) -> dict[str, Callable[[
     return {name: one(config) for name, config in forms.items()}
 
 
+def add_peer(calls: dict[str, Callable], cell: Cell, *tensors: Tensor) -> None:
+    """FlashAttention-3 beside them, where it is there; not beside varlen sequences."""
+    kind = KINDS[cell.kind]
+    peer = peers.fa3(kind.window)
+    if not kind.varlen and not peer.available():
+        calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+
+
 def compile_one(name: str, form: HopperBackwardConfig) -> str:
     """In a child: what it compiles stays in Triton's cache."""
     cell = cell_of(name)
@@ -524,9 +532,7 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     kind = KINDS[cell.kind]
     sample = SequenceSample(cell, *tensors) if kind.varlen else GradientSample(kind, None, *tensors)
     bad += judge(name, calls, sample, first)
-    peer = peers.fa3(kind.window)
-    if not kind.varlen and not peer.available():
-        calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+    add_peer(calls, cell, *tensors)
     found = times(calls, rounds)
     calls.pop(FA3, None)
     bad += judge(name, calls, sample, first)  # after hundreds of launches
