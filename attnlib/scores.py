@@ -49,9 +49,9 @@ class Score:
         alibi: (H), float: slopes, as in ALiBi (arXiv 2108.12409). They have no gradient.
         sinks: (H), float: a logit for each query head that takes part in its softmax and has no value, as in
             GPT-OSS. Differentiable.
-        bias: float, of a shape that broadcasts to (B, H, Sq, Sk). Differentiable. -inf hides a key, and so do,
-            on a GPU, numbers below -2.3e38, such as the least one of float32: a row that has no other gives
-            0, where PyTorch's SDPA gives the mean of the values.
+        bias: float, of a shape that broadcasts to (B, H, Sq, Sk). Differentiable. -inf hides a key. On a GPU
+            numbers below -2.3e38 do, too, such as the least one of float32: a row that has no other gives 0,
+            where PyTorch's SDPA gives the mean of the values.
         relative: (H, 2L + 1), float: a bias by how far a key stands behind its query, as in T5 (arXiv
             1910.10683); beyond L it is that of L. Differentiable. -inf hides a key. Not together with bias.
         function: your own, a `@triton.jit` function of a float32 score and the numbers of its query, key,
