@@ -1,5 +1,5 @@
 """Launches that begin before the one ahead of them is done (programmatic dependent launch), in Gluon; plain
-Triton has `gdc_launch_dependents` and `gdc_wait`.
+Triton has `gdc_launch_dependents` and `gdc_wait`. Chapter 21 says what for.
 
 A launch with the option `launch_pdl` may begin when all programs of the one ahead have called
 `let_next_begin` or ended. What that one writes is visible to a program when `await_launch_before` has
