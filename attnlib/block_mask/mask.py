@@ -320,19 +320,21 @@ class BlockMask:
         found = GatheredMask(gathered_tiles(self._tiles, self._order), self._grid, self._order)
         return found if found.density(TILE) < self.density(TILE) else None
 
-    def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
-        """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along
-        queries."""
-        key = step, columns, rows
+    def lists(
+        self, step: int, columns: bool = False, rows: int = TILE, marked: bool = False
+    ) -> Lists:
+        """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along queries;
+        marked: see `lists_of`."""
+        key = step, columns, rows, marked
         if key not in self._lists:
             self._lists[key] = self._made_lists(*key)
         return self._lists[key]
 
-    def _made_lists(self, step: int, columns: bool, rows: int) -> Lists:
+    def _made_lists(self, step: int, columns: bool, rows: int, marked: bool) -> Lists:
         found = None
         if self._chosen is not None and not columns and rows == TILE:
             found = self._chosen.lists(step)
-        return lists_of(self._tiles, step, columns, rows) if found is None else found
+        return lists_of(self._tiles, step, columns, rows, marked) if found is None else found
 
     @property
     def tiles(self) -> Tiles:
@@ -381,9 +383,9 @@ class GatheredMask(BlockMask):
         super().__init__(tiles, grid)
         self.units = units_of_tiles(order).expand(grid.B, -1, -1).contiguous()
 
-    def _made_lists(self, step: int, columns: bool, rows: int) -> Lists:
+    def _made_lists(self, step: int, columns: bool, rows: int, marked: bool) -> Lists:
         """Of keys along queries, the last queries first."""
-        return last_first(super()._made_lists(step, columns, rows))
+        return last_first(super()._made_lists(step, columns, rows, marked))
 
 
 def by_handle(handle: int) -> BlockMask:

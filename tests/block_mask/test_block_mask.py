@@ -79,6 +79,32 @@ def test_the_part_within_a_window(name, lengths, bounds):
     assert mask.within(window) is cut and mask.within(MaskWindow(None, None)) is mask
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_marked_lists_have_at_their_ends_what_64_queries_see_alone(name):
+    """The same steps, in another order."""
+    mask = BlockMask.from_function(FUNCTIONS[name], 390, 400, B=2, H=2)
+    plain, marked = mask.lists(64), mask.lists(64, marked=True)
+    for same in ("starts", "middles", "order"):
+        assert torch.equal(getattr(plain, same), getattr(marked, same))
+    seen = tiles.by_tile(mask.tiles.kinds)  # (B, H, tiles down, across, 2, 2)
+    seen = seen.permute(0, 1, 2, 4, 3, 5).flatten(4).flatten(0, 2)  # (rows of tiles, halves, units across)
+    for row, (upper, lower) in enumerate(seen):
+        first, middle, end = plain.starts[row], plain.middles[row], plain.starts[row + 1]
+        steps, bits = marked.steps[first:end].tolist(), marked.bits[first:end].tolist()
+        wanted = dict(zip(plain.steps[first:end].tolist(), plain.bits[first:end].tolist(), strict=True))
+        slots = [x if x < 0 else x & (lists.SECOND_ALONE - 1) for x in bits]
+        assert dict(zip(steps, slots, strict=True)) == wanted
+        alone = [j for j in range(len(upper)) if upper[j] == tiles.FULL and lower[j] == tiles.ABSENT]
+        behind = [j for j in range(len(upper)) if upper[j] == tiles.ABSENT and lower[j] != tiles.ABSENT]
+        others = len(steps) > bool(alone) + bool(behind)
+        marks = [(j, x & ~(lists.SECOND_ALONE - 1)) for j, x in enumerate(bits) if x >= lists.SECOND_ALONE]
+        expected = [(int(middle - first), lists.FIRST_ALONE)] * bool(alone and others)
+        expected += [(len(steps) - 1, lists.SECOND_ALONE)] * bool(behind and others)
+        assert marks == expected
+        for j, mark in marks:
+            assert steps[j] in (alone if mark == lists.FIRST_ALONE else behind)
+
+
 @pytest.mark.parametrize(("name", "step", "columns"), [*product(NAMES, (64, 128), (False, True))], ids=str)
 def test_lists_cover_what_is_seen_once(name, step, columns):
     lengths = 300, 400

@@ -6,11 +6,12 @@
 
 Three tables, of 4 sequences and 16 heads of 128 columns in bfloat16, causal, under the published pattern:
 blocks of 64, 8 near ones, a stride of 16. `forward` and `backward`: the block-sparse engine, the same with
-two dense heads at some lengths, what its copies take alone (`attnlib.bench.copies_alone`), the kernel of
-chapter 33 at two of them, and dense attention; of the backward pass also what it was made of, its keys in
-order, and gathered with the first queries first. `decode`: one token against a cache that keeps what the
-pattern needs, and against one that keeps all. `share` is the part of causal attention's blocks that a pattern
-keeps, `mask_ms` what making the mask and its lists takes.
+two dense heads at some lengths, what its copies take alone (`attnlib.bench.copies_alone`), forward with
+`leaves_out`, which no call has yet, the kernel of chapter 33 at two of them, and dense attention; of the
+backward pass also what it was made of, its keys in order, and gathered with the first queries first.
+`decode`: one token against a cache that keeps what the pattern needs, and against one that keeps all. `share`
+is the part of causal attention's blocks that a pattern keeps, `mask_ms` what making the mask and its lists
+takes.
 
 All that is compared is timed in the same shuffled rounds, cold L2, with a control row. Outputs and gradients
 are judged before and after against fp64, of the first and the last head: the last rows of out and dq, and the
@@ -24,6 +25,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,13 @@ from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.block_mask.lists import lists_of  # noqa: E402
+from attnlib.kernels.sparse import hopper  # noqa: E402
 from attnlib.kernels.sparse.configs_hopper import hopper_sparse_backward_config  # noqa: E402
+from attnlib.params import MaskWindow, Params  # noqa: E402
 
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
-COPIES = "S2, copies"
+COPIES, ENDS = "S2, copies", "S2, ends left out"
 IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
@@ -52,7 +56,7 @@ STEP_LENGTHS = 4096, 16384
 CACHES = 16384, 65536, 131072
 PATTERN = S2Pattern(HEADS)
 PATTERNS = {
-    OURS: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
+    OURS: PATTERN, ENDS: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
     HYBRID: S2Pattern(HEADS, dense_heads=2),
     DENSE: S2Pattern(HEADS, dense_heads=HEADS),
 }  # fmt: skip
@@ -152,7 +156,7 @@ def before(length: int) -> dict[str, BlockMask]:
     mask, step = PATTERN.mask(length, DEVICE), hopper_sparse_backward_config(WIDTH).block_m
     if mask.gathered is None:
         return {}
-    mask.gathered._lists[step, True, 128] = lists_of(mask.gathered.tiles, step, columns=True)
+    mask.gathered._lists[step, True, 128, False] = lists_of(mask.gathered.tiles, step, columns=True)
     return {IN_ORDER: BlockMask(mask.tiles, mask._grid), FIRST_FIRST: mask}
 
 
@@ -163,6 +167,8 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
         if name == OURS or length in HYBRID_LENGTHS:
             mask, more = made(PATTERNS[name], length)
             calls[name] = (lambda q, k, v, m=mask: attention(q, k, v, block_mask=m)), more
+        if name == OURS and not backward_too:
+            calls[ENDS] = (lambda q, k, v, m=mask: ends_left_out(m, q, k, v)), {}
     if length in STEP_LENGTHS and not backward_too:
         step = sources.load_step(STEP)
         calls[STEP] = (lambda q, k, v: step.attention(q, k, v, True, None)), {}
@@ -170,6 +176,15 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
         calls[name] = (lambda q, k, v, m=mask: attention(q, k, v, block_mask=m)), {}
     calls[DENSE] = (lambda q, k, v: attention(q, k, v, causal=True)), {}
     return calls
+
+
+def ends_left_out(mask: BlockMask, *tensors: torch.Tensor) -> torch.Tensor:
+    """S2, whose consumers leave out steps that only the other one sees (`leaves_out`), where steps have 64
+    keys."""
+    params = Params(MaskWindow(None, None), WIDTH**-0.5, block_mask=mask)
+    config = hopper.configuration(*tensors, params)
+    params = params._replace(config=replace(config, leaves_out=config.block_n == 64))
+    return hopper.forward(*tensors, params)[0]
 
 
 def differentiated(call: Callable, tensors: Tensors) -> Function:

@@ -28,6 +28,8 @@ class HopperSparseConfig:
             not under ALiBi, a bias or a function.
         q_buffers: places for the queries of a tile, 1 or 2; with 2 those of the next tile are copied beside
             this tile's last steps. Two pairs have room for 2 without bits alone.
+        leaves_out: either consumer leaves out a step that only the other one sees; in steps of 64 with bits,
+            and no score.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -45,6 +47,7 @@ class HopperSparseConfig:
     copies_bias: bool = False
     keep_shift: bool = False
     q_buffers: int = 1
+    leaves_out: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
@@ -53,6 +56,8 @@ class HopperSparseConfig:
     def __post_init__(self) -> None:
         if self.pairs > 1 and (self.named or self.copies_bias):
             raise ValueError(f"pairs: expected 1 with named or copies_bias, got {self.pairs}")
+        if self.leaves_out and self.block_n != 64:
+            raise ValueError(f"leaves_out: expected False with block_n={self.block_n}, got True")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers: expected 1 or 2, got {self.q_buffers}")
 

@@ -23,6 +23,12 @@ differs:
   completes once for each slot, so the parity is c & 1.
 
 A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
+
+With `leaves_out` lists are marked (`lists.lists_of`): of a tile there may be one step that the first consumer
+sees whole and the second one not at all, and one that the second one sees alone. The producer copies the
+first kind before all others, and the second kind comes last. So the second consumer may begin a step later:
+it waits for the keys, for the slot is not filled before, and gives it back. And the first one may end a step
+earlier: its last P V takes the values in the last slot of the tile's keys, which it gives back behind it.
 """
 
 from typing import NamedTuple
@@ -36,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.block_mask import lists
 from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.first_product import start_scores
@@ -46,10 +53,11 @@ from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.common.words import await_tile, new_words, put_word, tell, told, word_in
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_scores import Score, of_tile, scored, top_of_rows, weights_of
+from attnlib.kernels.sparse.hopper_tiles import Work, entry_after, entry_of, locate, whole_until
 from attnlib.kernels.sparse.queries import copy_q, q_place
 
+SECOND_ALONE = gl.constexpr(lists.SECOND_ALONE)
 BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
-BLOCK_M = gl.constexpr(128)  # rows of a tile
 
 # What the producer tells of a tile, word by word; word 0 is the first row, -1 after the last tile.
 STEPS = gl.constexpr(1)
@@ -57,6 +65,7 @@ WHOLE = gl.constexpr(2)  # steps without bits
 OUTPUT = gl.constexpr(3)  # and the word after: batch and head of the output of the tile before
 HEAD = gl.constexpr(5)  # of this tile, for a score
 BATCH = gl.constexpr(6)  # of this tile, for a bias
+LEFT_OUT = gl.constexpr(5)  # with `leaves_out`, where there is no score: 1 and 2, see the module docstring
 
 
 # ---------------------------------------------------------------- what is passed around
@@ -82,51 +91,7 @@ class Memory(NamedTuple):
     drawn: gl.shared_memory_descriptor
 
 
-class Work(NamedTuple):
-    """The problem and its lists; see the kernel's arguments."""
-
-    S_q: gl.tensor
-    H: gl.tensor
-    GROUP: gl.tensor
-    HEADS: gl.tensor
-    SECTION: gl.tensor
-    num_m: gl.tensor
-    tiles: gl.tensor
-    mask_b: gl.tensor
-    mask_h: gl.tensor
-    starts: gl.tensor
-    middles: gl.tensor
-    steps: gl.tensor
-    bits: gl.tensor
-    order: gl.tensor
-
-
-class Tile(NamedTuple):
-    """What the producer works on: rows and head, and the entries of its list."""
-
-    row: gl.tensor
-    i_b: gl.tensor
-    i_h: gl.tensor
-    i_kv: gl.tensor
-    first: gl.tensor
-    middle: gl.tensor
-    end: gl.tensor
-
-
 # ---------------------------------------------------------------- producer
-
-
-@gluon.jit
-def _locate(number, work):
-    """The tile of a number, any where there are none left."""
-    number = gl.minimum(number, work.tiles - 1)
-    rank, head = tiling.by_sections(number, work.num_m, work.HEADS, work.SECTION)
-    i_b, i_h = tiling.divide(head, work.H)
-    i_kv, _ = tiling.divide(i_h, work.GROUP)
-    mask = (i_b * work.mask_b + i_h * work.mask_h) * work.num_m
-    i_m = gl.load(work.order + mask + rank)
-    first, end = gl.load(work.starts + mask + i_m), gl.load(work.starts + mask + i_m + 1)
-    return Tile(i_m * BLOCK_M, i_b, i_h, i_kv, first, gl.load(work.middles + mask + i_m), end)
 
 
 @gluon.jit
@@ -139,8 +104,10 @@ def _copy_k(desc_k, desc_words, mem, c, tile, j, step, VALUES: gl.constexpr, wor
         put_word(mem.steps.index(s), step)
     size: gl.constexpr = (2 if VALUES and plan.pipeline.joint else 1) * desc_k.block_type.nbytes
     if plan.partial:
-        if j >= tile.middle:
+        if j >= whole_until(tile, plan):
             bits = gl.load(work.bits + j)
+            if plan.leaves_out:
+                bits = bits & (SECOND_ALONE - 1)
             if plan.block_n == 128:
                 bits = bits >> 1
             mbarrier.expect(bar, size + 2 * desc_words.block_type.nbytes)
@@ -188,9 +155,9 @@ def _copy_steps(
     """Keys of steps `begin` to `end` of a tile, each with the values of the one before. `before` and `step`
     are the numbers of the step before `begin` and of `begin`; returns those of `end`."""
     for i in range(begin, end):
-        after = gl.load(work.steps + gl.minimum(tile.first + i + 1, tile.end - 1))
+        after = gl.load(work.steps + entry_after(tile, i, plan))
         acquire(mem, c + i, plan)
-        _copy_k(desc_k, desc_words, mem, c + i, tile, tile.first + i, step, True, work, plan)
+        _copy_k(desc_k, desc_words, mem, c + i, tile, entry_of(tile, i, plan), step, True, work, plan)
         _copy_v(desc_v, mem, c + i, tile, before, not plan.pipeline.joint, plan)
         _copy_bias(desc_bias, mem, c + i, tile, step, plan)
         before = step
@@ -203,8 +170,12 @@ def _tell(mem, number, last, tile, before, plan: gl.constexpr):
     """Consumers read which tile has this number, and where the output of the one before goes."""
     b = number & 1
     # In the order of their names.
-    words = (gl.where(last, -1, tile.row), tile.end - tile.first, tile.middle - tile.first) + before
-    words += (tile.i_h, tile.i_b)
+    whole = whole_until(tile, plan) - tile.first
+    words = (gl.where(last, -1, tile.row), tile.end - tile.first, whole) + before
+    if plan.leaves_out:
+        words += (tile.alone,)
+    else:
+        words += (tile.i_h, tile.i_b)
     tell(mem, b, words, plan.words)
 
 
@@ -212,10 +183,10 @@ def _tell(mem, number, last, tile, before, plan: gl.constexpr):
 def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
     desc_q, desc_k, desc_v, desc_words, desc_bias, counter_ptr, mem, work = given
     number = plan.pairs * gl.program_id(0) + PAIR  # of the tile among all
-    tile = _locate(number, work)
-    step = gl.load(work.steps + tile.first)
+    tile = locate(number, work, plan)
+    step = gl.load(work.steps + entry_of(tile, 0, plan))
     if number < work.tiles:
-        _copy_k(desc_k, desc_words, mem, 0, tile, tile.first, step, False, work, plan)
+        _copy_k(desc_k, desc_words, mem, 0, tile, entry_of(tile, 0, plan), step, False, work, plan)
         _copy_bias(desc_bias, mem, 0, tile, step, plan)
     _tell(mem, 0, number >= work.tiles, tile, (0, 0), plan)
     if not plan.pipeline.joint:
@@ -229,7 +200,7 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
             copy_q(desc_q, mem, turn, tile, True, plan)
         steps = tile.end - tile.first
         before = step
-        step = gl.load(work.steps + gl.minimum(tile.first + 1, tile.end - 1))
+        step = gl.load(work.steps + entry_after(tile, 0, plan))
         early, late = gl.maximum(steps - 4, 1), gl.maximum(steps - 2, 1)
         before, step = _copy_steps(
             desc_k, desc_v, desc_words, desc_bias, mem, c, 1, early, tile, before, step, work, plan
@@ -239,8 +210,8 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
             desc_k, desc_v, desc_words, desc_bias, mem, c, early, late, tile, before, step, work, plan
         )
         number = tiling.drawn(asked, counter_ptr, work.tiles, plan.pairs)
-        next_tile = _locate(number, work)
-        first = gl.load(work.steps + next_tile.first)
+        next_tile = locate(number, work, plan)
+        first = gl.load(work.steps + entry_of(next_tile, 0, plan))
         turn += 1
         if plan.q_buffers > 1:
             copy_q(desc_q, mem, turn, next_tile, number < work.tiles, plan)
@@ -251,7 +222,8 @@ def _produce(given, PAIR: gl.constexpr, plan: gl.constexpr):
         c += steps
         acquire(mem, c, plan)
         if number < work.tiles:
-            _copy_k(desc_k, desc_words, mem, c, next_tile, next_tile.first, first, True, work, plan)
+            entry = entry_of(next_tile, 0, plan)
+            _copy_k(desc_k, desc_words, mem, c, next_tile, entry, first, True, work, plan)
             _copy_v(desc_v, mem, c, tile, before, not plan.pipeline.joint, plan)
             _copy_bias(desc_bias, mem, c, next_tile, first, plan)
         else:
@@ -399,8 +371,17 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         row = first_row + WG * 64
         end = c + told(mem, turn, STEPS, plan.words)  # slot of the next tile's first keys, of the last values
         middle = c + told(mem, turn, WHOLE, plan.words)  # the first slot with bits
+        last = end  # slot of this consumer's last values
+        if plan.leaves_out:
+            alone = told(mem, turn, LEFT_OUT, plan.words)
+            if WG == 0:
+                last -= alone >> 1
+            elif (alone & 1) == 1:
+                wait_k(mem, c, plan)
+                release(mem, c, plan)
+                c += 1
         head, batch = 0, 0
-        if plan.words > HEAD:
+        if plan.words > HEAD and not plan.leaves_out:
             head = told(mem, turn, HEAD, plan.words)
         if plan.words > BATCH:
             batch = told(mem, turn, BATCH, plan.words)
@@ -435,7 +416,7 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
 
         # 2. The other steps.
-        for i in range(c + 1, end):
+        for i in range(c + 1, last):
             p, acc, shift, sums = _step(
                 q_registers, p, acc, shift, sums, i, i >= middle, turn, mem, qk_scale, score, own, FUNCTION,
                 WG, plan,
@@ -445,11 +426,11 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         mbarrier.arrive(mem.q_free.index(q_at), count=1)
 
         # 3. The last P V, and what can be done beside it.
-        c = end
-        wait_v(mem, c, plan)
+        wait_v(mem, last, plan)
         if plan.keep_shift:
             p = kept_shift.unpacked(p, dtype, plan)
-        o_token = _issue_output(p, acc, mem, c, plan)
+        o_token = _issue_output(p, acc, mem, last, plan)
+        c = end
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         shift = kept_shift.shift_of_rows(shift, plan)  # [64]
         if plan.sinks:  # shift is its maximum with all scores, less what the maximum grew by little
@@ -458,6 +439,9 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         first_row = await_tile(mem, turn, plan.words)
         at = told(mem, turn, OUTPUT, plan.words), told(mem, turn, OUTPUT + 1, plan.words)  # of this tile
         acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+        if plan.leaves_out and WG == 0:
+            if last < end:
+                release(mem, last, plan)
         # A row that sees nothing has a sum of 0: its output is 0 and its LSE -inf.
         empty = row_sums == 0.0
         if plan.store_lse:

@@ -40,9 +40,15 @@ def forward(
     plan = params.plan or prepare(signature(params, q, k, q, k, v))
     out, lse = plan.out.like(q), lse_for(q, params)
     mask, step = params.block_mask, params.config.block_n
-    lists = *mask.lists(step), mask.words_of(step)
+    marked = leaves_out(params.config, mask.form.partial_rows, params.score)
+    lists = *mask.lists(step, marked=marked), mask.words_of(step)
     plan.launches(q, k, v, out, lse, counters.counter(q.get_device()), *lists, *tensors_of(params))
     return out, lse
+
+
+def leaves_out(config: HopperSparseConfig, partial: bool, score: object | None) -> bool:
+    """Whether a kernel with this configuration walks along marked lists."""
+    return config.leaves_out and partial and score is None
 
 
 class Plan(NamedTuple):
@@ -127,7 +133,7 @@ def make_plan(
             2, config.stages, config.joint, config.named, config.late_wait, config.pin, config.keep_shift
         ),
         registers=Registers(config.consumer_registers, config.producer_registers),
-        q_buffers=config.q_buffers,
+        q_buffers=config.q_buffers, leaves_out=leaves_out(config, partial, score),
         soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
         sinks=score is not None and score.sinks, bias_edge=edge,
         function=score is not None and score.function is not None, **own,

@@ -16,7 +16,8 @@ class SparsePlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64, 128 or 256.
         block_n: keys of a step of the lists, 64 or 128.
-        q_columns, o_columns, q_buffers: as in `HopperSparseConfig`.
+        q_columns, o_columns, q_buffers, leaves_out: as in `HopperSparseConfig`; leaves_out: not with a score,
+            nor without bits.
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         store_lse: write the LSE.
         partial: some steps carry bits.
@@ -47,13 +48,14 @@ class SparsePlan(Constants):
     bias_batches: bool = False
     bias_heads: bool = False
     function: bool = False
+    leaves_out: bool = False
 
     loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
     # Told of a tile; a score needs its head, a bias that is loaded and a function its batch element, too.
     words = property(
         lambda self: gl.constexpr(
             7 if self.loads_bias.value or self.function.value
-            else 6 if self.alibi.value or self.sinks.value else 5
+            else 6 if self.alibi.value or self.sinks.value or self.leaves_out.value else 5
         )
     )  # fmt: skip
     tells_steps = property(

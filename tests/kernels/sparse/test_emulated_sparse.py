@@ -22,7 +22,14 @@ from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.common import backward_pair, tile_scheduler
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
-from attnlib.kernels.sparse import bits, hopper, hopper_backward_kernel, hopper_kernel, queries
+from attnlib.kernels.sparse import (
+    bits,
+    hopper,
+    hopper_backward_kernel,
+    hopper_kernel,
+    hopper_tiles,
+    queries,
+)
 from attnlib.kernels.sparse import hopper_backward_steps as steps
 from attnlib.kernels.sparse import hopper_backward_wide_kernel as wide
 from attnlib.kernels.sparse.configs_hopper import (
@@ -66,6 +73,9 @@ class Call:
     def block_mask(self) -> BlockMask:
         if self.mask.startswith("S2"):
             return S2[self.mask].mask(self.S_k)
+        if self.mask == "window":  # of blocks of 64, the own one and two before it
+            near = lambda b, h, i, j: (i >= j) & (i // 64 - j // 64 < 3)  # noqa: E731
+            return BlockMask.from_function(near, self.S_q, self.S_k)
         if self.mask == "random":
             rng = torch.Generator().manual_seed(1)
             blocks = torch.rand(1, self.H, -(-self.S_q // 128), self.S_k // 128, generator=rng) < 0.5
@@ -121,6 +131,9 @@ APART = HopperSparseConfig(64, 2, 32)
 NAMED = HopperSparseConfig(128, 2, 64, joint=True, named=True)
 Q_KEPT = HopperSparseConfig(64, 2, 64, q_columns=32, late_wait=True, pin=True)
 TWO_Q = replace(hopper_sparse_config(128, coarse=False), o_columns=64, keep_shift=True, q_buffers=2)
+ENDS = replace(APART, stages=4, leaves_out=True)
+ENDS_TWO_Q = replace(ENDS, q_buffers=2, keep_shift=True, joint=True, named=True)
+ENDS_PAIRS = replace(PAIRS, leaves_out=True, keep_shift=True)
 CALLS = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
     **{f"{D} random": Call(D, "random", 300, 384, 3, 3) for D in (64, 128, 256)},
@@ -144,12 +157,22 @@ CALLS = {
     "two Q, pairs": Call(64, "causal", 520, 520, 5, 1, config=replace(PAIRS, o_columns=32, q_buffers=2)),
     "two Q in registers": Call(64, "random", 520, 384, 3, 3, config=replace(Q_KEPT, q_buffers=2)),
     "two Q, of 128": Call(128, "random", 520, 384, 3, 3, config=TWO_Q),
+    **{
+        f"ends, {mask}": Call(64, mask, 390, 390, 2, 2, config=ENDS)
+        for mask in FUNCTIONS if "by" not in mask
+    },
+    "ends, S2": Call(64, "S2", 650, 650, 3, 3, config=ENDS),
+    "ends, window": Call(64, "window", 650, 650, 3, 3, config=ENDS),
+    "ends, two Q": Call(64, "window", 650, 650, 3, 3, config=ENDS_TWO_Q),
+    "ends, pairs": Call(64, "S2", 650, 650, 3, 3, config=ENDS_PAIRS),
+    "ends, a row behind": Call(64, "window", 200, 200, 3, 3, config=ENDS_TWO_Q),
 }
 
 
 ORDERED = (
     "apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
-    "two Q, pairs", "two Q in registers", "two Q, of 128",
+    "two Q, pairs", "two Q in registers", "two Q, of 128", "ends, S2", "ends, window", "ends, two Q",
+    "ends, pairs",
 )  # fmt: skip
 
 
@@ -213,6 +236,13 @@ def test_two_pairs_share_no_barriers_and_no_bias(given):
 def test_there_are_one_or_two_buffers_for_queries(given):
     with pytest.raises(ValueError, match=f"^q_buffers: expected 1 or 2, got {given}$"):
         replace(PAIRS, q_buffers=given)
+
+
+def test_who_leaves_out_steps():
+    """Steps of 128 have both halves of a tile's rows. No call has it by itself until it is timed."""
+    with pytest.raises(ValueError, match="^leaves_out: expected False with block_n=128, got True$"):
+        replace(NAMED, leaves_out=True)
+    assert not any(hopper_sparse_config(D, short=True, keep=True).leaves_out for D in (64, 128, 256))
 
 
 @pytest.mark.parametrize("option", ["gathered", "alternate"])
@@ -293,8 +323,25 @@ MUTATIONS = [
              "_seen(s, mem, c, c > middle, WG, plan)\n        release")),
     planted("values of the step itself", "apart", WRONG,
             ("_copy_v(desc_v, mem, c + i, tile, before, not", "_copy_v(desc_v, mem, c + i, tile, step, not")),
-    planted("the step after is that of two further on", "apart", WRONG,
-            ("gl.minimum(tile.first + i + 1, tile.end - 1)", "gl.minimum(tile.first + i + 2, tile.end - 1)")),
+    Mutation("the step after is that of two further on", "gl.minimum(tile.first + i + 1, tile.end - 1)",
+             "gl.minimum(tile.first + i + 2, tile.end - 1)", "apart", WRONG, module=hopper_tiles),
+    planted("what only the other one sees is given back before it is there", "ends, window",
+            "Race|Deadlock|Assertion",
+            ("                wait_k(mem, c, plan)\n                release(mem, c, plan)\n",
+             "                release(mem, c, plan)\n")),
+    planted("what only the other one sees is not given back", "ends, window", "Deadlock|Race|Assertion",
+            ("                wait_k(mem, c, plan)\n                release(mem, c, plan)\n",
+             "                wait_k(mem, c, plan)\n")),
+    planted("the slot of the last values is not given back", "ends, window", "Deadlock|Race|Assertion",
+            ("            if last < end:\n                release(mem, last, plan)\n", "            pass\n")),
+    planted("the first consumer ends a step too early", "ends, window", WRONG,
+            ("last -= alone >> 1", "last -= 1")),
+    planted("the second consumer begins with what it does not see", "ends, window", WRONG,
+            ("elif (alone & 1) == 1:", "elif (alone & 1) == 2:")),
+    planted("marks are taken for the number of a slot", "ends, window", "IndexError|Assertion|Error",
+            ("bits = bits & (SECOND_ALONE - 1)", "bits = bits & (2 * SECOND_ALONE - 1)")),
+    Mutation("the step that comes first comes again", "gl.where(j <= tile.middle, j - 1, j)", "j",
+             "ends, window", WRONG, module=hopper_tiles),
     planted("the next tile begins with the step of this one", "many tiles", WRONG,
             ("        tile = next_tile\n        step = first\n", "        tile = next_tile\n")),
     Mutation("a drawn tile is that of one pair", "number + producers * gl.num_programs(0)",
@@ -332,8 +379,8 @@ MUTATIONS = [
             ("matrix(mem.q, q_at).slice", "matrix(mem.q, WG).slice")),
     planted("Q in registers without a fence", "two Q in registers", "Race",
             ("            fence_async_shared()  # between the load of Q", "            pass  # of Q")),
-    planted("all heads have the mask of the first", "by both", WRONG,
-            ("(i_b * work.mask_b + i_h * work.mask_h)", "(i_b * work.mask_b)")),
+    Mutation("all heads have the mask of the first", "(i_b * work.mask_b + i_h * work.mask_h)",
+             "(i_b * work.mask_b)", "by both", WRONG, module=hopper_tiles),
     planted("the output of a row that sees nothing is divided by 0", "none", WRONG,
             ("gl.where(empty, 1.0, row_sums)", "row_sums")),
     Mutation("words are overwritten without a fence", "    fence_async_shared()\n", "", "apart", "Race",
