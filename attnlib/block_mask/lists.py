@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from attnlib.block_mask.tiles import FULL, TILE, UNIT, Tiles
+from attnlib.block_mask.tiles import ABSENT, FULL, TILE, UNIT, Tiles
 from attnlib.kernels.common.launcher import LIMIT
 
 FIRST_ALONE, SECOND_ALONE = 1 << 30, 1 << 29
-"""Marks of `Lists.bits`, see `lists_of`; slots are below the half of the smaller one."""
+"""Marks of `Lists.bits`, see `marked`; slots are below the half of the smaller one."""
 
 
 class Lists(NamedTuple):
@@ -37,15 +37,9 @@ class Lists(NamedTuple):
     order: torch.Tensor
 
 
-def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE, marked: bool = False) -> Lists:
+def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE) -> Lists:
     """Of queries along keys, or with `columns` of keys along queries; of so many of them, 64 or 128.
-
-    marked: of rows of 128 in steps of 64. The first of a row's steps with bits is one that its first 64
-    elements see whole and the others not at all, with the mark FIRST_ALONE, and the last one is one that the
-    second 64 see alone, with SECOND_ALONE, if there are such steps, and another one beside them.
-
-    ValueError if there are 2^31 steps.
-    """
+    ValueError if there are 2^31 steps."""
     kinds, slots = (x.mT if columns else x for x in (tiles.kinds, tiles.slots))
     kinds, slots = kinds.flatten(0, 1), slots.flatten(0, 1)
     pairs = kinds.unflatten(1, (-1, rows_of // UNIT))
@@ -72,8 +66,6 @@ def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE, marked
     for chosen, first in ((full, starts[:-1]), (partial, middles)):
         m, row, column = chosen.nonzero(as_tuple=True)
         rank = chosen.cumsum(2, dtype=torch.int32)[m, row, column] - 1
-        if marked and chosen is partial:
-            rank, marks = _alone_at_the_ends(pairs, rank, m, row, column, counts)
         place = (first[m * rows + row] + rank).long()
         steps[place] = column.int()
         if chosen is full:
@@ -81,32 +73,29 @@ def lists_of(tiles: Tiles, step: int, columns: bool, rows_of: int = TILE, marked
         else:
             bits[place] = 2 * slots[m, row * rows_of // TILE, column * step // TILE]
             bits[place] += (column % 2).int() if step == UNIT else 0
-            bits[place] += marks if marked else 0
     order = counts.view(masks, rows).sort(dim=1, descending=True, stable=True).indices
     return Lists(starts, middles, steps, bits, order.int().flatten())
 
 
-def _alone_at_the_ends(
-    pairs: torch.Tensor, rank: torch.Tensor, m, row, column, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the steps with bits, each with its rank among those of its row: new ranks, and marks. pairs: kinds
-    (masks, rows, 2, units across); counts: steps of each row."""
-    upper, lower = pairs.unbind(2)
-    lone = torch.stack([(upper == FULL) & (lower == 0), (upper == 0) & (lower != 0)])
-    exists = lone.any(3)  # (2, masks, rows)
-    exists &= counts.view(exists.shape[1:]) > exists.sum(0)
-    # The first of one kind, the last of the other.
-    where = torch.stack([lone[0].int().argmax(2), lone.shape[3] - 1 - lone[1].flip(2).int().argmax(2)])
-    is_first, is_last = (exists[i, m, row] & (where[i, m, row] == column) for i in (0, 1))
-    ranks = torch.zeros_like(exists, dtype=torch.int32)
-    for i, chosen in enumerate((is_first, is_last)):
-        ranks[i, m[chosen], row[chosen]] = rank[chosen]
-    has_first, has_last = exists[:, m, row]
-    moved = rank + (has_first & (rank < ranks[0, m, row])) - (has_last & (rank > ranks[1, m, row])).int()
-    last = torch.zeros_like(counts).view(exists.shape[1:])
-    last.index_put_((m, row), torch.ones_like(rank, dtype=last.dtype), accumulate=True)
-    moved = torch.where(is_first, 0, torch.where(is_last, last[m, row].int() - 1, moved))
-    return moved, FIRST_ALONE * is_first.int() + SECOND_ALONE * is_last.int()
+def marked(lists: Lists, kinds: torch.Tensor) -> Lists:
+    """Of rows of 128 in steps of 64, the same with the steps with bits in another order: the first one is one
+    that the row's first 64 elements see whole and the others not at all, with the mark FIRST_ALONE in its
+    bits, and the last one is one that the second 64 see alone, with SECOND_ALONE; where there are such steps,
+    and another one beside them. kinds: as of `Tiles`."""
+    lengths = lists.starts.diff()
+    row = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    upper, lower = kinds.flatten(0, 2).unflatten(0, (-1, 2))[row, :, lists.steps.long()].unbind(1)
+    alone = (upper == FULL) & (lower == ABSENT), (upper == ABSENT) & (lower != ABSENT)
+    place = torch.arange(len(row), device=row.device)
+    ends = torch.full((2, len(lengths)), -1, device=row.device)  # first of one kind, last of the other
+    for end, chosen, reduce in zip(ends, alone, ("amin", "amax"), strict=True):
+        end.scatter_reduce_(0, row[chosen], place[chosen], reduce, include_self=False)
+    ends = torch.where(lengths > (ends >= 0).sum(0), ends, -1)
+    first, second = (ends[:, row] == place).int()
+    group = 2 * (lists.bits >= 0).int() - first + second
+    order = ((row << 34) + (group.long() << 32) + lists.steps).argsort()
+    bits = lists.bits + FIRST_ALONE * first + SECOND_ALONE * second
+    return lists._replace(steps=lists.steps[order], bits=bits[order])
 
 
 def last_first(lists: Lists) -> Lists:

@@ -15,7 +15,7 @@ from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.chosen import SLOTS, Chosen
 from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
 from attnlib.block_mask.gathered import MOST_KEYS, gathered_tiles, units_of_tiles
-from attnlib.block_mask.lists import Lists, last_first, lists_of
+from attnlib.block_mask.lists import Lists, last_first, lists_of, marked
 from attnlib.block_mask.tiles import ABSENT, FULL, PARTIAL, TILE, UNIT, Grid, Tiles
 from attnlib.block_mask.transforms import outside_transforms, unwrapped
 from attnlib.params import MaskWindow
@@ -320,21 +320,26 @@ class BlockMask:
         found = GatheredMask(gathered_tiles(self._tiles, self._order), self._grid, self._order)
         return found if found.density(TILE) < self.density(TILE) else None
 
-    def lists(
-        self, step: int, columns: bool = False, rows: int = TILE, marked: bool = False
-    ) -> Lists:
-        """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along queries;
-        marked: see `lists_of`."""
-        key = step, columns, rows, marked
+    def lists(self, step: int, columns: bool = False, rows: int = TILE) -> Lists:
+        """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along
+        queries."""
+        key = step, columns, rows
         if key not in self._lists:
             self._lists[key] = self._made_lists(*key)
         return self._lists[key]
 
-    def _made_lists(self, step: int, columns: bool, rows: int, marked: bool) -> Lists:
+    @cached_property
+    def marked_lists(self) -> Lists:
+        """Of 128 queries along keys in steps of 64, see `lists.marked`; those of chosen blocks have no
+        marks."""
+        found = self.lists(UNIT)
+        return found if self._chosen is not None else marked(found, self._tiles.kinds)
+
+    def _made_lists(self, step: int, columns: bool, rows: int) -> Lists:
         found = None
         if self._chosen is not None and not columns and rows == TILE:
             found = self._chosen.lists(step)
-        return lists_of(self._tiles, step, columns, rows, marked) if found is None else found
+        return lists_of(self._tiles, step, columns, rows) if found is None else found
 
     @property
     def tiles(self) -> Tiles:
@@ -383,9 +388,9 @@ class GatheredMask(BlockMask):
         super().__init__(tiles, grid)
         self.units = units_of_tiles(order).expand(grid.B, -1, -1).contiguous()
 
-    def _made_lists(self, step: int, columns: bool, rows: int, marked: bool) -> Lists:
+    def _made_lists(self, step: int, columns: bool, rows: int) -> Lists:
         """Of keys along queries, the last queries first."""
-        return last_first(super()._made_lists(step, columns, rows, marked))
+        return last_first(super()._made_lists(step, columns, rows))
 
 
 def by_handle(handle: int) -> BlockMask:

@@ -83,7 +83,7 @@ def test_the_part_within_a_window(name, lengths, bounds):
 def test_marked_lists_have_at_their_ends_what_64_queries_see_alone(name):
     """The same steps, in another order."""
     mask = BlockMask.from_function(FUNCTIONS[name], 390, 400, B=2, H=2)
-    plain, marked = mask.lists(64), mask.lists(64, marked=True)
+    plain, marked = mask.lists(64), mask.marked_lists
     for same in ("starts", "middles", "order"):
         assert torch.equal(getattr(plain, same), getattr(marked, same))
     seen = tiles.by_tile(mask.tiles.kinds)  # (B, H, tiles down, across, 2, 2)

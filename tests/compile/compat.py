@@ -213,12 +213,13 @@ def table(rows: Iterable[tuple[Family, tuple, Outcome]]) -> str:
 def main() -> int:
     """Status 1 if a case does not compile that has to, or a kernel has no case."""
     import triton
+    from side_by_side import for_hopper
 
     from attnlib.kernels.common import hopper_gpu
 
     jobs = [(number, case) for number, family in enumerate(families()) for case in family.cases]
     children = min(8, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn"), for_hopper) as pool:
         outcomes = list(pool.map(attempt, *zip(*jobs, strict=True)))
     rows = [(families()[n], case, outcome) for (n, case), outcome in zip(jobs, outcomes, strict=True)]
     amiss = hopper_gpu._gluon_amiss()

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Job, Stats
-from attnlib.kernels.common import device, postprocess
+from attnlib.kernels.common import postprocess
 from attnlib.kernels.common import preprocess as preprocess_kernel
 from attnlib.kernels.common.backward_pair import START
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
@@ -211,9 +211,7 @@ def call_of(
     call = Signature(shape, shape, (strides,) * 5, DTYPES[dtype], 0, window, 1.0, lengths, False, config)
     call = call._replace(own_value_dim=own)
     out = call.out, torch.empty(call.out, device="meta").stride()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "overlaps", lambda index: True)  # in a child, too
-        return call, preprocess(call, out, out, config.block_m, width, deterministic)
+    return call, preprocess(call, out, out, config.block_m, width, deterministic)
 
 
 def option_of(kind: str) -> tuple[str, str]:
@@ -378,9 +376,7 @@ def test_the_program_fits_its_registers(compiled) -> None:
 def passes_around(width: int, dtype: str, varlen: bool) -> list[Job]:
     """What follows the kernel, and what precedes it."""
     call, rows = call_of(width, dtype, varlen)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "overlaps", lambda index: True)  # for `compat.py`, too
-        launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
+    launch = launch_backward.postprocess(call, (call.q, call.strides[0]), rows, width)
     return [job(postprocess, launch, call), job(preprocess_kernel, rows.launch, call)]
 
 

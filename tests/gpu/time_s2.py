@@ -156,7 +156,7 @@ def before(length: int) -> dict[str, BlockMask]:
     mask, step = PATTERN.mask(length, DEVICE), hopper_sparse_backward_config(WIDTH).block_m
     if mask.gathered is None:
         return {}
-    mask.gathered._lists[step, True, 128, False] = lists_of(mask.gathered.tiles, step, columns=True)
+    mask.gathered._lists[step, True, 128] = lists_of(mask.gathered.tiles, step, columns=True)
     return {IN_ORDER: BlockMask(mask.tiles, mask._grid), FIRST_FIRST: mask}
 
 

@@ -4,8 +4,8 @@ from functools import cache
 
 import torch
 
-H200_MEMORY = 4917.0
-"""GB/s."""
+H200_BANDWIDTH, SLOW_MEMORY = 37.0, 30.0
+"""GB/s of memory for each multiprocessor: of an H200; and between that and an H100's, 25."""
 
 
 @cache
@@ -31,11 +31,16 @@ def num_sms(device: int) -> int:
 @cache
 def memory_gb_per_s(device: int) -> float:
     """Peak bandwidth of a device's memory, by its clock and the width of its bus: 3352 of an H100 with HBM3,
-    4917 of an H200, as which kernels that are interpreted count."""
-    if device < 0 or interpreted():
-        return H200_MEMORY
+    4917 of an H200."""
     found = torch.cuda.get_device_properties(device)
     return 2 * found.memory_clock_rate * found.memory_bus_width / 8 * 1e-6  # kHz, two words a clock
+
+
+def bandwidth(device: int) -> float:
+    """GB/s of memory for each multiprocessor of a device; an H200's where kernels are interpreted."""
+    if device < 0 or interpreted():
+        return H200_BANDWIDTH
+    return memory_gb_per_s(device) / num_sms(device)
 
 
 def unsupported_on(where: torch.device, name: str = "q") -> str | None:
@@ -62,6 +67,11 @@ def capturing(device: int) -> bool:
 def overlaps(device: int) -> bool:
     """Whether a launch may begin before the one ahead of it is done, and wait for it: from Hopper on."""
     return device >= 0 and not interpreted() and capability(device)[0] >= 9
+
+
+def begins_early(yes: bool) -> dict[str, bool]:
+    """The option of a launch that may begin before the one ahead of it is done, or none."""
+    return {"launch_pdl": True} if yes else {}
 
 
 def current_stream(device: int) -> int:

@@ -24,3 +24,11 @@ def let_next_begin():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def overlap():
+    """Of a backward pass: with the launch behind it, and with the one ahead, which writes LSE, delta and the
+    zeros that are added to."""
+    let_next_begin()
+    await_launch_before()

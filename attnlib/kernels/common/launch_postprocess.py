@@ -71,5 +71,5 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
             "KEYS": sums.keys, "OVERLAPS": overlaps,
         },  # fmt: skip
         # 32 sums a thread, eight loads of 16 bytes, or fewer
-        options={"num_warps": max(4, columns // 16), **({"launch_pdl": True} if overlaps else {})},
+        options={"num_warps": max(4, columns // 16), **device.begins_early(overlaps)},
     )

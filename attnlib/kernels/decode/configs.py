@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from attnlib.kernels.common.device import H200_BANDWIDTH, SLOW_MEMORY
 from attnlib.kernels.common.tiles import block_d
 
 Split = Literal["none", "fixed", "stream_k"]
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-H200_BANDWIDTH, SLOW_MEMORY = 37.0, 30.0
-"""GB/s of memory for each multiprocessor: of an H200; and between that and an H100's, 25."""
 
 
 class Work(NamedTuple):

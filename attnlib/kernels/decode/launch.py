@@ -15,7 +15,6 @@ from attnlib.kernels.common.signature import PREPARED, exp2_scale
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.decode.configs import (
     FEW,
-    H200_BANDWIDTH,
     MANY,
     DecodeConfig,
     Split,
@@ -173,13 +172,6 @@ def sms_of(index: int) -> int:
     return INTERPRETED_SMS if device.interpreted() else device.num_sms(index)
 
 
-def bandwidth_of(index: int) -> float:
-    """GB/s of memory for each multiprocessor of a device; an H200's where kernels are interpreted."""
-    if device.interpreted() or index < 0:
-        return H200_BANDWIDTH
-    return device.memory_gb_per_s(index) / device.num_sms(index)
-
-
 def _by_page(call: Call) -> bool:
     """Whether pages have scales of their own."""
     return call.table is not None and any(strides and strides[0] for strides in call.scales)
@@ -199,7 +191,7 @@ def work_of(call: Call) -> Work:
     seen = keys if left is None else min(keys, left + call.q[2])
     equal = not call.table and (call.q[0] == 1 or not (call.ragged or call.starting))
     return Work(call.rows, call.q[-1], dtype, call.q[0] * call.cache[1], seen, sms_of(call.device), equal,
-                call.fp8, _by_page(call), bandwidth_of(call.device))  # fmt: skip
+                call.fp8, _by_page(call), device.bandwidth(call.device))  # fmt: skip
 
 
 def configuration(call: Call) -> DecodeConfig:
@@ -332,7 +324,7 @@ def prepare(call: Call) -> Plan:
             pointers={**outputs, **partial, "lengths": Part("lengths"), "starts": Part("starts")},
             scalars=sizes,
             constants=constants,
-            options={"num_warps": 4} | ({"launch_pdl": True} if overlaps else {}),
+            options={"num_warps": 4} | device.begins_early(overlaps),
         )
         launches.append(merge)
     scratch = rows * (width + 2)

@@ -176,7 +176,7 @@ def prepare(call: Call) -> Plan:
         pointers={name: Part(name.removesuffix("_ptr")) for name in POINTERS + ("mean_ptr",) * is_v},
         scalars={**sizes, "blocks": blocks, "span": each, "room": room},
         constants={**constants, "ROWS": rows, "INTERPRETED": device.interpreted()},
-        options={"num_warps": max(4, rows // 16), **({"launch_pdl": True} if overlaps else {})},
+        options={"num_warps": max(4, rows // 16), **device.begins_early(overlaps)},
     )
     data = (*heads, width, room * GROUP) if is_v else (*call.shape[:-1], width)
     launches = Launches([*launches, quantizing], call.device, TENSORS)
@@ -214,6 +214,6 @@ def _centering(
         scalars={"S": sizes["S"], "H": H, "span": span, "room": room},
         constants={name: constants[name] for name in ("PER_HEAD", "WIDTH", "OVERLAPS")}
         | {"ROWS": rows, "COLUMNS": COLUMNS, "STEP": STEP},
-        options={"num_warps": 4, **({"launch_pdl": True} if constants["OVERLAPS"] else {})},
+        options={"num_warps": 4, **device.begins_early(constants["OVERLAPS"])},
     )
     return [summing, joining], (*heads, room, 3, width)

@@ -134,7 +134,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
-from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
+from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
@@ -562,9 +562,8 @@ def attention_backward_hopper(
         told,
     )
     fence_async_shared()
-    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
-        let_next_begin()
-        await_launch_before()
+    if OVERLAPS:
+        overlap()
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
         SHARE, tiles, counter_ptr,

@@ -70,7 +70,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
-from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
+from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
@@ -490,9 +490,8 @@ def attention_backward_hopper_keys96(
         barriers(STAGES, 1),  # p_full
     )
     fence_async_shared()
-    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
-        let_next_begin()
-        await_launch_before()
+    if OVERLAPS:
+        overlap()
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, None, SHARE
     )  # fmt: skip

@@ -77,7 +77,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
-from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
+from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import barriers
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
@@ -426,9 +426,8 @@ def attention_backward_hopper_wide(
         turns,
     )
     fence_async_shared()
-    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
-        let_next_begin()
-        await_launch_before()
+    if OVERLAPS:
+        overlap()
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
         SHARE,

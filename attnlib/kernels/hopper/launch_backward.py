@@ -119,9 +119,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "OVERLAPS": overlaps,
             **({"desc_dk": None, "desc_dv": None} if shared else {}),
         },
-        options={
-            "num_warps": 4, "maxnreg": config.max_registers, **({"launch_pdl": True} if overlaps else {}),
-        },  # fmt: skip
+        options={"num_warps": 4, "maxnreg": config.max_registers, **device.begins_early(overlaps)},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     if shared:

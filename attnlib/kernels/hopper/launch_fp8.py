@@ -100,7 +100,7 @@ def prepare(call: Call) -> Launches:
         },  # fmt: skip
         scalars=numbers | scales | {"v_mean_b": H_kv if call.center else None},
         constants={"plan": plan_of(call)},
-        options={"num_warps": 4, "maxnreg": config.max_registers, **({"launch_pdl": True} if early else {})},
+        options={"num_warps": 4, "maxnreg": config.max_registers, **device.begins_early(early)},
     )
     return Launches([launch], plain.device, TENSORS)
 

@@ -115,8 +115,6 @@ as fast or faster."""
 SHORT_ROWS, SHORT_ROWS_SLOW = 384, 768
 """With fewer rows that see a key a program of 96 keys visits one query head. On an H200 two were the faster
 ones with 512 rows and one with 256; on an H100, whose memory is slower, two with 1024 and one with 564."""
-SLOW_MEMORY = 4000
-"""GB/s: between an H100's memory and an H200's."""
 
 
 def staying(
@@ -170,7 +168,8 @@ def query_heads(call: Signature) -> int:
     visited = group if call.varlen else chosen(launched)
     if right is None or group < 4 or config.block_n == 128:
         return visited
-    fewest = SHORT_ROWS if device.memory_gb_per_s(call.device) > SLOW_MEMORY else SHORT_ROWS_SLOW
+    slow = device.bandwidth(call.device) < device.SLOW_MEMORY
+    fewest = SHORT_ROWS_SLOW if slow else SHORT_ROWS
     short = keys96 and mean_rows(*call.mean_lengths(), call.window) < fewest
     most = 1 if short else 2 - group % 2
     if visited < most and launched.clocks(most) < TIE * launched.clocks(visited):

@@ -130,7 +130,7 @@ def prepare(call: Call) -> Plan:
             f"{MODULE}.{kernel}", (pairs * programs * -(-tall // tile.rows), 1, 1),
             descriptors={}, pointers=pointers | scratch, scalars=sizes | scalars,
             constants=constants | tiles | {"OVERLAPS": overlaps} | more,
-            options=options | ({"launch_pdl": True} if ahead else {}),
+            options=options | device.begins_early(ahead),
         ))  # fmt: skip
 
     q, k, v, out = (Part(name) for name in ("q", "k", "v", "out"))

@@ -39,7 +39,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
-from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
+from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_backward_steps import (
@@ -183,9 +183,8 @@ def attention_sparse_backward_hopper(
     )  # fmt: skip
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
-    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
-        let_next_begin()
-        await_launch_before()
+    if OVERLAPS:
+        overlap()
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([
         (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION, DERIVATIVE, 0, plan)),

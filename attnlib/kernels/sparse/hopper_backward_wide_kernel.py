@@ -34,7 +34,7 @@ from attnlib.kernels.common.backward_ring import (
     release,
     slot_of,
 )
-from attnlib.kernels.common.launch_order import await_launch_before, let_next_begin
+from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.sparse.bits import hide
@@ -229,9 +229,8 @@ def attention_sparse_backward_hopper_wide(
     )  # fmt: skip
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
-    if OVERLAPS:  # LSE, delta and the zeros that are added to come from the launch before
-        let_next_begin()
-        await_launch_before()
+    if OVERLAPS:
+        overlap()
     gl.warp_specialize([
         (_keys, (desc_dk, mem, sm_scale, work, plan)),
         (_values, (desc_dv, mem, qk_scale, work, FUNCTION, DERIVATIVE, plan)),

@@ -24,7 +24,7 @@ differs:
 
 A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
 
-With `leaves_out` lists are marked (`lists.lists_of`): of a tile there may be one step that the first consumer
+With `leaves_out` lists are marked (`lists.marked`): of a tile there may be one step that the first consumer
 sees whole and the second one not at all, and one that the second one sees alone. The producer copies the
 first kind before all others, and the second kind comes last. So the second consumer may begin a step later:
 it waits for the keys, for the slot is not filled before, and gives it back. And the first one may end a step
@@ -42,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.block_mask import lists
 from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.first_product import start_scores
@@ -53,10 +52,9 @@ from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.common.words import await_tile, new_words, put_word, tell, told, word_in
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_scores import Score, of_tile, scored, top_of_rows, weights_of
-from attnlib.kernels.sparse.hopper_tiles import Work, entry_after, entry_of, locate, whole_until
+from attnlib.kernels.sparse.hopper_tiles import SECOND_ALONE, Work, entry_after, entry_of, locate, whole_until
 from attnlib.kernels.sparse.queries import copy_q, q_place
 
-SECOND_ALONE = gl.constexpr(lists.SECOND_ALONE)
 BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
 
 # What the producer tells of a tile, word by word; word 0 is the first row, -1 after the last tile.

@@ -6,8 +6,10 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.block_mask import lists
 from attnlib.kernels.common import tile_scheduler as tiling
 
+FIRST_ALONE, SECOND_ALONE = gl.constexpr(lists.FIRST_ALONE), gl.constexpr(lists.SECOND_ALONE)
 ROWS = gl.constexpr(128)  # of a tile
 
 
@@ -47,8 +49,8 @@ class Tile(NamedTuple):
 @gluon.jit
 def _alone(middle, end, work):
     """Which marks a list has, see `Tile`."""
-    first = gl.load(work.bits + gl.minimum(middle, end - 1))
-    marks = ((first >> 30) & 1) + 2 * ((gl.load(work.bits + (end - 1)) >> 29) & 1)
+    first, last = gl.load(work.bits + gl.minimum(middle, end - 1)), gl.load(work.bits + (end - 1))
+    marks = gl.where(first & FIRST_ALONE != 0, 1, 0) + gl.where(last & SECOND_ALONE != 0, 2, 0)
     return gl.where(middle < end, marks, 0)  # what has no bits is -1
 
 

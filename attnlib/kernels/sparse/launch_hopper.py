@@ -41,7 +41,7 @@ def forward(
     out, lse = plan.out.like(q), lse_for(q, params)
     mask, step = params.block_mask, params.config.block_n
     marked = leaves_out(params.config, mask.form.partial_rows, params.score)
-    lists = *mask.lists(step, marked=marked), mask.words_of(step)
+    lists = *(mask.marked_lists if marked else mask.lists(step)), mask.words_of(step)
     plan.launches(q, k, v, out, lse, counters.counter(q.get_device()), *lists, *tensors_of(params))
     return out, lse
 

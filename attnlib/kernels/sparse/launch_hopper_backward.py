@@ -115,9 +115,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "DERIVATIVE": None if score is None else score.derivative,
             "OVERLAPS": overlaps,
         },
-        options={
-            "num_warps": 4, "maxnreg": config.max_registers, **({"launch_pdl": True} if overlaps else {}),
-        },  # fmt: skip
+        options={"num_warps": 4, "maxnreg": config.max_registers, **device.begins_early(overlaps)},
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     launches += sinks_gradient(call, first)

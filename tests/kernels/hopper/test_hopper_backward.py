@@ -337,7 +337,7 @@ def test_which_calls_have_96_keys_a_program() -> None:
 MB = 1 << 20
 SHORT = {"l2_bytes": 8 * MB, "last_waves": 2.5}
 FORMS = {  # no mask, a diagonal, a window with a left bound
-    (160, 160): ({}, {**SHORT}, {}),
+    (160, 160): ({}, SHORT, {}),
     (192, 192): ({"loaded": 3}, {**SHORT, "placed": False}, {"early_mask": True}),
     (192, 128): ({"loaded": 3}, {**SHORT, "loaded": 3}, {"loaded": 3}),
 }

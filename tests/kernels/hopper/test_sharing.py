@@ -11,7 +11,6 @@ from chosen import in_turn
 from emulated import Call, check_backward
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.device import H200_MEMORY
 from attnlib.kernels.common.signature import Lengths, Signature
 from attnlib.kernels.hopper import launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
@@ -160,10 +159,10 @@ def test_which_calls_share(D: int, group: int) -> None:
     assert tuple(found) == CHOICES[D, group]
 
 
-@pytest.mark.parametrize(("memory", "visited"), [(H200_MEMORY, (1, 2, 2)), (3352, (1, 1, 2))])
+@pytest.mark.parametrize(("bandwidth", "visited"), [(device.H200_BANDWIDTH, (1, 2, 2)), (25.4, (1, 1, 2))])
 @pytest.mark.parametrize("D", [160, 192])
-def test_short_rows_of_96_keys_are_shorter_where_memory_is_fast(D, memory, visited, monkeypatch) -> None:
-    monkeypatch.setattr(device, "memory_gb_per_s", lambda index: memory)
+def test_short_rows_of_96_keys_are_shorter_where_memory_is_fast(D, bandwidth, visited, monkeypatch) -> None:
+    monkeypatch.setattr(device, "bandwidth", lambda index: bandwidth)
     assert tuple(chosen(D, 16384 // S, 8, 1, S) for S in (512, 1024, 2048)) == visited
 
 
