@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from cases import judge_forward
 from sparse_cases import CASES, FUNCTIONS, check_backward, check_forward
 
 from attnlib import BlockMask, S2Pattern, attention
 from attnlib.bench.gradient_oracle import GradientOracle
-from attnlib.bench.oracle import Oracle
+from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.kernels.sparse import hopper
+from attnlib.kernels.sparse.configs_hopper import hopper_sparse_config
+from attnlib.params import MaskWindow, Params
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 KERNELS = ("hopper", "triton") if HOPPER else ("triton",)
@@ -51,6 +57,23 @@ def test_many_tiles(mask, head_dim, kernel):
         oracle.judge(out, lse).raise_if_bad(f"{mask} D{head_dim} {kernel}")
         for verdict in gradients.judge(*torch.autograd.grad(out, x, d_out)).values():
             verdict.raise_if_bad(f"{mask} D{head_dim} {kernel}")
+
+
+ENDS = [label for label, case in CASES.items() if case.window is None and not case.shape.causal
+        and case.shape.dtype != "float32" and case.shape.head_dim <= 128]  # fmt: skip
+
+
+@pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper")
+@pytest.mark.parametrize("label", ENDS)
+def test_consumers_that_leave_out_steps(label):
+    case = CASES[label]
+    q, k, v = make_inputs(case.shape, case.kind, device="cuda")
+    scale = q.shape[-1] ** -0.5 if case.sm_scale is None else case.sm_scale
+    params = Params(MaskWindow(None, None), scale, return_lse=True, block_mask=case.block_mask("cuda"))
+    config = hopper_sparse_config(q.shape[-1], coarse=False, keep=True, short=True)
+    params = params._replace(config=replace(config, leaves_out=True))
+    oracle = Oracle(q, k, v, sm_scale=case.sm_scale, mask=case.dense("cuda"))
+    judge_forward(*hopper.forward(q, k, v, params), oracle, label)
 
 
 def test_in_a_cuda_graph():

@@ -1,5 +1,5 @@
-"""Judge and time forms of the Hopper forward kernel under a block mask: two buffers for the queries, and kept
-shifts where steps carry bits or scores change.
+"""Judge and time forms of the Hopper forward kernel under a block mask: two buffers for the queries, kept
+shifts where steps carry bits or scores change, and consumers that leave out steps with bits.
 
     python tests/gpu/tune_sparse.py                  D = 64 and 128, some 90 s
     python tests/gpu/tune_sparse.py --dims 64        one head dimension alone
@@ -7,10 +7,10 @@ shifts where steps carry bits or scores change.
 
 Tables on the screen, no record. First, processes side by side compile. Then each form is judged against fp64
 where a program has several tiles: for normal inputs, large ones, and scores that rise from block to block.
-Last, fp16, 16384 tokens, shuffled rounds, cold L2: random blocks at 50 to 3%, a causal mask and documents,
-which have bits, and a soft cap and sinks under the causal mask. Milliseconds, for blocks the percent of ideal
-(the dense kernel's time times the part that is kept), and speed over the form that a call gets. A form that
-was wrong is not timed.
+Last, fp16, 16384 tokens, shuffled rounds, cold L2: random blocks at 50 to 3%, a causal mask, documents and a
+window, which have bits, and a soft cap and sinks under the causal mask. Milliseconds, for blocks the percent
+of ideal (the dense kernel's time times the part that is kept), and speed over the form that a call gets. A
+form that was wrong is not timed.
 Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -48,7 +48,7 @@ JUDGED, HEADS = 1024, 96
 """Tokens and heads: 768 tiles, which are three for each pair of consumers at D = 64 and six at D = 128."""
 KINDS = "normal", "large", "rising"
 GROUPS = {
-    "blocks": ("half", "one block"), "bits": ("causal", "documents"),
+    "blocks": ("half", "one block"), "bits": ("causal", "documents", "window"),
     "soft cap": ("causal",), "sinks": ("causal",),
 }  # fmt: skip
 """What is compared -> the masks under which it is judged. Those of functions are timed, too."""
@@ -57,7 +57,12 @@ GROUPS = {
 def forms(head_dim: int, group: str, chosen: HopperSparseConfig) -> dict[str, HopperSparseConfig]:
     """Forms by name; chosen: that of a call."""
     if group != "blocks":
-        return {CHOSEN: chosen, "not kept": replace(chosen, keep_shift=False)}
+        found = {CHOSEN: chosen, "not kept": replace(chosen, keep_shift=False)}
+        if group == "bits":
+            fine = hopper_sparse_config(head_dim, coarse=False, keep=True, short=True)
+            found["steps of 64"] = replace(fine, leaves_out=False)
+            found["ends left out"] = replace(fine, leaves_out=True)
+        return found
     kept = hopper_sparse_config(head_dim, keep=True)
     if head_dim == 64:
         two = replace(kept, q_buffers=2, o_columns=32)
@@ -90,8 +95,12 @@ def mask_of(name: str, tokens: int) -> BlockMask:
     if name in ("half", "one block"):
         part = 1 / 2 if name == "half" else 128 / tokens
         return BlockMask.from_blocks(kept_blocks(HEADS, tokens, part, DEVICE), tokens, tokens)
-    function = causal if name == "causal" else documents(tokens, DEVICE)
-    return BlockMask.from_function(function, tokens, tokens, device=DEVICE)
+    functions = {"causal": causal, "documents": documents(tokens, DEVICE), "window": window}
+    return BlockMask.from_function(functions[name], tokens, tokens, device=DEVICE)
+
+
+def window(b, h, q, k):
+    return (q >= k) & (q - k < 512)
 
 
 def score_of(group: str, q: torch.Tensor) -> ScoreParts | None:
