@@ -61,9 +61,14 @@ TWO_Q = {
     "64 kept, two Q": replace(CONFIGS["64 kept"], o_columns=32, q_buffers=2),
     "128 fine kept, two Q": replace(CONFIGS["128 fine kept"], o_columns=64, q_buffers=2),
 }
-ENDS = "128 fine kept, ends"
-CONFIGS |= TWO_Q | {ENDS: replace(TWO_Q["128 fine kept, two Q"], leaves_out=True)}
+CONFIGS |= TWO_Q
 """Two buffers for queries: at D = 64 without bits, which leave no room."""
+ENDS = {
+    f"{name}, ends": replace(CONFIGS[name], leaves_out=True)
+    for name in ("128 fine kept, two Q", "128 fine kept", "64 kept")
+}
+CONFIGS |= ENDS
+"""Consumers leave out steps."""
 COPIES = {
     "64 copied": hopper_sparse_config(64, True, True, True),
     "128 copied": hopper_sparse_config(128, True, True, True),
@@ -98,7 +103,7 @@ CASES = with_more(
         ("64", "bits, negative, LSE", "bf16"),
         *product(KEPT, ("blocks",), ("fp16",)),
         ("128 fine kept, two Q", "bits, LSE", "fp16"),
-        (ENDS, "bits, LSE", "fp16"),
+        *product(with_more(["128 fine kept, two Q, ends"], ENDS), ("bits, LSE",), ("fp16",)),
         ("256", "bits, LSE, all", "fp16"),
         ("128", "bits, LSE, every part", "fp16"),
         ("64 copied", "bits, LSE, half", "bf16"),
@@ -151,7 +156,7 @@ LOADED = "single", "relative", "every part"
 and moves them, some 80 in a step. Why is not known."""
 HGMMA = {"64": 64, "64 wide": 48, "128": 64, "128 fine": 48, "256": 80}
 HGMMA |= {f"{name} kept": number for name, number in HGMMA.items()}
-HGMMA |= {name: HGMMA[name.removesuffix(", two Q")] for name in TWO_Q} | {ENDS: HGMMA["128 fine kept"]}
+HGMMA |= {name: HGMMA[name.removesuffix(", ends").removesuffix(", two Q")] for name in (*TWO_Q, *ENDS)}
 HGMMA |= {name: HGMMA[name.replace("64 copied", "64 wide").removesuffix(" copied")] for name in COPIES}
 """Products in the code of all consumers: first step, loop, last values."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -6,9 +6,9 @@
 
 Three tables, of 4 sequences and 16 heads of 128 columns in bfloat16, causal, under the published pattern:
 blocks of 64, 8 near ones, a stride of 16. `forward` and `backward`: the block-sparse engine, the same with
-two dense heads at some lengths, what its copies take alone (`attnlib.bench.copies_alone`), forward with
-`leaves_out`, which no call has yet, the kernel of chapter 33 at two of them, and dense attention; of the
-backward pass also what it was made of, its keys in order, and gathered with the first queries first.
+two dense heads at some lengths, what its copies take alone (`attnlib.bench.copies_alone`), forward without
+`leaves_out`, the kernel of chapter 33 at two of them, and dense attention; of the backward pass also what it
+was made of, its keys in order, and gathered with the first queries first.
 `decode`: one token against a cache that keeps what the pattern needs, and against one that keeps all. `share`
 is the part of causal attention's blocks that a pattern keeps, `mask_ms` what making the mask and its lists
 takes.
@@ -41,13 +41,14 @@ from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.block_mask.lists import lists_of  # noqa: E402
+from attnlib.kernels.common.signature import signature  # noqa: E402
 from attnlib.kernels.sparse import hopper  # noqa: E402
 from attnlib.kernels.sparse.configs_hopper import hopper_sparse_backward_config  # noqa: E402
 from attnlib.params import MaskWindow, Params  # noqa: E402
 
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
-COPIES, ENDS = "S2, copies", "S2, ends left out"
+COPIES, WHOLE = "S2, copies", "S2, no step left out"
 IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
@@ -56,7 +57,7 @@ STEP_LENGTHS = 4096, 16384
 CACHES = 16384, 65536, 131072
 PATTERN = S2Pattern(HEADS)
 PATTERNS = {
-    OURS: PATTERN, ENDS: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
+    OURS: PATTERN, WHOLE: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
     HYBRID: S2Pattern(HEADS, dense_heads=2),
     DENSE: S2Pattern(HEADS, dense_heads=HEADS),
 }  # fmt: skip
@@ -168,7 +169,7 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
             mask, more = made(PATTERNS[name], length)
             calls[name] = (lambda q, k, v, m=mask: attention(q, k, v, block_mask=m)), more
         if name == OURS and not backward_too:
-            calls[ENDS] = (lambda q, k, v, m=mask: ends_left_out(m, q, k, v)), {}
+            calls[WHOLE] = no_step_left_out(mask, shape_of(length)), {}
     if length in STEP_LENGTHS and not backward_too:
         step = sources.load_step(STEP)
         calls[STEP] = (lambda q, k, v: step.attention(q, k, v, True, None)), {}
@@ -178,13 +179,14 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
     return calls
 
 
-def ends_left_out(mask: BlockMask, *tensors: torch.Tensor) -> torch.Tensor:
-    """S2, whose consumers leave out steps that only the other one sees (`leaves_out`), where steps have 64
-    keys."""
+def no_step_left_out(mask: BlockMask, shape: Shape) -> Callable:
+    """S2, whose consumers take all steps of their tile, with its launch prepared as that of a call."""
+    like = torch.empty(shape.batch, shape.heads, shape.seqlen, shape.head_dim, device=DEVICE).bfloat16()
     params = Params(MaskWindow(None, None), WIDTH**-0.5, block_mask=mask)
-    config = hopper.configuration(*tensors, params)
-    params = params._replace(config=replace(config, leaves_out=config.block_n == 64))
-    return hopper.forward(*tensors, params)[0]
+    config = replace(hopper.configuration(like, like, like, params), leaves_out=False)
+    params = params._replace(config=config)
+    params = params._replace(plan=hopper.prepare(signature(params, *5 * [like])))
+    return lambda q, k, v: hopper.forward(q, k, v, params)[0]
 
 
 def differentiated(call: Callable, tensors: Tensors) -> Function:

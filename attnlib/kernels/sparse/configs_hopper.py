@@ -28,8 +28,8 @@ class HopperSparseConfig:
             not under ALiBi, a bias or a function.
         q_buffers: places for the queries of a tile, 1 or 2; with 2 those of the next tile are copied beside
             this tile's last steps. Two pairs have room for 2 without bits alone.
-        leaves_out: either consumer leaves out a step that only the other one sees; in steps of 64 with bits,
-            and no score.
+        leaves_out: either consumer leaves out a step that only the other one sees; in steps of 64, and where
+            steps carry bits and no score changes, else it says nothing.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -108,7 +108,7 @@ def hopper_sparse_config(
     if bias and width == 64:
         chosen = WIDE
     if keep and width in _KEPT:
-        chosen = replace(chosen, keep_shift=True)
+        chosen = replace(chosen, keep_shift=True, leaves_out=short or not coarse)
         if short and width == 128:  # the next tile's queries are copied beside this one's few steps
             chosen = replace(chosen, q_buffers=2, o_columns=64)
         return chosen

@@ -239,10 +239,15 @@ def test_there_are_one_or_two_buffers_for_queries(given):
 
 
 def test_who_leaves_out_steps():
-    """Steps of 128 have both halves of a tile's rows. No call has it by itself until it is timed."""
+    """Steps of 128 have both halves of a tile's rows. Where rows are long and steps of 128 keys cover no more
+    than those of 64, marks cost more than is left out."""
     with pytest.raises(ValueError, match="^leaves_out: expected False with block_n=128, got True$"):
         replace(NAMED, leaves_out=True)
-    assert not any(hopper_sparse_config(D, short=True, keep=True).leaves_out for D in (64, 128, 256))
+    for head_dim, leaves_out in ((64, True), (128, True), (256, False)):
+        assert hopper_sparse_config(head_dim, short=True, keep=True).leaves_out is leaves_out
+        assert hopper_sparse_config(head_dim, coarse=False, keep=True).leaves_out is leaves_out
+        assert not hopper_sparse_config(head_dim, keep=True).leaves_out
+        assert not hopper_sparse_config(head_dim, short=True).leaves_out  # ALiBi, a bias or a function
 
 
 @pytest.mark.parametrize("option", ["gathered", "alternate"])
