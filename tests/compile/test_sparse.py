@@ -69,6 +69,12 @@ ENDS = {
 }
 CONFIGS |= ENDS
 """Consumers leave out steps."""
+AHEAD = {
+    f"{name}, ahead": replace(CONFIGS[name], ahead=True)
+    for name in ("128 fine kept, two Q", "128 fine kept, two Q, ends")
+}
+CONFIGS |= AHEAD
+"""Consumers start the next tile's first product beside their last one."""
 COPIES = {
     "64 copied": hopper_sparse_config(64, True, True, True),
     "128 copied": hopper_sparse_config(128, True, True, True),
@@ -156,7 +162,7 @@ LOADED = "single", "relative", "every part"
 and moves them, some 80 in a step. Why is not known."""
 HGMMA = {"64": 64, "64 wide": 48, "128": 64, "128 fine": 48, "256": 80}
 HGMMA |= {f"{name} kept": number for name, number in HGMMA.items()}
-HGMMA |= {name: HGMMA[name.removesuffix(", ends").removesuffix(", two Q")] for name in (*TWO_Q, *ENDS)}
+HGMMA |= {name: HGMMA[name.split(",")[0]] for name in (*TWO_Q, *ENDS, *AHEAD)}
 HGMMA |= {name: HGMMA[name.replace("64 copied", "64 wide").removesuffix(" copied")] for name in COPIES}
 """Products in the code of all consumers: first step, loop, last values."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -48,7 +48,7 @@ from attnlib.params import MaskWindow, Params  # noqa: E402
 
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
-COPIES, WHOLE = "S2, copies", "S2, no step left out"
+COPIES, WHOLE, AHEAD = "S2, copies", "S2, no step left out", "S2, ahead"
 IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
@@ -57,7 +57,7 @@ STEP_LENGTHS = 4096, 16384
 CACHES = 16384, 65536, 131072
 PATTERN = S2Pattern(HEADS)
 PATTERNS = {
-    OURS: PATTERN, WHOLE: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
+    OURS: PATTERN, WHOLE: PATTERN, AHEAD: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
     HYBRID: S2Pattern(HEADS, dense_heads=2),
     DENSE: S2Pattern(HEADS, dense_heads=HEADS),
 }  # fmt: skip
@@ -169,7 +169,8 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
             mask, more = made(PATTERNS[name], length)
             calls[name] = (lambda q, k, v, m=mask: attention(q, k, v, block_mask=m)), more
         if name == OURS and not backward_too:
-            calls[WHOLE] = no_step_left_out(mask, shape_of(length)), {}
+            calls[WHOLE] = in_form(mask, shape_of(length), leaves_out=False), {}
+            calls[AHEAD] = in_form(mask, shape_of(length), q_buffers=2, o_columns=64, ahead=True), {}
     if length in STEP_LENGTHS and not backward_too:
         step = sources.load_step(STEP)
         calls[STEP] = (lambda q, k, v: step.attention(q, k, v, True, None)), {}
@@ -179,11 +180,11 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
     return calls
 
 
-def no_step_left_out(mask: BlockMask, shape: Shape) -> Callable:
-    """S2, whose consumers take all steps of their tile, with its launch prepared as that of a call."""
+def in_form(mask: BlockMask, shape: Shape, **changes: Any) -> Callable:
+    """S2 by a kernel whose configuration is another one, with its launch prepared as that of a call."""
     like = torch.empty(shape.batch, shape.heads, shape.seqlen, shape.head_dim, device=DEVICE).bfloat16()
     params = Params(MaskWindow(None, None), WIDTH**-0.5, block_mask=mask)
-    config = replace(hopper.configuration(like, like, like, params), leaves_out=False)
+    config = replace(hopper.configuration(like, like, like, params), **changes)
     params = params._replace(config=config)
     params = params._replace(plan=hopper.prepare(signature(params, *5 * [like])))
     return lambda q, k, v: hopper.forward(q, k, v, params)[0]

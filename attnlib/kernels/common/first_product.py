@@ -21,3 +21,9 @@ def start_scores(q_left, q, k, plan: gl.constexpr):
         k_right = k.slice(plan.q_columns, rest, 1).permute((1, 0))
         part = warpgroup_mma(q_left, k_left, zero, use_acc=False, is_async=True)
         return warpgroup_mma(q.slice(plan.q_columns, rest, 1), k_right, part, is_async=True)
+
+
+@gluon.constexpr_function
+def products_of_scores(plan):
+    """How many products `start_scores` starts."""
+    return 2 if 0 < plan.q_columns < plan.d else 1

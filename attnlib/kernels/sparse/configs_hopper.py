@@ -28,6 +28,8 @@ class HopperSparseConfig:
             not under ALiBi, a bias or a function.
         q_buffers: places for the queries of a tile, 1 or 2; with 2 those of the next tile are copied beside
             this tile's last steps. Two pairs have room for 2 without bits alone.
+        ahead: with two such places consumers start the first product of the next tile beside the last one of
+            their tile.
         leaves_out: either consumer leaves out a step that only the other one sees; in steps of 64, and where
             steps carry bits and no score changes, else it says nothing.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
@@ -47,6 +49,7 @@ class HopperSparseConfig:
     copies_bias: bool = False
     keep_shift: bool = False
     q_buffers: int = 1
+    ahead: bool = False
     leaves_out: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -60,6 +63,8 @@ class HopperSparseConfig:
             raise ValueError(f"leaves_out: expected False with block_n={self.block_n}, got True")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers: expected 1 or 2, got {self.q_buffers}")
+        if self.ahead and self.q_buffers == 1:
+            raise ValueError("ahead: expected False with q_buffers=1, got True")
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""

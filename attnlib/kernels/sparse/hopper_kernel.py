@@ -14,7 +14,9 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
-- Q has one buffer or two (`queries`). With `keep_shift` the steps of `kept_shift`, with bits or without.
+- Q has one buffer or two (`queries`). With two and `ahead` a consumer starts the first product of the next
+  tile beside the last one of its tile, and stores the output under it.
+- With `keep_shift` the steps of `kept_shift`, with bits or without.
 - A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
   number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
   loads its elements of a bias from global memory; or, with `copies_bias`, the producer copies them behind the
@@ -44,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
-from attnlib.kernels.common.first_product import start_scores
+from attnlib.kernels.common.first_product import products_of_scores, start_scores
 from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
@@ -241,6 +243,44 @@ def _issue_scores(q_registers, mem, c, turn, WG: gl.constexpr, plan: gl.constexp
 
 
 @gluon.jit
+def _queries(mem, turn, there, WG: gl.constexpr, plan: gl.constexpr):
+    """Wait for the queries of a tile, if it is there; those of its columns that stay in registers."""
+    at, parity = q_place(turn, WG, plan)
+    if there:
+        mbarrier.wait(mem.q_full.index(at), parity)
+    q_registers = 0
+    if plan.q_columns > 0:
+        q_registers = matrix(mem.q, at).slice(0, plan.q_columns, 1).load(plan.q_layout)
+    return q_registers
+
+
+@gluon.jit
+def _first_slot(mem, turn, start, there, WG: gl.constexpr, plan: gl.constexpr):
+    """Where this consumer's steps of a tile begin: at the tile's first slot, or with `leaves_out` at the next
+    one."""
+    if plan.leaves_out and WG == 1:
+        start += gl.where(there, told(mem, turn, LEFT_OUT, plan.words) & 1, 0)
+    return start
+
+
+@gluon.jit
+def _leave_out(mem, start, c, WG: gl.constexpr, plan: gl.constexpr):
+    """Give a tile's first slot back, if this consumer begins with another one."""
+    if plan.leaves_out and WG == 1:
+        if c > start:
+            wait_k(mem, start, plan)
+            release(mem, start, plan)
+
+
+@gluon.jit
+def _first_scores(q_registers, mem, c, turn, there, WG: gl.constexpr, plan: gl.constexpr):
+    """Start Q K^T of a tile's first slot c. Behind the last tile nobody looks at what that gives."""
+    if there:
+        wait_k(mem, c, plan)
+    return _issue_scores(q_registers, mem, c, turn, WG, plan)
+
+
+@gluon.jit
 def _issue_output(p, acc, mem, c, plan: gl.constexpr):
     """Start acc += P V, V of slot c: [64, BLOCK_N] x [BLOCK_N, D]."""
     return warpgroup_mma(p, matrix(mem.v, slot(c, plan)), acc, is_async=True)
@@ -363,21 +403,22 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         # Nothing to wait for, but a phase without a waiter is what compute-sanitizer's synccheck stops at.
         mbarrier.wait(mem.v_full.index(0), 0)
     turn = 0  # number of the tile within this program
-    c = 0  # slot of the tile's first keys
+    start = 0  # slot of the tile's first keys
     first_row = await_tile(mem, 0, plan.words)
+    if plan.ahead:
+        there = first_row >= 0
+        q_registers = _queries(mem, turn, there, WG, plan)
+        c = _first_slot(mem, turn, start, there, WG, plan)
+        _leave_out(mem, start, c, WG, plan)
+        s_token = _first_scores(q_registers, mem, c, turn, there, WG, plan)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
     while first_row >= 0:
         row = first_row + WG * 64
-        end = c + told(mem, turn, STEPS, plan.words)  # slot of the next tile's first keys, of the last values
-        middle = c + told(mem, turn, WHOLE, plan.words)  # the first slot with bits
+        end = start + told(mem, turn, STEPS, plan.words)  # slot of the last values, the next first keys
+        middle = start + told(mem, turn, WHOLE, plan.words)  # the first slot with bits
         last = end  # slot of this consumer's last values
-        if plan.leaves_out:
-            alone = told(mem, turn, LEFT_OUT, plan.words)
-            if WG == 0:
-                last -= alone >> 1
-            elif (alone & 1) == 1:
-                wait_k(mem, c, plan)
-                release(mem, c, plan)
-                c += 1
+        if plan.leaves_out and WG == 0:
+            last -= told(mem, turn, LEFT_OUT, plan.words) >> 1
         head, batch = 0, 0
         if plan.words > HEAD and not plan.leaves_out:
             head = told(mem, turn, HEAD, plan.words)
@@ -388,17 +429,15 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         if plan.sinks:
             sink = gl.load(score.sinks + head) * LOG2_E
 
-        q_at, q_parity = q_place(turn, WG, plan)
-        mbarrier.wait(mem.q_full.index(q_at), q_parity)
-        q_registers = 0
-        if plan.q_columns > 0:
-            q_registers = matrix(mem.q, q_at).slice(0, plan.q_columns, 1).load(plan.q_layout)
-
         # 1. The first step. Its slot's values are of the tile before.
-        wait_k(mem, c, plan)
-        s_token = _issue_scores(q_registers, mem, c, turn, WG, plan)
+        if not plan.ahead:
+            c = _first_slot(mem, turn, start, True, WG, plan)
+            _leave_out(mem, start, c, WG, plan)
+            q_registers = _queries(mem, turn, True, WG, plan)
+            s_token = _first_scores(q_registers, mem, c, turn, True, WG, plan)
         first, bias = _first_key(mem, c, plan), _copied_bias(mem, c, WG, plan)
-        s = warpgroup_mma_wait(0, deps=(s_token,))
+        if not plan.ahead:
+            s = warpgroup_mma_wait(0, deps=(s_token,))
         s, rest = scored(s, first, bias, score, own, FUNCTION, plan)
         s = _seen(s, mem, c, c >= middle, WG, plan)
         release(mem, c, plan)
@@ -421,22 +460,32 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
             )  # fmt: skip
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it
+        q_at, _ = q_place(turn, WG, plan)
         mbarrier.arrive(mem.q_free.index(q_at), count=1)
 
         # 3. The last P V, and what can be done beside it.
+        turn += 1
+        if plan.ahead:
+            first_row = await_tile(mem, turn, plan.words)
+            there = first_row >= 0
+            q_registers = _queries(mem, turn, there, WG, plan)
         wait_v(mem, last, plan)
         if plan.keep_shift:
             p = kept_shift.unpacked(p, dtype, plan)
         o_token = _issue_output(p, acc, mem, last, plan)
-        c = end
+        if plan.ahead:
+            c = _first_slot(mem, turn, end, there, WG, plan)
+            s_token = _first_scores(q_registers, mem, c, turn, there, WG, plan)
         row_sums = gl.convert_layout(gl.sum(sums, 1), plan.row_layout)  # [64]
         shift = kept_shift.shift_of_rows(shift, plan)  # [64]
         if plan.sinks:  # shift is its maximum with all scores, less what the maximum grew by little
             row_sums += gl.exp2(sink - gl.where(shift == float("-inf"), 0.0, shift))
-        turn += 1
-        first_row = await_tile(mem, turn, plan.words)
+        if not plan.ahead:
+            first_row = await_tile(mem, turn, plan.words)
         at = told(mem, turn, OUTPUT, plan.words), told(mem, turn, OUTPUT + 1, plan.words)  # of this tile
-        acc = warpgroup_mma_wait(0, deps=(o_token,))  # [64, D]
+        acc = warpgroup_mma_wait(products_of_scores(plan) if plan.ahead else 0, deps=(o_token,))  # [64, D]
+        if plan.ahead:
+            _leave_out(mem, end, c, WG, plan)
         if plan.leaves_out and WG == 0:
             if last < end:
                 release(mem, last, plan)
@@ -451,6 +500,9 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         if row < work.S_q:
             o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc)  # [64, D]
             _store_output(desc_o, o.to(dtype), mem, at, row, 0, WG, plan)
+        if plan.ahead:
+            s = warpgroup_mma_wait(0, deps=(s_token,))
+        start = end
     tma.store_wait(0)
 
 

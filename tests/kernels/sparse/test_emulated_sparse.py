@@ -134,6 +134,7 @@ TWO_Q = replace(hopper_sparse_config(128, coarse=False), o_columns=64, keep_shif
 ENDS = replace(APART, stages=4, leaves_out=True)
 ENDS_TWO_Q = replace(ENDS, q_buffers=2, keep_shift=True, joint=True, named=True)
 ENDS_PAIRS = replace(PAIRS, leaves_out=True, keep_shift=True)
+ENDS_TWO_Q_PAIRS = replace(ENDS_PAIRS, o_columns=32, q_buffers=2)
 CALLS = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
     **{f"{D} random": Call(D, "random", 300, 384, 3, 3) for D in (64, 128, 256)},
@@ -166,13 +167,20 @@ CALLS = {
     "ends, two Q": Call(64, "window", 650, 650, 3, 3, config=ENDS_TWO_Q),
     "ends, pairs": Call(64, "S2", 650, 650, 3, 3, config=ENDS_PAIRS),
     "ends, a row behind": Call(64, "window", 200, 200, 3, 3, config=ENDS_TWO_Q),
+    "ends, two Q, S2": Call(64, "S2", 650, 650, 3, 3, config=ENDS_TWO_Q),
+    "ends, two Q, pairs": Call(64, "S2", 650, 650, 3, 3, config=ENDS_TWO_Q_PAIRS),
 }
+AHEAD = {
+    call.replace("two Q", "ahead"): replace(given, config=replace(given.config, ahead=True))
+    for call, given in CALLS.items() if "two Q" in call
+}  # fmt: skip
+CALLS |= AHEAD
 
 
 ORDERED = (
     "apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
     "two Q, pairs", "two Q in registers", "two Q, of 128", "ends, S2", "ends, window", "ends, two Q",
-    "ends, pairs",
+    "ends, pairs", *AHEAD,
 )  # fmt: skip
 
 
