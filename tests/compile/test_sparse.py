@@ -70,7 +70,7 @@ ENDS = {
 CONFIGS |= ENDS
 """Consumers leave out steps."""
 AHEAD = {
-    f"{name}, ahead": replace(CONFIGS[name], ahead=True)
+    f"{name}, ahead": replace(CONFIGS[name], o_columns=128, ahead=True)
     for name in ("128 fine kept, two Q", "128 fine kept, two Q, ends")
 }
 CONFIGS |= AHEAD

@@ -170,7 +170,7 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
             calls[name] = (lambda q, k, v, m=mask: attention(q, k, v, block_mask=m)), more
         if name == OURS and not backward_too:
             calls[WHOLE] = in_form(mask, shape_of(length), leaves_out=False), {}
-            calls[AHEAD] = in_form(mask, shape_of(length), q_buffers=2, o_columns=64, ahead=True), {}
+            calls[AHEAD] = in_form(mask, shape_of(length), q_buffers=2, o_columns=128, ahead=True), {}
     if length in STEP_LENGTHS and not backward_too:
         step = sources.load_step(STEP)
         calls[STEP] = (lambda q, k, v: step.attention(q, k, v, True, None)), {}

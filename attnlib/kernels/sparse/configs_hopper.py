@@ -29,7 +29,7 @@ class HopperSparseConfig:
         q_buffers: places for the queries of a tile, 1 or 2; with 2 those of the next tile are copied beside
             this tile's last steps. Two pairs have room for 2 without bits alone.
         ahead: with two such places consumers start the first product of the next tile beside the last one of
-            their tile.
+            their tile, and the output leaves through one of them, whole. With one pair only.
         leaves_out: either consumer leaves out a step that only the other one sees; in steps of 64, and where
             steps carry bits and no score changes, else it says nothing.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
@@ -63,8 +63,9 @@ class HopperSparseConfig:
             raise ValueError(f"leaves_out: expected False with block_n={self.block_n}, got True")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers: expected 1 or 2, got {self.q_buffers}")
-        if self.ahead and self.q_buffers == 1:
-            raise ValueError("ahead: expected False with q_buffers=1, got True")
+        if self.ahead and (self.q_buffers, self.pairs) != (2, 1):
+            given = f"q_buffers={self.q_buffers}, pairs={self.pairs}"
+            raise ValueError(f"ahead: expected False with {given}, got True")
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
+from attnlib.kernels.common.memory import matrix
 
 
 @gluon.jit
@@ -39,3 +40,15 @@ def copy_q(desc_q, mem, turn, tile, there, plan: gl.constexpr):
                 desc_q, tiling.coordinates((tile.i_b, tile.i_h), tile.row + w * 64, 0),
                 mem.q_full.index(at), mem.q.index(at),
             )
+
+
+@gluon.jit
+def await_q(mem, turn, there, WG: gl.constexpr, plan: gl.constexpr):
+    """Wait for the queries of a tile, if it is there; those of its columns that stay in registers."""
+    at, parity = q_place(turn, WG, plan)
+    if there:
+        mbarrier.wait(mem.q_full.index(at), parity)
+    q_registers = 0
+    if plan.q_columns > 0:
+        q_registers = matrix(mem.q, at).slice(0, plan.q_columns, 1).load(plan.q_layout)
+    return q_registers

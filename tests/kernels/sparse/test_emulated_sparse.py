@@ -134,7 +134,6 @@ TWO_Q = replace(hopper_sparse_config(128, coarse=False), o_columns=64, keep_shif
 ENDS = replace(APART, stages=4, leaves_out=True)
 ENDS_TWO_Q = replace(ENDS, q_buffers=2, keep_shift=True, joint=True, named=True)
 ENDS_PAIRS = replace(PAIRS, leaves_out=True, keep_shift=True)
-ENDS_TWO_Q_PAIRS = replace(ENDS_PAIRS, o_columns=32, q_buffers=2)
 CALLS = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
     **{f"{D} random": Call(D, "random", 300, 384, 3, 3) for D in (64, 128, 256)},
@@ -168,11 +167,11 @@ CALLS = {
     "ends, pairs": Call(64, "S2", 650, 650, 3, 3, config=ENDS_PAIRS),
     "ends, a row behind": Call(64, "window", 200, 200, 3, 3, config=ENDS_TWO_Q),
     "ends, two Q, S2": Call(64, "S2", 650, 650, 3, 3, config=ENDS_TWO_Q),
-    "ends, two Q, pairs": Call(64, "S2", 650, 650, 3, 3, config=ENDS_TWO_Q_PAIRS),
 }
 AHEAD = {
-    call.replace("two Q", "ahead"): replace(given, config=replace(given.config, ahead=True))
-    for call, given in CALLS.items() if "two Q" in call
+    call.replace("two Q", "ahead"):
+        replace(given, config=replace(given.config, o_columns=given.D, ahead=True))
+    for call, given in CALLS.items() if "two Q" in call and given.config.pairs == 1
 }  # fmt: skip
 CALLS |= AHEAD
 
