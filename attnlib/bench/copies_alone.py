@@ -26,7 +26,8 @@ from attnlib.kernels.common.ring import release, wait_k, wait_v
 from attnlib.kernels.common.signature import signature
 from attnlib.kernels.common.words import await_tile, told
 from attnlib.kernels.sparse import hopper, hopper_kernel, launch_hopper
-from attnlib.kernels.sparse.hopper_kernel import OUTPUT, STEPS, _store_output
+from attnlib.kernels.sparse.hopper_kernel import OUTPUT, STEPS
+from attnlib.kernels.sparse.hopper_output import give_q_back, store_output
 from attnlib.kernels.sparse.launch_hopper import KERNEL
 from attnlib.kernels.sparse.queries import q_place
 from attnlib.params import MaskWindow, Params
@@ -47,12 +48,16 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         mbarrier.wait(mem.q_full.index(q_at), q_parity)
         wait_k(mem, c, plan)
         release(mem, c, plan)
+        if plan.ahead:
+            if turn > 0:
+                give_q_back(mem, turn - 1, WG, plan)
         for i in range(c + 1, end):
             wait_k(mem, i, plan)
             if not plan.pipeline.joint:
                 wait_v(mem, i, plan)
             release(mem, i, plan)
-        mbarrier.arrive(mem.q_free.index(q_at), count=1)
+        if not plan.ahead:
+            give_q_back(mem, turn, WG, plan)
         c = end
         wait_v(mem, c, plan)
         turn += 1
@@ -60,7 +65,7 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         at = told(mem, turn, OUTPUT, plan.words), told(mem, turn, OUTPUT + 1, plan.words)
         if row < work.S_q:
             o = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
-            _store_output(desc_o, o.to(mem.v.dtype), mem, at, row, 0, WG, plan)
+            store_output(desc_o, o.to(mem.v.dtype), mem, at, row, turn - 1, WG, plan)
     tma.store_wait(0)
 
 

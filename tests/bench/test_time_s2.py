@@ -70,14 +70,15 @@ def small(gpu, monkeypatch):
     for name, value in {"BATCH": 1, "HEADS": 2, "WIDTH": 16, "PATTERN": PATTERN}.items():
         monkeypatch.setattr(time_s2, name, value)
     dense = S2Pattern(2, dense_heads=2)
-    patterns = {"S2": PATTERN, time_s2.ENDS: PATTERN, "S2, 2 dense heads": HYBRID, "attnlib": dense}
+    patterns = {"S2": PATTERN, time_s2.WHOLE: PATTERN, "S2, 2 dense heads": HYBRID, "attnlib": dense}
     monkeypatch.setattr(time_s2, "PATTERNS", patterns)
     monkeypatch.setattr(time_s2, "shape_of", lambda n: Shape(1, 2, n, 16, True, "bfloat16"))
     monkeypatch.setattr(time_s2, "SWEEP", Setting("small", 1, 0, 0, 1))
     monkeypatch.setattr(time_s2.copies_alone, "call_of", lambda q, k, v, mask: lambda: torch.zeros_like(q))
     slow = time_s2.attention  # what is timed: the reference, as the interpreter takes seconds
     monkeypatch.setattr(time_s2, "attention", lambda *x, **how: slow(*x, **how, impl="reference"))
-    monkeypatch.setattr(time_s2, "ends_left_out", lambda mask, *x: time_s2.attention(*x, block_mask=mask))
+    monkeypatch.setattr(time_s2, "in_form", lambda mask, shape, **changes: (
+        lambda q, k, v: time_s2.attention(q, k, v, block_mask=mask)))  # fmt: skip
 
 
 def test_the_record(small, tmp_path, capsys):
@@ -87,7 +88,7 @@ def test_the_record(small, tmp_path, capsys):
     assert set(tables) == {"forward", "backward", "decode"}
     for name in ("forward", "backward"):
         rows = {row["impl"]: row for row in tables[name]["rows"] if "control_of" not in row}
-        others = {time_s2.COPIES, time_s2.ENDS} if name == "forward" else set()
+        others = {time_s2.COPIES, time_s2.WHOLE} if name == "forward" else set()
         assert set(rows) == {"S2", "S2, 2 dense heads", "attnlib"} | others
         assert rows["S2"]["share"] < rows["S2, 2 dense heads"]["share"] < rows["attnlib"]["share"] == 1
         assert "mask_ms" in rows["S2"] and all(row["status"] == "ok" for row in rows.values())

@@ -41,7 +41,8 @@ def test_what_is_compared():
         found = tune_sparse.forms(head_dim, group, chosen)
         if group == "blocks":
             two = [config for name, config in found.items() if name.startswith("two Q")]
-            assert len(two) > 1 and all(config.q_buffers == 2 and config.keep_shift for config in two)
+            assert len(two) == 2 * (head_dim == 128)
+            assert all(config.q_buffers == 2 and config.keep_shift for config in two)
             assert chosen.q_buffers == head_dim // 64 and chosen not in list(found.values())[1:]
         else:
             assert chosen.keep_shift and not found["not kept"].keep_shift
@@ -57,5 +58,5 @@ def test_a_wrong_form_is_named(monkeypatch):
     monkeypatch.setattr(tune_sparse.hopper, "forward", doubled)
     monkeypatch.setattr(tune_sparse, "KINDS", ("normal",))
     with on_the_cpu():
-        said = list(tune_sparse.wrong(64, "blocks", "two Q"))
+        said = list(tune_sparse.wrong(64, "blocks", "apart"))
     assert [line.partition(": ")[0] for line in said] == ["half, normal", "one block, normal"]

@@ -101,7 +101,7 @@ def families() -> list[Family]:
         ]),
         Family("hopper sparse", True, test_sparse.compile_case, [
             ("128", "bits", "fp16"), ("64 copied", "bits, LSE, half", "bf16"),
-            ("128 fine kept, two Q, ends", "bits, LSE", "fp16"), ("64 kept, ends", "bits, LSE", "fp16"),
+            (f"{test_sparse.TWO_Q}, ends", "bits, LSE", "fp16"), ("64 kept, ends", "bits, LSE", "fp16"),
         ]),
         Family("hopper sparse backward", True, test_sparse.compile_backward, [
             (64, False, "fp16"), (128, True, "fp16", "all"), (256, True, "fp16"),

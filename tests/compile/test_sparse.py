@@ -57,24 +57,14 @@ CONFIGS |= {
     f"{name} kept": replace(config, keep_shift=True) for name, config in CONFIGS.items() if name != "256"
 }
 PLAIN = [name for name in CONFIGS if "kept" not in name]
-TWO_Q = {
-    "64 kept, two Q": replace(CONFIGS["64 kept"], o_columns=32, q_buffers=2),
-    "128 fine kept, two Q": replace(CONFIGS["128 fine kept"], o_columns=64, q_buffers=2),
-}
-CONFIGS |= TWO_Q
-"""Two buffers for queries: at D = 64 without bits, which leave no room."""
+TWO_Q = "128 fine kept, two Q"
+CONFIGS[TWO_Q] = replace(CONFIGS["128 fine kept"], q_buffers=2)
+"""Consumers start the next tile's first product beside their last one."""
 ENDS = {
-    f"{name}, ends": replace(CONFIGS[name], leaves_out=True)
-    for name in ("128 fine kept, two Q", "128 fine kept", "64 kept")
+    f"{name}, ends": replace(CONFIGS[name], leaves_out=True) for name in (TWO_Q, "128 fine kept", "64 kept")
 }
 CONFIGS |= ENDS
 """Consumers leave out steps."""
-AHEAD = {
-    f"{name}, ahead": replace(CONFIGS[name], o_columns=128, ahead=True)
-    for name in ("128 fine kept, two Q", "128 fine kept, two Q, ends")
-}
-CONFIGS |= AHEAD
-"""Consumers start the next tile's first product beside their last one."""
 COPIES = {
     "64 copied": hopper_sparse_config(64, True, True, True),
     "128 copied": hopper_sparse_config(128, True, True, True),
@@ -102,14 +92,14 @@ SCORED += product(("64 wide", "128"), ("bits, LSE, every part",))
 """All parts of a score take the most registers."""
 BY_BITS = with_more(["128 fine"], PLAIN)
 """Compiled without bits and with them."""
-KEPT = with_more(TWO_Q, ["64 kept", "128 kept"])
+KEPT = with_more([TWO_Q], ["64 kept", "128 kept"])
 CASES = with_more(
     [
         *product(BY_BITS, ("blocks", "bits"), ("fp16",)),
         ("64", "bits, negative, LSE", "bf16"),
         *product(KEPT, ("blocks",), ("fp16",)),
-        ("128 fine kept, two Q", "bits, LSE", "fp16"),
-        *product(with_more(["128 fine kept, two Q, ends"], ENDS), ("bits, LSE",), ("fp16",)),
+        (TWO_Q, "bits, LSE", "fp16"),
+        *product(with_more([f"{TWO_Q}, ends"], ENDS), ("bits, LSE",), ("fp16",)),
         ("256", "bits, LSE, all", "fp16"),
         ("128", "bits, LSE, every part", "fp16"),
         ("64 copied", "bits, LSE, half", "bf16"),
@@ -121,8 +111,8 @@ CASES = with_more(
         ("64 kept", "bits, negative, LSE", "bf16"),
         ("128 kept", "bits, LSE, cap", "fp16"),
         ("128 copied", "bits, LSE, half", "fp16"),
-        *product((name for name in CONFIGS if name != "64 kept, two Q"), ("bits, negative, LSE",), ("fp16",)),
-        *product(TWO_Q, ("blocks, LSE",), ("bf16",)),
+        *product(CONFIGS, ("bits, negative, LSE",), ("fp16",)),
+        (TWO_Q, "blocks, LSE", "bf16"),
         *product(("64 wide kept", "128 fine kept"), ("blocks", "bits"), ("fp16",)),
         ("64", "blocks, LSE", "fp16"),
         ("256", "bits, negative, LSE", "bf16"),
@@ -162,7 +152,8 @@ LOADED = "single", "relative", "every part"
 and moves them, some 80 in a step. Why is not known."""
 HGMMA = {"64": 64, "64 wide": 48, "128": 64, "128 fine": 48, "256": 80}
 HGMMA |= {f"{name} kept": number for name, number in HGMMA.items()}
-HGMMA |= {name: HGMMA[name.split(",")[0]] for name in (*TWO_Q, *ENDS, *AHEAD)}
+HGMMA[TWO_Q] = HGMMA["128 fine kept"] + 16  # the first product of the first tile, and of the next one
+HGMMA |= {name: HGMMA[name.removesuffix(", ends")] for name in ENDS}
 HGMMA |= {name: HGMMA[name.replace("64 copied", "64 wide").removesuffix(" copied")] for name in COPIES}
 """Products in the code of all consumers: first step, loop, last values."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

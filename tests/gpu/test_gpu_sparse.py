@@ -71,8 +71,6 @@ def test_consumers_that_leave_out_steps(label):
     scale = q.shape[-1] ** -0.5 if case.sm_scale is None else case.sm_scale
     params = Params(MaskWindow(None, None), scale, return_lse=True, block_mask=case.block_mask("cuda"))
     config = hopper_sparse_config(q.shape[-1], coarse=False, keep=True, short=True)
-    if config.q_buffers == 2:
-        config = replace(config, o_columns=128, ahead=True)
     params = params._replace(config=replace(config, leaves_out=True))
     oracle = Oracle(q, k, v, sm_scale=case.sm_scale, mask=case.dense("cuda"))
     judge_forward(*hopper.forward(q, k, v, params), oracle, label)

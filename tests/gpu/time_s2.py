@@ -48,7 +48,7 @@ from attnlib.params import MaskWindow, Params  # noqa: E402
 
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
-COPIES, WHOLE, AHEAD = "S2, copies", "S2, no step left out", "S2, ahead"
+COPIES, WHOLE = "S2, copies", "S2, no step left out"
 IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
@@ -57,7 +57,7 @@ STEP_LENGTHS = 4096, 16384
 CACHES = 16384, 65536, 131072
 PATTERN = S2Pattern(HEADS)
 PATTERNS = {
-    OURS: PATTERN, WHOLE: PATTERN, AHEAD: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
+    OURS: PATTERN, WHOLE: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
     HYBRID: S2Pattern(HEADS, dense_heads=2),
     DENSE: S2Pattern(HEADS, dense_heads=HEADS),
 }  # fmt: skip
@@ -170,7 +170,6 @@ def calls_of(length: int, backward_too: bool) -> dict[str, tuple[Callable, dict[
             calls[name] = (lambda q, k, v, m=mask: attention(q, k, v, block_mask=m)), more
         if name == OURS and not backward_too:
             calls[WHOLE] = in_form(mask, shape_of(length), leaves_out=False), {}
-            calls[AHEAD] = in_form(mask, shape_of(length), q_buffers=2, o_columns=128, ahead=True), {}
     if length in STEP_LENGTHS and not backward_too:
         step = sources.load_step(STEP)
         calls[STEP] = (lambda q, k, v: step.attention(q, k, v, True, None)), {}

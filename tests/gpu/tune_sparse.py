@@ -62,23 +62,16 @@ def forms(head_dim: int, group: str, chosen: HopperSparseConfig) -> dict[str, Ho
             fine = hopper_sparse_config(head_dim, coarse=False, keep=True, short=True)
             found["steps of 64"] = replace(fine, leaves_out=False)
             found["ends left out"] = replace(fine, leaves_out=True)
-            if fine.q_buffers == 2:
-                found["ahead"] = replace(fine, leaves_out=True, o_columns=128, ahead=True)
         return found
     kept = hopper_sparse_config(head_dim, keep=True)
     if head_dim == 64:
-        two = replace(kept, q_buffers=2, o_columns=32)
-        found = {"two Q": two}
+        found = {"apart": replace(kept, joint=False), "sections of 8 MB": replace(kept, l2_bytes=8 << 20)}
     else:
         fine = hopper_sparse_config(head_dim, coarse=False, keep=True)
-        two = replace(fine, q_buffers=2, o_columns=64, ahead=False)
-        ahead = replace(two, o_columns=128, ahead=True)
+        two = replace(fine, q_buffers=2)
         found = {
-            "steps of 64": fine, "steps of 128": kept, "two Q": two,
-            "two Q, O whole": replace(two, o_columns=128), "ahead": ahead,
-            "two Q, joint": replace(two, joint=True), "ahead, joint": replace(ahead, joint=True),
-            "two Q, of 128": replace(kept, q_buffers=2, o_columns=64),
-            "ahead, of 128": replace(kept, q_buffers=2, o_columns=128, ahead=True),
+            "steps of 64": fine, "steps of 128": kept, "two Q": two, "two Q, joint": replace(two, joint=True),
+            "two Q, of 128": replace(kept, q_buffers=2),
         }  # fmt: skip
     return {CHOSEN: chosen} | {name: config for name, config in found.items() if config != chosen}
 

@@ -27,9 +27,8 @@ class HopperSparseConfig:
         keep_shift: take the largest scores of a step only where a weight came out large, see `kept_shift`;
             not under ALiBi, a bias or a function.
         q_buffers: places for the queries of a tile, 1 or 2; with 2 those of the next tile are copied beside
-            this tile's last steps. Two pairs have room for 2 without bits alone.
-        ahead: with two such places consumers start the first product of the next tile beside the last one of
-            their tile, and the output leaves through one of them, whole. With one pair only.
+            this tile's last steps, consumers start its first product beside the last one of their tile, and
+            the output leaves through the place of the tile's queries, whole. With one pair only.
         leaves_out: either consumer leaves out a step that only the other one sees; in steps of 64, and where
             steps carry bits and no score changes, else it says nothing.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
@@ -49,7 +48,6 @@ class HopperSparseConfig:
     copies_bias: bool = False
     keep_shift: bool = False
     q_buffers: int = 1
-    ahead: bool = False
     leaves_out: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -57,15 +55,12 @@ class HopperSparseConfig:
     l2_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        if self.pairs > 1 and (self.named or self.copies_bias):
-            raise ValueError(f"pairs: expected 1 with named or copies_bias, got {self.pairs}")
-        if self.leaves_out and self.block_n != 64:
-            raise ValueError(f"leaves_out: expected False with block_n={self.block_n}, got True")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers: expected 1 or 2, got {self.q_buffers}")
-        if self.ahead and (self.q_buffers, self.pairs) != (2, 1):
-            given = f"q_buffers={self.q_buffers}, pairs={self.pairs}"
-            raise ValueError(f"ahead: expected False with {given}, got True")
+        if self.pairs > 1 and (self.named or self.copies_bias or self.q_buffers > 1):
+            raise ValueError(f"pairs: expected 1 with named, copies_bias or two q_buffers, got {self.pairs}")
+        if self.leaves_out and self.block_n != 64:
+            raise ValueError(f"leaves_out: expected False with block_n={self.block_n}, got True")
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""
@@ -115,8 +110,8 @@ def hopper_sparse_config(
         chosen = WIDE
     if keep and width in _KEPT:
         chosen = replace(chosen, keep_shift=True, leaves_out=short or not coarse)
-        if short and width == 128:  # the next tile's queries are copied beside this one's few steps
-            chosen = replace(chosen, q_buffers=2, o_columns=64)
+        if short and width == 128:  # few steps are over soon: the next tile begins beside their end
+            chosen = replace(chosen, q_buffers=2)
         return chosen
     if copied and width <= 128:  # with half an output there is room for the bias of a step
         return replace(chosen, copies_bias=True, o_columns=64)

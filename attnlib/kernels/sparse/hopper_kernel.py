@@ -14,9 +14,9 @@ differs:
   consumer, which arrive with the keys, at the same barrier. A consumer reads them before it releases the
   slot, with a fence between (`bits.hide`).
 - Tiles are numbered so that in each head the longest lists come first.
-- Q has one buffer or two (`queries`). With two and `ahead` a consumer starts the first product of the next
-  tile beside the last one of its tile. The output leaves through the place of the tile's queries, which is
-  given back in the next tile.
+- Q has one buffer or two (`queries`). With two a consumer starts the first product of the next tile beside
+  the last one of its tile, and the output leaves through the place of the tile's queries, which is given
+  back in the next tile.
 - With `keep_shift` the steps of `kept_shift`, with bits or without.
 - A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
   number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
@@ -49,17 +49,17 @@ from attnlib.kernels.common import kept_shift, softmax, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.first_product import products_of_scores, start_scores
 from attnlib.kernels.common.logarithms import LN2, LOG2_E
-from attnlib.kernels.common.memory import barriers, buffers, matrix, room
+from attnlib.kernels.common.memory import barriers, buffers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k, wait_v
 from attnlib.kernels.common.words import await_tile, new_words, put_word, tell, told, word_in
 from attnlib.kernels.sparse.bits import hide
+from attnlib.kernels.sparse.hopper_output import give_q_back, store_output
 from attnlib.kernels.sparse.hopper_scores import Score, of_tile, scored, top_of_rows, weights_of
 from attnlib.kernels.sparse.hopper_tiles import SECOND_ALONE, Work, entry_after, entry_of, locate, whole_until
 from attnlib.kernels.sparse.queries import await_q, copy_q, q_place
 
 BIAS_FREE = gl.constexpr(12)  # and 13: named barriers of the producer and a consumer
-TOGETHER = gl.constexpr(14)  # and 15: of the warps of a consumer
 
 # What the producer tells of a tile, word by word; word 0 is the first row, -1 after the last tile.
 STEPS = gl.constexpr(1)
@@ -79,7 +79,7 @@ class Memory(NamedTuple):
     q: gl.shared_memory_descriptor  # [2 * q_buffers, 1, 1, 64, d]: of buffer b for warpgroup w, 2 b + w
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
-    o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns], not with `ahead`
+    o: gl.shared_memory_descriptor  # [2, 1, 1, 64, o_columns], if Q has one buffer
     bias: gl.shared_memory_descriptor  # [2, 1, 1, 64, block_n], if it is copied
     words: gl.shared_memory_descriptor  # [2 * stages, 1, 1, 256]: of slot c for warpgroup w, 2 c + w
     steps: gl.shared_memory_descriptor  # [stages, 32]: whose keys are in a slot, for ALiBi and a bias
@@ -367,25 +367,6 @@ def _step(
 
 
 @gluon.jit
-def _store_columns(desc_o, part, buffer, at, row, column: gl.constexpr):
-    buffer.reshape([64, part.shape[1]]).store(part)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc_o, tiling.coordinates(at, row, column), buffer)
-
-
-@gluon.jit
-def _store_output(desc_o, o, mem, at, row, column: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
-    """Columns from `column` on, through shared memory, at once or in two halves."""
-    if plan.o_columns == o.shape[1]:
-        tma.store_wait(0)  # what was there before must have left
-        _store_columns(desc_o, o, mem.o.index(WG), at, row, column)
-    else:
-        left, right = softmax.halves(o)
-        _store_output(desc_o, left, mem, at, row, column, WG, plan)
-        _store_output(desc_o, right, mem, at, row, column + o.shape[1] // 2, WG, plan)
-
-
-@gluon.jit
 def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr):
     desc_o, lse_ptr, mem, qk_scale, score, work = given
     dtype: gl.constexpr = mem.v.dtype
@@ -443,9 +424,8 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
 
         if plan.ahead:
-            if turn > 0:  # the output of the tile before has left the place of its queries
-                tma.store_wait(0)
-                mbarrier.arrive(mem.q_free.index(q_place(turn - 1, WG, plan)[0]), count=1)
+            if turn > 0:
+                give_q_back(mem, turn - 1, WG, plan)
 
         # 2. The other steps.
         for i in range(c + 1, last):
@@ -455,9 +435,8 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
             )  # fmt: skip
         if plan.q_columns > 0:
             fence_async_shared()  # between the load of Q and the copy that overwrites it
-        q_at, _ = q_place(turn, WG, plan)
         if not plan.ahead:
-            mbarrier.arrive(mem.q_free.index(q_at), count=1)
+            give_q_back(mem, turn, WG, plan)
 
         # 3. The last P V, and what can be done beside it.
         turn += 1
@@ -495,11 +474,7 @@ def _consume(given, FUNCTION: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
         if row < work.S_q:
             o = acc * softmax.rows_of_o(1.0 / gl.where(empty, 1.0, row_sums), acc)  # [64, D]
-            if plan.ahead:
-                named_barrier("sync", TOGETHER + WG, 128)  # no warp reads these queries any more
-                _store_columns(desc_o, o.to(dtype), room(mem.q, q_at, desc_o), at, row, 0)
-            else:
-                _store_output(desc_o, o.to(dtype), mem, at, row, 0, WG, plan)
+            store_output(desc_o, o.to(dtype), mem, at, row, turn - 1, WG, plan)
         if plan.ahead:
             s = warpgroup_mma_wait(0, deps=(s_token,))
         start = end

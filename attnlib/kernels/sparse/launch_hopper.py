@@ -133,7 +133,7 @@ def make_plan(
             2, config.stages, config.joint, config.named, config.late_wait, config.pin, config.keep_shift
         ),
         registers=Registers(config.consumer_registers, config.producer_registers),
-        q_buffers=config.q_buffers, ahead=config.ahead, leaves_out=leaves_out(config, partial, score),
+        q_buffers=config.q_buffers, leaves_out=leaves_out(config, partial, score),
         soft_cap=score is not None and score.soft_cap is not None, alibi=score is not None and score.alibi,
         sinks=score is not None and score.sinks, bias_edge=edge,
         function=score is not None and score.function is not None, **own,

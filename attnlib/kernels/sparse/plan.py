@@ -16,8 +16,8 @@ class SparsePlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64, 128 or 256.
         block_n: keys of a step of the lists, 64 or 128.
-        q_columns, o_columns, q_buffers, ahead, leaves_out: as in `HopperSparseConfig`; leaves_out: not with a
-            score, nor without bits.
+        q_columns, o_columns, q_buffers, leaves_out: as in `HopperSparseConfig`; leaves_out: not with a score,
+            nor without bits.
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         store_lse: write the LSE.
         partial: some steps carry bits.
@@ -38,7 +38,6 @@ class SparsePlan(Constants):
     pipeline: Pipeline
     registers: Registers
     q_buffers: int = 1
-    ahead: bool = False
     soft_cap: bool = False
     alibi: bool = False
     sinks: bool = False
@@ -71,6 +70,9 @@ class SparsePlan(Constants):
         exponent, a step that keeps its shift does not know; a bias and a function take its registers."""
         more = self.alibi.value or self.bias.value or self.function.value
         return gl.constexpr(self.pipeline.keep_shift.value and not more)
+
+    # Whether the first product of a tile starts beside the last one of the tile before.
+    ahead = property(lambda self: gl.constexpr(self.q_buffers.value > 1))
 
     units = gl.constexpr(0)  # as in `hopper.plan.ForwardPlan`
 

@@ -27,6 +27,7 @@ from attnlib.kernels.sparse import (
     hopper,
     hopper_backward_kernel,
     hopper_kernel,
+    hopper_output,
     hopper_tiles,
     queries,
 )
@@ -128,11 +129,13 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
 PAIRS = HopperSparseConfig(64, 2, 64, pairs=2, joint=True)
 LATE_PAIRS = replace(SHARED, late_wait=True, pin=True)
 APART = HopperSparseConfig(64, 2, 32)
+WHOLE = replace(APART, o_columns=64)
 NAMED = HopperSparseConfig(128, 2, 64, joint=True, named=True)
 Q_KEPT = HopperSparseConfig(64, 2, 64, q_columns=32, late_wait=True, pin=True)
-TWO_Q = replace(hopper_sparse_config(128, coarse=False), o_columns=64, keep_shift=True, q_buffers=2)
+TWO_Q = replace(WHOLE, q_buffers=2)
+TWO_Q_128 = replace(hopper_sparse_config(128, coarse=False), keep_shift=True, q_buffers=2)
 ENDS = replace(APART, stages=4, leaves_out=True)
-ENDS_TWO_Q = replace(ENDS, q_buffers=2, keep_shift=True, joint=True, named=True)
+ENDS_TWO_Q = replace(ENDS, o_columns=64, q_buffers=2, keep_shift=True, joint=True, named=True)
 ENDS_PAIRS = replace(PAIRS, leaves_out=True, keep_shift=True)
 CALLS = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
@@ -148,15 +151,15 @@ CALLS = {
     "apart": Call(64, "documents", 260, 390, config=APART),
     "named": Call(64, "documents", 260, 390, config=NAMED),
     "quarters": Call(256, "causal", 140, 140, config=HopperSparseConfig(64, 2, 64)),
-    "Q in registers": Call(64, "dots", 260, 260, config=Q_KEPT),
+    "Q in registers": Call(64, "dots", 520, 260, 3, 3, config=Q_KEPT),
     "many tiles": Call(64, "causal", 520, 520, 5, 1, config=PAIRS),
     "short": Call(64, "random", 100, 128, 9, 1, config=PAIRS),
     "late": Call(64, "band by head", 300, 384, 4, 2, config=LATE_PAIRS),
-    "two Q": Call(64, "documents", 390, 390, 3, 3, config=replace(APART, q_buffers=2)),
-    "two Q, one step": Call(64, "all", 520, 60, 3, 3, config=replace(APART, q_buffers=2)),
-    "two Q, pairs": Call(64, "causal", 520, 520, 5, 1, config=replace(PAIRS, o_columns=32, q_buffers=2)),
+    "two Q": Call(64, "documents", 390, 390, 3, 3, config=TWO_Q),
+    "two Q, one step": Call(64, "all", 520, 60, 3, 3, config=TWO_Q),
+    "two Q, a row behind": Call(64, "documents", 200, 390, 3, 3, config=TWO_Q),
     "two Q in registers": Call(64, "random", 520, 384, 3, 3, config=replace(Q_KEPT, q_buffers=2)),
-    "two Q, of 128": Call(128, "random", 520, 384, 3, 3, config=TWO_Q),
+    "two Q, of 128": Call(128, "random", 520, 384, 3, 3, config=TWO_Q_128),
     **{
         f"ends, {mask}": Call(64, mask, 390, 390, 2, 2, config=ENDS)
         for mask in FUNCTIONS if "by" not in mask
@@ -168,18 +171,12 @@ CALLS = {
     "ends, a row behind": Call(64, "window", 200, 200, 3, 3, config=ENDS_TWO_Q),
     "ends, two Q, S2": Call(64, "S2", 650, 650, 3, 3, config=ENDS_TWO_Q),
 }
-AHEAD = {
-    call.replace("two Q", "ahead"):
-        replace(given, config=replace(given.config, o_columns=given.D, ahead=True))
-    for call, given in CALLS.items() if "two Q" in call and given.config.pairs == 1
-}  # fmt: skip
-CALLS |= AHEAD
 
 
 ORDERED = (
     "apart", "named", "many tiles", "short", "Q in registers", "64 random", "two Q", "two Q, one step",
-    "two Q, pairs", "two Q in registers", "two Q, of 128", "ends, S2", "ends, window", "ends, two Q",
-    "ends, pairs", *AHEAD,
+    "two Q in registers", "two Q, of 128", "ends, S2", "ends, window", "ends, two Q", "ends, two Q, S2",
+    "ends, pairs",
 )  # fmt: skip
 
 
@@ -233,10 +230,10 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("given", ["named", "copies_bias"])
+@pytest.mark.parametrize("given", [{"named": True}, {"copies_bias": True}, {"q_buffers": 2}])
 def test_two_pairs_share_no_barriers_and_no_bias(given):
-    with pytest.raises(ValueError, match="^pairs: expected 1 with named or copies_bias, got 2$"):
-        replace(PAIRS, **{given: True})
+    with pytest.raises(ValueError, match="^pairs: expected 1 with named, copies_bias or two q_buffers, got"):
+        replace(PAIRS, **given)
 
 
 @pytest.mark.parametrize("given", [0, 3])
@@ -339,17 +336,17 @@ MUTATIONS = [
              "gl.minimum(tile.first + i + 2, tile.end - 1)", "apart", WRONG, module=hopper_tiles),
     planted("what only the other one sees is given back before it is there", "ends, window",
             "Race|Deadlock|Assertion",
-            ("                wait_k(mem, c, plan)\n                release(mem, c, plan)\n",
-             "                release(mem, c, plan)\n")),
+            ("            wait_k(mem, start, plan)\n            release(mem, start, plan)\n",
+             "            release(mem, start, plan)\n")),
     planted("what only the other one sees is not given back", "ends, window", "Deadlock|Race|Assertion",
-            ("                wait_k(mem, c, plan)\n                release(mem, c, plan)\n",
-             "                wait_k(mem, c, plan)\n")),
+            ("            wait_k(mem, start, plan)\n            release(mem, start, plan)\n",
+             "            wait_k(mem, start, plan)\n")),
     planted("the slot of the last values is not given back", "ends, window", "Deadlock|Race|Assertion",
             ("            if last < end:\n                release(mem, last, plan)\n", "            pass\n")),
     planted("the first consumer ends a step too early", "ends, window", WRONG,
-            ("last -= alone >> 1", "last -= 1")),
+            ("told(mem, turn, LEFT_OUT, plan.words) >> 1", "1")),
     planted("the second consumer begins with what it does not see", "ends, window", WRONG,
-            ("elif (alone & 1) == 1:", "elif (alone & 1) == 2:")),
+            ("told(mem, turn, LEFT_OUT, plan.words) & 1, 0)", "0, 0)")),
     planted("marks are taken for the number of a slot", "ends, window", "IndexError|Assertion|Error",
             ("bits = bits & (SECOND_ALONE - 1)", "bits = bits & (2 * SECOND_ALONE - 1)")),
     Mutation("the step that comes first comes again", "gl.where(j <= tile.middle, j - 1, j)", "j",
@@ -383,14 +380,31 @@ MUTATIONS = [
              "two Q", "Race|Deadlock|Assertion", module=queries),
     planted("the next tile's Q is that of this tile", "two Q", WRONG,
             ("copy_q(desc_q, mem, turn, next_tile, number", "copy_q(desc_q, mem, turn, tile, number")),
-    planted("Q is not waited for", "two Q", "Race|Deadlock|Assertion",
-            ("        mbarrier.wait(mem.q_full.index(q_at), q_parity)\n", "")),
+    Mutation("Q is not waited for", "        mbarrier.wait(mem.q_full.index(at), parity)\n", "        pass\n",
+             "two Q", "Race|Deadlock|Assertion", module=queries),
     planted("products read the first Q", "two Q", "Race|Assertion",
             ("    at, _ = q_place(turn, WG, plan)\n", "    at = WG\n")),
-    planted("registers read the first Q", "two Q in registers", "Race|Assertion",
-            ("matrix(mem.q, q_at).slice", "matrix(mem.q, WG).slice")),
-    planted("Q in registers without a fence", "two Q in registers", "Race",
+    Mutation("registers read the first Q", "matrix(mem.q, at).slice", "matrix(mem.q, WG).slice",
+             "two Q in registers", "Race|Assertion", module=queries),
+    planted("Q in registers without a fence", "Q in registers", "Race",
             ("            fence_async_shared()  # between the load of Q", "            pass  # of Q")),
+    planted("the next tile's first keys are not waited for", "two Q", "Race|Deadlock|Assertion",
+            ("        wait_k(mem, c, plan)\n    return", "        pass\n    return")),
+    planted("the next tile's first product is waited for as the only one", "two Q in registers", "Race",
+            ("products_of_scores(plan) if plan.ahead", "3 if plan.ahead")),
+    planted("behind the last tile keys are waited for", "two Q", "Deadlock",
+            ("turn, there, WG, plan)\n        row_sums", "turn, True, WG, plan)\n        row_sums")),
+    planted("the next tile's first product has this tile's Q", "two Q", "Race|Assertion",
+            ("_issue_scores(q_registers, mem, c, turn, WG, plan)\n\n\n@gluon.jit\ndef _issue_output",
+             "_issue_scores(q_registers, mem, c, 0, WG, plan)\n\n\n@gluon.jit\ndef _issue_output")),
+    Mutation("Q is given back before the output has left its place",
+             "        tma.store_wait(0)  # the output of that tile has left\n", "        pass\n",
+             "two Q", "Race", module=hopper_output),
+    Mutation("the output leaves through the next tile's Q", "room(mem.q, q_place(turn, WG, plan)[0], desc_o)",
+             "room(mem.q, q_place(turn + 1, WG, plan)[0], desc_o)", "two Q", "Race|Assertion",
+             module=hopper_output),
+    Mutation("the output leaves without a fence", "    fence_async_shared()\n", "", "two Q", "Race",
+             module=hopper_output),
     Mutation("all heads have the mask of the first", "(i_b * work.mask_b + i_h * work.mask_h)",
              "(i_b * work.mask_b)", "by both", WRONG, module=hopper_tiles),
     planted("the output of a row that sees nothing is divided by 0", "none", WRONG,
