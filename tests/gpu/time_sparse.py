@@ -1,6 +1,6 @@
 """Time attention under block masks on this GPU, beside FlexAttention and what else is there.
 
-    python tests/gpu/time_sparse.py                 all tables, about six minutes: FlexAttention compiles
+    python tests/gpu/time_sparse.py                 all tables, about nine minutes: FlexAttention compiles
     python tests/gpu/time_sparse.py --tables blocks,making      some of them, in a minute and a half
     python tests/gpu/time_sparse.py --dims 128      one head dimension
     python tests/gpu/time_sparse.py --seqlen 65536  longer sequences, with fewer heads; use --out, too
@@ -33,7 +33,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -381,12 +381,12 @@ class Run:
             rows += row_of(f"{self.name} kept {100 * part:.1f}%", part, self.flops, found, None)
         return rows
 
-    def scores(self, names: Sequence[str]) -> list[dict]:
+    def scores(self, names: Sequence[str]) -> Iterator[list[dict]]:
         """Forward and, up to 16384 tokens, backward, causal, with scores of these names, most of them beside
-        FlexAttention. The gradients are those of q, k and v, and of what is learned."""
+        FlexAttention; rows of each call. The gradients are those of q, k and v, and of what is learned."""
         from torch.nn.attention.flex_attention import create_block_mask
 
-        S, H, rows = self.seqlen, self.q.shape[1], []
+        S, H = self.seqlen, self.q.shape[1]
         mask = BlockMask.from_function(causal, S, S, device="cuda")
         theirs = create_block_mask(causal, None, None, S, S, device="cuda")
         part = (S + 1) / (2 * S)
@@ -418,8 +418,7 @@ class Run:
                     calls["attnlib again"] = calls["attnlib"]
                 found, flops = times(calls, self.rounds), self.flops * (2.5 if backward else 1)
                 kind = "backward " if backward else ""
-                rows += row_of(f"{self.name} {kind}causal, {name}", part, flops, found, None)
-        return rows
+                yield row_of(f"{self.name} {kind}causal, {name}", part, flops, found, None)
 
     def forward_configurations(self) -> None:
         """The Hopper kernel in its configurations, at 25 and 6%."""
@@ -573,7 +572,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "blocks": lambda: (run.blocks(more) for run in runs),
         "making": lambda: [making()],
         "functions": lambda: (run.functions() for run in runs),
-        "scores": lambda: (run.scores(names) for run in runs),
+        "scores": lambda: (rows for run in runs for rows in run.scores(names)),
         "gallery": lambda: (run.gallery() for run in runs),
         "chapter": lambda: (run.chapter() for run in runs),
         # The judge of gradients holds all scores of a head.
