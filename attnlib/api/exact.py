@@ -10,7 +10,7 @@ import torch
 
 from attnlib import dispatch, node, torch_ops
 from attnlib.arguments.exact import Options, check, check_varlen
-from attnlib.arguments.offsets import check_offsets
+from attnlib.arguments.offsets import check_offsets, check_offsets_behind_modes
 from attnlib.autograd import Asked, Attention
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Choice
@@ -221,7 +221,10 @@ def attention_varlen(
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_varlen(q, k, v, varlen, options, symbols)
-    if symbols or not plain(q, k, v, *varlen[:2]):
+    if torch.compiler.is_dynamo_compiling() or not plain(q, k, v, *varlen[:2]):
+        return _operator(q, k, v, varlen, options)
+    if symbols:
+        check_offsets_behind_modes(q, k, varlen)
         return _operator(q, k, v, varlen, options)
     return _call(q, k, v, varlen, options)
 

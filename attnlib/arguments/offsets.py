@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attnlib.arguments.common import certain, check_int32, type_name
 from attnlib.params import Varlen
@@ -35,6 +36,14 @@ def check_offsets(q, k, varlen: Varlen) -> None:
         found_k = _found("cu_seqlens_k", cu_seqlens_k, "k", len(k))
     _check_longest_found("_q", found_q, max_seqlen_q)
     _check_longest_found("_k", found_k, max_seqlen_k)
+
+
+def check_offsets_behind_modes(q, k, varlen: Varlen) -> None:
+    """The same under a dispatch mode of no compiler (a FLOP counter, selective checkpointing), which is not
+    told that values are read. Where a transformation of torch.func is on, nothing is known."""
+    if not torch._C._are_functorch_transforms_active():
+        with _disable_current_modes():
+            check_offsets(q, k, varlen)
 
 
 def check_offsets_of(side: str, tokens: int, offsets: torch.Tensor, longest: int) -> Found | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from itertools import product
 
 import pytest
@@ -15,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import attention, attention_varlen
+from attnlib import attention, attention_entmax_varlen, attention_varlen
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 
@@ -409,6 +410,19 @@ def test_flops_are_counted_as_for_pytorchs_own_attention(causal):
         attention(*inputs, causal=causal).sum().backward()
 
     assert flops(step) == own * 7 // 2  # 2 products forward, 5 backward
+
+
+def test_offsets_are_read_under_a_dispatch_mode(device):
+    """The mode is not told, and a right call is not hindered; a compiler's mode has nothing to read."""
+    q, k, v, cu_q, cu_k, *longest = varlen(device)
+    wrong = offsets(0, 7, 21, device=device)
+    with FlopCounterMode(display=False) as counter:
+        for call in (attention_varlen, partial(attention_entmax_varlen, alpha=1.5)):
+            with pytest.raises(ValueError, match="^cu_seqlens_q: expected to end at q's number of tokens, 20"):
+                call(q, k, v, wrong, cu_k, *longest)
+            assert counter.get_total_flops() == 0
+        attention_varlen(q, k, v, cu_q, cu_k, *longest)
+        assert counter.get_total_flops() > 0
 
 
 def test_flops_of_grouped_heads_windows_and_varlen_sequences(device):
