@@ -365,21 +365,26 @@ def explain(
 ) -> Choice:  # fmt: skip
     """Which kernel `attention` would run with these arguments, with which configuration, and why.
 
-    Nothing is computed or compiled. Arguments and errors are those of `attention`.
+    Nothing is computed or compiled. Arguments and errors are those of `attention`; tensors without memory
+    run nowhere, and are refused. Under `torch.autocast` it is of the dtype that a call gets there.
 
     Returns:
         an `attnlib.api.Choice`: the kernel, its configuration, the reason, and the window without bounds that
         no row reaches. It is of the forward pass.
 
     Raises:
-        TypeError, ValueError: as `attention`.
+        TypeError, ValueError: as `attention`; ValueError for tensors on device meta.
 
     Example:
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
         reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
     """
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = autocast(q, k, v)
     check(q, k, v, options, own_values=True)
+    if q.is_meta:
+        raise ValueError("q: expected a device on which kernels run, got meta")
     params = _params(q, k, options, return_lse)
     if score is not None:
         params = params._replace(score=parts_of(score, q, k))

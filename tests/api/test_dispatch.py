@@ -11,7 +11,7 @@ import triton
 from fake_gpu import OnGpu, gpu, tensor  # noqa: F401  (a fixture)
 from families import configured, forget_launches, fresh_launches  # noqa: F401  (a fixture)
 
-from attnlib import attention, explain, node
+from attnlib import Score, attention, dispatch, explain, node
 from attnlib.api import Choice
 from attnlib.dispatch import resolve
 from attnlib.kernels import hopper, portable
@@ -278,6 +278,24 @@ def test_explain_reads_well_and_is_frozen(gpu):
         choice.kernel = "triton"
     empty = tensor(1, 1, 0, 128)
     assert explain(empty, q, q).reason.endswith("; nothing to compute, so nothing is launched")
+
+
+@pytest.mark.parametrize("score", [None, Score(soft_cap=3.0)], ids=["no score", "soft cap"])
+def test_tensors_without_memory_run_nowhere(score):
+    q = torch.zeros(1, 2, 64, 64, device="meta")
+    with pytest.raises(ValueError, match="^q: expected a device on which kernels run, got meta$"):
+        explain(q, q, q, score=score)
+
+
+def test_explain_under_autocast(monkeypatch):
+    """Of the dtype that a call gets there."""
+    asked, choice = [], Choice("none", None, "", DENSE)
+    monkeypatch.setattr(dispatch, "resolve", lambda q, *rest: asked.append(q.dtype) or choice)
+    q = torch.zeros(1, 2, 64, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        explain(q, q, q)
+    explain(q, q, q)
+    assert asked == [torch.bfloat16, torch.float32]
 
 
 def test_explain_checks_as_attention_does():

@@ -418,7 +418,7 @@ def test_offsets_are_read_under_a_dispatch_mode(device):
     wrong = offsets(0, 7, 21, device=device)
     with FlopCounterMode(display=False) as counter:
         for call in (attention_varlen, partial(attention_entmax_varlen, alpha=1.5)):
-            with pytest.raises(ValueError, match="^cu_seqlens_q: expected to end at q's number of tokens, 20"):
+            with pytest.raises(ValueError, match="^cu_seqlens_q: expected to end at q's number of tokens"):
                 call(q, k, v, wrong, cu_k, *longest)
             assert counter.get_total_flops() == 0
         attention_varlen(q, k, v, cu_q, cu_k, *longest)
