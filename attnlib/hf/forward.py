@@ -207,6 +207,8 @@ def _from_arguments(
             )
     if sliding_window is not None and not causal:
         raise ValueError(f"sliding_window: expected None without a causal mask, got {sliding_window}")
+    if sliding_window is not None and sliding_window < 1:  # transformers' own kernels do not agree on 0
+        raise ValueError(f"sliding_window: expected None, or 1 or more keys, got {sliding_window}")
     rows, keys = sizes
     if causal and (rows > keys or (attention_mask is None and 1 < rows < keys)):
         raise ValueError(

@@ -404,6 +404,13 @@ def test_a_window_that_looks_both_ways():
         attnlib.hf.attention_forward(ENCODER, q, q, q, None, sliding_window=2)
 
 
+def test_a_window_of_no_keys():
+    """Not the -1 that means none."""
+    q = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match="^sliding_window: expected None, or 1 or more keys, got 0$"):
+        attnlib.hf.attention_forward(DECODER, q, q, q, None, sliding_window=0)
+
+
 def test_padding_under_autocast_where_queries_and_keys_differ_in_dtype():
     """DeepSeek-V3: its queries come out of an addition in float32, its keys out of a product in bfloat16."""
     config = transformers.DeepseekV3Config(
