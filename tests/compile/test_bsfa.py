@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import side_by_side
 import torch
@@ -54,9 +56,10 @@ def test_portable(compiled: dict[tuple, list[tuple[Job, Stats]]], case: tuple) -
         assert not any("serialized" in warning for warning in stats.warnings)
 
 
-# Head dimension, dtype, causal, keys beyond the queries, whether the LSE and the kept blocks are asked for.
-HOPPER = [(64, "bf16", False, 30, True), (128, "fp16", True, 0, False)]
-HOPPER += more([(128, "bf16", True, 30, False), (64, "fp16", True, 0, True)])
+# Head dimension, dtype, causal, keys beyond the queries, whether LSE and kept blocks are asked for; and True
+# with `by_threads`.
+HOPPER = [(64, "bf16", False, 30, True), (128, "fp16", True, 0, False), (128, "fp16", True, 0, False, True)]
+HOPPER += more([(128, "bf16", True, 30, False), (64, "fp16", True, 0, True), (64, "bf16", True, 9, True, 1)])
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -64,9 +67,9 @@ def compile_hopper(case: tuple) -> Stats:
     """The compiled kernel in numbers."""
     from attnlib.kernels.bsfa.hopper_kernel import attention_bsfa_forward_hopper as kernel
 
-    head_dim, dtype, causal, more, all_of_it = case
+    head_dim, dtype, causal, more, all_of_it, *by_threads = case
     q, k = torch.zeros(1, 2, 256, head_dim, dtype=DTYPES[dtype]), torch.zeros(1, 2, 256 + more, head_dim)
-    config = hopper_bsfa_config(head_dim)
+    config = replace(hopper_bsfa_config(head_dim), by_threads=bool(by_threads))
     params = BsfaParams(torch.zeros(1, 2, 4), causal, 0.1, all_of_it, all_of_it, config)
     call = launch.call_of(q, k, params, q, k, k)
     plan = launch_hopper.make_plan(call, params.return_kept)

@@ -40,6 +40,8 @@ class HopperBsfaConfig:
     Attributes:
         stages: slots of the ring of blocks of keys in shared memory.
         q_columns: leading columns of Q that stay in registers.
+        by_threads: each thread sees whether a shift is behind, and only where it is the threads of a row
+            exchange their largest scores (`thread_shift`).
         named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
@@ -49,6 +51,7 @@ class HopperBsfaConfig:
     stages: int
     q_columns: int = 0
     named: bool = False
+    by_threads: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168

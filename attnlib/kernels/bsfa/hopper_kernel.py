@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.kernels.common import softmax, tma
+from attnlib.kernels.common import softmax, thread_shift, tma
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common.first_product import start_scores
 from attnlib.kernels.common.logarithms import LN2, LOG2_E
@@ -110,7 +110,7 @@ class Row(NamedTuple):
 
     p: gl.tensor  # [64, BLOCK_N], of the block that was kept last
     acc: gl.tensor  # [64, D], without its product while `pending`
-    shift: gl.tensor  # [64]
+    shift: gl.tensor  # [64], by_threads [64, 4]
     sums: gl.tensor  # [64, 4]
     pending: gl.tensor  # whether P V of that block is still to be done
     asked: gl.tensor  # how many copies of values this consumer has started
@@ -259,6 +259,15 @@ def _vote(tops, row, limit, votes, qk_scale, work):
 
 
 @gluon.jit
+def _weights(s, shift, qk_scale, MASKED: gl.constexpr, plan: gl.constexpr):
+    """P [64, N] of scores s."""
+    if plan.by_threads:
+        return thread_shift.weights(s, shift, qk_scale)
+    else:
+        return softmax.weights(s, shift, qk_scale, MASKED)
+
+
+@gluon.jit
 def _step(
     q_registers, now, c, row, block, always, limit, at, desc_v, kept, mem, qk_scale, work,
     WG: gl.constexpr, plan: gl.constexpr,
@@ -303,17 +312,21 @@ def _decide(
         asked = _ask(desc_v, mem, at, block, asked, WG, plan)
         if plan.store_kept:
             gl.store(kept + block, 1)
-        top = gl.convert_layout(gl.max(tops, 1), plan.row_layout)  # [64]
-        shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, plan.crosses)
-        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+        if plan.by_threads:
+            shift, alpha, changed = thread_shift.new_shift(tops, shift, qk_scale)
+            sums = sums * alpha
+        else:
+            top = gl.convert_layout(gl.max(tops, 1), plan.row_layout)  # [64]
+            shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, plan.crosses)
+            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = softmax.weights(left, shift, qk_scale, plan.crosses)
+        left = _weights(left, shift, qk_scale, plan.crosses, plan)
         sums = softmax.add_sums(sums, left)
         if PENDING:
             sums = softmax.pin(sums)
             acc = warpgroup_mma_wait(0, deps=(product,))  # [64, D]
         acc = softmax.rescale(acc, alpha, changed)
-        right = softmax.weights(right, shift, qk_scale, plan.crosses)
+        right = _weights(right, shift, qk_scale, plan.crosses, plan)
         sums = softmax.add_sums(sums, right)
         p = gl.convert_layout(softmax.whole(left.to(dtype), right.to(dtype)), plan.p_layout)
     else:
@@ -381,6 +394,8 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         shift = softmax.row_max(s) * qk_scale  # [64]
         weights = softmax.weights(s, shift, qk_scale, plan.causal or plan.tail)
         sums = softmax.row_sum(weights)  # [64, 4]
+        if plan.by_threads:
+            shift = thread_shift.of_threads(gl.maximum(shift, thread_shift.LOWEST), sums)
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         now = Row(p, acc, shift, sums, 1, asked)
@@ -412,7 +427,10 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         empty = row_sums == 0.0
         if plan.store_lse:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
-            lse = gl.where(empty, float("-inf"), (now.shift + gl.log2(row_sums)) * LN2)
+            shift = now.shift
+            if plan.by_threads:
+                shift = gl.convert_layout(gl.max(shift, 1), plan.row_layout)
+            lse = gl.where(empty, float("-inf"), (shift + gl.log2(row_sums)) * LN2)
             place = (at_o[0] * work.H + at_o[1]).to(gl.int64) * work.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
         named_barrier("sync", TOGETHER + WG, 128)  # P V is done in all warps

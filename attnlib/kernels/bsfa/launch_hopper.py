@@ -75,6 +75,7 @@ def make_plan(call: Signature, kept: bool):
         store_kept=kept,
         pipeline=Pipeline(2, config.stages, False, config.named, False, False),
         registers=Registers(config.consumer_registers, config.producer_registers),
+        by_threads=config.by_threads,
     )  # fmt: skip
 
 

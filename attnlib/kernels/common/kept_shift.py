@@ -32,25 +32,16 @@ found likewise: on the fast path among the weights that are there, on the slow p
 is finite, and under the shift that the step hands on.
 """
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from attnlib.kernels.common import fp8, softmax
 from attnlib.kernels.common.ring import as_parts, release
+from attnlib.kernels.common.thread_shift import LOWEST, bits_of, of_threads
 
-LOWEST = gl.constexpr(-3.4028234663852886e38)
-
-
-def _bits(number: float) -> str:
-    """Of a float32, in hexadecimal digits."""
-    return f"{struct.unpack('<I', struct.pack('<f', number))[0]:08X}"
-
-
-LARGEST = gl.constexpr(_bits(fp8.LARGEST))
-OFFSET = gl.constexpr(_bits(fp8.OFFSET))
+LARGEST = gl.constexpr(bits_of(fp8.LARGEST))
+OFFSET = gl.constexpr(bits_of(fp8.OFFSET))
 
 
 @gluon.constexpr_function
@@ -216,15 +207,7 @@ def first_operands(weights, shift, sums, dtype: gl.constexpr, MASKED: gl.constex
     tops, own = _tops(of_words, plan), ()
     for unit in gl.static_range(len(tops)):
         own = own + (gl.convert_layout(tops[unit], sums.type.layout),)
-    return in_words(of_words, dtype), _of_threads(shift, sums), own
-
-
-@gluon.jit
-def _of_threads(x, like):
-    """A value for each row [64] for each of its four threads [64, 4], as `like` lies."""
-    layout: gl.constexpr = like.type.layout
-    rows = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
-    return rows + gl.zeros([64, 4], gl.float32, layout)
+    return in_words(of_words, dtype), of_threads(shift, sums), own
 
 
 @gluon.jit
@@ -358,7 +341,7 @@ def step(
     number, or BY_ROW [64]."""
     scores = elements_of_words(s, dtype)
     if BY_ROW:
-        qk_scale = _of_threads(qk_scale, sums)
+        qk_scale = of_threads(qk_scale, sums)
     like = scores[0]
     m: gl.constexpr = like.shape[1] * 2
     if plan.pipeline.late_wait:

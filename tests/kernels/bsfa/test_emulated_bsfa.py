@@ -19,7 +19,7 @@ from attnlib.bench.oracle import Oracle
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.bsfa import hopper, hopper_kernel
 from attnlib.kernels.bsfa.configs import HopperBsfaConfig
-from attnlib.kernels.common import words
+from attnlib.kernels.common import thread_shift, words
 from attnlib.kernels.common.bsfa import element_mask
 from attnlib.kernels.reference import bsfa as model
 from attnlib.params import BsfaParams
@@ -87,6 +87,12 @@ CALLS = {
     "Q in registers": Call(S_q=260, S_k=640, config=Q_KEPT),
     "many tiles": Call(S_q=520, S_k=520, H=3),
 }
+BY_THREADS = {
+    f"by threads, {name}": replace(call, config=replace(call.config or HopperBsfaConfig(4), by_threads=True))
+    for name, call in CALLS.items()
+    if name in ("more keys", "more queries", "dense", "negative", "two slots", "Q in registers")
+}
+CALLS |= BY_THREADS
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -94,7 +100,7 @@ def test_call(call: str) -> None:
     check(CALLS[call])
 
 
-ORDERED = "more keys", "two slots", "Q in registers", "many tiles"
+ORDERED = "more keys", "two slots", "Q in registers", "many tiles", "by threads, Q in registers"
 
 
 @pytest.mark.parametrize(("call", "order"), in_turn(ORDERED, ORDERS))
@@ -179,11 +185,18 @@ MUTATIONS = [
              VALUES),
     Mutation("both vote in one place", "mem.votes.index(WG)", "mem.votes.index(0)", "more keys",
              f"{TAKEN}|{VALUES}"),
+    Mutation("threads keep their own largest score", '"max.f32 a, a, b"', '"mov.b32 b, b"',
+             "by threads, steep", VALUES, module=thread_shift),
+    Mutation("the second row of a thread is not asked", "setp.gtu.or.f32 q, a", "setp.gtu.or.f32 q, 0f0",
+             "by threads, steep", VALUES, module=thread_shift),
+    Mutation("alpha is that of no change", "ex2.approx.ftz.f32 {alpha[row]}, a", "ex2.approx.ftz.f32 b, a",
+             "by threads, steep", VALUES, module=thread_shift),
     Mutation("the limit of other units", "low = (tops * qk_scale < limit)", "low = (tops < limit)",
              "more keys", VALUES),
 ]  # fmt: skip
 CALLS["low"] = Call(S_q=70, S_k=400, threshold=-0.01, sm_scale=-1e-3, positive=True)
 CALLS["steep"] = Call(S_q=200, S_k=640, threshold=-math.inf, sm_scale=2.0)
+CALLS["by threads, steep"] = replace(CALLS["steep"], config=BY_THREADS["by threads, dense"].config)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
