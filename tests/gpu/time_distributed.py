@@ -193,11 +193,11 @@ def is_long(case: Case, which: str) -> bool:
 
 def names_for(case: Case, which: str, lengths: Sequence[int], long: bool = False) -> list[str]:
     """Who is timed: all at the first length, later those that are compared, with more than two ranks at the
-    third length every method, too, and of calls of seconds attnlib alone, or with one peer where they are
-    what is timed."""
+    third length every method, too, and of calls of seconds attnlib alone; where they are what is timed, with
+    the whole call on each GPU and one peer."""
     ways = (ULYSSES, RING, GATHER, HYBRID) if several_ways() else ()
     if long:
-        return [*SEVERAL, RING_FA3[case.causal]]
+        return [ONE, EACH, *SEVERAL[1:], RING_FA3[case.causal]]
     if case.length == lengths[0]:
         left_out = {RING_FA3[not case.causal], *(() if ways else (RING, GATHER, HYBRID))}
         return [name for name in MAKERS if name not in left_out]
