@@ -64,6 +64,17 @@ def _alive(handle: int | None) -> BlockMask | None:
     return by_handle(handle) if isinstance(handle, int) else None
 
 
+def _refuse_exported(mask: object | None, functions: object | None = None) -> None:
+    """NotImplementedError for a mask, or functions of the user's own, in a program that is exported. A graph
+    has their number in this process; another one that loads it may have something else of that number."""
+    if not torch.compiler.is_exporting():
+        return
+    if mask is not None:
+        raise NotImplementedError("block_mask: expected None under torch.export, got a BlockMask")
+    if functions is not None:
+        raise NotImplementedError("score: expected no function under torch.export, got one")
+
+
 def _like(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """The result in the layout that the fake operator has, that of `torch.empty_like(tensor)`; nearly always
     it is in that layout already."""
@@ -105,6 +116,7 @@ def _forward_fake(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
+    _refuse_exported(block_mask)
     shape = dispatch.lse_shape(q) if lse else (0,)
     return output_like(q, v), q.new_empty(shape, dtype=torch.float32)
 
@@ -205,6 +217,7 @@ def _scored_fake(
     q, k, v, alibi=None, sinks=None, bias=None, soft_cap=None, diagonal=False, functions=None,
     left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
+    _refuse_exported(block_mask, functions)
     return torch.empty_like(q), q.new_empty(q.shape[:3] if lse else (0,), dtype=torch.float32)
 
 

@@ -326,24 +326,12 @@ def _functionalized() -> bool:
 _TransformType = torch._C._functorch.TransformType
 
 
-def _refuse_exported(mask: BlockMask | None, score: Score | None) -> None:
-    """A graph has the number that a mask, or a function of the user's own, has in this process; an exported
-    program may be loaded by another one, where it is that of something else."""
-    if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():
-        return  # Dynamo takes each graph for one that is exported
-    if mask is not None:
-        raise NotImplementedError("block_mask: expected None under torch.export, got a BlockMask")
-    if score is not None and score.function is not None:
-        raise NotImplementedError("score: expected no function under torch.export, got one")
-
-
 def _operator(q, k, v, varlen: Varlen | None, options: Options):
     """The call as the one operator that compilers, exporters and dispatch modes see."""
     causal, window, sm_scale, return_lse, deterministic, impl, mask, score = options
     learned = () if score is None else (x for x in (score.sinks, score.bias, score.relative) if x is not None)
     lse_needed = return_lse or _differentiable(q, k, v, *learned)
     scale = None if sm_scale is None else float(sm_scale)
-    _refuse_exported(mask, score)
     handle = None if mask is None else mask.handle
     asked = *mask_window(causal, window), scale, handle, lse_needed, deterministic, impl
     if score is not None:

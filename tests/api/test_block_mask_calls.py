@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import triton
 from cases import INTERPRETER_REMARKS
 from fake_gpu import gpu, tensor  # noqa: F401  (a fixture)
 from sparse_cases import FUNCTIONS
@@ -210,14 +211,33 @@ def test_a_copy_of_a_mask_is_found_as_itself_in_a_graph(again):
     torch.testing.assert_close(compiled(q, loaded), expected)
 
 
-def test_an_exported_program_has_no_mask_and_no_function():
-    class Masked(torch.nn.Module):
-        def forward(self, q):
-            return attention(q, q, q, block_mask=mask)
+@triton.jit
+def doubled(s, i, j, h, b):
+    return 2 * s
 
-    mask = BlockMask.from_mask(torch.eye(20).bool())
-    with pytest.raises(NotImplementedError, match="^block_mask: expected None under torch.export"):
-        torch.export.export(Masked(), (torch.randn(1, 1, 20, 16),), strict=False)
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_has_no_mask_and_no_function(strict):
+    """It would have their numbers in this process. A compiled program has them, too, and stays here."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.options = options
+
+        def forward(self, q):
+            return attention(q, q, q, **self.options)
+
+    mask, q = BlockMask.from_mask(torch.eye(20).bool()), (torch.randn(1, 1, 20, 16),)
+    score = Score(function=doubled, reference=lambda s, i, j, h, b: 2 * s)
+    error = RuntimeError if strict else NotImplementedError  # Dynamo's has ours inside
+    for options, said in (
+        ({"block_mask": mask}, "block_mask: expected None under torch.export"),
+        ({"score": score}, "score: expected no function under torch.export"),
+    ):
+        torch.compile(Layer(**options), backend="eager", fullgraph=True)(*q)
+        with pytest.raises(error, match=said):
+            torch.export.export(Layer(**options), q, strict=strict)
 
 
 def test_a_batch_of_gradients_is_refused_by_name():
