@@ -107,7 +107,9 @@ def families() -> list[Family]:
             (64, False, "fp16"), (128, True, "fp16", "all"), (256, True, "fp16"),
         ]),
         Family("hopper bias", True, test_sparse.compile_bias, [(128, "bias", True, "fp16")]),
-        Family("hopper bsfa", True, test_bsfa.compile_hopper, [(128, "fp16", True, 0, False)]),
+        Family("hopper bsfa", True, test_bsfa.compile_hopper, [
+            (128, "fp16", True, 0, False), (128, "fp16", True, 0, False, True),
+        ]),
         Family("forward", False, jobs(test_production.job), [
             (64, "float16", "causal", "whole", ""), (128, "bfloat16", "causal", "varlen", "lse"),
             (256, "float16", "dense", "tail", "lse"), (128, "float32", "causal", "shifted", ""),
