@@ -10,7 +10,7 @@ import torch
 
 from attnlib import dispatch, node, torch_ops
 from attnlib.arguments.exact import Options, check, check_varlen
-from attnlib.arguments.offsets import check_offsets, check_offsets_behind_modes
+from attnlib.arguments.offsets import check_offsets
 from attnlib.autograd import Asked, Attention
 from attnlib.block_mask import BlockMask
 from attnlib.dispatch import Choice
@@ -224,7 +224,7 @@ def attention_varlen(
     if torch.compiler.is_dynamo_compiling() or not plain(q, k, v, *varlen[:2]):
         return _operator(q, k, v, varlen, options)
     if symbols:
-        check_offsets_behind_modes(q, k, varlen)
+        check_offsets(q, k, varlen)
         return _operator(q, k, v, varlen, options)
     return _call(q, k, v, varlen, options)
 

@@ -27,7 +27,15 @@ def check_offsets(q, k, varlen: Varlen) -> None:
     that, and later calls know what it held until PyTorch says that it was written to. While a CUDA graph is
     captured nothing can be read: the values are then taken on trust, and so are those of a tensor changed
     behind PyTorch's back (by a kernel of one's own, through `.data`).
+
+    A dispatch mode (a FLOP counter, selective checkpointing) is not told that values are read. Where there is
+    a transformation of torch.func besides, nothing is known.
     """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        if not torch._C._are_functorch_transforms_active():
+            with _disable_current_modes():
+                check_offsets(q, k, varlen)
+        return
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
     found_q = _found("cu_seqlens_q", cu_seqlens_q, "q", len(q))
     if cu_seqlens_k is cu_seqlens_q and len(k) == len(q):
@@ -36,14 +44,6 @@ def check_offsets(q, k, varlen: Varlen) -> None:
         found_k = _found("cu_seqlens_k", cu_seqlens_k, "k", len(k))
     _check_longest_found("_q", found_q, max_seqlen_q)
     _check_longest_found("_k", found_k, max_seqlen_k)
-
-
-def check_offsets_behind_modes(q, k, varlen: Varlen) -> None:
-    """The same under a dispatch mode of no compiler (a FLOP counter, selective checkpointing), which is not
-    told that values are read. Where a transformation of torch.func is on, nothing is known."""
-    if not torch._C._are_functorch_transforms_active():
-        with _disable_current_modes():
-            check_offsets(q, k, varlen)
 
 
 def check_offsets_of(side: str, tokens: int, offsets: torch.Tensor, longest: int) -> Found | None:
