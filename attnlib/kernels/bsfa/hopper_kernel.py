@@ -429,7 +429,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
             shift = now.shift
             if plan.by_threads:
-                shift = thread_shift.of_rows(shift, plan)
+                shift = gl.convert_layout(gl.max(shift, 1), plan.row_layout)
             lse = gl.where(empty, float("-inf"), (shift + gl.log2(row_sums)) * LN2)
             place = (at_o[0] * work.H + at_o[1]).to(gl.int64) * work.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from attnlib.kernels.common import fp8, softmax
 from attnlib.kernels.common.ring import as_parts, release
-from attnlib.kernels.common.thread_shift import LOWEST, bits_of, of_rows, of_threads
+from attnlib.kernels.common.thread_shift import LOWEST, bits_of, of_threads
 
 LARGEST = gl.constexpr(bits_of(fp8.LARGEST))
 OFFSET = gl.constexpr(bits_of(fp8.OFFSET))
@@ -227,7 +227,7 @@ def unpacked(p, dtype: gl.constexpr, plan: gl.constexpr):
 def shift_of_rows(shift, plan: gl.constexpr):
     """[64], from what steps hand on."""
     if plan.keep_shift:
-        shift = of_rows(shift, plan)
+        shift = gl.convert_layout(gl.max(shift, 1), plan.row_layout)
     return shift
 
 

@@ -65,12 +65,6 @@ def of_threads(x, like):
 
 
 @gluon.jit
-def of_rows(x, plan: gl.constexpr):
-    """The other way: [64], from a value that the four threads of a row have alike [64, 4]."""
-    return gl.convert_layout(gl.max(x, 1), plan.row_layout)
-
-
-@gluon.jit
 def new_shift(tops, shift, qk_scale):
     """(new shift, alpha = 2**(old - new), whether a row of the warp changed), from the largest scores of a
     block that each thread has, `tops`; all [64, 4]. As `softmax.new_shift`, but where one row of a warp has
