@@ -1,6 +1,7 @@
 """Time Block-Sparse FlashAttention on this GPU beside dense attention, over the number of blocks kept.
 
     python tests/gpu/time_bsfa.py                 about two minutes; figures/data/<gpu>/bsfa.json
+    python tests/gpu/time_bsfa.py --rounds 9      more rounds than the 3 of a sweep
     python tests/gpu/time_bsfa.py --only 32768    some lengths; no record
     python tests/gpu/time_bsfa.py --tune          configurations beside each other; no record
 
@@ -232,21 +233,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time Block-Sparse FlashAttention on this GPU.")
     parser.add_argument("--tune", action="store_true", help="time configurations; write no record")
     parser.add_argument("--only", type=int, nargs="+", help="some lengths; write no record")
+    parser.add_argument("--rounds", type=int, default=SWEEP.rounds, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/bsfa.json)")
     args = parser.parse_args(argv)
+    setting = replace(SWEEP, rounds=args.rounds)
     if not torch.cuda.is_available():
         print("needs a CUDA GPU", file=sys.stderr)
         return 2
     if args.tune:
-        print(*map(show, tune_rows(SWEEP)), sep="\n", flush=True)
+        print(*map(show, tune_rows(setting)), sep="\n", flush=True)
         return 0
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     counted = {"flops": "of dense attention", "kept": "of the blocks of 64 x 128 scores in sight"}
-    header = records.provenance(harness.method(SWEEP, DENSE) | counted)
+    header = records.provenance(harness.method(setting, DENSE) | counted)
     path = records.report_path("bsfa", header, args.out)
     for length in args.only or LENGTHS:
         for kind in KINDS:
-            rows = list(rows_of(kind, length, SWEEP))
+            rows = list(rows_of(kind, length, setting))
             print(*map(show, rows), "", sep="\n", flush=True)
             found[kind] += rows
             torch.cuda.empty_cache()
