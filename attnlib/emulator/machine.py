@@ -74,6 +74,7 @@ class Partition:
         self.stores: deque[Work] = deque()  # copies out, not waited for
         self.additions: list[Work] = []  # to global memory, which may still be under way
         self.loads: list = []  # buffers that it loaded since its last fence
+        self.registers: dict = {}  # that assembly has declared for more than one line
 
     @property
     def now(self) -> int:

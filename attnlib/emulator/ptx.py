@@ -35,9 +35,10 @@ class Line(NamedTuple):
 @cache
 def parsed(asm: str) -> tuple[Line, ...]:
     lines = []
+    inside = asm.strip().startswith("{")  # registers that are declared there end with the braces
     for text in re.split(r";|(?<=:)\s|\{(?=\s*\.reg)", re.sub(r"\}\s*$", "", asm.strip())):
         text = text.strip()
-        if not text or text.startswith(".reg"):
+        if not text or (inside and text.startswith(".reg")):
             continue
         if text.endswith(":"):
             lines.append(Line(label=text[:-1]))
@@ -162,17 +163,36 @@ class Threads:
     def value(self, name: str):
         if name in self.registers:
             return self.registers[name]
+        if name in self.partition.registers:
+            return self._declared(name)
         if name in ("%globaltimer", "%clock"):
             now = time.perf_counter_ns()
             return np.full(self.threads, now if name == "%globaltimer" else now & 0xFFFFFFFF)
         if name.startswith("0f"):  # the bits of a float
             return np.uint32(int(name[2:], 16)).view(np.float32)
-        return np.int64(int(name, 0))
+        try:
+            return np.int64(int(name, 0))
+        except ValueError:
+            raise NameError(f"{self.partition} reads {name}, which nothing has declared") from None
 
     def set(self, name: str, value) -> None:
         if not self.all_active and not isinstance(value, _Address):
             value = np.where(self.active, value, self.registers.get(name, np.zeros_like(value)))
-        self.registers[name] = value
+        if name in self.partition.registers:
+            self.partition.registers[name] = value
+        else:
+            self.registers[name] = value
+
+    def _declared(self, name: str) -> np.ndarray:
+        """What a register of the partition has, in all threads or in the one that stands for them."""
+        value = self.partition.registers[name]
+        if value is None:
+            raise ValueError(f"{self.partition} reads {name}, which it has not written")
+        if self.threads == 1:
+            if (value != value[0]).any():
+                raise ValueError(f"{self.partition} reads {name} as a number, but its threads differ in it")
+            value = value[:1]
+        return value
 
     def run(self, asm: str) -> None:
         """As long as all threads are at the same line they have one number; see `_apart`."""
@@ -224,6 +244,10 @@ class Threads:
             return self.partition.program.machine.fence_additions()
         if operation.startswith("griddepcontrol."):  # launches are emulated one after the other
             return None
+        if operation == ".reg":  # outside of braces: of the partition, from here on
+            return self._declare(line.rest.split()[-1])
+        if operation == "bar.red.or.pred":
+            return self._any(*names)
         if operation == "bar.warp.sync":  # the lanes of a warp are here together
             return None
         if operation.startswith("bar."):
@@ -257,6 +281,18 @@ class Threads:
         else:
             barrier.arrive(self.partition, threads)
             self.partition.program.machine.pause()
+
+    def _declare(self, name: str) -> None:
+        if name in self.partition.registers:
+            raise NameError(f"{self.partition} declares {name} twice")
+        self.partition.registers[name] = None
+
+    def _any(self, target: str, number: str, threads: str, source: str) -> None:
+        """Meet at a barrier, which tells all whether one has said yes."""
+        if int(threads) != self.threads:
+            raise NotImplementedError(f"the emulator knows bar.red of one partition alone, got {threads}")
+        self._bar("bar.sync", (number, threads))
+        self.set(target, np.full(self.threads, bool(self.value(source).any())))
 
     def _add(self, operands: str) -> None:
         self.partition.program.machine.add_to_memory(_Addition(*self._vectors(operands)))

@@ -108,7 +108,7 @@ def families() -> list[Family]:
         ]),
         Family("hopper bias", True, test_sparse.compile_bias, [(128, "bias", True, "fp16")]),
         Family("hopper bsfa", True, test_bsfa.compile_hopper, [
-            (128, "fp16", True, 0, False), (128, "fp16", True, 0, False, True),
+            (128, "fp16", True, 0, False), (64, "bf16", True, 9, True),
         ]),
         Family("forward", False, jobs(test_production.job), [
             (64, "float16", "causal", "whole", ""), (128, "bfloat16", "causal", "varlen", "lse"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import side_by_side
 import torch
@@ -56,10 +54,9 @@ def test_portable(compiled: dict[tuple, list[tuple[Job, Stats]]], case: tuple) -
         assert not any("serialized" in warning for warning in stats.warnings)
 
 
-# Head dimension, dtype, causal, keys beyond the queries, whether LSE and kept blocks are asked for; and True
-# with `by_threads`.
-HOPPER = [(64, "bf16", False, 30, True), (128, "fp16", True, 0, False), (128, "fp16", True, 0, False, True)]
-HOPPER += more([(128, "bf16", True, 30, False), (64, "fp16", True, 0, True), (64, "bf16", True, 9, True, 1)])
+# Head dimension, dtype, causal, keys beyond the queries, whether LSE and kept blocks are asked for.
+HOPPER = [(64, "bf16", False, 30, True), (128, "fp16", True, 0, False)]
+HOPPER += more([(128, "bf16", True, 30, False), (64, "fp16", True, 0, True), (64, "bf16", True, 9, True)])
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -67,9 +64,9 @@ def compile_hopper(case: tuple) -> Stats:
     """The compiled kernel in numbers."""
     from attnlib.kernels.bsfa.hopper_kernel import attention_bsfa_forward_hopper as kernel
 
-    head_dim, dtype, causal, more, all_of_it, *by_threads = case
+    head_dim, dtype, causal, more, all_of_it = case
     q, k = torch.zeros(1, 2, 256, head_dim, dtype=DTYPES[dtype]), torch.zeros(1, 2, 256 + more, head_dim)
-    config = replace(hopper_bsfa_config(head_dim), by_threads=bool(by_threads))
+    config = hopper_bsfa_config(head_dim)
     params = BsfaParams(torch.zeros(1, 2, 4), causal, 0.1, all_of_it, all_of_it, config)
     call = launch.call_of(q, k, params, q, k, k)
     plan = launch_hopper.make_plan(call, params.return_kept)
@@ -92,3 +89,8 @@ def test_hopper(hopper: dict[tuple, Stats], case: tuple) -> None:
     assert stats.spills == 0
     assert stats.warnings == (), "products one after the other"
     assert stats.shared_bytes <= SMEM_LIMIT
+    votes = sum("BAR.RED.OR" in text for text in stats.listing)
+    assert votes == 4, "one for each kind of step and each consumer"
+    for loop in stats.loops:
+        assert not loop.get("LDS"), "a decision through shared memory"
+        assert not loop.get("R2UR"), "a decision that ptxas does not know for one of a whole warp"

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.emulator import run
+from attnlib.kernels.common.warpgroup_vote import any_in_warpgroup, prepare_vote
 
 INTEGERS = {
     "mov.b32 $0, 7;": lambda x: 7 + 0 * x,
@@ -108,6 +109,52 @@ def test_a_vote_is_of_the_16_rows_of_a_warp(row: int) -> None:
     y = torch.zeros(64, dtype=torch.int32)
     run(vote, (1,), torch.tensor([row], dtype=torch.int32), y)
     assert y.nonzero().ravel().tolist() == list(range(row // 16 * 16, row // 16 * 16 + 16))
+
+
+@gluon.jit
+def vote_of_all(x_ptr, y_ptr, BUG: gl.constexpr):
+    rows = gl.arange(0, 64)
+    flags = gl.where(rows == gl.load(x_ptr), 1, gl.zeros([64], gl.int32))
+    if BUG != "undeclared":
+        prepare_vote(0, 12)
+    if BUG == "twice":
+        prepare_vote(0, 12)
+    found = any_in_warpgroup(flags, 0, 12)
+    gl.store(y_ptr, found + any_in_warpgroup(flags * 0, 0, 12))
+
+
+@pytest.mark.parametrize(("row", "expected"), [(0, 1), (15, 1), (16, 1), (63, 1), (64, 0)])
+def test_a_vote_of_a_warpgroup_is_a_number(row: int, expected: int) -> None:
+    y = torch.full((1,), -1, dtype=torch.int32)
+    run(vote_of_all, (1,), torch.tensor([row], dtype=torch.int32), y, "")
+    assert y.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [("undeclared", "reads vote_12, which nothing has declared"), ("twice", "declares vote_12 twice")],
+)
+def test_a_register_of_assembly_is_declared_once(bug: str, said: str) -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(NameError, match=said):
+        run(vote_of_all, (1,), x, x.clone(), bug)
+
+
+@gluon.jit
+def registers(y_ptr, WRITE: gl.constexpr):
+    gl.inline_asm_elementwise(".reg .b32 kept; mov.b32 $0, 0;", "=r,r", [0], gl.int32, False, 1)
+    if WRITE:
+        asm: gl.constexpr = "mov.b32 kept, $2; mov.b32 $0, 0; mov.b32 $1, 0;"
+        gl.inline_asm_elementwise(asm, "=r,=r,r,r", [gl.arange(0, 64)], gl.int32, False, 2)
+    gl.store(y_ptr, gl.inline_asm_elementwise("mov.b32 $0, kept;", "=r,r", [0], gl.int32, False, 1))
+
+
+@pytest.mark.parametrize(
+    ("write", "said"), [(True, "as a number, but its threads differ in it"), (False, "it has not written")]
+)
+def test_a_register_of_assembly_that_is_no_number(write: bool, said: str) -> None:
+    with pytest.raises(ValueError, match=f"reads kept.* {said}"):
+        run(registers, (1,), torch.zeros(1, dtype=torch.int32), write)
 
 
 @gluon.jit

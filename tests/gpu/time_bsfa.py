@@ -190,7 +190,6 @@ def variants() -> dict[str, HopperBsfaConfig]:
     """The usual configuration and its neighbors, each once."""
     own = hopper_bsfa_config(128)
     changes: list[dict[str, Any]] = [{"q_columns": n} for n in (0, 64, 128) if n != own.q_columns]
-    changes += [{name: not getattr(own, name)} for name in ("by_threads", "named")]
     changes += [{"l2_bytes": n << 20} for n in (16, 64)]
     return {"as it is": own} | {
         ", ".join(f"{name} {value}" for name, value in change.items()): replace(own, **change)

@@ -29,10 +29,6 @@ def bsfa_tile(head_dim: int) -> BsfaTile:
     return _TILES[head_dim]
 
 
-NAMED_STAGES = 4
-"""Slots that have a named barrier of their own: 8 to 11; the next ones are those of each consumer's warps."""
-
-
 @dataclass(frozen=True)
 class HopperBsfaConfig:
     """How `hopper_kernel.attention_bsfa_forward_hopper` is compiled and launched.
@@ -40,9 +36,6 @@ class HopperBsfaConfig:
     Attributes:
         stages: slots of the ring of blocks of keys in shared memory.
         q_columns: leading columns of Q that stay in registers.
-        by_threads: each thread sees whether a shift is behind, and only where it is the threads of a row
-            exchange their largest scores (`thread_shift`).
-        named: consumers give a slot back through the hardware's named barriers, not an mbarrier.
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
@@ -50,16 +43,10 @@ class HopperBsfaConfig:
 
     stages: int
     q_columns: int = 0
-    named: bool = False
-    by_threads: bool = False
     consumer_registers: int = 240
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 32 << 20
-
-    def __post_init__(self) -> None:
-        if self.named and self.stages > NAMED_STAGES:
-            raise ValueError(f"stages: expected at most {NAMED_STAGES} with named, got {self.stages}")
 
     def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""
@@ -69,8 +56,8 @@ class HopperBsfaConfig:
 # At D = 128 two slots and the buffers of values fill the shared memory. Columns of Q in registers spare the
 # products of scores, of which there are more than of outputs, reads of shared memory. docs/lab/bsfa.md.
 _HOPPER = {
-    64: HopperBsfaConfig(4, 64, named=True),
-    128: HopperBsfaConfig(2, 64, named=True),
+    64: HopperBsfaConfig(4, 64),
+    128: HopperBsfaConfig(2, 64),
 }
 
 

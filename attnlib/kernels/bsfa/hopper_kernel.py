@@ -24,8 +24,8 @@ are read twice, from the L2.
                      2 n + b
 
 Copies take both buffers in turn. One is free when P V of its values is done in all four warps. In the loop
-the decision makes sure of that: it is a reduction over the warpgroup, and each warp has waited in the step
-before it. At the end of a tile a barrier does. Then the output leaves through the buffer that was used last:
+the decision makes sure of that: it is a barrier of the warpgroup, and each warp has waited in the step before
+it. At the end of a tile a barrier does. Then the output leaves through the buffer that was used last:
 the first block of the next tile takes the other one, and when its second one is kept, the output has left.
 
 How tiles are drawn and told of is in `kernels.hopper.forward_kernel`. A word of a tile may be read until its
@@ -50,6 +50,7 @@ from attnlib.kernels.common.logarithms import LN2, LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers, matrix, room
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.ring import acquire, release, slot, wait_k
+from attnlib.kernels.common.warpgroup_vote import any_in_warpgroup, prepare_vote
 from attnlib.kernels.common.words import await_tile, new_words, tell, told
 
 BLOCK_M = gl.constexpr(128)  # rows of a tile
@@ -72,7 +73,6 @@ class Memory(NamedTuple):
     k: gl.shared_memory_descriptor  # [stages, 1, 1, block_n, d]
     v: gl.shared_memory_descriptor  # [4, 1, 1, block_n, d]: two of each consumer
     next_tile: gl.shared_memory_descriptor  # [2 * WORDS, 32]
-    votes: gl.shared_memory_descriptor  # [2, 4, 32]: of the warps of each consumer
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -110,7 +110,7 @@ class Row(NamedTuple):
 
     p: gl.tensor  # [64, BLOCK_N], of the block that was kept last
     acc: gl.tensor  # [64, D], without its product while `pending`
-    shift: gl.tensor  # [64], by_threads [64, 4]
+    shift: gl.tensor  # [64, 4], a value for each of a row's threads
     sums: gl.tensor  # [64, 4]
     pending: gl.tensor  # whether P V of that block is still to be done
     asked: gl.tensor  # how many copies of values this consumer has started
@@ -244,27 +244,11 @@ def _tops_of_threads(s):
 
 
 @gluon.jit
-def _vote(tops, row, limit, votes, qk_scale, work):
-    """1 if a score of a block reaches the limit, in a row that there is; tops: [64, 4]. A maximum over the
-    warpgroup takes seven shuffles and two rounds through shared memory, one after the other. Here each warp
-    votes and writes what came of it, and each thread reads the four votes. votes: [4, 32]; Triton puts a
-    barrier between these steps, and one before the next vote."""
+def _reaches(tops, row, limit, qk_scale, work, WG: gl.constexpr):
+    """1 if a score of a block reaches the limit, in a row that there is; tops: [64, 4]."""
     o_m = gl.arange(0, 64, layout=gl.SliceLayout(1, tops.type.layout))
     low = (tops * qk_scale < limit) | (row + o_m >= work.S_q)[:, None]
-    vote = softmax.any_in_warp(gl.where(low, 0, 1))
-    vote, _ = gl.split(vote.reshape([4, 2, 8, 4]).permute((0, 2, 3, 1)))  # [4, 8, 4], one for each thread
-    votes.store(vote.reshape([4, 32]))
-    of_warps = votes.slice(0, 1, 1).load(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0]))
-    return gl.max(gl.max(of_warps, 1), 0)
-
-
-@gluon.jit
-def _weights(s, shift, qk_scale, MASKED: gl.constexpr, plan: gl.constexpr):
-    """P [64, N] of scores s."""
-    if plan.by_threads:
-        return thread_shift.weights(s, shift, qk_scale)
-    else:
-        return softmax.weights(s, shift, qk_scale, MASKED)
+    return any_in_warpgroup(gl.where(low, 0, 1), row, TOGETHER + WG)
 
 
 @gluon.jit
@@ -304,7 +288,7 @@ def _decide(
         if always:
             s = _mask(s, row, block, work, plan)
     tops = _tops_of_threads(s)  # [64, 4]
-    keep = _vote(tops, row, limit, mem.votes.index(WG), qk_scale, work)
+    keep = _reaches(tops, row, limit, qk_scale, work, WG)
     if plan.crosses:
         keep = gl.where(always, 1, keep)
     p, acc, shift, sums, asked = now.p, now.acc, now.shift, now.sums, now.asked
@@ -312,21 +296,16 @@ def _decide(
         asked = _ask(desc_v, mem, at, block, asked, WG, plan)
         if plan.store_kept:
             gl.store(kept + block, 1)
-        if plan.by_threads:
-            shift, alpha, changed = thread_shift.new_shift(tops, shift, qk_scale)
-            sums = sums * alpha
-        else:
-            top = gl.convert_layout(gl.max(tops, 1), plan.row_layout)  # [64]
-            shift, alpha, changed = softmax.new_shift(top, shift, qk_scale, plan.crosses)
-            sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+        shift, alpha, changed = thread_shift.new_shift(tops, shift, qk_scale)
+        sums = sums * alpha
         left, right = softmax.halves(s)  # [64, BLOCK_N / 2] twice
-        left = _weights(left, shift, qk_scale, plan.crosses, plan)
+        left = thread_shift.weights(left, shift, qk_scale)
         sums = softmax.add_sums(sums, left)
         if PENDING:
             sums = softmax.pin(sums)
             acc = warpgroup_mma_wait(0, deps=(product,))  # [64, D]
         acc = softmax.rescale(acc, alpha, changed)
-        right = _weights(right, shift, qk_scale, plan.crosses, plan)
+        right = thread_shift.weights(right, shift, qk_scale)
         sums = softmax.add_sums(sums, right)
         p = gl.convert_layout(softmax.whole(left.to(dtype), right.to(dtype)), plan.p_layout)
     else:
@@ -351,6 +330,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
     turn = 0  # number of the tile within this program
     c = 0  # slot of the tile's first keys
     asked = 0
+    prepare_vote(c, TOGETHER + WG)
     first_row = await_tile(mem, 0, WORDS)
     while first_row >= 0:
         row = first_row + WG * 64
@@ -394,8 +374,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         shift = softmax.row_max(s) * qk_scale  # [64]
         weights = softmax.weights(s, shift, qk_scale, plan.causal or plan.tail)
         sums = softmax.row_sum(weights)  # [64, 4]
-        if plan.by_threads:
-            shift = thread_shift.of_threads(gl.maximum(shift, thread_shift.LOWEST), sums)
+        shift = thread_shift.of_threads(gl.maximum(shift, thread_shift.LOWEST), sums)
         p = gl.convert_layout(weights.to(dtype), plan.p_layout)
         acc = gl.zeros([64, plan.d], gl.float32, plan.o_layout)
         now = Row(p, acc, shift, sums, 1, asked)
@@ -427,9 +406,7 @@ def _consume(given, WG: gl.constexpr, plan: gl.constexpr):
         empty = row_sums == 0.0
         if plan.store_lse:
             o_m = row + gl.arange(0, 64, layout=plan.row_layout)  # [64]
-            shift = now.shift
-            if plan.by_threads:
-                shift = gl.convert_layout(gl.max(shift, 1), plan.row_layout)
+            shift = gl.convert_layout(gl.max(now.shift, 1), plan.row_layout)  # [64]
             lse = gl.where(empty, float("-inf"), (shift + gl.log2(row_sums)) * LN2)
             place = (at_o[0] * work.H + at_o[1]).to(gl.int64) * work.S_q
             gl.store(lse_ptr + place + o_m, lse, mask=o_m < work.S_q)
@@ -471,7 +448,6 @@ def attention_bsfa_forward_hopper(
         buffers(desc_k, plan.pipeline.stages),
         buffers(desc_v, 4),
         new_words(2 * WORDS),
-        gl.allocate_shared_memory(gl.int32, [2, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
         barriers(2, 1),  # q_full
         barriers(2, 1),  # q_free
         barriers(plan.pipeline.stages, 1),  # k_full

@@ -73,9 +73,8 @@ def make_plan(call: Signature, kept: bool):
         d=call.head_dim, q_columns=config.q_columns, flip=call.sm_scale < 0, causal=causal,
         crosses=causal and (S_k - S_q) % 64 != 0, tail=S_k % KEYS != 0, store_lse=call.return_lse,
         store_kept=kept,
-        pipeline=Pipeline(2, config.stages, False, config.named, False, False),
+        pipeline=Pipeline(2, config.stages, False, False, False, False),
         registers=Registers(config.consumer_registers, config.producer_registers),
-        by_threads=config.by_threads,
     )  # fmt: skip
 
 

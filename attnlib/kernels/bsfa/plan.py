@@ -16,7 +16,7 @@ class BsfaPlan(Constants):
 
     Attributes:
         d: head dimension, 64 or 128.
-        q_columns, by_threads: as in `HopperBsfaConfig`.
+        q_columns: as in `HopperBsfaConfig`.
         flip: sm_scale is negative: the maximum of the flipped scores is the one to track.
         causal: the keys of a query end on a diagonal.
         crosses: 64 rows may cross it in two blocks.
@@ -34,7 +34,6 @@ class BsfaPlan(Constants):
     store_kept: bool
     pipeline: Pipeline
     registers: Registers
-    by_threads: bool = False
 
     block_n = gl.constexpr(bsfa.KEYS)
 

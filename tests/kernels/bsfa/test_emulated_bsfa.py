@@ -19,7 +19,7 @@ from attnlib.bench.oracle import Oracle
 from attnlib.emulator import Deadlock, Race
 from attnlib.kernels.bsfa import hopper, hopper_kernel
 from attnlib.kernels.bsfa.configs import HopperBsfaConfig
-from attnlib.kernels.common import thread_shift, words
+from attnlib.kernels.common import thread_shift, warpgroup_vote, words
 from attnlib.kernels.common.bsfa import element_mask
 from attnlib.kernels.reference import bsfa as model
 from attnlib.params import BsfaParams
@@ -87,12 +87,6 @@ CALLS = {
     "Q in registers": Call(S_q=260, S_k=640, config=Q_KEPT),
     "many tiles": Call(S_q=520, S_k=520, H=3),
 }
-BY_THREADS = {
-    f"by threads, {name}": replace(call, config=replace(call.config or HopperBsfaConfig(4), by_threads=True))
-    for name, call in CALLS.items()
-    if name in ("more keys", "more queries", "dense", "negative", "two slots", "Q in registers")
-}
-CALLS |= BY_THREADS
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -100,7 +94,7 @@ def test_call(call: str) -> None:
     check(CALLS[call])
 
 
-ORDERED = "more keys", "two slots", "Q in registers", "many tiles", "by threads, Q in registers"
+ORDERED = "more keys", "two slots", "Q in registers", "many tiles"
 
 
 @pytest.mark.parametrize(("call", "order"), in_turn(ORDERED, ORDERS))
@@ -108,12 +102,6 @@ def test_orders(call: str, order: str) -> None:
     kernel = check(CALLS[call], order, 1)
     for seed in range(2, 4 if order == "random" else 3):
         kernel.repeat(order, seed)
-
-
-def test_slots_have_named_barriers_of_their_own() -> None:
-    assert HopperBsfaConfig(4, named=True).stages == 4 and HopperBsfaConfig(5).stages == 5
-    with pytest.raises(ValueError, match="^stages: expected at most 4 with named, got 5$"):
-        HopperBsfaConfig(5, named=True)
 
 
 LANDING = r"Race: .* touches \S+: a copy writes it, which was not waited for"
@@ -180,23 +168,24 @@ MUTATIONS = [
     Mutation("an old maximum is not rescaled", "        acc = softmax.rescale(acc, alpha, changed)\n",
              "", "steep", VALUES),
     Mutation("rows that are not there vote", " | (row + o_m >= work.S_q)[:, None]", "", "low", VALUES),
-    Mutation("the first warp alone votes", "gl.max(gl.max(of_warps, 1), 0)",
-             "gl.max(gl.where(gl.arange(0, 4)[:, None] < 1, of_warps, 0).reshape([4]), 0)", "more keys",
-             VALUES),
-    Mutation("both vote in one place", "mem.votes.index(WG)", "mem.votes.index(0)", "more keys",
-             f"{TAKEN}|{VALUES}"),
+    Mutation("warps decide alone", "bar.red.or.pred q, {barrier}, 128, q;", "", "more keys",
+             "ValueError: .* its threads differ in it", module=warpgroup_vote),
+    Mutation("a thread votes for one of its rows", "setp.ne.or.b32 q, $3, 0, q;", "", "more keys", VALUES,
+             module=warpgroup_vote),
+    Mutation("both vote at one barrier", "gl.where(low, 0, 1), row, TOGETHER + WG)",
+             "gl.where(low, 0, 1), row, TOGETHER)", "more keys",
+             "NameError: .* reads vote_12, which nothing has declared"),
     Mutation("threads keep their own largest score", '"max.f32 a, a, b"', '"mov.b32 b, b"',
-             "by threads, steep", VALUES, module=thread_shift),
+             "steep", VALUES, module=thread_shift),
     Mutation("the second row of a thread is not asked", "setp.gtu.or.f32 q, a", "setp.gtu.or.f32 q, 0f0",
-             "by threads, steep", VALUES, module=thread_shift),
+             "steep", VALUES, module=thread_shift),
     Mutation("alpha is that of no change", "ex2.approx.ftz.f32 {alpha[row]}, a", "ex2.approx.ftz.f32 b, a",
-             "by threads, steep", VALUES, module=thread_shift),
+             "steep", VALUES, module=thread_shift),
     Mutation("the limit of other units", "low = (tops * qk_scale < limit)", "low = (tops < limit)",
              "more keys", VALUES),
 ]  # fmt: skip
 CALLS["low"] = Call(S_q=70, S_k=400, threshold=-0.01, sm_scale=-1e-3, positive=True)
 CALLS["steep"] = Call(S_q=200, S_k=640, threshold=-math.inf, sm_scale=2.0)
-CALLS["by threads, steep"] = replace(CALLS["steep"], config=BY_THREADS["by threads, dense"].config)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
@@ -205,7 +194,7 @@ def test_is_caught(mutation: Mutation) -> None:
     for order, seed in RUNS:
         try:
             check(CALLS[mutation.caught_by], order, seed, mutants=mutants)
-        except (AssertionError, Deadlock, Race) as error:
+        except (AssertionError, Deadlock, Race, ValueError, NameError) as error:
             found = f"{type(error).__name__}: {error}"
             assert re.search(mutation.verdict, found), found
             return
