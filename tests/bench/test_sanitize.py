@@ -202,6 +202,16 @@ def test_calls_of_what_is_not_softmax_attention_run(monkeypatch):
         assert out.isfinite().all() and out.any()
 
 
+def test_an_entmax_call_with_rows_that_see_no_key_runs(monkeypatch):
+    if not torch.cuda.is_available():
+        on_a_cpu(monkeypatch)
+    call = sanitized.EntmaxCall(64, 1.5, True, 64, True)
+    assert call in sanitize.calls()
+    out, tau, *gradients = sanitize.run(call)
+    assert 0 < tau.numel() < out.shape[0] * out.shape[1]
+    assert all(x.isfinite().all() and x.any() for x in (out, tau, *gradients))
+
+
 @pytest.mark.parametrize(("head_dim", "score"), [(64, "table"), (256, "bias")])
 def test_the_calls_with_scores_run(device, head_dim, score):
     """Without a GPU the Hopper kernels in the emulator, what is plain Triton in the interpreter."""

@@ -59,15 +59,18 @@ ALL_CALLS = "all calls done:"
 
 def run_calls(part: int, parts: int, impls: Sequence[str] = ()) -> None:
     """Every `parts`-th call once, from `part` on; its outputs and gradients have to be finite. impls: of
-    these implementations alone, if there are any."""
-    done, chosen = 0, (call for call in calls() if not impls or call.impl in impls)
+    these implementations alone, if there are any. RuntimeError, after all of them, that names each call with
+    a result that is not."""
+    done, wrong = 0, []
+    chosen = (call for call in calls() if not impls or call.impl in impls)
     for call in islice(chosen, part, None, parts):
         results = run(call)
-        for result in results:
-            if not result.detach().cpu().isfinite().all():
-                raise RuntimeError(f"{call}: a result is not finite")
+        if not all(result.detach().cpu().isfinite().all() for result in results):
+            wrong.append(call)
         done += bool(results)
     print(ALL_CALLS, done, flush=True)
+    if wrong:
+        raise RuntimeError(f"a result is not finite: {', '.join(map(str, wrong))}")
 
 
 # ---------------------------------------------------------------- what the sanitizer says
