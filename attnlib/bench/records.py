@@ -30,7 +30,7 @@ SCHEMA = 1
 REFERENCE_GPU = "nvidia-h200"
 """The folder that is replayed where the machine's own GPU has no record."""
 MEASURED_AGAIN = dict.fromkeys(
-    ("19_record", "20_backward", "21_hopper_backward", "22_fp8", "fp8", "bsfa"),
+    ("19_record", "20_backward", "21_hopper_backward", "22_fp8", "fp8"),
     "nvidia-h100-80gb-hbm3",
 )
 """Notebooks and scripts that time the package, and were run with a later one on another GPU, whose folder is
