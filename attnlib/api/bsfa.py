@@ -10,6 +10,7 @@ import torch
 from attnlib import dispatch, torch_ops
 from attnlib.api.exact import plain
 from attnlib.api.inference import refuse_derivatives, refuse_transformations
+from attnlib.api.modes import symbolic
 from attnlib.arguments.bsfa import BsfaOptions, check_bsfa, check_bsfa_threshold
 from attnlib.kernels import BSFA
 from attnlib.kernels.common.bsfa import always_kept
@@ -81,7 +82,7 @@ def attention_bsfa(
     """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("attention_bsfa under torch.func: not supported")
-    symbols = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    symbols = symbolic()
     check_bsfa(q, k, v, BsfaOptions(threshold, causal, sm_scale, return_lse, return_kept, impl), symbols)
     for name, x in (("q", q), ("k", k), ("v", v), ("threshold", threshold)):
         if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():

@@ -8,6 +8,7 @@ import torch
 
 from attnlib import dispatch, node, torch_ops
 from attnlib.api.exact import plain
+from attnlib.api.modes import symbolic
 from attnlib.arguments.decode import DecodeOptions, check_decode
 from attnlib.params import DecodeParams, mask_window
 
@@ -138,7 +139,7 @@ def attention_decode(
             return results
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("attention_decode under torch.func: not supported")
-    symbols = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    symbols = symbolic()
     options = DecodeOptions(
         lengths, page_table, causal, window, sm_scale, return_lse, split, starts, k_scale, v_scale
     )

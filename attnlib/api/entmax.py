@@ -8,6 +8,7 @@ import torch
 
 from attnlib import torch_ops
 from attnlib.api.exact import plain
+from attnlib.api.modes import symbolic
 from attnlib.arguments.entmax import EntmaxOptions, check_entmax
 from attnlib.arguments.offsets import check_offsets
 from attnlib.params import Varlen
@@ -152,10 +153,8 @@ def attention_entmax_varlen(
 def _call(name: str, q, k, v, options: EntmaxOptions, varlen: Varlen | None = None):
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{name} under torch.func: not supported; use torch.autograd")
-    compiling = torch.compiler.is_dynamo_compiling()
-    symbols = compiling or torch._C._len_torch_dispatch_stack() > 0
-    check_entmax(q, k, v, options, symbols, varlen)
-    if varlen is not None and not compiling and plain(q, k, v, *varlen[:2]):
+    check_entmax(q, k, v, options, symbolic(), varlen)
+    if varlen is not None and not torch.compiler.is_dynamo_compiling() and plain(q, k, v, *varlen[:2]):
         check_offsets(q, k, varlen)
     alpha, causal, sm_scale, return_tau, impl = options
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

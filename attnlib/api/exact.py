@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 
 from attnlib import dispatch, node, torch_ops
+from attnlib.api.modes import symbolic
 from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.arguments.offsets import check_offsets
 from attnlib.autograd import Asked, Attention
@@ -132,7 +133,7 @@ def attention(
             return results
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
-    symbols = _symbolic()
+    symbols = symbolic()
     options = Options(*asked, block_mask, score)
     check(q, k, v, options, symbols, own_values=True)
     if symbols or not plain(q, k, v):
@@ -217,7 +218,7 @@ def attention_varlen(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
-    symbols = _symbolic()
+    symbols = symbolic()
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_varlen(q, k, v, varlen, options, symbols)
@@ -285,11 +286,6 @@ def autocast(*tensors) -> tuple:
         return tensors
     dtype, keep = torch.get_autocast_dtype(kind), torch.float64
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != keep else x for x in tensors)
-
-
-def _symbolic() -> bool:
-    """Whether a compiler or a dispatch mode is on: tensors may have no values, and sizes may be symbols."""
-    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def plain(first: torch.Tensor, *others: torch.Tensor) -> bool:

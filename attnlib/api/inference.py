@@ -9,13 +9,14 @@ import torch
 from torch.autograd import forward_ad
 
 from attnlib.api.exact import plain
+from attnlib.api.modes import symbolic
 from attnlib.arguments.common import type_name
 from attnlib.arguments.tangents import check_tangents
 
 
 def refuse_transformations(function: str) -> None:
     """NotImplementedError under a compiler, a dispatch mode or a transformation of torch.func."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if symbolic():
         _refuse(function, "torch.compile, torch.export or a dispatch mode")
     if torch._C._are_functorch_transforms_active():
         _refuse(function, "torch.func")
