@@ -191,7 +191,7 @@ def merge_config(rows: int, width: int, most: int, sms: int, columns: int | None
     A merge takes as long as memory takes to answer, once for each step. So few rows are cut into narrow
     slices, of which many results are taken at once. Of more than 4 programs an SM few find room before the
     kernel ends, so more rows are not cut (docs/lab/decode.md)."""
-    columns = columns or min(width, NARROW if rows * (width // NARROW) <= 4 * sms else 128)
+    columns = min(width, columns or (NARROW if rows * (width // NARROW) <= 4 * sms else 128))
     return MergeConfig(min(1 << max(0, most - 1).bit_length(), MERGED // columns), columns)
 
 

@@ -88,6 +88,7 @@ def test_how_a_merge_is_cut():
     assert merge_config(32, 128, 396, 132) == (256, 32), "few rows in narrow slices"
     assert merge_config(1000, 128, 396, 132) == (64, 128)
     assert merge_config(32, 128, 396, 132, 128) == (64, 128), "as asked"
+    assert merge_config(32, 64, 396, 132, 128) == (128, 64), "no more than there are"
 
 
 @pytest.mark.parametrize(("pairs", "full"), [(8, False), (125, False), (126, True), (132, True), (133, False),
