@@ -84,7 +84,8 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Like `forward`, for `attention_decode`."""
     if forward_ad._current_level >= 0:
-        check_tangents("attention_decode", q, k, v)
+        scales = (x for x in (params.k_scale, params.v_scale) if x is not None)
+        check_tangents("attention_decode", q, k, v, *scales)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = (x.resolve_neg() for x in (q, k, v))
     if params.k_scale is not None or params.v_scale is not None:
@@ -172,7 +173,7 @@ def bsfa(
     """(out, lse, kept) of `attention_bsfa`; lse and kept may be None unless asked for. ValueError if an
     implementation is asked for that can't run it."""
     if forward_ad._current_level >= 0:
-        check_tangents("attention_bsfa", q, k, v)
+        check_tangents("attention_bsfa", q, k, v, params.threshold)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = (x.resolve_neg() for x in (q, k, v))
     if nothing_to_do(q, k):

@@ -1,15 +1,18 @@
 """The arguments of `attention_bsfa` and `bsfa_threshold`, checked."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import NO_STRIDES, certain, check_choice, check_common, type_name
+from attnlib.arguments.common import certain, check_choice, check_common, check_dense, type_name
 from attnlib.arguments.exact import Options
 from attnlib.arguments.exact import check as check_exact
 
 HEAD_DIMS = 64, 128
 IMPLEMENTATIONS = "hopper", "triton", "reference"
+MOST = torch.finfo(torch.float32).max
+"""Of a finite threshold: kernels have it in float32."""
 _NO_OPTIONS = Options()
 _THRESHOLD = "expected a number, or a float32 tensor (H), (H, N) or (B, H, N)"
 _KEPT = "expected a number of blocks, an int from 0 on, or a share of them, a float from 0 to 1"
@@ -65,11 +68,13 @@ def _check_threshold(threshold, q: torch.Tensor, symbols: bool) -> None:
         right = threshold == threshold
         if not (certain(right) if symbols else right):
             raise ValueError(f"threshold: {_THRESHOLD}, got nan")
+        if not symbols and MOST < abs(threshold) < math.inf:
+            most = f"a magnitude of at most {MOST:.3g}, or infinity"
+            raise ValueError(f"threshold: expected {most}, got {threshold!r:.40}")
         return
     if threshold.dtype != torch.float32:
         raise TypeError(f"threshold: expected dtype float32, got {threshold.dtype}")
-    if threshold.layout is not torch.strided:
-        raise TypeError(f"threshold: {NO_STRIDES} {threshold.layout}")
+    check_dense("threshold", threshold)
     B, H = q.shape[:2]
     sizes = threshold.shape
     heads = sizes[1] if len(sizes) == 3 else sizes[0] if len(sizes) else None

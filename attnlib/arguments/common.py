@@ -8,7 +8,7 @@ MAX_HEAD_DIM = 256
 LARGEST_SCALE = 1e26
 """Of `sm_scale`: 256 products of largest float16 numbers, times this, times log2(e) are finite in float32."""
 
-NO_STRIDES = "expected a dense tensor (layout torch.strided), got"
+_DENSE = "expected a dense tensor (layout torch.strided), got"
 
 
 # ---------------------------------------------------------------- tensors
@@ -47,16 +47,20 @@ def _find_what_is_wrong(q, k, v, rank: str, dims: int, names: tuple[str, str]) -
             raise ValueError(f"{name}: expected device {q.device} as q has, got {tensor.device}")
 
 
+def check_dense(name: str, tensor: torch.Tensor, more: str = "") -> None:
+    """TypeError for a tensor without strides; more: what is said of a nested one besides."""
+    if tensor.is_nested:
+        raise TypeError(f"{name}: {_DENSE} a nested tensor{more}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: {_DENSE} {tensor.layout}")
+
+
 def check_forms(tensors: dict, rank: str, dims: int) -> None:
     """Whether all are dense tensors with so many dimensions; by their names."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
-        if tensor.is_nested:
-            more = "attention_varlen takes sequences of different lengths"
-            raise TypeError(f"{name}: {NO_STRIDES} a nested tensor; {more}")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: {NO_STRIDES} {tensor.layout}")
+        check_dense(name, tensor, "; attention_varlen takes sequences of different lengths")
         if tensor.dim() != dims:
             raise ValueError(f"{name}: expected {rank}, got shape {tuple(tensor.shape)}")
 
@@ -67,8 +71,7 @@ def check_int32(name: str, given, expected: str = "a torch.Tensor") -> None:
         raise TypeError(f"{name}: expected {expected}, got {type_name(given)}")
     if given.dtype != torch.int32:
         raise TypeError(f"{name}: expected dtype int32, got {given.dtype}")
-    if given.layout is not torch.strided:
-        raise TypeError(f"{name}: {NO_STRIDES} {given.layout}")
+    check_dense(name, given)
 
 
 # ---------------------------------------------------------------- options

@@ -7,8 +7,8 @@ import torch
 
 from attnlib.arguments.common import (
     MAX_HEAD_DIM,
-    NO_STRIDES,
     check_common,
+    check_dense,
     check_forms,
     check_int32,
     check_tensors,
@@ -105,8 +105,7 @@ def _check_scales(name: str, scale, q: torch.Tensor, k: torch.Tensor, paged: boo
         raise ValueError(f"{name}: expected None beside a k_cache in {k.dtype}, got a torch.Tensor")
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: expected dtype float32, got {scale.dtype}")
-    if scale.layout is not torch.strided:
-        raise TypeError(f"{name}: {NO_STRIDES} {scale.layout}")
+    check_dense(name, scale)
     if scale.dim() and scale.shape != k.shape[:2]:
         each = "(pages, Hkv)" if paged else "(B, Hkv)"
         raise ValueError(

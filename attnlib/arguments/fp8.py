@@ -7,9 +7,9 @@ import torch
 from attnlib.arguments.common import (
     DTYPES,
     MAX_HEAD_DIM,
-    NO_STRIDES,
     check_choice,
     check_common,
+    check_dense,
     type_name,
 )  # fmt: skip
 from attnlib.arguments.offsets import check_longest, check_offsets_form, check_varlen_form
@@ -105,8 +105,7 @@ def _check_mean(name: str, x: Fp8) -> None:
 def _check_tensor(name: str, x, varlen_call: bool, expected: str = "a torch.Tensor") -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError(f"{name}: {NO_STRIDES} {'a nested tensor' if x.is_nested else x.layout}")
+    check_dense(name, x)
     if x.dim() != (3 if varlen_call else 4):
         dims = "3 dimensions (T, H, D)" if varlen_call else "4 dimensions (B, H, S, D)"
         raise ValueError(f"{name}: expected {dims}, got shape {tuple(x.shape)}")

@@ -6,8 +6,8 @@ import torch
 
 from attnlib.arguments.common import (
     MAX_HEAD_DIM,
-    NO_STRIDES,
     check_choice,
+    check_dense,
     check_scale,
     check_tensors,
     type_name,
@@ -73,8 +73,7 @@ def _check_mask(mask, q: torch.Tensor) -> None:
         raise TypeError(f"key_mask: expected a torch.Tensor or None, got {type_name(mask)}")
     if mask.dtype != torch.bool:
         raise TypeError(f"key_mask: expected dtype bool, got {mask.dtype}")
-    if mask.layout is not torch.strided:
-        raise TypeError(f"key_mask: {NO_STRIDES} {mask.layout}")
+    check_dense("key_mask", mask)
     if tuple(mask.shape) != (q.shape[0], q.shape[2]):
         wanted = q.shape[0], q.shape[2]
         raise ValueError(f"key_mask: expected shape (B, N) = {wanted} as q has, got {tuple(mask.shape)}")

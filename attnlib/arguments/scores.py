@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from attnlib.arguments.common import DTYPES, NO_STRIDES, type_name
+from attnlib.arguments.common import DTYPES, check_dense, type_name
 
 NO_REFERENCE = "score.reference: expected a function of tensors, as this call runs in PyTorch, got None"
 
@@ -35,8 +35,7 @@ def check_parts(score) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"score.{name}: expected a torch.Tensor or None, got {type_name(tensor)}")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"score.{name}: {NO_STRIDES} {tensor.layout}")
+        check_dense(f"score.{name}", tensor)
         if tensor.dtype not in DTYPES:
             raise TypeError(
                 f"score.{name}: expected dtype float16, bfloat16 or float32, got {tensor.dtype}"

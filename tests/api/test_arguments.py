@@ -349,6 +349,8 @@ DECODE = [
             ({**FP8_CACHES, name: 0.5}, TypeError, f"{name}: expected a torch.Tensor or None, got float"),
             ({**FP8_CACHES, name: zeros(3, 2)}, TypeError,
              f"{name}: expected dtype float32, got torch.float16"),
+            ({**FP8_CACHES, name: torch.nested.nested_tensor([torch.ones(2)])}, TypeError,
+             f"{name}: {DENSE} a nested tensor"),
             ({**FP8_CACHES, name: torch.ones(3, 2).to_sparse()}, TypeError,
              f"{name}: {DENSE} torch.sparse_coo"),
             ({**FP8_CACHES, name: torch.ones(2)}, ValueError,

@@ -54,6 +54,12 @@ OPTIONS = [
     ({"threshold": True}, TypeError, f"threshold: {THRESHOLD}, got bool"),
     ({"threshold": [1.0]}, TypeError, f"threshold: {THRESHOLD}, got list"),
     ({"threshold": float("nan")}, ValueError, f"threshold: {THRESHOLD}, got nan"),
+    ({"threshold": 1e300}, ValueError,
+     "threshold: expected a magnitude of at most 3.4e+38, or infinity, got 1e+300"),
+    ({"threshold": -1e39}, ValueError,
+     "threshold: expected a magnitude of at most 3.4e+38, or infinity, got -1e+39"),
+    ({"threshold": torch.nested.nested_tensor([torch.ones(4)])}, TypeError,
+     "threshold: expected a dense tensor (layout torch.strided), got a nested tensor"),
     ({"threshold": limits(4, dtype=torch.float16)}, TypeError,
      "threshold: expected dtype float32, got torch.float16"),
     ({"threshold": limits(4).to_sparse()}, TypeError,
@@ -118,6 +124,14 @@ def test_a_compiler_sees_an_operator() -> None:
         torch.ops.attnlib.attention_bsfa, (q, k, v, limits(1, 4, 1), True, None, True, True),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
+
+
+def test_a_threshold_with_a_tangent_is_refused() -> None:
+    threshold = limits(4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(threshold, torch.ones_like(threshold))
+        with pytest.raises(RuntimeError, match="attention_bsfa has no forward-mode derivative"):
+            attention_bsfa(**(GOOD | {"threshold": dual}))
 
 
 def test_transformations_are_refused() -> None:

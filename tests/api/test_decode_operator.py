@@ -127,3 +127,13 @@ def test_flops(device):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(x) for x in (q, k, v, lengths)]
         assert flops(lambda: attention_decode(*fake[:3], lengths=fake[3])) == per_key * 80
+
+
+def test_a_scale_with_a_tangent_is_refused() -> None:
+    q, scale = torch.zeros(1, 2, 1, 64, dtype=torch.float16), torch.ones(1, 2)
+    cache = torch.zeros(1, 2, 8, 64, dtype=torch.float8_e4m3fn)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(scale, torch.ones_like(scale))
+        for scales in ({"k_scale": dual}, {"v_scale": dual}):
+            with pytest.raises(RuntimeError, match="attention_decode has no forward-mode derivative"):
+                attention_decode(q, cache, cache, **scales)
